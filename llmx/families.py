@@ -1,0 +1,240 @@
+"""What a decoder is made of: `ModelConfig`, and the published models as data over one decoder.
+
+Pure data, no jax. A family (gpt2, llama3, qwen3, gemma2, gemma3) is a set of values for the fields of `ModelConfig`; a
+preset is a family at a published size. `llmx.model` reads the fields and knows no family by name.
+
+Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, V vocab_size, L num_layers.
+"""
+
+import dataclasses
+import math
+
+# Attention kinds, one per layer, repeated along the depth: every layer, or a sliding window in some of them.
+GLOBAL, LOCAL = "global", "local"
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """One decoder-only transformer. `problems()` says what does not fit together."""
+
+    family: str = "llama3"  # where the values come from; the model itself never asks
+    vocab_size: int = 0  # V, real tokens; 0 = the tokenizer's
+    vocab_multiple: int = (
+        128  # V is padded up to a multiple of this; padding never gets probability
+    )
+    width: int = 256  # D
+    num_layers: int = 4  # L
+    num_heads: int = 4  # N
+    num_kv_heads: int = 4  # K; N = K is multi-head, K < N grouped-query attention
+    head_dim: int = 64  # H
+    mlp_dim: int = 1024  # F
+    max_positions: int = 8192  # longest sequence; also the size of a learned position table
+    positions: str = "rope"  # "rope" | "learned"
+    rope_theta: float = 10_000.0  # base of the rotary frequencies (global layers)
+    rope_theta_local: float = 0.0  # base in local layers; 0 = the same
+    rope_scaling: str = "none"  # "none" | "llama3" | "linear" (global layers only)
+    rope_factor: float = 1.0  # by how much the context was stretched
+    rope_low_freq: float = (
+        1.0  # llama3 scaling: below this many turns over the old context, stretch fully
+    )
+    rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
+    rope_old_context: int = 8192  # llama3 scaling: context before stretching
+    norm: str = "rms"  # "rms" | "layer"
+    norm_eps: float = 1e-5  # epsilon inside the square root
+    norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
+    post_norms: bool = False  # also normalise what attention and MLP return (gemma)
+    qk_norm: bool = False  # RMS-normalise queries and keys per head (qwen3, gemma3)
+    activation: str = "silu"  # "silu" | "gelu" (tanh form)
+    gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
+    bias: bool = False  # biases in every projection (gpt2)
+    tied_head: bool = False  # the output head is the embedding table
+    embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
+    query_scale: float = 0.0  # multiplies q.k; 0 = 1/sqrt(H)
+    layer_pattern: tuple[str, ...] = (GLOBAL,)  # attention kinds, repeated along the depth
+    window: int = 0  # local layers: how many positions back, the token itself counted
+    attention_softcap: float = 0.0  # c*tanh(score/c) before the softmax; 0 = off (gemma2)
+    logit_softcap: float = 0.0  # c*tanh(logit/c) on the output; 0 = off (gemma2)
+
+    @property
+    def padded_vocab(self) -> int:
+        """V rounded up to `vocab_multiple`: the rows of the embedding table and of the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def score_scale(self) -> float:
+        """What q.k is multiplied by."""
+        return self.query_scale or 1 / math.sqrt(self.head_dim)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The attention kind of each of the L layers."""
+        return tuple(
+            self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers)
+        )
+
+
+POSITIONS = ("rope", "learned")
+ROPE_SCALINGS = ("none", "llama3", "linear")
+NORMS = ("rms", "layer")
+ACTIVATIONS = ("silu", "gelu")
+
+
+def _gpt2(**values) -> ModelConfig:
+    """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, here with all layers dense)."""
+    width, heads = values["width"], values["num_heads"]
+    return ModelConfig(
+        family="gpt2", **{"vocab_size": 50257, "max_positions": 1024, **values}, num_kv_heads=heads,
+        head_dim=width // heads, mlp_dim=4 * width, positions="learned", norm="layer",
+        norm_eps=1e-5, activation="gelu", gated_mlp=False, bias=True, tied_head=True,
+    )  # fmt: skip
+
+
+def _llama3(**values) -> ModelConfig:
+    """Llama 3 (arXiv 2407.21783)."""
+    return ModelConfig(family="llama3", **{
+        "vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
+        "norm_eps": 1e-5, "max_positions": 8192, **values,
+    })  # fmt: skip
+
+
+def _qwen3(**values) -> ModelConfig:
+    """Qwen3 (arXiv 2505.09388): Llama's shape with normalised queries and keys."""
+    return ModelConfig(family="qwen3", **{
+        "vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0,
+        "norm_eps": 1e-6, "max_positions": 40960, "qk_norm": True, **values,
+    })  # fmt: skip
+
+
+def _gemma2(**values) -> ModelConfig:
+    """Gemma 2 (arXiv 2408.00118): local and global layers in turn, soft-capped scores and logits."""
+    return ModelConfig(family="gemma2", **{
+        "vocab_size": 256000, "head_dim": 256, "rope_theta": 10_000.0, "norm_eps": 1e-6,
+        "max_positions": 8192, "norm_plus_one": True, "post_norms": True, "activation": "gelu",
+        "tied_head": True, "embedding_scale": True, "layer_pattern": (LOCAL, GLOBAL),
+        "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0, **values,
+    })  # fmt: skip
+
+
+def _gemma3(**values) -> ModelConfig:
+    """Gemma 3 (arXiv 2503.19786): five local layers to one global, q/k norm instead of soft caps."""
+    return ModelConfig(family="gemma3", **{
+        "vocab_size": 262144, "head_dim": 256, "rope_theta": 1_000_000.0,
+        "rope_theta_local": 10_000.0, "norm_eps": 1e-6, "max_positions": 32768,
+        "norm_plus_one": True, "post_norms": True, "qk_norm": True, "activation": "gelu",
+        "tied_head": True, "embedding_scale": True, "layer_pattern": (LOCAL,) * 5 + (GLOBAL,),
+        "window": 512, "query_scale": 256**-0.5, **values,
+    })  # fmt: skip
+
+
+# A family's own name gives its smallest useful shape, for tests and small runs.
+_TINY = dict(width=64, num_layers=3, num_heads=4, max_positions=256)
+_LLAMA32 = dict(tied_head=True, max_positions=131072, rope_scaling="llama3", rope_factor=32.0)
+
+FAMILIES = {
+    "gpt2": lambda: _gpt2(**_TINY, vocab_size=0),
+    "llama3": lambda: _llama3(**_TINY, vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192),
+    "qwen3": lambda: _qwen3(**_TINY, vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192),
+    "gemma2": lambda: _gemma2(
+        **_TINY, vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192, window=16
+    ),
+    "gemma3": lambda: _gemma3(
+        **_TINY | dict(num_layers=4), vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192,
+        window=16, query_scale=0.0, layer_pattern=(LOCAL, LOCAL, GLOBAL),
+    ),
+    "gpt2_124m": lambda: _gpt2(width=768, num_layers=12, num_heads=12),
+    "gpt2_1.5b": lambda: _gpt2(width=1600, num_layers=48, num_heads=25),
+    "gpt3_175b": lambda: _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
+    "llama3_8b": lambda: _llama3(width=4096, num_layers=32, num_heads=32, mlp_dim=14336),
+    "llama3_70b": lambda: _llama3(width=8192, num_layers=80, num_heads=64, mlp_dim=28672),
+    "llama3_405b": lambda: _llama3(
+        width=16384, num_layers=126, num_heads=128, mlp_dim=53248, max_positions=131072,
+        rope_scaling="llama3", rope_factor=8.0,
+    ),
+    "llama3.2_1b": lambda: _llama3(
+        width=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, **_LLAMA32
+    ),
+    "llama3.2_3b": lambda: _llama3(
+        width=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, **_LLAMA32
+    ),
+    "qwen3_0.6b": lambda: _qwen3(
+        width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True
+    ),
+    "qwen3_8b": lambda: _qwen3(width=4096, num_layers=36, num_heads=32, mlp_dim=12288),
+    "gemma2_2b": lambda: _gemma2(
+        width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216
+    ),
+    "gemma3_1b": lambda: _gemma3(
+        width=1152, num_layers=26, num_heads=4, num_kv_heads=1, mlp_dim=6912
+    ),
+    "gemma3_4b": lambda: _gemma3(
+        width=2560, num_layers=34, num_heads=8, num_kv_heads=4, mlp_dim=10240, window=1024,
+        vocab_size=262208, max_positions=131072, rope_scaling="linear", rope_factor=8.0,
+    ),
+}  # fmt: skip
+
+
+def preset(name: str, **changes) -> ModelConfig:
+    """`FAMILIES[name]` with some fields changed, e.g. preset("llama3", num_layers=2).
+
+    Raises ValueError for an unknown name or field.
+    """
+    if name not in FAMILIES:
+        raise ValueError(f"model {name!r} is unknown: use one of {', '.join(sorted(FAMILIES))}")
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown := sorted(set(changes) - known):
+        raise ValueError(f"ModelConfig has no field {unknown}: the fields are {sorted(known)}")
+    return dataclasses.replace(FAMILIES[name](), **changes)
+
+
+def problems(model: ModelConfig) -> list[str]:
+    """All that is wrong with a model by itself, each with its remedy."""
+    found = []
+
+    def check(ok: bool, text: str):
+        if not ok:
+            found.append(text)
+
+    sizes = ("vocab_size", "vocab_multiple", "width", "num_layers", "num_heads", "num_kv_heads",
+             "head_dim", "mlp_dim", "max_positions")  # fmt: skip
+    for name in sizes:
+        value = vars(model)[name]
+        check(value >= 1, f"model.{name}={value} must be at least 1")
+    if found:
+        return found
+    check(
+        model.num_heads % model.num_kv_heads == 0,
+        f"model.num_heads={model.num_heads} is not a multiple of "
+        f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of query "
+        f"heads; use num_kv_heads in {_divisors(model.num_heads)}",
+    )
+    for name, allowed in (
+        ("positions", POSITIONS), ("rope_scaling", ROPE_SCALINGS), ("norm", NORMS),
+        ("activation", ACTIVATIONS),
+    ):  # fmt: skip
+        value = vars(model)[name]
+        check(value in allowed, f"model.{name}={value!r} is unknown: use one of {allowed}")
+    check(
+        model.positions != "rope" or model.head_dim % 2 == 0,
+        f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers",
+    )
+    kinds = set(model.layer_pattern)
+    check(
+        bool(kinds) and kinds <= {GLOBAL, LOCAL},
+        f"model.layer_pattern={model.layer_pattern} must be a non-empty tuple of "
+        f"{GLOBAL!r} and {LOCAL!r}",
+    )
+    check(
+        LOCAL not in kinds or model.window >= 1,
+        f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}",
+    )
+    for name in ("attention_softcap", "logit_softcap", "query_scale", "window"):
+        value = vars(model)[name]
+        check(value >= 0, f"model.{name}={value} must not be negative: 0 switches it off")
+    for name in ("norm_eps", "rope_theta", "rope_factor"):
+        value = vars(model)[name]
+        check(value > 0, f"model.{name}={value} must be positive")
+    return found
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

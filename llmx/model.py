@@ -1,0 +1,422 @@
+"""The decoder: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`. The only importer of Flax.
+
+Flax NNX defines the modules and makes their parameters; from there on a model is a pure dict of arrays and functions of
+it. Every layer has the same parameters, stacked along a leading `layers` dimension and scanned, so that trace and
+compile time do not grow with depth; layers of different kinds (sliding window, global) alternate inside the scan's body.
+The model names logical axes and knows no mesh axis and no layout.
+
+Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value heads, H head size,
+V vocabulary, L layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from llmx import attention, dot, embedding, families, losses, precision, remat, sharding
+
+# Activations between blocks, and inside them, in logical axes.
+BLOCK = ("batch", "block_sequence", "embed")
+INSIDE = ("batch", "sequence", "embed")
+QUERY = ("batch", "sequence", "heads", "head_dim")
+KEY = ("batch", "sequence", "kv_heads", "head_dim")
+HIDDEN = ("batch", "sequence", "mlp")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Execution:
+    """How a decoder is run: what a config resolves to, and no part of its parameters."""
+
+    place: sharding.Placement
+    policy: precision.Policy
+    remat: str = "none"
+    attention: str = "reference"
+    loss_chunks: int = 0
+
+
+# ------------------------------------------------------------------------------------------ parameters
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple, axes: tuple, std: float) -> nnx.Param:
+    value = std * jax.random.truncated_normal(rngs.params(), -3, 3, shape, jnp.float32)
+    return nnx.Param(value, axes=axes)
+
+
+def _constant(value: float, shape: tuple, axes: tuple) -> nnx.Param:
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+
+
+class Norm(nnx.Module):
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dimension, in fp32."""
+
+    def __init__(self, model: families.ModelConfig, size: int):
+        self.eps, self.centered = model.norm_eps, model.norm == "layer"
+        self.plus_one = model.norm_plus_one
+        self.scale = _constant(0.0 if self.plus_one else 1.0, (size,), ("norm",))
+        self.bias = _constant(0.0, (size,), ("norm",)) if self.centered else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        if self.centered:
+            y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
+        y = y * (1 + self.scale[...] if self.plus_one else self.scale[...])
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y.astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """One weight, and a bias where the family has them; multiplied by `dot.dot`."""
+
+    def __init__(self, rngs, shape, axes, *, contracted: int, bias: bool, scale: float = 1.0):
+        std = scale / math.sqrt(math.prod(shape[:contracted]))
+        self.kernel = _weight(rngs, shape, axes, std)
+        # A bias along the width is small and stays whole, as norms do.
+        axes = tuple("norm" if axis == "embed" else axis for axis in axes[contracted:])
+        self.bias = _constant(0.0, shape[contracted:], axes) if bias else None
+
+    def __call__(self, expression: str, x: Array, out: tuple, run: Execution) -> Array:
+        to = run.place.activation(out)
+        y = dot.dot(expression, x, self.kernel[...], out=to, policy=run.policy)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary or learned positions."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
+        bias = model.bias
+        heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.query = Projection(rngs, (D, N, H), heads, contracted=1, bias=bias)
+        self.key = Projection(rngs, (D, K, H), kv_heads, contracted=1, bias=bias)
+        self.value = Projection(rngs, (D, K, H), kv_heads, contracted=1, bias=bias)
+        self.out = Projection(
+            rngs, (N, H, D), ("heads", "head_dim", "embed"), contracted=2, bias=bias,
+            scale=1 / math.sqrt(2 * model.num_layers),
+        )  # fmt: skip
+        self.query_norm = Norm(_rms(model), H) if model.qk_norm else None
+        self.key_norm = Norm(_rms(model), H) if model.qk_norm else None
+        self.scale, self.softcap = model.score_scale, model.attention_softcap
+        # Without rotation a bias on keys adds the same to all scores of a query, which the softmax ignores. Its
+        # gradient is exactly zero; what rounding makes of it would be blown up by Adam's division.
+        self.constant_key_bias = bias and model.positions == "learned" and not self.softcap
+
+    def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache, now):
+        query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, QUERY, run)
+        if self.constant_key_bias:
+            self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
+        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, KEY, run)
+        value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, KEY, run)
+        if self.query_norm is not None:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+        if rotation is not None:
+            query_BTNH, key_BTKH = rotate(query_BTNH, rotation), rotate(key_BTKH, rotation)
+        query_BTNH = checkpoint_name(query_BTNH, remat.QUERY_KEY_VALUE)
+        key_BTKH = checkpoint_name(key_BTKH, remat.QUERY_KEY_VALUE)
+        value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
+        if cache is not None:
+            cache = tuple(
+                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), now, axis=1)
+                for old, new in zip(cache, (key_BTKH, value_BTKH), strict=True)
+            )
+            key_BTKH, value_BTKH = cache
+        out_BTNH = attention.attend(
+            query_BTNH, key_BTKH, value_BTKH, mask,
+            attention.Scores(scale=self.scale, softcap=self.softcap, window=window),
+            implementation=run.attention, place=run.place,
+        )  # fmt: skip
+        out_BTNH = checkpoint_name(out_BTNH, remat.ATTENTION)
+        return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, run), cache
+
+
+class Mlp(nnx.Module):
+    """Feed-forward: plain, or gated (SwiGLU and GeGLU, arXiv 2002.05202)."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        D, F, bias = model.width, model.mlp_dim, model.bias
+        wide = dict(contracted=1, bias=bias)
+        self.gate = Projection(rngs, (D, F), ("embed", "mlp"), **wide) if model.gated_mlp else None
+        self.up = Projection(rngs, (D, F), ("embed", "mlp"), **wide)
+        self.down = Projection(
+            rngs, (F, D), ("mlp", "embed"), contracted=1, bias=bias,
+            scale=1 / math.sqrt(2 * model.num_layers),
+        )  # fmt: skip
+        self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
+
+    def __call__(self, x_BTD, run: Execution):
+        up_BTF = checkpoint_name(self.up("BTD,DF->BTF", x_BTD, HIDDEN, run), remat.MLP)
+        if self.gate is None:
+            hidden_BTF = self.activation(up_BTF)
+        else:
+            gate_BTF = checkpoint_name(self.gate("BTD,DF->BTF", x_BTD, HIDDEN, run), remat.MLP)
+            hidden_BTF = self.activation(gate_BTF) * up_BTF
+        return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, run)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each on a normalised input and added to the stream."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
+        self.attention, self.mlp = Attention(model, rngs), Mlp(model, rngs)
+        post = model.post_norms
+        self.attention_post_norm = Norm(model, model.width) if post else None
+        self.mlp_post_norm = Norm(model, model.width) if post else None
+
+    def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache=None, now=None):
+        # Between blocks positions are split over `tensor` too; inside, every shard needs them all.
+        y_BTD = run.place.constrain(self.attention_norm(x_BTD), INSIDE)
+        y_BTD, cache = self.attention(y_BTD, rotation, mask, window, run, cache, now)
+        if self.attention_post_norm is not None:
+            y_BTD = self.attention_post_norm(y_BTD)
+        x_BTD = x_BTD + y_BTD
+        y_BTD = run.place.constrain(self.mlp_norm(x_BTD), INSIDE)
+        y_BTD = self.mlp(y_BTD, run)
+        if self.mlp_post_norm is not None:
+            y_BTD = self.mlp_post_norm(y_BTD)
+        return x_BTD + y_BTD, cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, L blocks stacked along a leading dimension, a last norm and a head."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        V, D, std = model.padded_vocab, model.width, 1 / math.sqrt(model.width)
+        self.embedding = _weight(rngs, (V, D), ("vocab", "embed"), std)
+        self.positions = (
+            _weight(rngs, (model.max_positions, D), ("positions", "embed"), std)
+            if model.positions == "learned"
+            else None
+        )
+        stack = nnx.split_rngs(splits=model.num_layers)(
+            nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
+        )
+        self.blocks = stack(rngs)
+        self.norm = Norm(model, D)
+        self.head = None if model.tied_head else _weight(rngs, (V, D), ("vocab", "embed"), std)
+
+
+def _rms(model: families.ModelConfig) -> families.ModelConfig:
+    """The norm of queries and keys is RMSNorm in every family that has one."""
+    return dataclasses.replace(model, norm="rms")
+
+
+# ------------------------------------------------------------------------------------ rotary positions
+
+
+def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
+    """Radians per position of each of the H/2 pairs (arXiv 2104.09864), stretched as the family does.
+
+    Llama 3's rule keeps high frequencies, divides low ones by `rope_factor`, and blends between; "linear"
+    divides all (arXiv 2306.15595). Local layers are never stretched.
+    """
+    local = kind == families.LOCAL and model.rope_theta_local
+    theta = model.rope_theta_local if local else model.rope_theta
+    pairs = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
+    frequencies = theta**-pairs
+    if local or model.rope_scaling == "none":
+        return frequencies.astype(np.float32)
+    if model.rope_scaling == "linear":
+        return (frequencies / model.rope_factor).astype(np.float32)
+    turns = model.rope_old_context * frequencies / (2 * np.pi)
+    keep = (turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)
+    keep = np.clip(keep, 0, 1)
+    return (frequencies * (keep + (1 - keep) / model.rope_factor)).astype(np.float32)
+
+
+def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray):
+    """cos and sin, each [B, T, 1, H/2], fp32."""
+    angles_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles_BT1P), jnp.sin(angles_BT1P)
+
+
+def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:
+    """Turns the pairs (i, i + H/2) of every head by their angles."""
+    cos, sin = rotation
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTNH.dtype)
+
+
+# ------------------------------------------------------------------------------- functions of parameters
+
+
+def abstract_parameters(model: families.ModelConfig) -> tuple[nnx.GraphDef, dict, dict]:
+    """The module's definition, the shapes of its parameters, and their logical axes; nothing is allocated.
+
+    Returns (graphdef, tree of ShapeDtypeStruct, tree of tuples of names), both trees nested dicts.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
+    axes = sharding.logical_axes(state)
+    shapes = nnx.to_pure_dict(state)
+    axes = nnx.to_pure_dict(axes)
+    axes["blocks"] = jax.tree.map(
+        lambda names: ("layers", *names), axes["blocks"], is_leaf=lambda x: isinstance(x, tuple)
+    )
+    return graphdef, shapes, axes
+
+
+def init_parameters(model: families.ModelConfig, seed: int) -> dict:
+    """Parameters as a nested dict of fp32 arrays; call under jit with out_shardings to bear them split.
+
+    Weights are normal with variance 1/fan_in; the projections that write to the stream are smaller by
+    sqrt(2L) (GPT-2); norms are one, biases zero.
+    """
+    return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
+
+
+def make_apply(model: families.ModelConfig, graphdef: nnx.GraphDef) -> "Apply":
+    """The functions of a decoder's parameters."""
+    return Apply(model, graphdef)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Apply:
+    """A decoder as functions of its parameter dict."""
+
+    model: families.ModelConfig
+    graphdef: nnx.GraphDef
+
+    def losses(self, params: dict, batch: dict, run: Execution, sinks: dict | None = None):
+        """Per-token loss and log Z, [B, T] fp32, of a batch of tokens, targets, segment_ids and positions.
+
+        `sinks`: where gradients go when they are split otherwise than `params`: see `route_gradient`.
+        """
+        if sinks is not None:
+            # The blocks' gradients are routed inside the scan, so that each leaves as its layer is done.
+            top = {name: leaf for name, leaf in params.items() if name != "blocks"}
+            top_sinks = {name: sinks[name] for name in top}
+            params = jax.tree.map(sharding.route_gradient, top, top_sinks) | {
+                "blocks": params["blocks"]
+            }
+        decoder = nnx.merge(self.graphdef, params)
+        mask = _self_mask(batch["segment_ids"], batch["positions"])
+        x_BTD, _ = self._hidden(
+            decoder, batch["tokens"], mask, run, sinks=None if sinks is None else sinks["blocks"]
+        )
+        return losses.token_losses(
+            x_BTD, self._head_weight(decoder), batch["targets"],
+            num_real=self.model.vocab_size, softcap=self.model.logit_softcap,
+            chunks=run.loss_chunks, place=run.place, policy=run.policy,
+        )  # fmt: skip
+
+    def logits(
+        self, params: dict, tokens_BT, segments_BT, positions_BT, run: Execution
+    ) -> Float[Array, "B T V"]:
+        """fp32 logits; those of padding are -inf. For tests and sampling: they exist whole."""
+        decoder = nnx.merge(self.graphdef, params)
+        mask = _self_mask(segments_BT, positions_BT)
+        x_BTD, _ = self._hidden(decoder, tokens_BT, mask, run)
+        return self._head(decoder, x_BTD, run)
+
+    def empty_cache(self, batch: int, length: int, dtype) -> dict:
+        """A cache of `length` positions in which nothing is visible (segment -1)."""
+        model = self.model
+        shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
+        return {
+            "key": jnp.zeros(shape, dtype),
+            "value": jnp.zeros(shape, dtype),
+            "segments": jnp.full((batch, length), -1, jnp.int32),
+            "positions": jnp.zeros((batch, length), jnp.int32),
+        }
+
+    def decode(self, params: dict, cache: dict, tokens_BT, segments_BT, positions_BT, now, run):
+        """Logits of T more tokens written into the cache at slots now..now+T, and the new cache."""
+        decoder = nnx.merge(self.graphdef, params)
+        update = jax.lax.dynamic_update_slice_in_dim
+        segments_BS = update(cache["segments"], segments_BT, now, axis=1)
+        positions_BS = update(cache["positions"], positions_BT, now, axis=1)
+        mask = attention.Mask(segments_BT, positions_BT, segments_BS, positions_BS)
+        past = (cache["key"], cache["value"])
+        x_BTD, past = self._hidden(decoder, tokens_BT, mask, run, cache=past, now=now)
+        cache = dict(zip(("key", "value"), past, strict=True))
+        cache |= {"segments": segments_BS, "positions": positions_BS}
+        return self._head(decoder, x_BTD, run), cache
+
+    def _head_weight(self, decoder: Decoder) -> Float[Array, "V D"]:
+        return (decoder.embedding if self.model.tied_head else decoder.head)[...]
+
+    def _head(self, decoder: Decoder, x_BTD, run: Execution) -> Float[Array, "B T V"]:
+        model, head_VD = self.model, self._head_weight(decoder)
+        x_BTD = run.place.constrain(x_BTD, INSIDE)
+        to = run.place.activation(("batch", "sequence", "vocab"))
+        logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=run.policy)
+        logits_BTV = logits_BTV.astype(jnp.float32)
+        if model.logit_softcap:
+            logits_BTV = model.logit_softcap * jnp.tanh(logits_BTV / model.logit_softcap)
+        real_V = np.arange(model.padded_vocab) < model.vocab_size
+        return jnp.where(real_V, logits_BTV, -jnp.inf)
+
+    def _hidden(self, decoder, tokens_BT, mask, run: Execution, sinks=None, cache=None, now=None):
+        model, table_VD = self.model, decoder.embedding[...]
+        x_BTD = embedding.embed(tokens_BT, table_VD, place=run.place, policy=run.policy)
+        if model.embedding_scale:
+            x_BTD = x_BTD * jnp.asarray(math.sqrt(model.width), x_BTD.dtype)
+        if model.positions == "learned":
+            x_BTD += embedding.embed(
+                mask.positions_BT, decoder.positions[...], place=run.place, policy=run.policy
+            )
+        x_BTD, cache = self._layers(decoder, x_BTD, mask, run, sinks, cache, now)
+        return decoder.norm(x_BTD), cache
+
+    def _layers(self, decoder, x_BTD, mask, run: Execution, sinks, cache, now):
+        """The blocks, scanned in groups of one period of the layer pattern; then what is left of a period."""
+        model = self.model
+        kinds = model.layer_pattern
+        definition, weights = nnx.split(decoder.blocks)
+        weights = nnx.to_pure_dict(weights)
+        rotations = {kind: self._rotation(mask.positions_BT, kind) for kind in set(kinds)}
+
+        def layer(kind: str) -> Callable:
+            def apply(x_BTD, weights_sinks_cache):
+                weights, sinks, cache = weights_sinks_cache
+                if sinks is not None:
+                    weights = jax.tree.map(sharding.route_gradient, weights, sinks)
+                window = model.window if kind == families.LOCAL else 0
+                block = nnx.merge(definition, weights)
+                return block(x_BTD, rotations[kind], mask, window, run, cache, now)
+
+            return remat.checkpointed(apply, run.remat)
+
+        layers = [layer(kind) for kind in kinds]
+        stacked = (weights, sinks, cache)
+        if len(kinds) == 1:
+            return jax.lax.scan(layers[0], x_BTD, stacked)
+
+        def period(x_BTD, group):
+            kept = []
+            for i, apply in enumerate(layers):
+                x_BTD, one = apply(x_BTD, jax.tree.map(lambda array: array[i], group))  # noqa: B023
+                kept.append(one)
+            return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *kept)
+
+        size, num = len(kinds), model.num_layers // len(kinds)
+        grouped = jax.tree.map(
+            lambda array: array[: num * size].reshape(num, size, *array.shape[1:]), stacked
+        )
+        x_BTD, new = jax.lax.scan(period, x_BTD, grouped)
+        new = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), new)
+        for i in range(num * size, model.num_layers):
+            one_layer = jax.tree.map(lambda array: array[i], stacked)  # noqa: B023
+            x_BTD, one = layers[i % size](x_BTD, one_layer)
+            new = jax.tree.map(lambda old, last: jnp.concatenate([old, last[None]]), new, one)
+        return x_BTD, new
+
+    def _rotation(self, positions_BT, kind: str):
+        if self.model.positions != "rope":
+            return None
+        return rotation_of(positions_BT, rope_frequencies(self.model, kind))
+
+
+def _self_mask(segments_BT, positions_BT) -> attention.Mask:
+    return attention.Mask(segments_BT, positions_BT, segments_BT, positions_BT)

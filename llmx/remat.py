@@ -1,0 +1,35 @@
+"""Activation checkpointing: what the forward pass keeps for the backward pass, by name.
+
+The model marks values with `jax.ad_checkpoint.checkpoint_name`; a policy says which of them stay. What does not stay is
+computed again in the backward pass, layer by layer. Source: arXiv 1604.06174; selective, arXiv 2205.05198.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+# The names that the model gives, per layer, in order of appearance, each with its logical size:
+#   query_key_value  B T (N+2K) H     attention  B T N H     mlp  B T F (twice if gated)
+QUERY_KEY_VALUE, ATTENTION, MLP = "query_key_value", "attention", "mlp"
+
+_policies = jax.checkpoint_policies
+
+POLICIES: dict[str, Callable | None] = {
+    "none": None,  # keep everything: fastest, most memory
+    "full": _policies.nothing_saveable,  # keep the input of each layer only: one more forward pass
+    "dots": _policies.dots_with_no_batch_dims_saveable,  # keep matrix products, not attention scores
+    "names": _policies.save_only_these_names(QUERY_KEY_VALUE, ATTENTION),  # recompute norms and MLP
+}
+
+
+def checkpointed(function: Callable, policy: str) -> Callable:
+    """`function` with its intermediate values kept as `POLICIES[policy]` says.
+
+    Raises ValueError for an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"remat {policy!r} is unknown: use one of {', '.join(POLICIES)}")
+    if policy == "none":
+        return function
+    # Inside a scan the loop already keeps forward and backward apart; CSE prevention only costs there.
+    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=False)

@@ -1,0 +1,424 @@
+"""Where arrays live: a named mesh, logical axis names, and tables from the one to the other.
+
+A tensor dimension has a *logical axis* ("embed", "heads", "batch", ...). A `Layout` says, for parameters, gradients,
+optimizer state and activations, which *mesh axes* each logical axis is split over. Data parallelism, ZeRO-1/2/3, HSDP,
+tensor parallelism and sequence parallelism differ in these tables only; the model and the train step are one text.
+
+This module needs jax and numpy only, and works on any pytree: see docs/sharding.md for its use in other JAX code.
+
+Sources: ZeRO (arXiv 1910.02054), Megatron tensor and sequence parallelism (arXiv 1909.08053, 2205.05198), HSDP (arXiv
+2304.11277), logical axes (GSPMD, arXiv 2105.04663).
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# Mesh axes, outermost (slowest network) first. The innermost get the fastest links.
+AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
+
+# The mesh axes that split the batch: replicas of the model work on different rows.
+BATCH_AXES = ("data", "fsdp", "expert")
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """How many devices lie along each mesh axis; one of them may be -1 = all that remain."""
+
+    stage: int = 1  # pipeline stages
+    data: int = -1  # replicas that exchange gradients (slow network)
+    fsdp: int = 1  # replicas that also share parameters or optimizer state (fast network)
+    expert: int = 1  # expert parallelism; splits the batch elsewhere
+    sequence: int = 1  # context parallelism: splits the tokens of a sequence
+    tensor: int = 1  # tensor parallelism: splits heads, mlp and vocabulary
+    across_slices: tuple[str, ...] = ()  # axes that cross the network between slices or nodes
+
+
+@dataclasses.dataclass
+class ShardingConfig:
+    """Which layout, and its two variations."""
+
+    layout: str = "zero3"  # ddp | zero1 | zero2 | zero3 | hsdp
+    sequence_parallel: bool = True  # between blocks, split the sequence over `tensor` too
+    replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Four tables from logical axis to the mesh axes that split it (empty = not split)."""
+
+    parameters: Mapping[str, tuple[str, ...]]
+    gradients: Mapping[str, tuple[str, ...]]
+    optimizer: Mapping[str, tuple[str, ...]]
+    activations: Mapping[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """A mesh and a layout together: what code needs to name logical axes only."""
+
+    mesh: Mesh
+    layout: Layout
+
+    def activation(self, axes: Sequence[str | None], shape: Sequence[int] | None = None):
+        """PartitionSpec of an activation with these logical axes."""
+        return spec(axes, self.layout.activations, self.mesh, shape=shape)
+
+    def constrain(self, array: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        """`array` placed as an activation with these logical axes; communicates if it must."""
+        return constrain(array, self.mesh, self.activation(axes, array.shape))
+
+    def size(self, axes: Sequence[str]) -> int:
+        """The number of devices along these mesh axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+# ---------------------------------------------------------------------------------------------- meshes
+
+
+def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Mesh axis sizes with -1 filled in, so that their product is `num_devices`.
+
+    Raises ValueError where they cannot multiply to it.
+    """
+    sizes = dict(sizes)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    bad = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
+    if bad:
+        raise ValueError(f"mesh sizes {bad} must be at least 1, or -1 for all that remain")
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh axes {open_axes} are all -1: only one axis can take the rest")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes:
+        if num_devices % known:
+            raise ValueError(
+                f"mesh {_compact(sizes)} cannot fill {num_devices} devices: the given axes multiply "
+                f"to {known}, which does not divide {num_devices}; change them to a divisor"
+            )
+        sizes[open_axes[0]] = num_devices // known
+    elif known != num_devices:
+        raise ValueError(
+            f"mesh {_compact(sizes)} needs {known} devices and there are {num_devices}: "
+            f"set one axis to -1, or change their product to {num_devices}"
+        )
+    return sizes
+
+
+def make_mesh(
+    sizes: Mapping[str, int],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    across_slices: Sequence[str] = (),
+    axis_type: AxisType = AxisType.Explicit,
+) -> Mesh:
+    """A mesh with axes `sizes` (name -> size, outermost first; one may be -1) over `devices`.
+
+    Inner axes get the fastest links (`mesh_utils`). Axes named in `across_slices` cross the slow network: their
+    sizes multiply to the number of slices (or of processes, where the devices have no slices).
+
+    Raises ValueError where sizes and devices do not fit.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_sizes(sizes, len(devices))
+    shape = tuple(sizes.values())
+    if unknown := set(across_slices) - set(sizes):
+        raise ValueError(f"mesh.across_slices names {sorted(unknown)}: the axes are {tuple(sizes)}")
+    if across_slices:
+        outer = tuple(size if axis in across_slices else 1 for axis, size in sizes.items())
+        inner = tuple(size // out for size, out in zip(shape, outer, strict=True))
+        by_slice = len({_slice_index(device) for device in devices}) > 1
+        array = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices=devices, process_is_granule=not by_slice,
+            allow_split_physical_axes=True,
+        )  # fmt: skip
+    elif devices[0].platform == "cpu":
+        array = np.array(devices).reshape(shape)
+    else:
+        array = mesh_utils.create_device_mesh(
+            shape, devices=devices, allow_split_physical_axes=True
+        )
+    return Mesh(array, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def _slice_index(device: jax.Device) -> int:
+    return device.slice_index if hasattr(device, "slice_index") else 0
+
+
+def _compact(sizes: Mapping[str, int]) -> str:
+    return (
+        " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or "of one device"
+    )
+
+
+# --------------------------------------------------------------------------------------------- layouts
+
+# Tensor parallelism: which logical axes of a parameter go to which mesh axes, in every layout.
+_TENSOR = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": (),
+    "head_dim": (),
+    "positions": (),
+    "norm": (),
+    "layers": (),
+}
+
+_ACTIVATIONS = {
+    "batch": BATCH_AXES,
+    "sequence": ("sequence",),  # inside attention and MLP
+    "block_sequence": ("sequence", "tensor"),  # between them: sequence-parallel norms
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": (),
+    "head_dim": (),
+    "layers": (),
+}
+
+
+def _split(over: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Parameters split over the replicas `over` as well: along the model width, which every matrix has."""
+    return _TENSOR | {"embed": over}
+
+
+def _layout(parameters, gradients, optimizer) -> Layout:
+    return Layout(_split(parameters), _split(gradients), _split(optimizer), _ACTIVATIONS)
+
+
+_ALL, _FAST, _NONE = ("data", "fsdp"), ("fsdp",), ()
+
+#                     parameters  gradients  optimizer state
+LAYOUTS = {
+    "ddp": _layout(_NONE, _NONE, _NONE),  # replicas are whole; gradients are all-reduced
+    "zero1": _layout(_NONE, _NONE, _ALL),  # each replica updates its share, then all gather it
+    "zero2": _layout(_NONE, _ALL, _ALL),  # gradients are reduce-scattered
+    "zero3": _layout(_ALL, _ALL, _ALL),  # parameters are gathered layer by layer (FSDP)
+    "hsdp": _layout(_FAST, _FAST, _FAST),  # zero3 over `fsdp`, whole replicas over `data`
+}
+
+
+def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool = False) -> Layout:
+    """`LAYOUTS[name]`, with sequence-parallel norms switched off or K/V heads kept whole if asked.
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in LAYOUTS:
+        raise ValueError(f"layout {name!r} is unknown: use one of {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[name]
+    if not sequence_parallel:
+        whole = dict(layout.activations) | {"block_sequence": ("sequence",)}
+        layout = dataclasses.replace(layout, activations=whole)
+    if replicate_kv:
+        tables = {
+            field.name: dict(vars(layout)[field.name]) | {"kv_heads": ()}
+            for field in dataclasses.fields(layout)
+        }
+        layout = Layout(**tables)
+    return layout
+
+
+# ------------------------------------------------------------------------------ from names to shardings
+
+
+def spec(
+    axes: Sequence[str | None],
+    table: Mapping[str, tuple[str, ...]],
+    mesh: Mesh,
+    *,
+    shape: Sequence[int] | None = None,
+) -> PartitionSpec:
+    """The PartitionSpec of an array whose dimensions have these logical axes (None = not split).
+
+    Mesh axes that the mesh does not have, or that have size 1, drop out. With `shape` the result is checked.
+
+    Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, a rank that differs
+    from `shape`'s, or a dimension that does not divide.
+    """
+    if shape is not None and len(shape) != len(axes):
+        raise ValueError(
+            f"logical axes {tuple(axes)} name {len(axes)} dimensions and the array has shape "
+            f"{tuple(shape)} with {len(shape)}: give one name (or None) per dimension"
+        )
+    entries, used = [], {}
+    for dim, axis in enumerate(axes):
+        if axis is not None and axis not in table:
+            raise ValueError(
+                f"logical axis {axis!r} is unknown: use one of {', '.join(sorted(table))}, or None"
+            )
+        over = () if axis is None else table[axis]
+        over = tuple(name for name in over if mesh.shape.get(name, 1) > 1)
+        for name in over:
+            if name in used:
+                raise ValueError(
+                    f"mesh axis {name!r} would split both {used[name]!r} and {axis!r} of "
+                    f"{tuple(axes)}: a mesh axis can split one dimension of an array"
+                )
+            used[name] = axis
+        ways = math.prod(mesh.shape[name] for name in over)
+        if shape is not None and shape[dim] % ways:
+            raise ValueError(
+                f"dimension {dim} ({axis!r}) of shape {tuple(shape)} does not divide over "
+                f"{_compact({name: mesh.shape[name] for name in over})}: {shape[dim]} is not a "
+                f"multiple of {ways}; pad it, or use a smaller mesh axis"
+            )
+        entries.append(None if not over else over[0] if len(over) == 1 else over)
+    return PartitionSpec(*entries)
+
+
+def constrain(array: jax.Array, mesh: Mesh, to: PartitionSpec) -> jax.Array:
+    """`array` with sharding `to`: a reshard on Explicit axes, a constraint for the compiler on Auto ones."""
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(array, NamedSharding(mesh, to))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, to))
+
+
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`to` with these mesh axes removed: what a parameter looks like gathered over them."""
+    kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to]
+    return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
+
+
+# A key under which Flax variables carry their axis names: llmx's own, then the ones of Flax NNX.
+_METADATA_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
+
+
+def logical_axes(tree: Any, rules: Any = None) -> Any:
+    """The logical axes of every leaf of `tree`: a tree of the same structure whose leaves are tuples.
+
+    `rules` is one of
+      None: read Flax metadata, of NNX variables (metadata "axes", "out_sharding", "sharding_names" or "sharding")
+        or of Linen boxes (`names`). A leaf without any is not split.
+      a tree of tuples of names, one per leaf of `tree`, in the same structure.
+      a sequence of (regular expression, names): the first whose expression is found in the leaf's path
+        ("decoder/0/kernel") gives its axes.
+
+    Raises ValueError for a leaf that no rule matches.
+    """
+    if rules is None:
+        return jax.tree.map(_axes_from_metadata, tree, is_leaf=_is_boxed)
+    tree = jax.tree.map(_unboxed, tree, is_leaf=_is_boxed)
+    if _is_rule_list(rules):
+        return jax.tree_util.tree_map_with_path(functools.partial(_axes_from_rules, rules), tree)
+    structure = jax.tree.structure(tree)
+    names = structure.flatten_up_to(rules)
+    return structure.unflatten([tuple(axes) for axes in names])
+
+
+def shardings(
+    abstract_tree: Any,
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    rules: Any = None,
+    table: str = "parameters",
+) -> Any:
+    """NamedShardings for every leaf of a tree of arrays or ShapeDtypeStructs.
+
+    Args:
+      abstract_tree: any pytree; boxed leaves (Flax NNX variables, Linen boxes) count as one leaf.
+      mesh: the mesh.
+      layout: one of `LAYOUTS`, or your own `Layout`.
+      rules: where the logical axes come from: see `logical_axes`.
+      table: which of the layout's tables: "parameters", "gradients", "optimizer" or "activations".
+
+    Raises ValueError, naming the leaf, for whatever `spec` refuses.
+    """
+    axes = logical_axes(abstract_tree, rules)
+    chosen = vars(layout)[table]
+    tree = jax.tree.map(_unboxed, abstract_tree, is_leaf=_is_boxed)
+
+    def one(path, leaf, names):
+        try:
+            # Leaves without names (scalars, counters) are not split.
+            names = names if names else (None,) * len(leaf.shape)
+            return NamedSharding(mesh, spec(names, chosen, mesh, shape=leaf.shape))
+        except ValueError as error:
+            raise ValueError(f"{path_name(path)}: {error}") from None
+
+    return jax.tree_util.tree_map_with_path(one, tree, axes)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A pytree path as text: "blocks/attention/query"."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def _is_boxed(leaf: Any) -> bool:
+    """Whether `leaf` is an NNX variable or a Linen box, told by its shape as this module has no Flax."""
+    return hasattr(leaf, "get_metadata") or (hasattr(leaf, "names") and hasattr(leaf, "unbox"))
+
+
+def _unboxed(leaf: Any) -> Any:
+    if not _is_boxed(leaf):
+        return leaf
+    return leaf.unbox() if hasattr(leaf, "unbox") else leaf.get_value()
+
+
+def _axes_from_metadata(leaf: Any) -> tuple[str | None, ...]:
+    if hasattr(leaf, "get_metadata"):
+        metadata = leaf.get_metadata()
+        found = [metadata[key] for key in _METADATA_KEYS if metadata.get(key)]
+        return tuple(found[0]) if found else ()
+    return tuple(leaf.names) if hasattr(leaf, "names") else ()
+
+
+def _is_rule_list(rules: Any) -> bool:
+    return isinstance(rules, Sequence) and all(
+        isinstance(rule, tuple)
+        and len(rule) == 2
+        and isinstance(rule[0], str)
+        and isinstance(rule[1], tuple)
+        for rule in rules
+    )
+
+
+def _axes_from_rules(rules: Sequence[tuple[str, tuple]], path: Sequence[Any], leaf: Any) -> tuple:
+    name = path_name(path)
+    for pattern, axes in rules:
+        if re.search(pattern, name):
+            return tuple(axes)
+    raise ValueError(
+        f"no rule matches {name} of shape {tuple(leaf.shape)}: add one, or end the rules with "
+        '(".*", ()) to leave the rest whole'
+    )
+
+
+# ---------------------------------------------------------------------- gradients away from parameters
+
+
+@jax.custom_vjp
+def route_gradient(array: jax.Array, sink: jax.Array) -> jax.Array:
+    """`array`, whose gradient goes to `sink` instead, resharded as `sink` is.
+
+    ZeRO-2 keeps whole parameters and split gradients. A cotangent must have its primal's sharding, so the whole
+    array is held constant and the gradient is taken with respect to its slice `sink` (same shape and dtype,
+    another sharding); the value of `sink` is not used.
+    """
+    return array
+
+
+def _route_forward(array, sink):
+    return array, sink
+
+
+def _route_backward(sink, gradient):
+    return None, jax.sharding.reshard(gradient, jax.typeof(sink).sharding)
+
+
+route_gradient.defvjp(_route_forward, _route_backward)

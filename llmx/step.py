@@ -1,0 +1,351 @@
+"""The train step: one text for every mesh, layout, precision, remat policy and accumulation.
+
+    setup = make_setup(model, execution, optimizer, ...)    shapes and shardings; nothing is allocated
+    state = setup.init(seed)                                born split
+    step = make_train_step(setup, ...)                      (State, Batch) -> (State, Report)
+
+Train loop, ahead-of-time compilation, planner checks and tests all build the step here. The loss is a sum over tokens
+divided once by the token count of the *global* batch, so that unequal documents, padding, accumulation and splits of
+any kind give one number. Gradients are clipped by their global norm; an update with a gradient that is not finite, or
+that is a spike, is not applied, and the report names the leaf.
+
+Letters: B batch, T positions.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx import families, model, optim, sharding
+
+Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
+
+BATCH_AXES = ("batch", "sequence")
+BATCH_DTYPES = {
+    "tokens": "int32",
+    "targets": "int32",
+    "segment_ids": "int32",
+    "positions": "int32",
+    "weights": "float32",
+}
+
+
+@dataclasses.dataclass
+class GuardConfig:
+    """What happens to an update that would do harm."""
+
+    on_bad_step: str = "stop"  # "stop" | "skip": when a gradient is not finite or a spike
+    spike_factor: float = 0.0  # a spike: gradient norm above this times its running mean; 0 = off
+    patience: int = 20  # with "skip": stop after this many skipped steps in a row
+
+
+class Guard(NamedTuple):
+    """What the step remembers to tell a spike, and to stay where it stopped."""
+
+    mean_norm: jax.Array  # running mean of the gradient norm, fp32
+    num_seen: jax.Array  # updates in that mean, int32
+    num_bad: jax.Array  # bad steps in a row, int32
+    stopped: jax.Array  # bool: no update is applied any more
+
+
+class State(NamedTuple):
+    """All that a run is: what a checkpoint holds."""
+
+    step: jax.Array  # batches taken, int32
+    params: Any  # nested dict, master dtype
+    opt_state: Any
+    ema: Any  # average of params, or None
+    guard: Guard
+
+
+class Report(NamedTuple):
+    """Scalars of one step, on the device."""
+
+    loss: jax.Array  # nats per token over the global batch
+    z_loss: jax.Array  # what the z-loss adds
+    tokens: jax.Array  # predicted tokens in the global batch
+    grad_norm: jax.Array  # before clipping
+    learning_rate: jax.Array
+    bad_leaf: jax.Array  # index of the leaf that made the step bad, -1 = the step is good
+    num_bad: jax.Array  # bad steps in a row
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+    """A model on a mesh: shapes, shardings and the functions to make and run it."""
+
+    model: families.ModelConfig
+    apply: model.Apply
+    run: model.Execution
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    axes: Any  # logical axes of the parameters
+    abstract: State  # shapes with shardings
+    gradients: Any  # shardings of gradients
+    updates: Any  # shardings of parameters while they are updated
+    ema_decay: float
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.run.place.mesh
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """Parameter paths in the order of `Report.bad_leaf`."""
+        paths = jax.tree_util.tree_leaves_with_path(self.abstract.params)
+        return [sharding.path_name(path) for path, _ in paths]
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, self.run.place.activation(BATCH_AXES))
+
+    def abstract_batch(self, batch_size: int, sequence_length: int) -> Batch:
+        """Shapes of a global batch."""
+        shape = (batch_size, sequence_length)
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
+            for name, dtype in BATCH_DTYPES.items()
+        }
+
+    def init(self, seed: int) -> State:
+        """A new state, every array born with its sharding."""
+
+        def make() -> State:
+            params = model.init_parameters(self.model, seed)
+            return State(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                opt_state=self.optimizer.init(params),
+                ema=params if self.ema_decay else None,
+                guard=_new_guard(),
+            )
+
+        to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        # Auto axes: the compiler splits the random numbers as the results are split.
+        with jax.set_mesh(self.mesh):
+            return jax.jit(jax.sharding.auto_axes(make, out_sharding=to))()
+
+
+def make_setup(
+    config: families.ModelConfig,
+    run: model.Execution,
+    optimizer_config: optim.OptimizerConfig,
+    *,
+    total_steps: int,
+) -> Setup:
+    """Shapes and shardings of a run's state. Nothing is allocated.
+
+    Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
+    """
+    graphdef, shapes, axes = model.abstract_parameters(config)
+    place = run.place
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, run.policy.param), shapes)
+    of = {
+        table: sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
+        for table in ("parameters", "gradients", "optimizer")
+    }
+    optimizer = optim.make(optimizer_config, axes=axes, total_steps=total_steps)
+    whole = NamedSharding(place.mesh, PartitionSpec())
+    scalars = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), _new_guard()))
+    step, guard = jax.tree.map(lambda leaf: _placed(leaf, whole), scalars)
+    opt_shapes = jax.eval_shape(optimizer.init, shapes)
+    opt_shardings = optim.state_shardings(optimizer, shapes, of["optimizer"])
+    abstract = State(
+        step=step,
+        params=jax.tree.map(_placed, shapes, of["parameters"]),
+        opt_state=jax.tree.map(_placed, opt_shapes, opt_shardings),
+        ema=jax.tree.map(_placed, shapes, of["optimizer"]) if optimizer_config.ema_decay else None,
+        guard=guard,
+    )
+    return Setup(
+        model=config,
+        apply=model.make_apply(config, graphdef),
+        run=run,
+        optimizer=optimizer,
+        schedule=optim.make_schedule(optimizer_config, total_steps=total_steps),
+        axes=axes,
+        abstract=abstract,
+        gradients=of["gradients"],
+        updates=of["optimizer"],
+        ema_decay=optimizer_config.ema_decay,
+    )
+
+
+def make_train_step(
+    setup: Setup,
+    *,
+    accumulation: int = 1,
+    z_loss: float = 0.0,
+    clip_norm: float = 0.0,
+    guard: GuardConfig | None = None,
+) -> Callable[[State, Batch], tuple[State, Report]]:
+    """The jitted train step; it donates its state.
+
+    Args:
+      setup: the model on its mesh.
+      accumulation: microbatches per step; must divide the batch of each device.
+      z_loss: factor of log(Z)^2.
+      clip_norm: global norm that gradients are scaled down to; 0 = off.
+      guard: what to do with bad steps.
+
+    Communicates over `data`, `fsdp`, `expert` (gradients; parameters, as the layout says), `sequence` (keys and
+    values) and `tensor` (activations).
+    """
+    guard = guard or GuardConfig()
+    gradient_of = _make_gradient(setup, accumulation=accumulation, z_loss=z_loss)
+
+    def train_step(state: State, batch: Batch) -> tuple[State, Report]:
+        (loss, z), tokens, grads = gradient_of(state.params, batch)
+        squares = jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(squares.sum())
+        bad_leaf, new_guard = _judge(guard, state.guard, squares, norm, loss)
+        good = bad_leaf < 0
+        if clip_norm:
+            scale = clip_norm / jnp.maximum(norm, clip_norm)
+            grads = jax.tree.map(lambda leaf: leaf * scale, grads)
+        params, opt_state, ema = _update(setup, state, grads, good & ~new_guard.stopped)
+        report = Report(
+            loss=loss,
+            z_loss=z,
+            tokens=tokens,
+            grad_norm=norm,
+            learning_rate=jnp.asarray(setup.schedule(state.step), jnp.float32),
+            bad_leaf=bad_leaf,
+            num_bad=new_guard.num_bad,
+        )
+        # A stopped run stays at the step that stopped it: resuming takes that batch again.
+        advance = jnp.where(new_guard.stopped, 0, 1).astype(state.step.dtype)
+        return State(state.step + advance, params, opt_state, ema, new_guard), report
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """Jitted (params, batch) -> (sum of losses in nats, number of tokens), over the global batch."""
+
+    def eval_step(params, batch):
+        loss_BT, _ = setup.apply.losses(params, batch, setup.run)
+        return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
+
+    return jax.jit(eval_step)
+
+
+def _placed(leaf, to: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
+
+
+def _new_guard() -> Guard:
+    zero = jnp.zeros((), jnp.int32)
+    return Guard(jnp.zeros((), jnp.float32), zero, zero, jnp.zeros((), bool))
+
+
+def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float):
+    """(params, batch) -> ((loss, z-loss), tokens, gradients in their sharding, fp32)."""
+    split_apart = any(
+        gradient.spec != leaf.sharding.spec
+        for gradient, leaf in zip(
+            jax.tree.leaves(setup.gradients), jax.tree.leaves(setup.abstract.params), strict=True
+        )
+    )
+
+    def loss_of(target, params, batch, tokens):
+        params, sinks = (params, target) if split_apart else (target, None)
+        loss_BT, log_z_BT = setup.apply.losses(params, batch, setup.run, sinks)
+        share_BT = batch["weights"] / tokens
+        loss = jnp.sum(loss_BT * share_BT)
+        z = z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
+        return loss + z, (loss, z)
+
+    differentiate = jax.grad(loss_of, has_aux=True)
+
+    def gradient_of(params, batch):
+        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        target = jax.tree.map(jax.sharding.reshard, params, setup.gradients)
+        if accumulation == 1:
+            grads, losses = differentiate(target, params, batch, tokens)
+            return losses, tokens, grads
+
+        def add(total, microbatch):
+            # Each is already divided by the global token count, so microbatches weigh as their tokens do.
+            return jax.tree.map(
+                jnp.add, total, differentiate(target, params, microbatch, tokens)
+            ), None
+
+        # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older than 0.7, and so
+        # refuses explicit axes.
+        start = (jax.tree.map(jnp.zeros_like, target), (jnp.zeros(()), jnp.zeros(())))
+        (grads, losses), _ = jax.lax.scan(add, start, _microbatches(batch, accumulation))
+        return losses, tokens, grads
+
+    return gradient_of
+
+
+def _microbatches(batch: Batch, num: int) -> Batch:
+    """[B, T] as [num, B/num, T], every num-th row together, so that no row leaves its device."""
+
+    def split(array):
+        rows, *rest = jax.typeof(array).sharding.spec
+        shape = (array.shape[0] // num, num, *array.shape[1:])
+        array = jnp.reshape(array, shape, out_sharding=PartitionSpec(rows, None, *rest))
+        return jnp.swapaxes(array, 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def _judge(config: GuardConfig, guard: Guard, squares, norm, loss) -> tuple[jax.Array, Guard]:
+    """The leaf that makes this step bad (-1 = none), and what is remembered of it."""
+    finite = jnp.isfinite(squares)
+    broken = ~(finite.all() & jnp.isfinite(loss))
+    bad = broken
+    if config.spike_factor:
+        usual = guard.mean_norm / jnp.maximum(guard.num_seen, 1)
+        # A mean of a few first norms says nothing about what is usual.
+        bad |= (guard.num_seen >= 10) & (norm > config.spike_factor * usual)
+    culprit = jnp.where(broken, jnp.argmin(finite), jnp.argmax(squares)).astype(jnp.int32)
+    num_bad = jnp.where(bad, guard.num_bad + 1, 0)
+    limit = 1 if config.on_bad_step == "stop" else config.patience
+    # The mean forgets: after 100 updates the older half of it counts half.
+    full = guard.num_seen >= 100
+    kept, seen = jnp.where(full, guard.mean_norm / 2, guard.mean_norm), guard.num_seen
+    seen = jnp.where(full, seen // 2, seen)
+    new_guard = Guard(
+        mean_norm=jnp.where(bad, guard.mean_norm, kept + norm),
+        num_seen=jnp.where(bad, guard.num_seen, seen + 1),
+        num_bad=num_bad,
+        stopped=guard.stopped | (num_bad >= limit),
+    )
+    return jnp.where(bad, culprit, -1), new_guard
+
+
+def _update(setup: Setup, state: State, grads, accepted):
+    """Parameters, optimizer state and average after one update, or as they were if it is not accepted.
+
+    Each device updates the share that the optimizer table gives it: taking the share is free, and giving the
+    result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
+    """
+    shares = jax.tree.map(jax.sharding.reshard, (grads, state.params), (setup.updates,) * 2)
+    opt_to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.opt_state)
+    ema_to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.ema)
+
+    def update(accepted, grads, params, opt_state, ema):
+        keep = lambda new, old: jnp.where(accepted, new, old)  # noqa: E731
+        updates, new_opt_state = setup.optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        new_ema = ema
+        if setup.ema_decay:
+            decay = setup.ema_decay
+            new_ema = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, ema, new_params)
+        new = (new_params, new_opt_state, new_ema)
+        return jax.tree.map(keep, new, (params, opt_state, ema))
+
+    # The optimizer is plain optax: the compiler places what is inside, we say where it begins and ends.
+    params, opt_state, ema = jax.sharding.auto_axes(
+        update, out_sharding=(setup.updates, opt_to, ema_to)
+    )(accepted, *shares, state.opt_state, state.ema)
+    to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.params)
+    return jax.tree.map(jax.sharding.reshard, params, to), opt_state, ema

@@ -1,0 +1,13 @@
+"""Eight fake CPU devices for every test, and a strict jax: rank promotion and implicit transfers of dtype raise."""
+
+import os
+
+# Collectives of eight fake devices on few cores can time out under the concurrency-optimised scheduler.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
