@@ -1,10 +1,12 @@
-"""Attention: one contract, several implementations of it, each on one device's shard of batch and heads.
+"""Attention: one contract, several implementations, each on one device's shard of batch and heads.
 
-An implementation takes queries, keys and values and a `Mask`, and raises NotImplementedError for what it does not do ("try
-the next"). `attend` runs one of them in a fully manual region: batch over the batch axes, heads over `tensor`, query positions
-over `sequence` with keys and values gathered along it.
+An implementation takes queries, keys and values and a `Mask`, and raises NotImplementedError for
+what it does not do ("try the next"). `attend` runs one of them in a fully manual region: batch over
+the batch axes, heads over `tensor`, query positions over `sequence` with keys and values gathered
+along it.
 
-Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads, G = N/K, H head size.
+Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads,
+G = N/K, H head size.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ from llmx import sharding
 class Mask:
     """Who may see whom: the same document, not the future, and within the window.
 
-    Positions count from 0 within a document, so documents packed into a row are told apart by segment.
+    Positions count from 0 within a document, so documents packed into a row are told apart by
+    segment.
     """
 
     segments_BT: Int[Array, "B T"]
@@ -92,10 +95,10 @@ def attend(
     implementation: str,
     place: sharding.Placement,
 ) -> Float[Array, "B T N H"]:
-    """Attention of arrays placed on a mesh. Keys and values are gathered over `sequence` if it splits them.
+    """Attention of arrays placed on a mesh; keys and values are gathered over `sequence`.
 
-    K/V heads may be fewer than `tensor`, if the layout keeps them whole: each shard then takes those that
-    its query heads need.
+    K/V heads may be fewer than `tensor`, if the layout keeps them whole: each shard then takes
+    those that its query heads need.
     """
     kernel = IMPLEMENTATIONS[implementation]
     query = place.activation(("batch", "sequence", "heads", "head_dim"))

@@ -1,11 +1,13 @@
-"""The one matrix product of the model: a weight is cast, gathered, contracted; each gradient is sent where it belongs.
+"""The one matrix product of the model: cast, gather, contract; each gradient goes where it belongs.
 
-Under ZeRO-3 a weight is split over replicas, gathered for the product, and its gradient reduce-scattered. Written as a
-custom gradient the communication is exact in every remat policy: the gathered weight is never kept for the backward
-pass but gathered again, and the weight gradient is born with the sharding of the weight itself, summed in the reduce dtype.
+Under ZeRO-3 a weight is split over replicas, gathered for the product, and its gradient
+reduce-scattered. Written as a custom gradient the communication is exact in every remat policy: the
+gathered weight is never kept for the backward pass but gathered again, and the weight gradient is
+born with the sharding of the weight itself, summed in the reduce dtype.
 
-Mesh axes: gathers and reduce-scatters over those of `BATCH_AXES` that split the weight; sums over the mesh axes that split
-the contracted dimensions (`tensor` in the output projections); sums weight gradients over the axes that split the batch.
+Mesh axes: gathers and reduce-scatters over those of `BATCH_AXES` that split the weight; sums over
+the mesh axes that split the contracted dimensions (`tensor` in the output projections); sums weight
+gradients over the axes that split the batch.
 """
 
 import dataclasses
@@ -41,7 +43,8 @@ def dot(
     """`einsum(expression, x, weight)` in the compute dtype, placed as `out`.
 
     Args:
-      expression: an einsum over x and weight, e.g. "BTD,DNH->BTNH"; no letter may be summed within one operand.
+      expression: an einsum over x and weight, e.g. "BTD,DNH->BTNH"; no letter may be summed within
+        one operand.
       x: activations, in the compute dtype.
       weight: a master parameter in any layout.
       out: PartitionSpec of the result.
@@ -63,6 +66,10 @@ def dot(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return _product(plan, x, weight)
+
+
+def _product(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(plan.expression, x, _gathered(plan, x, weight), out_sharding=plan.out)
 
 
@@ -71,7 +78,8 @@ def _gathered(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _dot_forward(plan, x, weight):
-    return _dot(plan, x, weight), (x, weight)
+    # Not by `_dot`: remat policies see into this function but not into a custom gradient.
+    return _product(plan, x, weight), (x, weight)
 
 
 def _dot_backward(plan, residuals, gradient):

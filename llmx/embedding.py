@@ -1,9 +1,10 @@
-"""The embedding table, split over vocabulary (`tensor`) and width (`fsdp`, `data`), looked up without ever being gathered.
+"""The embedding table, split over vocabulary and width, looked up without ever being gathered.
 
-Under ZeRO-3 the table has its width split over replicas that hold different rows of the batch. Instead of gathering the
-table (V x D), the replicas share their token ids, each looks up its columns for all of them, and one all-to-all brings
-every row's columns home: B T D numbers move in place of V D. The backward pass runs the same way back, so the
-table's gradient is born split. Vocabulary-parallel lookup: Megatron (arXiv 1909.08053).
+The vocabulary is split over `tensor`. Under ZeRO-3 the width is split over replicas (`fsdp`,
+`data`) that hold different rows of the batch. Instead of gathering the table (V x D), the replicas
+share their token ids, each looks up its columns for all of them, and one all-to-all brings every
+row's columns home: B T D numbers move in place of V D. The backward pass runs the same way back, so
+the table's gradient is born split. Vocabulary-parallel lookup: Megatron (arXiv 1909.08053).
 
 Letters: B batch, T positions, V vocabulary, D width. All regions are fully manual.
 """
@@ -63,7 +64,8 @@ def embed(
     """
     table = jax.typeof(table_VD).sharding.spec
     out = place.activation(("batch", "block_sequence", "embed"))
-    # Positions that a reduce-scatter over the vocabulary's axes will not split are split from the start.
+    # Positions that a reduce-scatter over the vocabulary's axes will not split are split from the
+    # start.
     tokens = sharding.without(PartitionSpec(out[0], out[1]), mesh_axes(table[0]))
     plan = _Plan(mesh=place.mesh, tokens=tokens, table=table, out=out, policy=policy)
     return _embed(plan, sharding.constrain(tokens_BT, place.mesh, tokens), table_VD)
@@ -79,7 +81,7 @@ def _embed(plan, tokens_BT, table_VD):
 
 
 def _shared_tokens(plan, tokens_BT, num_local_rows):
-    """Token ids of all replicas that share the table's columns, as local rows; and which are local."""
+    """Token ids of all replicas that share the table's columns, as local rows; which are local."""
     if plan.width:
         tokens_BT = jax.lax.all_gather(tokens_BT, plan.width, axis=0, tiled=True)
     first = jax.lax.axis_index(plan.vocab) * num_local_rows if plan.vocab else 0

@@ -1,7 +1,8 @@
 """What a decoder is made of: `ModelConfig`, and the published models as data over one decoder.
 
-Pure data, no jax. A family (gpt2, llama3, qwen3, gemma2, gemma3) is a set of values for the fields of `ModelConfig`; a
-preset is a family at a published size. `llmx.model` reads the fields and knows no family by name.
+Pure data, no jax. A family (gpt2, llama3, qwen3, gemma2, gemma3) is a set of values for the fields
+of `ModelConfig`; a preset is a family at a published size. `llmx.model` reads the fields and knows
+no family by name.
 
 Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, V vocab_size, L num_layers.
 """
@@ -9,7 +10,8 @@ Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, V vocab_si
 import dataclasses
 import math
 
-# Attention kinds, one per layer, repeated along the depth: every layer, or a sliding window in some of them.
+# Attention kinds, one per layer, repeated along the depth: every layer, or a sliding window in some
+# of them.
 GLOBAL, LOCAL = "global", "local"
 
 
@@ -19,9 +21,7 @@ class ModelConfig:
 
     family: str = "llama3"  # where the values come from; the model itself never asks
     vocab_size: int = 0  # V, real tokens; 0 = the tokenizer's
-    vocab_multiple: int = (
-        128  # V is padded up to a multiple of this; padding never gets probability
-    )
+    vocab_multiple: int = 128  # V is padded up to a multiple of this, without probability
     width: int = 256  # D
     num_layers: int = 4  # L
     num_heads: int = 4  # N
@@ -34,9 +34,7 @@ class ModelConfig:
     rope_theta_local: float = 0.0  # base in local layers; 0 = the same
     rope_scaling: str = "none"  # "none" | "llama3" | "linear" (global layers only)
     rope_factor: float = 1.0  # by how much the context was stretched
-    rope_low_freq: float = (
-        1.0  # llama3 scaling: below this many turns over the old context, stretch fully
-    )
+    rope_low_freq: float = 1.0  # llama3: fewer turns than this in the old context stretch fully
     rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
     rope_old_context: int = 8192  # llama3 scaling: context before stretching
     norm: str = "rms"  # "rms" | "layer"
@@ -106,7 +104,7 @@ def _qwen3(**values) -> ModelConfig:
 
 
 def _gemma2(**values) -> ModelConfig:
-    """Gemma 2 (arXiv 2408.00118): local and global layers in turn, soft-capped scores and logits."""
+    """Gemma 2 (arXiv 2408.00118): local, global layers in turn, soft-capped scores and logits."""
     return ModelConfig(family="gemma2", **{
         "vocab_size": 256000, "head_dim": 256, "rope_theta": 10_000.0, "norm_eps": 1e-6,
         "max_positions": 8192, "norm_plus_one": True, "post_norms": True, "activation": "gelu",
@@ -116,7 +114,7 @@ def _gemma2(**values) -> ModelConfig:
 
 
 def _gemma3(**values) -> ModelConfig:
-    """Gemma 3 (arXiv 2503.19786): five local layers to one global, q/k norm instead of soft caps."""
+    """Gemma 3 (arXiv 2503.19786): five local layers to one global, q/k norm, no soft caps."""
     return ModelConfig(family="gemma3", **{
         "vocab_size": 262144, "head_dim": 256, "rope_theta": 1_000_000.0,
         "rope_theta_local": 10_000.0, "norm_eps": 1e-6, "max_positions": 32768,

@@ -1,14 +1,16 @@
-"""Cross-entropy against a head that is split over vocabulary and width, in chunks of the vocabulary.
+"""Cross-entropy against a head split over vocabulary and width, in chunks of the vocabulary.
 
-The logits of a large vocabulary (B T V numbers in fp32) are the largest array of a train step. Here they never exist
-whole: the vocabulary is walked in chunks, each gathered over the replicas that split its width, turned into logits and
-folded into a running log-sum-exp. The backward pass walks the chunks again: each chunk's weight gradient is complete when the
-chunk is done and reduce-scattered at once, so neither a gathered head nor its whole gradient exists either.
+The logits of a large vocabulary (B T V numbers in fp32) are the largest array of a train step. Here
+they never exist whole: the vocabulary is walked in chunks, each gathered over the replicas that
+split its width, turned into logits and folded into a running log-sum-exp. The backward pass walks
+the chunks again: each chunk's weight gradient is complete when the chunk is done and
+reduce-scattered at once, so neither a gathered head nor its whole gradient exists either.
 
-Sources: online softmax (arXiv 1805.02867), vocabulary-parallel cross-entropy (arXiv 1909.08053), cut cross-entropy (arXiv
-2411.09009), z-loss (arXiv 2204.02311).
+Sources: online softmax (arXiv 1805.02867), vocabulary-parallel cross-entropy (arXiv 1909.08053),
+cut cross-entropy (arXiv 2411.09009), z-loss (arXiv 2204.02311).
 
-Letters: B batch, T positions, D width, V vocabulary, n = B T local tokens, C rows of the head in one chunk.
+Letters: B batch, T positions, D width, V vocabulary, n = B T local tokens, C rows of the head in
+one chunk.
 """
 
 import dataclasses
@@ -85,7 +87,8 @@ def token_losses(
       targets_BT: the token that follows, below `num_real`.
       num_real: rows of the head from here on are padding and have no probability.
       softcap: c tanh(logit / c); 0 = off.
-      chunks: in how many parts the vocabulary is walked; 0 = by size; must divide the local vocabulary.
+      chunks: in how many parts the vocabulary is walked; 0 = by size; must divide the local
+        vocabulary.
       place, policy: where arrays live, and their dtypes.
 
     Raises ValueError where `chunks` does not divide.
@@ -106,14 +109,14 @@ def token_losses(
     )
     if local_rows % plan.num_chunks:
         raise ValueError(
-            f"loss.chunks={chunks} does not divide the {local_rows} rows of the head on each device: "
-            "use a divisor, or 0 to have one chosen"
+            f"loss.chunks={chunks} does not divide the {local_rows} rows of the head on each "
+            "device: use a divisor, or 0 to have one chosen"
         )
     return _token_losses(plan, x_BTD, head_VD, targets_BT)
 
 
 def num_chunks(num_tokens: int, num_rows: int) -> int:
-    """The fewest parts of `num_rows` that keep a part's logits of `num_tokens` tokens under the limits above."""
+    """The fewest parts of `num_rows` that keep the logits of a part under the limits above."""
     rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
     return next(n for n in range(1, num_rows + 1) if num_rows % n == 0 and num_rows // n <= rows)
 
@@ -151,7 +154,7 @@ def _backward(plan, residuals, gradients):
 _token_losses.defvjp(_forward, _backward)
 
 
-# ---------------------------------------------------------- on one device's shard, inside manual regions
+# ----------------------------------------------------- on one device's shard, inside manual regions
 
 
 def _whole_positions(plan, x_BTD):
@@ -168,7 +171,7 @@ def _chunks(plan, head_VD):
 
 
 def _chunk_logits(plan, x_nD, chunk_CD, first):
-    """fp32 logits of one chunk, the gathered chunk, and the cosine-like factor of the soft cap's gradient."""
+    """fp32 logits of one chunk, and the gathered chunk."""
     chunk_CD = chunk_CD.astype(plan.policy.compute)
     if plan.width:
         chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)

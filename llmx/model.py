@@ -1,18 +1,18 @@
-"""The decoder: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`. The only importer of Flax.
+"""The decoder: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`. Only it imports Flax.
 
-Flax NNX defines the modules and makes their parameters; from there on a model is a pure dict of arrays and functions of
-it. Every layer has the same parameters, stacked along a leading `layers` dimension and scanned, so that trace and
-compile time do not grow with depth; layers of different kinds (sliding window, global) alternate inside the scan's body.
-The model names logical axes and knows no mesh axis and no layout.
+Flax NNX defines the modules and makes their parameters; from there on a model is a pure dict of
+arrays and functions of it. Every layer has the same parameters, stacked along a leading `layers`
+dimension and scanned, so that trace and compile time do not grow with depth; layers of different
+kinds (sliding window, global) alternate inside the scan's body. The model names logical axes and
+knows no mesh axis and no layout.
 
-Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value heads, H head size,
-V vocabulary, L layers.
+Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value
+heads, H head size, V vocabulary, L layers.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ INSIDE = ("batch", "sequence", "embed")
 QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY = ("batch", "sequence", "kv_heads", "head_dim")
 HIDDEN = ("batch", "sequence", "mlp")
+CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Execution:
     loss_chunks: int = 0
 
 
-# ------------------------------------------------------------------------------------------ parameters
+# --------------------------------------------------------------------------------------- parameters
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple, axes: tuple, std: float) -> nnx.Param:
@@ -55,7 +56,7 @@ def _constant(value: float, shape: tuple, axes: tuple) -> nnx.Param:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last dimension, in fp32."""
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), last dimension, in fp32."""
 
     def __init__(self, model: families.ModelConfig, size: int):
         self.eps, self.centered = model.norm_eps, model.norm == "layer"
@@ -107,8 +108,9 @@ class Attention(nnx.Module):
         self.query_norm = Norm(_rms(model), H) if model.qk_norm else None
         self.key_norm = Norm(_rms(model), H) if model.qk_norm else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
-        # Without rotation a bias on keys adds the same to all scores of a query, which the softmax ignores. Its
-        # gradient is exactly zero; what rounding makes of it would be blown up by Adam's division.
+        # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
+        # ignores. Its gradient is exactly zero; what rounding makes of it would be blown up by
+        # Adam's division.
         self.constant_key_bias = bias and model.positions == "learned" and not self.softcap
 
     def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache, now):
@@ -211,14 +213,14 @@ def _rms(model: families.ModelConfig) -> families.ModelConfig:
     return dataclasses.replace(model, norm="rms")
 
 
-# ------------------------------------------------------------------------------------ rotary positions
+# --------------------------------------------------------------------------------- rotary positions
 
 
 def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
-    """Radians per position of each of the H/2 pairs (arXiv 2104.09864), stretched as the family does.
+    """Radians per position of each of the H/2 pairs (arXiv 2104.09864), stretched by the family.
 
-    Llama 3's rule keeps high frequencies, divides low ones by `rope_factor`, and blends between; "linear"
-    divides all (arXiv 2306.15595). Local layers are never stretched.
+    Llama 3's rule keeps high frequencies, divides low ones by `rope_factor`, and blends between;
+    "linear" divides all (arXiv 2306.15595). Local layers are never stretched.
     """
     local = kind == families.LOCAL and model.rope_theta_local
     theta = model.rope_theta_local if local else model.rope_theta
@@ -248,11 +250,11 @@ def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:
     return turned.astype(x_BTNH.dtype)
 
 
-# ------------------------------------------------------------------------------- functions of parameters
+# -------------------------------------------------------------------------- functions of parameters
 
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[nnx.GraphDef, dict, dict]:
-    """The module's definition, the shapes of its parameters, and their logical axes; nothing is allocated.
+    """The module's definition, its parameters' shapes and logical axes; nothing is allocated.
 
     Returns (graphdef, tree of ShapeDtypeStruct, tree of tuples of names), both trees nested dicts.
     """
@@ -267,10 +269,10 @@ def abstract_parameters(model: families.ModelConfig) -> tuple[nnx.GraphDef, dict
 
 
 def init_parameters(model: families.ModelConfig, seed: int) -> dict:
-    """Parameters as a nested dict of fp32 arrays; call under jit with out_shardings to bear them split.
+    """Parameters as a nested dict of fp32 arrays; under jit with out_shardings they are born split.
 
-    Weights are normal with variance 1/fan_in; the projections that write to the stream are smaller by
-    sqrt(2L) (GPT-2); norms are one, biases zero.
+    Weights are normal with variance 1/fan_in; the projections that write to the stream are smaller
+    by sqrt(2L) (GPT-2); norms are one, biases zero.
     """
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
@@ -288,12 +290,14 @@ class Apply:
     graphdef: nnx.GraphDef
 
     def losses(self, params: dict, batch: dict, run: Execution, sinks: dict | None = None):
-        """Per-token loss and log Z, [B, T] fp32, of a batch of tokens, targets, segment_ids and positions.
+        """Per-token loss and log Z, [B, T] fp32, of tokens, targets, segment_ids and positions.
 
-        `sinks`: where gradients go when they are split otherwise than `params`: see `route_gradient`.
+        `sinks`: where gradients go when they are split otherwise than `params`: see
+        `route_gradient`.
         """
         if sinks is not None:
-            # The blocks' gradients are routed inside the scan, so that each leaves as its layer is done.
+            # The blocks' gradients are routed inside the scan, so that each leaves as its layer is
+            # done.
             top = {name: leaf for name, leaf in params.items() if name != "blocks"}
             top_sinks = {name: sinks[name] for name in top}
             params = jax.tree.map(sharding.route_gradient, top, top_sinks) | {
@@ -319,20 +323,29 @@ class Apply:
         x_BTD, _ = self._hidden(decoder, tokens_BT, mask, run)
         return self._head(decoder, x_BTD, run)
 
-    def empty_cache(self, batch: int, length: int, dtype) -> dict:
+    def empty_cache(self, batch: int, length: int, run: Execution) -> dict:
         """A cache of `length` positions in which nothing is visible (segment -1)."""
-        model = self.model
+        model, place = self.model, run.place
         shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
+        zeros = place.constrain(jnp.zeros(shape, run.policy.compute), CACHE)
+        unseen_BS = jnp.full((batch, length), -1, jnp.int32)
         return {
-            "key": jnp.zeros(shape, dtype),
-            "value": jnp.zeros(shape, dtype),
-            "segments": jnp.full((batch, length), -1, jnp.int32),
-            "positions": jnp.zeros((batch, length), jnp.int32),
+            "key": zeros,
+            "value": zeros,
+            "segments": place.constrain(unseen_BS, ("batch", None)),
+            "positions": place.constrain(jnp.zeros_like(unseen_BS), ("batch", None)),
         }
 
     def decode(self, params: dict, cache: dict, tokens_BT, segments_BT, positions_BT, now, run):
-        """Logits of T more tokens written into the cache at slots now..now+T, and the new cache."""
+        """Logits of T more tokens written into the cache at slots now..now+T, and the new cache.
+
+        `run.place` must not split positions: one token cannot be.
+        """
         decoder = nnx.merge(self.graphdef, params)
+        tokens_BT, segments_BT, positions_BT = (
+            run.place.constrain(array, ("batch", "sequence"))
+            for array in (tokens_BT, segments_BT, positions_BT)
+        )
         update = jax.lax.dynamic_update_slice_in_dim
         segments_BS = update(cache["segments"], segments_BT, now, axis=1)
         positions_BS = update(cache["positions"], positions_BT, now, axis=1)
@@ -370,7 +383,7 @@ class Apply:
         return decoder.norm(x_BTD), cache
 
     def _layers(self, decoder, x_BTD, mask, run: Execution, sinks, cache, now):
-        """The blocks, scanned in groups of one period of the layer pattern; then what is left of a period."""
+        """The blocks, scanned in periods of the layer pattern; then what is left of a period."""
         model = self.model
         kinds = model.layer_pattern
         definition, weights = nnx.split(decoder.blocks)

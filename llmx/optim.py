@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules by optax: what is ours is which parameters they treat how.
 
-Matrices decay and norms, biases and position tables do not; Muon orthogonalises the matrices of the blocks and leaves
-embedding and head to AdamW. Clipping, the average of parameters (EMA) and skipped updates are in `llmx.step`.
+Matrices decay and norms, biases and position tables do not; Muon orthogonalises the matrices of the
+blocks and leaves embedding and head to AdamW. Clipping, the average of parameters (EMA) and skipped
+updates are in `llmx.step`.
 """
 
 import dataclasses
@@ -33,13 +34,14 @@ class OptimizerConfig:
     ema_decay: float = 0.0  # keep an average of parameters with this decay; 0 = off
 
 
-# ------------------------------------------------------------------------------------------- schedules
+# ---------------------------------------------------------------------------------------- schedules
 
 
-def _after_warmup(config: OptimizerConfig, total_steps: int, decay: optax.Schedule):
-    """`decay` of the steps since the warm-up, behind a linear warm-up from 0."""
+def _after_warmup(config: OptimizerConfig, decay: optax.Schedule) -> optax.Schedule:
+    """`decay` of the updates since the warm-up, behind a linear warm-up; the first update moves."""
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.join_schedules([warmup, decay], [config.warmup_steps])
+    joined = optax.join_schedules([warmup, decay], [config.warmup_steps])
+    return lambda count: joined(count + 1)
 
 
 def _rest(config: OptimizerConfig, total_steps: int) -> int:
@@ -48,21 +50,21 @@ def _rest(config: OptimizerConfig, total_steps: int) -> int:
 
 def constant(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Warm-up, then the peak for ever."""
-    return _after_warmup(config, total_steps, optax.constant_schedule(config.learning_rate))
+    return _after_warmup(config, optax.constant_schedule(config.learning_rate))
 
 
 def cosine(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Warm-up, then half a cosine down to the final fraction (arXiv 1608.03983)."""
     steps = _rest(config, total_steps)
     decay = optax.cosine_decay_schedule(config.learning_rate, steps, config.final_fraction)
-    return _after_warmup(config, total_steps, decay)
+    return _after_warmup(config, decay)
 
 
 def linear(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Warm-up, then a straight line down to the final fraction."""
     peak, steps = config.learning_rate, _rest(config, total_steps)
     decay = optax.linear_schedule(peak, peak * config.final_fraction, steps)
-    return _after_warmup(config, total_steps, decay)
+    return _after_warmup(config, decay)
 
 
 def wsd(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -71,7 +73,7 @@ def wsd(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     last = min(config.decay_steps or max(1, total_steps // 5), steps)
     decay = optax.linear_schedule(peak, peak * config.final_fraction, last)
     stable = optax.join_schedules([optax.constant_schedule(peak), decay], [steps - last])
-    return _after_warmup(config, total_steps, stable)
+    return _after_warmup(config, stable)
 
 
 SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
@@ -82,7 +84,7 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------ optimizers
+# --------------------------------------------------------------------------------------- optimizers
 
 
 def _is_names(leaf: Any) -> bool:
@@ -90,7 +92,7 @@ def _is_names(leaf: Any) -> bool:
 
 
 def decay_mask(axes: Any) -> Any:
-    """True for the parameters that decay: those with a contracted dimension, as told by their axis names."""
+    """True for the parameters that decay: those with a contracted dimension, by axis names."""
     whole = {"layers", "norm", "positions", "head_dim"}
 
     def decays(names):
@@ -100,7 +102,7 @@ def decay_mask(axes: Any) -> Any:
 
 
 def _muon_dimensions(axes: Any) -> Any:
-    """Which dimensions Muon contracts, for the matrices of the blocks; None for what AdamW updates."""
+    """Which dimensions Muon contracts, in matrices of the blocks; None for what AdamW updates."""
 
     def dimensions(path, names):
         if not sharding.path_name(path).startswith("blocks") or "embed" not in names:
@@ -139,7 +141,8 @@ def _adafactor(config, schedule, axes):
 
 
 def _muon(config, schedule, axes):
-    # consistent_rms gives updates the size of AdamW's, so that one learning rate serves both (2502.16982).
+    # consistent_rms gives updates the size of AdamW's, so that one learning rate serves both
+    # (2502.16982).
     return contrib.muon(
         schedule, beta=0.95, weight_decay=config.weight_decay,
         adam_b1=config.b1, adam_b2=config.b2, eps=config.eps, adam_weight_decay=0.0,
@@ -176,8 +179,8 @@ def state_shardings(
 ) -> Any:
     """Shardings of an optimizer's state: of each moment its parameter's, and whole for all else.
 
-    A moment is known by its path, which ends in its parameter's, and by its shape; factored second moments
-    and counters are small and stay whole.
+    A moment is known by its path, which ends in its parameter's, and by its shape; factored second
+    moments and counters are small and stay whole.
     """
     named = zip(
         jax.tree_util.tree_leaves_with_path(abstract_parameters),
@@ -214,8 +217,8 @@ def problems(config: OptimizerConfig, total_steps: int) -> list[str]:
             found.append(f"optimizer.{key}={value} must be at least {low} and below {high}")
     if not 0 <= config.warmup_steps <= total_steps:
         found.append(
-            f"optimizer.warmup_steps={config.warmup_steps} must be between 0 and steps={total_steps}: "
-            "a longer warm-up never reaches the learning rate"
+            f"optimizer.warmup_steps={config.warmup_steps} must be between 0 and "
+            f"steps={total_steps}: a longer warm-up never reaches the learning rate"
         )
     if config.decay_steps < 0:
         found.append(

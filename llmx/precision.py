@@ -1,8 +1,9 @@
 """Which dtype each number is kept, computed and summed in.
 
-Parameters are the master copy that the optimizer updates (fp32). Weights are cast to the compute dtype where they are
-used, before they are gathered, so that communication is in that dtype. Norms, softmax, the loss and the optimizer are in
-fp32 always. Source: mixed precision training (arXiv 1710.03740), bf16 (arXiv 1905.12322).
+Parameters are the master copy that the optimizer updates (fp32). Weights are cast to the compute
+dtype where they are used, before they are gathered, so that communication is in that dtype. Norms,
+softmax, the loss and the optimizer are in fp32 always. Source: mixed precision training (arXiv
+1710.03740), bf16 (arXiv 1905.12322).
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Dtypes of master parameters, of matrix products and activations, and of gradient sums over devices."""
+    """Dtypes of master parameters, of products and activations, of gradient sums over devices."""
 
     param: jnp.dtype
     compute: jnp.dtype

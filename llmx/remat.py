@@ -1,7 +1,8 @@
 """Activation checkpointing: what the forward pass keeps for the backward pass, by name.
 
-The model marks values with `jax.ad_checkpoint.checkpoint_name`; a policy says which of them stay. What does not stay is
-computed again in the backward pass, layer by layer. Source: arXiv 1604.06174; selective, arXiv 2205.05198.
+The model marks values with `jax.ad_checkpoint.checkpoint_name`; a policy says which of them stay.
+What does not stay is computed again in the backward pass, layer by layer. Source: arXiv 1604.06174;
+selective, arXiv 2205.05198.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,9 @@ _policies = jax.checkpoint_policies
 POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep everything: fastest, most memory
     "full": _policies.nothing_saveable,  # keep the input of each layer only: one more forward pass
-    "dots": _policies.dots_with_no_batch_dims_saveable,  # keep matrix products, not attention scores
-    "names": _policies.save_only_these_names(QUERY_KEY_VALUE, ATTENTION),  # recompute norms and MLP
+    "dots": _policies.dots_with_no_batch_dims_saveable,  # keep products with weights, not scores
+    # Keep what attention takes and gives; norms and MLP are recomputed.
+    "names": _policies.save_only_these_names(QUERY_KEY_VALUE, ATTENTION),
 }
 
 
@@ -31,5 +33,6 @@ def checkpointed(function: Callable, policy: str) -> Callable:
         raise ValueError(f"remat {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     if policy == "none":
         return function
-    # Inside a scan the loop already keeps forward and backward apart; CSE prevention only costs there.
+    # Inside a scan the loop already keeps forward and backward apart; CSE prevention only costs
+    # there.
     return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=False)

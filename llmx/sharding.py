@@ -1,13 +1,15 @@
 """Where arrays live: a named mesh, logical axis names, and tables from the one to the other.
 
-A tensor dimension has a *logical axis* ("embed", "heads", "batch", ...). A `Layout` says, for parameters, gradients,
-optimizer state and activations, which *mesh axes* each logical axis is split over. Data parallelism, ZeRO-1/2/3, HSDP,
-tensor parallelism and sequence parallelism differ in these tables only; the model and the train step are one text.
+A tensor dimension has a *logical axis* ("embed", "heads", "batch", ...). A `Layout` says, for
+parameters, gradients, optimizer state and activations, which *mesh axes* each logical axis is split
+over. Data parallelism, ZeRO-1/2/3, HSDP, tensor parallelism and sequence parallelism differ in
+these tables only; the model and the train step are one text.
 
-This module needs jax and numpy only, and works on any pytree: see docs/sharding.md for its use in other JAX code.
+This module needs jax and numpy only, and works on any pytree: see docs/sharding.md for its use in
+other JAX code.
 
-Sources: ZeRO (arXiv 1910.02054), Megatron tensor and sequence parallelism (arXiv 1909.08053, 2205.05198), HSDP (arXiv
-2304.11277), logical axes (GSPMD, arXiv 2105.04663).
+Sources: ZeRO (arXiv 1910.02054), Megatron tensor and sequence parallelism (arXiv 1909.08053,
+2205.05198), HSDP (arXiv 2304.11277), logical axes (GSPMD, arXiv 2105.04663).
 """
 
 import dataclasses
@@ -81,7 +83,7 @@ class Placement:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
-# ---------------------------------------------------------------------------------------------- meshes
+# ------------------------------------------------------------------------------------------- meshes
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -100,8 +102,9 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if open_axes:
         if num_devices % known:
             raise ValueError(
-                f"mesh {_compact(sizes)} cannot fill {num_devices} devices: the given axes multiply "
-                f"to {known}, which does not divide {num_devices}; change them to a divisor"
+                f"mesh {_compact(sizes)} cannot fill {num_devices} devices: the given axes "
+                f"multiply to {known}, which does not divide {num_devices}; change them to one of "
+                "its divisors"
             )
         sizes[open_axes[0]] = num_devices // known
     elif known != num_devices:
@@ -121,8 +124,9 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with axes `sizes` (name -> size, outermost first; one may be -1) over `devices`.
 
-    Inner axes get the fastest links (`mesh_utils`). Axes named in `across_slices` cross the slow network: their
-    sizes multiply to the number of slices (or of processes, where the devices have no slices).
+    Inner axes get the fastest links (`mesh_utils`). Axes named in `across_slices` cross the slow
+    network: their sizes multiply to the number of slices (or of processes, where the devices have
+    no slices).
 
     Raises ValueError where sizes and devices do not fit.
     """
@@ -135,6 +139,13 @@ def make_mesh(
         outer = tuple(size if axis in across_slices else 1 for axis, size in sizes.items())
         inner = tuple(size // out for size, out in zip(shape, outer, strict=True))
         by_slice = len({_slice_index(device) for device in devices}) > 1
+        num = len({_slice_index(d) if by_slice else d.process_index for d in devices})
+        if math.prod(outer) != num:
+            raise ValueError(
+                f"mesh.across_slices={tuple(across_slices)} multiply to {math.prod(outer)} and "
+                f"there are {num} {'slices' if by_slice else 'processes'}: make their sizes "
+                f"multiply to {num}, or set across_slices to ()"
+            )
         array = mesh_utils.create_hybrid_device_mesh(
             inner, outer, devices=devices, process_is_granule=not by_slice,
             allow_split_physical_axes=True,
@@ -158,7 +169,7 @@ def _compact(sizes: Mapping[str, int]) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 # Tensor parallelism: which logical axes of a parameter go to which mesh axes, in every layout.
 _TENSOR = {
@@ -188,7 +199,7 @@ _ACTIVATIONS = {
 
 
 def _split(over: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Parameters split over the replicas `over` as well: along the model width, which every matrix has."""
+    """Parameters split over the replicas `over` too, along the width, which every matrix has."""
     return _TENSOR | {"embed": over}
 
 
@@ -228,7 +239,7 @@ def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool
     return layout
 
 
-# ------------------------------------------------------------------------------ from names to shardings
+# -------------------------------------------------------------------------- from names to shardings
 
 
 def spec(
@@ -240,10 +251,11 @@ def spec(
 ) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions have these logical axes (None = not split).
 
-    Mesh axes that the mesh does not have, or that have size 1, drop out. With `shape` the result is checked.
+    Mesh axes that the mesh does not have, or that have size 1, drop out. With `shape` the result is
+    checked.
 
-    Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, a rank that differs
-    from `shape`'s, or a dimension that does not divide.
+    Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, a rank that
+    differs from `shape`'s, or a dimension that does not divide.
     """
     if shape is not None and len(shape) != len(axes):
         raise ValueError(
@@ -277,7 +289,7 @@ def spec(
 
 
 def constrain(array: jax.Array, mesh: Mesh, to: PartitionSpec) -> jax.Array:
-    """`array` with sharding `to`: a reshard on Explicit axes, a constraint for the compiler on Auto ones."""
+    """`array` with sharding `to`: a reshard on Explicit axes, a compiler hint on Auto ones."""
     if all(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.sharding.reshard(array, NamedSharding(mesh, to))
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, to))
@@ -299,18 +311,24 @@ _METADATA_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
 
 
 def logical_axes(tree: Any, rules: Any = None) -> Any:
-    """The logical axes of every leaf of `tree`: a tree of the same structure whose leaves are tuples.
+    """The logical axes of every leaf of `tree`: a tree of the same structure, leaves are tuples.
 
     `rules` is one of
-      None: read Flax metadata, of NNX variables (metadata "axes", "out_sharding", "sharding_names" or "sharding")
-        or of Linen boxes (`names`). A leaf without any is not split.
+      None: read Flax metadata, of NNX variables (metadata "axes", "out_sharding", "sharding_names"
+        or "sharding") or of Linen boxes (`names`). A leaf without any is not split.
       a tree of tuples of names, one per leaf of `tree`, in the same structure.
-      a sequence of (regular expression, names): the first whose expression is found in the leaf's path
-        ("decoder/0/kernel") gives its axes.
+      a sequence of (regular expression, names): the first whose expression is found in the leaf's
+        path ("decoder/0/kernel") gives its axes.
 
-    Raises ValueError for a leaf that no rule matches.
+    Raises ValueError for a leaf that no rule matches, or if no leaf is a Flax one and no rules are
+    given.
     """
     if rules is None:
+        if not any(map(_is_boxed, jax.tree.leaves(tree, is_leaf=_is_boxed))):
+            raise ValueError(
+                "no leaf carries logical axes in Flax metadata: give rules=, a tree of tuples "
+                "of names or (path regex, names) rules"
+            )
         return jax.tree.map(_axes_from_metadata, tree, is_leaf=_is_boxed)
     tree = jax.tree.map(_unboxed, tree, is_leaf=_is_boxed)
     if _is_rule_list(rules):
@@ -360,7 +378,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def _is_boxed(leaf: Any) -> bool:
-    """Whether `leaf` is an NNX variable or a Linen box, told by its shape as this module has no Flax."""
+    """Whether `leaf` is an NNX variable or a Linen box, told by its methods, without Flax."""
     return hasattr(leaf, "get_metadata") or (hasattr(leaf, "names") and hasattr(leaf, "unbox"))
 
 
@@ -399,16 +417,49 @@ def _axes_from_rules(rules: Sequence[tuple[str, tuple]], path: Sequence[Any], le
     )
 
 
-# ---------------------------------------------------------------------- gradients away from parameters
+# ------------------------------------------------------------------- batches from processes
+
+
+def process_rows(to: NamedSharding, shape: Sequence[int]) -> list[int]:
+    """The rows of a global array of `shape` that this process's devices hold, in order."""
+    rows = set()
+    for index in to.addressable_devices_indices_map(tuple(shape)).values():
+        rows.update(range(*index[0].indices(shape[0])))
+    return sorted(rows)
+
+
+def assemble(local: np.ndarray, rows: Sequence[int], to: NamedSharding, num_rows: int) -> jax.Array:
+    """The global array of which this process holds `rows`; each process calls it with its own.
+
+    Args:
+      local: [len(rows), ...], the rows that `process_rows` asked for, in that order.
+      rows: their global indices.
+      to: sharding of the result.
+      num_rows: rows of the global array.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(local, to)
+    place_of = {row: i for i, row in enumerate(rows)}
+    shape = (num_rows, *local.shape[1:])
+
+    def part(index):
+        start, stop, _ = index[0].indices(num_rows)
+        first = place_of[start]
+        return local[(slice(first, first + stop - start), *index[1:])]
+
+    return jax.make_array_from_callback(shape, to, part)
+
+
+# ------------------------------------------------------------------- gradients away from parameters
 
 
 @jax.custom_vjp
 def route_gradient(array: jax.Array, sink: jax.Array) -> jax.Array:
     """`array`, whose gradient goes to `sink` instead, resharded as `sink` is.
 
-    ZeRO-2 keeps whole parameters and split gradients. A cotangent must have its primal's sharding, so the whole
-    array is held constant and the gradient is taken with respect to its slice `sink` (same shape and dtype,
-    another sharding); the value of `sink` is not used.
+    ZeRO-2 keeps whole parameters and split gradients. A cotangent must have its primal's sharding,
+    so the whole array is held constant and the gradient is taken with respect to its slice `sink`
+    (same shape and dtype, another sharding); the value of `sink` is not used.
     """
     return array
 

@@ -1,13 +1,14 @@
 """The train step: one text for every mesh, layout, precision, remat policy and accumulation.
 
-    setup = make_setup(model, execution, optimizer, ...)    shapes and shardings; nothing is allocated
+    setup = make_setup(model, execution, optimizer, ...)    shapes, shardings; nothing is allocated
     state = setup.init(seed)                                born split
     step = make_train_step(setup, ...)                      (State, Batch) -> (State, Report)
 
-Train loop, ahead-of-time compilation, planner checks and tests all build the step here. The loss is a sum over tokens
-divided once by the token count of the *global* batch, so that unequal documents, padding, accumulation and splits of
-any kind give one number. Gradients are clipped by their global norm; an update with a gradient that is not finite, or
-that is a spike, is not applied, and the report names the leaf.
+Train loop, ahead-of-time compilation, planner checks and tests all build the step here. The loss is
+a sum over tokens divided once by the token count of the *global* batch, so that unequal documents,
+padding, accumulation and splits of any kind give one number. Gradients are clipped by their global
+norm; an update with a gradient that is not finite, or that is a spike, is not applied, and the
+report names the leaf.
 
 Letters: B batch, T positions.
 """
@@ -22,6 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import families, model, optim, sharding
+from llmx import guard as guard_lib
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
 
@@ -35,24 +37,6 @@ BATCH_DTYPES = {
 }
 
 
-@dataclasses.dataclass
-class GuardConfig:
-    """What happens to an update that would do harm."""
-
-    on_bad_step: str = "stop"  # "stop" | "skip": when a gradient is not finite or a spike
-    spike_factor: float = 0.0  # a spike: gradient norm above this times its running mean; 0 = off
-    patience: int = 20  # with "skip": stop after this many skipped steps in a row
-
-
-class Guard(NamedTuple):
-    """What the step remembers to tell a spike, and to stay where it stopped."""
-
-    mean_norm: jax.Array  # running mean of the gradient norm, fp32
-    num_seen: jax.Array  # updates in that mean, int32
-    num_bad: jax.Array  # bad steps in a row, int32
-    stopped: jax.Array  # bool: no update is applied any more
-
-
 class State(NamedTuple):
     """All that a run is: what a checkpoint holds."""
 
@@ -60,7 +44,7 @@ class State(NamedTuple):
     params: Any  # nested dict, master dtype
     opt_state: Any
     ema: Any  # average of params, or None
-    guard: Guard
+    guard: guard_lib.Guard
 
 
 class Report(NamedTuple):
@@ -122,7 +106,7 @@ class Setup:
                 params=params,
                 opt_state=self.optimizer.init(params),
                 ema=params if self.ema_decay else None,
-                guard=_new_guard(),
+                guard=guard_lib.init(),
             )
 
         to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
@@ -151,7 +135,7 @@ def make_setup(
     }
     optimizer = optim.make(optimizer_config, axes=axes, total_steps=total_steps)
     whole = NamedSharding(place.mesh, PartitionSpec())
-    scalars = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), _new_guard()))
+    scalars = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), guard_lib.init()))
     step, guard = jax.tree.map(lambda leaf: _placed(leaf, whole), scalars)
     opt_shapes = jax.eval_shape(optimizer.init, shapes)
     opt_shardings = optim.state_shardings(optimizer, shapes, of["optimizer"])
@@ -182,7 +166,7 @@ def make_train_step(
     accumulation: int = 1,
     z_loss: float = 0.0,
     clip_norm: float = 0.0,
-    guard: GuardConfig | None = None,
+    guard: guard_lib.GuardConfig | None = None,
 ) -> Callable[[State, Batch], tuple[State, Report]]:
     """The jitted train step; it donates its state.
 
@@ -193,17 +177,17 @@ def make_train_step(
       clip_norm: global norm that gradients are scaled down to; 0 = off.
       guard: what to do with bad steps.
 
-    Communicates over `data`, `fsdp`, `expert` (gradients; parameters, as the layout says), `sequence` (keys and
-    values) and `tensor` (activations).
+    Communicates over `data`, `fsdp`, `expert` (gradients; parameters, as the layout says),
+    `sequence` (keys and values) and `tensor` (activations).
     """
-    guard = guard or GuardConfig()
+    guard = guard or guard_lib.GuardConfig()
     gradient_of = _make_gradient(setup, accumulation=accumulation, z_loss=z_loss)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         (loss, z), tokens, grads = gradient_of(state.params, batch)
         squares = jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)])
         norm = jnp.sqrt(squares.sum())
-        bad_leaf, new_guard = _judge(guard, state.guard, squares, norm, loss)
+        bad_leaf, new_guard = guard_lib.judge(guard, state.guard, squares, norm, loss)
         good = bad_leaf < 0
         if clip_norm:
             scale = clip_norm / jnp.maximum(norm, clip_norm)
@@ -226,7 +210,7 @@ def make_train_step(
 
 
 def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """Jitted (params, batch) -> (sum of losses in nats, number of tokens), over the global batch."""
+    """Jitted (params, batch) -> (sum of losses in nats, number of tokens) of the global batch."""
 
     def eval_step(params, batch):
         loss_BT, _ = setup.apply.losses(params, batch, setup.run)
@@ -237,11 +221,6 @@ def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.
 
 def _placed(leaf, to: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
-
-
-def _new_guard() -> Guard:
-    zero = jnp.zeros((), jnp.int32)
-    return Guard(jnp.zeros((), jnp.float32), zero, zero, jnp.zeros((), bool))
 
 
 def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float):
@@ -271,13 +250,14 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float):
             return losses, tokens, grads
 
         def add(total, microbatch):
-            # Each is already divided by the global token count, so microbatches weigh as their tokens do.
+            # Each is already divided by the global token count, so microbatches weigh as their
+            # tokens do.
             return jax.tree.map(
                 jnp.add, total, differentiate(target, params, microbatch, tokens)
             ), None
 
-        # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older than 0.7, and so
-        # refuses explicit axes.
+        # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
+        # than 0.7, and so refuses explicit axes.
         start = (jax.tree.map(jnp.zeros_like, target), (jnp.zeros(()), jnp.zeros(())))
         (grads, losses), _ = jax.lax.scan(add, start, _microbatches(batch, accumulation))
         return losses, tokens, grads
@@ -297,36 +277,11 @@ def _microbatches(batch: Batch, num: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _judge(config: GuardConfig, guard: Guard, squares, norm, loss) -> tuple[jax.Array, Guard]:
-    """The leaf that makes this step bad (-1 = none), and what is remembered of it."""
-    finite = jnp.isfinite(squares)
-    broken = ~(finite.all() & jnp.isfinite(loss))
-    bad = broken
-    if config.spike_factor:
-        usual = guard.mean_norm / jnp.maximum(guard.num_seen, 1)
-        # A mean of a few first norms says nothing about what is usual.
-        bad |= (guard.num_seen >= 10) & (norm > config.spike_factor * usual)
-    culprit = jnp.where(broken, jnp.argmin(finite), jnp.argmax(squares)).astype(jnp.int32)
-    num_bad = jnp.where(bad, guard.num_bad + 1, 0)
-    limit = 1 if config.on_bad_step == "stop" else config.patience
-    # The mean forgets: after 100 updates the older half of it counts half.
-    full = guard.num_seen >= 100
-    kept, seen = jnp.where(full, guard.mean_norm / 2, guard.mean_norm), guard.num_seen
-    seen = jnp.where(full, seen // 2, seen)
-    new_guard = Guard(
-        mean_norm=jnp.where(bad, guard.mean_norm, kept + norm),
-        num_seen=jnp.where(bad, guard.num_seen, seen + 1),
-        num_bad=num_bad,
-        stopped=guard.stopped | (num_bad >= limit),
-    )
-    return jnp.where(bad, culprit, -1), new_guard
-
-
 def _update(setup: Setup, state: State, grads, accepted):
-    """Parameters, optimizer state and average after one update, or as they were if it is not accepted.
+    """Parameters, optimizer state and average after one update, or as they were without it.
 
-    Each device updates the share that the optimizer table gives it: taking the share is free, and giving the
-    result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
+    Each device updates the share that the optimizer table gives it: taking the share is free, and
+    giving the result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
     """
     shares = jax.tree.map(jax.sharding.reshard, (grads, state.params), (setup.updates,) * 2)
     opt_to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.opt_state)
@@ -343,7 +298,8 @@ def _update(setup: Setup, state: State, grads, accepted):
         new = (new_params, new_opt_state, new_ema)
         return jax.tree.map(keep, new, (params, opt_state, ema))
 
-    # The optimizer is plain optax: the compiler places what is inside, we say where it begins and ends.
+    # The optimizer is plain optax: the compiler places what is inside, we say where it begins and
+    # ends.
     params, opt_state, ema = jax.sharding.auto_axes(
         update, out_sharding=(setup.updates, opt_to, ema_to)
     )(accepted, *shares, state.opt_state, state.ema)

@@ -1,0 +1,23 @@
+"""Gemma-3 1B: five sliding-window layers to one global, on two slices of four devices (HSDP).
+
+    python -m llmx.train --config configs/gemma3_1b.py --config.data.sources="('shards:/data/web',)"
+
+Within a slice parameters are split over `fsdp`; between slices only gradients travel. The vocabulary of 262,144 is why the
+loss walks it in chunks.
+"""
+
+from llmx import config, families
+
+
+def get_config() -> config.Config:
+    run = config.default()
+    run.steps = 50_000
+    run.model = families.preset("gemma3_1b")
+    run.batch.size, run.batch.sequence_length = 64, 2048
+    run.mesh.data, run.mesh.fsdp = 2, 4
+    run.mesh.across_slices = ("data",)
+    run.sharding.layout = "hsdp"
+    run.remat = "full"
+    run.optimizer.name, run.optimizer.learning_rate = "muon", 1e-3
+    run.optimizer.ema_decay = 0.999
+    return run

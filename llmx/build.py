@@ -1,0 +1,47 @@
+"""From a resolved config to a model on a mesh: what train, evaluate, generate and compilation ahead of time share."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from llmx import config, model, precision, sharding, step
+
+
+def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = None) -> step.Setup:
+    """Shapes, shardings and functions of a run's state on its mesh; nothing is allocated.
+
+    Args:
+      run: a resolved config.
+      devices: of the mesh; None = all.
+    """
+    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
+    mesh = sharding.make_mesh(sizes, devices=devices, across_slices=run.mesh.across_slices)
+    layout = sharding.make_layout(
+        run.sharding.layout,
+        sequence_parallel=run.sharding.sequence_parallel,
+        replicate_kv=run.sharding.replicate_kv,
+    )
+    execution = model.Execution(
+        place=sharding.Placement(mesh, layout),
+        policy=precision.POLICIES[run.precision],
+        remat=run.remat,
+        attention=run.attention.implementation,
+        loss_chunks=run.loss.chunks,
+    )
+    return step.make_setup(run.model, execution, run.optimizer, total_steps=run.steps)
+
+
+def make_train_step(run: config.Config, setup: step.Setup) -> Callable:
+    """The jitted (State, Batch) -> (State, Report) of a run."""
+    return step.make_train_step(
+        setup,
+        accumulation=run.batch.accumulation,
+        z_loss=run.loss.z_loss,
+        clip_norm=run.optimizer.clip_norm,
+        guard=run.guard,
+    )
+
+
+def make_eval_step(setup: step.Setup) -> Callable:
+    """The jitted (params, Batch) -> (summed loss, tokens) of a run."""
+    return step.make_eval_step(setup)

@@ -1,0 +1,715 @@
+"""Checkpoints: written in the background, committed by one rename, checked by our own sums,
+restored onto any mesh.
+
+A checkpoint is one directory `<step>/` with two items: `state/` (Orbax: every array of the
+training state under its path name, each process writes and reads its own shards) and `meta/` (one
+JSON document: data position, resolved config, and for every leaf its shape, dtype and checksum).
+Orbax does not notice a flipped byte, so the checksums are ours: computed on the devices over the
+global array, hence the same number on every mesh, layout and process count, and compared after
+every restore.
+
+Orbax (https://orbax.readthedocs.io) takes about half a second to load, so it is imported in a
+thread while the rest starts.
+"""
+
+import dataclasses
+import importlib
+import json
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FORMAT = 1
+STATE, META = "state", "meta"
+UNFINISHED = ".orbax-checkpoint-tmp"
+DELETED = ".deleted"
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    # steps between checkpoints; 0 = only at the end of the run
+    every: int = 500
+    # newest checkpoints kept; with 1 there is nothing to fall back to
+    keep_last: int = 3
+    # also keep for ever each checkpoint whose step is a multiple of this; 0 = off
+    keep_every: int = 0
+
+
+def problems(config: CheckpointConfig) -> list[str]:
+    """All that is wrong with `config`, as texts."""
+    found = []
+    if config.every < 0:
+        found.append(
+            f"checkpoint.every={config.every} is negative: "
+            "use a number of steps, or 0 for the end only"
+        )
+    if config.keep_last < 1:
+        found.append(f"checkpoint.keep_last={config.keep_last} would keep nothing: use at least 1")
+    if config.keep_every < 0:
+        found.append(
+            f"checkpoint.keep_every={config.keep_every} is negative: "
+            "use a number of steps, or 0 for off"
+        )
+    elif config.every > 0 and config.keep_every % config.every:
+        multiple = -(-config.keep_every // config.every) * config.every
+        found.append(
+            f"checkpoint.keep_every={config.keep_every} is not a multiple of "
+            f"checkpoint.every={config.every}: few checkpoints would fall on it; use {multiple}"
+        )
+    return found
+
+
+class Restored(NamedTuple):
+    state: Any
+    meta: dict
+    step: int
+
+
+class Corrupt(Exception):
+    """A checkpoint cannot be read, or what was read is not what was written."""
+
+
+class Mismatch(Exception):
+    """A checkpoint is sound but belongs to another structure."""
+
+
+class OutOfMemory(Exception):
+    """A restore failed for want of memory, which says nothing about the checkpoint."""
+
+
+# Verdicts of one process about one checkpoint, the worst of all processes wins.
+VERDICTS = (None, Corrupt, Mismatch, OutOfMemory)
+
+
+def prefetch() -> threading.Thread:
+    """Start importing Orbax in a thread, so that the first save or restore does not wait for it."""
+    thread = threading.Thread(
+        target=importlib.import_module, args=("orbax.checkpoint",), daemon=True
+    )
+    thread.start()
+    return thread
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run, and resumes from the newest good one. Every process
+    makes the same calls.
+
+    Use as a context manager or call `close()`: it waits for the save that is under way.
+    """
+
+    def __init__(
+        self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None]
+    ) -> None:
+        if found := problems(config):
+            raise ValueError("\n".join(found))
+        self._root = _root(directory)
+        self._config = config
+        self._log = log
+        self._orbax = None
+        self._current: int | None = None  # the step that is on disk, or on its way, from this run
+        self._saving: int | None = None
+        self._deleting: list[threading.Thread] = []
+        prefetch()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after `step` steps."""
+        return self._config.every > 0 and step % self._config.every == 0
+
+    def save(self, step: int, state: Any, *, meta: Mapping[str, Any], wait: bool = False) -> bool:
+        """Save `state` and `meta` as checkpoint `step`; returns when the arrays are copied, and
+        may then be donated.
+
+        The write goes on in the background, `wait=True` waits for it. Communicates over every
+        mesh axis (the checksums). False if this run has saved or restored the same step already.
+
+        Raises: ValueError for a leaf or meta that cannot be saved; the error of an earlier
+        background save.
+        """
+        if self._current == step:
+            if wait:
+                self.wait()
+            return False
+        arrays, document = _describe(step, state, meta)
+        self.wait()
+        self._open()
+        if (self._root / str(step)).exists():
+            self._set_aside(step, "replaced", "this run comes from another checkpoint")
+        # Two programs at once can deadlock on fake CPU devices: the step ends before the
+        # checksums begin.
+        jax.block_until_ready(arrays)
+        for name, sums in fingerprints(arrays).items():
+            document["leaves"][name]["checksum"] = sums
+        import orbax.checkpoint as ocp
+
+        with jax.transfer_guard("allow"):
+            self._orbax.save(
+                self._root / str(step),
+                args=ocp.args.Composite(
+                    **{
+                        STATE: ocp.args.PyTreeSave(_nest(arrays)),
+                        META: ocp.args.JsonSave(_seal(document)),
+                    }
+                ),
+            )
+        self._current = self._saving = step
+        if wait:
+            self.wait()
+        return True
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+        """The newest good checkpoint (or exactly `step`) in the shapes and shardings of
+        `abstract_state`; None if there is none.
+
+        Leaves of `abstract_state` are `ShapeDtypeStruct`s with the sharding wanted now, whatever
+        it was at the save; Python numbers stay Python numbers. A checkpoint that fails its
+        checksums is set aside as `<step>.corrupt`, with a message, once an older one has been
+        restored.
+
+        Raises: ValueError if the checkpoint has another structure; RuntimeError if no checkpoint
+        is good.
+        """
+        self.wait()
+        found = _restore_newest(self._root, abstract_state, prefix="", step=step, log=self._log)
+        if found is None:
+            return None
+        restored, bad = found
+        for bad_step, reason in bad.items():
+            self._set_aside(bad_step, "corrupt", reason)
+        self._current = restored.step
+        return restored
+
+    def latest_step(self) -> int | None:
+        """The newest step with a committed checkpoint, good or not."""
+        return max(list_steps(str(self._root)), default=None)
+
+    def meta(self, step: int) -> dict:
+        """What `save` was given as `meta`."""
+        return read_meta(str(self._root), step)
+
+    def wait(self) -> None:
+        """Wait until the save under way is committed, then drop the checkpoints that the config
+        does not keep.
+        """
+        if self._orbax is None:
+            return
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            error.add_note(
+                f"the checkpoint of step {self._saving} in {self._root} was not written; "
+                "the ones before it are intact"
+            )
+            self._current = None
+            raise
+        finally:
+            saved, self._saving = self._saving, None
+        if saved is not None and jax.process_index() == 0:
+            self._prune()
+
+    def close(self) -> None:
+        """Wait for everything under way and release the writer."""
+        self.wait()
+        for thread in self._deleting:
+            thread.join()
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None
+
+    def _open(self) -> None:
+        if self._orbax is not None:
+            return
+        import orbax.checkpoint as ocp
+
+        if jax.process_index() == 0:
+            self._root.mkdir(parents=True, exist_ok=True)
+            left = [p for p in self._root.iterdir() if UNFINISHED in p.name or DELETED in p.name]
+            unfinished = [path.name.split(".")[0] for path in left if UNFINISHED in path.name]
+            if unfinished:
+                self._log(f"removing the unfinished checkpoint of step {', '.join(unfinished)}")
+            for path in left:
+                path.rmtree()
+        handler = ocp.CompositeCheckpointHandler(
+            **{STATE: ocp.PyTreeCheckpointHandler(), META: ocp.JsonCheckpointHandler()}
+        )
+        self._orbax = ocp.AsyncCheckpointer(handler)
+
+    def _prune(self) -> None:
+        steps = list_steps(str(self._root))
+        every = self._config.keep_every
+        for step in steps[: -self._config.keep_last]:
+            if every and step % every == 0:
+                continue
+            # Renamed first, so that a kill half way leaves no torn checkpoint under a step's name.
+            doomed = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")
+            thread = threading.Thread(target=doomed.rmtree)
+            thread.start()
+            self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
+
+    def _set_aside(self, step: int, label: str, reason: str) -> None:
+        """Rename a checkpoint so that it is neither picked nor overwritten. Every process calls
+        it.
+        """
+        if jax.process_index() == 0:
+            target, copies = self._root / f"{step}.{label}", 1
+            while target.exists():
+                copies += 1
+                target = self._root / f"{step}.{label}-{copies}"
+            (self._root / str(step)).rename(target)
+            self._log(f"set aside checkpoint {step} as {target.name}: {reason}")
+        _barrier(f"set aside {step}")
+
+
+def list_steps(directory: str) -> list[int]:
+    """The steps with a committed checkpoint in `directory`, oldest first."""
+    root = _root(directory)
+    if not root.exists():
+        return []
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+
+
+def read_meta(directory: str, step: int) -> dict:
+    """The `meta` of checkpoint `step`, without loading any array.
+
+    Raises: ValueError if there is no such checkpoint or its meta is unreadable.
+    """
+    _require(directory, step)
+    try:
+        return _read_document(_root(directory), step)["meta"]
+    except (Corrupt, Mismatch) as error:
+        raise ValueError(f"checkpoint {step} in {directory}: {error}") from error
+
+
+def restore_part(
+    directory: str,
+    abstract: Any,
+    *,
+    prefix: str,
+    step: int | None = None,
+    log: Callable[[str], None],
+) -> Restored | None:
+    """Restore only the subtree under `prefix` ("params", "opt/0/mu"), for programs that read
+    checkpoints of a run and change nothing.
+
+    Falls back over corrupt checkpoints as `Checkpointer.restore` does, but sets none aside. None
+    if there is no checkpoint.
+    """
+    found = _restore_newest(_root(directory), abstract, prefix=prefix, step=step, log=log)
+    return None if found is None else found[0]
+
+
+def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, list[int]]:
+    """Two uint32 sums for each array over its bit pattern: equal on every mesh and layout,
+    changed by any flipped byte or swapped values.
+
+    One compiled program per mesh among the arrays; an all-reduce of two numbers per array over
+    every axis that shards it.
+    """
+    groups: dict[Any, dict[str, jax.Array]] = {}
+    for name, array in arrays.items():
+        named = isinstance(array.sharding, jax.NamedSharding)
+        place = array.sharding.mesh if named else frozenset(array.sharding.device_set)
+        if _offloaded(array.sharding):
+            place = name  # one at a time: together they may not fit the device
+        groups.setdefault(place, {})[name] = array
+    sums: dict[str, list[int]] = {}
+    for group in groups.values():
+        table = np.asarray(
+            jax.device_get(_fingerprint_all(tuple(map(_onto_device, group.values()))))
+        )
+        sums.update({name: row.tolist() for name, row in zip(group, table, strict=True)})
+    return sums
+
+
+def _default_memory(sharding: jax.sharding.Sharding) -> str:
+    return min(sharding.device_set, key=lambda device: device.id).default_memory().kind
+
+
+def _offloaded(sharding: jax.sharding.Sharding) -> bool:
+    return sharding.memory_kind not in (None, _default_memory(sharding))
+
+
+def _onto_device(array: jax.Array) -> jax.Array:
+    if not _offloaded(array.sharding):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(_default_memory(array.sharding)))
+
+
+@jax.jit
+def _fingerprint_all(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([_fingerprint(array) for array in arrays])
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    """[sum of mix(word xor mix(position)), sum of word], modulo 2^32.
+
+    `mix` is a bijection, so a changed word always changes the sums; being nonlinear in word and
+    position it sees permutations, which sums weighted by position miss (x and -x swapped over an
+    even distance). Integer sums do not depend on their order.
+    """
+    words = _words(x)
+    position = jnp.zeros((1,) * words.ndim, jnp.uint32)
+    for dim, size in enumerate(words.shape):
+        shape = [1] * words.ndim
+        shape[dim] = size
+        # One odd multiplier per dimension: positions in arrays of more than 2^32 elements stay
+        # apart.
+        steps = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(
+            (0x9E3779B1 * (2 * dim + 1)) % 2**32
+        )
+        position = position + steps.reshape(shape)
+    mixed = _mix(words ^ _mix(position + jnp.uint32(0x7F4A7C15)))
+    return jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(words, dtype=jnp.uint32)])
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bit pattern of `x` as uint32, one word per element (two for 64-bit types)."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_ or x.dtype in (jnp.int4, jnp.uint4):
+        return x.astype(jnp.uint8).astype(jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3, a bijection of uint32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _root(directory: str):
+    from etils import epath
+
+    path = epath.Path(directory)
+    return path if "://" in str(directory) else epath.Path(path.absolute())
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+_key_data = jax.jit(jax.random.key_data)
+
+
+def _name_leaves(tree: Any) -> dict[str, Any]:
+    """{"params/layers/w": leaf}: the path of every leaf, whatever the containers."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        if name in named:
+            raise ValueError(f"two leaves of the state have the path {name!r}: rename one of them")
+        named[name] = leaf
+    return named
+
+
+def _nest(named: Mapping[str, Any]) -> dict:
+    """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk."""
+    tree: dict = {}
+    for name, leaf in named.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name!r} lies under another leaf: rename one of them")
+        if last in node:
+            raise ValueError(f"{name!r} lies over another leaf of the state: rename one of them")
+        node[last] = leaf
+    return tree
+
+
+def _look_up(tree: Mapping, name: str) -> Any:
+    for part in name.split("/"):
+        tree = tree[part]
+    return tree
+
+
+def _describe(step: int, state: Any, meta: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict]:
+    """The arrays to write, keys as integers, and the document about them without checksums."""
+    arrays: dict[str, jax.Array] = {}
+    leaves: dict[str, dict] = {}
+    for name, leaf in _name_leaves(state).items():
+        if isinstance(leaf, (bool, int, float)):
+            leaves[name] = {"type": type(leaf).__name__, "value": leaf}
+            continue
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"state leaf {name!r} is a {type(leaf).__name__}, which a checkpoint cannot hold: "
+                "use a jax.Array or a Python bool, int or float"
+            )
+        if leaf.is_deleted():
+            raise ValueError(
+                f"state leaf {name!r} was donated to a later step: "
+                "save the state that the step returned"
+            )
+        if jax.process_count() > 1 and leaf.is_fully_addressable:
+            raise ValueError(
+                f"state leaf {name!r} lives in one process of {jax.process_count()}: "
+                "give it a NamedSharding over the whole mesh"
+            )
+        if leaf.size == 0:
+            raise ValueError(f"state leaf {name!r} of shape {leaf.shape} is empty: leave it out")
+        leaves[name] = {"type": "array", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+        arrays[name] = _key_data(leaf) if _is_key(leaf) else leaf
+    document = {"format": FORMAT, "step": step, "leaves": leaves, "meta": dict(meta)}
+    try:
+        json.dumps(document)
+    except TypeError as error:
+        raise ValueError(
+            f"checkpoint meta must be JSON: {error}; use numbers, strings, lists and dicts"
+        ) from error
+    _nest(arrays)
+    return arrays, document
+
+
+def _seal(document: dict) -> dict:
+    document = json.loads(json.dumps(document))
+    return {"crc32": _crc(document), "document": document}
+
+
+def _crc(document: dict) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _read_document(root: Any, step: int) -> dict:
+    path = root / str(step) / META / "metadata"
+    try:
+        sealed = json.loads(path.read_text())
+        document = sealed["document"]
+        intact = _crc(document) == sealed["crc32"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
+    if not intact:
+        raise Corrupt("its meta does not match its own checksum")
+    if document["format"] > FORMAT:
+        raise Mismatch(
+            f"checkpoint {step} in {root} has format {document['format']}, "
+            f"this program reads up to {FORMAT}: use a newer llmx"
+        )
+    return document
+
+
+def _require(directory: Any, step: int) -> None:
+    steps = list_steps(str(directory))
+    if step not in steps:
+        raise ValueError(
+            f"no checkpoint of step {step} in {directory}: there are {steps or 'none'}"
+        )
+
+
+def _restore_newest(
+    root: Any, abstract: Any, *, prefix: str, step: int | None, log: Callable[[str], None]
+) -> tuple[Restored, dict[int, str]] | None:
+    """The newest good checkpoint and {step: reason} of the corrupt ones passed over. All
+    processes agree on every choice.
+    """
+    steps = list_steps(str(root))
+    if step is not None:
+        _require(root, step)
+        steps = [step]
+    bad: dict[int, str] = {}
+    for candidate in _agree_on_steps(steps):
+        verdict, reason, tree, document = None, "", None, {}
+        try:
+            document = _read_document(root, candidate)
+            wanted = _check_structure(root, document, abstract, prefix=prefix)
+            tree = _read_arrays(root / str(candidate) / STATE, wanted)
+        except VERDICTS[1:] as error:
+            verdict, reason = type(error), str(error)
+        verdict, reason = _agree_on_verdict(verdict, reason)
+        if verdict is None:
+            reason = _compare_checksums(document, tree)
+            verdict = Corrupt if reason else None
+        if verdict is None:
+            state = _assemble(abstract, tree, document, prefix=prefix)
+            return Restored(state, document["meta"], document["step"]), bad
+        if verdict is Mismatch:
+            raise ValueError(reason)
+        if verdict is OutOfMemory:
+            raise RuntimeError(
+                f"no memory to restore checkpoint {candidate} in {root}: {reason}; "
+                "nothing was changed, use more devices or a layout that shards more"
+            )
+        log(f"checkpoint {candidate} is corrupt: {reason}")
+        bad[candidate] = reason
+    if bad:
+        listed = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
+        others = [s for s in list_steps(str(root)) if s not in bad]
+        remedy = (
+            f"choose another step of {others}"
+            if others
+            else "bring back a copy of one, or move them out of the directory to start anew"
+        )
+        raise RuntimeError(
+            f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
+        )
+    return None
+
+
+def _check_structure(root: Any, document: dict, abstract: Any, *, prefix: str) -> dict[str, Any]:
+    """{saved name: abstract array} of what to read; Mismatch, naming the leaves, if the
+    checkpoint holds something else.
+    """
+    lead = f"{prefix}/" if prefix else ""
+    wanted = {lead + name: leaf for name, leaf in _name_leaves(abstract).items()}
+    saved = {name: leaf for name, leaf in document["leaves"].items() if name.startswith(lead)}
+    differences = [f"{name}: saved, not wanted" for name in saved if name not in wanted]
+    arrays: dict[str, Any] = {}
+    for name, leaf in wanted.items():
+        want, have = _describe_leaf(leaf), "nothing"
+        if name in saved:
+            kind = saved[name]
+            have = f"{kind['dtype']}{kind['shape']}" if kind["type"] == "array" else kind["type"]
+        if want != have:
+            differences.append(f"{name}: saved {have}, wanted {want}")
+        elif not isinstance(leaf, (bool, int, float)):
+            arrays[name] = leaf
+    if differences:
+        shown = "\n".join(f"  {text}" for text in differences[:8])
+        more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
+        raise Mismatch(
+            f"checkpoint {document['step']} in {root} holds another structure:\n{shown}{more}\n"
+            "use the configuration that it was saved with (its meta has it) or another directory; "
+            "the checkpoint is left as it is"
+        )
+    return arrays
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, (bool, int, float)):
+        return type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """This process's shards of the wanted arrays. No barrier inside, so that one process may fail
+    alone.
+    """
+    if not wanted:
+        return {}
+    import orbax.checkpoint as ocp
+
+    abstract = _nest({name: _as_stored(name, leaf) for name, leaf in wanted.items()})
+    args = ocp.args.PyTreeRestore(
+        item=abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+    )
+    try:
+        with jax.transfer_guard("allow"):
+            tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+            arrays = {name: _look_up(tree, name) for name in wanted}
+            jax.block_until_ready(arrays)
+    # Torn files show as whatever error the layer that met them raises: tensorstore, JSON, Orbax,
+    # the file system.
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+            raise OutOfMemory(text) from error
+        raise Corrupt(f"its arrays cannot be read ({text})") from error
+    return arrays
+
+
+def _as_stored(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """The abstract array in which Orbax holds `leaf`: itself, or the integers of a PRNG key."""
+    sharding = leaf.sharding
+    if sharding is None:
+        if jax.process_count() > 1:
+            raise ValueError(f"abstract leaf {name!r} has no sharding: give it a NamedSharding")
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if _is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        if isinstance(sharding, jax.NamedSharding):
+            axes = (*sharding.spec, *(None,) * (data.ndim - len(sharding.spec)))
+            sharding = sharding.update(spec=jax.P(*axes))
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _compare_checksums(document: dict, arrays: Mapping[str, jax.Array]) -> str:
+    """What differs from the sums taken at the save, or an empty text."""
+    sums = fingerprints(arrays)
+    leaves = document["leaves"]
+    wrong = [name for name in arrays if sums[name] != leaves[name]["checksum"]]
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}"
+
+
+def _assemble(
+    abstract: Any, arrays: Mapping[str, jax.Array], document: dict, *, prefix: str
+) -> Any:
+    """`abstract` with arrays and numbers in the place of its leaves."""
+    lead = f"{prefix}/" if prefix else ""
+    leaves = []
+    for name, leaf in _name_leaves(abstract).items():
+        if isinstance(leaf, (bool, int, float)):
+            leaves.append(document["leaves"][lead + name]["value"])
+        elif _is_key(leaf):
+            leaves.append(_wrap_key(arrays[lead + name], leaf))
+        else:
+            leaves.append(arrays[lead + name])
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _wrap_key(data: jax.Array, like: Any) -> jax.Array:
+    found = []
+    # The name of a key's generator is public for arrays only, and tracing is the way to one
+    # without making it.
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
+    wrap = jax.jit(lambda data: jax.random.wrap_key_data(data, impl=found[0]))
+    return wrap(data)
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _agree_on_steps(steps: list[int]) -> list[int]:
+    """Process 0's newest steps, newest first: file systems may show other processes an older
+    listing.
+    """
+    newest = steps[::-1][:64]
+    if jax.process_count() == 1:
+        return newest
+    from jax.experimental import multihost_utils
+
+    padded = np.full(64, -1, np.int32)
+    padded[: len(newest)] = newest
+    return [int(step) for step in multihost_utils.broadcast_one_to_all(padded) if step >= 0]
+
+
+def _agree_on_verdict(
+    verdict: type[Exception] | None, reason: str
+) -> tuple[type[Exception] | None, str]:
+    """The worst verdict of all processes and the reason of the process that gave it."""
+    if jax.process_count() == 1:
+        return verdict, reason
+    from jax.experimental import multihost_utils
+
+    row = np.zeros(1024, np.uint8)
+    row[0] = VERDICTS.index(verdict)
+    text = np.frombuffer(reason.encode()[: row.size - 1], np.uint8)
+    row[1 : 1 + text.size] = text
+    rows = multihost_utils.process_allgather(row)
+    worst = rows[rows[:, 0].argmax()]
+    agreed = VERDICTS[int(worst[0])]
+    if agreed is verdict:
+        return verdict, reason
+    return agreed, bytes(worst[1:]).rstrip(b"\0").decode(errors="replace")

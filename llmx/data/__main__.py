@@ -1,0 +1,211 @@
+"""Writes text as memory-mapped token shards: python -m llmx.data --source FILES --output DIR.
+
+Interrupted, it continues when run again, to the same bytes. --verify DIR checks a finished folder.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+from llmx.data import build, tokenizers
+from llmx.data import shards as shards_lib
+from llmx.data import sources as sources_lib
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llmx.data",
+        description="Write text as memory-mapped token shards, to train on with "
+        "--config.data.sources=\"('shards:DIR',)\". Run it again after an interruption and it "
+        "continues.",
+    )
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="SOURCE",
+        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl .parquet',
+    )
+    parser.add_argument("--output", metavar="DIR", help="folder to write; new, or to continue")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help='"bytes" (default), or a tokenizer.json of Hugging Face tokenizers',
+    )
+    parser.add_argument(
+        "--train-tokenizer",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train a byte-level BPE of N tokens on the sources and use it",
+    )
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)"
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=build.SHARD_TOKENS,
+        metavar="N",
+        help=f"close a shard at this many tokens ({build.SHARD_TOKENS})",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out empty or unreadable files and records, counted, instead of an error",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="discard what an earlier run left in DIR"
+    )
+    parser.add_argument(
+        "--verify", metavar="DIR", help="check every checksum of finished shards, write nothing"
+    )
+    return parser
+
+
+def _make_bar(*, unit: str):
+    import rich.console
+    from rich import progress
+
+    columns = [
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+    ]
+    if unit == "bytes":
+        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    columns += [progress.TextColumn("{task.fields[note]}"), progress.TimeRemainingColumn()]
+    return progress.Progress(*columns, console=rich.console.Console(stderr=True))
+
+
+def _argument_problems(arguments: argparse.Namespace) -> list[str]:
+    problems = []
+    if not arguments.source:
+        problems.append('--source is missing: name text, such as --source stdlib or "docs/**/*.md"')
+    if not arguments.output:
+        problems.append("--output is missing: name the folder to write")
+    for source in arguments.source:
+        if source.startswith(sources_lib.SHARDS_PREFIX):
+            problems.append(f"--source {source!r} is tokens already: name text")
+        else:
+            problems.extend(f"--source: {text}" for text in sources_lib.problems(source))
+    size, low = arguments.train_tokenizer, tokenizers.MIN_TRAINED_SIZE
+    if size and not low <= size <= tokenizers.MAX_TRAINED_SIZE:
+        problems.append(
+            f"--train-tokenizer {size} is outside {low} to {tokenizers.MAX_TRAINED_SIZE}: choose "
+            "for example 4096"
+        )
+    if size and arguments.tokenizer != "bytes":
+        problems.append("--train-tokenizer and --tokenizer exclude each other: give one")
+    if arguments.tokenizer == "auto":
+        problems.append('--tokenizer "auto" has no meaning here: give "bytes" or a file')
+    problems.extend(f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
+    if arguments.shard_tokens < 1:
+        problems.append(f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1")
+    output = pathlib.Path(arguments.output or ".").expanduser()
+    if output.exists() and not output.is_dir():
+        problems.append(f"--output {output} is a file: name a folder")
+    return problems
+
+
+def verify(folder: pathlib.Path) -> None:
+    """Checks sizes and checksums of a finished folder, with a progress bar."""
+    index = shards_lib.read_index(folder)
+    with _make_bar(unit="shards") as bar:
+        task = bar.add_task(f"verify {folder}", total=len(index["shards"]), note="")
+        dtype = np.dtype(index["dtype"])
+        shards_lib.check_sizes(folder, index["shards"], dtype=dtype)
+        shards_lib.check_sums(
+            folder, index["shards"], dtype=dtype, log=lambda entry: bar.advance(task)
+        )
+    shards_lib.open_shards(folder)
+    print(
+        f"{folder}: {len(index['shards'])} shards, {index['tokens']:,} tokens: all checksums match"
+    )
+
+
+def _already_complete(folder: pathlib.Path, recipe: build.Recipe) -> bool:
+    """Whether an earlier run finished this very work. Raises where the folder holds another's."""
+    if (folder / shards_lib.INDEX).is_file():
+        index = shards_lib.read_index(folder)
+        if index["identity"] != recipe.identity():
+            raise ValueError(
+                f"{folder} holds the shards of other sources or settings (or the source files have "
+                "changed since): run with --overwrite, or choose another folder"
+            )
+        shards_lib.open_shards(folder)
+        (folder / shards_lib.PROGRESS).unlink(missing_ok=True)
+        print(f"{folder} is complete already: {index['tokens']:,} tokens; nothing to do")
+        return True
+    foreign = build.foreign_files(folder)
+    if foreign:
+        raise ValueError(
+            f"{folder} holds other files ({', '.join(foreign[:3])}): choose a new or empty folder"
+        )
+    return False
+
+
+def write(arguments: argparse.Namespace) -> None:
+    """Writes or continues the shards that the options describe."""
+    size = arguments.train_tokenizer
+    recipe = build.make_recipe(
+        arguments.source,
+        tokenizer=size or tokenizers.load(arguments.tokenizer),
+        text_key=arguments.text_key,
+        skip_bad=arguments.skip_bad,
+        shard_tokens=arguments.shard_tokens,
+    )
+    folder = pathlib.Path(arguments.output).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def refuse() -> None:
+        raise ValueError(f"another process is writing {folder}: wait for it to end")
+
+    with build.exclusive(folder, on_wait=refuse):
+        if arguments.overwrite:
+            build.clear(folder)
+        if _already_complete(folder, recipe):
+            return
+        with _make_bar(unit="bytes") as bar:
+            task = bar.add_task(
+                "training the tokenizer" if size else "tokenising", total=recipe.num_bytes, note=""
+            )
+
+            def report(progress: build.Progress) -> None:
+                bar.update(task, completed=progress.done_bytes, note=f"{progress.tokens:,} tokens")
+
+            index = build.write_shards(folder, recipe, report=report)
+    skipped = f"; left out: {index['skipped']}" if index["skipped"] else ""
+    print(
+        f"{folder}: {index['tokens']:,} tokens in {index['documents']:,} documents, "
+        f"{len(index['shards'])} shards, vocabulary {index['vocab_size']:,}{skipped}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        if arguments.verify:
+            verify(pathlib.Path(arguments.verify).expanduser())
+            return 0
+        problems = _argument_problems(arguments)
+        if problems:
+            raise ValueError("\n".join(problems))
+        write(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,430 @@
+"""Documents to token shards: resumable, byte-identical however often it was interrupted.
+
+A shard is closed at the first document end past `shard_tokens`, then recorded in progress.json
+together with the position in the sources; a later run starts from the last recorded shard. What a
+shard holds depends on the documents alone, so the files equal those of an undisturbed run.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from llmx.data import shards as shards_lib
+from llmx.data import sources as sources_lib
+from llmx.data import tokenizers
+
+SHARD_TOKENS = 32 << 20
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 4096
+_REPORT_SECONDS = 10.0
+_OWN_FILES = re.compile(
+    r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents)"
+    r"|\.(index|progress|tokenizer)\.json\.\d+"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the content of a shard folder."""
+
+    sources: tuple[str, ...]
+    files: tuple[sources_lib.InputFile, ...]
+    tokenizer: tokenizers.Tokenizer | int  # an int: train one of that vocabulary size
+    text_key: str
+    skip_bad: bool
+    shard_tokens: int = SHARD_TOKENS
+
+    def identity(self) -> str:
+        """A hash that changes when the files (path, size, time) or a setting do."""
+        trained = isinstance(self.tokenizer, int)
+        settings = {
+            "files": [dataclasses.astuple(file) for file in self.files],
+            "tokenizer": self.tokenizer if trained else self.tokenizer.fingerprint,
+            "text_key": self.text_key,
+            "skip_bad": self.skip_bad,
+            "shard_tokens": self.shard_tokens,
+            "piece_bytes": sources_lib.MAX_PIECE_BYTES,
+            "train_bytes": tokenizers.TRAIN_BYTES,
+            "version": shards_lib.VERSION,
+        }
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a build has come, given to the `report` callback."""
+
+    done_bytes: int
+    total_bytes: int
+    tokens: int
+    documents: int
+
+
+Report = Callable[[Progress], None]
+
+
+def make_recipe(
+    sources: Sequence[str],
+    *,
+    tokenizer: tokenizers.Tokenizer | int,
+    text_key: str,
+    skip_bad: bool,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Recipe:
+    """Lists the files of the sources. Raises ValueError when one of them names none."""
+    files = [file for source in sources for file in sources_lib.list_files(source)]
+    return Recipe(tuple(sources), tuple(files), tokenizer, text_key, skip_bad, shard_tokens)
+
+
+# ---- one folder ----
+
+
+def clear(folder: pathlib.Path) -> None:
+    """Removes what a build writes from the folder, and nothing else."""
+    for path in list(folder.iterdir()):
+        if _OWN_FILES.fullmatch(path.name):
+            path.unlink()
+
+
+def foreign_files(folder: pathlib.Path) -> list[str]:
+    """Names in the folder that no build wrote."""
+    return sorted(p.name for p in folder.iterdir() if not _OWN_FILES.fullmatch(p.name))
+
+
+def _read_progress(folder: pathlib.Path) -> dict:
+    path = folder / shards_lib.PROGRESS
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: not readable ({error}): delete {folder} and start again"
+        ) from error
+
+
+def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
+    """The recorded progress, after removing every file that it does not vouch for."""
+    progress = _read_progress(folder)
+    identity = recipe.identity()
+    if progress and progress["identity"] != identity and not progress["shards"]:
+        progress = {}  # nothing was finished, so nothing is lost by starting over
+    if progress and progress["identity"] != identity:
+        raise ValueError(
+            f"{folder} holds the unfinished result of other sources or settings (or the source "
+            "files have changed since): run with --overwrite, or choose another folder"
+        )
+    if not progress:
+        clear(folder)
+        position = dataclasses.asdict(sources_lib.Position())
+        progress = {"identity": identity, "shards": [], "position": position, "skipped": {}}
+        shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
+    known = {f"{e['name']}.{kind}" for e in progress["shards"] for kind in e["sha256"]}
+    known |= {shards_lib.PROGRESS, tokenizers.FILE_NAME}
+    for path in list(folder.iterdir()):
+        if _OWN_FILES.fullmatch(path.name) and path.name not in known:
+            path.unlink()
+    return progress
+
+
+def train_tokenizer(recipe: Recipe, *, path: pathlib.Path, size: int) -> tokenizers.Tokenizer:
+    """Trains a tokenizer on the recipe's text into `path`, or loads the one that is there."""
+    if not path.is_file():
+        documents = sources_lib.read_documents(
+            recipe.files,
+            text_key=recipe.text_key,
+            skip_bad=recipe.skip_bad,
+            skipped=collections.Counter(),
+        )
+        trained = tokenizers.train((d.text for d in documents), vocab_size=size)
+        shards_lib.write_atomically(path, trained.dumps())
+    return tokenizers.load(path)
+
+
+def _encoded(
+    tokenizer: tokenizers.Tokenizer, batch: Sequence[sources_lib.Document]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens with ends of documents, lengths, hashes) of some documents."""
+    end = np.array([tokenizer.end_of_document], np.int64)
+    parts, lengths = [], np.empty(len(batch), np.int64)
+    encoded = tokenizer.encode_documents([document.text for document in batch])
+    for i, ids in enumerate(encoded):
+        parts += (ids, end)
+        lengths[i] = len(ids) + 1
+    tokens = np.concatenate(parts)
+    if tokens.max() >= tokenizer.vocab_size or tokens.min() < 0:
+        bad = tokens[(tokens >= tokenizer.vocab_size) | (tokens < 0)][0]
+        raise ValueError(
+            f"tokenizer {tokenizer.name} produced the token id {bad}, outside its vocabulary of "
+            f"{tokenizer.vocab_size}: its file is inconsistent, give another"
+        )
+    hashes = np.array([shards_lib.document_hash(d.text) for d in batch], np.uint64)
+    return tokens, lengths, hashes
+
+
+def _batches(
+    documents: Iterator[sources_lib.Document], skipped: collections.Counter
+) -> Iterator[tuple[list[sources_lib.Document], list[dict]]]:
+    """Documents in groups worth encoding at once, each with the skips counted before it."""
+    batch, counts, size, latest = [], [], 0, dict(skipped)
+    for document in documents:
+        if skipped != latest:
+            latest = dict(skipped)
+        batch.append(document)
+        counts.append(latest)
+        size += len(document.text)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch, counts
+            batch, counts, size = [], [], 0
+    if batch:
+        yield batch, counts
+
+
+def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dict:
+    """Writes or continues the shards of a recipe in an existing folder; returns the index."""
+    progress = _start(folder, recipe)
+    tokenizer = recipe.tokenizer
+    path = folder / tokenizers.FILE_NAME
+    if isinstance(tokenizer, int):
+        tokenizer = train_tokenizer(recipe, path=path, size=tokenizer)
+    else:
+        shards_lib.write_atomically(path, tokenizer.dumps())
+    dtype = tokenizers.token_dtype(tokenizer.vocab_size)
+    shards_lib.check_sizes(folder, progress["shards"], dtype=dtype)
+    skipped = collections.Counter(progress["skipped"])
+    documents = sources_lib.read_documents(
+        recipe.files,
+        text_key=recipe.text_key,
+        skip_bad=recipe.skip_bad,
+        start=sources_lib.Position(**progress["position"]),
+        skipped=skipped,
+    )
+    done = Progress(
+        0,
+        recipe.num_bytes,
+        sum(entry["tokens"] for entry in progress["shards"]),
+        sum(entry["documents"] for entry in progress["shards"]),
+    )
+    sizes_before = np.cumsum([0] + [file.num_bytes for file in recipe.files])
+    writer = None
+    try:
+        for batch, counts in _batches(documents, skipped):
+            tokens, lengths, hashes = _encoded(tokenizer, batch)
+            ends = np.cumsum(lengths)
+            first = 0
+            while first < len(batch):
+                if writer is None:
+                    number = len(progress["shards"])
+                    writer = shards_lib.ShardWriter(folder, number=number, dtype=dtype)
+                before = int(ends[first - 1]) if first else 0
+                room = recipe.shard_tokens - writer.num_tokens
+                last = min(int(np.searchsorted(ends, before + room)) + 1, len(batch))
+                writer.add(
+                    tokens[before : int(ends[last - 1])], hashes[first:last], lengths[first:last]
+                )
+                if writer.num_tokens >= recipe.shard_tokens:
+                    progress["shards"].append(writer.close())
+                    writer = None
+                    progress["position"] = dataclasses.asdict(batch[last - 1].end)
+                    progress["skipped"] = counts[last - 1]
+                    shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
+                first = last
+            done.tokens += len(tokens)
+            done.documents += len(batch)
+            end = batch[-1].end
+            done.done_bytes = int(sizes_before[end.file]) + end.offset
+            report(done)
+        if writer is not None:
+            progress["shards"].append(writer.close())
+            writer = None
+    finally:
+        if writer is not None:
+            writer.abandon()
+    return _finish(folder, recipe, tokenizer, progress["shards"], skipped)
+
+
+def _finish(
+    folder: pathlib.Path,
+    recipe: Recipe,
+    tokenizer: tokenizers.Tokenizer,
+    entries: list[dict],
+    skipped: collections.Counter,
+) -> dict:
+    """Writes the index, which makes the folder complete."""
+    names = ", ".join(map(repr, recipe.sources))
+    if not entries:
+        raise ValueError(
+            f"{names} hold no document with text (left out: {dict(skipped) or 'nothing'}): name "
+            "sources with text"
+        )
+    for file in recipe.files:
+        try:
+            status = os.stat(file.path)
+        except OSError as error:
+            raise ValueError(f"{file.path} went away while it was read: run again") from error
+        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+            raise ValueError(f"{file.path} changed while it was read: run again")
+    index = shards_lib.seal(
+        {
+            "format": shards_lib.FORMAT,
+            "version": shards_lib.VERSION,
+            "identity": recipe.identity(),
+            "sources": list(recipe.sources),
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_document": tokenizer.end_of_document,
+            "tokenizer_sha256": hashlib.sha256(
+                (folder / tokenizers.FILE_NAME).read_bytes()
+            ).hexdigest(),
+            "dtype": tokenizers.token_dtype(tokenizer.vocab_size).str,
+            "tokens": sum(entry["tokens"] for entry in entries),
+            "documents": sum(entry["documents"] for entry in entries),
+            "skipped": dict(sorted(skipped.items())),
+            "shards": entries,
+        }
+    )
+    shards_lib.write_json(folder / shards_lib.INDEX, index)
+    (folder / shards_lib.PROGRESS).unlink()
+    return index
+
+
+# ---- locks and the cache ----
+
+
+@contextlib.contextmanager
+def exclusive(folder: pathlib.Path, *, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Holds the folder's lock; yields False where the file system has no locks.
+
+    Raises FileNotFoundError where the folder was moved or replaced meanwhile.
+    The lock is on the folder itself, so it leaves no file behind and ends with its process.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        held = True
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            held = False
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            raise FileNotFoundError(f"{folder} was moved away while its lock was waited for")
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def _log_report(name: str, log: Callable[[str], None]) -> Report:
+    last = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _REPORT_SECONDS:
+            last = time.monotonic()
+            share = progress.done_bytes / max(progress.total_bytes, 1)
+            log(f"data: {name}: {share:.0%}, {progress.tokens:,} tokens")
+
+    return report
+
+
+def _make_folder(folder: pathlib.Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be made ({error.strerror}): set data.cache_dir to a folder that "
+            "this user may write"
+        ) from error
+
+
+def cached_shards(recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str], None]):
+    """The folder of the recipe's shards in the cache; builds it at the first call.
+
+    Several processes may call this at once: one builds, the others wait. A build that was killed
+    is continued.
+    """
+    name = ",".join(recipe.sources)
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", pathlib.PurePath(recipe.sources[0]).name)[-32:].strip("_")
+    final = cache_dir / f"{slug or 'data'}-{recipe.identity()[:24]}"
+    partial = cache_dir / f".{final.name}.partial"
+
+    def wait() -> None:
+        log(f"data: {name}: waiting for another process that writes {final}")
+
+    while not (final / shards_lib.INDEX).is_file():
+        _make_folder(partial)
+        try:
+            with exclusive(partial, on_wait=wait) as held:
+                _build_once(recipe, final=final, partial=partial, held=held, name=name, log=log)
+        except FileNotFoundError:
+            if (final / shards_lib.INDEX).is_file():
+                break  # finished and moved into place by another process meanwhile
+            if partial.is_dir():
+                raise
+    return final
+
+
+def _build_once(recipe: Recipe, *, final, partial, held, name, log) -> None:
+    if (final / shards_lib.INDEX).is_file():
+        with contextlib.suppress(OSError):
+            partial.rmdir()  # made empty after the builder had moved its own away
+        return
+    work = partial if held else _private_folder(partial)
+    log(f"data: {name}: {recipe.num_bytes:,} bytes in {len(recipe.files):,} files to {final}")
+    try:
+        write_shards(work, recipe, report=_log_report(name, log))
+    except ValueError:
+        clear(work)  # the same input fails the same way; nothing to continue
+        work.rmdir()
+        raise
+    try:
+        os.rename(work, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(work)
+        if not (final / shards_lib.INDEX).is_file():
+            raise ValueError(
+                f"{final} exists but holds no {shards_lib.INDEX}: delete it and run again"
+            ) from error
+
+
+def _private_folder(partial: pathlib.Path) -> pathlib.Path:
+    """A work folder of this process alone, for file systems without locks."""
+    private = partial.with_name(f"{partial.name}-{os.uname().nodename}-{os.getpid()}")
+    private.mkdir()
+    return private
+
+
+def cached_tokenizer(
+    recipe: Recipe, *, size: int, cache_dir: pathlib.Path, log
+) -> tokenizers.Tokenizer:
+    """The tokenizer trained on the recipe's text, kept in the cache."""
+    folder = cache_dir / f"tokenizer-{recipe.identity()[:24]}"
+    path = folder / tokenizers.FILE_NAME
+    if not path.is_file():
+        _make_folder(folder)
+        with exclusive(folder, on_wait=lambda: log(f"data: waiting for the tokenizer in {folder}")):
+            log(f"data: training a tokenizer of {size:,} tokens to {folder}")
+            return train_tokenizer(recipe, path=path, size=size)
+    return tokenizers.load(path)

@@ -1,0 +1,307 @@
+"""From a data config to a dataset whose every row is a pure function of (seed, step, row).
+
+Row r of step s is sample s * batch_size + r of one endless stream, on any mesh and any number of
+processes. Each source visits all its windows once an epoch, shuffled anew by grain's index
+shuffle, which needs no array of the corpus's size; sources are interleaved in exact shares.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from llmx.data import build, packing, tokenizers
+from llmx.data import config as config_lib
+from llmx.data import shards as shards_lib
+from llmx.data import sources as sources_lib
+from llmx.data import split as split_lib
+
+_MAX_WINDOWS = 1 << 32  # grain's index shuffle is of 32 bits
+_HELD_OUT_SEED = 0
+
+
+class Interleave:
+    """Which source, and which of its samples, is sample k of a mixture in integer shares.
+
+    Every sum(shares) samples hold each source exactly its share of times, spread evenly.
+    (grain's own `mix` rounds the shares to multiples of a hundredth of the smallest.)
+    """
+
+    def __init__(self, shares: Sequence[int]):
+        self._shares = tuple(shares)
+        self._total = sum(shares)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        low, high, remaining = index, index + 1, self._total
+        for source, share in enumerate(self._shares):
+            rest = remaining - share
+            low_rest, high_rest = low * rest // remaining, high * rest // remaining
+            if high - high_rest != low - low_rest:
+                return source, high - high_rest - 1
+            low, high, remaining = low_rest, high_rest, rest
+        raise AssertionError(f"no source takes sample {index} of shares {self._shares}")
+
+
+def _index_seed(seed: int, source: int) -> int:
+    """32 bits of (seed, source). Hashed, because grain adds the epoch to it: with plain seeds,
+    epoch 1 of seed 0 would be epoch 0 of seed 1."""
+    raw = hashlib.blake2b(f"{seed}/{source}".encode(), digest_size=4).digest()
+    return int.from_bytes(raw, "little")
+
+
+class Dataset:
+    """The rows of a training run. Opened by `open_dataset`."""
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        shards: Sequence[shards_lib.Shards],
+        splits: Sequence[split_lib.Split],
+        config: config_lib.DataConfig,
+        sequence_length: int,
+        seed: int,
+    ):
+        self.names = tuple(names)
+        self.sequence_length = sequence_length
+        self.tokenizer = shards[0].tokenizer
+        self.vocab_size = self.tokenizer.vocab_size
+        self.num_threads = config.num_threads
+        self.prefetch = config.prefetch
+        self._seed = seed
+        self._shuffle = config.shuffle
+        self._train, self._held_out = (
+            [
+                packing.Windows(
+                    one, part, sequence_length=sequence_length, one_document_per_row=not config.pack
+                )
+                for one, part in zip(shards, parts, strict=True)
+            ]
+            for parts in ([s.train for s in splits], [s.held_out for s in splits])
+        )
+        self._train_bases = np.cumsum([0] + [w.num_windows for w in self._train])
+        self._held_out_bases = np.cumsum([0] + [w.num_windows for w in self._held_out])
+        self.num_train_windows = int(self._train_bases[-1])
+        self.num_held_out_windows = int(self._held_out_bases[-1])
+        counts = tuple(windows.num_windows for windows in self._train)
+        self.shares = config_lib.integer_shares(config.weights or counts)
+        for name, count in zip(names, counts, strict=True):
+            if count > _MAX_WINDOWS:
+                raise ValueError(
+                    f"source {name!r} has {count:,} windows, above the {_MAX_WINDOWS:,} that can "
+                    "be shuffled: name parts of it as several sources"
+                )
+        settings = {
+            "documents": [
+                hashlib.sha256(one.lengths.tobytes() + one.hashes.tobytes()).hexdigest()
+                for one in shards
+            ],
+            "vocab_size": self.vocab_size,
+            "shares": self.shares,
+            "held_out": float(config.held_out),
+            "shuffle": config.shuffle,
+            "pack": config.pack,
+            "sequence_length": sequence_length,
+            "seed": seed,
+        }
+        raw = json.dumps(settings, sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(raw).hexdigest()
+
+    @functools.cached_property
+    def _train_order(self):
+        """Sample of the endless stream -> window, numbered over all sources, as a grain dataset."""
+        import grain
+
+        orders = []
+        for source, windows in enumerate(self._train):
+            base = int(self._train_bases[source])
+            order = grain.MapDataset.range(base, base + windows.num_windows)
+            if self._shuffle:
+                order = order.shuffle(seed=_index_seed(self._seed, source))
+            orders.append(order)
+        if len(orders) == 1:
+            order = orders[0]
+        else:
+            order = grain.MapDataset.select_from_datasets(orders, Interleave(self.shares))
+        order[0]  # grain sets up its statistics at the first access, which is not thread-safe
+        return order
+
+    @functools.cached_property
+    def _held_out_order(self):
+        """One fixed order for every run, shuffled so that any first part is a fair sample."""
+        import grain
+
+        order = grain.MapDataset.range(self.num_held_out_windows).shuffle(seed=_HELD_OUT_SEED)
+        order[0]
+        return order
+
+    def _rows(
+        self, parts: Sequence[packing.Windows], bases: np.ndarray, windows: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Rows of the given windows, numbered over all sources; -1 stays padding."""
+        batch = packing.empty_batch(
+            len(windows),
+            sequence_length=self.sequence_length,
+            filler=self.tokenizer.end_of_document,
+        )
+        for source, part in enumerate(parts):
+            chosen = np.flatnonzero((windows >= bases[source]) & (windows < bases[source + 1]))
+            if len(chosen):
+                part.fill(batch, chosen, windows[chosen] - bases[source])
+        return batch
+
+    def train_rows(self, step: int, rows: Sequence[int], batch_size: int) -> dict[str, np.ndarray]:
+        """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T]."""
+        _check_rows(step, rows, batch_size)
+        order = self._train_order
+        first = step * batch_size
+        windows = np.array([order[first + int(row)] for row in rows], np.int64)
+        return self._rows(self._train, self._train_bases, windows)
+
+    def held_out_rows(
+        self, index: int, rows: Sequence[int], batch_size: int
+    ) -> dict[str, np.ndarray]:
+        """The same of held-out batch `index`, in one fixed order; rows past the end are padding."""
+        _check_rows(index, rows, batch_size)
+        if not self.num_held_out_windows:
+            raise ValueError(
+                "data.held_out=0 keeps no held-out split: set it above 0, such as 0.05, to evaluate"
+            )
+        first, count = index * batch_size, self.num_held_out_windows
+        samples = [first + int(row) for row in rows]
+        order = self._held_out_order
+        windows = np.array([order[k] if k < count else -1 for k in samples], np.int64)
+        return self._rows(self._held_out, self._held_out_bases, windows)
+
+
+def _check_rows(step: int, rows: Sequence[int], batch_size: int) -> None:
+    if step < 0:
+        raise ValueError(f"step={step} is negative: steps count from 0")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is below 1: give the global number of rows")
+    for row in rows:
+        if not 0 <= row < batch_size:
+            raise ValueError(
+                f"row {row} is outside the global batch of {batch_size}: give rows from 0 to "
+                f"{batch_size - 1}"
+            )
+
+
+# ---- opening ----
+
+
+def _choose_tokenizer(
+    config: config_lib.DataConfig, opened: dict[str, shards_lib.Shards], *, cache_dir, log
+) -> tokenizers.Tokenizer:
+    """The one tokenizer of all sources. Raises ValueError where shards do not agree with it."""
+    text_sources = [s for s in config.sources if s not in opened]
+    if config.train_tokenizer:
+        recipe = build.make_recipe(
+            text_sources,
+            tokenizer=config.train_tokenizer,
+            text_key=config.text_key,
+            skip_bad=config.skip_bad,
+        )
+        size = config.train_tokenizer
+        return build.cached_tokenizer(recipe, size=size, cache_dir=cache_dir, log=log)
+    if config.tokenizer != "auto":
+        chosen, origin = tokenizers.load(config.tokenizer), f"data.tokenizer={config.tokenizer!r}"
+    elif opened:
+        origin, first = next(iter(opened.items()))
+        chosen = first.tokenizer
+    else:
+        return tokenizers.ByteTokenizer()
+    for name, shards in opened.items():
+        if shards.tokenizer.fingerprint != chosen.fingerprint:
+            raise ValueError(
+                f"{name!r} was written with another tokenizer ({shards.vocab_size} tokens) than "
+                f"{origin} ({chosen.vocab_size} tokens): write it again with the same --tokenizer, "
+                'or use data.tokenizer="auto" with sources of one tokenizer'
+            )
+    return chosen
+
+
+def open_dataset(
+    config: config_lib.DataConfig,
+    *,
+    sequence_length: int,
+    seed: int,
+    cache_dir: str | pathlib.Path,
+    log: Callable[[str], None] = print,
+) -> Dataset:
+    """Opens the sources of a config, tokenising text into shards in the cache at the first call.
+
+    `config.cache_dir` goes before `cache_dir`. Raises ValueError for everything wrong with the
+    config or the data.
+    """
+    found = config_lib.problems(config)
+    if sequence_length < 1:
+        found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")
+    if found:
+        raise ValueError("\n".join(found))
+    cache_dir = pathlib.Path(config.cache_dir or cache_dir).expanduser()
+    prefix = sources_lib.SHARDS_PREFIX
+    opened = {
+        source: shards_lib.open_shards(source[len(prefix) :], verify=config.verify)
+        for source in config.sources
+        if source.startswith(prefix)
+    }
+    tokenizer = _choose_tokenizer(config, opened, cache_dir=cache_dir, log=log)
+    shards = []
+    for source in config.sources:
+        if source in opened:
+            shards.append(opened[source])
+            continue
+        recipe = build.make_recipe(
+            (source,), tokenizer=tokenizer, text_key=config.text_key, skip_bad=config.skip_bad
+        )
+        folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
+        skipped = shards_lib.read_index(folder)["skipped"]
+        if skipped:
+            log(f"data: {source}: left out by data.skip_bad: {skipped}")
+        shards.append(shards_lib.open_shards(folder, verify=config.verify))
+    splits = split_lib.split_sources(
+        [(one.lengths, one.hashes) for one in shards],
+        held_out=float(config.held_out),
+        names=config.sources,
+    )
+    for source, one, split in zip(config.sources, shards, splits, strict=True):
+        if split.train.num_tokens <= sequence_length:
+            raise ValueError(
+                f"source {source!r} has {split.train.num_tokens} tokens to train on, fewer than "
+                f"one window of sequence_length={sequence_length} and its next token: add text, "
+                f"or set the sequence length below {max(split.train.num_tokens, 2)}"
+            )
+        log(_describe(source, one, split))
+    return Dataset(
+        names=config.sources,
+        shards=shards,
+        splits=splits,
+        config=config,
+        sequence_length=sequence_length,
+        seed=seed,
+    )
+
+
+_RULES = {
+    "none": "nothing held out",
+    "documents": "held out by hash of document",
+    "document": "held out one document of fitting size",
+    "end": "held out the end of the longest document",
+}
+
+
+def _describe(source: str, shards: shards_lib.Shards, split: split_lib.Split) -> str:
+    held = split.held_out.num_tokens
+    return (
+        f"data: {source}: {shards.num_tokens:,} tokens in {len(shards.lengths):,} documents, "
+        f"{shards.tokenizer.name} vocabulary {shards.vocab_size:,}; {_RULES[split.rule]}: "
+        f"{held:,} tokens ({held / shards.num_tokens:.1%})"
+    )

@@ -1,0 +1,246 @@
+"""Token shards on disk: a folder of flat files that are memory-mapped, never read whole.
+
+    index.json               what follows, with a SHA-256 of every file and of the index itself
+    shard-00000.tokens       little-endian uint16 or uint32 ids of the documents, one after another
+    shard-00000.documents    per document: number of tokens (uint64), hash of its text (uint64)
+    tokenizer.json           the tokenizer that made them
+
+Each document ends in the end-of-document token, which its length counts; none spans two shards.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmx.data import tokenizers
+
+FORMAT = "llmx-token-shards"
+VERSION = 1
+INDEX = "index.json"
+PROGRESS = "progress.json"
+DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8")])
+# A folder up to this size is checked against its checksums whenever it is opened.
+VERIFY_BYTES = 256 << 20
+
+
+def document_hash(text: bytes) -> int:
+    """64 bits of a document's content: decides on which side of the held-out split it lies."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def write_json(path: pathlib.Path, value: Mapping) -> None:
+    """Writes the file whole or not at all."""
+    write_atomically(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Replaces the file by a complete one; a reader sees the old or the new, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def seal(index: Mapping) -> dict:
+    """The index with a checksum of itself."""
+    content = {key: value for key, value in index.items() if key != "checksum"}
+    raw = json.dumps(content, sort_keys=True).encode()
+    return {**content, "checksum": hashlib.sha256(raw).hexdigest()}
+
+
+class ShardWriter:
+    """Writes one shard's two files, hashing as it goes."""
+
+    def __init__(self, folder: pathlib.Path, *, number: int, dtype: np.dtype):
+        self.name = f"shard-{number:05d}"
+        self._dtype = dtype
+        self._files = {
+            kind: (folder / f"{self.name}.{kind}").open("wb", buffering=1 << 20)
+            for kind in ("tokens", "documents")
+        }
+        self._hashes = {kind: hashlib.sha256() for kind in self._files}
+        self.num_tokens = 0
+        self.num_documents = 0
+
+    def add(self, tokens: np.ndarray, hashes: np.ndarray, lengths: np.ndarray) -> None:
+        """Appends whole documents: their tokens in one array, their hashes and lengths."""
+        records = np.empty(len(lengths), DOCUMENT_DTYPE)
+        records["length"], records["hash"] = lengths, hashes
+        for kind, array in (("tokens", tokens.astype(self._dtype)), ("documents", records)):
+            raw = array.tobytes()
+            self._files[kind].write(raw)
+            self._hashes[kind].update(raw)
+        self.num_tokens += len(tokens)
+        self.num_documents += len(lengths)
+
+    def close(self) -> dict:
+        """Makes the files durable and returns the shard's entry in the index."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        return {
+            "name": self.name,
+            "tokens": self.num_tokens,
+            "documents": self.num_documents,
+            "sha256": {kind: digest.hexdigest() for kind, digest in self._hashes.items()},
+        }
+
+    def abandon(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """An opened folder of token shards."""
+
+    folder: pathlib.Path
+    tokenizer: tokenizers.Tokenizer
+    vocab_size: int
+    tokens: tuple[np.ndarray, ...]  # one memory-mapped array per shard
+    names: tuple[str, ...]
+    lengths: np.ndarray  # tokens of each document, int64
+    hashes: np.ndarray  # content hash of each document, uint64
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+def _rebuild(folder: pathlib.Path) -> str:
+    return f"delete {folder} and make it again"
+
+
+def read_index(folder: pathlib.Path) -> dict:
+    """The checked index of a shard folder."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} does not exist: the folder holds no finished token shards; write them with "
+            f"python -m llmx.data --source ... --output {folder}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}): {_rebuild(folder)}") from error
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise ValueError(f"{path} is no index of {FORMAT}: name a folder that llmx.data wrote")
+    if index.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has format version {index.get('version')!r}, this llmx reads {VERSION}: "
+            f"{_rebuild(folder)}"
+        )
+    if index != seal(index):
+        raise ValueError(f"{path}: the index does not match its own checksum: {_rebuild(folder)}")
+    return index
+
+
+def _files(folder: pathlib.Path, entry: Mapping, *, token_bytes: int) -> list[tuple]:
+    """(path, expected bytes, sha256) of a shard's two files."""
+    sizes = {
+        "tokens": entry["tokens"] * token_bytes,
+        "documents": entry["documents"] * DOCUMENT_DTYPE.itemsize,
+    }
+    return [
+        (folder / f"{entry['name']}.{kind}", size, entry["sha256"][kind])
+        for kind, size in sizes.items()
+    ]
+
+
+def check_sizes(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.dtype) -> int:
+    """Compares every file's size with the index; returns their sum in bytes."""
+    total = 0
+    for entry in entries:
+        for path, expected, _ in _files(folder, entry, token_bytes=dtype.itemsize):
+            if not path.is_file():
+                raise ValueError(f"{path} is missing: {_rebuild(folder)}")
+            actual = path.stat().st_size
+            if actual != expected:
+                kind = "truncated" if actual < expected else "too long"
+                raise ValueError(
+                    f"{path} is {kind}: it ends at byte {actual}, the index says {expected}: "
+                    f"{_rebuild(folder)}"
+                )
+            total += actual
+    return total
+
+
+def check_sums(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.dtype, log) -> None:
+    """Compares every file with its checksum. `log(entry)` is called after each shard."""
+    for entry in entries:
+        for path, _, expected in _files(folder, entry, token_bytes=dtype.itemsize):
+            with open(path, "rb") as file:
+                actual = hashlib.file_digest(file, "sha256").hexdigest()
+            if actual != expected:
+                raise ValueError(
+                    f"{path}: checksum mismatch (sha256 {actual[:12]}..., the index says "
+                    f"{expected[:12]}...): its content has changed on disk; {_rebuild(folder)}"
+                )
+        log(entry)
+
+
+def _load_tokenizer(folder: pathlib.Path, index: Mapping) -> tokenizers.Tokenizer:
+    path = folder / tokenizers.FILE_NAME
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: {_rebuild(folder)}")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != index["tokenizer_sha256"]:
+        raise ValueError(f"{path}: checksum mismatch with {INDEX}: {_rebuild(folder)}")
+    tokenizer = tokenizers.load(path)
+    if tokenizer.vocab_size != index["vocab_size"]:
+        raise ValueError(
+            f"{path} has {tokenizer.vocab_size} tokens, {INDEX} says {index['vocab_size']}: "
+            f"{_rebuild(folder)}"
+        )
+    return tokenizer
+
+
+def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
+    """Opens a shard folder.
+
+    Sizes, the index and the document tables are always checked; the tokens too where the folder
+    holds at most VERIFY_BYTES, or where `verify` asks for it.
+    """
+    folder = pathlib.Path(folder).expanduser()
+    index = read_index(folder)
+    dtype = np.dtype(index["dtype"])
+    entries = index["shards"]
+    total = check_sizes(folder, entries, dtype=dtype)
+    if verify or total <= VERIFY_BYTES:
+        check_sums(folder, entries, dtype=dtype, log=lambda entry: None)
+    tables = []
+    for entry in entries:
+        path, _, expected = _files(folder, entry, token_bytes=dtype.itemsize)[1]
+        raw = path.read_bytes()
+        if hashlib.sha256(raw).hexdigest() != expected:
+            raise ValueError(f"{path}: checksum mismatch with {INDEX}: {_rebuild(folder)}")
+        table = np.frombuffer(raw, DOCUMENT_DTYPE)
+        if int(table["length"].sum()) != entry["tokens"]:
+            raise ValueError(
+                f"{path}: its documents have {int(table['length'].sum())} tokens, {INDEX} says "
+                f"{entry['tokens']}: {_rebuild(folder)}"
+            )
+        tables.append(table)
+    table = np.concatenate(tables) if tables else np.empty(0, DOCUMENT_DTYPE)
+    if not len(table):
+        raise ValueError(f"{folder} holds no document: {_rebuild(folder)} from sources with text")
+    return Shards(
+        folder=folder,
+        tokenizer=_load_tokenizer(folder, index),
+        vocab_size=index["vocab_size"],
+        # np.asarray: slicing a plain view of the map costs a tenth of slicing np.memmap itself.
+        tokens=tuple(
+            np.asarray(np.memmap(folder / f"{entry['name']}.tokens", dtype, mode="r"))
+            for entry in entries
+        ),
+        names=tuple(entry["name"] for entry in entries),
+        lengths=np.ascontiguousarray(table["length"]).astype(np.int64),
+        hashes=np.ascontiguousarray(table["hash"]),
+    )

@@ -1,0 +1,201 @@
+"""Tokenizers: raw bytes, and Hugging Face `tokenizers` files, loaded or trained.
+
+Every tokenizer has an end-of-document token, which closes each document. A literal
+"<|endoftext|>" in a document is encoded as the ordinary characters that it is.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+# Looked for in this order in a loaded file; the first is added where none is there.
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "[SEP]",
+)
+MIN_TRAINED_SIZE = 257
+MAX_TRAINED_SIZE = 1_000_000
+TRAIN_BYTES = 256 << 20  # a tokenizer is trained on at most this much of the text
+FILE_NAME = "tokenizer.json"
+_BYTES_FILE = {"llmx_tokenizer": "bytes"}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest little-endian type on disk that holds every id of the vocabulary."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def _as_text(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode("utf-8")
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the ids 0 to 255; 256 ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids, int32, without the end-of-document token."""
+        raw = text.encode("utf-8") if isinstance(text, str) else text
+        return np.frombuffer(raw, np.uint8).astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text; ends of documents are left out, invalid UTF-8 and unknown ids become U+FFFD."""
+        return _decode_known(ids, vocab_size=self.vocab_size, decode=self._decode)
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", errors="replace")
+
+    def dumps(self) -> str:
+        return json.dumps(_BYTES_FILE) + "\n"
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a file that `load` reads back."""
+        pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizers.Tokenizer` with an end-of-document token, found or added."""
+
+    def __init__(self, tokenizer, *, name: str):
+        # Truncation and padding belong to models that the file was made for, not to a corpus.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        found = [token for token in END_TOKENS if tokenizer.token_to_id(token) is not None]
+        end = found[0] if found else END_TOKENS[0]
+        # Also where it is there: only a *special* token is left to the documents' ends.
+        tokenizer.add_special_tokens([end])
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self.name = name
+        self.end_of_document = tokenizer.token_to_id(end)
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids, int32, without the end-of-document token. Bytes must be UTF-8."""
+        encoding = self._tokenizer.encode(_as_text(text), add_special_tokens=False)
+        return np.asarray(encoding.ids, np.int32)
+
+    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [_as_text(text) for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text; special tokens are left out, invalid UTF-8 and unknown ids become U+FFFD."""
+        return _decode_known(ids, vocab_size=self.vocab_size, decode=self._decode)
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def dumps(self) -> str:
+        return self._tokenizer.to_str()
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a file that `load` reads back."""
+        pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def _decode_known(
+    ids: Iterable[int], *, vocab_size: int, decode: Callable[[np.ndarray], str]
+) -> str:
+    """Decodes runs of known ids. Others become U+FFFD: a model may have a larger vocabulary."""
+    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64).reshape(-1)
+    if (array < 0).any():
+        raise ValueError(f"token id {array.min()} is negative: ids count from 0")
+    unknown = np.flatnonzero(array >= vocab_size)
+    runs = np.split(array, unknown)
+    return "\ufffd".join(decode(run if i == 0 else run[1:]) for i, run in enumerate(runs))
+
+
+def problems(name: str) -> list[str]:
+    """What is wrong with a tokenizer's name, without loading it."""
+    if name in ("auto", "bytes"):
+        return []
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        if not (path / FILE_NAME).is_file():
+            return [f"folder {name!r} holds no {FILE_NAME}: name the tokenizer file itself"]
+        return []
+    if path.is_file():
+        return []
+    return [
+        f'{name!r} is no tokenizer: use "auto", "bytes", or the path of an existing '
+        f"{FILE_NAME} (Hugging Face `tokenizers`); data.train_tokenizer=4096 trains one"
+    ]
+
+
+def load(name: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of that name: "bytes", a tokenizer.json, or a folder that holds one."""
+    if name == "bytes":
+        return ByteTokenizer()
+    found = problems(os.fspath(name))
+    if found or name == "auto":
+        raise ValueError(found[0] if found else 'tokenizer "auto" needs sources to decide')
+    path = pathlib.Path(name).expanduser()
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8")
+        parsed = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: not a readable tokenizer file ({error}): give a tokenizer.json as the "
+            "Hugging Face `tokenizers` library writes it"
+        ) from error
+    if parsed == _BYTES_FILE:
+        return ByteTokenizer()
+    import tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for every malformed file
+        raise ValueError(
+            f"{path}: the `tokenizers` library does not accept this file ({error}): give a "
+            "tokenizer.json as it writes it (tokenizer_config.json and vocab.json are others)"
+        ) from error
+    return FileTokenizer(inner, name=str(path))
+
+
+def train(texts: Iterable[bytes], *, vocab_size: int) -> FileTokenizer:
+    """Trains a byte-level BPE on the first TRAIN_BYTES of the texts. Deterministic."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKENS[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(_first_bytes(texts, limit=TRAIN_BYTES), trainer)
+    return FileTokenizer(inner, name=f"bpe-{vocab_size}")
+
+
+def _first_bytes(texts: Iterable[bytes], *, limit: int) -> Iterator[str]:
+    left = limit
+    for text in texts:
+        if left <= 0:
+            return
+        left -= len(text)
+        yield text.decode("utf-8")

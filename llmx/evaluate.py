@@ -1,0 +1,101 @@
+"""Loss on the held-out split: python -m llmx.evaluate --workdir W [--step N] [--batches N] [--json]
+
+The same function gives the evaluations within a run.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from llmx import build, checkpoint, config, launch, sharding, step
+from llmx.data import dataset as data_lib
+
+
+def held_out_loss(
+    setup: step.Setup,
+    eval_step: Callable,
+    params: Any,
+    dataset: data_lib.Dataset,
+    *,
+    batch_size: int,
+    batches: int = 0,
+) -> dict[str, float]:
+    """Mean loss over the first `batches` batches of the held-out split; 0 = all of it.
+
+    Every process calls it and gets the same numbers. Returns {"loss": nats per token, "perplexity", "num_tokens"};
+    loss is nan if the dataset holds nothing out.
+    """
+    to = setup.batch_sharding
+    rows = sharding.process_rows(to, (batch_size, dataset.sequence_length))
+    total = num_tokens = 0.0
+    available = math.ceil(dataset.num_held_out_windows / batch_size)
+    for index in range(min(batches or available, available)):
+        local = dataset.held_out_rows(index, rows, batch_size)
+        batch = {name: sharding.assemble(local[name], rows, to, batch_size) for name in local}
+        loss, count = jax.device_get(eval_step(params, batch))
+        total, num_tokens = total + float(loss), num_tokens + float(count)
+    loss = total / num_tokens if num_tokens else math.nan
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)) if num_tokens else math.nan,
+        "num_tokens": num_tokens,
+    }
+
+
+def averaged(state: step.State) -> Any:
+    """The parameters to evaluate and sample with: their average where the run keeps one."""
+    return state.params if state.ema is None else state.ema
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the held-out loss of a trained run."""
+    command = argparse.ArgumentParser(
+        prog="python -m llmx.evaluate", description="Loss of a trained run on its held-out split."
+    )
+    command.add_argument("--workdir", required=True, help="where llmx.train wrote the run")
+    command.add_argument("--step", type=int, help="checkpoint to evaluate; the newest by default")
+    command.add_argument("--batches", type=int, default=0, help="batches; all by default")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    args = command.parse_args(argv)
+    try:
+        run = config.load_run(args.workdir)
+        launch.start(run.launch)
+        run.mesh = sharding.MeshConfig()  # whatever devices are here; the checkpoint fits any mesh
+        run = config.resolve(run, jax.device_count())
+        setup = build.make_setup(run)
+        restored = checkpoint.restore_part(
+            f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
+            prefix="ema" if run.optimizer.ema_decay else "params", log=launch.log,
+        )  # fmt: skip
+        if restored is None:
+            raise ValueError(f"--workdir={args.workdir} has no checkpoint yet")
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    dataset = data_lib.open_dataset(
+        run.data, sequence_length=run.batch.sequence_length, seed=run.seed,
+        cache_dir=config.DATA_CACHE, log=launch.log,
+    )
+    with jax.set_mesh(setup.mesh):
+        result = held_out_loss(
+            setup, build.make_eval_step(setup), restored.state, dataset,
+            batch_size=run.batch.size // run.batch.accumulation, batches=args.batches,
+        )  # fmt: skip
+    result["step"] = restored.step
+    if args.json:
+        launch.log(json.dumps(result))
+    else:
+        launch.log(
+            f"step {restored.step}: held-out loss {result['loss']:.4f} nats per token "
+            f"(perplexity {result['perplexity']:.2f}) over {result['num_tokens']:,.0f} tokens"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""Trains a model: python -m llmx.train --config configs/<run>.py [--config.section.key=value ...]
+
+`main` is the story, top to bottom: config, mesh and shapes, data, compile, state, loop, and what
+is shown at the end. Run again with the same work directory, it goes on where it stopped.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from llmx import checkpoint, config, launch, metrics
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains as the config says.
+
+    Returns the exit code: 0 done, or told to stop; 2 the config or data is wrong; 3 stopped by the
+    guard.
+    """
+    begun, log = time.perf_counter(), launch.log
+    try:
+        # 1. The config: all that is wrong with it is told before anything heavy is loaded.
+        command = config.parser("llmx.train", "Train a model; run it again to resume.")
+        _, run, problems = config.parse(command, argv)
+        num_devices = None
+        if not launch.problems(run.launch):
+            launch.start(run.launch)
+            num_devices = launch.device_count(run.launch)
+        run = config.resolve(run, num_devices, problems=problems)
+        checkpoints = checkpoint.Checkpointer(f"{run.workdir}/checkpoints", run.checkpoint, log=log)
+
+        # 2. Mesh and shapes: nothing is allocated.
+        from llmx import build
+
+        setup = build.make_setup(run)
+        log(describe(run, setup))
+
+        # 3. Data: text is tokenised once, each process then reads its rows of every global batch.
+        dataset = open_data(run, log)
+
+        # 4. Compile the step, explicitly.
+        train_step = compile_step(run, setup, log)
+
+        # 5. State: restored onto this mesh, whatever it was saved on, or born split.
+        state, first = restore_or_init(run, setup, checkpoints, dataset, log)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if jax.process_index() == 0:
+        config.save_run(run)
+        dataset.tokenizer.save(f"{run.workdir}/tokenizer.json")
+
+    # 6. The loop.
+    code = 0
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(checkpoints)
+        resources.enter_context(jax.set_mesh(setup.mesh))
+        stop = resources.enter_context(launch.StopSignal(log=log))
+        watchdog = launch.Watchdog(run.launch.watchdog_seconds, log=log)
+        resources.enter_context(watchdog)
+        loop = Loop(run, setup, train_step, dataset, state, first)
+        resources.callback(loop.close)
+        evaluation = Evaluation(run, setup, dataset, loop.reporter)
+        profile = Profile(run)
+        try:
+            while loop.step < run.steps and not stop.agreed(loop.step):
+                profile.before(loop.step + 1)
+                loop.advance()
+                watchdog.beat()
+                if loop.step == first + 1:
+                    loop.settle()
+                    log(f"first step done {time.perf_counter() - begun:.1f} s after launch")
+                with loop.aside(profile.ends(loop.step)):
+                    profile.after(loop.step)
+                with loop.aside(checkpoints.due(loop.step)) as due:
+                    if due:
+                        save(run, setup, checkpoints, dataset, loop)
+                with loop.aside(evaluation.due(loop.step)) as due:
+                    if due:
+                        evaluation(loop.step, loop.state)
+            loop.settle()
+        except TrainingStopped as stopped:
+            log(str(stopped))
+            code = 3
+        save(run, setup, checkpoints, dataset, loop, wait=True)
+
+        # 7. What came of it.
+        if first < loop.step == run.steps:
+            evaluation(loop.step, loop.state)
+        if loop.step == run.steps:
+            show_sample(run, setup, loop.state, dataset, log)
+    if jax.process_index() == 0 and loop.step > 0:
+        log(f"loss curve: {metrics.plot_loss(run.workdir)}")
+    log(farewell(run, loop.step, code))
+    return code
+
+
+# -------------------------------------------------------------------------------- before the loop
+
+
+def describe(run: config.Config, setup) -> str:
+    """What is about to be trained, on what."""
+    from llmx import costs
+
+    sizes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
+    mesh = " x ".join(f"{axis}{size}" for axis, size in sizes.items()) or "one device"
+    tokens = run.batch.size * run.batch.sequence_length
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    splits = f" in {run.batch.accumulation} microbatches" if run.batch.accumulation > 1 else ""
+    return (
+        f"model: {run.model.family}, {costs.num_parameters(run.model):,} parameters, "
+        f"{run.model.num_layers} layers; {run.precision}, remat {run.remat}\n"
+        f"mesh:  {mesh} ({jax.devices()[0].device_kind}{processes}), layout {run.sharding.layout}\n"
+        f"batch: {run.batch.size} x {run.batch.sequence_length} = {tokens:,} tokens per step"
+        f"{splits}; {run.steps:,} steps = {tokens * run.steps:,} tokens"
+    )
+
+
+def open_data(run: config.Config, log: Callable):
+    """The dataset. Raises ValueError for what is wrong with it."""
+    from llmx.data import dataset as data_lib
+
+    dataset = data_lib.open_dataset(
+        run.data, sequence_length=run.batch.sequence_length, seed=run.seed,
+        cache_dir=config.DATA_CACHE, log=log,
+    )  # fmt: skip
+    if dataset.vocab_size > run.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {dataset.vocab_size} tokens and "
+            f"model.vocab_size={run.model.vocab_size}: set it to at least that, or to 0 to follow "
+            "the tokenizer"
+        )
+    return dataset
+
+
+def compile_step(run: config.Config, setup, log: Callable) -> Callable:
+    """The compiled train step; logs how long that took and what a device must hold."""
+    from llmx import build
+
+    begun = time.perf_counter()
+    with jax.set_mesh(setup.mesh):
+        batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
+        lowered = build.make_train_step(run, setup).lower(setup.abstract, batch)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    mib = lambda size: f"{size / 2**20:,.1f} MiB"  # noqa: E731
+    log(
+        f"step:  compiled in {time.perf_counter() - traced:.1f} s (traced in {traced - begun:.1f} s)"
+        f"; each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
+        f"{mib(memory.temp_size_in_bytes)} of temporaries"
+    )
+    return compiled
+
+
+def restore_or_init(
+    run: config.Config, setup, checkpoints, dataset, log: Callable
+) -> tuple[Any, int]:
+    """The state and the number of steps it has taken: of the newest good checkpoint, or new.
+
+    Raises ValueError where the checkpoint is of another model or other data.
+    """
+    from llmx import guard
+
+    restored = checkpoints.restore(setup.abstract)
+    if restored is None:
+        return setup.init(run.seed), 0
+    if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
+        raise ValueError(
+            f"{run.workdir} was trained on data {saved[:12]} and the config gives "
+            f"{dataset.fingerprint[:12]}: going on would repeat some samples and miss others; "
+            "restore data, batch.sequence_length and seed, or use another workdir"
+        )
+    if (saved := restored.meta["batch_size"]) != run.batch.size:
+        raise ValueError(
+            f"{run.workdir} was trained with batch.size={saved} and the config gives "
+            f"{run.batch.size}: the position in the data counts batches, so some samples would be "
+            "repeated or missed; restore batch.size, or use another workdir"
+        )
+    log(f"resumed from checkpoint {restored.step} of {run.workdir}")
+    # A run that the guard stopped may go on: whoever starts it again has changed something.
+    to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.guard)
+    released = guard.released(jax.device_get(restored.state.guard))
+    return restored.state._replace(guard=jax.device_put(released, to)), restored.step
+
+
+# ------------------------------------------------------------------------------------ in the loop
+
+
+class TrainingStopped(RuntimeError):
+    """The guard stopped the run; the state is as it was before the step that did it."""
+
+
+class Loop:
+    """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
+
+    def __init__(self, run: config.Config, setup, train_step: Callable, dataset, state, first: int):
+        from llmx import costs, hardware, sharding
+        from llmx.data import loader
+
+        self.run, self.setup, self.train_step = run, setup, train_step
+        self.state, self.step = state, first  # after all steps that were started
+        self._pending = None  # report of the step that is under way
+        shape = (run.batch.size, run.batch.sequence_length)
+        self._to = setup.batch_sharding
+        self._rows = sharding.process_rows(self._to, shape)
+        self._assemble = sharding.assemble
+        self._data = loader.Loader(
+            dataset, batch_size=run.batch.size, rows=self._rows, start_step=first
+        )
+        self.reporter = metrics.Reporter(
+            run.workdir, run.metrics, total_steps=run.steps, start_step=first,
+            tokens_per_step=shape[0] * shape[1], num_devices=jax.device_count(),
+            flops_per_token=costs.training_flops_per_token(run.model, sequence_length=shape[1]),
+            chip=hardware.this_chip(), log=launch.log,
+        )  # fmt: skip
+        self.timer = metrics.StepTimer()
+        self.timer.start()
+
+    def advance(self):
+        """Starts the next step and waits for the one before."""
+        with self.timer.data():
+            _, local = next(self._data)
+            batch = {
+                name: self._assemble(array, self._rows, self._to, self.run.batch.size)
+                for name, array in local.items()
+            }
+        with jax.transfer_guard("disallow"):
+            self.state, report = self.train_step(self.state, batch)
+        self.settle()
+        self.step += 1
+        self._pending = report
+
+    def settle(self):
+        """Waits for the step under way and shows its report.
+
+        Raises TrainingStopped where the guard stopped the run.
+        """
+        if self._pending is None:
+            return
+        report, self._pending = jax.device_get(self._pending), None
+        seconds, data_seconds = self.timer.lap()
+        scalars = {
+            "loss": float(report.loss),
+            "grad_norm": float(report.grad_norm),
+            "learning_rate": float(report.learning_rate),
+        }
+        if self.run.loss.z_loss:
+            scalars["z_loss"] = float(report.z_loss)
+        self.reporter.train(self.step, scalars, step_seconds=seconds, data_seconds=data_seconds)
+        if report.bad_leaf >= 0:
+            self._refuse(report)
+
+    @contextlib.contextmanager
+    def aside(self, due: bool):
+        """Something that is not a step, when it is due: after the step under way, outside its time."""
+        if due:
+            self.settle()
+            with self.timer.pause():
+                yield due
+        else:
+            yield due
+
+    def close(self):
+        self._data.close()
+        self.reporter.close()
+
+    def _refuse(self, report):
+        step, guard = self.step, self.run.guard
+        leaf = self.setup.leaf_names[int(report.bad_leaf)]
+        finite = math.isfinite(report.grad_norm) and math.isfinite(report.loss)
+        what = "is a spike, largest" if finite else "is not finite, first"
+        text = f"step {step}: the gradient (norm {report.grad_norm:.3g}) {what} in {leaf}"
+        if guard.on_bad_step == "skip" and report.num_bad < guard.patience:
+            self.reporter.note(f"{text}: update skipped, {report.num_bad} in a row")
+            return
+        self.step = int(jax.device_get(self.state.step))
+        raise TrainingStopped(
+            f"{text}: stopped, and the state before that step is kept. Look at its data, lower "
+            "optimizer.learning_rate or optimizer.clip_norm, or set guard.on_bad_step='skip'; then "
+            "run again to resume"
+        )
+
+
+class Evaluation:
+    """The loss on the held-out split, when it is due."""
+
+    def __init__(self, run: config.Config, setup, dataset, reporter: metrics.Reporter):
+        from llmx import build, evaluate
+
+        self.run, self.reporter = run, reporter
+        eval_step = build.make_eval_step(setup)
+        self._loss_of = lambda state: evaluate.held_out_loss(
+            setup, eval_step, evaluate.averaged(state), dataset,
+            batch_size=run.batch.size // run.batch.accumulation, batches=run.evaluation.batches,
+        )  # fmt: skip
+        self._has_any = dataset.num_held_out_windows > 0
+
+    def due(self, step: int) -> bool:
+        every = self.run.evaluation.every
+        return every > 0 and step % every == 0 and step < self.run.steps
+
+    def __call__(self, step: int, state):
+        if self._has_any:
+            result = self._loss_of(state)
+            self.reporter.eval(step, {name: result[name] for name in ("loss", "perplexity")})
+
+
+class Profile:
+    """The window of steps that jax.profiler records."""
+
+    def __init__(self, run: config.Config):
+        self.first, self.num = run.profile.first_step, run.profile.num_steps
+        self.directory, self.running = f"{run.workdir}/profile", False
+
+    def before(self, step: int):
+        if self.first and step == self.first:
+            jax.profiler.start_trace(self.directory)
+            self.running = True
+
+    def ends(self, step: int) -> bool:
+        return self.running and step >= self.first + self.num - 1
+
+    def after(self, step: int):
+        if self.ends(step):
+            jax.profiler.stop_trace()
+            self.running = False
+
+
+def save(run: config.Config, setup, checkpoints, dataset, loop: Loop, *, wait: bool = False):
+    """Checkpoints the state after the steps taken so far."""
+    meta = {
+        "fingerprint": dataset.fingerprint,  # the step says the rest of the data position
+        "batch_size": run.batch.size,
+        "config": config.to_json(run),
+        "mesh": dict(setup.mesh.shape),
+    }
+    checkpoints.save(loop.step, loop.state, meta=meta, wait=wait)
+
+
+# --------------------------------------------------------------------------------- after the loop
+
+
+def show_sample(run: config.Config, setup, state, dataset, log: Callable):
+    """Prints a continuation of the configured prompt."""
+    if not run.sample.prompt:
+        return
+    from llmx import evaluate, generate
+
+    prompt = dataset.tokenizer.encode(run.sample.prompt).tolist()
+    [added] = generate.generate(
+        setup.apply, evaluate.averaged(state), setup.run, [prompt],
+        max_tokens=run.sample.max_tokens, temperature=run.sample.temperature,
+        top_k=run.sample.top_k, top_p=run.sample.top_p, seed=run.seed,
+        stop_token=dataset.tokenizer.end_of_document,
+    )  # fmt: skip
+    log(f"sample:\n{dataset.tokenizer.decode([*prompt, *added])}\n")
+
+
+def farewell(run: config.Config, step: int, code: int) -> str:
+    if code == 0 and step < run.steps:
+        return f"stopped at step {step} of {run.steps}: run the same command again to go on"
+    return f"step {step} of {run.steps}: everything is in {run.workdir}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

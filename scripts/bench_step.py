@@ -1,0 +1,145 @@
+"""The quickstart's train loop beside a bare hand-written jitted step of the same model.
+
+    python scripts/bench_step.py [--rounds 20]
+
+The bare step is plain JAX: a dict of arrays, jax.grad, optax.adamw, one batch that stays on the device. The loop is
+llmx.train's own: data, placement, compiled step, guard, metrics, reporter. Rounds of both alternate in one process, so that
+the machine's moods hit both; what counts is the median of the ratios.
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from llmx import build, config, train
+
+
+def make_bare_step(run: config.Config):
+    """(init, step) of the same decoder, written out by hand."""
+    m, o = run.model, run.optimizer
+    D, N, K, H, F, V, L = (m.width, m.num_heads, m.num_kv_heads, m.head_dim, m.mlp_dim,
+                           m.padded_vocab, m.num_layers)  # fmt: skip
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, o.learning_rate, o.warmup_steps, run.steps, o.learning_rate * o.final_fraction
+    )
+    decayed = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params) | {"embed": True}  # noqa: E731
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(o.clip_norm),
+        optax.adamw(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed),
+    )
+
+    def init():
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+        normal = lambda *shape, fan: jax.random.normal(next(keys), shape) / math.sqrt(fan)  # noqa: E731
+        params = {
+            "embed": normal(V, D, fan=D), "norm": jnp.ones(D),
+            "norm1": jnp.ones((L, D)), "norm2": jnp.ones((L, D)),
+            "q": normal(L, D, N, H, fan=D), "k": normal(L, D, K, H, fan=D),
+            "v": normal(L, D, K, H, fan=D), "o": normal(L, N, H, D, fan=N * H),
+            "gate": normal(L, D, F, fan=D), "up": normal(L, D, F, fan=D),
+            "down": normal(L, F, D, fan=F),
+        }  # fmt: skip
+        return params, optimizer.init(params)
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + m.norm_eps) * scale
+
+    def loss_of(params, batch):
+        positions, segments = batch["positions"], batch["segment_ids"]
+        angles = positions[..., None, None] * m.rope_theta ** (-jnp.arange(0, H, 2) / H)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        visible = (segments[:, :, None] == segments[:, None, :]) & (
+            positions[:, :, None] >= positions[:, None, :]
+        )
+
+        def turn(x):
+            a, b = jnp.split(x, 2, -1)
+            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+        def layer(x, p):
+            h = norm(x, p["norm1"])
+            q = turn(jnp.einsum("btd,dnh->btnh", h, p["q"]))
+            k = turn(jnp.einsum("btd,dkh->btkh", h, p["k"]))
+            v = jnp.einsum("btd,dkh->btkh", h, p["v"])
+            q = q.reshape(*q.shape[:2], K, N // K, H)
+            scores = jnp.einsum("btkgh,bskh->bkgts", q, k) / math.sqrt(H)
+            scores = jnp.where(visible[:, None, None], scores, -1e30)
+            a = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v)
+            x = x + jnp.einsum("btnh,nhd->btd", a.reshape(*x.shape[:2], N, H), p["o"])
+            h = norm(x, p["norm2"])
+            h = jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
+            return x + h @ p["down"], None
+
+        x = params["embed"][batch["tokens"]]
+        layers = {name: leaf for name, leaf in params.items() if name not in ("embed", "norm")}
+        x, _ = jax.lax.scan(layer, x, layers)
+        logits = norm(x, params["norm"]) @ params["embed"].T
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+    @jax.jit(donate_argnums=0)
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return jax.jit(init), step
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--rounds", type=int, default=20, help="of 10 steps each")
+    args = parser.parse_args()
+    quiet = lambda text: None  # noqa: E731
+    _, run, problems = config.parse(config.parser("bench", ""), ["--config", args.config])
+    run = config.resolve(run, 1, problems=problems)
+    run.metrics.progress = "off"
+    steps = 10
+    with tempfile.TemporaryDirectory() as workdir:
+        run.workdir = workdir
+        setup = build.make_setup(run, devices=jax.devices()[:1])
+        dataset = train.open_data(run, quiet)
+        step = train.compile_step(run, setup, quiet)
+        with jax.set_mesh(setup.mesh):
+            loop = train.Loop(run, setup, step, dataset, setup.init(0), 0)
+
+        init, bare_step = make_bare_step(run)
+        state = init()
+        rows = list(range(run.batch.size))
+        batch = jax.device_put(dataset.train_rows(0, rows, run.batch.size))
+
+        def time_loop() -> float:
+            begun = time.perf_counter()
+            with jax.set_mesh(setup.mesh):
+                for _ in range(steps):
+                    loop.advance()
+                loop.settle()
+            return (time.perf_counter() - begun) / steps
+
+        def time_bare() -> float:
+            nonlocal state
+            begun = time.perf_counter()
+            for _ in range(steps):
+                state, loss = bare_step(state, batch)
+            loss.block_until_ready()
+            return (time.perf_counter() - begun) / steps
+
+        time_loop(), time_bare()  # compile and warm up
+        pairs = [(time_loop(), time_bare()) for _ in range(args.rounds)]
+        loop.close()
+    ours, bare = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(f"llmx loop {ours * 1e3:.1f} ms, bare step {bare * 1e3:.1f} ms per step (medians)")
+    print(f"median ratio {ratio:.3f} over {args.rounds} rounds of {steps} steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Runs a command as several processes of one run on this machine.
+
+    python scripts/local_cluster.py -n 4 -- python -m llmx.train --config configs/quickstart.py
+
+Each process gets LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID, which
+`llmx.launch.start` reads. Process 0 writes to this terminal as it is; the lines of the others
+begin with [1], [2], ... Ctrl-C and SIGTERM are passed on. When one process fails, the others get
+a few seconds and are ended. Exit code: the first failure's (128 + signal if it was killed), else
+0.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+GRACE_SECONDS = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the processes, pass signals on, and wait for all."""
+    options = parse(argv)
+    processes: list[subprocess.Popen] = []
+
+    def forward(number: int, frame: object) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    signal.signal(signal.SIGINT, forward)
+    signal.signal(signal.SIGTERM, forward)
+    port = find_free_port()
+    for rank in range(options.num_processes):
+        processes.append(start(options, rank, port))
+    readers = [
+        threading.Thread(target=copy_lines, args=(process, rank))
+        for rank, process in enumerate(processes)
+        if rank > 0
+    ]
+    for reader in readers:
+        reader.start()
+    code = wait(processes)
+    for reader in readers:
+        reader.join()
+    return code
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options and, after `--`, the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--num-processes", type=int, required=True, help="how many processes")
+    parser.add_argument(
+        "--devices-per-process", type=int, default=1, help="fake CPU devices in each (default 1)"
+    )
+    parser.add_argument("command", nargs="+", metavar="-- command", help="what each process runs")
+    options = parser.parse_args(argv)
+    if options.num_processes < 1:
+        parser.error(f"-n {options.num_processes}: use at least 1")
+    if options.devices_per_process < 1:
+        parser.error(f"--devices-per-process {options.devices_per_process}: use at least 1")
+    return options
+
+
+def find_free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(options: argparse.Namespace, rank: int, port: int) -> subprocess.Popen:
+    """Process `rank`, in a session of its own so that the terminal's Ctrl-C reaches it through us
+    alone.
+    """
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": str(options.devices_per_process),
+        "LLMX_COORDINATOR": f"127.0.0.1:{port}",
+        "LLMX_NUM_PROCESSES": str(options.num_processes),
+        "LLMX_PROCESS_ID": str(rank),
+    }
+    output = {} if rank == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(options.command, env=environment, start_new_session=True, **output)
+
+
+def copy_lines(process: subprocess.Popen, rank: int) -> None:
+    """The lines of one process, with its rank before each."""
+    for line in process.stdout:
+        sys.stdout.buffer.write(f"[{rank}] ".encode() + line)
+        sys.stdout.buffer.flush()
+
+
+def wait(processes: list[subprocess.Popen]) -> int:
+    """Until all have ended; the exit code of the first that failed, whose fall the others do not
+    outlive long.
+    """
+    first_failure, deadline = 0, None
+    while None in (codes := [process.poll() for process in processes]):
+        if deadline is None and any(codes):
+            first_failure = next(code for code in codes if code)
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+        time.sleep(0.05)
+    code = first_failure or next((code for code in codes if code), 0)
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
