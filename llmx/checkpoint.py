@@ -17,7 +17,7 @@ import importlib
 import json
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -148,8 +148,8 @@ class Checkpointer:
         # Two programs at once can deadlock on fake CPU devices: the step ends before the
         # checksums begin.
         jax.block_until_ready(arrays)
-        for name, sums in fingerprints(arrays).items():
-            document["leaves"][name]["checksum"] = sums
+        for name, checksum in fingerprints(arrays).items():
+            document["leaves"][name]["checksum"] = checksum
         import orbax.checkpoint as ocp
 
         with jax.transfer_guard("allow"):
@@ -308,68 +308,44 @@ def restore_part(
     return None if found is None else found[0]
 
 
-def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, list[int]]:
-    """Two uint32 sums for each array over its bit pattern: equal on every mesh and layout,
-    changed by any flipped byte or swapped values.
+def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """A uint32 for each array over its bit pattern: the same on every mesh and layout, changed by
+    any flipped byte, and by swapped values.
 
-    One compiled program per mesh among the arrays; an all-reduce of two numbers per array over
-    every axis that shards it.
+    Compiles once for each kind of array; an all-reduce of one number for each array, over the axes
+    that shard it. One after the other: offloaded arrays may not fit the device together, and on
+    fake CPU devices two programs at once can deadlock.
     """
-    groups: dict[Any, dict[str, jax.Array]] = {}
-    for name, array in arrays.items():
-        named = isinstance(array.sharding, jax.NamedSharding)
-        place = array.sharding.mesh if named else frozenset(array.sharding.device_set)
-        if _offloaded(array.sharding):
-            place = name  # one at a time: together they may not fit the device
-        groups.setdefault(place, {})[name] = array
-    sums: dict[str, list[int]] = {}
-    for group in groups.values():
-        table = np.asarray(
-            jax.device_get(_fingerprint_all(tuple(map(_onto_device, group.values()))))
-        )
-        sums.update({name: row.tolist() for name, row in zip(group, table, strict=True)})
-    return sums
-
-
-def _default_memory(sharding: jax.sharding.Sharding) -> str:
-    return min(sharding.device_set, key=lambda device: device.id).default_memory().kind
-
-
-def _offloaded(sharding: jax.sharding.Sharding) -> bool:
-    return sharding.memory_kind not in (None, _default_memory(sharding))
+    return {
+        name: int(jax.device_get(_fingerprint(_onto_device(array))))
+        for name, array in arrays.items()
+    }
 
 
 def _onto_device(array: jax.Array) -> jax.Array:
-    if not _offloaded(array.sharding):
+    device = min(array.sharding.device_set, key=lambda device: device.id)
+    memory = device.default_memory().kind
+    if array.sharding.memory_kind in (None, memory):
         return array
-    return jax.device_put(array, array.sharding.with_memory_kind(_default_memory(array.sharding)))
+    return jax.device_put(array, array.sharding.with_memory_kind(memory))
 
 
 @jax.jit
-def _fingerprint_all(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack([_fingerprint(array) for array in arrays])
-
-
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """[sum of mix(word xor mix(position)), sum of word], modulo 2^32.
+    """The sum of mix(word xor position), modulo 2^32.
 
-    `mix` is a bijection, so a changed word always changes the sums; being nonlinear in word and
-    position it sees permutations, which sums weighted by position miss (x and -x swapped over an
-    even distance). Integer sums do not depend on their order.
+    `mix` is a bijection, so one changed word always changes the sum. Being nonlinear in word and
+    position together it sees permutations too, which sums weighted by position miss (x and -x
+    swapped over an even distance). Integer sums do not depend on their order.
     """
     words = _words(x)
     position = jnp.zeros((1,) * words.ndim, jnp.uint32)
     for dim, size in enumerate(words.shape):
-        shape = [1] * words.ndim
-        shape[dim] = size
-        # One odd multiplier per dimension: positions in arrays of more than 2^32 elements stay
-        # apart.
-        steps = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(
-            (0x9E3779B1 * (2 * dim + 1)) % 2**32
+        steps = _mix(
+            jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(0x9E3779B1 * (dim + 1) % 2**32)
         )
-        position = position + steps.reshape(shape)
-    mixed = _mix(words ^ _mix(position + jnp.uint32(0x7F4A7C15)))
-    return jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(words, dtype=jnp.uint32)])
+        position = position + steps.reshape([-1 if d == dim else 1 for d in range(words.ndim)])
+    return jnp.sum(_mix(words ^ position), dtype=jnp.uint32)
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -639,10 +615,10 @@ def _as_stored(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _compare_checksums(document: dict, arrays: Mapping[str, jax.Array]) -> str:
-    """What differs from the sums taken at the save, or an empty text."""
-    sums = fingerprints(arrays)
+    """What differs from the checksums of the save, or an empty text."""
+    checksums = fingerprints(arrays)
     leaves = document["leaves"]
-    wrong = [name for name in arrays if sums[name] != leaves[name]["checksum"]]
+    wrong = [name for name in arrays if checksums[name] != leaves[name]["checksum"]]
     if not wrong:
         return ""
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--batches", type=int, default=0, help="batches; all by default")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
+    log = lambda text: print(text, file=sys.stderr)  # noqa: E731  stdout is for the result
     try:
         run = config.load_run(args.workdir)
         launch.start(run.launch)
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         setup = build.make_setup(run)
         restored = checkpoint.restore_part(
             f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
-            prefix="ema" if run.optimizer.ema_decay else "params", log=launch.log,
+            prefix="ema" if run.optimizer.ema_decay else "params", log=log,
         )  # fmt: skip
         if restored is None:
             raise ValueError(f"--workdir={args.workdir} has no checkpoint yet")
@@ -78,8 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     dataset = data_lib.open_dataset(
-        run.data, sequence_length=run.batch.sequence_length, seed=run.seed,
-        cache_dir=config.DATA_CACHE, log=launch.log,
+        run.data,
+        sequence_length=run.batch.sequence_length,
+        seed=run.seed,
+        cache_dir=config.DATA_CACHE,
+        log=log,
     )
     with jax.set_mesh(setup.mesh):
         result = held_out_loss(
@@ -87,14 +91,16 @@ def main(argv: list[str] | None = None) -> int:
             batch_size=run.batch.size // run.batch.accumulation, batches=args.batches,
         )  # fmt: skip
     result["step"] = restored.step
-    if args.json:
-        launch.log(json.dumps(result))
-    else:
-        launch.log(
-            f"step {restored.step}: held-out loss {result['loss']:.4f} nats per token "
-            f"(perplexity {result['perplexity']:.2f}) over {result['num_tokens']:,.0f} tokens"
-        )
+    if jax.process_index() == 0:
+        print(json.dumps(result) if args.json else _sentence(result))
     return 0
+
+
+def _sentence(result: dict[str, float]) -> str:
+    return (
+        f"step {result['step']}: held-out loss {result['loss']:.4f} nats per token "
+        f"(perplexity {result['perplexity']:.2f}) over {result['num_tokens']:,.0f} tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Format:
     prefix: str  # of every tensor but the head; a checkpoint of the bare body lacks it
     tensors: tuple[Tensor, ...]
     keys: Mapping[str, str]  # our field -> key of config.json
-    absent: Mapping[str, Any]  # what a key means that config.json leaves out; no entry = it must not
+    absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
     only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
 
 
@@ -144,7 +144,12 @@ _GEMMA_ONLY = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False, None),
 }
-_GEMMA_ABSENT = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+_GEMMA_ABSENT = {
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
 
 FORMATS = {
     "gpt2": Format(
@@ -201,6 +206,7 @@ FORMATS = {
 # Constants of the computation that older files carry along.
 _BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _LAYER_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
+_LINEAR_ROPE = {"rope_factor": "factor"}
 _LLAMA3_ROPE = {
     "rope_low_freq": "low_freq_factor",
     "rope_high_freq": "high_freq_factor",
@@ -231,8 +237,8 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
     values["head_dim"] = values.get("head_dim") or values["width"] // values["num_heads"]
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
-    if "query_pre_attn_scalar" in config or family.startswith("gemma"):
-        scalar = config.get("query_pre_attn_scalar", 256)
+    if "query_pre_attn_scalar" in form.absent:
+        scalar = _get(form, config, "query_pre_attn_scalar")
         values["query_scale"] = 0.0 if scalar == values["head_dim"] else scalar**-0.5
     if "rope_theta" in form.absent:
         values |= _read_rope(form, config)
@@ -260,7 +266,7 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
     config |= {key: vars(model)[field] for field, key in form.keys.items()}
     for field in {"attention_softcap", "logit_softcap", "window"} & form.keys.keys():
         config[form.keys[field]] = vars(model)[field] or None
-    if model.family.startswith("gemma"):
+    if "query_pre_attn_scalar" in form.absent:
         config["query_pre_attn_scalar"] = round(model.score_scale**-2)
     if "rope_theta" in form.absent:
         config |= _write_rope(model)
@@ -270,7 +276,7 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
         config["layer_types"] = [_LAYER_TYPES[kind] for kind in model.layer_kinds]
     if different := _differences(model, model_config_from_hf(config)):
         raise ValueError(
-            f"a {form.model_type} checkpoint cannot say {different}: change the model, or its family"
+            f"a {form.model_type} checkpoint cannot say {different}: change the model or its family"
         )
     if model.width % model.num_heads:
         raise ValueError(
@@ -317,10 +323,10 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json stretches positions by {dict(scaling)}: rope_type must be one of "
             "('default', 'linear', 'llama3') and turn every dimension"
         )
-    if kind != "default":
-        values["rope_factor"] = scaling["factor"]
-    if kind == "llama3":
-        values |= {field: scaling[key] for field, key in _LLAMA3_ROPE.items()}
+    keys = {"default": {}, "linear": _LINEAR_ROPE, "llama3": _LINEAR_ROPE | _LLAMA3_ROPE}[kind]
+    if missing := sorted(set(keys.values()) - scaling.keys()):
+        raise ValueError(f"config.json stretches positions by {dict(scaling)}: add {missing}")
+    values |= {field: scaling[key] for field, key in keys.items()}
     if "rope_local_base_freq" in form.absent:
         local = new["sliding_attention"] if per_kind else {}
         if local.get("rope_type", "default") != "default":
@@ -609,7 +615,7 @@ def load(
 
     Args:
       directory: config.json and safetensors, in one file or several.
-      model: the model that it must be, e.g. with another `vocab_multiple`; None = as config.json says.
+      model: what it must be, e.g. with another `vocab_multiple`; None = as config.json says.
         With rotary positions `max_positions` may differ.
       dtype: of the parameters returned, a name in `DTYPES`.
 
@@ -635,13 +641,13 @@ def load(
         unknown -= {_HEAD.theirs}
     if missing := names.keys() - files.keys():
         raise ValueError(
-            f"{directory} lacks {_some(missing)}, which its config.json asks for: download it again, "
-            "or correct config.json"
+            f"{directory} lacks {_some(missing)}, which its config.json asks for: download it "
+            "again, or correct config.json"
         )
     if unknown:
         raise ValueError(
-            f"{directory} has {_some(unknown)}, which a {model.family} model of its config.json has "
-            "no use for: correct config.json, or remove them from the checkpoint"
+            f"{directory} has {_some(unknown)}, which a {model.family} model of its config.json "
+            "has no use for: correct config.json, or remove them from the checkpoint"
         )
     arrays = {
         path: (np.zeros if "V" in row.dims else np.empty)(_our_shape(row, model), DTYPES[dtype])
@@ -673,9 +679,7 @@ def load(
 
 def _read_json(path: pathlib.Path) -> dict:
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist: give the directory of a Hugging Face checkpoint, with config.json"
-        )
+        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -690,8 +694,8 @@ def _tensor_files(directory: pathlib.Path) -> dict[str, str]:
             raise ValueError(f"{directory} lacks {_some(missing)}: download the checkpoint again")
         return files
     raise ValueError(
-        f"{directory} has neither {WEIGHTS} nor {INDEX}: give a checkpoint in safetensors (a .bin one "
-        "becomes that by transformers' save_pretrained)"
+        f"{directory} has neither {WEIGHTS} nor {INDEX}: give a checkpoint in safetensors (a .bin "
+        "one becomes that by transformers' save_pretrained)"
     )
 
 
@@ -725,4 +729,5 @@ def _opened(path: pathlib.Path):
     try:
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is cut off or no safetensors: {error}; download it again") from error
+        text = f"{path} is cut off or no safetensors: {error}; download it again"
+        raise ValueError(text) from error

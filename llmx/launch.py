@@ -136,7 +136,7 @@ def start(config: LaunchConfig) -> None:
         os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS[platform])
     if config.compile_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         _set("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
-        _set("jax_persistent_cache_min_compile_time_secs", 0.1)
+        _set("jax_persistent_cache_min_compile_time_secs", 0.02)
     if cluster is not None and not jax.distributed.is_initialized():
         if platform == "cpu":
             _set("jax_cpu_collectives_implementation", "gloo")

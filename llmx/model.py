@@ -363,7 +363,8 @@ class Apply:
         model, head_VD = self.model, self._head_weight(decoder)
         x_BTD = run.place.constrain(x_BTD, INSIDE)
         to = run.place.activation(("batch", "sequence", "vocab"))
-        logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=run.policy)
+        with run.policy.products():
+            logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=run.policy)
         logits_BTV = logits_BTV.astype(jnp.float32)
         if model.logit_softcap:
             logits_BTV = model.logit_softcap * jnp.tanh(logits_BTV / model.logit_softcap)
@@ -379,7 +380,8 @@ class Apply:
             x_BTD += embedding.embed(
                 mask.positions_BT, decoder.positions[...], place=run.place, policy=run.policy
             )
-        x_BTD, cache = self._layers(decoder, x_BTD, mask, run, sinks, cache, now)
+        with run.policy.products():
+            x_BTD, cache = self._layers(decoder, x_BTD, mask, run, sinks, cache, now)
         return decoder.norm(x_BTD), cache
 
     def _layers(self, decoder, x_BTD, mask, run: Execution, sinks, cache, now):

@@ -96,7 +96,7 @@ def decay_mask(axes: Any) -> Any:
     whole = {"layers", "norm", "positions", "head_dim"}
 
     def decays(names):
-        return "positions" not in names and len(set(names) - whole) >= 2
+        return len(set(names) - whole) >= 2
 
     return jax.tree.map(decays, axes, is_leaf=_is_names)
 

@@ -184,7 +184,8 @@ def make_train_step(
     gradient_of = _make_gradient(setup, accumulation=accumulation, z_loss=z_loss)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
-        (loss, z), tokens, grads = gradient_of(state.params, batch)
+        with setup.run.policy.products():
+            (loss, z), tokens, grads = gradient_of(state.params, batch)
         squares = jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)])
         norm = jnp.sqrt(squares.sum())
         bad_leaf, new_guard = guard_lib.judge(guard, state.guard, squares, norm, loss)
@@ -213,7 +214,8 @@ def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.
     """Jitted (params, batch) -> (sum of losses in nats, number of tokens) of the global batch."""
 
     def eval_step(params, batch):
-        loss_BT, _ = setup.apply.losses(params, batch, setup.run)
+        with setup.run.policy.products():
+            loss_BT, _ = setup.apply.losses(params, batch, setup.run)
         return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
 
     return jax.jit(eval_step)

@@ -1,6 +1,6 @@
 """Trains a model: python -m llmx.train --config configs/<run>.py [--config.section.key=value ...]
 
-`main` is the story, top to bottom: config, mesh and shapes, data, compile, state, loop, and what
+`main` is the story, top to bottom: config, mesh and shapes, data, state, compile, loop, and what
 is shown at the end. Run again with the same work directory, it goes on where it stopped.
 """
 
@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # 3. Data: text is tokenised once, each process then reads its rows of every global batch.
         dataset = open_data(run, log)
 
-        # 4. Compile the step, explicitly.
-        train_step = compile_step(run, setup, log)
-
-        # 5. State: restored onto this mesh, whatever it was saved on, or born split.
+        # 4. State: restored onto this mesh, whatever it was saved on, or born split.
         state, first = restore_or_init(run, setup, checkpoints, dataset, log)
+
+        # 5. Compile the step, explicitly.
+        train_step = compile_step(run, setup, log)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -353,9 +353,13 @@ def show_sample(run: config.Config, setup, state, dataset, log: Callable):
     from llmx import evaluate, generate
 
     prompt = dataset.tokenizer.encode(run.sample.prompt).tolist()
+    room = run.model.max_positions - len(prompt)
+    if room < 1:
+        log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
+        return
     [added] = generate.generate(
         setup.apply, evaluate.averaged(state), setup.run, [prompt],
-        max_tokens=run.sample.max_tokens, temperature=run.sample.temperature,
+        max_tokens=min(run.sample.max_tokens, room), temperature=run.sample.temperature,
         top_k=run.sample.top_k, top_p=run.sample.top_p, seed=run.seed,
         stop_token=dataset.tokenizer.end_of_document,
     )  # fmt: skip

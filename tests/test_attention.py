@@ -204,7 +204,6 @@ MESHES = {
     "tensor2_batch4": dict(tensor=2, fsdp=4),
     "sequence2_tensor2_batch2": dict(sequence=2, tensor=2, data=2),
     "sequence4_expert2": dict(sequence=4, expert=2),
-    "sequence2_tensor4": dict(sequence=2, tensor=4),
 }
 
 

@@ -63,8 +63,13 @@ CELLS = [
     Cell({"data": 2, "expert": 2, "tensor": 2}, "zero2"),
 ]
 
-# Accumulation and remat, each with and without.
-SPLITS = [(1, "none"), (2, "none"), (1, "full"), (2, "names")]
+# Accumulation and remat, each with and without; their other two combinations take minutes more.
+SPLITS = [
+    (1, "none"),
+    (2, "full"),
+    pytest.param(2, "none", marks=pytest.mark.slow),
+    pytest.param(1, "names", marks=pytest.mark.slow),
+]
 
 
 def batches() -> list[dict]:
@@ -97,15 +102,15 @@ def make_setup(family: str, cell: Cell, remat: str) -> step.Setup:
         remat=remat,
         loss_chunks=cell.chunks,
     )
-    optimizer = optim.OptimizerConfig(learning_rate=1e-3, warmup_steps=1)
+    # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, eps keeps its
+    # rounding noise from being divided by itself. Parameters still move by about the learning rate.
+    optimizer = optim.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
     return step.make_setup(config, run, optimizer, total_steps=10)
 
 
 def train(setup: step.Setup, state: step.State, accumulation: int):
     """(losses, gradient norms, parameters) of the first steps."""
-    train_step = step.make_train_step(
-        setup, accumulation=accumulation, z_loss=1e-4, clip_norm=1.0
-    )
+    train_step = step.make_train_step(setup, accumulation=accumulation, z_loss=1e-4, clip_norm=1.0)
     losses, norms = [], []
     with jax.set_mesh(setup.mesh):
         for batch in batches():

@@ -171,6 +171,16 @@ def test_variations_of_a_layout():
         sharding.make_layout("zero4")
 
 
+def test_a_layout_of_ones_own():
+    tables = {
+        field.name: dict(vars(ZERO3)[field.name]) | {"experts": ("expert",)}
+        for field in dataclasses.fields(ZERO3)
+    }
+    mine, mesh = sharding.Layout(**tables), mesh_of(data=2, expert=4)
+    found = sharding.spec(("experts", "embed", "mlp"), mine.parameters, mesh, shape=(4, 8, 8))
+    assert found == PartitionSpec("expert", "data", None)
+
+
 # ------------------------------------------------------------------- shardings of trees, by source
 
 SHAPES = {

@@ -37,6 +37,16 @@ def make_setup(mesh_name: str, layout: str = "zero3") -> step.Setup:
 
 
 @functools.cache
+def first_state(setup: step.Setup) -> step.State:
+    return setup.init(0)
+
+
+def new_state(setup: step.Setup) -> step.State:
+    """A copy of the first state, to be donated."""
+    return jax.tree.map(jnp.copy, first_state(setup))
+
+
+@functools.cache
 def make_step(setup: step.Setup, *, accumulation=1, clip_norm=0.0, on_bad_step="stop", spike=0.0):
     config = guard.GuardConfig(on_bad_step=on_bad_step, spike_factor=spike, patience=3)
     return step.make_train_step(setup, accumulation=accumulation, clip_norm=clip_norm, guard=config)
@@ -66,7 +76,7 @@ def place_batch(setup, batch):
 def run_steps(setup, one_step, num: int, state=None):
     """The state and the reports of `num` steps from seed 0."""
     with jax.set_mesh(setup.mesh):
-        state, reports = state or setup.init(0), []
+        state, reports = state or new_state(setup), []
         for seed in range(num):
             state, report = one_step(state, place_batch(setup, numpy_batch(seed)))
             reports.append(jax.device_get(report))
@@ -92,9 +102,10 @@ def assert_near(got, want, tolerance=TOLERANCE):
 # -------------------------------------------------------------------------------- loss and updates
 
 
-def naive_loss_and_gradients(batch):
-    """The formula, from whole logits on one device."""
-    setup = make_setup("one")
+@functools.cache
+def naive_loss_and_gradients():
+    """The formula for the first batch, from whole logits on one device."""
+    setup, batch = make_setup("one"), numpy_batch(0)
 
     def loss_of(params):
         logits_BTV = setup.apply.logits(
@@ -105,14 +116,14 @@ def naive_loss_and_gradients(batch):
         return -(hit_BT * batch["weights"]).sum() / batch["weights"].sum()
 
     with jax.set_mesh(setup.mesh):
-        return jax.jit(jax.value_and_grad(loss_of))(setup.init(0).params)
+        return jax.jit(jax.value_and_grad(loss_of))(first_state(setup).params)
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_loss_is_normalised_over_the_global_batch(mesh_name):
     batch = numpy_batch(0)
     assert len({float(row.sum()) for row in batch["weights"]}) == BATCH  # devices differ
-    loss, gradients = naive_loss_and_gradients(batch)
+    loss, gradients = naive_loss_and_gradients()
     setup = make_setup(mesh_name)
     _, (report,) = run_steps(setup, make_step(setup), 1)
     np.testing.assert_allclose(report.loss, loss, rtol=TOLERANCE)
@@ -124,11 +135,12 @@ def test_loss_is_normalised_over_the_global_batch(mesh_name):
 def test_z_loss_is_added_to_the_gradient_and_reported_apart():
     setup = make_setup("one")
     with_z = step.make_train_step(setup, z_loss=0.1)
-    state, (report,) = run_steps(setup, with_z, 1)
+    _, (report,) = run_steps(setup, with_z, 1)
     _, (without,) = run_steps(setup, make_step(setup), 1)
     batch = numpy_batch(0)
     with jax.set_mesh(setup.mesh):
-        _, log_z_BT = setup.apply.losses(setup.init(0).params, batch, setup.run)
+        log_z = jax.jit(lambda params: setup.apply.losses(params, batch, setup.run)[1])
+        log_z_BT = log_z(first_state(setup).params)
     weights = batch["weights"] / batch["weights"].sum()
     np.testing.assert_allclose(
         report.z_loss, 0.1 * np.sum(np.square(log_z_BT) * weights), rtol=TOLERANCE
@@ -138,9 +150,7 @@ def test_z_loss_is_added_to_the_gradient_and_reported_apart():
     assert without.z_loss == 0
 
 
-@pytest.mark.parametrize(
-    ("mesh_name", "accumulation"), [("one", 2), ("one", 4), ("fsdp 4 x tensor 2", 2)]
-)
+@pytest.mark.parametrize(("mesh_name", "accumulation"), [("one", 4), ("fsdp 4 x tensor 2", 2)])
 def test_accumulation_changes_nothing(mesh_name, accumulation):
     """Losses, norms and parameters; token counts differ from microbatch to microbatch."""
     weights = numpy_batch(0)["weights"]
@@ -155,13 +165,10 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
         assert_near(report, expected)
 
 
-@pytest.mark.parametrize(
-    ("mesh_name", "layout"), [("one", "ddp"), ("data 8", "ddp"), ("data 8", "zero2"),
-                              ("data 8", "zero3"), ("fsdp 4 x tensor 2", "zero3")],
-)  # fmt: skip
-def test_clipping_scales_the_global_norm_down_to_its_limit(mesh_name, layout):
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_clipping_scales_the_global_norm_down_to_its_limit(layout):
     """Read from Adam's first moment, which after one step is a tenth of the gradient."""
-    setup = make_setup(mesh_name, layout)
+    setup = make_setup("data 8", layout)
     limit = 0.25
     state, (report,) = run_steps(setup, make_step(setup, clip_norm=limit), 1)
     assert report.grad_norm > 2 * limit  # reported before clipping
@@ -176,11 +183,10 @@ def test_gradients_below_the_limit_are_left_alone():
     np.testing.assert_allclose(unclipped, report.grad_norm, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh_name", ["one", "data 8"])
-def test_ema_follows_the_parameters(mesh_name):
-    setup = make_setup(mesh_name)
+def test_ema_follows_the_parameters():
+    setup = make_setup("data 8")
     with jax.set_mesh(setup.mesh):
-        state = setup.init(0)
+        state = new_state(setup)
         want = copied(state.params)
         for seed in range(3):
             state, _ = make_step(setup)(state, place_batch(setup, numpy_batch(seed)))
@@ -193,9 +199,9 @@ def test_ema_follows_the_parameters(mesh_name):
 def test_evaluation_sums_losses_and_tokens():
     setup, batch = make_setup("fsdp 4 x tensor 2"), numpy_batch(0)
     with jax.set_mesh(setup.mesh):
-        params = setup.init(0).params
+        params = first_state(setup).params
         total, tokens = step.make_eval_step(setup)(params, place_batch(setup, batch))
-    loss, _ = naive_loss_and_gradients(batch)
+    loss, _ = naive_loss_and_gradients()
     np.testing.assert_allclose(total / tokens, loss, rtol=TOLERANCE)
     np.testing.assert_allclose(tokens, batch["weights"].sum(), rtol=TOLERANCE)
 
@@ -214,9 +220,8 @@ def assert_same(got, want):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("mesh_name", ["one", "data 8"])
-def test_stop_keeps_everything_and_stays_stopped(mesh_name):
-    setup = make_setup(mesh_name)
+def test_stop_keeps_everything_and_stays_stopped():
+    setup = make_setup("data 8")
     one_step = make_step(setup)
     state, _ = run_steps(setup, one_step, 1)
     kept = (state.params, state.opt_state, state.ema)
@@ -258,7 +263,7 @@ def test_skip_stops_when_patience_ends():
     setup = make_setup("data 8")
     one_step = make_step(setup, on_bad_step="skip")  # patience 3
     with jax.set_mesh(setup.mesh):
-        state = setup.init(0)
+        state = new_state(setup)
         stopped = []
         for _ in range(3):
             state, _ = one_step(state, bad_batch(setup))
@@ -272,7 +277,7 @@ def test_the_leaf_that_is_not_finite_is_named(mesh_name):
     """Hidden values of 1e22 behind a weight of zero: only that weight's gradient overflows."""
     setup = make_setup(mesh_name)
     with jax.set_mesh(setup.mesh):
-        state = setup.init(0)
+        state = new_state(setup)
         mlp = state.params["blocks"]["mlp"]
         mlp["down"]["kernel"] = mlp["down"]["kernel"] * 0
         mlp["gate"]["kernel"] = mlp["gate"]["kernel"] * 1e22
@@ -284,7 +289,7 @@ def test_the_leaf_that_is_not_finite_is_named(mesh_name):
 def test_nan_in_a_parameter_is_caught():
     setup = make_setup("data 8")
     with jax.set_mesh(setup.mesh):
-        state = setup.init(0)
+        state = new_state(setup)
         state.params["norm"]["scale"] = state.params["norm"]["scale"] * jnp.nan
         state, report = make_step(setup)(state, place_batch(setup, numpy_batch(0)))
     assert np.isnan(report.loss) and report.bad_leaf >= 0 and state.guard.stopped
@@ -294,16 +299,15 @@ def test_a_spike_is_not_applied_and_its_largest_leaf_named():
     setup = make_setup("one")
     one_step = make_step(setup, on_bad_step="skip", spike=2.0)
     with jax.set_mesh(setup.mesh):
-        state = setup.init(0)
-        _, gradients = naive_loss_and_gradients(numpy_batch(0))
+        state = new_state(setup)
+        _, gradients = naive_loss_and_gradients()
         # As after ten steps of a tenth of this one's norm.
         usual = state.guard._replace(
             sum_norms=jnp.float32(global_norm(gradients)), num_norms=jnp.int32(10)
         )
         before = copied(state.params)
-        state, report = one_step(
-            state._replace(guard=usual), place_batch(setup, numpy_batch(0))
-        )  # fmt: skip
+        spiked = state._replace(guard=usual)
+        state, report = one_step(spiked, place_batch(setup, numpy_batch(0)))
     squares = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradients)]
     assert report.bad_leaf == np.argmax(squares)
     assert_same(state.params, before)
@@ -314,8 +318,7 @@ def judged(config, norms):
     """Which of these gradient norms in a row are bad."""
     state, found = guard.init(), []
     judge = jax.jit(functools.partial(guard.judge, config))
-    for norm in norms:
-        norm = jnp.float32(norm)
+    for norm in map(jnp.float32, norms):
         leaf, state = judge(state, jnp.square(norm)[None], norm, norm)
         found.append(int(leaf) >= 0)
     return found, state
@@ -325,7 +328,7 @@ def test_spikes_are_told_by_the_running_mean():
     config = guard.GuardConfig(on_bad_step="skip", spike_factor=3.0)
     calm = [1.0] * 10
     assert judged(config, [9.0, *calm])[0] == [False] * 11  # nothing is usual yet
-    found, state = judged(config, [*calm, 2.9, 3.3, 1.0])
+    found, state = judged(config, [*calm, 2.9, 4.0, 1.0])
     assert found == [False] * 11 + [True, False]
     assert state.num_norms == 12
     found, state = judged(config, [1.0] * 300)
@@ -354,7 +357,7 @@ def test_guard_problems(changes, words):
 @pytest.mark.parametrize("layout", sharding.LAYOUTS)
 def test_state_is_born_split(layout):
     setup = make_setup("data 8", layout)
-    state = setup.init(0)
+    state = first_state(setup)
     for leaf, abstract in zip(
         jax.tree.leaves(state), jax.tree.leaves(setup.abstract), strict=True
     ):  # fmt: skip

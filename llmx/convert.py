@@ -1,0 +1,167 @@
+"""Between runs and Hugging Face: python -m llmx.convert --workdir W (--to-hf DIR | --from-hf DIR)
+
+`--to-hf` writes the parameters of a checkpoint of the run W as a directory that transformers loads,
+with their tokenizer. `--from-hf` makes W of such a directory: a config, the tokenizer, and a
+checkpoint that holds parameters only, which `llmx.generate` and `llmx.evaluate` take as any other.
+
+Both work in the memory of this host and use no accelerator.
+"""
+
+import argparse
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import jax
+
+from llmx import build, checkpoint, config, hf, launch, sharding, step
+from llmx.data import tokenizers
+
+
+def to_hf(
+    workdir: str,
+    directory: str,
+    *,
+    at_step: int | None = None,
+    ema: bool | None = None,
+    dtype: str = "float32",
+) -> int:
+    """Writes the parameters of a run as a Hugging Face checkpoint; returns their step.
+
+    Args:
+      workdir: of the run.
+      directory: new or empty.
+      at_step: of the checkpoint; None = the newest.
+      ema: the average of the parameters, or the parameters; None = the average where the run has one,
+        as `llmx.generate` does.
+      dtype: a name in `hf.DTYPES`.
+
+    Raises ValueError where there is no such checkpoint, or the format cannot say what the model is.
+    """
+    run = config.load_run(workdir)
+    averaged = run.optimizer.ema_decay > 0
+    if ema and not averaged:
+        raise ValueError(
+            f"--ema: the run in {workdir} has optimizer.ema_decay=0 and keeps no average: leave the "
+            "flag out"
+        )
+    hf.model_config_to_hf(run.model)  # what cannot be written is told before much is read
+    coder = tokenizers.load(f"{workdir}/tokenizer.json")
+    restored = checkpoint.restore_part(
+        f"{workdir}/checkpoints", _setup(run).abstract.params, step=at_step,
+        prefix="ema" if averaged and ema is not False else "params", log=launch.log,
+    )  # fmt: skip
+    if restored is None:
+        raise ValueError(f"--workdir={workdir} has no checkpoint yet: wait for the run's first one")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = pathlib.Path(scratch, tokenizers.FILE_NAME)
+        file.write_text(_tokenizer_text(coder), encoding="utf-8")
+        hf.export(
+            restored.state, run.model, directory, tokenizer_file=file,
+            end_token=coder.end_of_document, dtype=dtype,
+        )  # fmt: skip
+    return restored.step
+
+
+def from_hf(directory: str, workdir: str):
+    """Makes a work directory of a Hugging Face checkpoint, as of a run that has taken no step.
+
+    Raises ValueError where `workdir` holds a run, or `directory` is no checkpoint of a known family.
+    """
+    root = pathlib.Path(workdir)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise ValueError(f"--workdir={workdir} is there and not empty: import into a new directory")
+    model, params = hf.load(directory)
+    file = pathlib.Path(directory, tokenizers.FILE_NAME)
+    if file.is_file():
+        tokenizers.load(file)
+    run = config.default()
+    run.workdir, run.model = workdir, model
+    run.batch.sequence_length = min(run.batch.sequence_length, model.max_positions)
+    run.optimizer.ema_decay = 0.0
+    if file.is_file():
+        run.data.tokenizer = str(root / tokenizers.FILE_NAME)
+    abstract = _setup(run).abstract.params
+    # The leaves are born from numpy one by one; what is read from a file has the model's own shapes.
+    params = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, abstract)
+    with checkpoint.Checkpointer(
+        f"{workdir}/checkpoints", run.checkpoint, log=launch.log
+    ) as checkpoints:
+        checkpoints.save(0, {"params": params}, meta={"imported_from": str(directory)}, wait=True)
+    if file.is_file():
+        shutil.copyfile(file, root / tokenizers.FILE_NAME)
+    config.save_run(run)
+
+
+def _setup(run: config.Config) -> step.Setup:
+    """The run's model whole on one device."""
+    run.mesh, run.sharding = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
+    return build.make_setup(run, devices=jax.devices()[:1])
+
+
+def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
+    """A tokenizer.json: the file's own, or one that does what the byte tokenizer does."""
+    if isinstance(coder, tokenizers.FileTokenizer):
+        return coder.dumps()
+    import tokenizers as library
+
+    # The `tokenizers` library writes bytes as characters: printable ones as themselves, others in
+    # order from U+0100 (GPT-2).
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    made = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.END_TOKENS[0]])
+    assert made.token_to_id(tokenizers.END_TOKENS[0]) == coder.end_of_document
+    return made.to_str()
+
+
+def _command() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m llmx.convert",
+        description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--workdir", required=True, help="of the run, or to be made")
+    way = made.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers")
+    way.add_argument("--from-hf", metavar="DIR", help="a directory of config.json and safetensors")
+    made.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
+    made.add_argument(
+        "--ema", action=argparse.BooleanOptionalAction, default=None,
+        help="write the average of the parameters; by default if the run keeps one",
+    )  # fmt: skip
+    made.add_argument("--dtype", choices=sorted(hf.DTYPES), help="to write; float32 by default")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Converts as told. Exit code: 0 done, 2 where the input is wrong."""
+    command = _command()
+    args = command.parse_args(argv)
+    if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
+        command.error("--step, --ema and --dtype go with --to-hf")
+    # Nothing is computed: whole models fit this host's memory sooner than a device's.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        if args.from_hf:
+            from_hf(args.from_hf, args.workdir)
+            launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
+        else:
+            taken = to_hf(
+                args.workdir, args.to_hf, at_step=args.step, ema=args.ema,
+                dtype=args.dtype or "float32",
+            )  # fmt: skip
+            launch.log(f"step {taken} of {args.workdir} is now in {args.to_hf}")
+    # RuntimeError: no checkpoint of the run is good.
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
