@@ -2,8 +2,8 @@
 
     python -m llmx.train --config configs/gemma3_1b.py --config.data.sources="('shards:/data/web',)"
 
-Within a slice parameters are split over `fsdp`; between slices only gradients travel. The vocabulary of 262,144 is why the
-loss walks it in chunks.
+Within a slice parameters are split over `fsdp`; between slices only gradients travel. The
+vocabulary of 262,144 is why the loss walks it in chunks.
 """
 
 from llmx import config, families

@@ -2,8 +2,8 @@
 
     python -m llmx.train --config configs/gpt2_124m.py --config.data.sources="('shards:/data/web',)"
 
-A step is 524,288 tokens. Without the second flag it reads the text of Python's standard library, to try
-it out.
+A step is 524,288 tokens. Without the second flag it reads the text of Python's standard library,
+to try it out.
 """
 
 from llmx import config, families

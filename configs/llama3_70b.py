@@ -1,8 +1,9 @@
 """Llama-3 70B at sequence 8192 on 64 chips: ZeRO-3 over 16, times tensor parallelism over 4.
 
-    python -m llmx.train --config configs/llama3_70b.py --config.data.sources="('shards:/data/web',)"
+    python -m llmx.train --config configs/llama3_70b.py --config.data.sources="('shards:/data',)"
 
-Between blocks positions are split over `tensor` too (sequence-parallel norms), so activations are 64 ways apart.
+Between blocks positions are split over `tensor` too (sequence-parallel norms), so activations are
+64 ways apart.
 """
 
 from llmx import config, families

@@ -2,7 +2,8 @@
 
     python -m llmx.train --config configs/llama3_8b.py --config.data.sources="('shards:/data/web',)"
 
-Parameters, gradients and AdamW moments are fp32 and split eight ways; weights are gathered layer by layer in bf16.
+Parameters, gradients and AdamW moments are fp32 and split eight ways; weights are gathered layer
+by layer in bf16.
 """
 
 from llmx import config, families

@@ -2,8 +2,9 @@
 
     python -m llmx.train --config configs/quickstart.py
 
-About two minutes on two CPU cores: held-out loss below 1.8 nats per byte, a sampled continuation, and loss.png in
-runs/quickstart. Run it again, and it says that it is done; with --config.steps=600 it goes on.
+About two minutes on two CPU cores: held-out loss below 1.8 nats per byte, a sampled continuation,
+and loss.png in runs/quickstart. Run it again, and it says that it is done; with --config.steps=600
+it goes on.
 """
 
 from llmx import config, families

@@ -2,7 +2,8 @@
 
     python -m llmx.train --config configs/qwen3_0.6b.py --config.data.sources="('docs/', 'stdlib')"
 
-Here both sources are Python's standard library and the project's own documentation, three parts to one.
+Here both sources are Python's standard library and the project's own documentation, three parts to
+one.
 """
 
 import pathlib

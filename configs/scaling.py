@@ -2,8 +2,9 @@
 
     python -m llmx.train --config configs/scaling.py:6
 
-The number behind the colon is the depth L: width 64 L, head size 64, 20 tokens per parameter (Chinchilla, arXiv
-2203.15556), learning rate falling as one over the square root of the width. Depth 2 takes minutes on a laptop.
+The number behind the colon is the depth L: width 64 L, head size 64, 20 tokens per parameter
+(Chinchilla, arXiv 2203.15556), learning rate falling as one over the square root of the width.
+Depth 2 takes minutes on a laptop.
 """
 
 from llmx import config, costs, families

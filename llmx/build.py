@@ -1,4 +1,5 @@
-"""From a resolved config to a model on a mesh: what train, evaluate, generate and compilation ahead of time share."""
+"""From a resolved config to a model on a mesh: what train, evaluate, generate and compilation
+ahead of time share."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,8 +1,10 @@
-"""A run as nested dataclasses; the door where config files and flags come in; every cross-check in one place.
+"""A run as nested dataclasses; the door where config files and flags come in; every cross-check in
+one place.
 
-A config file's `get_config()` returns a `Config`. `ml_collections.config_flags` loads it and parses the overrides
-(`--config.batch.size=64`). `resolve` then collects all that is wrong with it, in one error, before anything is allocated or
-compiled. Nothing heavy is imported here: a mistake is told within seconds.
+A config file's `get_config()` returns a `Config`. `ml_collections.config_flags` loads it and
+parses the overrides (`--config.batch.size=64`). `resolve` then collects all that is wrong with it,
+in one error, before anything is allocated or compiled. Nothing heavy is imported here: a mistake
+is told within seconds.
 """
 
 import argparse
@@ -62,7 +64,7 @@ class EvaluationConfig:
 
 @dataclasses.dataclass
 class SampleConfig:
-    """The continuation that is printed when training ends, and what `llmx.generate` does by default."""
+    """The continuation printed when training ends, and the defaults of `llmx.generate`."""
 
     prompt: str = ""  # "" = no sample at the end
     max_tokens: int = 200  # tokens to add
@@ -114,7 +116,7 @@ def default() -> Config:
     return Config()
 
 
-# ---------------------------------------------------------------------------------------------- the door
+# ---------------------------------------------------------------------------------------- the door
 
 
 class ConfigError(ValueError):
@@ -161,7 +163,7 @@ def parse(
 
 
 def _overrides(rest: list[str]) -> tuple[dict[str, str], list[str]]:
-    """{key: text} of --config.KEY=TEXT, --config.KEY TEXT and --noconfig.KEY, and all other arguments."""
+    """{key: text} of --config.KEY=TEXT, --config.KEY TEXT, --noconfig.KEY; and what is left."""
     found, others, rest = {}, [], list(rest)
     while rest:
         argument = rest.pop(0)
@@ -254,7 +256,7 @@ def _set(config: Any, key: str, value: Any):
     setattr(config, name, value)
 
 
-# --------------------------------------------------------------------------------------- written and read
+# -------------------------------------------------------------------------------- written and read
 
 
 def to_json(config: Config) -> dict:
@@ -310,7 +312,7 @@ def load_run(workdir: str) -> Config:
     return config
 
 
-# --------------------------------------------------------------------------------------------- the checks
+# -------------------------------------------------------------------------------------- the checks
 
 
 def resolve(
@@ -484,24 +486,27 @@ def _tensor(config: Config, tensor: int) -> Iterator[str]:
         if not config.sharding.replicate_kv:
             fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
             yield (
-                f"model.num_kv_heads={kv_heads} does not divide over tensor={tensor}: use tensor in "
-                f"{fitting}, or sharding.replicate_kv=True, which keeps all K/V heads on each shard"
+                f"model.num_kv_heads={kv_heads} does not divide over tensor={tensor}: use tensor "
+                f"in {fitting}, or sharding.replicate_kv=True, which keeps all K/V heads on each "
+                "shard"
             )
         elif tensor % kv_heads:
             yield (
-                f"model.num_kv_heads={kv_heads} and tensor={tensor}: with sharding.replicate_kv one "
-                "must be a multiple of the other, so that a shard's query heads share K/V heads"
+                f"model.num_kv_heads={kv_heads} and tensor={tensor}: with sharding.replicate_kv "
+                "one must be a multiple of the other, so that a shard's query heads share K/V heads"
             )
     if model.vocab_size >= 1 and model.vocab_multiple >= 1:
         if model.padded_vocab % tensor:
             yield (
-                f"the padded vocabulary of {model.padded_vocab} (vocab_size={model.vocab_size}) does "
-                f"not divide over tensor={tensor}: set model.vocab_multiple to a multiple of {tensor}"
+                f"the padded vocabulary of {model.padded_vocab} (vocab_size={model.vocab_size}) "
+                f"does not divide over tensor={tensor}: set model.vocab_multiple to a multiple of "
+                f"{tensor}"
             )
         elif config.loss.chunks and model.padded_vocab // tensor % config.loss.chunks:
             yield (
-                f"loss.chunks={config.loss.chunks} does not divide the {model.padded_vocab // tensor} "
-                f"rows of the head on each of tensor={tensor} shards: use a divisor, or 0 = automatic"
+                f"loss.chunks={config.loss.chunks} does not divide the "
+                f"{model.padded_vocab // tensor} rows of the head on each of tensor={tensor} "
+                "shards: use a divisor, or 0 = automatic"
             )
 
 

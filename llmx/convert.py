@@ -8,6 +8,7 @@ Both work in the memory of this host and use no accelerator.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import shutil
 import sys
@@ -33,8 +34,8 @@ def to_hf(
       workdir: of the run.
       directory: new or empty.
       at_step: of the checkpoint; None = the newest.
-      ema: the average of the parameters, or the parameters; None = the average where the run has one,
-        as `llmx.generate` does.
+      ema: the average of the parameters, or the parameters; None = the average where the run has
+        one, as `llmx.generate` does.
       dtype: a name in `hf.DTYPES`.
 
     Raises ValueError where there is no such checkpoint, or the format cannot say what the model is.
@@ -43,8 +44,8 @@ def to_hf(
     averaged = run.optimizer.ema_decay > 0
     if ema and not averaged:
         raise ValueError(
-            f"--ema: the run in {workdir} has optimizer.ema_decay=0 and keeps no average: leave the "
-            "flag out"
+            f"--ema: the run in {workdir} has optimizer.ema_decay=0 and keeps no average: leave "
+            "the flag out"
         )
     hf.model_config_to_hf(run.model)  # what cannot be written is told before much is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
@@ -67,7 +68,7 @@ def to_hf(
 def from_hf(directory: str, workdir: str):
     """Makes a work directory of a Hugging Face checkpoint, as of a run that has taken no step.
 
-    Raises ValueError where `workdir` holds a run, or `directory` is no checkpoint of a known family.
+    Raises ValueError where `workdir` is not empty, or `directory` is no checkpoint of a known family.
     """
     root = pathlib.Path(workdir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -83,7 +84,6 @@ def from_hf(directory: str, workdir: str):
     if file.is_file():
         run.data.tokenizer = str(root / tokenizers.FILE_NAME)
     abstract = _setup(run).abstract.params
-    # The leaves are born from numpy one by one; what is read from a file has the model's own shapes.
     params = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, abstract)
     with checkpoint.Checkpointer(
         f"{workdir}/checkpoints", run.checkpoint, log=launch.log
@@ -96,8 +96,9 @@ def from_hf(directory: str, workdir: str):
 
 def _setup(run: config.Config) -> step.Setup:
     """The run's model whole on one device."""
-    run.mesh, run.sharding = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
-    return build.make_setup(run, devices=jax.devices()[:1])
+    mesh, layout = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
+    alone = dataclasses.replace(run, mesh=mesh, sharding=layout)
+    return build.make_setup(alone, devices=jax.devices()[:1])
 
 
 def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:

@@ -27,8 +27,8 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Mean loss over the first `batches` batches of the held-out split; 0 = all of it.
 
-    Every process calls it and gets the same numbers. Returns {"loss": nats per token, "perplexity", "num_tokens"};
-    loss is nan if the dataset holds nothing out.
+    Every process calls it and gets the same numbers. Returns {"loss": nats per token,
+    "perplexity", "num_tokens"}; loss is nan if the dataset holds nothing out.
     """
     to = setup.batch_sharding
     rows = sharding.process_rows(to, (batch_size, dataset.sequence_length))

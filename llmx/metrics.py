@@ -322,7 +322,7 @@ def read_records(path: str | os.PathLike) -> list[tuple[str, dict]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            record["kind"], record["step"]  # noqa: B018 (both must be there)
+            record["kind"], record["step"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}:{number}: {line[:80]!r} is not a metrics record: remove the line"
@@ -362,7 +362,7 @@ class _EventFile:
 
         self._directory.mkdir(parents=True, exist_ok=True)
         stem = f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
-        return RecordWriter(open(self._directory / stem, "wb"))  # noqa: SIM115 (closed by close)
+        return RecordWriter(open(self._directory / stem, "wb"))
 
     def close(self):
         if self._writer is not None:

@@ -150,9 +150,10 @@ def compile_step(run: config.Config, setup, log: Callable) -> Callable:
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     mib = lambda size: f"{size / 2**20:,.1f} MiB"  # noqa: E731
+    seconds = time.perf_counter() - traced
     log(
-        f"step:  compiled in {time.perf_counter() - traced:.1f} s (traced in {traced - begun:.1f} s)"
-        f"; each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
+        f"step:  traced in {traced - begun:.1f} s, compiled in {seconds:.1f} s; "
+        f"each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
         f"{mib(memory.temp_size_in_bytes)} of temporaries"
     )
     return compiled
@@ -258,7 +259,7 @@ class Loop:
 
     @contextlib.contextmanager
     def aside(self, due: bool):
-        """Something that is not a step, when it is due: after the step under way, outside its time."""
+        """What is not a step, when it is due: after the step under way, outside its time."""
         if due:
             self.settle()
             with self.timer.pause():

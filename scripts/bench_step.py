@@ -2,9 +2,10 @@
 
     python scripts/bench_step.py [--rounds 20]
 
-The bare step is plain JAX: a dict of arrays, jax.grad, optax.adamw, one batch that stays on the device. The loop is
-llmx.train's own: data, placement, compiled step, guard, metrics, reporter. Rounds of both alternate in one process, so that
-the machine's moods hit both; what counts is the median of the ratios.
+The bare step is plain JAX: a dict of arrays, jax.grad, optax.adamw, one batch that stays on the
+device. The loop is llmx.train's own: data, placement, compiled step, guard, metrics, reporter.
+Rounds of both alternate in one process, so that the machine's moods hit both; what counts is the
+median of the ratios.
 """
 
 import argparse

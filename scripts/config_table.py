@@ -2,7 +2,8 @@
 
     python scripts/config_table.py [--check]
 
-With --check nothing is written; exit code 1 if the page is not what the code says (a test runs it so).
+With --check nothing is written; exit code 1 if the page is not what the code says (a test runs it
+so).
 """
 
 import argparse

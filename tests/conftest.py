@@ -1,8 +1,8 @@
-"""Eight fake CPU devices for every test, and a strict jax: rank promotion and implicit transfers of dtype raise."""
+"""Eight fake CPU devices for every test."""
 
 import os
 
-# Collectives of eight fake devices on few cores can time out under the concurrency-optimised scheduler.
+# Collectives of eight fake devices on few cores can time out under the default scheduler.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_cpu_enable_concurrency_optimized_scheduler=false"

@@ -1,7 +1,8 @@
 """The parity contract: every mesh, layout, accumulation and remat policy trains as one device does.
 
-One table walks the grid. Losses and gradient norms of three steps and the parameters after them agree with one device to
-1e-5 relative in fp32: rounding alone differs, as sums are taken in another order. A new technique adds a row to CELLS.
+One table walks the grid. Losses and gradient norms of three steps and the parameters after them
+agree with one device to 1e-5 relative in fp32: rounding alone differs, as sums are taken in
+another order. A new technique adds a row to CELLS.
 """
 
 import dataclasses
@@ -102,8 +103,9 @@ def make_setup(family: str, cell: Cell, remat: str) -> step.Setup:
         remat=remat,
         loss_chunks=cell.chunks,
     )
-    # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, eps keeps its
-    # rounding noise from being divided by itself. Parameters still move by about the learning rate.
+    # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, eps
+    # keeps its rounding noise from being divided by itself. Parameters still move by about the
+    # learning rate.
     optimizer = optim.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
     return step.make_setup(config, run, optimizer, total_steps=10)
 
@@ -143,7 +145,7 @@ def relative(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("accumulation, remat", SPLITS, ids=lambda value: str(value))
+@pytest.mark.parametrize("accumulation, remat", SPLITS, ids=str)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.parametrize("family", MODELS)
 def test_parity(references, family, cell, accumulation, remat):

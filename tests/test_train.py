@@ -181,7 +181,7 @@ def test_other_data_or_model_is_refused(scratch, undisturbed):
 
 
 def test_nan_stops_the_run_and_keeps_the_state(scratch):
-    """A learning rate beyond reason: the run stops by itself, names the leaf, and can be resumed."""
+    """A learning rate beyond reason: the run stops by itself and names the leaf."""
     workdir = scratch / "nan"
     done = train(scratch, workdir, "--config.optimizer.learning_rate=1e3",
                  "--config.optimizer.name=lion", "--config.optimizer.weight_decay=100",
