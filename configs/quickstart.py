@@ -22,5 +22,5 @@ def get_config() -> config.Config:
     run.optimizer.learning_rate, run.optimizer.warmup_steps = 6e-3, 30
     run.checkpoint.every, run.evaluation.every = 100, 100
     run.metrics.log_every = 5
-    run.sample.prompt = "def read_lines(path):\n"
+    run.sample.prompt, run.sample.top_p = 'def read_lines(path):\n    """', 1.0
     return run

@@ -143,11 +143,12 @@ class Checkpointer:
         arrays, document = _describe(step, state, meta)
         self.wait()
         self._open()
-        if (self._root / str(step)).exists():
-            self._set_aside(step, "replaced", "this run comes from another checkpoint")
         # Two programs at once can deadlock on fake CPU devices: the step ends before the
         # checksums begin.
         jax.block_until_ready(arrays)
+        there = (self._root / str(step)).exists()
+        if _agree_on_steps([step] if there else []):
+            self._set_aside(step, "replaced", "this run comes from another checkpoint")
         for name, checksum in fingerprints(arrays).items():
             document["leaves"][name]["checksum"] = checksum
         import orbax.checkpoint as ocp

@@ -86,6 +86,7 @@ class Config:
     """One run."""
 
     workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
+    start_from: str = ""  # a new run begins with the parameters of the run in this workdir
     seed: int = 0  # of parameters and data order
     steps: int = 1000  # updates in the whole run
     precision: str = "bf16"  # a name in precision.POLICIES
@@ -333,6 +334,11 @@ def resolve(
         raise ConfigError(found + wrong)  # values of a wrong type cannot be compared with others
     found += _sections(config)
     found += _mesh(config, num_devices)
+    if config.start_from and not pathlib.Path(config.start_from, "checkpoints").is_dir():
+        found.append(
+            f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, or of "
+            "an import by llmx.convert --from-hf"
+        )
     if found:
         raise ConfigError(found)
     return config

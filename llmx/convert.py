@@ -68,7 +68,7 @@ def to_hf(
 def from_hf(directory: str, workdir: str):
     """Makes a work directory of a Hugging Face checkpoint, as of a run that has taken no step.
 
-    Raises ValueError where `workdir` is not empty, or `directory` is no checkpoint of a known family.
+    Raises ValueError where `workdir` is not empty or `directory` no checkpoint of a known family.
     """
     root = pathlib.Path(workdir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):

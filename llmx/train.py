@@ -168,9 +168,13 @@ def restore_or_init(
     """
     from llmx import guard
 
-    restored = checkpoints.restore(setup.abstract)
+    newest, start_from = checkpoints.latest_step(), run.start_from
+    if newest == 0 and "imported_from" in checkpoints.meta(0):
+        newest, start_from = None, run.workdir  # parameters only: made by llmx.convert
+    restored = None if newest is None else checkpoints.restore(setup.abstract)
     if restored is None:
-        return setup.init(run.seed), 0
+        state = setup.init(run.seed)
+        return (start_with(setup, state, start_from, log) if start_from else state), 0
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
         raise ValueError(
             f"{run.workdir} was trained on data {saved[:12]} and the config gives "
@@ -188,6 +192,24 @@ def restore_or_init(
     to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
     return restored.state._replace(guard=jax.device_put(released, to)), restored.step
+
+
+def start_with(setup, state, workdir: str, log: Callable):
+    """A new state with the parameters of another run, or of an import."""
+    restored = checkpoint.restore_part(
+        f"{workdir}/checkpoints", setup.abstract.params, prefix="params", log=log
+    )
+    if restored is None:
+        raise ValueError(f"start_from={workdir!r} has no checkpoint yet")
+    log(f"starting with the parameters of {workdir}, step {restored.step}")
+    ema = state.ema
+    if ema is not None:
+        to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.ema)
+        # Its own copy: the step donates both.
+        ema = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 0, params), out_shardings=to)(
+            restored.state
+        )
+    return state._replace(params=restored.state, ema=ema)
 
 
 # ------------------------------------------------------------------------------------ in the loop

@@ -563,7 +563,7 @@ SHARDED = """
         else:
             like = {name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=shardings[name])
                     for name, v in values(0).items()}
-            state, meta, step = checkpoints.restore(like)
+            state, meta, step = checkpoints.restore(like, 3 if what == "rewind" else None)
             assert meta == {"step": step}
             for name, value in values(step).items():
                 assert state[name].sharding.spec == specs[name]
@@ -594,6 +594,8 @@ def test_written_by_two_processes_and_read_by_one_and_four(tmp_path):
     out = run_sharded(tmp_path, 4, "restore and save")
     assert all(f"process {i} restored 3" in out for i in range(4))
     assert names(tmp_path) == ["3", "4"]
+    assert "said: set aside checkpoint 4 as 4.replaced" in run_sharded(tmp_path, 2, "rewind")
+    assert names(tmp_path) == ["3", "4", "4.replaced"]
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_gradients_are_those_of_transformers(case, saved, run, tmp_path):
     flat = torch.from_numpy(targets).long().reshape(-1)
     expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 99), flat)
     expected.backward()
-    np.testing.assert_allclose(float(ours), float(expected), rtol=1e-5)
+    np.testing.assert_allclose(float(ours), expected.item(), rtol=1e-5)
     # Gradients have the shapes of parameters, so the same map names them.
     hf.export(gradients, config, tmp_path / "gradients")
     mapped = safetensors.numpy.load_file(tmp_path / "gradients" / hf.WEIGHTS)

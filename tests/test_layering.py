@@ -15,7 +15,7 @@ ROWS = [
     {"model"},
     {"step", "config"},
     {"build"},
-    {"evaluate", "generate", "plan", "aot"},
+    {"evaluate", "generate", "convert", "plan", "aot"},
     {"train"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -28,6 +28,7 @@ def get_config():
     run.batch.size, run.batch.sequence_length = 8, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
     run.checkpoint.every, run.evaluation.every, run.evaluation.batches = 2, 6, 2
+    run.profile.first_step, run.profile.num_steps = 3, 2
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.sample.prompt, run.sample.max_tokens = "def ", 8
     run.data.sources = ({source!r},)
@@ -99,7 +100,8 @@ def test_a_run_leaves_everything(undisturbed):
     found = losses(workdir)
     assert len(found) == 12 and found[-1] < found[0]
     assert list(records(workdir, "eval")) == [6, 12]
-    for name in ("config.json", "tokenizer.json", "loss.png", "tensorboard", "checkpoints/12"):
+    for name in ("config.json", "tokenizer.json", "loss.png", "tensorboard", "checkpoints/12",
+                 "profile/plugins"):  # fmt: skip
         assert (workdir / name).exists(), name
     for words in ("parameters", "256 tokens per step", "compiled in", "first step done", "sample:",
                   "def ", "everything is in"):  # fmt: skip
@@ -178,6 +180,19 @@ def test_other_data_or_model_is_refused(scratch, undisturbed):
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert words in done.stderr, done.stderr
     assert (workdir / "checkpoints" / "12").exists()
+
+
+def test_start_with_another_runs_parameters(scratch, undisturbed):
+    """A new run with start_from begins at the loss where the other ended, at step 0."""
+    done = train(scratch, scratch / "tuned", f"--config.start_from={undisturbed[0]}",
+                 "--config.steps=2", "--config.optimizer.warmup_steps=0",
+                 "--config.optimizer.ema_decay=0.9", devices=4)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "starting with the parameters of" in done.stdout + done.stderr
+    fresh, ended = losses(undisturbed[0])[0], losses(undisturbed[0])[-1]
+    assert abs(losses(scratch / "tuned")[0] - ended) < 0.2 * (fresh - ended)
+    bad = train(scratch, scratch / "tuned_badly", "--config.start_from=nowhere")
+    assert bad.returncode == 2 and "start_from='nowhere' holds no checkpoints" in bad.stderr
 
 
 def test_nan_stops_the_run_and_keeps_the_state(scratch):

@@ -1,0 +1,64 @@
+"""The held-out loss counts every token once, whatever the batches."""
+
+import math
+
+import jax
+import numpy as np
+
+from llmx import build, config, evaluate, families
+from llmx.data import dataset as data_lib
+
+
+def opened(tmp_path, **data):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(" ".join(random.choice(["a", "bc", "def"], 90)))
+    run = config.default()
+    run.model = families.preset("llama3", num_layers=1, width=32, mlp_dim=32)
+    run.precision, run.data.sources = "fp32", (str(folder),)
+    run.data.held_out = 0.3
+    for name, value in data.items():
+        setattr(run.data, name, value)
+    run.batch.sequence_length = 32
+    run = config.resolve(run, 8)
+    dataset = data_lib.open_dataset(
+        run.data, sequence_length=32, seed=0, cache_dir=tmp_path, log=lambda text: None
+    )
+    return run, dataset
+
+
+def test_batches_do_not_matter(tmp_path):
+    run, dataset = opened(tmp_path)
+    setup = build.make_setup(run)
+    state, eval_step = setup.init(0), build.make_eval_step(setup)
+    with jax.set_mesh(setup.mesh):
+        whole = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=64)
+        parts = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=8)
+        first = evaluate.held_out_loss(
+            setup, eval_step, state.params, dataset, batch_size=8, batches=1
+        )
+    rows = dataset.held_out_rows(0, range(64), 64)
+    assert dataset.num_held_out_windows < 64 and dataset.num_held_out_windows % 8
+    assert whole["num_tokens"] == parts["num_tokens"] == rows["weights"].sum()
+    assert math.isclose(whole["loss"], parts["loss"], rel_tol=1e-6)
+    assert math.isclose(whole["perplexity"], math.exp(whole["loss"]))
+    assert first["num_tokens"] < whole["num_tokens"]
+    # Plain: mean of -log p over the tokens that count.
+    with jax.set_mesh(setup.mesh):
+        batch = jax.device_put(rows, setup.batch_sharding)
+        logits = jax.jit(setup.apply.logits, static_argnums=4)(
+            state.params, batch["tokens"], batch["segment_ids"], batch["positions"], setup.run
+        )
+    log_p = jax.nn.log_softmax(np.asarray(logits))
+    picked = np.take_along_axis(np.asarray(log_p), rows["targets"][..., None], axis=-1)[..., 0]
+    plain = -(picked * rows["weights"]).sum() / rows["weights"].sum()
+    assert math.isclose(whole["loss"], plain, rel_tol=1e-5)
+
+
+def test_nothing_held_out(tmp_path):
+    run, dataset = opened(tmp_path, held_out=0.0)
+    setup = build.make_setup(run)
+    result = evaluate.held_out_loss(setup, lambda *_: None, None, dataset, batch_size=8)
+    assert math.isnan(result["loss"]) and result["num_tokens"] == 0
