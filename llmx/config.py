@@ -336,8 +336,8 @@ def resolve(
     found += _mesh(config, num_devices)
     if config.start_from and not pathlib.Path(config.start_from, "checkpoints").is_dir():
         found.append(
-            f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, or of "
-            "an import by llmx.convert --from-hf"
+            f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
+            "or of an import by llmx.convert --from-hf"
         )
     if found:
         raise ConfigError(found)
