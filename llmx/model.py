@@ -220,7 +220,7 @@ def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
     """Radians per position of each of the H/2 pairs (arXiv 2104.09864), stretched by the family.
 
     Llama 3's rule keeps high frequencies, divides low ones by `rope_factor`, and blends between;
-    "linear" divides all (arXiv 2306.15595). Local layers with a base of their own are never stretched.
+    "linear" divides all (arXiv 2306.15595). Local layers with their own base are not stretched.
     """
     local = kind == families.LOCAL and model.rope_theta_local
     theta = model.rope_theta_local if local else model.rope_theta
