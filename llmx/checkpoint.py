@@ -4,9 +4,8 @@ restored onto any mesh.
 A checkpoint is one directory `<step>/` with two items: `state/` (Orbax: every array of the
 training state under its path name, each process writes and reads its own shards) and `meta/` (one
 JSON document: data position, resolved config, and for every leaf its shape, dtype and checksum).
-Orbax does not notice a flipped byte, so the checksums are ours: computed on the devices over the
-global array, hence the same number on every mesh, layout and process count, and compared after
-every restore.
+Orbax does not notice a flipped byte, so the checksums are ours (`checksums`), compared after every
+restore.
 
 Orbax (https://orbax.readthedocs.io) takes about half a second to load, so it is imported in a
 thread while the rest starts.
@@ -16,13 +15,14 @@ import dataclasses
 import importlib
 import json
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from llmx import checksums
 
 FORMAT = 1
 STATE, META = "state", "meta"
@@ -149,7 +149,7 @@ class Checkpointer:
         there = (self._root / str(step)).exists()
         if _agree_on_steps([step] if there else []):
             self._set_aside(step, "replaced", "this run comes from another checkpoint")
-        for name, checksum in fingerprints(arrays).items():
+        for name, checksum in checksums.fingerprints(arrays).items():
             document["leaves"][name]["checksum"] = checksum
         import orbax.checkpoint as ocp
 
@@ -159,7 +159,7 @@ class Checkpointer:
                 args=ocp.args.Composite(
                     **{
                         STATE: ocp.args.PyTreeSave(_nest(arrays)),
-                        META: ocp.args.JsonSave(_seal(document)),
+                        META: ocp.args.JsonSave(checksums.seal(document)),
                     }
                 ),
             )
@@ -309,63 +309,6 @@ def restore_part(
     return None if found is None else found[0]
 
 
-def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A uint32 for each array over its bit pattern: the same on every mesh and layout, changed by
-    any flipped byte, and by swapped values.
-
-    Compiles once for each kind of array; an all-reduce of one number for each array, over the axes
-    that shard it. One after the other: offloaded arrays may not fit the device together, and on
-    fake CPU devices two programs at once can deadlock.
-    """
-    return {
-        name: int(jax.device_get(_fingerprint(_onto_device(array))))
-        for name, array in arrays.items()
-    }
-
-
-def _onto_device(array: jax.Array) -> jax.Array:
-    device = min(array.sharding.device_set, key=lambda device: device.id)
-    memory = device.default_memory().kind
-    if array.sharding.memory_kind in (None, memory):
-        return array
-    return jax.device_put(array, array.sharding.with_memory_kind(memory))
-
-
-@jax.jit
-def _fingerprint(x: jax.Array) -> jax.Array:
-    """The sum of mix(word xor position), modulo 2^32.
-
-    `mix` is a bijection, so one changed word always changes the sum. Being nonlinear in word and
-    position together it sees permutations too, which sums weighted by position miss (x and -x
-    swapped over an even distance). Integer sums do not depend on their order.
-    """
-    words = _words(x)
-    position = jnp.zeros((1,) * words.ndim, jnp.uint32)
-    for dim, size in enumerate(words.shape):
-        steps = _mix(
-            jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(0x9E3779B1 * (dim + 1) % 2**32)
-        )
-        position = position + steps.reshape([-1 if d == dim else 1 for d in range(words.ndim)])
-    return jnp.sum(_mix(words ^ position), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bit pattern of `x` as uint32, one word per element (two for 64-bit types)."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_ or x.dtype in (jnp.int4, jnp.uint4):
-        return x.astype(jnp.uint8).astype(jnp.uint32)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3, a bijection of uint32."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 def _root(directory: str):
     from etils import epath
 
@@ -451,21 +394,12 @@ def _describe(step: int, state: Any, meta: Mapping[str, Any]) -> tuple[dict[str,
     return arrays, document
 
 
-def _seal(document: dict) -> dict:
-    document = json.loads(json.dumps(document))
-    return {"crc32": _crc(document), "document": document}
-
-
-def _crc(document: dict) -> int:
-    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
-
-
 def _read_document(root: Any, step: int) -> dict:
     path = root / str(step) / META / "metadata"
     try:
         sealed = json.loads(path.read_text())
         document = sealed["document"]
-        intact = _crc(document) == sealed["crc32"]
+        intact = checksums.is_intact(sealed)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
     if not intact:
@@ -507,7 +441,8 @@ def _restore_newest(
             verdict, reason = type(error), str(error)
         verdict, reason = _agree_on_verdict(verdict, reason)
         if verdict is None:
-            reason = _compare_checksums(document, tree)
+            saved = {name: document["leaves"][name]["checksum"] for name in tree}
+            reason = checksums.differences(tree, saved)
             verdict = Corrupt if reason else None
         if verdict is None:
             state = _assemble(abstract, tree, document, prefix=prefix)
@@ -613,17 +548,6 @@ def _as_stored(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
             sharding = sharding.update(spec=jax.P(*axes))
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _compare_checksums(document: dict, arrays: Mapping[str, jax.Array]) -> str:
-    """What differs from the checksums of the save, or an empty text."""
-    checksums = fingerprints(arrays)
-    leaves = document["leaves"]
-    wrong = [name for name in arrays if checksums[name] != leaves[name]["checksum"]]
-    if not wrong:
-        return ""
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}"
 
 
 def _assemble(

@@ -16,7 +16,7 @@ import tempfile
 
 import jax
 
-from llmx import build, checkpoint, config, hf, launch, sharding, step
+from llmx import build, checkpoint, config, hf, hf_formats, launch, sharding, step
 from llmx.data import tokenizers
 
 
@@ -47,7 +47,7 @@ def to_hf(
             f"--ema: the run in {workdir} has optimizer.ema_decay=0 and keeps no average: leave "
             "the flag out"
         )
-    hf.model_config_to_hf(run.model)  # what cannot be written is told before much is read
+    hf_formats.model_config_to_hf(run.model)  # what cannot be written is told before much is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     restored = checkpoint.restore_part(
         f"{workdir}/checkpoints", _setup(run).abstract.params, step=at_step,

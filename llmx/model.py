@@ -277,11 +277,6 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
 
-def make_apply(model: families.ModelConfig, graphdef: nnx.GraphDef) -> "Apply":
-    """The functions of a decoder's parameters."""
-    return Apply(model, graphdef)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
     """A decoder as functions of its parameter dict."""

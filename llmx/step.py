@@ -148,7 +148,7 @@ def make_setup(
     )
     return Setup(
         model=config,
-        apply=model.make_apply(config, graphdef),
+        apply=model.Apply(config, graphdef),
         run=run,
         optimizer=optimizer,
         schedule=optim.make_schedule(optimizer_config, total_steps=total_steps),

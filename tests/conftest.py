@@ -13,3 +13,5 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Tests look at what is compiled, so nothing may come from an earlier run's cache.
+jax.config.update("jax_enable_compilation_cache", False)

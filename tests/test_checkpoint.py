@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmx import checkpoint
+from llmx import checkpoint, checksums
 from llmx.checkpoint import CheckpointConfig, Checkpointer
 
 ROOT = Path(__file__).parents[1]
@@ -169,7 +169,7 @@ def test_fingerprints_do_not_depend_on_mesh_layout_or_neighbours():
         "d": put(w, make_mesh((4, 2)), "tensor", memory_kind="pinned_host"),
         "e": jnp.asarray(w),
     }
-    sums = checkpoint.fingerprints(spread)
+    sums = checksums.fingerprints(spread)
     assert len(set(sums.values())) == 1
 
 
@@ -182,7 +182,7 @@ def test_fingerprints_see_every_flipped_byte_and_every_swap(dtype):
     x[0, 2] = -x[0, 0] if dtype.kind not in "b" else False  # a sign flip: one bit, the top one
 
     def sums(array):
-        return checkpoint.fingerprints({"x": jnp.asarray(array)})["x"]
+        return checksums.fingerprints({"x": jnp.asarray(array)})["x"]
 
     changed = []
     for position in range(x.nbytes):

@@ -130,7 +130,7 @@ def losses_and_batch(model: ModelConfig, *, batch_size: int, sequence_length: in
     batch = {name: tokens for name in ("tokens", "targets", "segment_ids", "positions")}
 
     def loss(params, batch):
-        return decoder.make_apply(model, graphdef).losses(params, batch, run)[0].sum()
+        return decoder.Apply(model, graphdef).losses(params, batch, run)[0].sum()
 
     return loss, shapes, batch, place
 

@@ -61,7 +61,7 @@ def built(family: str, mesh: tuple = (), *, replicate_kv: bool = False) -> Built
 
     params = jax.tree_util.tree_map_with_path(draw, shapes, to)
     run = model.Execution(place, precision.POLICIES["fp32"])
-    return Built(decoder, model.make_apply(decoder, graphdef), params, run)
+    return Built(decoder, model.Apply(decoder, graphdef), params, run)
 
 
 # ----------------------------------------------------------------------------------------- cache

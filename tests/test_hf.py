@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from llmx import families, hf, model, precision, sharding
+from llmx import families, hf, hf_formats, model, precision, sharding
 
 # fp32 in both, sums in different orders: the logits are of order 1 to 10.
 LOGITS = 5e-5
@@ -110,7 +110,7 @@ def our_apply(config: families.ModelConfig, params: dict, run: model.Execution):
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
     assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, params)
     whole = jax.sharding.NamedSharding(run.place.mesh, jax.sharding.PartitionSpec())
-    return model.make_apply(config, graphdef), jax.device_put(params, whole)
+    return model.Apply(config, graphdef), jax.device_put(params, whole)
 
 
 def our_logits(config, params, run, tokens: np.ndarray) -> np.ndarray:
@@ -239,10 +239,10 @@ def random_params(config: families.ModelConfig) -> dict:
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 
 
-SMALL = {name: families.preset(name, vocab_size=99, num_layers=3) for name in hf.FORMATS}
+SMALL = {name: families.preset(name, vocab_size=99, num_layers=3) for name in hf_formats.FORMATS}
 
 
-@pytest.mark.parametrize("family", hf.FORMATS)
+@pytest.mark.parametrize("family", hf_formats.FORMATS)
 @pytest.mark.parametrize("shard_bytes", [hf.SHARD_BYTES, 50_000])
 def test_round_trip_through_files(family, shard_bytes, tmp_path):
     config = SMALL[family]
@@ -259,12 +259,15 @@ def test_round_trip_through_files(family, shard_bytes, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
-@pytest.mark.parametrize("name", [name for name in families.FAMILIES if name not in hf.FORMATS])
+@pytest.mark.parametrize(
+    "name", [name for name in families.FAMILIES if name not in hf_formats.FORMATS]
+)
 def test_published_models_can_be_said(name):
     """Every preset, at its size: what is written reads back as a model that computes the same."""
     config = families.preset(name)
-    back = hf.model_config_from_hf(json.loads(json.dumps(hf.model_config_to_hf(config))))
-    assert hf._meaning(back) == hf._meaning(config)
+    written = json.dumps(hf_formats.model_config_to_hf(config))
+    back = hf_formats.model_config_from_hf(json.loads(written))
+    assert hf_formats._meaning(back) == hf_formats._meaning(config)
 
 
 def test_sharded_export_loads_in_transformers(transformers, tmp_path):
@@ -397,7 +400,7 @@ def test_what_a_format_cannot_say_is_told(family, changes, words):
     base = SMALL["llama3"] if family == "mamba" else SMALL[family]
     config = dataclasses.replace(base, family=family, **changes)
     with pytest.raises(ValueError, match=words):
-        hf.model_config_to_hf(config)
+        hf_formats.model_config_to_hf(config)
 
 
 def test_export_refuses(tmp_path):

@@ -57,7 +57,7 @@ def make(config: families.ModelConfig) -> Built:
         lambda leaf: jnp.asarray(0.2 * noise.standard_normal(leaf.shape), leaf.dtype), shapes
     )
     run = model.Execution(one_device(), precision.POLICIES["fp32"])
-    return Built(config, model.make_apply(config, graphdef), params, run)
+    return Built(config, model.Apply(config, graphdef), params, run)
 
 
 def row(*lengths: int):
@@ -139,7 +139,7 @@ def test_future_has_zero_gradient(family):
         if decoder.config.tied_head:
             untied = dataclasses.replace(decoder.config, tied_head=False)
             graphdef, _, _ = model.abstract_parameters(untied)
-            apply, params["head"] = model.make_apply(untied, graphdef), table
+            apply, params["head"] = model.Apply(untied, graphdef), table
         else:
             apply = decoder.apply
         params["embedding"] = table_VD
@@ -267,7 +267,7 @@ def test_softcaps_act():
 
     tight = dataclasses.replace(decoder.config, attention_softcap=0.01)
     graphdef, _, _ = model.abstract_parameters(tight)
-    apply = model.make_apply(tight, graphdef)
+    apply = model.Apply(tight, graphdef)
     capped = jax.jit(lambda *a: apply.logits(decoder.params, *a, decoder.run))(
         some_tokens(), *row(T)
     )
@@ -354,7 +354,7 @@ def test_program_does_not_grow_with_depth(family):
     def size(num_layers: int) -> int:
         config = families.preset(family, vocab_size=VOCAB, num_layers=num_layers)
         graphdef, shapes, _ = model.abstract_parameters(config)
-        apply = model.make_apply(config, graphdef)
+        apply = model.Apply(config, graphdef)
         function = jax.grad(mean_loss(apply, built(family).run), has_aux=True)
         return num_equations(jax.make_jaxpr(function)(shapes, a_batch(*row(T))).jaxpr)
 

@@ -94,7 +94,7 @@ def decoder_residuals(policy: str) -> list[tuple[int, ...]]:
     place = sharding.Placement(mesh, sharding.make_layout("ddp"))
     run = model.Execution(place=place, policy=precision.POLICIES["fp32"], remat=policy)
     graphdef, shapes, _ = model.abstract_parameters(config)
-    apply = model.make_apply(config, graphdef)
+    apply = model.Apply(config, graphdef)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
 

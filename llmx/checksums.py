@@ -1,0 +1,97 @@
+"""Checksums of what a checkpoint holds: of its arrays, on the devices, and of its JSON document.
+
+The fingerprint of an array is a sum over the bit pattern of the global array, hence the same number
+on every mesh, layout and process count. It mixes by the finaliser of MurmurHash3, source:
+https://github.com/aappleby/smhasher.
+
+Mesh axes: an all-reduce of one number for each array, over the axes that shard it.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+
+def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """A uint32 for each array over its bit pattern: the same on every mesh and layout, changed by
+    any flipped byte, and by swapped values.
+
+    Compiles once for each kind of array; an all-reduce of one number for each array, over the axes
+    that shard it. One after the other: offloaded arrays may not fit the device together, and on
+    fake CPU devices two programs at once can deadlock.
+    """
+    return {
+        name: int(jax.device_get(_fingerprint(_onto_device(array))))
+        for name, array in arrays.items()
+    }
+
+
+def differences(arrays: Mapping[str, jax.Array], expected: Mapping[str, int]) -> str:
+    """What differs from the expected fingerprints, or an empty text."""
+    found = fingerprints(arrays)
+    wrong = [name for name in arrays if found[name] != expected[name]]
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}"
+
+
+def seal(document: dict) -> dict:
+    """`document`, in the form in which JSON gives it back, with its checksum beside it."""
+    document = json.loads(json.dumps(document))
+    return {"crc32": _crc(document), "document": document}
+
+
+def is_intact(sealed: Mapping) -> bool:
+    """Whether the document in `sealed` is the one that `seal` was given."""
+    return _crc(sealed["document"]) == sealed["crc32"]
+
+
+def _crc(document: dict) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _onto_device(array: jax.Array) -> jax.Array:
+    device = min(array.sharding.device_set, key=lambda device: device.id)
+    memory = device.default_memory().kind
+    if array.sharding.memory_kind in (None, memory):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(memory))
+
+
+@jax.jit
+def _fingerprint(x: jax.Array) -> jax.Array:
+    """The sum of mix(word xor position), modulo 2^32.
+
+    `mix` is a bijection, so one changed word always changes the sum. Being nonlinear in word and
+    position together it sees permutations too, which sums weighted by position miss (x and -x
+    swapped over an even distance). Integer sums do not depend on their order.
+    """
+    words = _words(x)
+    position = jnp.zeros((1,) * words.ndim, jnp.uint32)
+    for dim, size in enumerate(words.shape):
+        steps = _mix(
+            jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(0x9E3779B1 * (dim + 1) % 2**32)
+        )
+        position = position + steps.reshape([-1 if d == dim else 1 for d in range(words.ndim)])
+    return jnp.sum(_mix(words ^ position), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bit pattern of `x` as uint32, one word per element (two for 64-bit types)."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_ or x.dtype in (jnp.int4, jnp.uint4):
+        return x.astype(jnp.uint8).astype(jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3, a bijection of uint32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
