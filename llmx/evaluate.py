@@ -62,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--batches", type=int, default=0, help="batches; all by default")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
-    log = lambda text: print(text, file=sys.stderr)  # noqa: E731  stdout is for the result
     try:
         run = config.load_run(args.workdir)
         launch.start(run.launch)
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         setup = build.make_setup(run)
         restored = checkpoint.restore_part(
             f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
-            prefix="ema" if run.optimizer.ema_decay else "params", log=log,
+            prefix="ema" if run.optimizer.ema_decay else "params", log=launch.note,
         )  # fmt: skip
         if restored is None:
             raise ValueError(f"--workdir={args.workdir} has no checkpoint yet")
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         sequence_length=run.batch.sequence_length,
         seed=run.seed,
         cache_dir=config.DATA_CACHE,
-        log=log,
+        log=launch.note,
     )
     with jax.set_mesh(setup.mesh):
         result = held_out_loss(

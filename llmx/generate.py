@@ -341,7 +341,7 @@ def _continue(args: argparse.Namespace):
     restored = checkpoint.restore_part(
         f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
         prefix="ema" if run.optimizer.ema_decay else "params",
-        log=launch.log,
+        log=launch.note,
     )  # fmt: skip
     if restored is None:
         raise ValueError(
@@ -352,7 +352,7 @@ def _continue(args: argparse.Namespace):
         setup.apply, restored.state, setup.run, prompts, **settings, seed=args.seed,
         stop_token=coder.end_of_document,
     )  # fmt: skip
-    launch.log(f"step {restored.step}, {sum(map(len, added))} tokens added")
+    launch.note(f"step {restored.step}, {sum(map(len, added))} tokens added")
     for number, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
         if len(prompts) > 1:
             which, sample = divmod(number, args.samples)

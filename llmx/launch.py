@@ -60,7 +60,8 @@ class LaunchConfig:
     num_processes: int = 0  # with a coordinator; 0 = from the environment
     process_id: int = -1  # with a coordinator; -1 = from the environment
     heartbeat_seconds: int = 30  # a process not heard of for this long ends the run
-    watchdog_seconds: int = 0  # no step for this long: print all stacks and exit 75; 0 = off
+    # no step for this long (evaluations and saves included): print all stacks, exit 75; 0 = off
+    watchdog_seconds: int = 0
     # compiled programs of earlier launches; "" = none. JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
 
@@ -165,9 +166,19 @@ def device_count(config: LaunchConfig) -> int:
 
 
 def log(text: str) -> None:
-    """Print `text` to stderr in process 0, nothing in the others."""
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    """Print `text` in process 0, nothing in the others."""
+    if _is_first():
+        print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """The same to stderr, for commands whose stdout is their result."""
+    if _is_first():
         print(text, file=sys.stderr, flush=True)
+
+
+def _is_first() -> bool:
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         resources.callback(loop.close)
         evaluation = Evaluation(run, setup, dataset, loop.reporter)
         profile = Profile(run)
+        resources.callback(profile.close)
         try:
             while loop.step < run.steps and not stop.agreed(loop.step):
                 profile.before(loop.step + 1)
@@ -351,6 +352,10 @@ class Profile:
 
     def after(self, step: int):
         if self.ends(step):
+            self.close()
+
+    def close(self):
+        if self.running:
             jax.profiler.stop_trace()
             self.running = False
 
