@@ -391,10 +391,17 @@ def _type_name(hint: Any) -> str:
 def _sections(config: Config) -> list[str]:
     """Each section by itself; fills in the vocabulary where the tokenizer says it."""
     found = data_config.problems(config.data)
-    if not config.model.vocab_size and not found:
-        config.model.vocab_size = _vocab_size(config.data)
+    if not found:
+        num_tokens = _vocab_size(config.data)
+        if not config.model.vocab_size:
+            config.model.vocab_size = num_tokens
+        elif 1 <= config.model.vocab_size < num_tokens:
+            found.append(
+                f"model.vocab_size={config.model.vocab_size} is less than the {num_tokens} tokens of "
+                "the tokenizer: set it to at least that, or to 0 to follow the tokenizer"
+            )
     found += families.problems(config.model)
-    found += optim.problems(config.optimizer, config.steps)
+    found += optim.problems(config.optimizer)
     found += guard.problems(config.guard)
     found += checkpoint.problems(config.checkpoint)
     found += metrics.problems(config.metrics)

@@ -126,17 +126,10 @@ def open_data(run: config.Config, log: Callable):
     """The dataset. Raises ValueError for what is wrong with it."""
     from llmx.data import dataset as data_lib
 
-    dataset = data_lib.open_dataset(
+    return data_lib.open_dataset(
         run.data, sequence_length=run.batch.sequence_length, seed=run.seed,
         cache_dir=config.DATA_CACHE, log=log,
     )  # fmt: skip
-    if dataset.vocab_size > run.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {dataset.vocab_size} tokens and "
-            f"model.vocab_size={run.model.vocab_size}: set it to at least that, or to 0 to follow "
-            "the tokenizer"
-        )
-    return dataset
 
 
 def compile_step(run: config.Config, setup, log: Callable) -> Callable:

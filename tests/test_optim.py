@@ -281,14 +281,14 @@ def test_eight_devices_update_as_one(name):
         (dict(learning_rate=-1.0), ["optimizer.learning_rate=-1.0", "at least 0"]),
         (dict(b2=1.0), ["optimizer.b2=1.0", "below 1"]),
         (dict(ema_decay=1.0), ["optimizer.ema_decay=1.0", "below 1"]),
-        (dict(warmup_steps=101), ["optimizer.warmup_steps=101", "steps=100", "never reaches"]),
+        (dict(warmup_steps=-1), ["optimizer.warmup_steps=-1", "at least 0"]),
         (dict(decay_steps=-1), ["optimizer.decay_steps=-1", "0 = a fifth"]),
     ],
 )
 def test_problems_name_value_limit_and_remedy(changes, words):
-    (problem,) = optim.problems(optim.OptimizerConfig(**changes), 100)
+    (problem,) = optim.problems(optim.OptimizerConfig(**changes))
     assert all(word in problem for word in words), problem
 
 
 def test_the_defaults_have_no_problems():
-    assert optim.problems(optim.OptimizerConfig(), 1000) == []
+    assert optim.problems(optim.OptimizerConfig()) == []
