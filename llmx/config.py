@@ -397,8 +397,8 @@ def _sections(config: Config) -> list[str]:
             config.model.vocab_size = num_tokens
         elif 1 <= config.model.vocab_size < num_tokens:
             found.append(
-                f"model.vocab_size={config.model.vocab_size} is less than the {num_tokens} tokens of "
-                "the tokenizer: set it to at least that, or to 0 to follow the tokenizer"
+                f"model.vocab_size={config.model.vocab_size} is less than the {num_tokens} tokens "
+                "of the tokenizer: set it to at least that, or to 0 to follow the tokenizer"
             )
     found += families.problems(config.model)
     found += optim.problems(config.optimizer)
