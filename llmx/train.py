@@ -45,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # 4. State: restored onto this mesh, whatever it was saved on, or born split.
         state, first = restore_or_init(run, setup, checkpoints, dataset, log)
-
-        # 5. Compile the step, explicitly.
-        train_step = compile_step(run, setup, log)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if jax.process_index() == 0:
         config.save_run(run)
         dataset.tokenizer.save(f"{run.workdir}/tokenizer.json")
+
+    # 5. Compile the step, explicitly.
+    train_step = compile_step(run, setup, log)
 
     # 6. The loop.
     code = 0
@@ -76,13 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if loop.step == first + 1:
                     loop.settle()
                     log(f"first step done {time.perf_counter() - begun:.1f} s after launch")
-                with loop.aside(profile.ends(loop.step)):
-                    profile.after(loop.step)
-                with loop.aside(checkpoints.due(loop.step)) as due:
-                    if due:
+                if profile.ends(loop.step):
+                    with loop.aside():
+                        profile.close()
+                if checkpoints.due(loop.step):
+                    with loop.aside():
                         save(run, setup, checkpoints, dataset, loop)
-                with loop.aside(evaluation.due(loop.step)) as due:
-                    if due:
+                if evaluation.due(loop.step):
+                    with loop.aside():
                         evaluation(loop.step, loop.state)
             loop.settle()
         except TrainingStopped as stopped:
@@ -274,14 +275,11 @@ class Loop:
             self._refuse(report)
 
     @contextlib.contextmanager
-    def aside(self, due: bool):
-        """What is not a step, when it is due: after the step under way, outside its time."""
-        if due:
-            self.settle()
-            with self.timer.pause():
-                yield due
-        else:
-            yield due
+    def aside(self):
+        """For what is not a step: after the step under way, outside its time."""
+        self.settle()
+        with self.timer.pause():
+            yield
 
     def close(self):
         self._data.close()
@@ -342,10 +340,6 @@ class Profile:
 
     def ends(self, step: int) -> bool:
         return self.running and step >= self.first + self.num - 1
-
-    def after(self, step: int):
-        if self.ends(step):
-            self.close()
 
     def close(self):
         if self.running:
