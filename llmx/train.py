@@ -335,7 +335,10 @@ class Profile:
 
     def before(self, step: int):
         if self.first and step == self.first:
-            jax.profiler.start_trace(self.directory)
+            options = jax.profiler.ProfileOptions()
+            # The tracer of Python calls hooks into all threads, and crashes on one that is ending.
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self.directory, profiler_options=options)
             self.running = True
 
     def ends(self, step: int) -> bool:
