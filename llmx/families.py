@@ -192,11 +192,15 @@ def problems(model: ModelConfig) -> list[str]:
         if not ok:
             found.append(text)
 
-    sizes = ("vocab_size", "vocab_multiple", "width", "num_layers", "num_heads", "num_kv_heads",
-             "head_dim", "mlp_dim", "max_positions")  # fmt: skip
+    sizes = ("vocab_multiple", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+             "mlp_dim", "max_positions")  # fmt: skip
     for name in sizes:
         value = vars(model)[name]
         check(value >= 1, f"model.{name}={value} must be at least 1")
+    check(
+        model.vocab_size >= 0,
+        f"model.vocab_size={model.vocab_size} must not be negative: 0 follows the tokenizer",
+    )
     if found:
         return found
     check(

@@ -229,9 +229,17 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         values |= _read_rope(form, config)
     values["layer_pattern"] = _read_layers(form, config, values["num_layers"])
     model = dataclasses.replace(families.preset(family), **values)
-    if found := families.problems(model):
+    if found := _problems(model):
         raise ValueError("config.json does not make a model:\n" + "\n".join(found))
     return model
+
+
+def _problems(model: ModelConfig) -> list[str]:
+    """A checkpoint has a vocabulary; a config may leave it to the tokenizer."""
+    found = families.problems(model)
+    if model.vocab_size == 0:
+        found.append("model.vocab_size=0 must be at least 1 in a checkpoint")
+    return found
 
 
 def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -243,7 +251,7 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"model.family={model.family!r} has no Hugging Face format: use one of {tuple(FORMATS)}"
         )
-    if found := families.problems(model):
+    if found := _problems(model):
         raise ValueError("\n".join(found))
     form = FORMATS[model.family]
     config = {"architectures": [form.architecture], "model_type": form.model_type}

@@ -81,6 +81,7 @@ BAD = [
     (dict(model__num_layers=0), 1, ["num_layers=0", "at least 1"]),
     (dict(loss__chunks=7), 1, ["loss.chunks=7", "384", "0 = automatic"]),
     (dict(model__vocab_size=256), 1, ["vocab_size=256", "257 tokens", "0 to follow"]),
+    (dict(model__vocab_size=-1), 1, ["vocab_size=-1", "0 follows"]),
     (dict(guard__on_bad_step="ignore"), 1, ["on_bad_step='ignore'", "skip"]),
     (dict(guard__spike_factor=0.5), 1, ["spike_factor=0.5", "above 1"]),
     (dict(checkpoint__keep_last=0), 1, ["keep_last=0", "at least 1"]),
@@ -116,6 +117,12 @@ def test_all_problems_are_told_at_once():
         config.resolve(run, 8)
     assert len(error.value.problems) == 5
     assert "5 problems" in str(error.value)
+
+
+def test_unknown_data_is_not_also_a_bad_vocabulary():
+    with pytest.raises(config.ConfigError) as error:
+        config.resolve(changed(data__sources=("shards:/nowhere/at/all",)), 1)
+    assert len(error.value.problems) == 1
 
 
 def test_nothing_is_allocated_before_the_checks():
