@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     readers = [
         threading.Thread(target=copy_lines, args=(process, rank))
         for rank, process in enumerate(processes)
-        if rank > 0
+        if process.stdout is not None
     ]
     for reader in readers:
         reader.start()
@@ -86,14 +86,18 @@ def start(options: argparse.Namespace, rank: int, port: int) -> subprocess.Popen
         "LLMX_NUM_PROCESSES": str(options.num_processes),
         "LLMX_PROCESS_ID": str(rank),
     }
-    output = {} if rank == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if rank == 0:
+        # It may draw on a terminal; into a file or pipe its lines go whole, as those of the others.
+        output = {} if sys.stdout.isatty() else {"stdout": subprocess.PIPE}
     return subprocess.Popen(options.command, env=environment, start_new_session=True, **output)
 
 
 def copy_lines(process: subprocess.Popen, rank: int) -> None:
-    """The lines of one process, with its rank before each."""
+    """The lines of one process, with its rank before each but for process 0."""
+    prefix = f"[{rank}] ".encode() if rank else b""
     for line in process.stdout:
-        sys.stdout.buffer.write(f"[{rank}] ".encode() + line)
+        sys.stdout.buffer.write(prefix + line)
         sys.stdout.buffer.flush()
 
 
