@@ -41,8 +41,3 @@ def make_train_step(run: config.Config, setup: step.Setup) -> Callable:
         clip_norm=run.optimizer.clip_norm,
         guard=run.guard,
     )
-
-
-def make_eval_step(setup: step.Setup) -> Callable:
-    """The jitted (params, Batch) -> (summed loss, tokens) of a run."""
-    return step.make_eval_step(setup)

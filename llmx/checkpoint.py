@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmx import checksums
+from llmx import checksums, trees
 
 FORMAT = 1
 STATE, META = "state", "meta"
@@ -158,7 +158,7 @@ class Checkpointer:
                 self._root / str(step),
                 args=ocp.args.Composite(
                     **{
-                        STATE: ocp.args.PyTreeSave(_nest(arrays)),
+                        STATE: ocp.args.PyTreeSave(trees.nest(arrays)),
                         META: ocp.args.JsonSave(checksums.seal(document)),
                     }
                 ),
@@ -323,33 +323,6 @@ def _is_key(leaf: Any) -> bool:
 _key_data = jax.jit(jax.random.key_data)
 
 
-def _name_leaves(tree: Any) -> dict[str, Any]:
-    """{"params/layers/w": leaf}: the path of every leaf, whatever the containers."""
-    named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
-        if name in named:
-            raise ValueError(f"two leaves of the state have the path {name!r}: rename one of them")
-        named[name] = leaf
-    return named
-
-
-def _nest(named: Mapping[str, Any]) -> dict:
-    """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk."""
-    tree: dict = {}
-    for name, leaf in named.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"{name!r} lies under another leaf: rename one of them")
-        if last in node:
-            raise ValueError(f"{name!r} lies over another leaf of the state: rename one of them")
-        node[last] = leaf
-    return tree
-
-
 def _look_up(tree: Mapping, name: str) -> Any:
     for part in name.split("/"):
         tree = tree[part]
@@ -360,7 +333,7 @@ def _describe(step: int, state: Any, meta: Mapping[str, Any]) -> tuple[dict[str,
     """The arrays to write, keys as integers, and the document about them without checksums."""
     arrays: dict[str, jax.Array] = {}
     leaves: dict[str, dict] = {}
-    for name, leaf in _name_leaves(state).items():
+    for name, leaf in trees.named_leaves(state).items():
         if isinstance(leaf, (bool, int, float)):
             leaves[name] = {"type": type(leaf).__name__, "value": leaf}
             continue
@@ -390,7 +363,7 @@ def _describe(step: int, state: Any, meta: Mapping[str, Any]) -> tuple[dict[str,
         raise ValueError(
             f"checkpoint meta must be JSON: {error}; use numbers, strings, lists and dicts"
         ) from error
-    _nest(arrays)
+    trees.nest(arrays)
     return arrays, document
 
 
@@ -475,7 +448,7 @@ def _check_structure(root: Any, document: dict, abstract: Any, *, prefix: str) -
     checkpoint holds something else.
     """
     lead = f"{prefix}/" if prefix else ""
-    wanted = {lead + name: leaf for name, leaf in _name_leaves(abstract).items()}
+    wanted = {lead + name: leaf for name, leaf in trees.named_leaves(abstract).items()}
     saved = {name: leaf for name, leaf in document["leaves"].items() if name.startswith(lead)}
     differences = [f"{name}: saved, not wanted" for name in saved if name not in wanted]
     arrays: dict[str, Any] = {}
@@ -513,7 +486,7 @@ def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         return {}
     import orbax.checkpoint as ocp
 
-    abstract = _nest({name: _as_stored(name, leaf) for name, leaf in wanted.items()})
+    abstract = trees.nest({name: _as_stored(name, leaf) for name, leaf in wanted.items()})
     args = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -556,7 +529,7 @@ def _assemble(
     """`abstract` with arrays and numbers in the place of its leaves."""
     lead = f"{prefix}/" if prefix else ""
     leaves = []
-    for name, leaf in _name_leaves(abstract).items():
+    for name, leaf in trees.named_leaves(abstract).items():
         if isinstance(leaf, (bool, int, float)):
             leaves.append(document["leaves"][lead + name]["value"])
         elif _is_key(leaf):

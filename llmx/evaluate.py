@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     with jax.set_mesh(setup.mesh):
         result = held_out_loss(
-            setup, build.make_eval_step(setup), restored.state, dataset,
+            setup, step.make_eval_step(setup), restored.state, dataset,
             batch_size=run.batch.size // run.batch.accumulation, batches=args.batches,
         )  # fmt: skip
     result["step"] = restored.step

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from llmx import hf_formats
+from llmx import hf_formats, trees
 from llmx.families import ModelConfig
 from llmx.hf_formats import Tensor
 
@@ -54,25 +54,6 @@ def _view(array: np.ndarray, row: Tensor, layer: int | None, model: ModelConfig)
     """One layer of a parameter, without the padding of the vocabulary."""
     array = array if layer is None else array[layer]
     return array[: model.vocab_size] if row.dims[0] == "V" else array
-
-
-def _flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for name, value in params.items():
-        nested = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{name}/") if nested else {prefix + name: value}
-    return found
-
-
-def _nest(flat: Mapping[str, Any]) -> dict:
-    tree: dict = {}
-    for path, value in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
 
 
 def _some(names: Iterable[str]) -> str:
@@ -125,7 +106,7 @@ def export(
 
 
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
-    flat = _flat(params)
+    flat = trees.named_leaves(params)
     rows = hf_formats.rows(model)
     expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
     if flat.keys() != expected.keys():
@@ -273,7 +254,7 @@ def load(
                 )
 
         _read_tensors(directory, files, {hf_formats.HEAD.theirs: embedding.shape}, compare)
-    return model, _nest(arrays)
+    return model, trees.nest(arrays)
 
 
 def _read_json(path: pathlib.Path) -> dict:

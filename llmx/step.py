@@ -27,7 +27,7 @@ from llmx import guard as guard_lib
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
 
-BATCH_AXES = ("batch", "sequence")
+TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
 BATCH_DTYPES = {
     "tokens": "int32",
     "targets": "int32",
@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, self.run.place.activation(BATCH_AXES))
+        return NamedSharding(self.mesh, self.run.place.activation(TOKEN_AXES))
 
     def abstract_batch(self, batch_size: int, sequence_length: int) -> Batch:
         """Shapes of a global batch."""

@@ -306,10 +306,10 @@ class Evaluation:
     """The loss on the held-out split, when it is due."""
 
     def __init__(self, run: config.Config, setup, dataset, reporter: metrics.Reporter):
-        from llmx import build, evaluate
+        from llmx import evaluate, step
 
         self.run, self.reporter = run, reporter
-        eval_step = build.make_eval_step(setup)
+        eval_step = step.make_eval_step(setup)
         self._loss_of = lambda state: evaluate.held_out_loss(
             setup, eval_step, evaluate.averaged(state), dataset,
             batch_size=run.batch.size // run.batch.accumulation, batches=run.evaluation.batches,

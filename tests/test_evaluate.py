@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 
-from llmx import build, config, evaluate, families
+from llmx import build, config, evaluate, families, step
 from llmx.data import dataset as data_lib
 
 
@@ -32,7 +32,7 @@ def opened(tmp_path, **data):
 def test_batches_do_not_matter(tmp_path):
     run, dataset = opened(tmp_path)
     setup = build.make_setup(run)
-    state, eval_step = setup.init(0), build.make_eval_step(setup)
+    state, eval_step = setup.init(0), step.make_eval_step(setup)
     with jax.set_mesh(setup.mesh):
         whole = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=64)
         parts = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=8)

@@ -9,7 +9,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "llmx"
 
 # A package (data, kernels, plan) is one entry: inside it imports may go sideways, not in circles.
 ROWS = [
-    {"hardware", "families", "sharding", "precision", "remat", "launch", "guard"},
+    {"hardware", "families", "sharding", "precision", "remat", "launch", "guard", "trees"},
     {"costs", "checksums", "dot", "hf_formats", "data", "kernels", "collectives"},
     {"attention", "embedding", "losses", "optim", "checkpoint", "metrics", "hf"},
     {"model"},

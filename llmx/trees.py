@@ -1,0 +1,33 @@
+"""Trees of arrays as flat dicts from path to leaf, and back: the form of checkpoints on disk."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """{"params/layers/w": leaf}: the path of every leaf, whatever the containers."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        if name in named:
+            raise ValueError(f"two leaves of the state have the path {name!r}: rename one of them")
+        named[name] = leaf
+    return named
+
+
+def nest(named: Mapping[str, Any]) -> dict:
+    """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk."""
+    tree: dict = {}
+    for name, leaf in named.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name!r} lies under another leaf: rename one of them")
+        if last in node:
+            raise ValueError(f"{name!r} lies over another leaf of the state: rename one of them")
+        node[last] = leaf
+    return tree
