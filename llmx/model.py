@@ -29,6 +29,8 @@ INSIDE = ("batch", "sequence", "embed")
 QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY = ("batch", "sequence", "kv_heads", "head_dim")
 HIDDEN = ("batch", "sequence", "mlp")
+# Tables of which rows are looked up: products never take them whole, unless one is the head too.
+LOOKED_UP = ("embedding", "positions")
 CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
 
 
@@ -39,7 +41,7 @@ class Execution:
     place: sharding.Placement
     policy: precision.Policy
     remat: str = "none"
-    attention: str = "reference"
+    attention: str = "auto"
     loss_chunks: int = 0
 
 
@@ -69,9 +71,10 @@ class Norm(nnx.Module):
         if self.centered:
             y = y - y.mean(axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
-        y = y * (1 + self.scale[...] if self.plus_one else self.scale[...])
+        # y (1 + scale) is y + y scale.
+        y = y + dot.scaled(y, self.scale[...]) if self.plus_one else dot.scaled(y, self.scale[...])
         if self.bias is not None:
-            y = y + self.bias[...]
+            y = dot.shifted(y, self.bias[...])
         return y.astype(x.dtype)
 
 
@@ -87,8 +90,11 @@ class Projection(nnx.Module):
 
     def __call__(self, expression: str, x: Array, out: tuple, run: Execution) -> Array:
         to = run.place.activation(out)
-        y = dot.dot(expression, x, self.kernel[...], out=to, policy=run.policy)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        y = dot.dot(
+            expression, x, self.kernel[...], out=to, policy=run.policy,
+            recomputed=run.remat != "none",
+        )  # fmt: skip
+        return y if self.bias is None else dot.shifted(y, self.bias[...])
 
 
 class Attention(nnx.Module):
@@ -137,7 +143,6 @@ class Attention(nnx.Module):
             attention.Scores(scale=self.scale, softcap=self.softcap, window=window),
             implementation=run.attention, place=run.place,
         )  # fmt: skip
-        out_BTNH = checkpoint_name(out_BTNH, remat.ATTENTION)
         return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, run), cache
 
 
@@ -177,12 +182,13 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache=None, now=None):
         # Between blocks positions are split over `tensor` too; inside, every shard needs them all.
-        y_BTD = run.place.constrain(self.attention_norm(x_BTD), INSIDE)
+        y_BTD = self.attention_norm(x_BTD)
+        y_BTD = run.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
         y_BTD, cache = self.attention(y_BTD, rotation, mask, window, run, cache, now)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + y_BTD
-        y_BTD = run.place.constrain(self.mlp_norm(x_BTD), INSIDE)
+        y_BTD = run.place.constrain(self.mlp_norm(x_BTD), INSIDE, multiplied_into=("mlp",))
         y_BTD = self.mlp(y_BTD, run)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
@@ -295,9 +301,7 @@ class Apply:
             # done.
             top = {name: leaf for name, leaf in params.items() if name != "blocks"}
             top_sinks = {name: sinks[name] for name in top}
-            params = jax.tree.map(sharding.route_gradient, top, top_sinks) | {
-                "blocks": params["blocks"]
-            }
+            params = run.place.routed(top, top_sinks) | {"blocks": params["blocks"]}
         decoder = nnx.merge(self.graphdef, params)
         mask = _self_mask(batch["segment_ids"], batch["positions"])
         x_BTD, _ = self._hidden(
@@ -391,7 +395,7 @@ class Apply:
             def apply(x_BTD, weights_sinks_cache):
                 weights, sinks, cache = weights_sinks_cache
                 if sinks is not None:
-                    weights = jax.tree.map(sharding.route_gradient, weights, sinks)
+                    weights = run.place.routed(weights, sinks)
                 window = model.window if kind == families.LOCAL else 0
                 block = nnx.merge(definition, weights)
                 return block(x_BTD, rotations[kind], mask, window, run, cache, now)
@@ -411,9 +415,7 @@ class Apply:
             return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *kept)
 
         size, num = len(kinds), model.num_layers // len(kinds)
-        grouped = jax.tree.map(
-            lambda array: array[: num * size].reshape(num, size, *array.shape[1:]), stacked
-        )
+        grouped = jax.tree.map(lambda array: sharding.regrouped(array[: num * size], size), stacked)
         x_BTD, new = jax.lax.scan(period, x_BTD, grouped)
         new = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), new)
         for i in range(num * size, model.num_layers):
@@ -429,4 +431,4 @@ class Apply:
 
 
 def _self_mask(segments_BT, positions_BT) -> attention.Mask:
-    return attention.Mask(segments_BT, positions_BT, segments_BT, positions_BT)
+    return attention.Mask(segments_BT, positions_BT, segments_BT, positions_BT, in_order=True)

@@ -17,6 +17,9 @@ GRADIENT = dict(rtol=1e-4, atol=2e-5)
 # The same numbers on another mesh: only sums over heads that share K/V change their order.
 MESH = dict(rtol=1e-5, atol=1e-6)
 
+# The others walk blocks of 128 positions: tests/test_splash.py.
+ANY_LENGTH = [name for name in attention.IMPLEMENTATIONS if name != "splash"]
+
 B, T, H = 2, 24, 8
 INPUTS = ("query", "key", "value")
 
@@ -71,6 +74,10 @@ def inputs(case: Case, *, batch: int = B):
 def self_mask(case: Case, *, repeats: int = 1) -> attention.Mask:
     arrays = [jnp.asarray(np.tile(array, (repeats, 1))) for array in documents(case.packed)]
     return attention.Mask(*arrays, *arrays)
+
+
+def on_cpu(implementation: str):
+    return functools.partial(attention.IMPLEMENTATIONS[implementation], device_kind="cpu")
 
 
 def looped(query, key, value, segments, positions, case: Case) -> np.ndarray:
@@ -140,11 +147,11 @@ def expected(name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", attention.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ANY_LENGTH)
 def test_implementation_equals_loops(implementation, name):
     case = CASES[name]
     *arrays, cotangent = inputs(case)
-    mask, kernel = self_mask(case), attention.IMPLEMENTATIONS[implementation]
+    mask, kernel = self_mask(case), on_cpu(implementation)
     try:
         value, gradients = value_and_gradients(
             lambda *arrays: kernel(*arrays, mask, case.scores), arrays, cotangent
@@ -157,12 +164,12 @@ def test_implementation_equals_loops(implementation, name):
         np.testing.assert_allclose(got, to_be, **GRADIENT, err_msg=f"gradient of {which}")
 
 
-@pytest.mark.parametrize("implementation", attention.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ANY_LENGTH)
 def test_what_is_not_seen_has_no_influence(implementation):
     """Bit for bit: keys and values of other documents, of the future, and beyond the window."""
     case = CASES["packed_window"]
     query, key, value, _ = inputs(case)
-    mask, kernel = self_mask(case), attention.IMPLEMENTATIONS[implementation]
+    mask, kernel = self_mask(case), on_cpu(implementation)
     run = jax.jit(lambda key, value: kernel(query, key, value, mask, case.scores))
     seen = seen_by(*documents(True), case.scores.window)
     try:
@@ -178,7 +185,7 @@ def test_what_is_not_seen_has_no_influence(implementation):
         np.testing.assert_array_equal(changed_BT, seen[:, :, slot])
 
 
-@pytest.mark.parametrize("implementation", attention.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ANY_LENGTH)
 def test_empty_slots_stay_finite(implementation):
     """A query that sees nothing, as in a padded cache, gives finite values and gradients."""
     case = CASES["causal"]
@@ -186,7 +193,7 @@ def test_empty_slots_stay_finite(implementation):
     segments, positions = documents(False)
     nothing = jnp.full_like(jnp.asarray(segments), -1)
     mask = attention.Mask(jnp.asarray(segments), jnp.asarray(positions), nothing, nothing)
-    kernel = attention.IMPLEMENTATIONS[implementation]
+    kernel = on_cpu(implementation)
     try:
         value, gradients = value_and_gradients(
             lambda *arrays: kernel(*arrays, mask, case.scores), arrays, cotangent
@@ -248,7 +255,7 @@ def on_one_device(case: Case, implementation: str):
 
 @pytest.mark.parametrize("kind", ["split_kv", "whole_kv", "fewer_kv", "one_kv"])
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("implementation", attention.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ANY_LENGTH)
 def test_mesh_equals_one_device(implementation, mesh, kind):
     """Split K/V heads; whole ones though they could be split; fewer than `tensor`; a single one."""
     kv_heads = {"split_kv": 4, "whole_kv": 4, "fewer_kv": 2, "one_kv": 1}[kind]
@@ -269,7 +276,21 @@ def test_fewer_queries_than_keys():
     case = CASES["group2"]
     query, key, value, _ = inputs(case)
     segments, positions = (jnp.asarray(array) for array in documents(False))
-    whole = attention.reference(query, key, value, self_mask(case), case.scores)
+    reference = on_cpu("reference")
+    whole = reference(query, key, value, self_mask(case), case.scores)
     last = attention.Mask(segments[:, -5:], positions[:, -5:], segments, positions)
-    part = attention.reference(query[:, -5:], key, value, last, case.scores)
+    part = reference(query[:, -5:], key, value, last, case.scores)
     np.testing.assert_allclose(part, whole[:, -5:], **VALUE)
+
+
+def test_what_no_implementation_does_says_why():
+    case = CASES["causal"]
+    message = "implementation='splash' cannot do this: splash: .* in order only; use .*'auto'"
+    with pytest.raises(ValueError, match=message):
+        attended(placed({}, replicate_kv=False), case, "splash")
+
+
+def test_auto_prefers_by_platform():
+    assert attention.candidates("auto", "tpu") == ("splash", "reference")
+    assert attention.candidates("auto", "cpu") == ("reference",)
+    assert attention.candidates("reference", "tpu") == ("reference",)

@@ -9,12 +9,32 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "llmx"
 
 # A package (data, kernels, plan) is one entry: inside it imports may go sideways, not in circles.
 ROWS = [
-    {"hardware", "families", "sharding", "precision", "remat", "launch", "guard", "trees"},
-    {"costs", "checksums", "dot", "hf_formats", "data", "kernels", "collectives"},
-    {"attention", "embedding", "losses", "optim", "checkpoint", "metrics", "hf"},
-    {"model"},
-    {"step", "config"},
-    {"build"},
+    {
+        "hardware",
+        "families",
+        "sharding",
+        "precision",
+        "remat",
+        "launch",
+        "guard",
+        "trees",
+        "buffers",
+    },
+    {
+        "costs",
+        "checksums",
+        "hlo_text",
+        "dot",
+        "hf_formats",
+        "data",
+        "kernels",
+        "collectives",
+        "topologies",
+    },
+    {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
+    {"model", "hlo_collectives"},
+    {"step", "config", "hlo"},
+    {"bill", "build", "variants"},
     {"evaluate", "generate", "convert", "plan", "aot"},
     {"train"},
 ]

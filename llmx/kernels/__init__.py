@@ -1,0 +1,1 @@
+"""One hand-written or wrapped kernel per file; each works on one device's arrays."""
