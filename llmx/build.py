@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from llmx import config, model, precision, sharding, step
+from llmx import config, launch, model, precision, sharding, step
 
 
 def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = None) -> step.Setup:
@@ -40,4 +40,6 @@ def make_train_step(run: config.Config, setup: step.Setup) -> Callable:
         z_loss=run.loss.z_loss,
         clip_norm=run.optimizer.clip_norm,
         guard=run.guard,
+        gather=run.sharding.gather,
+        compiler_options=launch.compiler_options(run.launch),
     )

@@ -410,7 +410,8 @@ def _sections(config: Config) -> list[str]:
         ("precision", precision.POLICIES),
         ("remat", remat.POLICIES),
         ("sharding.layout", sharding.LAYOUTS),
-        ("attention.implementation", attention.IMPLEMENTATIONS),
+        ("sharding.gather", sharding.GATHERS),
+        ("attention.implementation", ("auto", *attention.IMPLEMENTATIONS)),
     ):
         if (value := _get(config, key)) not in table:
             near = difflib.get_close_matches(value, list(table), n=1)
@@ -525,7 +526,7 @@ def _tensor(config: Config, tensor: int) -> Iterator[str]:
 
 def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What data parallelism and context parallelism split."""
-    batch, model = config.batch, config.model
+    batch, model, layout = config.batch, config.model, config.sharding.layout
     ways = 1
     for axis in sharding.BATCH_AXES:
         ways *= sizes[axis]
@@ -545,7 +546,12 @@ def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"sequence{sizes['sequence']} x tensor{sizes['tensor']}: use a multiple of {tokens}"
             + (", or sharding.sequence_parallel=False" if sizes["tensor"] > 1 else "")
         )
-    over = sharding.LAYOUTS[config.sharding.layout].optimizer["embed"]
+    if config.sharding.gather == "step" and not sharding.LAYOUTS[layout].parameters["embed"]:
+        yield (
+            f"sharding.gather='step' gathers nothing with layout {layout!r}, whose parameters are "
+            "whole: use 'layer', or layout 'zero3' or 'hsdp'"
+        )
+    over = sharding.LAYOUTS[layout].optimizer["embed"]
     ways = 1
     for axis in over:
         ways *= sizes[axis]
@@ -553,6 +559,6 @@ def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         yield (
             f"model.width={model.width} does not divide over {ways} = "
             f"{' x '.join(f'{axis}{sizes[axis]}' for axis in over)}, which layout "
-            f"{config.sharding.layout!r} splits it over: use a multiple of {ways}, a smaller fsdp "
+            f"{layout!r} splits it over: use a multiple of {ways}, a smaller fsdp "
             "axis, or layout 'ddp'"
         )

@@ -1,9 +1,10 @@
 """The one matrix product of the model: cast, gather, contract; each gradient goes where it belongs.
 
 Under ZeRO-3 a weight is split over replicas, gathered for the product, and its gradient
-reduce-scattered. Written as a custom gradient the communication is exact in every remat policy: the
-gathered weight is never kept for the backward pass but gathered again, and the weight gradient is
-born with the sharding of the weight itself, summed in the reduce dtype.
+reduce-scattered. Written as a custom gradient the communication is exact: the gathered weight never
+lives from the forward to the backward pass, which gathers it once more, for what it computes again
+and for the gradient together; and the weight gradient is born with the sharding of the weight
+itself, summed in the reduce dtype.
 
 Mesh axes: gathers and reduce-scatters over those of `BATCH_AXES` that split the weight; sums over
 the mesh axes that split the contracted dimensions (`tensor` in the output projections); sums weight
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from llmx import precision, sharding
+from llmx.sharding import mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +29,14 @@ class _Plan:
     expression: str
     x: PartitionSpec
     weight: PartitionSpec
-    gathered: PartitionSpec
     out: PartitionSpec
+    param: jnp.dtype
     reduce: jnp.dtype
+    recomputed: bool
+
+    @property
+    def gathered(self) -> PartitionSpec:
+        return sharding.without(self.weight, sharding.BATCH_AXES)
 
 
 def dot(
@@ -39,6 +46,7 @@ def dot(
     *,
     out: PartitionSpec,
     policy: precision.Policy,
+    recomputed: bool = False,
 ) -> jax.Array:
     """`einsum(expression, x, weight)` in the compute dtype, placed as `out`.
 
@@ -49,51 +57,146 @@ def dot(
       weight: a master parameter in any layout.
       out: PartitionSpec of the result.
       policy: the dtypes.
+      recomputed: the product is made again before its gradient is taken (remat), and may leave the
+        gathered weight for it. Otherwise the gradient gathers for itself.
 
     Returns the product in the compute dtype.
     """
-    weight_spec = jax.typeof(weight).sharding.spec
     plan = _Plan(
         expression=expression,
         x=jax.typeof(x).sharding.spec,
-        weight=weight_spec,
-        gathered=sharding.without(weight_spec, sharding.BATCH_AXES),
+        weight=jax.typeof(weight).sharding.spec,
         out=out,
+        param=weight.dtype,
         reduce=policy.reduce,
+        recomputed=recomputed,
     )
     return _dot(plan, x, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _product(plan, x, weight)
+    return _dot_forward(plan, x, weight)[0]
 
 
-def _product(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.einsum(plan.expression, x, _gathered(plan, x, weight), out_sharding=plan.out)
+def _gathered(plan: _Plan, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jax.sharding.reshard(cast(weight, dtype), plan.gathered)
 
 
-def _gathered(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.sharding.reshard(weight.astype(x.dtype), plan.gathered)
+def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`weight.astype(dtype)`, in two steps of which the first does the rounding.
+
+    XLA moves a plain cast of one layer's weights out of the loop over layers, and then keeps a
+    second copy of all weights. It does not move a rounding.
+    """
+    if weight.dtype == dtype:
+        return weight
+    to = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(weight, to.nexp, to.nmant).astype(dtype)
 
 
 def _dot_forward(plan, x, weight):
-    # Not by `_dot`: remat policies see into this function but not into a custom gradient.
-    return _product(plan, x, weight), (x, weight)
+    whole = _gathered(plan, weight, x.dtype)
+    out = _contracted(plan.expression, x, whole, plan.x, plan.gathered, plan.out, x.dtype)
+    return out, (x, whole if plan.recomputed else weight)
 
 
 def _dot_backward(plan, residuals, gradient):
     x, weight = residuals
+    if not plan.recomputed:
+        weight = _gathered(plan, weight, x.dtype)
     inputs, out = plan.expression.split("->")
     of_x, of_weight = inputs.split(",")
-    gradient_x = jnp.einsum(
-        f"{out},{of_weight}->{of_x}", gradient, _gathered(plan, x, weight), out_sharding=plan.x
-    )
-    gradient_weight = jnp.einsum(
-        f"{of_x},{out}->{of_weight}", x, gradient,
-        out_sharding=plan.weight, preferred_element_type=plan.reduce,
+    # Positions that were scattered after the product are gathered once, for both gradients.
+    split = dict(zip(of_weight, plan.gathered.partitions, strict=True))
+    split |= dict(zip(of_x, plan.x.partitions, strict=True))
+    whole = PartitionSpec(*(split[letter] for letter in out))
+    gradient = jax.sharding.reshard(gradient, whole)
+    gradient_x = _contracted(
+        f"{out},{of_weight}->{of_x}", gradient, weight, whole, plan.gathered,
+        sharding.unreduced(plan.x, plan.x.reduced), x.dtype,
     )  # fmt: skip
-    return gradient_x, gradient_weight.astype(weight.dtype)
+    gradient_weight = _contracted(
+        f"{of_x},{out}->{of_weight}", x, gradient, plan.x, whole,
+        sharding.unreduced(plan.weight, plan.weight.reduced), plan.reduce,
+    )  # fmt: skip
+    return gradient_x, gradient_weight.astype(plan.param)
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, dtype) -> jax.Array:
+    """The product placed as `to`: first each device's term of the sum, then the sum over devices.
+
+    Said in two steps, a sum whose result is split again is a reduce-scatter.
+    """
+    inputs, out = expression.split("->")
+    entries = (*of_left.partitions, *of_right.partitions)
+    split = dict(zip(inputs.replace(",", ""), entries, strict=True))
+    summed = [axis for letter in split if letter not in out for axis in mesh_axes(split[letter])]
+    term = PartitionSpec(*(split[letter] for letter in out))
+    product = jnp.einsum(
+        expression, left, right, preferred_element_type=dtype,
+        out_sharding=sharding.unreduced(term, summed),
+    )  # fmt: skip
+    return jax.sharding.reshard(product, to)
+
+
+# ------------------------------------------------------------------- norms' scales, and biases
+
+
+@jax.custom_vjp
+def scaled(y: jax.Array, scale: jax.Array) -> jax.Array:
+    """y * scale, along the last dimensions of y; the gradient of scale is summed as its type says.
+
+    Both in one dtype. Communicates, in the backward pass, over the axes that split the leading
+    dimensions of y, unless `scale` is `reduced` over them.
+    """
+    return y * _plain(scale)
+
+
+def _scaled_forward(y, scale):
+    return scaled(y, scale), (y, scale)
+
+
+def _scaled_backward(residuals, gradient):
+    y, scale = residuals
+    return gradient * _plain(scale), _summed_rows(gradient * y, scale)
+
+
+scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
+@jax.custom_vjp
+def shifted(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y + bias in y's dtype, along the last dimensions of y; otherwise as `scaled`."""
+    return y + _plain(bias).astype(y.dtype)
+
+
+def _shifted_forward(y, bias):
+    return shifted(y, bias), bias
+
+
+def _shifted_backward(bias, gradient):
+    return gradient, _summed_rows(gradient.astype(bias.dtype), bias)
+
+
+shifted.defvjp(_shifted_forward, _shifted_backward)
+
+
+def _plain(parameter: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(parameter, sharding.split_only(jax.typeof(parameter).sharding.spec))
+
+
+def _summed_rows(array: jax.Array, parameter: jax.Array) -> jax.Array:
+    """`array` summed over its leading dimensions, as the gradient of `parameter`."""
+    kind, to = jax.typeof(array).sharding, jax.typeof(parameter).sharding.spec
+    rows = array.ndim - parameter.ndim
+    entries = kind.spec.partitions
+    summed = sharding.used_axes(PartitionSpec(*entries[:rows]))
+    terms = jax.shard_map(
+        lambda local: local.sum(axis=tuple(range(rows))), mesh=kind.mesh, in_specs=kind.spec,
+        out_specs=sharding.unreduced(PartitionSpec(*entries[rows:]), summed), check_vma=False,
+    )(array)  # fmt: skip
+    return jax.sharding.reshard(terms, sharding.unreduced(to, to.reduced))

@@ -31,12 +31,12 @@ class _Plan:
 
     @property
     def vocab(self):
-        return mesh_axes(self.table[0])
+        return mesh_axes(self.table.partitions[0])
 
     @property
     def width(self):
         """Mesh axes that split D: replicas with other rows of the batch."""
-        return mesh_axes(self.table[1])
+        return mesh_axes(self.table.partitions[1])
 
     @property
     def scattered(self):
@@ -45,9 +45,10 @@ class _Plan:
 
     @property
     def summed(self):
-        """Mesh axes over which the table is whole but the tokens differ: its gradient is summed."""
+        """Mesh axes over which the table is whole but the tokens differ: its gradient is summed,
+        unless its type says that somebody else does it."""
         varied = (*mesh_axes(self.tokens[0]), *mesh_axes(self.tokens[1]))
-        return tuple(a for a in varied if a not in self.width)
+        return tuple(a for a in varied if a not in self.width and a not in self.table.reduced)
 
 
 def embed(
@@ -66,7 +67,7 @@ def embed(
     out = place.activation(("batch", "block_sequence", "embed"))
     # Positions that a reduce-scatter over the vocabulary's axes will not split are split from the
     # start.
-    tokens = sharding.without(PartitionSpec(out[0], out[1]), mesh_axes(table[0]))
+    tokens = sharding.without(PartitionSpec(out[0], out[1]), mesh_axes(table.partitions[0]))
     plan = _Plan(mesh=place.mesh, tokens=tokens, table=table, out=out, policy=policy)
     return _embed(plan, sharding.constrain(tokens_BT, place.mesh, tokens), table_VD)
 
@@ -75,8 +76,8 @@ def embed(
 def _embed(plan, tokens_BT, table_VD):
     region = functools.partial(_look_up, plan)
     return jax.shard_map(
-        region, mesh=plan.mesh, in_specs=(plan.tokens, plan.table), out_specs=plan.out,
-        check_vma=False,
+        region, mesh=plan.mesh, in_specs=(plan.tokens, plan.table),
+        out_specs=plan.out, check_vma=False,
     )(tokens_BT, table_VD)  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def _embed_backward(plan, residuals, gradient_BTD):
     region = functools.partial(_add_up, plan)
     gradient_VD = jax.shard_map(
         region, mesh=plan.mesh, in_specs=(plan.tokens, plan.table, plan.out),
-        out_specs=plan.table, check_vma=False,
+        out_specs=sharding.unreduced(plan.table, plan.table.reduced), check_vma=False,
     )(tokens_BT, table_VD, gradient_BTD)  # fmt: skip
     return None, gradient_VD
 

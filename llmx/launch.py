@@ -64,6 +64,7 @@ class LaunchConfig:
     watchdog_seconds: int = 0
     # compiled programs of earlier launches; "" = none. JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
+    compiler_options: tuple[str, ...] = ()  # of XLA for the train step: ("xla_name=value", ...)
 
 
 def problems(config: LaunchConfig) -> list[str]:
@@ -88,7 +89,19 @@ def problems(config: LaunchConfig) -> list[str]:
         )
     if config.watchdog_seconds < 0:
         found.append(f"launch.watchdog_seconds={config.watchdog_seconds} is negative: 0 is off")
+    for option in config.compiler_options:
+        name, equals, _ = option.partition("=")
+        if not equals or not name.startswith("xla_"):
+            found.append(
+                f"launch.compiler_options has {option!r}: write xla_name=value, as "
+                "xla_enable_async_all_gather=true"
+            )
     return found + _process_problems(config)
+
+
+def compiler_options(config: LaunchConfig) -> dict[str, str]:
+    """{name: value} for `jax.jit`."""
+    return dict(option.split("=", 1) for option in config.compiler_options)
 
 
 def _process_problems(config: LaunchConfig) -> list[str]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from llmx import precision, sharding
+from llmx import dot, precision, sharding
 from llmx.sharding import mesh_axes
 
 # Automatic chunks: local logits of a chunk stay under this many bytes and rows.
@@ -50,11 +50,11 @@ class _Plan:
 
     @property
     def vocab(self):
-        return mesh_axes(self.head[0])
+        return mesh_axes(self.head.partitions[0])
 
     @property
     def width(self):
-        return mesh_axes(self.head[1])
+        return mesh_axes(self.head.partitions[1])
 
     @property
     def gathered(self):
@@ -63,9 +63,10 @@ class _Plan:
 
     @property
     def summed(self):
-        """Mesh axes over which the head is whole but tokens differ: its gradient is summed."""
+        """Mesh axes over which the head is whole but tokens differ: its gradient is summed, unless
+        its type says that somebody else does it."""
         varied = (*mesh_axes(self.tokens[0]), *mesh_axes(self.tokens[1]))
-        return tuple(a for a in varied if a not in self.width)
+        return tuple(a for a in varied if a not in self.width and a not in self.head.reduced)
 
 
 def token_losses(
@@ -95,7 +96,7 @@ def token_losses(
     """
     head = jax.typeof(head_VD).sharding.spec
     tokens = place.activation(("batch", "sequence"))
-    local_rows = head_VD.shape[0] // place.size(mesh_axes(head[0]))
+    local_rows = head_VD.shape[0] // place.size(mesh_axes(head.partitions[0]))
     ways = place.size((*mesh_axes(tokens[0]), *mesh_axes(tokens[1])))
     plan = _Plan(
         mesh=place.mesh,
@@ -129,24 +130,27 @@ def _token_losses(plan, x_BTD, head_VD, targets_BT):
 
 def _forward(plan, x_BTD, head_VD, targets_BT):
     # With one chunk the logits are kept: making them again would cost more than they weigh.
-    whole = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head[0])
+    whole = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head.partitions[0])
     kept = whole if plan.num_chunks == 1 else None
     loss_BT, log_z_BT, logits_BTV = jax.shard_map(
         functools.partial(_forward_local, plan), mesh=plan.mesh,
-        in_specs=(plan.x, plan.head, plan.tokens), out_specs=(plan.tokens, plan.tokens, kept),
-        check_vma=False,
+        in_specs=(plan.x, plan.head, plan.tokens),
+        out_specs=(plan.tokens, plan.tokens, kept), check_vma=False,
     )(x_BTD, head_VD, targets_BT)  # fmt: skip
     return (loss_BT, log_z_BT), (x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV)
 
 
 def _backward(plan, residuals, gradients):
     x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV = residuals
-    kept = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head[0])
+    kept = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head.partitions[0])
     kept = kept if logits_BTV is not None else None
     gradient_x, gradient_head = jax.shard_map(
         functools.partial(_backward_local, plan), mesh=plan.mesh,
-        in_specs=(plan.x, plan.head, plan.tokens, plan.tokens, kept, plan.tokens, plan.tokens),
-        out_specs=(plan.x, plan.head), check_vma=False,
+        in_specs=(
+            plan.x, plan.head, plan.tokens, plan.tokens, kept, plan.tokens,
+            plan.tokens,
+        ),
+        out_specs=(plan.x, sharding.unreduced(plan.head, plan.head.reduced)), check_vma=False,
     )(x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, *gradients)  # fmt: skip
     return gradient_x, gradient_head, None
 
@@ -172,7 +176,7 @@ def _chunks(plan, head_VD):
 
 def _chunk_logits(plan, x_nD, chunk_CD, first):
     """fp32 logits of one chunk, and the gathered chunk."""
-    chunk_CD = chunk_CD.astype(plan.policy.compute)
+    chunk_CD = dot.cast(chunk_CD, plan.policy.compute)
     if plan.width:
         chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)
     logits_nC = jnp.einsum("nD,CD->nC", x_nD, chunk_CD, preferred_element_type=jnp.float32)
@@ -230,7 +234,7 @@ def _backward_local(
         if logits_nC is None:
             logits_nC, chunk_CD = _chunk_logits(plan, x_nD, chunk_CD, first)
         else:
-            chunk_CD = chunk_CD.astype(plan.policy.compute)
+            chunk_CD = dot.cast(chunk_CD, plan.policy.compute)
             if plan.width:
                 chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)
         # d loss / d logit = softmax - [target], d log Z / d logit = softmax.

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -29,6 +30,9 @@ AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
 
 # The mesh axes that split the batch: replicas of the model work on different rows.
 BATCH_AXES = ("data", "fsdp", "expert")
+
+# The mesh axes that split tokens: along them, weight gradients are sums.
+TOKEN_AXES = (*BATCH_AXES, "sequence")
 
 
 @dataclasses.dataclass
@@ -46,11 +50,12 @@ class MeshConfig:
 
 @dataclasses.dataclass
 class ShardingConfig:
-    """Which layout, and its two variations."""
+    """Which layout, and its variations."""
 
     layout: str = "zero3"  # ddp | zero1 | zero2 | zero3 | hsdp
     sequence_parallel: bool = True  # between blocks, split the sequence over `tensor` too
     replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
+    gather: str = "layer"  # split weights are gathered per "layer" and pass, or once per "step"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,9 +79,31 @@ class Placement:
         """PartitionSpec of an activation with these logical axes."""
         return spec(axes, self.layout.activations, self.mesh, shape=shape)
 
-    def constrain(self, array: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """`array` placed as an activation with these logical axes; communicates if it must."""
-        return constrain(array, self.mesh, self.activation(axes, array.shape))
+    def constrain(
+        self,
+        array: jax.Array,
+        axes: Sequence[str | None],
+        *,
+        multiplied_into: Sequence[str] = (),
+    ) -> jax.Array:
+        """`array` placed as an activation with these logical axes; communicates if it must.
+
+        Where products turn it into axes `multiplied_into`, each device along their mesh axes has
+        one term of its gradient: these are added up once, here, and not after every product.
+        """
+        to = self.activation(axes, array.shape)
+        if summed := [a for a in self._mesh_axes(multiplied_into) if a not in used_axes(to)]:
+            to = reduced(to, summed)
+        return constrain(array, self.mesh, to)
+
+    def _mesh_axes(self, axes: Sequence[str]) -> list[str]:
+        table, sizes = self.layout.activations, self.mesh.shape
+        return [over for axis in axes for over in table[axis] if sizes.get(over, 1) > 1]
+
+    def routed(self, params: Any, sinks: Any) -> Any:
+        """Each parameter with its gradient routed to its sink: see `route_gradient`."""
+        route = functools.partial(route_gradient, token_axes(self.mesh))
+        return jax.tree.map(route, params, sinks)
 
     def size(self, axes: Sequence[str]) -> int:
         """The number of devices along these mesh axes together."""
@@ -302,9 +329,13 @@ def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """`to` with these mesh axes removed: what a parameter looks like gathered over them."""
-    kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to]
+    kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to.partitions]
     return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
 
+
+# When split weights are gathered: in every layer of every pass, so that few exist at a time; or all
+# at once before the first microbatch, kept whole in the compute dtype for the whole step.
+GATHERS = ("layer", "step")
 
 # A key under which Flax variables carry their axis names: llmx's own, then the ones of Flax NNX.
 _METADATA_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
@@ -450,26 +481,74 @@ def assemble(local: np.ndarray, rows: Sequence[int], to: NamedSharding, num_rows
     return jax.make_array_from_callback(shape, to, part)
 
 
-# ------------------------------------------------------------------- gradients away from parameters
+def regrouped(stacked: jax.Array, size: int) -> jax.Array:
+    """[num * size, ...] as [num, size, ...], the other dimensions split as they were."""
+    to = jax.typeof(stacked).sharding.spec
+    grouped = PartitionSpec(None, *to.partitions, unreduced=to.unreduced, reduced=to.reduced)
+    shape = (stacked.shape[0] // size, size, *stacked.shape[1:])
+    return jnp.reshape(stacked, shape, out_sharding=grouped)
 
 
-@jax.custom_vjp
-def route_gradient(array: jax.Array, sink: jax.Array) -> jax.Array:
-    """`array`, whose gradient goes to `sink` instead, resharded as `sink` is.
+# ----------------------------------------------------------------------- sums that are not done yet
+#
+# On explicit axes a type can say that every device holds one term of a sum over some mesh axes
+# (`unreduced`), and that an array's gradient will be such a sum (`reduced`). So each sum is done
+# once, where we say: a reduce-scatter in the layer, or one all-reduce after the last microbatch.
 
-    ZeRO-2 keeps whole parameters and split gradients. A cotangent must have its primal's sharding,
-    so the whole array is held constant and the gradient is taken with respect to its slice `sink`
-    (same shape and dtype, another sharding); the value of `sink` is not used.
+
+def unreduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`to` for an array of which each device along `axes` holds one term of a sum."""
+    return PartitionSpec(*to.partitions, unreduced=frozenset(axes))
+
+
+def reduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`to` for an array whose gradient is `unreduced(to, axes)`; the same arrays on the devices."""
+    return PartitionSpec(*to.partitions, reduced=frozenset(axes))
+
+
+def split_only(to: PartitionSpec) -> PartitionSpec:
+    """`to` without what it says of sums."""
+    return PartitionSpec(*to.partitions)
+
+
+def token_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which tokens differ: weight gradients are sums over them."""
+    return tuple(axis for axis in TOKEN_AXES if mesh.shape.get(axis, 1) > 1)
+
+
+def used_axes(to: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that split some dimension of `to`."""
+    return tuple(axis for entry in to.partitions for axis in mesh_axes(entry))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def route_gradient(axes: tuple[str, ...], array: jax.Array, sink: jax.Array) -> jax.Array:
+    """`array`, whose gradient goes to `sink` instead: in its dtype, and split and summed as it is.
+
+    A gradient must have the type of what it is the gradient of. ZeRO-2 keeps whole parameters and
+    split gradients, mixed precision sums gradients of fp32 parameters in bf16: so `array` is held
+    constant and the gradient is taken by `sink`, an array of the same shape whose value is not
+    used. Where the type of `sink` is `reduced` along an axis, its gradient is not summed over it.
+
+    Args:
+      axes: the mesh axes along which devices see different tokens (`token_axes`).
+      array: a parameter.
+      sink: any array of its shape.
     """
-    return array
+    # A gathered weight has the compute dtype, and its gradient the dtype that it is summed in.
+    array = array.astype(jnp.promote_types(array.dtype, sink.dtype))
+    to = jax.typeof(array).sharding.spec
+    missing = [axis for axis in axes if axis not in used_axes(to)]
+    return jax.sharding.reshard(array, reduced(to, missing))
 
 
-def _route_forward(array, sink):
-    return array, sink
+def _route_forward(axes, array, sink):
+    return route_gradient(axes, array, sink), sink
 
 
-def _route_backward(sink, gradient):
-    return None, jax.sharding.reshard(gradient, jax.typeof(sink).sharding)
+def _route_backward(axes, sink, gradient):
+    to = jax.typeof(sink).sharding.spec
+    return None, jax.sharding.reshard(gradient.astype(sink.dtype), unreduced(to, to.reduced))
 
 
 route_gradient.defvjp(_route_forward, _route_backward)

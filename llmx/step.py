@@ -14,7 +14,9 @@ Letters: B batch, T positions.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -167,6 +169,8 @@ def make_train_step(
     z_loss: float = 0.0,
     clip_norm: float = 0.0,
     guard: guard_lib.GuardConfig | None = None,
+    gather: str = "layer",
+    compiler_options: Mapping[str, str] | None = None,
 ) -> Callable[[State, Batch], tuple[State, Report]]:
     """The jitted train step; it donates its state.
 
@@ -176,17 +180,19 @@ def make_train_step(
       z_loss: factor of log(Z)^2.
       clip_norm: global norm that gradients are scaled down to; 0 = off.
       guard: what to do with bad steps.
+      gather: one of `sharding.GATHERS`.
+      compiler_options: XLA's, by name.
 
     Communicates over `data`, `fsdp`, `expert` (gradients; parameters, as the layout says),
     `sequence` (keys and values) and `tensor` (activations).
     """
     guard = guard or guard_lib.GuardConfig()
-    gradient_of = _make_gradient(setup, accumulation=accumulation, z_loss=z_loss)
+    gradient_of = _make_gradient(setup, accumulation=accumulation, z_loss=z_loss, gather=gather)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         with setup.run.policy.products():
             (loss, z), tokens, grads = gradient_of(state.params, batch)
-        squares = jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)])
+        squares = jnp.stack([_sum_of_squares(leaf) for leaf in jax.tree.leaves(grads)])
         norm = jnp.sqrt(squares.sum())
         bad_leaf, new_guard = guard_lib.judge(guard, state.guard, squares, norm, loss)
         good = bad_leaf < 0
@@ -207,7 +213,8 @@ def make_train_step(
         advance = jnp.where(new_guard.stopped, 0, 1).astype(state.step.dtype)
         return State(state.step + advance, params, opt_state, ema, new_guard), report
 
-    return jax.jit(train_step, donate_argnums=0)
+    options = dict(compiler_options) if compiler_options else None
+    return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
 def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
@@ -225,17 +232,14 @@ def _placed(leaf, to: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
 
-def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float):
-    """(params, batch) -> ((loss, z-loss), tokens, gradients in their sharding, fp32)."""
-    split_apart = any(
-        gradient.spec != leaf.sharding.spec
-        for gradient, leaf in zip(
-            jax.tree.leaves(setup.gradients), jax.tree.leaves(setup.abstract.params), strict=True
-        )
-    )
+def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
+    """(params, batch) -> ((loss, z-loss), tokens, gradients in their sharding)."""
+    sink_types = jax.tree.map(
+        functools.partial(_sink, setup, accumulation),
+        setup.abstract.params, setup.gradients, setup.axes,
+    )  # fmt: skip
 
-    def loss_of(target, params, batch, tokens):
-        params, sinks = (params, target) if split_apart else (target, None)
+    def loss_of(sinks, params, batch, tokens):
         loss_BT, log_z_BT = setup.apply.losses(params, batch, setup.run, sinks)
         share_BT = batch["weights"] / tokens
         loss = jnp.sum(loss_BT * share_BT)
@@ -246,25 +250,89 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float):
 
     def gradient_of(params, batch):
         tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        target = jax.tree.map(jax.sharding.reshard, params, setup.gradients)
+        sinks = jax.tree.map(_zeros, sink_types)
+        if gather == "step":
+            params = _gathered(setup, params)
         if accumulation == 1:
-            grads, losses = differentiate(target, params, batch, tokens)
-            return losses, tokens, grads
+            grads, losses = differentiate(sinks, params, batch, tokens)
+        else:
 
-        def add(total, microbatch):
-            # Each is already divided by the global token count, so microbatches weigh as their
-            # tokens do.
-            return jax.tree.map(
-                jnp.add, total, differentiate(target, params, microbatch, tokens)
-            ), None
+            def add(total, microbatch):
+                # Each is already divided by the global token count, so microbatches weigh as their
+                # tokens do.
+                new = differentiate(sinks, params, microbatch, tokens)
+                return jax.tree.map(lambda old, one: old + one.astype(old.dtype), total, new), None
 
-        # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
-        # than 0.7, and so refuses explicit axes.
-        start = (jax.tree.map(jnp.zeros_like, target), (jnp.zeros(()), jnp.zeros(())))
-        (grads, losses), _ = jax.lax.scan(add, start, _microbatches(batch, accumulation))
-        return losses, tokens, grads
+            # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
+            # than 0.7, and so refuses explicit axes.
+            start = jax.tree.map(_empty_sum, sink_types), (jnp.zeros(()), jnp.zeros(()))
+            (grads, losses), _ = jax.lax.scan(add, start, _microbatches(batch, accumulation))
+        finish = lambda leaf, sink, to: jax.sharding.reshard(leaf.astype(sink.dtype), to)  # noqa: E731
+        return losses, tokens, jax.tree.map(finish, grads, sink_types, setup.gradients)
 
     return gradient_of
+
+
+def _gathered(setup: Setup, params):
+    """The weights of products whole over the batch axes, in the compute dtype.
+
+    The tables that are looked up stay split: token ids and results travel in their place.
+    """
+
+    def one(path, leaf, axes):
+        if "embed" not in axes or path[0].key in model.LOOKED_UP:
+            return leaf
+        whole = sharding.without(jax.typeof(leaf).sharding.spec, sharding.BATCH_AXES)
+        return jax.sharding.reshard(leaf.astype(setup.run.policy.compute), whole)
+
+    return jax.tree_util.tree_map_with_path(one, params, setup.axes)
+
+
+def gathered_bytes(setup: Setup) -> int:
+    """Bytes per device of the weights that gather="step" keeps whole."""
+    gathered = jax.eval_shape(lambda params: _gathered(setup, params), setup.abstract.params)
+    split = jax.tree.map(lambda leaf: leaf.sharding.spec, setup.abstract.params)
+    sizes = [
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf, to in zip(jax.tree.leaves(gathered), jax.tree.leaves(split), strict=True)
+        if leaf.sharding.spec != to
+    ]
+    return sum(sizes)
+
+
+def _sink(setup: Setup, accumulation: int, leaf, to: NamedSharding, axes) -> jax.ShapeDtypeStruct:
+    """The type in which a parameter's gradient leaves its layer.
+
+    Matrices: in the reduce dtype, summed over the devices at once, behind the next layer's work;
+    but over axes that do not split the gradient only after the last microbatch. Norms and biases:
+    in fp32, and summed after the last layer, all layers together.
+    """
+    place, policy = setup.run.place, setup.run.policy
+    small = "embed" not in axes
+    later = [
+        axis
+        for axis in sharding.token_axes(place.mesh)
+        if axis not in sharding.used_axes(to.spec) and (small or accumulation > 1)
+    ]
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype if small else policy.reduce,
+        sharding=NamedSharding(place.mesh, sharding.reduced(to.spec, later)),
+    )
+
+
+def _sum_of_squares(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding)
+
+
+def _empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    spec = leaf.sharding.spec
+    to = NamedSharding(leaf.sharding.mesh, sharding.unreduced(spec, spec.reduced))
+    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
 
 
 def _microbatches(batch: Batch, num: int) -> Batch:

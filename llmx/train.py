@@ -135,7 +135,7 @@ def open_data(run: config.Config, log: Callable):
 
 def compile_step(run: config.Config, setup, log: Callable) -> Callable:
     """The compiled train step; logs how long that took and what a device must hold."""
-    from llmx import build
+    from llmx import build, step
 
     begun = time.perf_counter()
     with jax.set_mesh(setup.mesh):
@@ -150,6 +150,11 @@ def compile_step(run: config.Config, setup, log: Callable) -> Callable:
         f"step:  traced in {traced - begun:.1f} s, compiled in {seconds:.1f} s; "
         f"each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
         f"{mib(memory.temp_size_in_bytes)} of temporaries"
+        + (
+            f", {mib(step.gathered_bytes(setup))} of them weights gathered for the whole step"
+            if run.sharding.gather == "step"
+            else ""
+        )
     )
     return compiled
 

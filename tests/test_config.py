@@ -65,6 +65,15 @@ BAD = [
     (dict(mesh__stage=2), 8, ["stage=2", "use stage=1"]),
     (dict(mesh__across_slices=("dta",)), 8, ["'dta'", "did you mean 'data'"]),
     (dict(sharding__layout="zero4"), 1, ["layout='zero4'", "did you mean 'zero"]),
+    (dict(sharding__gather="steps"), 1, ["gather='steps'", "did you mean 'step'"]),
+    (
+        dict(sharding__gather="step", sharding__layout="zero2"), 1,
+        ["gather='step'", "'zero2'", "'zero3' or 'hsdp'"],
+    ),
+    (
+        dict(launch__compiler_options=("async",)), 1,
+        ["compiler_options", "'async'", "xla_name=value"],
+    ),
     (dict(remat="ful"), 1, ["remat='ful'", "did you mean 'full'"]),
     (dict(precision="bfloat16"), 1, ["precision='bfloat16'", "bf16"]),
     (dict(attention__implementation="flash"), 1, ["implementation='flash'", "reference"]),

@@ -35,12 +35,14 @@ class Cell:
     sequence_parallel: bool = True
     replicate_kv: bool = False
     chunks: int = 0
+    gather: str = "layer"
 
     def __str__(self):
         mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items())
         flags = "" if self.sequence_parallel else "-whole_norms"
         flags += "-replicate_kv" if self.replicate_kv else ""
         flags += f"-chunks{self.chunks}" if self.chunks else ""
+        flags += "-gather_once" if self.gather == "step" else ""
         return f"{self.layout}-{mesh}{flags}"
 
 
@@ -63,6 +65,8 @@ CELLS = [
     Cell({"fsdp": 2, "sequence": 2, "tensor": 2}, "zero3"),
     Cell({"data": 2, "sequence": 4}, "ddp"),
     Cell({"data": 2, "expert": 2, "tensor": 2}, "zero2"),
+    Cell({"data": 2, "fsdp": 2, "tensor": 2}, "zero3", gather="step"),
+    Cell({"data": 2, "fsdp": 4}, "hsdp", gather="step", chunks=3),
 ]
 
 # Accumulation and remat, each with and without; their other two combinations take minutes more.
@@ -111,9 +115,11 @@ def make_setup(family: str, cell: Cell, remat: str, policy: str = "fp32") -> ste
     return step.make_setup(config, run, optimizer, total_steps=10)
 
 
-def train(setup: step.Setup, state: step.State, accumulation: int):
+def train(setup: step.Setup, state: step.State, accumulation: int, gather: str = "layer"):
     """(losses, gradient norms, parameters) of the first steps."""
-    train_step = step.make_train_step(setup, accumulation=accumulation, z_loss=1e-4, clip_norm=1.0)
+    train_step = step.make_train_step(
+        setup, accumulation=accumulation, z_loss=1e-4, clip_norm=1.0, gather=gather
+    )
     losses, norms = [], []
     with jax.set_mesh(setup.mesh):
         for batch in batches():
@@ -157,7 +163,7 @@ def test_parity(references, family, cell, accumulation, remat):
     else:
         to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
         state = jax.device_put(initial, to)
-    got_losses, got_norms, got_params = train(setup, state, accumulation)
+    got_losses, got_norms, got_params = train(setup, state, accumulation, cell.gather)
     np.testing.assert_allclose(got_losses, losses, rtol=TOLERANCE)
     np.testing.assert_allclose(got_norms, norms, rtol=TOLERANCE)
     wanted = jax.tree_util.tree_leaves_with_path(params)
@@ -170,7 +176,11 @@ def test_parity(references, family, cell, accumulation, remat):
 
 @pytest.mark.parametrize(
     "cell",
-    [Cell({"data": 8}, "zero3"), Cell({"data": 2, "fsdp": 2, "tensor": 2}, "zero2")],
+    [
+        Cell({"data": 8}, "zero3"),
+        Cell({"data": 2, "fsdp": 2, "tensor": 2}, "zero2"),
+        Cell({"data": 2, "fsdp": 4}, "hsdp", gather="step"),
+    ],
     ids=str,
 )
 def test_parity_of_bf16(references, cell):
@@ -178,7 +188,7 @@ def test_parity_of_bf16(references, cell):
     initial, (losses, norms, _) = references("llama3")
     setup = make_setup("llama3", cell, "full", policy="bf16")
     state = jax.device_put(initial, jax.tree.map(lambda leaf: leaf.sharding, setup.abstract))
-    got_losses, got_norms, params = train(setup, state, 2)
+    got_losses, got_norms, params = train(setup, state, 2, cell.gather)
     np.testing.assert_allclose(got_losses, losses, rtol=BF16_TOLERANCE)
     np.testing.assert_allclose(got_norms, norms, rtol=5 * BF16_TOLERANCE)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))

@@ -13,10 +13,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from llmx import sharding
+from llmx import dot, precision, sharding
 
 # A few steps of AdamW in fp32 with sums in another order; the loss is of size 1.
 LOSS_TOLERANCE = 1e-5
+POLICY = precision.POLICIES["fp32"]
 PARAMETER_TOLERANCE = 1e-4
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
@@ -410,21 +411,53 @@ def test_constrain_on_explicit_and_auto_axes(axis_type):
         place.constrain(jnp.ones((8, 3)), ("batch", "heads"))
 
 
-def test_route_gradient_sends_it_to_the_sink():
-    mesh = sharding.make_mesh({"data": 8})
-    to = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
-    weight = jax.device_put(jnp.arange(16.0).reshape(8, 2), to(None, None))
-    sink = jax.device_put(jnp.full((8, 2), jnp.nan), to("data", None))
-    x = jax.device_put(jnp.arange(64.0).reshape(8, 8), to("data", None))
+@pytest.mark.parametrize(
+    ("weight_to", "sink_to", "later"),
+    [
+        ((None, None), (None, None), ()),  # DDP: an all-reduce in the layer
+        ((None, None), (None, None), ("data", "fsdp")),  # ... or after the last microbatch
+        ((None, None), (("data", "fsdp"), None), ()),  # ZeRO-2: a reduce-scatter
+        ((("data", "fsdp"), None), (("data", "fsdp"), None), ()),  # ZeRO-3
+        (("fsdp", None), ("fsdp", None), ("data",)),  # HSDP: the slow axis once per step
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_route_gradient_sends_it_to_the_sink(weight_to, sink_to, later, dtype):
+    mesh = sharding.make_mesh({"data": 2, "fsdp": 4})
+    rows = ("data", "fsdp")
+    put = lambda array, to: jax.device_put(array, NamedSharding(mesh, to))  # noqa: E731
+    weight = put(jnp.arange(16.0).reshape(8, 2), PartitionSpec(*weight_to))
+    to = PartitionSpec(*sink_to)
+    x = put(jnp.arange(64.0).reshape(8, 8) / 8, PartitionSpec(rows, None))
 
     def loss(sink, weight, x):
-        weight = sharding.route_gradient(weight, sink)
-        return jnp.sum(jnp.square(jnp.einsum("BD,DF->BF", x, weight)))
+        weight = sharding.route_gradient(rows, weight, sink)
+        y = dot.dot("BD,DF->BF", x, weight, out=PartitionSpec(rows, None), policy=POLICY)
+        return jnp.sum(jnp.square(y))
 
-    value, (to_sink, to_weight) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(sink, weight, x)
+    def step(weight, x):
+        sink = jnp.full((8, 2), jnp.nan, dtype, out_sharding=sharding.reduced(to, later))
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(sink, weight, x)
+        assert jax.typeof(gradients[0]).sharding.spec.unreduced == frozenset(later)
+        return value, jax.sharding.reshard(gradients[0], to), gradients[1]
+
+    with jax.set_mesh(mesh):
+        value, to_sink, to_weight = jax.jit(step)(weight, x)
     plain = jax.value_and_grad(lambda w, x: jnp.sum(jnp.square(x @ w)))
     want_value, want = plain(np.asarray(weight), np.asarray(x))
     np.testing.assert_allclose(value, want_value, rtol=LOSS_TOLERANCE)
-    np.testing.assert_allclose(to_sink, want, rtol=LOSS_TOLERANCE)
-    assert to_sink.sharding.spec == PartitionSpec("data", None)
+    assert to_sink.dtype == dtype
+    assert to_sink.sharding.spec == to
+    tolerance = LOSS_TOLERANCE if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(to_sink.astype("float32"), want, rtol=tolerance)
     np.testing.assert_array_equal(to_weight, 0)
+
+
+def test_regrouped_splits_the_first_dimension_only():
+    mesh = sharding.make_mesh({"data": 2, "fsdp": 4})
+    to = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    stacked = jax.device_put(jnp.arange(48.0).reshape(6, 8), to)
+    with jax.set_mesh(mesh):
+        grouped = jax.jit(lambda array: sharding.regrouped(array, 2))(stacked)
+    np.testing.assert_array_equal(grouped, np.arange(48.0).reshape(3, 2, 8))
+    assert grouped.sharding.spec == PartitionSpec(None, None, "fsdp")
