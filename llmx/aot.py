@@ -1,0 +1,338 @@
+"""Compiles the train step for a machine that is not here, and shows the bill:
+
+    python -m llmx.aot --config configs/llama3_8b.py --topology v5p:2x2x2 [--suggest] [--json]
+
+The step is the one that `llmx.train` runs, compiled by the compiler that would compile it there;
+state and batch are shapes only. A program that does not fit is a result too. Exit codes: 0 the
+program fits, 1 it does not, 2 the config or topology is wrong, or the compiler refuses the program.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmx import bill, buffers, config, hlo, topologies, variants
+from llmx.bill import Memory, Result, Trial
+
+FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
+
+# With --suggest: compilations take their time.
+MOST_TRIES = 8
+ENOUGH = 2
+MOST_TENSOR = 16  # of a TPU slice
+
+
+class CompileError(RuntimeError):
+    """The compiler refuses the program, for another reason than its size."""
+
+
+# ------------------------------------------------------------------------------------- compiling
+
+
+def resolve(
+    run: config.Config, topology: topologies.Topology, *, problems: Sequence[str] = ()
+) -> config.Config:
+    """`run` resolved for the machine. Raises ConfigError with all that is wrong."""
+    run, problems = copy.deepcopy(run), list(problems)
+    if run.launch.platform not in ("", topology.platform):
+        problems.append(
+            f"launch.platform={run.launch.platform!r} and topology {topology.name} is a "
+            f"{topology.platform}: set --config.launch.platform={topology.platform}"
+        )
+    else:
+        run.launch.platform = topology.platform
+    if topology.num_slices > 1 and not run.mesh.across_slices:
+        problems.append(
+            f"topology {topology.name} has {topology.num_slices} slices: name the mesh axes of "
+            f"that size between them, --config.mesh.across_slices=\"('data',)\" with "
+            f"--config.mesh.data={topology.num_slices}"
+        )
+    return config.resolve(run, topology.num_devices, problems=problems)
+
+
+def compile(run: config.Config, topology: str | topologies.Topology) -> Result:
+    """The bill of a run's train step on a machine.
+
+    Raises ValueError for what is wrong with config or topology, CompileError where the compiler
+    refuses the program. One that does not fit is a `Result`.
+    """
+    if isinstance(topology, str):
+        topology = topologies.parse(topology)
+    run = resolve(run, topology)
+    devices = topologies.devices(topology)
+    import jax
+
+    from llmx import build, costs
+
+    setup = build.make_setup(run, devices=devices)
+    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
+    # Traces and programs of an earlier call must not shorten this one's times.
+    jax.clear_caches()
+    began = time.perf_counter()
+    with jax.set_mesh(setup.mesh), tempfile.TemporaryDirectory() as folder:
+        lowered = build.make_train_step(run, setup).lower(setup.abstract, batch)
+        lowered_at = time.perf_counter()
+        compiled, refusal = _compile(lowered, topology.platform, folder)
+        compiled_at = time.perf_counter()
+        dump = buffers.read_dump(folder, "train_step")
+    peak = buffers.at_peak(dump)
+    memory, unknown = _memory(compiled, refusal, peak, topology)
+    after = dump.after if compiled is None else compiled.as_text()
+    program = None
+    if after:
+        sizes = list(setup.mesh.shape.items())
+        program = hlo.read(after, sizes, across_slices=run.mesh.across_slices)
+        unknown += program.unknown
+    tokens = run.batch.size * run.batch.sequence_length
+    each = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+    return Result(
+        run=run, topology=topology, memory=memory,
+        largest=() if peak is None else peak.buffers,
+        program=program, state=_state_bytes(setup, batch),
+        num_parameters=costs.num_parameters(run.model),
+        model_flops=each * tokens / topology.num_devices,
+        lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
+        versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
+    )  # fmt: skip
+
+
+def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, "OutOfMemory | None"]:
+    """The compiled program, or why it does not fit; what XLA writes of it goes to `folder`."""
+    import jax
+
+    # A program from the cache would have taken no time, and its buffers are not written.
+    cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    # A dump that the user asks for goes where they want it; buffers are then unknown.
+    own = "xla_dump_to" in os.environ.get("XLA_FLAGS", "")
+    options = {} if own else buffers.dump_options(folder)
+    try:
+        return topologies.compile(lowered, platform, options), None
+    except jax.errors.JaxRuntimeError as error:
+        refusal = parse_out_of_memory(str(error))
+        if refusal is None:
+            raise CompileError(_first_lines(str(error))) from error
+        return None, refusal
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    more = [f"... and {len(lines) - count} more lines"] if len(lines) > count else []
+    return "\n".join(["the compiler refuses the program:", *lines[:count], *more])
+
+
+def _memory(
+    compiled: Any, refusal: "OutOfMemory | None", peak: buffers.Peak | None, topology
+) -> tuple[Memory, list[str]]:
+    """What a device must hold, and what of it is not told."""
+    unknown = []
+    if peak is None:
+        unknown.append("the arrays at the peak: the compiler wrote no buffer assignment")
+    if topology.platform == "gpu":
+        unknown.append(
+            "memory of the CUDA context, of NCCL and of cuDNN's workspaces: not in the program"
+        )
+    if compiled is not None:
+        told = compiled.memory_analysis()
+        return Memory(
+            arguments=told.argument_size_in_bytes,
+            outputs=told.output_size_in_bytes - told.alias_size_in_bytes,
+            temporaries=told.temp_size_in_bytes,
+            peak=told.peak_memory_in_bytes,
+            limit=topology.hbm_bytes,
+            host=told.host_argument_size_in_bytes + told.host_temp_size_in_bytes
+            + told.host_output_size_in_bytes - told.host_alias_size_in_bytes,
+        ), unknown  # fmt: skip
+    unknown.append("host memory, and outputs apart from temporaries: the compilation stopped there")
+    needed = refusal.needed if peak is None else peak.bytes
+    state = 0 if peak is None else sum(each.bytes for each in peak.buffers if each.argument)
+    if abs(needed - refusal.needed) > 0.01 * refusal.needed:
+        unknown.append(
+            f"which of {bill.size(needed)} (buffers) and {bill.size(refusal.needed)} is right"
+        )
+        needed = refusal.needed
+    return Memory(
+        arguments=state, outputs=0, temporaries=needed - state, peak=needed,
+        limit=refusal.available, host=None,
+    ), unknown  # fmt: skip
+
+
+def _state_bytes(setup, batch) -> dict[str, int]:
+    """Bytes of one device, by part of the state."""
+    import jax
+
+    def of(tree) -> int:
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+
+    parts = {
+        "parameters": of(setup.abstract.params),
+        "optimizer": of(setup.abstract.opt_state),
+        "average": of(setup.abstract.ema),
+        "batch": of(batch),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _versions(topology: topologies.Topology) -> dict[str, str]:
+    import importlib.metadata
+
+    import jax
+
+    packages = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+    found = {"jax": jax.__version__}
+    for package in packages[topology.platform]:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# ---------------------------------------------------------------------------------- out of memory
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """What XLA:TPU says of a program that does not fit, in bytes of one device."""
+
+    needed: int
+    available: int
+
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_AMOUNT = r"([\d.]+)([KMGTB]?)"
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory | None:
+    """The two amounts in a compiler's message; None: it is about something else than HBM.
+
+    Vector memory is something else: a kernel's blocks are too large there, whatever the state is.
+    """
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    for pattern in (
+        rf"HLO temporaries \({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)",
+        rf"Ran out of memory in memory space hbm. Used {_AMOUNT} of {_AMOUNT} hbm",
+    ):
+        if match := re.search(pattern, text):
+            needed, needed_unit, available, available_unit = match.groups()
+            return OutOfMemory(
+                int(float(needed) * _UNITS[needed_unit]),
+                int(float(available) * _UNITS[available_unit]),
+            )
+    return None
+
+
+# --------------------------------------------------------------------------------------- suggest
+
+
+def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:
+    """Compiles variants of a run: with less memory until some fit, or faster ones if it fits."""
+    trials: list[Trial] = []
+    topology = result.topology
+
+    def state_of(run: config.Config) -> int | None:
+        try:
+            return _state_of(run, topology)
+        except ValueError:  # mesh and machine do not go together
+            return None
+
+    def peak_of(variant: variants.Variant) -> int | None:
+        flags = tuple(variant.flags)
+        log(f"trying {' '.join(flags)}")
+        try:
+            tried = compile(variant.of(result.run), topology)
+        except CompileError as error:
+            trials.append(Trial(flags, 0, False, 0.0, str(error).splitlines()[1]))
+            return None
+        trials.append(Trial(flags, tried.memory.peak, tried.fits, tried.compile_seconds))
+        return tried.memory.peak
+
+    here = variants.Measured(
+        variants.levels_of(result.run), sum(result.state.values()), result.memory.peak
+    )
+    variants.search(
+        result.run, here, limit=result.memory.limit, state_of=state_of, peak_of=peak_of,
+        most_tensor=topology.shape[1] if topology.platform == "gpu" else MOST_TENSOR,
+        enough=ENOUGH, most_tries=MOST_TRIES,
+    )  # fmt: skip
+    return trials
+
+
+def _state_of(run: config.Config, topology: topologies.Topology) -> int:
+    from llmx import build
+
+    setup = build.make_setup(run, devices=topologies.devices(topology))
+    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
+    return sum(_state_bytes(setup, batch).values())
+
+
+# --------------------------------------------------------------------------------------- command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the bill; returns the exit code."""
+    command = config.parser("llmx.aot", "Compile the train step for a machine that is not here.")
+    _add_arguments(command)
+    note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    try:
+        args, run, problems = config.parse(command, argv)
+        try:
+            topology = topologies.parse(args.topology)
+        except ValueError as error:
+            config.resolve(run, problems=[*problems, str(error)])
+            raise  # resolve does, with the config's own problems
+        run = resolve(run, topology, problems=problems)
+        note(f"compiling for {topology.text}")
+        result = compile(run, topology)
+        trials = suggest(result, log=note) if args.suggest else None
+    except (ValueError, CompileError) as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    if args.save_hlo:
+        save(result, pathlib.Path(args.save_hlo), trials)
+    print(json.dumps(bill.to_json(result, trials)) if args.json else bill.text(result, trials))
+    return FITS if result.fits else DOES_NOT_FIT
+
+
+def _add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--topology", required=True,
+        help="the machine, e.g. v5p:2x2x2, 4@v5e:16x16 (four slices), h100:4x8 (docs/aot.md)",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument(
+        "--suggest", action="store_true",
+        help="compile variants: that fit, or if it fits already, faster ones that still do",
+    )  # fmt: skip
+    command.add_argument(
+        "--save-hlo", metavar="DIR", default="",
+        help="write the program before and after optimisation, and bill.json",
+    )  # fmt: skip
+
+
+def save(result: Result, folder: pathlib.Path, trials: Sequence[Trial] | None = None) -> None:
+    """Writes the program before and after optimisation, and the bill as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "before_optimization.txt").write_text(result.before)
+    (folder / "after_optimization.txt").write_text(result.after)
+    (folder / "bill.json").write_text(json.dumps(bill.to_json(result, trials), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Memory, compile time and communication of large train steps, compiled without their machines.
+
+    python scripts/bench_aot.py [--rows 1 4] [--config.section.key=value ...]
+
+Prints the table of docs/performance.md, one compilation after the other, each in a process of its
+own. Overrides go to every row. Beside each figure stands its bound; the goal is 0.85 of the peak
+of the strongest public JAX trainer on the same model, machine and batch.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+from llmx import config, costs
+
+GIB = 2**30
+GOAL = 0.85  # of the other trainer's peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    config: str
+    topology: str
+    flags: tuple[str, ...]
+    theirs: float  # the other trainer's peak, GiB
+    bound: float  # GiB
+    seconds: float  # the other trainer's compile time here
+
+
+ROWS = (
+    Row("configs/llama3_8b.py", "v5p:2x2x2", (), 20.4, 18.4, 43),
+    Row("configs/llama3_8b.py", "v5p:2x2x2", ("batch.size=16",), 25.6, 21.8, 68),
+    Row(
+        "configs/llama3_8b.py", "v5p:2x2x2", ("batch.size=128", "batch.accumulation=4"),
+        42.0, 35.7, 40,
+    ),
+    Row(
+        "configs/llama3_8b.py", "v5p:2x2x2",
+        ("batch.size=128", "batch.accumulation=4", "sharding.gather=step"), 42.0, 35.7, 40,
+    ),
+    Row(
+        "configs/llama3_70b.py", "v5p:4x4x4", ("mesh.fsdp=64", "mesh.tensor=1"), 34.6, 31.1, 103
+    ),
+    Row("configs/llama3_70b.py", "v5p:4x4x4", (), 36.2, 32.5, 34),
+)  # fmt: skip
+
+HEADER = (
+    "| | model, machine, mesh, batch | peak GiB | at most | goal | compile s | at most "
+    "| fsdp GiB | formula | sliced | tensor GiB | formula |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def measure(row: Row, overrides: list[str]) -> dict:
+    """What `llmx.aot --json` says, and "wall" seconds of the whole command."""
+    flags = [f"--config.{flag}" for flag in row.flags] + overrides
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "llmx.aot", "--json", "--config", row.config,
+         "--topology", row.topology, *flags],
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if not done.stdout:
+        raise SystemExit(f"{row.config} on {row.topology} {' '.join(flags)}: see above")
+    return json.loads(done.stdout) | {"wall": time.perf_counter() - begun}
+
+
+def moved(told: dict, axis: str, *, sliced: bool = False) -> float:
+    """GiB of the arrays of all collectives over `axis`, or of those all-reduced to be sliced."""
+    chosen = [each for each in told["program"]["collectives"] if axis in (each["axes"] or ())]
+    key = "sliced_bytes" if sliced else "bytes"
+    return sum(each["count"] * each[key] for each in chosen) / GIB
+
+
+def weights_formula(run: config.Config) -> float:
+    """GiB: two gathers of the bf16 weights and one reduce-scatter of their gradients per step.
+
+    Gathered layer by layer, that is done for every microbatch.
+    """
+    passes = run.batch.accumulation if run.sharding.gather == "layer" else 1
+    return passes * 3 * 2 * costs.num_stored_parameters(run.model) / run.mesh.tensor / GIB
+
+
+def activations_formula(run: config.Config) -> float:
+    """GiB: attention and MLP gather their input over `tensor` and scatter their output.
+
+    In every layer: forward, once more with full remat, and backward.
+    """
+    if run.mesh.tensor == 1:
+        return 0.0
+    rows = run.batch.size / (run.mesh.data * run.mesh.fsdp)
+    each = 2 * rows * run.batch.sequence_length * run.model.width
+    passes = 3 if run.remat == "full" else 2
+    return passes * 4 * run.model.num_layers * each / GIB
+
+
+def line(number: int, row: Row, told: dict) -> str:
+    run = config.from_json(told["config"])
+    sizes = " x ".join(f"{axis}{size}" for axis, size in told["mesh"].items() if size > 1)
+    batch = f"{run.batch.size} x {run.batch.sequence_length}"
+    if run.batch.accumulation > 1:
+        batch += f" in {run.batch.accumulation}, gathered per {run.sharding.gather}"
+    name = f"{told['num_parameters'] / 1e9:.0f}B, {row.topology}, {sizes}, {batch}"
+    peak = told["memory"]["peak"] / GIB
+    tensor = moved(told, "tensor") if run.mesh.tensor > 1 else 0.0
+    cells = [
+        str(number), name, f"{peak:.2f}", f"{row.bound}", f"{GOAL * row.theirs:.2f}",
+        f"{told['seconds']['lower'] + told['seconds']['compile']:.0f}", f"{row.seconds:.0f}",
+        f"{moved(told, 'fsdp'):.2f}", f"{weights_formula(run):.2f}",
+        f"{moved(told, 'fsdp', sliced=True):.2f}",
+        f"{tensor:.1f}", f"{activations_formula(run):.1f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=range(1, len(ROWS) + 1), help="from 1"
+    )
+    args, overrides = parser.parse_known_args()
+    print(HEADER, flush=True)
+    for number in args.rows:
+        row = ROWS[number - 1]
+        print(line(number, row, measure(row, overrides)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
