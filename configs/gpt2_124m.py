@@ -1,6 +1,7 @@
 """GPT-2 124M with ZeRO-1 over all devices, gradient accumulation and bf16.
 
     python -m llmx.train --config configs/gpt2_124m.py --config.data.sources="('shards:/data/web',)"
+    python -m llmx.aot --config configs/gpt2_124m.py --topology v5e:2x4
 
 A step is 524,288 tokens. Without the second flag it reads the text of Python's standard library,
 to try it out.

@@ -1,6 +1,7 @@
 """Llama-3 70B at sequence 8192 on 64 chips: ZeRO-3 over 16, times tensor parallelism over 4.
 
     python -m llmx.train --config configs/llama3_70b.py --config.data.sources="('shards:/data',)"
+    python -m llmx.aot --config configs/llama3_70b.py --topology v5p:4x4x4
 
 Between blocks positions are split over `tensor` too (sequence-parallel norms), so activations are
 64 ways apart.

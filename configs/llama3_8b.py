@@ -1,9 +1,11 @@
 """Llama-3 8B at sequence 8192 with ZeRO-3 over one fast network: eight v5p chips or eight H100s.
 
     python -m llmx.train --config configs/llama3_8b.py --config.data.sources="('shards:/data/web',)"
+    python -m llmx.aot --config configs/llama3_8b.py --topology v5p:2x2x2
+    python -m llmx.aot --config configs/llama3_8b.py --topology h100:8
 
-Parameters, gradients and AdamW moments are fp32 and split eight ways; weights are gathered layer
-by layer in bf16.
+Parameters and AdamW moments are fp32, gradients bf16, all split eight ways; weights are gathered
+layer by layer, in bf16.
 """
 
 from llmx import config, families

@@ -1,6 +1,7 @@
 """A 0.9M-parameter Llama learns the text of Python's standard library, byte by byte.
 
     python -m llmx.train --config configs/quickstart.py
+    python -m llmx.aot --config configs/quickstart.py --topology v5e:1x1
 
 About two minutes on two CPU cores: held-out loss below 1.8 nats per byte, a sampled continuation,
 and loss.png in runs/quickstart. Run it again, and it says that it is done; with --config.steps=600

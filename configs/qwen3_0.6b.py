@@ -1,6 +1,7 @@
 """Qwen3 0.6B with a tokenizer trained on the data, ZeRO-2, and a mixture of two sources.
 
     python -m llmx.train --config configs/qwen3_0.6b.py --config.data.sources="('docs/', 'stdlib')"
+    python -m llmx.aot --config configs/qwen3_0.6b.py --topology v5e:2x4
 
 Here both sources are Python's standard library and the project's own documentation, three parts to
 one.

@@ -1,6 +1,7 @@
 """One dial: depth. Width, heads, batch, learning rate and token budget follow from it.
 
     python -m llmx.train --config configs/scaling.py:6
+    python -m llmx.aot --config configs/scaling.py --topology v5e:2x2
 
 The number behind the colon is the depth L: width 64 L, head size 64, 20 tokens per parameter
 (Chinchilla, arXiv 2203.15556), learning rate falling as one over the square root of the width.

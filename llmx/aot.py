@@ -80,7 +80,10 @@ def compile(run: config.Config, topology: str | topologies.Topology) -> Result:
     jax.clear_caches()
     began = time.perf_counter()
     with jax.set_mesh(setup.mesh), tempfile.TemporaryDirectory() as folder:
-        lowered = build.make_train_step(run, setup).lower(setup.abstract, batch)
+        try:
+            lowered = build.make_train_step(run, setup).lower(setup.abstract, batch)
+        except NotImplementedError as error:
+            raise CompileError(_first_lines(f"jax cannot trace it: {error}")) from error
         lowered_at = time.perf_counter()
         compiled, refusal = _compile(lowered, topology.platform, folder)
         compiled_at = time.perf_counter()
@@ -258,7 +261,7 @@ def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:
         try:
             tried = compile(variant.of(result.run), topology)
         except CompileError as error:
-            trials.append(Trial(flags, 0, False, 0.0, str(error).splitlines()[1]))
+            trials.append(Trial(flags, None, False, 0.0, str(error).splitlines()[1]))
             return None
         trials.append(Trial(flags, tried.memory.peak, tried.fits, tried.compile_seconds))
         return tried.memory.peak

@@ -55,7 +55,7 @@ class Trial:
     """A variant that was compiled."""
 
     flags: tuple[str, ...]
-    peak: int
+    peak: int | None  # None: the compiler refused it
     fits: bool
     compile_seconds: float
     problem: str = ""  # why the compiler refused it
@@ -259,10 +259,9 @@ def _trials(result: Result, trials: Sequence[Trial]) -> list[str]:
     title = "faster variants" if result.fits else "variants with less memory"
     lines = []
     for trial in trials:
-        told = f"{size(trial.peak):>12}  {'fits' if trial.fits else 'no':5}"
-        if trial.problem:
-            told = f"{'refused':>12}       "
-        lines.append(f"  {told} {' '.join(trial.flags)}")
+        told = "refused" if trial.peak is None else size(trial.peak)
+        verdict = "fits" if trial.fits else "no"
+        lines.append(f"  {told:>12}  {verdict:5} {' '.join(trial.flags)}")
         if trial.problem:
             lines.append(f"  {'':20}{trial.problem}")
     if not any(trial.fits for trial in trials):

@@ -16,9 +16,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from llmx import precision, sharding
+from llmx import precision, remat, sharding
 from llmx.sharding import mesh_axes
 
 
@@ -98,6 +99,8 @@ def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _dot_forward(plan, x, weight):
     whole = _gathered(plan, weight, x.dtype)
     out = _contracted(plan.expression, x, whole, plan.x, plan.gathered, plan.out, x.dtype)
+    # A policy that kept the product itself would keep it before its sum over devices.
+    out = checkpoint_name(out, remat.PRODUCT)
     return out, (x, whole if plan.recomputed else weight)
 
 

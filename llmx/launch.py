@@ -256,6 +256,8 @@ SCHEDULERS: dict[str, Callable[[Mapping[str, str]], bool]] = {
 
 # On these hosts the TPU's own metadata, not the environment, tells how many there are.
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+# Of NVIDIA's driver, of WSL's, of AMD's. Without one a plugin is there to compile with only.
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def merge_flags(given: str, wanted: Mapping[str, str]) -> str:
@@ -274,6 +276,8 @@ def _guess_platform() -> str:
         return {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked if asked in XLA_FLAGS else "cpu")
     if any(map(os.path.exists, TPU_DEVICES)) and importlib.util.find_spec("libtpu"):
         return "tpu"
+    if not any(map(os.path.exists, GPU_DEVICES)):
+        return "cpu"
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
     return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"
 

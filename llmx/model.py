@@ -11,6 +11,7 @@ heads, H head size, V vocabulary, L layers.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -384,7 +385,11 @@ class Apply:
         return decoder.norm(x_BTD), cache
 
     def _layers(self, decoder, x_BTD, mask, run: Execution, sinks, cache, now):
-        """The blocks, scanned in periods of the layer pattern; then what is left of a period."""
+        """The blocks, scanned in periods of the layer pattern; then what is left of a period.
+
+        Inside a period neighbours of one kind are a scan too: the program holds each run of equal
+        layers once.
+        """
         model = self.model
         kinds = model.layer_pattern
         definition, weights = nnx.split(decoder.blocks)
@@ -402,26 +407,32 @@ class Apply:
 
             return remat.checkpointed(apply, run.remat)
 
-        layers = [layer(kind) for kind in kinds]
+        layers = {kind: layer(kind) for kind in set(kinds)}
+
+        def walk(x_BTD, stacked, kinds):
+            """Layers of these kinds, one after the other."""
+            caches, first = [], 0
+            for kind, equal in itertools.groupby(kinds):
+                end = first + len(list(equal))
+                part = jax.tree.map(lambda array: array[first:end], stacked)  # noqa: B023
+                x_BTD, new = jax.lax.scan(layers[kind], x_BTD, part)
+                caches.append(new)
+                first = end
+            return x_BTD, jax.tree.map(lambda *each: jnp.concatenate(each), *caches)
+
         stacked = (weights, sinks, cache)
         if len(kinds) == 1:
-            return jax.lax.scan(layers[0], x_BTD, stacked)
-
-        def period(x_BTD, group):
-            kept = []
-            for i, apply in enumerate(layers):
-                x_BTD, one = apply(x_BTD, jax.tree.map(lambda array: array[i], group))  # noqa: B023
-                kept.append(one)
-            return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *kept)
-
-        size, num = len(kinds), model.num_layers // len(kinds)
-        grouped = jax.tree.map(lambda array: sharding.regrouped(array[: num * size], size), stacked)
-        x_BTD, new = jax.lax.scan(period, x_BTD, grouped)
+            return jax.lax.scan(layers[kinds[0]], x_BTD, stacked)
+        size = len(kinds)
+        whole = model.num_layers // size * size
+        left = model.layer_kinds[whole:]
+        groups = jax.tree.map(lambda array: sharding.regrouped(array[:whole], size), stacked)
+        x_BTD, new = jax.lax.scan(lambda x, group: walk(x, group, kinds), x_BTD, groups)
         new = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), new)
-        for i in range(num * size, model.num_layers):
-            one_layer = jax.tree.map(lambda array: array[i], stacked)  # noqa: B023
-            x_BTD, one = layers[i % size](x_BTD, one_layer)
-            new = jax.tree.map(lambda old, last: jnp.concatenate([old, last[None]]), new, one)
+        if left:
+            rest = jax.tree.map(lambda array: array[whole:], stacked)
+            x_BTD, last = walk(x_BTD, rest, left)
+            new = jax.tree.map(lambda *each: jnp.concatenate(each), new, last)
         return x_BTD, new
 
     def _rotation(self, positions_BT, kind: str):

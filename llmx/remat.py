@@ -11,14 +11,17 @@ import jax
 
 # The names that the model gives, per layer, in order of appearance, each with its logical size:
 #   query_key_value  B T (N+2K) H     attention  B T N H     mlp  B T F (twice if gated)
+# and every product with a weight, when its sum over devices is done:
+#   product          B T (N+2K) H + B T D + B T F (twice if gated) + B T D
 QUERY_KEY_VALUE, ATTENTION, MLP = "query_key_value", "attention", "mlp"
+PRODUCT = "product"
 
 _policies = jax.checkpoint_policies
 
 POLICIES: dict[str, Callable | None] = {
     "none": None,  # keep everything: fastest, most memory
     "full": _policies.nothing_saveable,  # keep the input of each layer only: one more forward pass
-    "dots": _policies.dots_with_no_batch_dims_saveable,  # keep products with weights, not scores
+    "dots": _policies.save_only_these_names(PRODUCT),  # keep products with weights, not scores
     # Keep what attention takes and gives; norms and MLP are recomputed.
     "names": _policies.save_only_these_names(QUERY_KEY_VALUE, ATTENTION),
 }

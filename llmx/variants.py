@@ -166,18 +166,16 @@ def search(
         if not (start.levels.at_least(levels) if faster else levels.at_least(start.levels)):
             continue
         if any(map(levels.at_least, fitting)):
-            continue  # less was enough; that more was too little cannot be, by the order of costs
+            continue  # less was enough; what saves less than one that failed came before it
         if not _is_config(variant, run) or (state := state_of(variant.of(run))) is None:
             continue
         temporaries = (measured.peak - measured.state) * _share(levels) / _share(measured.levels)
         if state + temporaries / _BENEFIT_OF_DOUBT > limit:
             continue
-        if (peak := peak_of(variant)) is None:
-            continue
-        measured = Measured(levels, state, peak)
         tries += 1
-        if peak <= limit:
-            fitting.append(levels)
+        if (peak := peak_of(variant)) is not None:
+            measured = Measured(levels, state, peak)
+            fitting += [levels] if peak <= limit else []
         if len(fitting) == enough or tries == most_tries:
             return
 

@@ -25,9 +25,10 @@ class Row:
     config: str
     topology: str
     flags: tuple[str, ...]
-    theirs: float  # the other trainer's peak, GiB
-    bound: float  # GiB
-    seconds: float  # the other trainer's compile time here
+    # Of the other trainer, where it was compiled so: peak and bound in GiB, seconds to compile.
+    theirs: float | None
+    bound: float | None
+    seconds: float | None
 
 
 ROWS = (
@@ -39,7 +40,7 @@ ROWS = (
     ),
     Row(
         "configs/llama3_8b.py", "v5p:2x2x2",
-        ("batch.size=128", "batch.accumulation=4", "sharding.gather=step"), 42.0, 35.7, 40,
+        ("batch.size=128", "batch.accumulation=4", "sharding.gather=step"), None, None, None,
     ),
     Row(
         "configs/llama3_70b.py", "v5p:4x4x4", ("mesh.fsdp=64", "mesh.tensor=1"), 34.6, 31.1, 103
@@ -76,12 +77,11 @@ def moved(told: dict, axis: str, *, sliced: bool = False) -> float:
 
 
 def weights_formula(run: config.Config) -> float:
-    """GiB: two gathers of the bf16 weights and one reduce-scatter of their gradients per step.
-
-    Gathered layer by layer, that is done for every microbatch.
-    """
-    passes = run.batch.accumulation if run.sharding.gather == "layer" else 1
-    return passes * 3 * 2 * costs.num_stored_parameters(run.model) / run.mesh.tensor / GIB
+    """GiB: two gathers of the bf16 weights and one reduce-scatter of their gradients, for every
+    microbatch; gathered once per step, one gather in all."""
+    scatters = run.batch.accumulation
+    gathers = 2 * scatters if run.sharding.gather == "layer" else 1
+    return (gathers + scatters) * 2 * costs.num_stored_parameters(run.model) / run.mesh.tensor / GIB
 
 
 def activations_formula(run: config.Config) -> float:
@@ -107,8 +107,10 @@ def line(number: int, row: Row, told: dict) -> str:
     peak = told["memory"]["peak"] / GIB
     tensor = moved(told, "tensor") if run.mesh.tensor > 1 else 0.0
     cells = [
-        str(number), name, f"{peak:.2f}", f"{row.bound}", f"{GOAL * row.theirs:.2f}",
-        f"{told['seconds']['lower'] + told['seconds']['compile']:.0f}", f"{row.seconds:.0f}",
+        str(number), name, f"{peak:.2f}",
+        f"{row.bound}" if row.bound else "", f"{GOAL * row.theirs:.2f}" if row.theirs else "",
+        f"{told['seconds']['lower'] + told['seconds']['compile']:.0f}",
+        f"{row.seconds:.0f}" if row.seconds else "",
         f"{moved(told, 'fsdp'):.2f}", f"{weights_formula(run):.2f}",
         f"{moved(told, 'fsdp', sliced=True):.2f}",
         f"{tensor:.1f}", f"{activations_formula(run):.1f}",

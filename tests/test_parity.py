@@ -75,6 +75,7 @@ SPLITS = [
     (2, "full"),
     pytest.param(2, "none", marks=pytest.mark.slow),
     pytest.param(1, "names", marks=pytest.mark.slow),
+    pytest.param(2, "dots", marks=pytest.mark.slow),
 ]
 
 

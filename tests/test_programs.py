@@ -55,7 +55,8 @@ def program(platform: str, case: Case) -> hlo.Program:
         setup, accumulation=case.accumulation, clip_norm=1.0, gather=case.gather
     )
     with jax.set_mesh(setup.mesh):
-        compiled = train_step.lower(setup.abstract, setup.abstract_batch(B, T)).compile()
+        lowered = train_step.lower(setup.abstract, setup.abstract_batch(B, T))
+    compiled = topologies.compile(lowered, topologies.parse(TOPOLOGIES[platform]).platform)
     return hlo.read(compiled.as_text(), case.mesh)
 
 

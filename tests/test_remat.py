@@ -19,12 +19,14 @@ INPUT, QUERY, ATTENTION, MLP, OUT = 3, 5, 7, 11, 13
 
 def toy_layer(x, weights):
     """Products of every name, each followed by something that needs its result to differentiate."""
-    query = checkpoint_name(x @ weights["query"], remat.QUERY_KEY_VALUE)
+    product = lambda x, name: checkpoint_name(x @ weights[name], remat.PRODUCT)  # noqa: E731
+    query = checkpoint_name(product(x, "query"), remat.QUERY_KEY_VALUE)
     scores = jnp.einsum("bq,bk->bqk", jnp.sin(query), query)
     attended = jnp.einsum("bqk,ka->ba", jnp.exp(scores), weights["attention"])
+    attended = checkpoint_name(attended, remat.PRODUCT)
     attended = checkpoint_name(jnp.sin(attended), remat.ATTENTION)
-    hidden = checkpoint_name(jnp.cos(attended) @ weights["mlp"], remat.MLP)
-    return jnp.sin(jnp.tanh(hidden) @ weights["out"])
+    hidden = checkpoint_name(product(jnp.cos(attended), "mlp"), remat.MLP)
+    return jnp.sin(product(jnp.tanh(hidden), "out"))
 
 
 def toy_arrays():

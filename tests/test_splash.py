@@ -174,7 +174,7 @@ def test_what_it_does_not_do_says_why():
 
 
 def test_blocks_are_cut_to_divisors_of_the_rows():
-    sizes = splash._block_sizes(dict, splash.Blocks(1024, 1024, 512, 512, 2048, 512), 384, 128)
+    sizes = splash._block_sizes(dict, splash.Blocks(512, 1024, 512, 512, 2048, 512), 384, 128)
     assert {sizes["block_q"], sizes["block_kv"], sizes["block_kv_dkv"]} == {384}
     assert sizes["block_kv"] % sizes["block_kv_compute"] == 0
     assert sizes["block_kv_dkv"] % sizes["block_kv_dkv_compute"] == 0

@@ -33,7 +33,7 @@ class Blocks:
 # By jax's `device_kind`. Larger blocks fetch less and need more on-chip memory, of which a kernel
 # gets 16 MiB (v4, v5e, v5p) or 32 MiB (v6e, 7x) by default; tests/test_splash.py compiles each. The
 # gradient of queries is written once per backward block of keys: few of them save memory.
-_16_MIB = Blocks(1024, 1024, 512, 512, 2048, 512)
+_16_MIB = Blocks(512, 1024, 512, 512, 2048, 512)
 _32_MIB = Blocks(2048, 2048, 1024, 1024, 2048, 1024)
 BLOCKS = {"TPU v6 lite": _32_MIB, "TPU v6e": _32_MIB, "TPU7x": _32_MIB}
 OTHER_BLOCKS = _16_MIB
