@@ -99,9 +99,17 @@ def problems(config: LaunchConfig) -> list[str]:
     return found + _process_problems(config)
 
 
-def compiler_options(config: LaunchConfig) -> dict[str, str]:
+def compiler_options(config: LaunchConfig) -> dict[str, str | bool | int]:
     """{name: value} for `jax.jit`."""
-    return dict(option.split("=", 1) for option in config.compiler_options)
+    options = dict(option.split("=", 1) for option in config.compiler_options)
+    return {name: option_value(text) for name, text in options.items()}
+
+
+def option_value(text: str) -> str | bool | int:
+    """The value of an XLA flag with the type that a compiler option must have."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdecimal() else text
 
 
 def _process_problems(config: LaunchConfig) -> list[str]:

@@ -170,7 +170,7 @@ def make_train_step(
     clip_norm: float = 0.0,
     guard: guard_lib.GuardConfig | None = None,
     gather: str = "layer",
-    compiler_options: Mapping[str, str] | None = None,
+    compiler_options: Mapping[str, str | bool | int] | None = None,
 ) -> Callable[[State, Batch], tuple[State, Report]]:
     """The jitted train step; it donates its state.
 

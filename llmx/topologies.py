@@ -394,7 +394,7 @@ def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | Non
     if platform == "gpu":
         wanted = wanted | {"xla_gpu_autotune_level": "0"}  # no GPU is here to time candidates on
     given = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    chosen = {name: _typed(text) for name, text in wanted.items() if name not in given}
+    chosen = {name: launch.option_value(text) for name, text in wanted.items() if name not in given}
     while True:
         try:
             return lowered.compile(compiler_options=chosen | dict(options or {}))
@@ -404,13 +404,6 @@ def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | Non
             if not unknown or unknown[1] not in chosen:
                 raise
             del chosen[unknown[1]]
-
-
-def _typed(text: str) -> str | bool | int:
-    """The value of a flag with the type that an option must have."""
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if text.isdecimal() else text
 
 
 def gpu_target(gpu: _Gpu) -> str:

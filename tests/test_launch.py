@@ -340,3 +340,9 @@ def test_importing_starts_no_backend():
     """
     assert run(python(code)).returncode == 0
     assert jax.device_count() == 8  # nor did these tests change their own
+
+
+def test_compiler_options_are_typed():
+    config = launch.LaunchConfig(compiler_options=("xla_a=true", "xla_b=12", "xla_c=x=y"))
+    assert not launch.problems(config)
+    assert launch.compiler_options(config) == {"xla_a": True, "xla_b": 12, "xla_c": "x=y"}

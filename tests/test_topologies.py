@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from llmx import hardware, topologies
+from llmx import hardware, launch, topologies
 
 GIB = 2**30
 
@@ -214,7 +214,7 @@ def test_flags_reach_the_gpu_compiler(tmp_path, monkeypatch):
     ("text", "value"), [("true", True), ("false", False), ("8", 8), ("a", "a")]
 )
 def test_values_of_flags(text, value):
-    assert topologies._typed(text) == value and type(topologies._typed(text)) is type(value)
+    assert launch.option_value(text) == value and type(launch.option_value(text)) is type(value)
 
 
 @pytest.mark.aot
