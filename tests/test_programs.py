@@ -177,6 +177,10 @@ def test_tensor_parallelism_moves_what_the_formula_says(platform):
     gathers = 6 * CONFIG.num_layers * activation
     assert gathers <= moved(found, "all-gather", "tensor") <= gathers + 3 * activation + SMALL
     scatters = 5 * CONFIG.num_layers * activation
+    if platform == "h100":
+        # `xla_gpu_enable_pipelined_all_gather` moves a gather into the iteration before, and there
+        # computes its operand once more: attention's output, in all layers but the first.
+        scatters += (CONFIG.num_layers - 1) * activation
     got = moved(found, "reduce-scatter", "tensor")
     assert scatters <= got <= PADDING * scatters + 3 * activation + SMALL
     assert moved(found, "all-reduce", "tensor") <= SMALL
