@@ -197,8 +197,8 @@ def _compute(result: Result) -> list[str]:
     for kernel in program.kernels:
         kernels[kernel.name].append(kernel)
     for name, calls in kernels.items():
-        count = _sum(call.count for call in calls)
-        flops = _sum(_times(call.count, call.flops) for call in calls)
+        count = hlo.total(call.count for call in calls)
+        flops = hlo.total(hlo.times(call.count, call.flops) for call in calls)
         estimate = "FLOPs not told" if flops is None else f"{_flops(flops)} by its own estimate"
         lines.append(f"  kernel {name}: {'?' if count is None else count} times; {estimate}")
     return lines
@@ -238,10 +238,10 @@ def _collectives(result: Result) -> list[str]:
 def _row(chosen: Sequence[hlo.Collective]) -> tuple[int | None, ...]:
     """Executions, bytes of the arrays, bytes sent, executions with compute beside them."""
     return (
-        _sum(each.count for each in chosen),
-        _sum(_times(each.count, each.bytes) for each in chosen),
-        _sum(_times(each.count, each.wire_bytes) for each in chosen),
-        _sum(each.count for each in chosen if each.asynchronous and each.hidden_by),
+        hlo.executions(chosen),
+        hlo.total_bytes(chosen),
+        hlo.wire_bytes(chosen),
+        hlo.executions(each for each in chosen if each.asynchronous and each.hidden_by),
     )
 
 
@@ -271,12 +271,3 @@ def _trials(result: Result, trials: Sequence[Trial]) -> list[str]:
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
     return [title, *lines]
-
-
-def _times(count: float | None, value: float | None) -> float | None:
-    return None if count is None or value is None else count * value
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    values = list(values)
-    return None if any(value is None for value in values) else sum(values)

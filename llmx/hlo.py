@@ -72,8 +72,7 @@ class Program:
         across: str | None = None,
     ) -> int | None:
         """Executions in a step of what `select` finds; None: a trip count is unknown."""
-        chosen = self.select(kind=kind, axes=axes, across=across)
-        return _sum(each.count for each in chosen)
+        return executions(self.select(kind=kind, axes=axes, across=across))
 
     def total_bytes(
         self,
@@ -83,8 +82,7 @@ class Program:
         across: str | None = None,
     ) -> int | None:
         """Bytes in a step of the whole arrays of what `select` finds; None: as above."""
-        chosen = self.select(kind=kind, axes=axes, across=across)
-        return _sum(_times(each.count, each.bytes) for each in chosen)
+        return total_bytes(self.select(kind=kind, axes=axes, across=across))
 
     def wire_bytes(
         self,
@@ -94,7 +92,7 @@ class Program:
         across: str | None = None,
     ) -> int | None:
         """Bytes that one device sends in a step for what `select` finds; None: as above."""
-        return _wire(self.select(kind=kind, axes=axes, across=across))
+        return wire_bytes(self.select(kind=kind, axes=axes, across=across))
 
 
 def read(
@@ -142,23 +140,38 @@ def _missed(reading: Reading) -> list[str]:
     return [f"executions of {names}: nothing is known to run the computations that they are in"]
 
 
-# -------------------------------------------------------------------------------------------- bills
+# ------------------------------------------------------------------- sums of what may be unknown
 
 
-def _times(count: float | None, value: float | None) -> float | None:
-    """count * value; nothing remains nothing, however often."""
+def times(count: float | None, value: float | None) -> float | None:
+    """count * value, None where one is None; nothing remains nothing, however often."""
     if value == 0:
         return 0
     return None if count is None or value is None else count * value
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum; None where a value is None."""
     values = list(values)
     return None if any(value is None for value in values) else sum(values)
 
 
-def _wire(chosen: Iterable[Collective]) -> int | None:
-    return _sum(_times(each.count, each.wire_bytes) for each in chosen)
+def executions(chosen: Iterable[Collective]) -> int | None:
+    """Executions of these collectives in a step."""
+    return total(each.count for each in chosen)
+
+
+def total_bytes(chosen: Iterable[Collective]) -> int | None:
+    """Bytes in a step of the whole arrays of these collectives."""
+    return total(times(each.count, each.bytes) for each in chosen)
+
+
+def wire_bytes(chosen: Iterable[Collective]) -> int | None:
+    """Bytes that one device sends in a step for these collectives."""
+    return total(times(each.count, each.wire_bytes) for each in chosen)
+
+
+# -------------------------------------------------------------------------------------------- bills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +191,9 @@ def _add(bills: Iterable[_Bill]) -> _Bill:
     return _Bill(
         collectives=tuple(each for bill in bills for each in bill.collectives),
         kernels=tuple(each for bill in bills for each in bill.kernels),
-        flops=_sum(bill.flops for bill in bills),
-        bytes=_sum(bill.bytes for bill in bills),
-        cycles=_sum(bill.cycles for bill in bills),
+        flops=total(bill.flops for bill in bills),
+        bytes=total(bill.bytes for bill in bills),
+        cycles=total(bill.cycles for bill in bills),
         unknown=tuple(each for bill in bills for each in bill.unknown),
     )
 
@@ -189,15 +202,15 @@ def _repeated(bill: _Bill, trips: int | None) -> _Bill:
     """The bill of what is in a loop, executed that often; None: as often as nobody knows."""
     return _Bill(
         collectives=tuple(
-            dataclasses.replace(each, count=_times(trips, each.count), in_loop=each.in_loop + 1)
+            dataclasses.replace(each, count=times(trips, each.count), in_loop=each.in_loop + 1)
             for each in bill.collectives
         ),
         kernels=tuple(
-            dataclasses.replace(each, count=_times(trips, each.count)) for each in bill.kernels
+            dataclasses.replace(each, count=times(trips, each.count)) for each in bill.kernels
         ),
-        flops=_times(trips, bill.flops),
-        bytes=_times(trips, bill.bytes),
-        cycles=_times(trips, bill.cycles),
+        flops=times(trips, bill.flops),
+        bytes=times(trips, bill.bytes),
+        cycles=times(trips, bill.cycles),
         unknown=bill.unknown,
     )
 
@@ -298,7 +311,7 @@ def _branches(reading: Reading, frame: Frame, choice: Instruction) -> _Bill:
         _walk(reading, Frame(computation, choice, frame))
         for computation in reading.module.called(choice)
     ]
-    wires = [_wire(bill.collectives) for bill in bills]
+    wires = [wire_bytes(bill.collectives) for bill in bills]
     flops = [bill.flops for bill in bills]
     calls = [len(bill.kernels) for bill in bills]
     unknown = [note for bill in bills for note in bill.unknown]
