@@ -11,7 +11,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmx import bill, buffers, config, hlo, topologies, variants
+from llmx import bill, buffers, config, hlo, sharding, topologies, variants
 from llmx.bill import Memory, Result, Trial
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
@@ -174,21 +173,14 @@ def _memory(
 
 def _state_bytes(setup, batch) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
-    import jax
-
-    def of(tree) -> int:
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree)
-        )
-
     parts = {
-        "parameters": of(setup.abstract.params),
-        "optimizer": of(setup.abstract.opt_state),
-        "average": of(setup.abstract.ema),
-        "batch": of(batch),
+        "parameters": setup.abstract.params,
+        "optimizer": setup.abstract.opt_state,
+        "average": setup.abstract.ema,
+        "batch": batch,
     }
-    return {name: size for name, size in parts.items() if size}
+    sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _versions(topology: topologies.Topology) -> dict[str, str]:

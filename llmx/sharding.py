@@ -333,6 +333,14 @@ def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
 
 
+def device_bytes(tree: Any) -> int:
+    """Bytes that each device holds of the arrays of `tree`, or of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 # When split weights are gathered: in every layer of every pass, so that few exist at a time; or all
 # at once before the first microbatch, kept whole in the compute dtype for the whole step.
 GATHERS = ("layer", "step")

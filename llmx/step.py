@@ -15,7 +15,6 @@ Letters: B batch, T positions.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -292,12 +291,8 @@ def gathered_bytes(setup: Setup) -> int:
     """Bytes per device of the weights that gather="step" keeps whole."""
     gathered = jax.eval_shape(lambda params: _gathered(setup, params), setup.abstract.params)
     split = jax.tree.map(lambda leaf: leaf.sharding.spec, setup.abstract.params)
-    sizes = [
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf, to in zip(jax.tree.leaves(gathered), jax.tree.leaves(split), strict=True)
-        if leaf.sharding.spec != to
-    ]
-    return sum(sizes)
+    leaves = zip(jax.tree.leaves(gathered), jax.tree.leaves(split), strict=True)
+    return sharding.device_bytes([leaf for leaf, to in leaves if leaf.sharding.spec != to])
 
 
 def _sink(setup: Setup, accumulation: int, leaf, to: NamedSharding, axes) -> jax.ShapeDtypeStruct:

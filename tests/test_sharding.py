@@ -88,6 +88,18 @@ def test_parts_of_specs():
     )
 
 
+def test_bytes_of_a_tree_on_one_device():
+    mesh = mesh_of(data=2, tensor=4)
+    to = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
+    tree = {
+        "shape": jax.ShapeDtypeStruct((8, 12), jnp.bfloat16, sharding=to("data", "tensor")),
+        "array": [jax.device_put(np.ones((8, 3), np.float32), to("data"))],
+        "none": None,
+    }
+    assert sharding.device_bytes(tree) == 2 * (4 * 3) + 4 * (4 * 3)
+    assert sharding.device_bytes(()) == 0
+
+
 # ------------------------------------------------------------------------------------------ meshes
 
 
