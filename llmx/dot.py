@@ -80,8 +80,10 @@ def _dot(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
     return _dot_forward(plan, x, weight)[0]
 
 
-def _gathered(plan: _Plan, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return jax.sharding.reshard(cast(weight, dtype), plan.gathered)
+def gathered(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`weight` in `dtype`, whole over the mesh axes that split the batch: cast, then gathered."""
+    whole = sharding.without(jax.typeof(weight).sharding.spec, sharding.BATCH_AXES)
+    return jax.sharding.reshard(cast(weight, dtype), whole)
 
 
 def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -97,7 +99,7 @@ def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _dot_forward(plan, x, weight):
-    whole = _gathered(plan, weight, x.dtype)
+    whole = gathered(weight, x.dtype)
     out = _contracted(plan.expression, x, whole, plan.x, plan.gathered, plan.out, x.dtype)
     # A policy that kept the product itself would keep it before its sum over devices.
     out = checkpoint_name(out, remat.PRODUCT)
@@ -107,7 +109,7 @@ def _dot_forward(plan, x, weight):
 def _dot_backward(plan, residuals, gradient):
     x, weight = residuals
     if not plan.recomputed:
-        weight = _gathered(plan, weight, x.dtype)
+        weight = gathered(weight, x.dtype)
     inputs, out = plan.expression.split("->")
     of_x, of_weight = inputs.split(",")
     # Positions that were scattered after the product are gathered once, for both gradients.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmx import families, model, optim, sharding
+from llmx import dot, families, model, optim, sharding
 from llmx import guard as guard_lib
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
@@ -281,8 +281,7 @@ def _gathered(setup: Setup, params):
     def one(path, leaf, axes):
         if "embed" not in axes or path[0].key in model.LOOKED_UP:
             return leaf
-        whole = sharding.without(jax.typeof(leaf).sharding.spec, sharding.BATCH_AXES)
-        return jax.sharding.reshard(leaf.astype(setup.run.policy.compute), whole)
+        return dot.gathered(leaf, setup.run.policy.compute)
 
     return jax.tree_util.tree_map_with_path(one, params, setup.axes)
 
