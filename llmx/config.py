@@ -212,11 +212,11 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
             continue
         try:
             # One at a time: a bad value does not hide the next.
-            value = _get(read([f"--config.{key}={text}"]), key)
+            value = get_value(read([f"--config.{key}={text}"]), key)
         except (ValueError, TypeError, absl.flags.Error):
             problems.append(f"{key}={text!r} is not {_type_name(types_[key])}")
             continue
-        _set(config, key, value)
+        set_value(config, key, value)
     return config, problems
 
 
@@ -244,13 +244,15 @@ def _unknown_key(key: str, known: typing.Iterable[str]) -> str:
     return f"{key} is not a key of the config: {hint}"
 
 
-def _get(config: Any, key: str) -> Any:
+def get_value(config: Any, key: str) -> Any:
+    """The value of a key as "batch.size"."""
     for name in key.split("."):
         config = vars(config)[name]
     return config
 
 
-def _set(config: Any, key: str, value: Any):
+def set_value(config: Any, key: str, value: Any):
+    """Sets what `get_value` gives."""
     *sections, name = key.split(".")
     for section in sections:
         config = vars(config)[section]
@@ -280,7 +282,7 @@ def from_json(values: dict) -> Config:
             elif key not in known:
                 problems.append(_unknown_key(key, known))
             else:
-                _set(config, key, tuple(value) if isinstance(value, list) else value)
+                set_value(config, key, tuple(value) if isinstance(value, list) else value)
 
     fill(values, "")
     if problems:
@@ -413,7 +415,7 @@ def _sections(config: Config) -> list[str]:
         ("sharding.gather", sharding.GATHERS),
         ("attention.implementation", ("auto", *attention.IMPLEMENTATIONS)),
     ):
-        if (value := _get(config, key)) not in table:
+        if (value := get_value(config, key)) not in table:
             near = difflib.get_close_matches(value, list(table), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             found.append(f"{key}={value!r} is unknown: use one of {', '.join(table)}{hint}")
@@ -423,7 +425,7 @@ def _sections(config: Config) -> list[str]:
         ("sample.max_tokens", 1), ("sample.temperature", 0), ("sample.top_k", 0),
         ("profile.first_step", 0), ("profile.num_steps", 1), ("loss.z_loss", 0), ("loss.chunks", 0),
     ):  # fmt: skip
-        if (value := _get(config, key)) < least:
+        if (value := get_value(config, key)) < least:
             found.append(f"{key}={value} must be at least {least}")
     if not 0 < config.sample.top_p <= 1:
         found.append(f"sample.top_p={config.sample.top_p} must be above 0 and at most 1 (1 = off)")
@@ -449,7 +451,7 @@ def _vocab_size(data: data_config.DataConfig) -> int:
 
 def _mesh(config: Config, num_devices: int | None) -> list[str]:
     """Sizes against mesh axes; fills in the open mesh axis."""
-    sizes = {axis: _get(config.mesh, axis) for axis in sharding.AXES}
+    sizes = {axis: get_value(config.mesh, axis) for axis in sharding.AXES}
     if num_devices is None:
         if -1 in sizes.values():
             return []

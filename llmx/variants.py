@@ -43,13 +43,8 @@ class Levels:
 
     def at_least(self, other: "Levels") -> bool:
         """Whether no dial is turned less far than in `other`."""
-        return all(
-            mine >= theirs for mine, theirs in zip(*map(_numbers, (self, other)), strict=True)
-        )
-
-
-def _numbers(levels: Levels) -> tuple[int, ...]:
-    return dataclasses.astuple(levels)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +63,7 @@ class Variant:
         """`run` with the changes."""
         run = copy.deepcopy(run)
         for key, value in self.changes.items():
-            *sections, name = key.split(".")
-            section = run
-            for each in sections:
-                section = vars(section)[each]
-            setattr(section, name, value)
+            config.set_value(run, key, value)
         return run
 
 
@@ -114,7 +105,9 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
             "batch.accumulation": accumulation,
             **_mesh(run, tensor),
         }
-        changes = {key: value for key, value in wanted.items() if value != _get(run, key)}
+        changes = {
+            key: value for key, value in wanted.items() if value != config.get_value(run, key)
+        }
         if not changes:
             continue
         levels = dataclasses.replace(
@@ -222,10 +215,3 @@ def _mesh(run: config.Config, tensor: int) -> dict[str, int]:
         f"mesh.{giver}": vars(run.mesh)[giver] * run.mesh.tensor // tensor,
         "mesh.tensor": tensor,
     }
-
-
-def _get(run: config.Config, key: str) -> Any:
-    value = run
-    for name in key.split("."):
-        value = vars(value)[name]
-    return value
