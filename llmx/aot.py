@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmx import bill, buffers, config, hlo, sharding, topologies, variants
+from llmx import bill, buffers, config, hlo, launch, sharding, topologies, variants
 from llmx.bill import Memory, Result, Trial
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
@@ -284,7 +284,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the bill; returns the exit code."""
     command = config.parser("llmx.aot", "Compile the train step for a machine that is not here.")
     _add_arguments(command)
-    note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     try:
         args, run, problems = config.parse(command, argv)
         try:
@@ -293,9 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.resolve(run, problems=[*problems, str(error)])
             raise  # resolve does, with the config's own problems
         run = resolve(run, topology, problems=problems)
-        note(f"compiling for {topology.text}")
+        launch.note(f"compiling for {topology.text}")
         result = compile(run, topology)
-        trials = suggest(result, log=note) if args.suggest else None
+        trials = suggest(result, log=launch.note) if args.suggest else None
     except (ValueError, CompileError) as error:
         print(error, file=sys.stderr)
         return WRONG

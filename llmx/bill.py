@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from llmx import buffers, config, hlo, sharding, topologies
 
@@ -101,7 +101,7 @@ def text(result: Result, trials: Sequence[Trial] | None = None) -> str:
     """The bill for people, at most 100 columns wide."""
     parts = [_what(result), _memory(result), _compute(result), _collectives(result)]
     if result.unknown:
-        parts.append(_section("unknown", [f"  {each}" for each in result.unknown]))
+        parts.append(["unknown", *(f"  {each}" for each in result.unknown)])
     if trials is not None:
         parts.append(_trials(result, trials))
     return "\n\n".join("\n".join(map(_wrapped, part)) for part in parts if part)
@@ -257,7 +257,7 @@ def _cells(row: tuple[int | None, ...]) -> list[str]:
 
 def _trials(result: Result, trials: Sequence[Trial]) -> list[str]:
     title = "faster variants" if result.fits else "variants with less memory"
-    lines = []
+    lines = [f"{title}, compiled, cheapest in speed first"]
     for trial in trials:
         told = "refused" if trial.peak is None else size(trial.peak)
         verdict = "fits" if trial.fits else "no"
@@ -266,8 +266,4 @@ def _trials(result: Result, trials: Sequence[Trial]) -> list[str]:
             lines.append(f"  {'':20}{trial.problem}")
     if not any(trial.fits for trial in trials):
         lines.append("  none that was tried fits" if trials else "  none: nothing is left to try")
-    return _section(f"{title}, compiled, cheapest in speed first", lines)
-
-
-def _section(title: str, lines: Iterable[str]) -> list[str]:
-    return [title, *lines]
+    return lines

@@ -346,3 +346,10 @@ def test_compiler_options_are_typed():
     config = launch.LaunchConfig(compiler_options=("xla_a=true", "xla_b=12", "xla_c=x=y"))
     assert not launch.problems(config)
     assert launch.compiler_options(config) == {"xla_a": True, "xla_b": 12, "xla_c": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("8", 8), ("a", "a")]
+)
+def test_values_of_flags(text, value):
+    assert launch.option_value(text) == value and type(launch.option_value(text)) is type(value)

@@ -189,7 +189,7 @@ def test_flags_reach_the_gpu_compiler(tmp_path, monkeypatch):
     import jax
     import jax.numpy as jnp
 
-    from llmx import buffers, launch
+    from llmx import buffers
 
     to = jax.sharding.SingleDeviceSharding(topologies.devices("h100:1")[0])
     array = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=to)
@@ -208,13 +208,6 @@ def test_flags_reach_the_gpu_compiler(tmp_path, monkeypatch):
     # What the user says goes first.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=12345")
     assert f"threshold_bytes: {threshold}" not in options(tmp_path / "user").partition("reduce")[0]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("false", False), ("8", 8), ("a", "a")]
-)
-def test_values_of_flags(text, value):
-    assert launch.option_value(text) == value and type(launch.option_value(text)) is type(value)
 
 
 @pytest.mark.aot
