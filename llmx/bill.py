@@ -122,20 +122,15 @@ def size(num_bytes: float) -> str:
 
 def _what(result: Result) -> list[str]:
     run = result.run
-    model, batch = run.model, run.batch
-    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    mesh = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one device"
+    mesh = sharding.mesh_text({axis: vars(run.mesh)[axis] for axis in sharding.AXES})
     if run.mesh.across_slices:
         mesh += f", {' and '.join(run.mesh.across_slices)} across slices"
-    splits = f" in {batch.accumulation} microbatches" if batch.accumulation > 1 else ""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return [
-        f"model       {model.family}, {result.num_parameters:,} parameters, "
-        f"{model.num_layers} layers; {run.precision}, remat {run.remat}",
+        f"model       {config.model_text(run, result.num_parameters)}",
         f"machine     {result.topology.name}: {result.topology.text}",
         f"mesh        {mesh}; layout {run.sharding.layout}",
-        f"batch       {batch.size} x {batch.sequence_length} = "
-        f"{batch.size * batch.sequence_length:,} tokens per step{splits}",
+        f"batch       {config.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "
         f"{result.lower_seconds:.1f} s ({versions})",
     ]

@@ -315,6 +315,22 @@ def load_run(workdir: str) -> Config:
     return config
 
 
+def model_text(config: Config, num_parameters: int) -> str:
+    """What is trained, on a line."""
+    return (
+        f"{config.model.family}, {num_parameters:,} parameters, {config.model.num_layers} layers; "
+        f"{config.precision}, remat {config.remat}"
+    )
+
+
+def batch_text(config: Config) -> str:
+    """What a step takes, on a line."""
+    batch = config.batch
+    splits = f" in {batch.accumulation} microbatches" if batch.accumulation > 1 else ""
+    tokens = batch.size * batch.sequence_length
+    return f"{batch.size} x {batch.sequence_length} = {tokens:,} tokens per step{splits}"
+
+
 # -------------------------------------------------------------------------------------- the checks
 
 
@@ -532,13 +548,13 @@ def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     ways = 1
     for axis in sharding.BATCH_AXES:
         ways *= sizes[axis]
-    names = " x ".join(f"{axis}{sizes[axis]}" for axis in sharding.BATCH_AXES if sizes[axis] > 1)
+    names = sharding.mesh_text({axis: sizes[axis] for axis in sharding.BATCH_AXES})
     parts = ways * batch.accumulation
     if batch.size >= 1 and batch.accumulation >= 1 and batch.size % parts:
         accumulated = f" times accumulation={batch.accumulation}" if batch.accumulation > 1 else ""
         low = batch.size // parts * parts
         yield (
-            f"batch.size={batch.size} does not divide over {parts} = {names or 'one device'}"
+            f"batch.size={batch.size} does not divide over {parts} = {names}"
             f"{accumulated}: use {' or '.join(str(n) for n in (low, low + parts) if n)}"
         )
     tokens = sizes["sequence"] * (sizes["tensor"] if config.sharding.sequence_parallel else 1)

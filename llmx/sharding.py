@@ -129,14 +129,15 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if open_axes:
         if num_devices % known:
             raise ValueError(
-                f"mesh {_compact(sizes)} cannot fill {num_devices} devices: the given axes "
+                f"mesh {mesh_text(sizes)} cannot fill {num_devices} devices: the given axes "
                 f"multiply to {known}, which does not divide {num_devices}; change them to one of "
                 "its divisors"
             )
         sizes[open_axes[0]] = num_devices // known
     elif known != num_devices:
+        shown = mesh_text(sizes, alone="of one device")
         raise ValueError(
-            f"mesh {_compact(sizes)} needs {known} devices and there are {num_devices}: "
+            f"mesh {shown} needs {known} devices and there are {num_devices}: "
             f"set one axis to -1, or change their product to {num_devices}"
         )
     return sizes
@@ -190,10 +191,9 @@ def _slice_index(device: jax.Device) -> int:
     return device.slice_index if hasattr(device, "slice_index") else 0
 
 
-def _compact(sizes: Mapping[str, int]) -> str:
-    return (
-        " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or "of one device"
-    )
+def mesh_text(sizes: Mapping[str, int], *, alone: str = "one device") -> str:
+    """ "data2 x tensor4": mesh axes with their sizes, or `alone` where all are 1."""
+    return " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or alone
 
 
 # ------------------------------------------------------------------------------------------ layouts
@@ -308,7 +308,7 @@ def spec(
         if shape is not None and shape[dim] % ways:
             raise ValueError(
                 f"dimension {dim} ({axis!r}) of shape {tuple(shape)} does not divide over "
-                f"{_compact({name: mesh.shape[name] for name in over})}: {shape[dim]} is not a "
+                f"{mesh_text({name: mesh.shape[name] for name in over})}: {shape[dim]} is not a "
                 f"multiple of {ways}; pad it, or use a smaller mesh axis"
             )
         entries.append(None if not over else over[0] if len(over) == 1 else over)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from llmx import checkpoint, config, launch, metrics
+from llmx import checkpoint, config, launch, metrics, sharding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,17 +109,13 @@ def describe(run: config.Config, setup) -> str:
     """What is about to be trained, on what."""
     from llmx import costs
 
-    sizes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
-    mesh = " x ".join(f"{axis}{size}" for axis, size in sizes.items()) or "one device"
-    tokens = run.batch.size * run.batch.sequence_length
+    mesh = sharding.mesh_text(setup.mesh.shape)
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    splits = f" in {run.batch.accumulation} microbatches" if run.batch.accumulation > 1 else ""
+    tokens = run.batch.size * run.batch.sequence_length * run.steps
     return (
-        f"model: {run.model.family}, {costs.num_parameters(run.model):,} parameters, "
-        f"{run.model.num_layers} layers; {run.precision}, remat {run.remat}\n"
+        f"model: {config.model_text(run, costs.num_parameters(run.model))}\n"
         f"mesh:  {mesh} ({jax.devices()[0].device_kind}{processes}), layout {run.sharding.layout}\n"
-        f"batch: {run.batch.size} x {run.batch.sequence_length} = {tokens:,} tokens per step"
-        f"{splits}; {run.steps:,} steps = {tokens * run.steps:,} tokens"
+        f"batch: {config.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
     )
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from llmx import config, costs
+from llmx import config, costs, sharding
 
 GIB = 2**30
 GOAL = 0.85  # of the other trainer's peak
@@ -99,11 +99,11 @@ def activations_formula(run: config.Config) -> float:
 
 def line(number: int, row: Row, told: dict) -> str:
     run = config.from_json(told["config"])
-    sizes = " x ".join(f"{axis}{size}" for axis, size in told["mesh"].items() if size > 1)
     batch = f"{run.batch.size} x {run.batch.sequence_length}"
     if run.batch.accumulation > 1:
         batch += f" in {run.batch.accumulation}, gathered per {run.sharding.gather}"
-    name = f"{told['num_parameters'] / 1e9:.0f}B, {row.topology}, {sizes}, {batch}"
+    mesh = sharding.mesh_text(told["mesh"])
+    name = f"{told['num_parameters'] / 1e9:.0f}B, {row.topology}, {mesh}, {batch}"
     peak = told["memory"]["peak"] / GIB
     tensor = moved(told, "tensor") if run.mesh.tensor > 1 else 0.0
     cells = [

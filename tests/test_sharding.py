@@ -125,6 +125,11 @@ def test_sizes_that_do_not_fit_are_refused(sizes, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_meshes_as_text():
+    assert sharding.mesh_text({"data": 2, "fsdp": 1, "tensor": -1}) == "data2 x tensor-1"
+    assert sharding.mesh_text({"data": 1, "fsdp": 1}) == "one device"
+
+
 def test_make_mesh_takes_the_rest_and_is_explicit():
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 2})
     assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
