@@ -288,7 +288,8 @@ def _gathered(setup: Setup, params):
 
 def gathered_bytes(setup: Setup) -> int:
     """Bytes per device of the weights that gather="step" keeps whole."""
-    gathered = jax.eval_shape(lambda params: _gathered(setup, params), setup.abstract.params)
+    with jax.set_mesh(setup.mesh):
+        gathered = jax.eval_shape(lambda params: _gathered(setup, params), setup.abstract.params)
     split = jax.tree.map(lambda leaf: leaf.sharding.spec, setup.abstract.params)
     leaves = zip(jax.tree.leaves(gathered), jax.tree.leaves(split), strict=True)
     return sharding.device_bytes([leaf for leaf, to in leaves if leaf.sharding.spec != to])

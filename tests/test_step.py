@@ -374,6 +374,16 @@ def test_state_is_born_split(layout):
             assert held == {leaf.size // (expected if matrix else 1)}, path
 
 
+def test_gathered_bytes_are_those_of_whole_weights_in_the_compute_dtype():
+    setup = make_setup("data 8")
+    matrices = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(setup.abstract.params)
+        if leaf.ndim > 1 and path[0].key not in model.LOOKED_UP and "norm" not in str(path)
+    ]
+    assert step.gathered_bytes(setup) == sum(4 * leaf.size for leaf in matrices)
+
+
 def test_seeds_give_the_same_parameters_on_every_mesh():
     one, split = make_setup("one").init(3), make_setup("fsdp 4 x tensor 2").init(3)
     assert_near(split.params, one.params, 1e-6)
