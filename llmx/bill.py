@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -101,10 +102,20 @@ def text(result: Result, trials: Sequence[Trial] | None = None) -> str:
     """The bill for people, at most 100 columns wide."""
     parts = [_what(result), _memory(result), _compute(result), _collectives(result)]
     if result.unknown:
-        parts.append(["unknown", *(f"  {each}" for each in result.unknown)])
+        parts.append(["unknown", *_counted(result.unknown)])
     if trials is not None:
         parts.append(_trials(result, trials))
     return "\n\n".join("\n".join(map(_wrapped, part)) for part in parts if part)
+
+
+def _counted(notes: Sequence[str]) -> list[str]:
+    """A line for all notes that differ in the numbers of instructions' names alone."""
+    alike = {}
+    for note in notes:
+        alike.setdefault(re.sub(r"\.\d+(?: |$)", " ", note), []).append(note)
+    return [
+        f"  {one[0]}" if len(one) == 1 else f"  {len(one)} x {text}" for text, one in alike.items()
+    ]
 
 
 def _wrapped(line: str) -> str:

@@ -26,7 +26,8 @@ def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = Non
         place=sharding.Placement(mesh, layout),
         policy=precision.POLICIES[run.precision],
         remat=run.remat,
-        attention=run.attention.implementation,
+        attention=run.attention,
+        packed=run.data.pack,
         loss_chunks=run.loss.chunks,
     )
     return step.make_setup(run.model, execution, run.optimizer, total_steps=run.steps)

@@ -22,6 +22,7 @@ from typing import Any
 from llmx import (
     attention,
     checkpoint,
+    context,
     families,
     guard,
     launch,
@@ -440,6 +441,7 @@ def _sections(config: Config) -> list[str]:
         ("batch.accumulation", 1), ("evaluation.every", 0), ("evaluation.batches", 0),
         ("sample.max_tokens", 1), ("sample.temperature", 0), ("sample.top_k", 0),
         ("profile.first_step", 0), ("profile.num_steps", 1), ("loss.z_loss", 0), ("loss.chunks", 0),
+        ("attention.ulysses", 1),
     ):  # fmt: skip
         if (value := get_value(config, key)) < least:
             found.append(f"{key}={value} must be at least {least}")
@@ -542,6 +544,30 @@ def _tensor(config: Config, tensor: int) -> Iterator[str]:
             )
 
 
+def _context(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """How attention over split positions divides."""
+    ways, length, chosen = sizes["sequence"], config.batch.sequence_length, config.attention
+    if ways == 1:
+        return
+    try:
+        split = context.Split(ways, chosen.ulysses, chosen.zigzag)
+    except ValueError as error:
+        yield str(error)
+        return
+    if length >= 1 and length % ways == 0:
+        try:
+            split.order(length)
+        except ValueError as error:
+            yield f"batch.sequence_length: {error}"
+    heads = config.model.num_heads // sizes["tensor"]
+    if heads >= 1 and heads % chosen.ulysses:
+        yield (
+            f"attention.ulysses={chosen.ulysses} does not divide the {heads} query heads of a "
+            f"device (model.num_heads={config.model.num_heads} over tensor={sizes['tensor']}): use "
+            "a divisor; the other devices of `sequence` form rings"
+        )
+
+
 def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What data parallelism and context parallelism split."""
     batch, model, layout = config.batch, config.model, config.sharding.layout
@@ -558,6 +584,7 @@ def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{accumulated}: use {' or '.join(str(n) for n in (low, low + parts) if n)}"
         )
     tokens = sizes["sequence"] * (sizes["tensor"] if config.sharding.sequence_parallel else 1)
+    yield from _context(config, sizes)
     if batch.sequence_length >= 1 and batch.sequence_length % tokens:
         yield (
             f"batch.sequence_length={batch.sequence_length} does not divide over {tokens} = "

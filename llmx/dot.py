@@ -6,7 +6,7 @@ lives from the forward to the backward pass, which gathers it once more, for wha
 and for the gradient together; and the weight gradient is born with the sharding of the weight
 itself, summed in the reduce dtype.
 
-Mesh axes: gathers and reduce-scatters over those of `BATCH_AXES` that split the weight; sums over
+Mesh axes: gathers and reduce-scatters over those of `TOKEN_AXES` that split the weight; sums over
 the mesh axes that split the contracted dimensions (`tensor` in the output projections); sums weight
 gradients over the axes that split the batch.
 """
@@ -37,7 +37,7 @@ class _Plan:
 
     @property
     def gathered(self) -> PartitionSpec:
-        return sharding.without(self.weight, sharding.BATCH_AXES)
+        return sharding.without(self.weight, sharding.TOKEN_AXES)
 
 
 def dot(
@@ -81,8 +81,8 @@ def _dot(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def gathered(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`weight` in `dtype`, whole over the mesh axes that split the batch: cast, then gathered."""
-    whole = sharding.without(jax.typeof(weight).sharding.spec, sharding.BATCH_AXES)
+    """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered."""
+    whole = sharding.without(jax.typeof(weight).sharding.spec, sharding.TOKEN_AXES)
     return jax.sharding.reshard(cast(weight, dtype), whole)
 
 

@@ -22,7 +22,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llmx import attention, dot, embedding, families, losses, precision, remat, sharding
+from llmx import attention, context, dot, embedding, families, losses, precision, remat, sharding
+from llmx.attention import AttentionConfig
+from llmx.masks import Mask, Scores
 
 # Activations between blocks, and inside them, in logical axes.
 BLOCK = ("batch", "block_sequence", "embed")
@@ -32,7 +34,7 @@ KEY = ("batch", "sequence", "kv_heads", "head_dim")
 HIDDEN = ("batch", "sequence", "mlp")
 # Tables of which rows are looked up: products never take them whole, unless one is the head too.
 LOOKED_UP = ("embedding", "positions")
-CACHE = ("layers", "batch", None, "kv_heads", "head_dim")
+CACHE = ("layers", "batch", "cache", "kv_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,8 +44,14 @@ class Execution:
     place: sharding.Placement
     policy: precision.Policy
     remat: str = "none"
-    attention: str = "auto"
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    packed: bool = True  # rows may hold several documents
     loss_chunks: int = 0
+
+    @property
+    def split(self) -> context.Split:
+        """Which device holds which positions of a row."""
+        return attention.split_of(self.attention, self.place)
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -135,14 +143,14 @@ class Attention(nnx.Module):
         value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
         if cache is not None:
             cache = tuple(
-                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), now, axis=1)
+                attention.written(old, new, now, place=run.place)
                 for old, new in zip(cache, (key_BTKH, value_BTKH), strict=True)
             )
             key_BTKH, value_BTKH = cache
         out_BTNH = attention.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,
-            attention.Scores(scale=self.scale, softcap=self.softcap, window=window),
-            implementation=run.attention, place=run.place,
+            Scores(scale=self.scale, softcap=self.softcap, window=window),
+            config=run.attention, place=run.place, keys="sequence" if cache is None else "cache",
         )  # fmt: skip
         return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, run), cache
 
@@ -304,52 +312,60 @@ class Apply:
             top_sinks = {name: sinks[name] for name in top}
             params = run.place.routed(top, top_sinks) | {"blocks": params["blocks"]}
         decoder = nnx.merge(self.graphdef, params)
-        mask = _self_mask(batch["segment_ids"], batch["positions"])
+        names = ("tokens", "targets", "segment_ids", "positions")
+        tokens_BT, targets_BT, *rows = self._split_rows([batch[name] for name in names], run)
         x_BTD, _ = self._hidden(
-            decoder, batch["tokens"], mask, run, sinks=None if sinks is None else sinks["blocks"]
-        )
-        return losses.token_losses(
-            x_BTD, self._head_weight(decoder), batch["targets"],
+            decoder, tokens_BT, _self_mask(*rows, run), run,
+            sinks=None if sinks is None else sinks["blocks"],
+        )  # fmt: skip
+        found = losses.token_losses(
+            x_BTD, self._head_weight(decoder), targets_BT,
             num_real=self.model.vocab_size, softcap=self.model.logit_softcap,
             chunks=run.loss_chunks, place=run.place, policy=run.policy,
         )  # fmt: skip
+        return tuple(self._split_rows(found, run, back=True))
 
     def logits(
         self, params: dict, tokens_BT, segments_BT, positions_BT, run: Execution
     ) -> Float[Array, "B T V"]:
         """fp32 logits; those of padding are -inf. For tests and sampling: they exist whole."""
         decoder = nnx.merge(self.graphdef, params)
-        mask = _self_mask(segments_BT, positions_BT)
-        x_BTD, _ = self._hidden(decoder, tokens_BT, mask, run)
-        return self._head(decoder, x_BTD, run)
+        tokens_BT, *rows = self._split_rows((tokens_BT, segments_BT, positions_BT), run)
+        x_BTD, _ = self._hidden(decoder, tokens_BT, _self_mask(*rows, run), run)
+        return self._split_rows([self._head(decoder, x_BTD, run)], run, back=True)[0]
+
+    def _split_rows(self, arrays, run: Execution, *, back: bool = False) -> list[Array]:
+        """Arrays [B, T, ...] from the order of their rows to that of `run.split`, or back."""
+        return [context.reorder(array, run.split, run.place.mesh, back=back) for array in arrays]
 
     def empty_cache(self, batch: int, length: int, run: Execution) -> dict:
-        """A cache of `length` positions in which nothing is visible (segment -1)."""
+        """A cache of at least `length` slots in which nothing is visible (segment -1)."""
         model, place = self.model, run.place
+        ways = place.size(sharding.mesh_axes(place.activation(("cache",))[0]))
+        length = -(-length // ways) * ways
         shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
         zeros = place.constrain(jnp.zeros(shape, run.policy.compute), CACHE)
         unseen_BS = jnp.full((batch, length), -1, jnp.int32)
         return {
             "key": zeros,
             "value": zeros,
-            "segments": place.constrain(unseen_BS, ("batch", None)),
-            "positions": place.constrain(jnp.zeros_like(unseen_BS), ("batch", None)),
+            "segments": place.constrain(unseen_BS, ("batch", "cache")),
+            "positions": place.constrain(jnp.zeros_like(unseen_BS), ("batch", "cache")),
         }
 
     def decode(self, params: dict, cache: dict, tokens_BT, segments_BT, positions_BT, now, run):
         """Logits of T more tokens written into the cache at slots now..now+T, and the new cache.
 
-        `run.place` must not split positions: one token cannot be.
+        `run.place` must not split positions, as one token cannot be. It may split the cache.
         """
         decoder = nnx.merge(self.graphdef, params)
         tokens_BT, segments_BT, positions_BT = (
             run.place.constrain(array, ("batch", "sequence"))
             for array in (tokens_BT, segments_BT, positions_BT)
         )
-        update = jax.lax.dynamic_update_slice_in_dim
-        segments_BS = update(cache["segments"], segments_BT, now, axis=1)
-        positions_BS = update(cache["positions"], positions_BT, now, axis=1)
-        mask = attention.Mask(segments_BT, positions_BT, segments_BS, positions_BS)
+        segments_BS = attention.written(cache["segments"], segments_BT, now, place=run.place)
+        positions_BS = attention.written(cache["positions"], positions_BT, now, place=run.place)
+        mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
         past = (cache["key"], cache["value"])
         x_BTD, past = self._hidden(decoder, tokens_BT, mask, run, cache=past, now=now)
         cache = dict(zip(("key", "value"), past, strict=True))
@@ -441,5 +457,8 @@ class Apply:
         return rotation_of(positions_BT, rope_frequencies(self.model, kind))
 
 
-def _self_mask(segments_BT, positions_BT) -> attention.Mask:
-    return attention.Mask(segments_BT, positions_BT, segments_BT, positions_BT, in_order=True)
+def _self_mask(segments_BT, positions_BT, run: Execution) -> Mask:
+    """Of rows of tokens, in the order of `run.split`."""
+    return Mask(
+        segments_BT, positions_BT, segments_BT, positions_BT, ahead=0, one_document=not run.packed
+    )

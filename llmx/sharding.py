@@ -215,6 +215,7 @@ _ACTIVATIONS = {
     "batch": BATCH_AXES,
     "sequence": ("sequence",),  # inside attention and MLP
     "block_sequence": ("sequence", "tensor"),  # between them: sequence-parallel norms
+    "cache": ("sequence",),  # slots for keys and values of what was decoded
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -234,7 +235,8 @@ def _layout(parameters, gradients, optimizer) -> Layout:
     return Layout(_split(parameters), _split(gradients), _split(optimizer), _ACTIVATIONS)
 
 
-_ALL, _FAST, _NONE = ("data", "fsdp"), ("fsdp",), ()
+# The devices of `sequence` are replicas too, of the parameters: of a row they have other tokens.
+_ALL, _FAST, _NONE = ("data", "fsdp", "sequence"), ("fsdp", "sequence"), ()
 
 #                     parameters  gradients  optimizer state
 LAYOUTS = {

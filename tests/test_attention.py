@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from llmx import attention, sharding
+from llmx.masks import Mask, Scores
 
 # fp32 against float64: sums of up to 32 products of numbers near 1.
 VALUE = dict(rtol=1e-5, atol=1e-5)
@@ -17,17 +18,17 @@ GRADIENT = dict(rtol=1e-4, atol=2e-5)
 # The same numbers on another mesh: only sums over heads that share K/V change their order.
 MESH = dict(rtol=1e-5, atol=1e-6)
 
-# The others walk blocks of 128 positions: tests/test_splash.py.
-ANY_LENGTH = [name for name in attention.IMPLEMENTATIONS if name != "splash"]
+# The others walk blocks of 128 positions, or run on GPUs only: tests/test_splash.py, test_cudnn.py.
+ANY_LENGTH = ["reference", "blockwise"]
 
 B, T, H = 2, 24, 8
 INPUTS = ("query", "key", "value")
 
 
-SCORES = attention.Scores(scale=1 / math.sqrt(H))
+SCORES = Scores(scale=1 / math.sqrt(H))
 
 
-def scores(*, softcap: float = 0.0, window: int = 0) -> attention.Scores:
+def scores(*, softcap: float = 0.0, window: int = 0) -> Scores:
     return dataclasses.replace(SCORES, softcap=softcap, window=window)
 
 
@@ -36,12 +37,12 @@ class Case:
     heads: int = 4
     kv_heads: int = 4
     packed: bool = False
-    scores: attention.Scores = SCORES
+    scores: Scores = SCORES
 
 
 CASES = {
     "causal": Case(),
-    "scale": Case(scores=attention.Scores(scale=0.7)),
+    "scale": Case(scores=Scores(scale=0.7)),
     "group2": Case(kv_heads=2),
     "group4": Case(heads=8, kv_heads=2),
     "multi_query": Case(kv_heads=1),
@@ -71,9 +72,9 @@ def inputs(case: Case, *, batch: int = B):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def self_mask(case: Case, *, repeats: int = 1) -> attention.Mask:
+def self_mask(case: Case, *, repeats: int = 1) -> Mask:
     arrays = [jnp.asarray(np.tile(array, (repeats, 1))) for array in documents(case.packed)]
-    return attention.Mask(*arrays, *arrays)
+    return Mask(*arrays, *arrays)
 
 
 def on_cpu(implementation: str):
@@ -192,7 +193,7 @@ def test_empty_slots_stay_finite(implementation):
     *arrays, cotangent = inputs(case)
     segments, positions = documents(False)
     nothing = jnp.full_like(jnp.asarray(segments), -1)
-    mask = attention.Mask(jnp.asarray(segments), jnp.asarray(positions), nothing, nothing)
+    mask = Mask(jnp.asarray(segments), jnp.asarray(positions), nothing, nothing)
     kernel = on_cpu(implementation)
     try:
         value, gradients = value_and_gradients(
@@ -237,7 +238,11 @@ def attended(place: sharding.Placement, case: Case, implementation: str):
     def attend(*arrays_and_mask):
         *arrays, mask = arrays_and_mask
         return attention.attend(
-            *arrays, mask, case.scores, implementation=implementation, place=place
+            *arrays,
+            mask,
+            case.scores,
+            config=attention.AttentionConfig(implementation),
+            place=place,
         )
 
     def both(arrays, mask, cotangent):
@@ -278,7 +283,7 @@ def test_fewer_queries_than_keys():
     segments, positions = (jnp.asarray(array) for array in documents(False))
     reference = on_cpu("reference")
     whole = reference(query, key, value, self_mask(case), case.scores)
-    last = attention.Mask(segments[:, -5:], positions[:, -5:], segments, positions)
+    last = Mask(segments[:, -5:], positions[:, -5:], segments, positions)
     part = reference(query[:, -5:], key, value, last, case.scores)
     np.testing.assert_allclose(part, whole[:, -5:], **VALUE)
 

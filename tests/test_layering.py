@@ -19,6 +19,7 @@ ROWS = [
         "guard",
         "trees",
         "buffers",
+        "masks",
     },
     {
         "costs",
@@ -31,6 +32,7 @@ ROWS = [
         "collectives",
         "topologies",
     },
+    {"context"},
     {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
     {"model", "hlo_collectives"},
     {"step", "config", "hlo"},
@@ -135,12 +137,12 @@ def test_rows_name_each_module_once():
 @pytest.mark.parametrize(
     ("name", "source", "words"),
     [
-        ("llmx.dot", "from llmx import model", "llmx.dot (row 1) imports llmx.model (row 3)"),
-        ("llmx.step", "def f():\n    import llmx.config", "(row 4) imports llmx.config (row 4)"),
+        ("llmx.dot", "from llmx import model", "llmx.dot (row 1) imports llmx.model (row 4)"),
+        ("llmx.step", "def f():\n    import llmx.config", "(row 5) imports llmx.config (row 5)"),
         ("llmx.sharding", "def f():\n    from flax import nnx", "imports flax: only"),
         ("llmx.train", "import ml_collections", "imports ml_collections: only"),
         ("llmx.train", "import llmx.unknown", "has no row"),
-        ("llmx.data.shards", "from llmx.optim import make", "imports llmx.optim (row 2)"),
+        ("llmx.data.shards", "from llmx.optim import make", "imports llmx.optim (row 3)"),
     ],
 )
 def test_the_check_finds_what_it_is_for(name, source, words):

@@ -188,7 +188,9 @@ def test_packed_document_equals_document_alone(family):
     packed = logits(family, some_tokens(), segments, positions)[0, 9:]
     alone_tokens = np.roll(some_tokens(), -9, axis=1)
     alone = logits(family, alone_tokens, *row(T - 9, 9))[0, : T - 9]
-    np.testing.assert_allclose(packed[:, :VOCAB], alone[:, :VOCAB], **SAME)
+    # Sums over other keys, hidden or not: logits near zero are differences of large ones.
+    packed, alone = packed[:, :VOCAB], alone[:, :VOCAB]
+    np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-6 * np.abs(alone).max())
 
 
 LOCAL, GLOBAL = families.LOCAL, families.GLOBAL

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from llmx import families, model, optim, precision, sharding, step
+from llmx.attention import AttentionConfig
 
 TOLERANCE = 1e-5  # relative; the contract of docs/architecture.md, seen: below 3e-6
 BF16_TOLERANCE = 1e-2  # bf16 has 8 bits: 4e-3 for one number
@@ -36,6 +37,8 @@ class Cell:
     replicate_kv: bool = False
     chunks: int = 0
     gather: str = "layer"
+    ulysses: int = 1
+    zigzag: bool = True
 
     def __str__(self):
         mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items())
@@ -43,6 +46,8 @@ class Cell:
         flags += "-replicate_kv" if self.replicate_kv else ""
         flags += f"-chunks{self.chunks}" if self.chunks else ""
         flags += "-gather_once" if self.gather == "step" else ""
+        flags += f"-ulysses{self.ulysses}" if self.ulysses > 1 else ""
+        flags += "" if self.zigzag else "-in_row_order"
         return f"{self.layout}-{mesh}{flags}"
 
 
@@ -64,6 +69,10 @@ CELLS = [
     Cell({"data": 2, "fsdp": 2, "tensor": 2}, "hsdp"),
     Cell({"fsdp": 2, "sequence": 2, "tensor": 2}, "zero3"),
     Cell({"data": 2, "sequence": 4}, "ddp"),
+    Cell({"sequence": 8}, "zero3"),
+    Cell({"fsdp": 2, "sequence": 4}, "zero3", zigzag=False),
+    Cell({"sequence": 4, "tensor": 2}, "zero2", ulysses=2),
+    Cell({"sequence": 2, "tensor": 4}, "zero1", ulysses=2, replicate_kv=True),
     Cell({"data": 2, "expert": 2, "tensor": 2}, "zero2"),
     Cell({"data": 2, "fsdp": 2, "tensor": 2}, "zero3", gather="step"),
     Cell({"data": 2, "fsdp": 4}, "hsdp", gather="step", chunks=3),
@@ -97,7 +106,9 @@ def batches() -> list[dict]:
     return made
 
 
-def make_setup(family: str, cell: Cell, remat: str, policy: str = "fp32") -> step.Setup:
+def make_setup(
+    family: str, cell: Cell, remat: str, policy: str = "fp32", attention: str = "auto"
+) -> step.Setup:
     config = families.preset(family, vocab_size=257, **MODELS[family])
     devices = jax.devices()[: int(np.prod(list(cell.mesh.values())))]
     layout = sharding.make_layout(
@@ -107,6 +118,7 @@ def make_setup(family: str, cell: Cell, remat: str, policy: str = "fp32") -> ste
         place=sharding.Placement(sharding.make_mesh(cell.mesh, devices=devices), layout),
         policy=precision.POLICIES[policy],
         remat=remat,
+        attention=AttentionConfig(attention, cell.ulysses, cell.zigzag),
         loss_chunks=cell.chunks,
     )
     # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, eps
@@ -140,7 +152,7 @@ def references():
 
     def get(family: str):
         if family not in made:
-            setup = make_setup(family, ONE_DEVICE, "none")
+            setup = make_setup(family, ONE_DEVICE, "none", attention="reference")
             state = setup.init(0)
             initial = jax.device_get(state)
             made[family] = initial, train(setup, state, 1)

@@ -12,6 +12,8 @@ import pytest
 
 from llmx import attention, remat, sharding, topologies
 from llmx.kernels import splash
+from llmx.kernels.kernel import NOTHING
+from llmx.masks import Mask, Scores
 
 # fp32 in the kernel's interpreter: sums in blocks of 128 keys in another order.
 VALUE = dict(rtol=1e-5, atol=1e-5)
@@ -32,9 +34,9 @@ class Case:
     softcap: float = 0.0
 
     @property
-    def scores(self) -> attention.Scores:
+    def scores(self) -> Scores:
         scale = 1 / math.sqrt(self.head_dim)
-        return attention.Scores(scale=scale, window=self.window, softcap=self.softcap)
+        return Scores(scale=scale, window=self.window, softcap=self.softcap)
 
 
 CASES = {
@@ -52,7 +54,7 @@ CASES = {
 }
 
 
-def mask_of(case: Case, *, batch: int = B) -> attention.Mask:
+def mask_of(case: Case, *, batch: int = B) -> Mask:
     """Documents that end inside blocks, on their edges, and after one token."""
     lengths = [[100, 1, 27, 128, 128], [200, 184]] if case.packed else [[T], [T]]
     segments = np.stack([np.repeat(np.arange(len(row)), row) for row in lengths])
@@ -60,7 +62,7 @@ def mask_of(case: Case, *, batch: int = B) -> attention.Mask:
     arrays = [
         jnp.asarray(np.tile(array, (batch // 2, 1)), jnp.int32) for array in (segments, positions)
     ]
-    return attention.Mask(*arrays, *arrays, in_order=True)
+    return Mask(*arrays, *arrays, ahead=0)
 
 
 def inputs(case: Case, *, batch: int = B, dtype: str = "float32"):
@@ -69,6 +71,54 @@ def inputs(case: Case, *, batch: int = B, dtype: str = "float32"):
     key = (batch, T, case.kv_heads, case.head_dim)
     shapes = (query, key, key, query)
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+TILE = 128
+
+
+@pytest.mark.parametrize(
+    "name, ahead",
+    [
+        ("packed", 0), ("packed", 1), ("packed", 2), ("window_in_a_block", 1),
+        ("window_over_blocks", 1), ("window_over_blocks", 2), ("all", 1),
+    ],
+)  # fmt: skip
+def test_parts_add_up_to_the_whole(name, ahead):
+    """A chunk of keys some chunks before the queries: value, log-sum-exp, and gradients that are
+    shares of the whole's. With a window some queries see none of them."""
+    case = CASES[name]
+    mask = mask_of(case)
+    queries, keys = slice(2 * TILE, None), slice((2 - ahead) * TILE, (3 - ahead) * TILE)
+    segments = mask.segments_BT
+    tile = Mask(segments[:, queries], None, segments[:, keys], None, ahead=ahead * TILE)
+    query, key, value, gradient = inputs(case)
+    arrays = (query[:, queries], key[:, keys], value[:, keys])
+    rng = np.random.default_rng(1)
+    shape = (B, case.heads, TILE)
+    # Those of the whole: at least the part's own.
+    reference = attention.IMPLEMENTATIONS["reference"]
+    given = reference.forward(*arrays, tile, case.scores, device_kind="cpu")
+    lse = jnp.maximum(given[1], 0) + jnp.asarray(rng.random(shape), jnp.float32)
+    out = jnp.asarray(rng.standard_normal(query[:, queries].shape), jnp.float32)
+
+    def run(name):
+        kernel = attention.IMPLEMENTATIONS[name]
+        part = kernel.forward(*arrays, tile, case.scores, device_kind="cpu")
+        found = kernel.gradients(
+            *arrays, tile, case.scores, out, lse, gradient[:, queries], device_kind="cpu"
+        )
+        return *part, *found
+
+    seen = np.asarray(tile.visible(case.window)).any(axis=2)
+    wanted = run("reference")
+    for name in ("splash", "blockwise"):
+        got = run(name)
+        np.testing.assert_allclose(got[0][seen], wanted[0][seen], **VALUE)
+        lse_BTN, wanted_BTN = got[1].swapaxes(1, 2), wanted[1].swapaxes(1, 2)
+        np.testing.assert_allclose(lse_BTN[seen], wanted_BTN[seen], **VALUE)
+        assert (lse_BTN[~seen] <= NOTHING).all() and np.isfinite(got[0]).all()
+        for array, to_be in zip(got[2:], wanted[2:], strict=True):
+            np.testing.assert_allclose(array, to_be, **GRADIENT)
 
 
 def value_and_gradients(name: str, case: Case, *, dtype: str = "float32"):
@@ -93,6 +143,38 @@ def test_splash_equals_reference(name):
         np.testing.assert_allclose(got, to_be, **GRADIENT, err_msg=f"gradient of {which}")
 
 
+@pytest.mark.parametrize("name", ["packed", "window_in_a_block", "window_over_blocks"])
+@pytest.mark.parametrize("ahead", [0, 256])
+def test_gradients_by_slices_of_keys(monkeypatch, name, ahead):
+    """Long rows go through the backward kernel a slice of keys at a time: here every block."""
+    case = CASES[name]
+    query, key, value, gradient = inputs(case)
+    mask = mask_of(case)
+    if ahead:  # the last queries, and the keys up to their own or before
+        rows, keys = slice(256, T), slice(0, T if case.window else 256)
+        query, gradient, key, value = (
+            query[:, rows],
+            gradient[:, rows],
+            key[:, keys],
+            value[:, keys],
+        )
+        segments = mask.segments_BT
+        mask = Mask(segments[:, rows], None, segments[:, keys], None, ahead=ahead)
+    out, lse = splash.SPLASH.forward(query, key, value, mask, case.scores, device_kind="cpu")
+
+    def gradients():
+        return splash.SPLASH.backward(
+            query, key, value, mask, case.scores, out, lse, gradient, device_kind="cpu"
+        )
+
+    wanted = gradients()
+    monkeypatch.setattr(splash, "OTHER_BLOCKS", splash.Blocks(*(128,) * 6))
+    monkeypatch.setattr(splash, "MOST_BLOCKS", 1)
+    assert splash._slice_of_keys(key.shape[1], case.head_dim, "cpu") == 128
+    for got, to_be in zip(gradients(), wanted, strict=True):
+        np.testing.assert_allclose(got, to_be, **GRADIENT)
+
+
 def test_splash_in_bf16():
     case = CASES["group2"]
     got = value_and_gradients("splash", case, dtype="bfloat16")
@@ -107,7 +189,7 @@ def test_what_is_not_seen_has_no_influence():
     query, key, value, _ = inputs(case)
     mask = mask_of(case)
     run = jax.jit(
-        lambda key, value: attention.splash(query, key, value, mask, case.scores, device_kind="cpu")
+        lambda key, value: splash.SPLASH(query, key, value, mask, case.scores, device_kind="cpu")
     )
     seen_BTS = np.asarray(mask.visible(case.window))
     before = np.asarray(run(key, value))
@@ -134,7 +216,7 @@ def test_splash_on_a_mesh_equals_one_device(kv_heads):
 
         def both(arrays, mask, cotangent):
             attend = lambda *arrays: attention.attend(  # noqa: E731
-                *arrays, mask, case.scores, implementation=name, place=place
+                *arrays, mask, case.scores, config=attention.AttentionConfig(name), place=place
             )
             out, pull = jax.vjp(attend, *arrays)
             return out, *pull(cotangent)
@@ -161,21 +243,23 @@ def test_what_it_does_not_do_says_why():
     *arrays, _ = inputs(case)
     mask = mask_of(case)
     short = [array[:, :100] for array in arrays]
-    cut = attention.Mask(
-        *(array[:, :100] for array in (mask.segments_BT, mask.positions_BT) * 2), in_order=True
-    )
-    with pytest.raises(NotImplementedError, match="T=100 is not a multiple of 128"):
-        attention.splash(*short, cut, case.scores, device_kind="cpu")
+    cut = Mask(*(array[:, :100] for array in (mask.segments_BT, mask.positions_BT) * 2), ahead=0)
+    with pytest.raises(
+        NotImplementedError, match="100 queries and 100 keys are not multiples of 128"
+    ):
+        splash.SPLASH(*short, cut, case.scores, device_kind="cpu")
     with pytest.raises(NotImplementedError, match="in order"):
-        loose = dataclasses.replace(mask, in_order=False)
-        attention.splash(*arrays, loose, case.scores, device_kind="cpu")
+        loose = dataclasses.replace(mask, ahead=None)
+        splash.SPLASH(*arrays, loose, case.scores, device_kind="cpu")
     with pytest.raises(NotImplementedError, match="H100"):
-        attention.splash(*arrays, mask, case.scores, device_kind="NVIDIA H100 80GB HBM3")
+        splash.SPLASH(*arrays, mask, case.scores, device_kind="NVIDIA H100 80GB HBM3")
 
 
 def test_blocks_are_cut_to_divisors_of_the_rows():
-    sizes = splash._block_sizes(dict, splash.Blocks(512, 1024, 512, 512, 2048, 512), 384, 128)
-    assert {sizes["block_q"], sizes["block_kv"], sizes["block_kv_dkv"]} == {384}
+    blocks = splash.Blocks(512, 1024, 512, 512, 2048, 512)
+    sizes = splash._block_sizes(dict, blocks, (256, 384), 128)
+    assert sizes["block_q"] == 256
+    assert {sizes["block_kv"], sizes["block_kv_dkv"]} == {384}
     assert sizes["block_kv"] % sizes["block_kv_compute"] == 0
     assert sizes["block_kv_dkv"] % sizes["block_kv_dkv_compute"] == 0
 
@@ -193,7 +277,13 @@ def compiled(topology: str, case: Case, length: int, *, remat_policy: str = "non
 
         def layer(query, _):
             out = attention.attend(
-                query, key, value, mask, case.scores, implementation="auto", place=place
+                query,
+                key,
+                value,
+                mask,
+                case.scores,
+                config=attention.AttentionConfig(),
+                place=place,
             )
             return query + jnp.sin(out), None
 
@@ -203,7 +293,7 @@ def compiled(topology: str, case: Case, length: int, *, remat_policy: str = "non
     whole = jax.NamedSharding(mesh, jax.P())
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=whole)  # noqa: E731
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=whole)
-    mask = attention.Mask(*(tokens,) * 4, in_order=True)
+    mask = Mask(*(tokens,) * 4, ahead=0)
     query = shape(batch, length, case.heads, case.head_dim)
     key = shape(batch, length, case.kv_heads, case.head_dim)
     with jax.set_mesh(mesh):
@@ -246,5 +336,5 @@ def test_remat_keeps_what_the_policy_says():
 
 @pytest.mark.aot
 def test_auto_takes_what_fits():
-    """Rows that are no multiple of 128 go to the reference."""
+    """Rows that are no multiple of 128 go to the blockwise kernel."""
     assert not kernels(compiled("v5e:2x2", Case(head_dim=128), 200))

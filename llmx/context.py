@@ -1,0 +1,500 @@
+"""Context parallelism: attention over positions that are split over the mesh axis `sequence`.
+
+`ring` sends blocks of keys and values around, while each device works on the block it has; each
+block's part of the softmax is weighed by its log-sum-exp. `ulysses` exchanges heads for positions
+by all-to-all. Both take any `Kernel`, and nest: neighbours exchange heads, groups of neighbours
+form rings. `Split` says which device holds which positions; zigzag gives all devices of a ring the
+same causal work. All of it runs inside fully manual regions.
+
+Sources: ring attention (arXiv 2310.01889), its zigzag placement (arXiv 2405.19716, 3.3, and
+arXiv 2407.21783, 3.3.2), DeepSpeed-Ulysses (arXiv 2309.14509), both nested (arXiv 2405.07719).
+
+Letters: B batch, T positions on a device, C positions of a chunk, N query heads, K key/value heads,
+H head size; R groups in a ring, U devices in a group.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from llmx import remat
+from llmx.kernels.kernel import NOTHING, Kernel
+from llmx.masks import Mask, Scores
+from llmx.sharding import mesh_axes
+
+# Ring steps up to this many are written out one by one, more are a loop.
+WRITTEN_OUT = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Which device of `sequence` holds which positions of a row.
+
+    `ways` devices stand in R = ways / ulysses groups of neighbours. A row is cut into chunks: with
+    zigzag 2R, of which group r has chunks r and 2R-1-r, else R, group r having chunk r. A group's
+    positions lie on its devices in order.
+    """
+
+    ways: int
+    ulysses: int = 1
+    zigzag: bool = True
+
+    def __post_init__(self):
+        if self.ulysses < 1 or self.ways % self.ulysses:
+            raise ValueError(
+                f"attention.ulysses={self.ulysses} does not divide the {self.ways} devices of the "
+                "mesh axis `sequence`: use a divisor"
+            )
+
+    @property
+    def rings(self) -> int:
+        return self.ways // self.ulysses
+
+    @property
+    def chunks(self) -> np.ndarray:
+        """int[R, chunks of a group]: which chunks each group holds, in its order."""
+        group = np.arange(self.rings)[:, None]
+        if not self.zigzag or self.rings == 1:
+            return group
+        return np.concatenate([group, 2 * self.rings - 1 - group], axis=1)
+
+    @property
+    def in_row_order(self) -> bool:
+        return self.chunks.shape[1] == 1
+
+    def order(self, num_positions: int) -> np.ndarray:
+        """int[T of all devices]: the position that each place of the split row holds.
+
+        Raises ValueError where the row does not divide into the chunks.
+        """
+        num = self.chunks.size
+        if num_positions % math.lcm(num, self.ways):
+            raise ValueError(
+                f"{num_positions} positions do not divide into the {num} chunks that {self.ways} "
+                f"devices of `sequence` hold: use a multiple of {math.lcm(num, self.ways)}, or "
+                "attention.zigzag=False"
+            )
+        positions = np.arange(num_positions).reshape(num, -1)
+        return positions[self.chunks.reshape(-1)].reshape(-1)
+
+
+def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Array:
+    """`array` [B, T, ...] from the order of its rows to that of `split`; or back.
+
+    Its devices keep as many positions as they have. Communicates over `sequence`: meant for token
+    ids and losses.
+    """
+    if split.in_row_order:
+        return array
+    order = split.order(array.shape[1])
+    order = np.argsort(order) if back else order
+    to = jax.typeof(array).sharding.spec
+    axes = mesh_axes(to[1])
+
+    def local(array):
+        if not axes:
+            return array[:, order]
+        whole = jax.lax.all_gather(array, axes, axis=1, tiled=True)
+        mine = jnp.asarray(order.reshape(-1, array.shape[1]))[jax.lax.axis_index(axes)]
+        return whole[:, mine]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=to, out_specs=to, check_vma=False)(array)
+
+
+# --------------------------------------------------------------------------------- what is computed
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Some chunks of a group's queries and of the keys that it meets, in one call of the kernel."""
+
+    queries: tuple[int, int]  # the first chunk, and the one after the last
+    keys: tuple[int, int]
+    ahead: int | None  # of the queries' first row to the keys' first; None: positions decide
+
+    def rows(self, chunk: int) -> tuple[slice, slice]:
+        return slice(*(chunk * i for i in self.queries)), slice(*(chunk * i for i in self.keys))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What each group computes at each step of the ring: pairs of chunks that order or window hide
+    from each other are in no tile."""
+
+    programs: list[tuple[Tile, ...]]
+    table: np.ndarray  # int[R groups, R steps], indices of programs
+
+
+# How far the queries' chunk is ahead of the keys', in chunks: else one of these.
+_HIDDEN, _WHOLE = -1, -2
+
+
+@functools.lru_cache(maxsize=64)
+def plan(split: Split, num_positions: int, window: int) -> Plan:
+    """The tiles of causal attention over a row in the order of `split`.
+
+    Args:
+      num_positions: of the whole row.
+      window: positions back including itself, 0 = all.
+    """
+    chunks, R = split.chunks, split.rings
+    size = num_positions // chunks.size
+    programs, table = {}, np.zeros((R, R), int)
+    for group, step in np.ndindex(R, R):
+        ahead = chunks[group][:, None] - chunks[(group - step) % R][None]
+        hidden, whole = ahead < 0, ahead >= 1
+        if window:
+            hidden |= (ahead - 1) * size + 1 >= window
+            whole &= (ahead + 1) * size - 1 < window
+        tiles = _tiles(np.where(hidden, _HIDDEN, np.where(whole, _WHOLE, ahead)), size, window)
+        table[group, step] = programs.setdefault(tiles, len(programs))
+    return Plan(list(programs), table)
+
+
+def _tiles(kinds: np.ndarray, size: int, window: int) -> tuple[Tile, ...]:
+    """The pairs of chunks of one step as few tiles."""
+    num = len(kinds)
+    i, j = np.nonzero(kinds != _HIDDEN)
+    # Without a window only order counts, and chunks are in order.
+    diagonal = np.where(np.tri(num, k=-1), _WHOLE, np.where(np.eye(num), 0, _HIDDEN))
+    if not window and np.array_equal(kinds, diagonal):
+        return (Tile((0, num), (0, num), 0),)
+    if (
+        not window
+        and len(i)
+        and np.all(kinds[i.min() : i.max() + 1, j.min() : j.max() + 1] == _WHOLE)
+    ):
+        keys = (int(j.min()), int(j.max()) + 1)
+        return (Tile((int(i.min()), int(i.max()) + 1), keys, (keys[1] - keys[0]) * size),)
+    # One chunk ahead all is seen too: the window reaches over what is further away.
+    return tuple(
+        Tile((a, a + 1), (b, b + 1), size * (1 if kinds[a, b] == _WHOLE else int(kinds[a, b])))
+        for a, b in zip(i.tolist(), j.tolist(), strict=True)
+    )
+
+
+def scores_per_device(split: Split, num_positions: int, window: int = 0) -> np.ndarray:
+    """float[ways]: the scores (query, key) of one head that each device computes for a row: all
+    that the masks of its tiles show."""
+    found = plan(split, num_positions, window)
+    size = num_positions // split.chunks.size
+
+    def shown(tile: Tile) -> int:
+        rows, columns = tile.rows(size)
+        back = tile.ahead + np.arange(rows.stop - rows.start)[:, None]
+        back = back - np.arange(columns.stop - columns.start)[None]
+        return int(((back >= 0) & (back < window if window else True)).sum())
+
+    of_program = np.array([sum(map(shown, tiles)) for tiles in found.programs])
+    # The devices of a group have a share of the heads each.
+    return np.repeat(of_program[found.table].sum(axis=1), split.ulysses) / split.ulysses
+
+
+# ----------------------------------------------------------------------------------------- the ring
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """Static facts of one ring attention."""
+
+    kernel: Kernel
+    scores: Scores
+    split: Split
+    axis: str
+    device_kind: str
+
+    def shifted(self, arrays):
+        """From each device to the one in its place in the next group."""
+        ways, stride = self.split.ways, self.split.ulysses
+        sends = [(i, (i + stride) % ways) for i in range(ways)]
+        return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axis, sends), arrays)
+
+    def plan(self, mask: Mask) -> Plan:
+        R = self.split.rings
+        if mask.ahead is None:
+            return Plan([(Tile((0, 1), (0, 1), None),)], np.zeros((R, R), int))
+        if mask.ahead:
+            raise ValueError(f"queries are {mask.ahead} rows ahead of keys: in a ring both are one")
+        return plan(self.split, R * mask.segments_BT.shape[1], self.scores.window)
+
+
+def ring(
+    kernel: Kernel, *, axis: str, split: Split, device_kind: str
+) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
+    """Attention in a manual region, queries, keys and values split over `axis` as `split` says.
+
+    The function that it returns takes this device's query, key, value, mask and scores, as a
+    `Kernel` does. `mask.ahead` is 0 where rows are in the order of `split`; None: then no pair of
+    blocks is known to be hidden, and positions decide.
+
+    Communicates: R-1 sends of keys, values and their segments in the forward pass; the same and R
+    sends of their gradients in fp32 in the backward pass. No send waits for the work of its step.
+    """
+
+    def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
+        facts = _Ring(kernel, scores, split, axis, device_kind)
+        return _ring(facts, query_BTNH, key_BTKH, value_BTKH, mask)
+
+    return attend
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(facts: _Ring, query, key, value, mask: Mask):
+    return _ring_forward(facts, query, key, value, mask)[0]
+
+
+def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
+    def tile_of(block, tile: Tile, rows: slice, columns: slice, so_far):
+        out, lse = so_far
+        new = facts.kernel.forward(
+            query[:, rows], block.key[:, columns], block.value[:, columns],
+            block.mask(mask, tile, rows, columns), facts.scores, device_kind=facts.device_kind,
+        )  # fmt: skip
+        new_out, new_lse = _merged((out[:, rows], lse[:, :, rows]), new)
+        return _replaced(out, rows, new_out), _replaced(lse, rows, new_lse, axis=2)
+
+    def step(so_far, block, work):
+        return work(functools.partial(tile_of, block), so_far)
+
+    B, T, N, _ = query.shape
+    empty = jnp.zeros(query.shape, jnp.float32), jnp.full((B, N, T), NOTHING)
+    out, lse = _around(facts, mask, step, empty, _Block.of(key, value, mask))
+    out = checkpoint_name(out.astype(query.dtype), remat.ATTENTION)
+    lse = checkpoint_name(lse, remat.ATTENTION)
+    return out, (query, key, value, mask, out, lse)
+
+
+def _ring_backward(facts: _Ring, residuals, gradient):
+    query, key, value, mask, out, lse = residuals
+    zeros = lambda array: jnp.zeros(array.shape, jnp.float32)  # noqa: E731
+
+    def tile_of(block, tile: Tile, rows: slice, columns: slice, so_far):
+        found = facts.kernel.gradients(
+            query[:, rows], block.key[:, columns], block.value[:, columns],
+            block.mask(mask, tile, rows, columns), facts.scores,
+            out[:, rows], lse[:, :, rows], gradient[:, rows], device_kind=facts.device_kind,
+        )  # fmt: skip
+        return tuple(
+            _replaced(whole, part, whole[:, part] + new)
+            for whole, part, new in zip(so_far, (rows, columns, columns), found, strict=True)
+        )
+
+    def step(state, block, work):
+        of_query, of_block = state
+        # The block's gradient so far comes from the group before, as the block itself did.
+        arriving = None if of_block is None else facts.shifted(of_block)
+        so_far = (of_query, zeros(block.key), zeros(block.value))
+        of_query, *of_block = work(functools.partial(tile_of, block), so_far)
+        if arriving is not None:
+            of_block = jax.tree.map(jnp.add, arriving, of_block)
+        return of_query, of_block
+
+    start = zeros(query), None
+    of_query, of_block = _around(facts, mask, step, start, _Block.of(key, value, mask))
+    of_key, of_value = facts.shifted(of_block)  # home
+    return (
+        of_query.astype(query.dtype),
+        of_key.astype(key.dtype),
+        of_value.astype(value.dtype),
+        None,
+    )
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What travels: keys, values, and what masks need to know of them."""
+
+    key: Array
+    value: Array
+    segments: Array
+    positions: Array | None
+
+    @classmethod
+    def of(cls, key: Array, value: Array, mask: Mask) -> "_Block":
+        positions = mask.key_positions_BS if mask.ahead is None else None
+        return cls(key, value, mask.key_segments_BS, positions)
+
+    def mask(self, mask: Mask, tile: Tile, rows: slice, columns: slice) -> Mask:
+        """Of the tile, where `mask` is the whole device's."""
+        ordered = tile.ahead is not None
+        return Mask(
+            mask.segments_BT[:, rows], None if ordered else mask.positions_BT[:, rows],
+            self.segments[:, columns], None if ordered else self.positions[:, columns],
+            ahead=tile.ahead, one_document=mask.one_document,
+        )  # fmt: skip
+
+
+def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
+    """`step(state, block, work)` for every block of the ring, from this group's own on.
+
+    `work(function, so_far)` folds `so_far` over the tiles of this group and step, by
+    `function(tile, rows, columns, so_far)`. The first and the last step stand alone: the first has
+    the diagonal, and nothing is sent in the last.
+    """
+    num, found = facts.split.rings, facts.plan(mask)
+
+    def work(block, steps: slice, at):
+        return functools.partial(_fold_tiles, facts, mask, found, block, found.table[:, steps], at)
+
+    def one(carry, steps: slice, at):
+        state, block = carry
+        arriving = facts.shifted(block)
+        return step(state, block, work(block, steps, at)), arriving
+
+    carry = one((state, block), slice(0, 1), 0)
+    if num - 2 > WRITTEN_OUT:
+        middle = slice(1, num - 1)
+        carry, _ = jax.lax.scan(
+            lambda c, at: (one(c, middle, at), None), carry, jnp.arange(num - 2)
+        )
+    else:
+        for at in range(1, num - 1):
+            carry = one(carry, slice(at, at + 1), 0)
+    state, block = carry
+    return step(state, block, work(block, slice(num - 1, num), 0))
+
+
+def _fold_tiles(facts, mask, found: Plan, block: _Block, columns: np.ndarray, at, function, so_far):
+    """`function` for each tile of this group's program, which is `columns[group, at]`, in which
+    documents meet."""
+    num_chunks = 1 if mask.ahead is None else facts.split.chunks.shape[1]
+    chunk = mask.segments_BT.shape[1] // num_chunks
+
+    def meet(tile: Tile):
+        if mask.one_document or tile.ahead == 0:
+            return True
+        return _documents_meet(block.mask(mask, tile, *tile.rows(chunk)))
+
+    def run(tiles, so_far):
+        for tile in tiles:
+            apply = functools.partial(function, tile, *tile.rows(chunk))
+            so_far = _if(True if len(tiles) == 1 else meet(tile), apply, so_far)
+        return so_far
+
+    chosen = np.unique(columns)
+    programs = [found.programs[index] for index in chosen]
+    works = [functools.partial(run, tiles) for tiles in programs]
+    # A conditional in a conditional would copy what it folds: one tile is asked for before.
+    meets = [meet(*tiles) if len(tiles) == 1 else len(tiles) > 0 for tiles in programs]
+    if len(programs) == 1:
+        return _if(meets[0], works[0], so_far)
+    group = jax.lax.axis_index(facts.axis) // facts.split.ulysses
+    program = jnp.asarray(np.searchsorted(chosen, columns))[group, at]
+    branch = jnp.where(jnp.stack(meets)[program], program + 1, 0)
+    return jax.lax.switch(branch, [lambda so_far: so_far, *works], so_far)
+
+
+def _if(condition, function: Callable, so_far):
+    if isinstance(condition, bool):
+        return function(so_far) if condition else so_far
+    return jax.lax.cond(condition, function, lambda so_far: so_far, so_far)
+
+
+def _replaced(array: Array, part: slice, new: Array, axis: int = 1) -> Array:
+    """`array` with `new` in the place of `part`."""
+    if new.shape == array.shape:
+        return new
+    return jax.lax.dynamic_update_slice_in_dim(array, new, part.start, axis=axis)
+
+
+def _documents_meet(mask: Mask) -> Array:
+    """Whether queries and keys may be of one document, by the ranges of their segments."""
+    low, high = mask.segments_BT.min(axis=1), mask.segments_BT.max(axis=1)
+    key_low, key_high = mask.key_segments_BS.min(axis=1), mask.key_segments_BS.max(axis=1)
+    return jnp.any((low <= key_high) & (key_low <= high))
+
+
+def _merged(one, two):
+    """(out [B, T, N, H] fp32, log-sum-exp [B, N, T]) of two sets of keys together."""
+    (out, lse), (other_out, other_lse) = one, two
+    top = jnp.maximum(lse, other_lse)
+    weight, other_weight = jnp.exp(lse - top), jnp.exp(other_lse - top)
+    total = weight + other_weight
+    share = lambda part: (part / total).swapaxes(1, 2)[..., None]  # noqa: E731
+    return share(weight) * out + share(other_weight) * other_out, top + jnp.log(total)
+
+
+# ------------------------------------------------------------------------------------------ Ulysses
+
+
+def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
+    """`attend` with the positions of a group's devices together, and their heads split.
+
+    In a manual region; takes and returns what `ring` does. Key/value heads are repeated as far as
+    needed to divide. Communicates, within each group, one all-to-all each of queries, keys, values
+    and the result, of their gradients in the backward pass, and gathers segments.
+    """
+    size = split.ulysses
+    if size == 1:
+        return attend
+    groups = np.arange(split.ways).reshape(-1, size).tolist() if split.rings > 1 else None
+
+    def exchanged(array, *, gather: int, scatter: int):
+        return jax.lax.all_to_all(
+            array, axis, split_axis=scatter, concat_axis=gather, axis_index_groups=groups,
+            tiled=True,
+        )  # fmt: skip
+
+    def whole(rows):
+        if rows is None:
+            return None
+        return jax.lax.all_gather(rows, axis, axis=1, axis_index_groups=groups, tiled=True)
+
+    def run(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
+        num_heads, num_kv_heads = query_BTNH.shape[2], key_BTKH.shape[2]
+        if num_heads % size:
+            raise ValueError(
+                f"attention.ulysses={size} does not divide the {num_heads} query heads of a "
+                "device: use a divisor; the other devices of `sequence` form rings"
+            )
+        repeats = size // math.gcd(num_kv_heads, size)
+        to_heads = functools.partial(exchanged, gather=1, scatter=2)
+        out = attend(
+            to_heads(query_BTNH),
+            to_heads(jnp.repeat(key_BTKH, repeats, axis=2)),
+            to_heads(jnp.repeat(value_BTKH, repeats, axis=2)),
+            jax.tree.map(whole, mask), scores,
+        )  # fmt: skip
+        return exchanged(out, gather=2, scatter=1)
+
+    return run
+
+
+def parts(kernel: Kernel, *, axes: tuple[str, ...], device_kind: str) -> Callable:
+    """Attention in a manual region of whole queries to keys that are split over `axes`, as in
+    decoding: each device's part is weighed by its log-sum-exp. Communicates sums of results.
+    """
+
+    def attend(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores):
+        out, lse = kernel.forward(
+            query_BTNH, key_BSKH, value_BSKH, mask, scores, device_kind=device_kind
+        )
+        weight = jnp.exp(lse - jax.lax.pmax(lse, axes))
+        share = weight / jax.lax.psum(weight, axes)
+        out = jax.lax.psum(share.swapaxes(1, 2)[..., None] * out, axes)
+        return out.astype(query_BTNH.dtype)
+
+    return attend
+
+
+def attention_over(
+    kernel: Kernel, *, axis: str, split: Split, device_kind: str
+) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
+    """Attention of one kernel over positions split as `split` says: in a manual region."""
+    if split.rings == 1:
+        attend = functools.partial(kernel, device_kind=device_kind)
+    else:
+        attend = ring(kernel, axis=axis, split=split, device_kind=device_kind)
+    return ulysses(attend, axis=axis, split=split)
