@@ -235,8 +235,9 @@ def ring(
     `Kernel` does. `mask.ahead` is 0 where rows are in the order of `split`; None: then no pair of
     blocks is known to be hidden, and positions decide.
 
-    Communicates: R-1 sends of keys, values and their segments in the forward pass; the same and R
-    sends of their gradients in fp32 in the backward pass. No send waits for the work of its step.
+    Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
+    backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype. No send but
+    this last waits for the work of its step.
     """
 
     def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
@@ -299,13 +300,8 @@ def _ring_backward(facts: _Ring, residuals, gradient):
 
     start = zeros(query), None
     of_query, of_block = _around(facts, mask, step, start, _Block.of(key, value, mask))
-    of_key, of_value = facts.shifted(of_block)  # home
-    return (
-        of_query.astype(query.dtype),
-        of_key.astype(key.dtype),
-        of_value.astype(value.dtype),
-        None,
-    )
+    of_block = (of_block[0].astype(key.dtype), of_block[1].astype(value.dtype))
+    return of_query.astype(query.dtype), *facts.shifted(of_block), None  # home
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -351,7 +347,11 @@ def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
     def one(carry, steps: slice, at):
         state, block = carry
         arriving = facts.shifted(block)
-        return step(state, block, work(block, steps, at)), arriving
+        state = step(state, block, work(block, steps, at))
+        # XLA may put several sends before the first work, which then waits for all but the last:
+        # a step's sends end with the step.
+        state, key, value = jax.lax.optimization_barrier((state, arriving.key, arriving.value))
+        return state, dataclasses.replace(arriving, key=key, value=value)
 
     carry = one((state, block), slice(0, 1), 0)
     if num - 2 > WRITTEN_OUT:
@@ -363,7 +363,7 @@ def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
         for at in range(1, num - 1):
             carry = one(carry, slice(at, at + 1), 0)
     state, block = carry
-    return step(state, block, work(block, slice(num - 1, num), 0))
+    return jax.lax.optimization_barrier(step(state, block, work(block, slice(num - 1, num), 0)))
 
 
 def _fold_tiles(facts, mask, found: Plan, block: _Block, columns: np.ndarray, at, function, so_far):

@@ -269,7 +269,7 @@ def test_remat_keeps_what_the_policy_says():
 
 @pytest.mark.aot
 def test_a_ring_of_cudnn():
-    """The diagonal has the causal mask, whole chunks have none, and sends hide behind the work."""
+    """The diagonal is causal, whole chunks have no mask, and sends hide behind work."""
     chunk = T  # each device holds two
     case = Case(kv_heads=4)
     text, program = compiled(case, 8 * chunk, {"sequence": 4, "tensor": 2})
@@ -287,5 +287,6 @@ def test_a_ring_of_cudnn():
     assert calls(text) == wanted
     sends = program.select(kind="collective-permute")
     assert {each.axes for each in sends} == {("sequence",)}
-    hidden = [each for each in sends if each.asynchronous and each.hidden_by]
-    assert {"bf16", "f32"} <= {dtype for each in hidden for dtype in each.dtype.split("+")}
+    waits = [each for each in sends if not (each.asynchronous and each.hidden_by)]
+    # Gradients of keys and values on their way home, with nothing left to do here.
+    assert sum(each.count for each in waits) <= 2 and {each.dtype for each in waits} <= {"bf16"}
