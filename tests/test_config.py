@@ -77,6 +77,19 @@ BAD = [
     (dict(remat="ful"), 1, ["remat='ful'", "did you mean 'full'"]),
     (dict(precision="bfloat16"), 1, ["precision='bfloat16'", "bf16"]),
     (dict(attention__implementation="flash"), 1, ["implementation='flash'", "reference"]),
+    (dict(attention__ulysses=0), 1, ["attention.ulysses=0", "at least 1"]),
+    (
+        dict(mesh__sequence=8, attention__ulysses=3), 8,
+        ["attention.ulysses=3", "8 devices", "use a divisor"],
+    ),
+    (
+        dict(mesh__sequence=8, attention__ulysses=8), 8,
+        ["attention.ulysses=8", "4 query heads", "num_heads=4", "form rings"],
+    ),
+    (
+        dict(mesh__sequence=8, batch__sequence_length=264), 8,
+        ["264 positions", "16 chunks", "a multiple of 16", "attention.zigzag=False"],
+    ),
     (dict(optimizer__name="adam"), 1, ["optimizer.name='adam'", "adamw"]),
     (dict(optimizer__schedule="cos"), 1, ["schedule='cos'", "cosine"]),
     (dict(optimizer__warmup_steps=-1), 1, ["warmup_steps=-1", "at least 0"]),

@@ -57,6 +57,20 @@ def test_batches_do_not_matter(tmp_path):
     assert math.isclose(whole["loss"], plain, rel_tol=1e-5)
 
 
+def test_split_rows_do_not_matter(tmp_path):
+    run, dataset = opened(tmp_path)
+    losses = []
+    for sequence, ulysses in ((1, 1), (4, 2)):
+        run.mesh.sequence, run.attention.ulysses = sequence, ulysses
+        run.mesh.data, run.mesh.fsdp = 1, 2
+        setup = build.make_setup(run, devices=jax.devices()[: 2 * sequence])
+        state, eval_step = setup.init(0), step.make_eval_step(setup)
+        with jax.set_mesh(setup.mesh):
+            found = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=16)
+        losses.append(found["loss"])
+    assert math.isclose(*losses, rel_tol=1e-6)
+
+
 def test_nothing_held_out(tmp_path):
     run, dataset = opened(tmp_path, held_out=0.0)
     setup = build.make_setup(run)

@@ -196,6 +196,7 @@ def test_padding_is_never_picked(temperature):
         ("gpt2", dict(fsdp=8)),  # more devices than rows
         ("gemma2", dict(fsdp=2, sequence=2, tensor=2)),
         ("llama3", dict(sequence=2, tensor=4)),  # two K/V heads on four shards
+        ("gemma3", dict(sequence=8)),
     ],
     ids=str,
 )
@@ -205,6 +206,20 @@ def test_mesh_equals_one_device(family, mesh):
     texts = split.generate(PROMPTS, **settings)
     assert len(set(map(tuple, texts))) == len(PROMPTS)
     assert texts == built(family).generate(PROMPTS, **settings)
+
+
+def test_the_cache_is_split_over_the_sequence_axis():
+    """Each device holds its slots; their number is rounded up to divide."""
+    run = built("llama3", (("sequence", 4), ("data", 2))).run
+    place = generate.placement(run.place, split_batch=True)
+    run = dataclasses.replace(run, place=place)
+    apply = built("llama3").apply
+    with jax.set_mesh(place.mesh):
+        cache = jax.jit(lambda: apply.empty_cache(2, 30, run))()
+    for name, rank in (("key", 5), ("positions", 2)):
+        (shard, *_) = cache[name].addressable_shards
+        assert cache[name].ndim == rank
+        assert shard.data.shape[-4 if rank == 5 else -2 :][:2] == (1, 8)
 
 
 # -------------------------------------------------------------------------------------- sampling

@@ -161,6 +161,17 @@ EXPECTED = {
 }
 
 
+def test_devices_along_a_row_share_the_state():
+    """They hold the same weights and see other tokens: to ZeRO they are replicas."""
+    mesh = mesh_of(data=2, fsdp=2, sequence=2)
+    embed = lambda name: sharding.spec(  # noqa: E731
+        ("embed",), sharding.make_layout(name).parameters, mesh
+    )
+    assert embed("zero3") == PartitionSpec(("data", "fsdp", "sequence"))
+    assert embed("hsdp") == PartitionSpec(("fsdp", "sequence"))
+    assert embed("zero2") == PartitionSpec(None)
+
+
 @pytest.mark.parametrize("name", sharding.LAYOUTS)
 def test_layouts_split_what_their_names_say(name):
     mesh, layout = mesh_of(data=2, fsdp=2, tensor=2), sharding.make_layout(name)
