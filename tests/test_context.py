@@ -334,11 +334,12 @@ def long_step(topology: str, ways: int, **kind) -> bill.Result:
 
 @pytest.mark.aot
 def test_memory_and_sends_of_split_rows():
-    """Activations are 1/n of a row's; a ring sends what the formula says, behind the kernels."""
+    """Twice the devices hold half the activations, or less; a ring sends what the formula says,
+    behind the kernels. scripts/bench_context.py does it at full size."""
     found = {ways: long_step(f"v5e:{shape}", ways) for ways, shape in ((4, "2x2"), (8, "2x4"))}
     state = lambda result: sum(result.state.values())  # noqa: E731
     whole = {n: n * (result.memory.peak - state(result)) for n, result in found.items()}
-    assert whole[8] == pytest.approx(whole[4], rel=0.1)
+    assert whole[8] <= 1.1 * whole[4]
     for ways, result in found.items():
         model, program = result.run.model, result.program
         block = 4 * 2**16 // ways * model.num_kv_heads * model.head_dim
