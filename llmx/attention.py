@@ -62,9 +62,10 @@ def split_of(config: AttentionConfig, place: sharding.Placement) -> context.Spli
 
 @functools.cache
 def kernel_for(implementation: str, platform: str) -> Kernel:
-    """The first candidate that takes what it is given; what "auto" took is said once."""
-    names = candidates(implementation, platform)
-    kernels = {name: IMPLEMENTATIONS[name] for name in names}
+    """The implementation asked for; "auto" takes the first candidate that can, and says so once."""
+    if implementation != "auto":
+        return IMPLEMENTATIONS[implementation]
+    kernels = {name: IMPLEMENTATIONS[name] for name in candidates(implementation, platform)}
     return first_of(kernels, functools.cache(lambda name: launch.note(f"attention: {name}")))
 
 

@@ -290,12 +290,13 @@ def test_fewer_queries_than_keys():
 
 def test_what_no_implementation_does_says_why():
     case = CASES["causal"]
-    message = "implementation='splash' cannot do this: splash: .* in order only; use .*'auto'"
+    message = "implementation='splash' cannot do this: .* in order only; use .*'auto'"
     with pytest.raises(ValueError, match=message):
         attended(placed({}, replicate_kv=False), case, "splash")
 
 
 def test_auto_prefers_by_platform():
-    assert attention.candidates("auto", "tpu") == ("splash", "reference")
-    assert attention.candidates("auto", "cpu") == ("reference",)
+    assert attention.candidates("auto", "tpu") == ("splash", "blockwise")
+    assert attention.candidates("auto", "gpu") == ("cudnn", "blockwise")
+    assert attention.candidates("auto", "cpu") == ("blockwise",)
     assert attention.candidates("reference", "tpu") == ("reference",)

@@ -137,9 +137,7 @@ def battery():
             for implementation in ("blockwise", "reference"):
                 if implementation == "reference" and case not in ("causal", "all"):
                     continue
-                quick = implementation == "blockwise" and (
-                    case == "all" or split in ("zigzag4", "ring2_ulysses2")
-                )
+                quick = implementation == "blockwise" and (case == "all" or split == "zigzag4")
                 marks = () if quick else pytest.mark.slow
                 yield pytest.param(split, case, implementation, marks=marks)
 

@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from llmx import model as decoder
+from llmx.attention import AttentionConfig
 from llmx.costs import (
     forward_flops_by_part,
     forward_flops_per_token,
@@ -125,7 +126,8 @@ def losses_and_batch(model: ModelConfig, *, batch_size: int, sequence_length: in
                   devices=jax.devices()[:1]),
         make_layout("ddp"),
     )  # fmt: skip
-    run = decoder.Execution(place, POLICIES["fp32"], loss_chunks=1)
+    plain = AttentionConfig("reference")  # all scores, which the formula counts
+    run = decoder.Execution(place, POLICIES["fp32"], attention=plain, loss_chunks=1)
     tokens = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
     batch = {name: tokens for name in ("tokens", "targets", "segment_ids", "positions")}
 
