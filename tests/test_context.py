@@ -33,6 +33,7 @@ CASES = {
     "packed": Case(packed=True),
     "window5": Case(window=5),  # within a chunk and its neighbour
     "window23": Case(window=23),  # over several chunks
+    "window200": Case(window=200),
     "softcap": Case(softcap=1.0),
     "all": Case(window=13, softcap=2.0, packed=True),
     "one_kv_head": Case(packed=True, kv_heads=1),
@@ -85,13 +86,13 @@ def scores_of(case: Case) -> Scores:
 
 
 @functools.cache
-def expected(name: str):
+def expected(name: str, length: int = T):
     """Value and gradients of the reference on one device, in fp32."""
     case = CASES[name]
-    *arrays, cotangent = inputs(case, "float32")
-    kernel = attention.IMPLEMENTATIONS["reference"]
+    *arrays, cotangent = inputs(case, "float32", length)
+    kernel, mask = attention.IMPLEMENTATIONS["reference"], mask_of(case, length)
     out, pull = jax.vjp(
-        lambda *arrays: kernel(*arrays, mask_of(case), scores_of(case), device_kind="cpu"), *arrays
+        lambda *arrays: kernel(*arrays, mask, scores_of(case), device_kind="cpu"), *arrays
     )
     return [np.asarray(array) for array in (out, *pull(cotangent))]
 
@@ -154,6 +155,23 @@ def test_split_attention_in_bf16(split):
     kernel = attention.IMPLEMENTATIONS["blockwise"]
     found = attended(CASES["all"], SPLITS[split], kernel, "bfloat16")
     assert_equal(found, expected("all"), "bfloat16")
+
+
+# The TPU's kernel, in its interpreter: chunks of 128 positions; one window cuts chunks.
+@pytest.mark.parametrize(
+    "split, case",
+    [
+        ("zigzag2", "all"),
+        pytest.param("zigzag2", "packed", marks=pytest.mark.slow),
+        pytest.param("ring4", "window200", marks=pytest.mark.slow),
+        pytest.param("zigzag2_ulysses4", "one_kv_head", marks=pytest.mark.slow),
+    ],
+)
+def test_splash_in_a_ring(split, case):
+    found = attended(
+        CASES[case], SPLITS[split], attention.IMPLEMENTATIONS["splash"], "float32", length=512
+    )
+    assert_equal(found, expected(case, 512), "float32")
 
 
 def test_positions_decide_where_order_is_not_promised():
