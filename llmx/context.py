@@ -132,6 +132,13 @@ class Plan:
     programs: list[tuple[Tile, ...]]
     table: np.ndarray  # int[R groups, R steps], indices of programs
 
+    @property
+    def steps(self) -> list[int]:
+        """Those in which any group has something to compute: the others are left out, and blocks
+        are sent on past them."""
+        works = np.array([len(tiles) > 0 for tiles in self.programs])
+        return np.nonzero(works[self.table].any(axis=0))[0].tolist()
+
 
 # How far the queries' chunk is ahead of the keys', in chunks: else one of these.
 _HIDDEN, _WHOLE = -1, -2
@@ -167,13 +174,10 @@ def _tiles(kinds: np.ndarray, size: int, window: int) -> tuple[Tile, ...]:
     diagonal = np.where(np.tri(num, k=-1), _WHOLE, np.where(np.eye(num), 0, _HIDDEN))
     if not window and np.array_equal(kinds, diagonal):
         return (Tile((0, num), (0, num), 0),)
-    if (
-        not window
-        and len(i)
-        and np.all(kinds[i.min() : i.max() + 1, j.min() : j.max() + 1] == _WHOLE)
-    ):
-        keys = (int(j.min()), int(j.max()) + 1)
-        return (Tile((int(i.min()), int(i.max()) + 1), keys, (keys[1] - keys[0]) * size),)
+    if not window and len(i):
+        queries, keys = (int(i.min()), int(i.max()) + 1), (int(j.min()), int(j.max()) + 1)
+        if np.all(kinds[slice(*queries), slice(*keys)] == _WHOLE):
+            return (Tile(queries, keys, (keys[1] - keys[0]) * size),)
     # One chunk ahead all is seen too: the window reaches over what is further away.
     return tuple(
         Tile((a, a + 1), (b, b + 1), size * (1 if kinds[a, b] == _WHOLE else int(kinds[a, b])))
@@ -211,9 +215,11 @@ class _Ring:
     axis: str
     device_kind: str
 
-    def shifted(self, arrays):
-        """From each device to the one in its place in the next group."""
-        ways, stride = self.split.ways, self.split.ulysses
+    def shifted(self, arrays, by: int):
+        """From each device to the one in its place `by` groups on."""
+        ways, stride = self.split.ways, by * self.split.ulysses
+        if stride % ways == 0:
+            return arrays
         sends = [(i, (i + stride) % ways) for i in range(ways)]
         return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axis, sends), arrays)
 
@@ -236,8 +242,9 @@ def ring(
     blocks is known to be hidden, and positions decide.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
-    backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype. No send but
-    this last waits for the work of its step.
+    backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype. With a window
+    only as many as there are steps with work, less one. No send but the last waits for the work of
+    its step.
     """
 
     def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
@@ -262,7 +269,7 @@ def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
         new_out, new_lse = _merged((out[:, rows], lse[:, :, rows]), new)
         return _replaced(out, rows, new_out), _replaced(lse, rows, new_lse, axis=2)
 
-    def step(so_far, block, work):
+    def step(so_far, block, work, came):
         return work(functools.partial(tile_of, block), so_far)
 
     B, T, N, _ = query.shape
@@ -288,20 +295,20 @@ def _ring_backward(facts: _Ring, residuals, gradient):
             for whole, part, new in zip(so_far, (rows, columns, columns), found, strict=True)
         )
 
-    def step(state, block, work):
+    def step(state, block, work, came):
         of_query, of_block = state
-        # The block's gradient so far comes from the group before, as the block itself did.
-        arriving = None if of_block is None else facts.shifted(of_block)
+        # The block's gradient so far comes from where the block itself did.
+        arriving = None if of_block is None else facts.shifted(of_block, came)
         so_far = (of_query, zeros(block.key), zeros(block.value))
         of_query, *of_block = work(functools.partial(tile_of, block), so_far)
         if arriving is not None:
             of_block = jax.tree.map(jnp.add, arriving, of_block)
         return of_query, of_block
 
-    start = zeros(query), None
+    start, home = (zeros(query), None), facts.split.rings - facts.plan(mask).steps[-1]
     of_query, of_block = _around(facts, mask, step, start, _Block.of(key, value, mask))
     of_block = (of_block[0].astype(key.dtype), of_block[1].astype(value.dtype))
-    return of_query.astype(query.dtype), *facts.shifted(of_block), None  # home
+    return of_query.astype(query.dtype), *facts.shifted(of_block, home), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -333,37 +340,41 @@ class _Block:
 
 
 def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
-    """`step(state, block, work)` for every block of the ring, from this group's own on.
+    """`step(state, block, work, came)` for every block that has work, from this group's own on.
 
     `work(function, so_far)` folds `so_far` over the tiles of this group and step, by
-    `function(tile, rows, columns, so_far)`. The first and the last step stand alone: the first has
-    the diagonal, and nothing is sent in the last.
+    `function(tile, rows, columns, so_far)`. The block `came` that many groups since the last step.
+    The first and the last step stand alone: the first has the diagonal, and nothing is sent in the
+    last.
     """
-    num, found = facts.split.rings, facts.plan(mask)
+    found = facts.plan(mask)
+    strides, table = np.diff(found.steps).tolist(), found.table[:, found.steps]
+    num = len(found.steps)
 
-    def work(block, steps: slice, at):
-        return functools.partial(_fold_tiles, facts, mask, found, block, found.table[:, steps], at)
+    def work(block, columns: slice, at):
+        return functools.partial(_fold_tiles, facts, mask, found, block, table[:, columns], at)
 
-    def one(carry, steps: slice, at):
+    def one(carry, columns: slice, at, came: int, goes: int):
         state, block = carry
-        arriving = facts.shifted(block)
-        state = step(state, block, work(block, steps, at))
+        arriving = facts.shifted(block, goes)
+        state = step(state, block, work(block, columns, at), came)
         # XLA may put several sends before the first work, which then waits for all but the last:
         # a step's sends end with the step.
         state, key, value = jax.lax.optimization_barrier((state, arriving.key, arriving.value))
         return state, dataclasses.replace(arriving, key=key, value=value)
 
-    carry = one((state, block), slice(0, 1), 0)
-    if num - 2 > WRITTEN_OUT:
-        middle = slice(1, num - 1)
-        carry, _ = jax.lax.scan(
-            lambda c, at: (one(c, middle, at), None), carry, jnp.arange(num - 2)
-        )
+    carry = (state, block)
+    if num - 2 > WRITTEN_OUT and set(strides) == {1}:
+        carry = one(carry, slice(0, 1), 0, 0, 1)
+        middle = lambda carry, at: (one(carry, slice(1, num - 1), at, 1, 1), None)  # noqa: E731
+        carry, _ = jax.lax.scan(middle, carry, jnp.arange(num - 2))
     else:
-        for at in range(1, num - 1):
-            carry = one(carry, slice(at, at + 1), 0)
+        for at, (came, goes) in enumerate(zip([0, *strides], strides, strict=False)):
+            carry = one(carry, slice(at, at + 1), 0, came, goes)
     state, block = carry
-    return jax.lax.optimization_barrier(step(state, block, work(block, slice(num - 1, num), 0)))
+    came = strides[-1] if strides else 0
+    state = step(state, block, work(block, slice(num - 1, num), 0), came)
+    return jax.lax.optimization_barrier(state)
 
 
 def _fold_tiles(facts, mask, found: Plan, block: _Block, columns: np.ndarray, at, function, so_far):

@@ -300,6 +300,36 @@ def test_documents_that_do_not_meet_are_not_computed():
     assert calls == dict.fromkeys(range(4), 1)
 
 
+@pytest.mark.parametrize(
+    "split, window, steps",
+    [
+        (Split(8, zigzag=False), 0, range(8)),
+        (Split(8, zigzag=False), 1, [0]),
+        (Split(8, zigzag=False), 8, [0, 1]),  # a chunk: of the one before, all but a token
+        (Split(8, zigzag=False), 10, [0, 1, 2]),
+        (Split(8), 5, [0, 1, 7]),  # zigzag: the chunk before lies with either neighbour
+        (Split(8), 0, range(8)),
+    ],
+)
+def test_blocks_beyond_the_window_are_not_sent(split, window, steps):
+    assert context.plan(split, T, window).steps == list(steps)
+    mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
+    over = context.attention_over(
+        attention.IMPLEMENTATIONS["blockwise"], axis="sequence", split=split, device_kind="cpu"
+    )
+    *arrays, _ = inputs(Case(), "float32")
+    attend = jax.shard_map(
+        lambda *arrays: over(*arrays, scores_of(Case(window=window))), mesh=mesh, in_specs=rows,
+        out_specs=rows, check_vma=False,
+    )  # fmt: skip
+    with jax.set_mesh(mesh):
+        given = jax.device_put((*arrays, mask_of(Case())), jax.NamedSharding(mesh, rows))
+        text = str(jax.make_jaxpr(attend)(*given))
+    # Written out, each step but the last sends keys, values and segments; a loop holds one of them.
+    sends = len(list(steps)) - 1
+    assert text.count("ppermute[") == 3 * (sends if sends <= context.WRITTEN_OUT + 1 else 2)
+
+
 def test_remat_keeps_what_the_policy_says():
     """Under "names" the ring turns once per pass; under "full" the backward pass turns it again."""
     split = Split(4)
