@@ -73,6 +73,29 @@ def inputs(case: Case, *, batch: int = B, dtype: str = "float32"):
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
+def test_rows_of_one_document_need_no_segments():
+    """Padding after the text sees it, which nobody counts; the text and its gradients are the
+    same."""
+    case = Case(heads=4, packed=False)
+    query, key, value, gradient = inputs(case)
+    counts = jnp.arange(T) < 300
+    segments = jnp.broadcast_to(counts.astype(jnp.int32), (B, T))
+    gradient = gradient * counts[None, :, None, None]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(name, arrays, gradient):
+        mask = Mask(segments, None, segments, None, ahead=0, one_document=True)
+        kernel = attention.IMPLEMENTATIONS[name]
+        out, pull = jax.vjp(
+            lambda *arrays: kernel(*arrays, mask, case.scores, device_kind="cpu"), *arrays
+        )
+        return out[:, :300], *pull(gradient)
+
+    found = run("splash", (query, key, value), gradient)
+    for got, to_be in zip(found, run("reference", (query, key, value), gradient), strict=True):
+        np.testing.assert_allclose(got, to_be, **GRADIENT)
+
+
 TILE = 128
 
 
