@@ -46,6 +46,17 @@ OTHER_BLOCKS = _16_MIB
 MOST_BLOCKS = 4
 
 
+def _refuse(mask: Mask, device_kind: str) -> None:
+    """NotImplementedError for what neither pass does."""
+    T, S = mask.segments_BT.shape[1], mask.num_keys
+    if not device_kind.startswith(("TPU", "cpu")):
+        raise NotImplementedError(f"the splash kernel runs on TPUs, not on {device_kind!r}")
+    if mask.ahead is None:
+        raise NotImplementedError("the splash kernel takes rows of tokens in order only")
+    if T % LANES or S % LANES:
+        raise NotImplementedError(f"{T} queries and {S} keys are not multiples of {LANES}")
+
+
 def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: str):
     """jax's kernel for one key/value head and its group of query heads: a callable that carries
     the static parts of the mask."""
@@ -86,14 +97,9 @@ def _per_head(function, rows_and_heads, segments):
 
 def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
     """Rows in order; "cpu" runs the kernel's interpreter, for tests."""
-    if not device_kind.startswith(("TPU", "cpu")):
-        raise NotImplementedError(f"the splash kernel runs on TPUs, not on {device_kind!r}")
-    if mask.ahead is None:
-        raise NotImplementedError("the splash kernel takes rows of tokens in order only")
+    _refuse(mask, device_kind)
     B, T, N, H = query_BTNH.shape
-    S, K = key_BSKH.shape[1:3]
-    if T % LANES or S % LANES:
-        raise NotImplementedError(f"{T} queries and {S} keys are not multiples of {LANES}")
+    K = key_BSKH.shape[2]
     kernel = _kernel(mask, scores, N // K, H, device_kind)
     out_BKGTH, (lse_BKGT,) = _per_head(
         lambda query, key, value, segments: kernel(query, key, value, segment_ids=segments),
@@ -114,6 +120,7 @@ def _backward(
 ):  # fmt: skip
     """A slice of keys at a time: the kernel writes a gradient of queries for each block of keys,
     and these together would grow with T x S."""
+    _refuse(mask, device_kind)
     T, S = query_BTNH.shape[1], key_BSKH.shape[1]
     size = _slice_of_keys(S, query_BTNH.shape[-1], device_kind)
     whole = functools.partial(_slice_backward, scores=scores, device_kind=device_kind)
