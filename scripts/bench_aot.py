@@ -12,7 +12,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
 
 from llmx import config, costs, sharding
 
@@ -56,9 +55,8 @@ HEADER = (
 
 
 def measure(row: Row, overrides: list[str]) -> dict:
-    """What `llmx.aot --json` says, and "wall" seconds of the whole command."""
+    """What `llmx.aot --json` says."""
     flags = [f"--config.{flag}" for flag in row.flags] + overrides
-    begun = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "llmx.aot", "--json", "--config", row.config,
          "--topology", row.topology, *flags],
@@ -66,7 +64,7 @@ def measure(row: Row, overrides: list[str]) -> dict:
     )  # fmt: skip
     if not done.stdout:
         raise SystemExit(f"{row.config} on {row.topology} {' '.join(flags)}: see above")
-    return json.loads(done.stdout) | {"wall": time.perf_counter() - begun}
+    return json.loads(done.stdout)
 
 
 def moved(told: dict, axis: str, *, sliced: bool = False) -> float:

@@ -9,18 +9,14 @@ docs/long_context.md for full remat.
 
 import argparse
 import dataclasses
-import json
-import subprocess
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
+from bench_aot import GIB, measure
 
 from llmx import attention, config, sharding
 from llmx.masks import Mask, Scores
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +47,6 @@ HEADER = (
     "| sent in the ring GiB | formula | hidden | compile s |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
-
-
-def measure(row: Row) -> dict:
-    """What `llmx.aot --json` says."""
-    flags = [f"--config.{flag}" for flag in row.flags]
-    done = subprocess.run(
-        [sys.executable, "-m", "llmx.aot", "--json", "--config", row.config,
-         "--topology", row.topology, *flags],
-        stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    if not done.stdout:
-        raise SystemExit(f"{row.config} on {row.topology} {' '.join(flags)}: see above")
-    return json.loads(done.stdout)
 
 
 def ring_formula(run: config.Config) -> float:
@@ -138,7 +121,7 @@ def main():
     print(HEADER, flush=True)
     for number in args.rows:
         row = ROWS[number - 1]
-        print(line(number, row, measure(row)), flush=True)
+        print(line(number, row, measure(row, [])), flush=True)
     if not args.no_cpu:
         compare_on_cpu()
 

@@ -184,6 +184,14 @@ def test_the_bill_for_people():
     assert text.count("2 x bf16[32,1,8192,4096]") + 6 == 20 and " 6 more" in text
 
 
+def test_notes_that_differ_in_names_alone_are_counted():
+    branch = "branch that conditional.{} (jvp()/cond) takes: 0 or 1 kernels"
+    notes = (branch.format(240), "FLOPs of a kernel", branch.format(7))
+    text = bill.text(dataclasses.replace(made_up(), unknown=notes))
+    assert "  2 x branch that conditional (jvp()/cond) takes: 0 or 1 kernels" in text.splitlines()
+    assert "  FLOPs of a kernel" in text.splitlines()
+
+
 def test_the_bill_of_what_does_not_fit():
     trials = [
         bill.Trial(("--config.remat=full",), 12 * GIB, True, 3.0),

@@ -15,7 +15,7 @@ from llmx.context import Split
 from llmx.kernels.kernel import Kernel
 from llmx.masks import Mask, Scores
 
-# Relative to the largest number: the order of sums differs; the contract of issue-sized contexts.
+# Relative to the largest number: sums are taken in another order.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 B, T, N, K, H = 2, 64, 8, 4, 8
 
@@ -103,16 +103,22 @@ def split_mesh(split: Split, tensor: int = 1) -> jax.sharding.Mesh:
     return sharding.make_mesh({"sequence": split.ways, "tensor": tensor}, devices=devices)
 
 
-def attended(case: Case, split: Split, kernel: Kernel, dtype: str, length: int = T):
-    """Value and gradients, in the order of the row, of attention over split positions."""
-    *arrays, cotangent = inputs(case, dtype, length)
+def attend_on(split: Split, kernel: Kernel, case: Case):
+    """The mesh, where rows lie on it, and attention (query, key, value, mask) of rows split so."""
     mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
     over = context.attention_over(kernel, axis="sequence", split=split, device_kind="cpu")
     attend = jax.shard_map(
         lambda *arrays: over(*arrays, scores_of(case)), mesh=mesh, in_specs=rows, out_specs=rows,
         check_vma=False,
     )  # fmt: skip
-    put = lambda array: jax.device_put(array, jax.NamedSharding(mesh, rows))  # noqa: E731
+    return mesh, jax.NamedSharding(mesh, rows), attend
+
+
+def attended(case: Case, split: Split, kernel: Kernel, dtype: str, length: int = T):
+    """Value and gradients, in the order of the row, of attention over split positions."""
+    *arrays, cotangent = inputs(case, dtype, length)
+    mesh, to, attend = attend_on(split, kernel, case)
+    put = lambda array: jax.device_put(array, to)  # noqa: E731
     move = lambda array, back=False: context.reorder(array, split, mesh, back=back)  # noqa: E731
 
     def both(arrays, mask, cotangent):
@@ -184,20 +190,13 @@ def test_positions_decide_where_order_is_not_promised():
     shuffled = np.random.default_rng(3).permutation(T)
     segments, positions = (array[:, shuffled] for array in documents(case.packed))
     mask = Mask(*map(jnp.asarray, (segments, positions, segments, positions)))
-    mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
-    over = context.attention_over(
-        attention.IMPLEMENTATIONS["blockwise"], axis="sequence", split=split, device_kind="cpu"
-    )
-    attend = jax.shard_map(
-        lambda *arrays: over(*arrays, scores_of(case)), mesh=mesh, in_specs=rows, out_specs=rows,
-        check_vma=False,
-    )  # fmt: skip
+    mesh, to, attend = attend_on(split, attention.IMPLEMENTATIONS["blockwise"], case)
 
     def both(arrays, mask, cotangent):
         out, pull = jax.vjp(lambda *arrays: attend(*arrays, mask), *arrays)
         return out, *pull(cotangent)
 
-    put = lambda array: jax.device_put(array, jax.NamedSharding(mesh, rows))  # noqa: E731
+    put = lambda array: jax.device_put(array, to)  # noqa: E731
     given = [array[:, shuffled] for array in (*arrays, cotangent)]
     with jax.set_mesh(mesh):
         found = jax.jit(both)(*jax.tree.map(put, (given[:3], mask, given[3])))
@@ -284,20 +283,12 @@ def test_documents_that_do_not_meet_are_not_computed():
         jax.debug.callback(lambda i: calls.update([int(i)]), jax.lax.axis_index("sequence"))
         return blockwise.forward(query, *rest, device_kind=device_kind)
 
-    mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
-    over = context.attention_over(
-        Kernel(forward, blockwise.backward), axis="sequence", split=split, device_kind="cpu"
-    )
     segments = jnp.tile(jnp.arange(4).repeat(T // 4)[None], (B, 1))
     mask = Mask(segments, None, segments, None, ahead=0)
     *arrays, _ = inputs(Case(), "float32")
-    put = lambda array: jax.device_put(array, jax.NamedSharding(mesh, rows))  # noqa: E731
-    attend = jax.shard_map(
-        lambda *arrays: over(*arrays, scores_of(Case())), mesh=mesh, in_specs=rows, out_specs=rows,
-        check_vma=False,
-    )  # fmt: skip
+    mesh, to, attend = attend_on(split, Kernel(forward, blockwise.backward), Case())
     with jax.set_mesh(mesh):
-        jax.block_until_ready(jax.jit(attend)(*jax.tree.map(put, (*arrays, mask))))
+        jax.block_until_ready(jax.jit(attend)(*jax.device_put((*arrays, mask), to)))
     jax.effects_barrier()
     assert calls == dict.fromkeys(range(4), 1)
 
@@ -315,17 +306,10 @@ def test_documents_that_do_not_meet_are_not_computed():
 )
 def test_blocks_beyond_the_window_are_not_sent(split, window, steps):
     assert context.plan(split, T, window).steps == list(steps)
-    mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
-    over = context.attention_over(
-        attention.IMPLEMENTATIONS["blockwise"], axis="sequence", split=split, device_kind="cpu"
-    )
     *arrays, _ = inputs(Case(), "float32")
-    attend = jax.shard_map(
-        lambda *arrays: over(*arrays, scores_of(Case(window=window))), mesh=mesh, in_specs=rows,
-        out_specs=rows, check_vma=False,
-    )  # fmt: skip
+    mesh, to, attend = attend_on(split, attention.IMPLEMENTATIONS["blockwise"], Case(window=window))
     with jax.set_mesh(mesh):
-        given = jax.device_put((*arrays, mask_of(Case())), jax.NamedSharding(mesh, rows))
+        given = jax.device_put((*arrays, mask_of(Case())), to)
         text = str(jax.make_jaxpr(attend)(*given))
     # Written out, each step but the last sends keys, values and segments; a loop holds one of them.
     sends = len(list(steps)) - 1
@@ -335,17 +319,9 @@ def test_blocks_beyond_the_window_are_not_sent(split, window, steps):
 def test_remat_keeps_what_the_policy_says():
     """Under "names" the ring turns once per pass; under "full" the backward pass turns it again."""
     split = Split(4)
-    mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
-    over = context.attention_over(
-        attention.IMPLEMENTATIONS["blockwise"], axis="sequence", split=split, device_kind="cpu"
-    )
-    attend = jax.shard_map(
-        lambda *arrays: over(*arrays, scores_of(Case())), mesh=mesh, in_specs=rows, out_specs=rows,
-        check_vma=False,
-    )  # fmt: skip
+    mesh, to, attend = attend_on(split, attention.IMPLEMENTATIONS["blockwise"], Case())
     with jax.set_mesh(mesh):
         *arrays, _ = inputs(Case(), "float32")
-        to = jax.NamedSharding(mesh, rows)
         *arrays, mask = jax.device_put((*arrays, mask_of(Case())), to)
 
         def sends(policy: str) -> int:
