@@ -20,6 +20,7 @@ ROWS = [
         "trees",
         "buffers",
         "masks",
+        "pipeline",
     },
     {
         "costs",

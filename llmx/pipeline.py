@@ -1,0 +1,758 @@
+"""Pipeline schedules as data: which stage does what in which tick, proved legal and timed.
+
+The layers of the model are cut into consecutive parts, of which each stage holds one or more. A
+`Table` gives every stage at most one operation per tick: the FORWARD or BACKWARD of one microbatch
+in one part, or its WEIGHT, the gradients of the part's weights where the table parts them from
+BACKWARD. What a tick makes travels at its end and can be used from the next tick on. A tick lasts
+as long as its longest operation; in units of one whole stage's forward those are
+
+    FORWARD 1, BACKWARD 2 (1 where WEIGHT is parted from it), WEIGHT 1, over the parts of a stage.
+
+`SCHEDULES` makes tables; `place` makes one of orders that you write, `place_greedily` one of the
+placement of the parts; `read_csv` takes one from a file. `check` proves any of them, `simulate`
+gives it times.
+
+Letters: P stages, M microbatches, v parts of a stage.
+"""
+
+import collections
+import csv
+import dataclasses
+import heapq
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+IDLE, FORWARD, BACKWARD, WEIGHT = range(4)
+KINDS = ("idle", "forward", "backward", "weight")
+
+# kind, microbatch, part
+Operation = tuple[int, int, int]
+
+MOST_PROBLEMS = 10  # that `check` lists
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A pipeline schedule: one operation per tick and stage.
+
+    `periodic`: one period of an endless run, without a flush between steps. An operation that
+    stands before what it needs then belongs to the step before.
+    """
+
+    name: str
+    kind: np.ndarray  # int [ticks, stages]
+    microbatch: np.ndarray  # int [ticks, stages], -1 where idle
+    part: np.ndarray  # int [ticks, stages], -1 where idle: 0..num_parts-1, in the model's order
+    periodic: bool = False
+
+    @property
+    def num_ticks(self) -> int:
+        return self.kind.shape[0]
+
+    @property
+    def num_stages(self) -> int:
+        return self.kind.shape[1]
+
+    @property
+    def num_microbatches(self) -> int:
+        return int(self.microbatch.max()) + 1
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.part.max()) + 1
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a stage."""
+        return self.num_parts // self.num_stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether BACKWARD makes the gradient of a part's input only, WEIGHT those of weights."""
+        return bool((self.kind == WEIGHT).any())
+
+    @property
+    def stage_of(self) -> np.ndarray:
+        """int[num_parts]: which stage holds each part."""
+        found = np.full(self.num_parts, -1)
+        tick, stage = np.nonzero(self.kind)
+        found[self.part[tick, stage]] = stage
+        return found
+
+    def parts_of(self, stage: int) -> list[int]:
+        """The parts on a stage, in the model's order."""
+        return np.flatnonzero(self.stage_of == stage).tolist()
+
+    @property
+    def costs(self) -> np.ndarray:
+        """float[4]: how long an operation of each kind lasts, in whole stages' forwards."""
+        return np.array([0, 1, 1 if self.splits_backward else 2, 1]) / self.chunks
+
+    def operations(self) -> Iterator[tuple[int, int, Operation]]:
+        """Tick, stage and operation of each cell that is not idle, tick by tick."""
+        for tick, stage in np.argwhere(self.kind != IDLE).tolist():
+            cell = tick, stage
+            operation = self.kind[cell], self.microbatch[cell], self.part[cell]
+            yield tick, stage, tuple(map(int, operation))
+
+
+def needs(operation: Operation, num_parts: int) -> list[Operation]:
+    """What must have been done in an earlier tick."""
+    kind, microbatch, part = operation
+    if kind == WEIGHT:
+        return [(BACKWARD, microbatch, part)]
+    if kind == FORWARD:
+        return [(FORWARD, microbatch, part - 1)] if part else []
+    later = [(BACKWARD, microbatch, part + 1)] if part + 1 < num_parts else []
+    return [(FORWARD, microbatch, part), *later]
+
+
+# ----------------------------------------------------------------------------- making tables
+
+
+def place(
+    name: str,
+    orders: Sequence[Sequence[Operation]],
+    *,
+    kinds: Sequence[Sequence[int]] = ((FORWARD, BACKWARD, WEIGHT),),
+) -> Table:
+    """The table in which each stage does its `orders`, every operation as soon as it can.
+
+    `kinds` are those that a tick may do, for one tick after the other, in turn; ticks in which no
+    stage would work are left out. A schedule of your own for two stages and two microbatches:
+
+        F, B = FORWARD, BACKWARD
+        first = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]  # kind, microbatch, part
+        last = [(F, 0, 1), (B, 0, 1), (F, 1, 1), (B, 1, 1)]
+        table = place("mine", [first, last])
+
+    Raises ValueError where the orders wait for each other.
+    """
+    left = [collections.deque(order) for order in orders]
+    num_parts = 1 + max((part for order in orders for _, _, part in order), default=0)
+
+    def choose(stage, may, done):
+        if not left[stage] or left[stage][0][0] not in may:
+            return None
+        ready = all(need in done for need in needs(left[stage][0], num_parts))
+        return left[stage].popleft() if ready else None
+
+    def waiting():
+        return [
+            f"stage {stage} for {', '.join(map(text, needs(order[0], num_parts)))} before it can "
+            f"do {text(order[0])}"
+            for stage, order in enumerate(left)
+            if order
+        ]
+
+    return _fill(name, len(orders), choose, waiting, kinds)
+
+
+def place_greedily(
+    name: str, stage_of: Sequence[int], num_microbatches: int, *, most_held: int
+) -> Table:
+    """A table with BACKWARD and WEIGHT parted: each stage does at once what is most urgent.
+
+    `stage_of` is the stage of each part. BACKWARD goes before FORWARD, so that results come back
+    early, and FORWARD before WEIGHT, which fills what would be idle; of the forwards the one of the
+    latest part goes first, of the backwards that of the earliest. No stage holds more than
+    `most_held` pairs of part and microbatch between FORWARD and WEIGHT.
+    """
+    num_parts, num_stages = len(stage_of), max(stage_of) + 1
+    parts = [[p for p in range(num_parts) if stage_of[p] == s] for s in range(num_stages)]
+    count = np.zeros((len(KINDS), num_parts), int)  # done so far
+
+    def has_room(stage, part):
+        *_, last = parts[stage]
+        held = count[FORWARD] - count[WEIGHT]
+        room = most_held - held[parts[stage]].sum()
+        # Nothing comes back before the last part was done: it always has a place.
+        return room > (part != last and held[last] == 0)
+
+    def urgency(operation):
+        kind, microbatch, part = operation
+        if kind == BACKWARD:
+            return 0, part
+        return (1, -part) if kind == FORWARD else (2, microbatch, -part)
+
+    def choose(stage, may, done):
+        ready = []
+        for part in parts[stage]:
+            for kind in may:
+                operation = kind, int(count[kind, part]), part
+                if (
+                    operation[1] < num_microbatches
+                    and all(need in done for need in needs(operation, num_parts))
+                    and (kind != FORWARD or has_room(stage, part))
+                ):
+                    ready.append(operation)
+        if not ready:
+            return None
+        kind, _, part = best = min(ready, key=urgency)
+        count[kind, part] += 1
+        return best
+
+    def waiting():
+        if (count[WEIGHT] == num_microbatches).all():
+            return []
+        return [f"each stage, with most_held={most_held}, for another"]
+
+    return _fill(name, num_stages, choose, waiting, [(FORWARD, BACKWARD, WEIGHT)])
+
+
+def _fill(
+    name: str, num_stages: int, choose: Callable, waiting: Callable, kinds: Sequence[Sequence[int]]
+) -> Table:
+    """Tick by tick, what `choose(stage, kinds, done before this tick)` gives."""
+    done, rows, empty, turn = set(), [], 0, 0
+    while empty < len(kinds):
+        row = [choose(stage, kinds[turn % len(kinds)], done) for stage in range(num_stages)]
+        turn += 1
+        if not any(row):
+            empty += 1
+            continue
+        empty = 0
+        done.update(filter(None, row))
+        rows.append([(IDLE, -1, -1) if cell is None else cell for cell in row])
+    if stuck := waiting():
+        raise ValueError(f"{name}: the stages wait for each other: " + "; ".join(stuck))
+    return Table(name, *np.moveaxis(np.array(rows, int), 2, 0))
+
+
+def text(operation: Operation) -> str:
+    """An operation in words."""
+    kind, microbatch, part = operation
+    return f"{KINDS[kind].upper()} of microbatch {microbatch} in part {part}"
+
+
+# ------------------------------------------------------------------------------ what a table is
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts:
+    """What `check` finds of a legal table. Times are in whole stages' forwards."""
+
+    length: float  # of all ticks
+    busy: float  # what a stage works of it: 3 per microbatch
+    bubble: float  # fraction of the length that a stage idles, mean over stages
+    # int[stages]: the most pairs of part and microbatch at once ...
+    peak_stash: np.ndarray  # ... between FORWARD and the last use of what it kept
+    peak_waiting_weights: np.ndarray  # ... between BACKWARD and WEIGHT
+
+
+def check(table: Table) -> Facts:
+    """Proves that a table does each operation once, after what it needs, on one stage per part.
+
+    A periodic table must end each step before the end of the next period, for two versions of the
+    weights to be enough. Raises ValueError with the first problems found.
+    """
+    for problems in (_wrong_cells(table), _wrong_places(table), _wrong_times(table)):
+        if found := list(itertools.islice(problems, MOST_PROBLEMS + 1)):
+            more = found[MOST_PROBLEMS:] and ["... and more"]
+            lines = "\n  ".join(found[:MOST_PROBLEMS] + more)
+            raise ValueError(f"table {table.name!r} is no schedule:\n  {lines}")
+    work = table.costs[table.kind]
+    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()
+    waiting = np.zeros_like(table.kind)
+    if table.splits_backward:
+        waiting = held(table, BACKWARD, WEIGHT)
+    return Facts(
+        length=float(length),
+        busy=float(busy),
+        bubble=float(1 - busy / length),
+        peak_stash=stash(table).max(axis=0),
+        peak_waiting_weights=waiting.max(axis=0),
+    )
+
+
+def _wrong_cells(table: Table) -> Iterator[str]:
+    shape = table.kind.shape
+    if len(shape) != 2 or not table.kind.size or not table.kind.any():
+        yield f"kind is {list(shape)}: it must be [ticks, stages], with an operation in it"
+        return
+    for name in ("kind", "microbatch", "part"):
+        array = getattr(table, name)
+        if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+            yield f"{name} is {array.dtype}{list(array.shape)}: it must be int{list(shape)}"
+            return
+    low = np.where(table.kind == IDLE, -1, 0)
+    wrong = (table.kind < IDLE) | (table.kind > WEIGHT)
+    for array in (table.microbatch, table.part):
+        wrong |= (array < low) | ((table.kind == IDLE) & (array != -1))
+    for tick, stage in np.argwhere(wrong).tolist():
+        cell = tick, stage
+        yield (
+            f"tick {tick}, stage {stage}: kind {table.kind[cell]}, microbatch "
+            f"{table.microbatch[cell]}, part {table.part[cell]}: kinds are 0 to 3, the others from "
+            "0 on, and -1 where idle"
+        )
+    for name, axis in (("tick", 1), ("stage", 0)):
+        for index in np.flatnonzero(~table.kind.any(axis=axis)).tolist():
+            yield f"{name} {index} has no operation: leave it out"
+
+
+def _wrong_places(table: Table) -> Iterator[str]:
+    """Operations that are there twice or not at all, parts on several stages."""
+    seen, stage_of = {}, {}
+    for tick, stage, operation in table.operations():
+        place = f"tick {tick}, stage {stage}: {text(operation)}"
+        if operation in seen:
+            yield f"{place} is done already in {seen[operation]}"
+        seen.setdefault(operation, f"tick {tick}, stage {stage}")
+        home = stage_of.setdefault(operation[2], stage)
+        if home != stage:
+            yield f"{place}: stage {home} holds this part"
+    kinds = [FORWARD, BACKWARD] + [WEIGHT] * table.splits_backward
+    sizes = range(table.num_microbatches), range(table.num_parts)
+    for operation in itertools.product(kinds, *sizes):
+        if operation not in seen:
+            yield f"nobody does {text(operation)}"
+    counts = collections.Counter(stage_of.values())
+    if len(set(counts.values())) > 1:
+        yield f"stages hold {[counts[s] for s in range(table.num_stages)]} parts: give all as many"
+
+
+def _wrong_times(table: Table) -> Iterator[str]:
+    ticks = operation_ticks(table)
+    for tick, stage, operation in table.operations():
+        place = f"tick {tick}, stage {stage}: {text(operation)}"
+        for need in needs(operation, table.num_parts):
+            if ticks[need] >= ticks[operation]:
+                yield f"{place} needs {text(need)} in an earlier tick, and it is in {ticks[need]}"
+        if table.periodic and ticks[operation] >= 2 * table.num_ticks:
+            yield (
+                f"{place} comes {ticks[operation] // table.num_ticks} periods after its step "
+                "began, at most 1 may: it would take a third version of the weights; use more "
+                "microbatches"
+            )
+
+
+def operation_ticks(table: Table) -> np.ndarray:
+    """int[4, microbatches, parts]: the tick of each operation by its kind, -1 where there is none.
+
+    In a periodic table, ticks from the start of the period in which the operation's step starts.
+    """
+    ticks = np.full((len(KINDS), table.num_microbatches, table.num_parts), -1)
+    for tick, _, operation in table.operations():
+        ticks[operation] = tick
+    if table.periodic:
+        path = [(FORWARD, part) for part in range(table.num_parts)]
+        path += [(BACKWARD, part) for part in reversed(range(table.num_parts))]
+        for (kind, part), (before, earlier) in zip(path[1:], path, strict=False):
+            _after(ticks[kind, :, part], ticks[before, :, earlier], table.num_ticks)
+        if table.splits_backward:
+            _after(ticks[WEIGHT], ticks[BACKWARD], table.num_ticks)
+    return ticks
+
+
+def _after(ticks: np.ndarray, earlier: np.ndarray, period: int) -> None:
+    """Moves `ticks` by whole periods to the first that are after `earlier`."""
+    ticks += period * (earlier // period)
+    ticks += period * (ticks <= earlier)
+
+
+def held(table: Table, first: int, last: int) -> np.ndarray:
+    """int[ticks, stages]: pairs of part and microbatch from operation `first` to `last`.
+
+    The pair counts in both ticks, and in all between them.
+    """
+    ticks, stage_of = operation_ticks(table), table.stage_of
+    count = np.zeros(table.kind.shape, int)
+    for part in range(table.num_parts):
+        for start, end in zip(ticks[first, :, part], ticks[last, :, part], strict=True):
+            np.add.at(count[:, stage_of[part]], np.arange(start, end + 1) % table.num_ticks, 1)
+    return count
+
+
+def stash(table: Table) -> np.ndarray:
+    """int[ticks, stages]: pairs of part and microbatch whose activations a stage holds."""
+    return held(table, FORWARD, WEIGHT if table.splits_backward else BACKWARD)
+
+
+def slots(starts: Sequence[int], ends: Sequence[int]) -> tuple[np.ndarray, int]:
+    """The fewest buffers for intervals [start, end], both inclusive: slot of each, their number.
+
+    Intervals that share a slot do not overlap.
+    """
+    slot, free, busy, num_slots = np.zeros(len(starts), int), [], [], 0
+    for index in np.argsort(starts, kind="stable"):
+        while busy and busy[0][0] < starts[index]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            slot[index] = heapq.heappop(free)
+        else:
+            slot[index] = num_slots
+            num_slots += 1
+        heapq.heappush(busy, (ends[index], slot[index]))
+    return slot, num_slots
+
+
+# ------------------------------------------------------------------------------------- its times
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each operation of a table runs."""
+
+    start: np.ndarray  # float[ticks, stages], seconds, NaN where idle
+    end: np.ndarray
+    step_time: float  # seconds; of a periodic table, from one period to the next
+
+
+def simulate(
+    table: Table,
+    *,
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
+    weight: float | Sequence[float] = 0.0,
+    transfer: float = 0.0,
+    barriers: bool = True,
+) -> Timeline:
+    """Times of a legal table.
+
+    `forward`, `backward` and `weight` are seconds of a whole stage, or a sequence with those of
+    each part. Where the table does not part WEIGHT from BACKWARD, one operation takes both times.
+    `transfer` is that of one message between stages.
+
+    With `barriers` all stages begin a tick together, when the longest operation of the tick before
+    has ended and, if a stage sent something, it has come. Without, a stage goes on with its next
+    operation as soon as what it needs is there, and sends while it works.
+    """
+    parts = np.ones(table.num_parts) / table.chunks
+    times = [
+        parts * seconds if np.ndim(seconds) == 0 else np.asarray(seconds, float)
+        for seconds in (0.0, forward, backward, weight)
+    ]
+    for name, array in zip(KINDS, times, strict=True):
+        if array.shape != parts.shape or (array < 0).any():
+            raise ValueError(
+                f"{name} is {list(array)}: use one number from 0 on, or {table.num_parts} of them"
+            )
+    if not table.splits_backward:
+        times[BACKWARD] = times[BACKWARD] + times[WEIGHT]
+    seconds = np.where(table.kind == IDLE, np.nan, np.array(times)[table.kind, table.part])
+    if barriers:
+        lengths = np.nanmax(seconds, axis=1) + transfer * _sends(table).any(axis=1)
+        start = np.where(table.kind == IDLE, np.nan, (np.cumsum(lengths) - lengths)[:, None])
+        return Timeline(start, start + seconds, float(lengths.sum()))
+    if not table.periodic:
+        end = _run_freely(table, seconds, transfer, 1)
+        return Timeline(end - seconds, end, float(np.nanmax(end)))
+    # The first periods wait for nothing of the step before: the mean of later ones is the time.
+    end = _run_freely(table, seconds, transfer, 2 * SETTLED)
+    by_period = np.nanmax(end.reshape(2 * SETTLED, -1), axis=1)
+    end = end[-table.num_ticks :] - np.nanmin(end[-table.num_ticks :] - seconds)
+    return Timeline(end - seconds, end, float(by_period[-1] - by_period[SETTLED - 1]) / SETTLED)
+
+
+SETTLED = 6  # periods
+
+
+def _sends(table: Table) -> np.ndarray:
+    """bool[ticks, stages]: whether the result of a cell goes to another stage."""
+    found, stage_of = np.zeros(table.kind.shape, bool), table.stage_of
+    for tick, stage, (kind, _, part) in table.operations():
+        to = {FORWARD: part + 1, BACKWARD: part - 1, WEIGHT: -1}[kind]
+        found[tick, stage] = 0 <= to < table.num_parts and stage_of[to] != stage
+    return found
+
+
+def _run_freely(table: Table, seconds: np.ndarray, transfer: float, periods: int) -> np.ndarray:
+    """float[periods * ticks, stages]: the end of each operation where nobody waits at ticks."""
+    ticks, stage_of = operation_ticks(table), table.stage_of
+    end = np.full((periods * table.num_ticks, table.num_stages), np.nan)
+    free = np.zeros(table.num_stages)
+    for period in range(periods):
+        for tick, stage, operation in table.operations():
+            now = period * table.num_ticks + tick
+            start = free[stage]
+            for need in needs(operation, table.num_parts):
+                then, source = now - ticks[operation] + ticks[need], stage_of[need[2]]
+                if then >= 0:  # else of a step before the first
+                    start = max(start, end[then, source] + transfer * (source != stage))
+            end[now, stage] = free[stage] = start + seconds[tick, stage]
+    return end
+
+
+# ------------------------------------------------------------------------------------- its file
+
+COLUMNS = ("tick", "stage", "operation", "microbatch", "part")
+
+
+def write_csv(table: Table, path: str | pathlib.Path) -> None:
+    """Writes one row per operation: tick, stage, operation, microbatch, part.
+
+    The first line is the comment `# name: ...`, the second `# periodic` if the table is. Operations
+    are forward, backward, weight; idle cells have no row.
+    """
+    with open(path, "w", newline="") as file:
+        file.write(f"# name: {table.name}\n" + "# periodic\n" * table.periodic)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for tick, stage, (kind, microbatch, part) in table.operations():
+            writer.writerow((tick, stage, KINDS[kind], microbatch, part))
+
+
+def read_csv(path: str | pathlib.Path) -> Table:
+    """The table of a file as `write_csv` writes it; `check` it before use.
+
+    Rows may come in any order; comments may be left out. Raises ValueError with file and line of
+    what is no table.
+    """
+    path = pathlib.Path(path)
+    name, periodic, header, cells = path.stem, False, None, {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        row = [word.strip() for word in line.split(",")]
+        if line.startswith("# name:"):
+            name = line.removeprefix("# name:").strip()
+        elif line.strip() == "# periodic":
+            periodic = True
+        elif not line.strip() or line.startswith("#"):
+            continue
+        elif header is None:
+            header = tuple(row)
+            if header != COLUMNS:
+                raise ValueError(f"{path}:{number}: {line!r}: the columns are {','.join(COLUMNS)}")
+        else:
+            cell, operation = _read_row(row, f"{path}:{number}: {line!r}")
+            if cell in cells:
+                raise ValueError(
+                    f"{path}:{number}: {line!r}: stage {cell[1]} has {text(cells[cell])} in tick "
+                    f"{cell[0]} already: one operation per tick and stage"
+                )
+            cells[cell] = operation
+    if not cells:
+        raise ValueError(f"{path}: no operation in it: write {','.join(COLUMNS)} and rows of it")
+    for name_of, numbers in zip(COLUMNS, map(set, zip(*cells, strict=True)), strict=False):
+        if gaps := set(range(len(numbers))) - numbers:
+            raise ValueError(
+                f"{path}: {name_of} {min(gaps)} has no row, {max(numbers)} has: count from 0 on "
+                "without gaps"
+            )
+    shape = [max(numbers) + 1 for numbers in zip(*cells, strict=True)]
+    table = np.broadcast_to([IDLE, -1, -1], (*shape, 3)).copy()
+    for cell, operation in cells.items():
+        table[cell] = operation
+    return Table(name, *np.moveaxis(table, 2, 0), periodic=periodic)
+
+
+def _read_row(row: list[str], where: str) -> tuple[tuple[int, int], Operation]:
+    if len(row) != len(COLUMNS):
+        raise ValueError(f"{where}: {len(row)} values: the columns are {','.join(COLUMNS)}")
+    tick, stage, operation, microbatch, part = row
+    if operation not in KINDS[FORWARD:]:
+        raise ValueError(f"{where}: operation {operation!r}: use one of {', '.join(KINDS[1:])}")
+    for column, word in zip(COLUMNS, row, strict=True):
+        if column != "operation" and not (word.isascii() and word.isdigit()):
+            raise ValueError(f"{where}: {column} {word!r} is no integer from 0 on")
+    return (int(tick), int(stage)), (KINDS.index(operation), int(microbatch), int(part))
+
+
+# --------------------------------------------------------------------------------- schedules
+
+ALTERNATING = ((FORWARD,), (BACKWARD,))
+
+
+def gpipe(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
+    """All forwards, then all backwards (arXiv 1811.06965). Bubble (P-1) / (M+P-1)."""
+    _refuse_sizes("gpipe", stages, microbatches, virtual_stages, takes=1)
+    orders = [
+        [(kind, m, stage) for kind in (FORWARD, BACKWARD) for m in range(microbatches)]
+        for stage in range(stages)
+    ]
+    return place("gpipe", orders, kinds=ALTERNATING)
+
+
+def one_f_one_b(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
+    """One forward, one backward (PipeDream-flush, arXiv 2006.09503), in ticks of one kind.
+
+    Bubble (P-1) / (M+P-1). Since all stages turn together, stage s holds up to 2(P-1-s)+1
+    microbatches, where stages that run freely hold P-s.
+    """
+    _refuse_sizes("1f1b", stages, microbatches, virtual_stages, takes=1)
+    return _alternating("1f1b", stages, microbatches, 1)
+
+
+def interleaved_1f1b(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
+    """1F1B with v parts on a stage, part k on stage k % P (arXiv 2104.04473), ticks of one kind.
+
+    Bubble (P-1) / (vM+P-1) from M = P on. Microbatches go through a stage's parts in groups of P
+    to 2P-1, so that M need not divide. Of groups of up to g, stage s holds up to
+    2(P-1-s) + (v-1)g + 1 pairs of part and microbatch.
+    """
+    _refuse_sizes("interleaved_1f1b", stages, microbatches, virtual_stages)
+    return _alternating("interleaved_1f1b", stages, microbatches, virtual_stages)
+
+
+def _alternating(name: str, P: int, M: int, v: int) -> Table:
+    groups = np.array_split(np.arange(M), max(M // P, 1))
+    orders = []
+    for stage in range(P):
+        forward, backward = (
+            [
+                (kind, m, chunk * P + stage)
+                for group in groups
+                for chunk in (range(v) if kind == FORWARD else reversed(range(v)))
+                for m in group.tolist()
+            ]
+            for kind in (FORWARD, BACKWARD)
+        )
+        ahead = min(2 * (P - 1 - stage) + (v - 1) * max(map(len, groups)) + 1, M * v)
+        steady = zip(backward[: M * v - ahead], forward[ahead:], strict=True)
+        order = [*forward[:ahead], *(op for pair in steady for op in pair)]
+        orders.append(order + backward[M * v - ahead :])
+    return place(name, orders, kinds=ALTERNATING)
+
+
+def zb_h1(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
+    """ZB-H1 (arXiv 2401.10241): gradients of weights fill what 1F1B leaves idle.
+
+    3M + P-1 ticks from M = P on: a third of the bubble of 1F1B. A stage holds up to P
+    microbatches. Stage s always leaves the gradients of weights of s microbatches for the end.
+    """
+    P, M = stages, microbatches
+    _refuse_sizes("zb_h1", P, M, virtual_stages, takes=1)
+    F, B, W = FORWARD, BACKWARD, WEIGHT
+    orders = []
+    for stage in range(P):
+        phases = [((F,), P - stage), ((B, F), stage), ((B, W, F), M - P), ((B, W), M), ((W,), M)]
+        count = collections.Counter()
+        order = []
+        for kinds, times in phases:
+            for kind in kinds * times:
+                if count[kind] < M:
+                    order.append((kind, count[kind], stage))
+                    count[kind] += 1
+        orders.append(order)
+    return place("zb_h1", orders)
+
+
+def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
+    """ZB-V (arXiv 2401.10241, 2405.15362): two parts on a stage, there and back in a V.
+
+    6M + P-1 ticks of half a stage from M = P on: idle are P-1 half forwards of each stage. A
+    stage holds up to 2P pairs of part and microbatch, as much as P microbatches.
+    """
+    _refuse_sizes("zb_v", stages, microbatches, virtual_stages, takes=2)
+    return place_greedily("zb_v", _v_shape(stages), microbatches, most_held=2 * stages)
+
+
+def _v_shape(stages: int) -> list[int]:
+    return [*range(stages), *reversed(range(stages))]
+
+
+def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
+    """DualPipeV (github.com/deepseek-ai/DualPipe): the V of `zb_v`, in DualPipe's eight phases.
+
+    The order of each stage is that of DeepSeek's code; what it does at once, a forward beside a
+    backward, is one operation after the other here. Needs M >= 2P.
+    """
+    P, M = stages, microbatches
+    _refuse_sizes("dual_pipe_v", P, M, virtual_stages, takes=2)
+    if M < 2 * P:
+        raise ValueError(
+            f"dual_pipe_v with microbatches={M} on stages={P}: its phases need at least "
+            f"{2 * P} microbatches; use more, or zb_v, which takes any number"
+        )
+    return place("dual_pipe_v", [_dual_pipe_order(P, M, stage) for stage in range(P)])
+
+
+def _dual_pipe_order(P: int, M: int, stage: int) -> list[Operation]:
+    parts = stage, 2 * P - 1 - stage
+    count = collections.Counter()
+    waiting = collections.deque()
+    order = []
+
+    def add(kind, chunk):
+        order.append((kind, count[kind, chunk], parts[chunk]))
+        count[kind, chunk] += 1
+
+    def weight():
+        order.append(waiting.popleft())
+
+    def backward(chunk, *, split):
+        add(BACKWARD, chunk)
+        waiting.append((WEIGHT, *order[-1][1:]))
+        if not split:
+            weight()
+
+    after = P - 1 - stage
+    for _ in range(2 * after):
+        add(FORWARD, 0)
+    for _ in range(stage + 1):
+        add(FORWARD, 0)
+        add(FORWARD, 1)
+    for _ in range(after):
+        backward(1, split=True)
+        weight()
+        add(FORWARD, 1)
+    for _ in range(M - 2 * P + stage + 1):
+        add(FORWARD, 0)
+        backward(1, split=False)
+        add(FORWARD, 1)
+        backward(0, split=False)
+    for _ in range(after):
+        backward(1, split=False)
+        add(FORWARD, 1)
+        backward(0, split=False)
+    for step in range(2 * (stage + 1)):
+        backward(1 - step % 2, split=step > stage)
+    for _ in range(after):
+        weight()
+        backward(0, split=True)
+    while waiting:
+        weight()
+    return order
+
+
+def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
+    """PipeDream-2BW (arXiv 2006.09503): 1F1B without a flush, one period of it. No bubble.
+
+    A microbatch is forward on stage s in round s+j and backward in 2(P-1)-s+j, rounds counted
+    around the period of M. The update by a step's gradients comes at the end of the next period,
+    so that two versions of the weights are enough from M = 2P-2 on.
+    """
+    P, M = stages, microbatches
+    _refuse_sizes("pipedream_2bw", P, M, virtual_stages, takes=1)
+    if M < 2 * P - 2:
+        raise ValueError(
+            f"pipedream_2bw with microbatches={M} on stages={P}: the last backward of a step would "
+            "come after the end of the next period, which takes a third version of the weights; "
+            f"use at least {2 * P - 2} microbatches"
+        )
+    stage = np.arange(P)
+    kind, microbatch = np.empty((2, 2 * M, P), int)
+    for turn, offset in enumerate((stage, 2 * (P - 1) - stage)):
+        kind[turn::2] = FORWARD + turn
+        microbatch[turn::2] = (np.arange(M)[:, None] - offset) % M
+    part = np.broadcast_to(stage, kind.shape)
+    return Table("pipedream_2bw", kind, microbatch, part, periodic=True)
+
+
+def _refuse_sizes(name: str, stages: int, microbatches: int, virtual: int, *, takes: int = 0):
+    """Raises ValueError; `takes` is the one number of parts per stage that the schedule has."""
+    if stages < 1:
+        raise ValueError(f"{name} with stages={stages}: use at least 1")
+    if microbatches < 1:
+        raise ValueError(f"{name} with microbatches={microbatches}: use at least 1")
+    if takes and virtual != takes:
+        raise ValueError(
+            f"{name} with virtual_stages={virtual}: it has {takes} per stage; use {takes}, or "
+            "interleaved_1f1b, which takes any number from 2 on"
+        )
+    if not takes and virtual < 2:
+        raise ValueError(f"{name} with virtual_stages={virtual}: use at least 2, or 1f1b")
+
+
+SCHEDULES: dict[str, Callable[..., Table]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+    "dual_pipe_v": dual_pipe_v,
+    "pipedream_2bw": pipedream_2bw,
+}
