@@ -121,10 +121,8 @@ def attend(
         key_positions_BS=key_tokens,
     )  # fmt: skip
     try:
-        return jax.shard_map(
-            local, mesh=place.mesh, in_specs=(query, key, key, of_mask), out_specs=query,
-            check_vma=False,
-        )(query_BTNH, key_BSKH, value_BSKH, mask)  # fmt: skip
+        return place.manual(local, in_specs=(query, key, key, of_mask), out_specs=query)(
+            query_BTNH, key_BSKH, value_BSKH, mask)  # fmt: skip
     except NotImplementedError as error:
         raise ValueError(
             f"attention.implementation={config.implementation!r} cannot do this: {error}; "

@@ -1,6 +1,6 @@
 """The embedding table, split over vocabulary and width, looked up without ever being gathered.
 
-The vocabulary is split over `tensor`. Under ZeRO-3 the width is split over replicas (`fsdp`,
+The vocabulary is split over `tensor`, and over `stage` where there are stages. Under ZeRO-3 the width is split over replicas (`fsdp`,
 `data`) that hold different rows of the batch. Instead of gathering the table (V x D), the replicas
 share their token ids, each looks up its columns for all of them, and one all-to-all brings every
 row's columns home: B T D numbers move in place of V D. The backward pass runs the same way back, so
@@ -97,8 +97,9 @@ def _look_up(plan, tokens_BT, table_VD):
     if plan.width:
         x_BTD = jax.lax.all_to_all(x_BTD, plan.width, split_axis=0, concat_axis=2, tiled=True)
     if plan.scattered:
-        return jax.lax.psum_scatter(x_BTD, plan.scattered, scatter_dimension=1, tiled=True)
-    return jax.lax.psum(x_BTD, plan.vocab) if plan.vocab else x_BTD
+        x_BTD = jax.lax.psum_scatter(x_BTD, plan.scattered, scatter_dimension=1, tiled=True)
+    over = tuple(axis for axis in plan.vocab if axis not in plan.scattered)
+    return jax.lax.psum(x_BTD, over) if over else x_BTD
 
 
 def _embed_forward(plan, tokens_BT, table_VD):

@@ -270,6 +270,6 @@ def _backward_local(
         gradient_x = jax.lax.psum_scatter(
             gradient_x, plan.gathered, scatter_dimension=1, tiled=True
         )
-    elif plan.vocab:
-        gradient_x = jax.lax.psum(gradient_x, plan.vocab)
+    if over := tuple(axis for axis in plan.vocab if axis not in plan.gathered):
+        gradient_x = jax.lax.psum(gradient_x, over)
     return gradient_x, gradient_head.reshape(head_VD.shape)

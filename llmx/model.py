@@ -11,6 +11,7 @@ heads, H head size, V vocabulary, L layers.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -311,30 +312,32 @@ class Apply:
             top = {name: leaf for name, leaf in params.items() if name != "blocks"}
             top_sinks = {name: sinks[name] for name in top}
             params = run.place.routed(top, top_sinks) | {"blocks": params["blocks"]}
-        decoder = nnx.merge(self.graphdef, params)
         names = ("tokens", "targets", "segment_ids", "positions")
-        tokens_BT, targets_BT, *rows = self._split_rows([batch[name] for name in names], run)
-        x_BTD, _ = self._hidden(
-            decoder, tokens_BT, _self_mask(*rows, run), run,
-            sinks=None if sinks is None else sinks["blocks"],
-        )  # fmt: skip
-        found = losses.token_losses(
-            x_BTD, self._head_weight(decoder), targets_BT,
+        tokens_BT, targets_BT, *rows = self.split_rows([batch[name] for name in names], run)
+        blocks_sinks = None if sinks is None else sinks["blocks"]
+        mask = self_mask(*rows, run)
+        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, run)
+        x_BTD, _ = self.through(params["blocks"], x_BTD, mask, run, sinks=blocks_sinks)
+        found = self.last_losses(params, x_BTD, targets_BT, run)
+        return tuple(self.split_rows(found, run, back=True))
+
+    def last_losses(self, params: dict, x_BTD, targets_BT, run: Execution):
+        """Loss and log Z, [B, T] fp32, of what the last layer gives; rows as `run.split` says."""
+        return losses.token_losses(
+            self._normed(params, x_BTD), self._head_weight(params), targets_BT,
             num_real=self.model.vocab_size, softcap=self.model.logit_softcap,
             chunks=run.loss_chunks, place=run.place, policy=run.policy,
         )  # fmt: skip
-        return tuple(self._split_rows(found, run, back=True))
 
     def logits(
         self, params: dict, tokens_BT, segments_BT, positions_BT, run: Execution
     ) -> Float[Array, "B T V"]:
         """fp32 logits; those of padding are -inf. For tests and sampling: they exist whole."""
-        decoder = nnx.merge(self.graphdef, params)
-        tokens_BT, *rows = self._split_rows((tokens_BT, segments_BT, positions_BT), run)
-        x_BTD, _ = self._hidden(decoder, tokens_BT, _self_mask(*rows, run), run)
-        return self._split_rows([self._head(decoder, x_BTD, run)], run, back=True)[0]
+        tokens_BT, *rows = self.split_rows((tokens_BT, segments_BT, positions_BT), run)
+        x_BTD, _ = self._hidden(params, tokens_BT, self_mask(*rows, run), run)
+        return self.split_rows([self._head(params, x_BTD, run)], run, back=True)[0]
 
-    def _split_rows(self, arrays, run: Execution, *, back: bool = False) -> list[Array]:
+    def split_rows(self, arrays, run: Execution, *, back: bool = False) -> list[Array]:
         """Arrays [B, T, ...] from the order of their rows to that of `run.split`, or back."""
         return [context.reorder(array, run.split, run.place.mesh, back=back) for array in arrays]
 
@@ -358,7 +361,6 @@ class Apply:
 
         `run.place` must not split positions, as one token cannot be. It may split the cache.
         """
-        decoder = nnx.merge(self.graphdef, params)
         tokens_BT, segments_BT, positions_BT = (
             run.place.constrain(array, ("batch", "sequence"))
             for array in (tokens_BT, segments_BT, positions_BT)
@@ -367,16 +369,25 @@ class Apply:
         positions_BS = attention.written(cache["positions"], positions_BT, now, place=run.place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
         past = (cache["key"], cache["value"])
-        x_BTD, past = self._hidden(decoder, tokens_BT, mask, run, cache=past, now=now)
+        x_BTD, past = self._hidden(params, tokens_BT, mask, run, cache=past, now=now)
         cache = dict(zip(("key", "value"), past, strict=True))
         cache |= {"segments": segments_BS, "positions": positions_BS}
-        return self._head(decoder, x_BTD, run), cache
+        return self._head(params, x_BTD, run), cache
 
-    def _head_weight(self, decoder: Decoder) -> Float[Array, "V D"]:
-        return (decoder.embedding if self.model.tied_head else decoder.head)[...]
+    @functools.cached_property
+    def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+        """Of a block, and of the last norm."""
+        decoder = nnx.eval_shape(lambda: Decoder(self.model, nnx.Rngs(0)))
+        return nnx.split(decoder.blocks)[0], nnx.split(decoder.norm)[0]
 
-    def _head(self, decoder: Decoder, x_BTD, run: Execution) -> Float[Array, "B T V"]:
-        model, head_VD = self.model, self._head_weight(decoder)
+    def _normed(self, params: dict, x_BTD):
+        return nnx.merge(self._definitions[1], params["norm"])(x_BTD)
+
+    def _head_weight(self, params: dict) -> Float[Array, "V D"]:
+        return params["embedding" if self.model.tied_head else "head"]
+
+    def _head(self, params: dict, x_BTD, run: Execution) -> Float[Array, "B T V"]:
+        model, head_VD = self.model, self._head_weight(params)
         x_BTD = run.place.constrain(x_BTD, INSIDE)
         to = run.place.activation(("batch", "sequence", "vocab"))
         with run.policy.products():
@@ -387,30 +398,48 @@ class Apply:
         real_V = np.arange(model.padded_vocab) < model.vocab_size
         return jnp.where(real_V, logits_BTV, -jnp.inf)
 
-    def _hidden(self, decoder, tokens_BT, mask, run: Execution, sinks=None, cache=None, now=None):
-        model, table_VD = self.model, decoder.embedding[...]
-        x_BTD = embedding.embed(tokens_BT, table_VD, place=run.place, policy=run.policy)
+    def _hidden(self, params, tokens_BT, mask, run: Execution, cache=None, now=None):
+        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, run)
+        x_BTD, cache = self.through(params["blocks"], x_BTD, mask, run, cache=cache, now=now)
+        return self._normed(params, x_BTD), cache
+
+    def embedded(self, params: dict, tokens_BT, positions_BT, run: Execution):
+        """What the first layer takes, [B, T, D]."""
+        model = self.model
+        look_up = functools.partial(embedding.embed, place=run.place, policy=run.policy)
+        x_BTD = look_up(tokens_BT, params["embedding"])
         if model.embedding_scale:
             x_BTD = x_BTD * jnp.asarray(math.sqrt(model.width), x_BTD.dtype)
         if model.positions == "learned":
-            x_BTD += embedding.embed(
-                mask.positions_BT, decoder.positions[...], place=run.place, policy=run.policy
-            )
-        with run.policy.products():
-            x_BTD, cache = self._layers(decoder, x_BTD, mask, run, sinks, cache, now)
-        return decoder.norm(x_BTD), cache
+            x_BTD += look_up(positions_BT, params["positions"])
+        return x_BTD
 
-    def _layers(self, decoder, x_BTD, mask, run: Execution, sinks, cache, now):
-        """The blocks, scanned in periods of the layer pattern; then what is left of a period.
+    def rotations(self, positions_BT) -> dict:
+        """By kind of layer, what `rotate` takes; {} where positions are learned."""
+        if self.model.positions != "rope":
+            return {}
+        kinds = sorted(set(self.model.layer_kinds))
+        return {k: rotation_of(positions_BT, rope_frequencies(self.model, k)) for k in kinds}
 
-        Inside a period neighbours of one kind are a scan too: the program holds each run of equal
-        layers once.
+    def through(
+        self, blocks: dict, x_BTD, mask: Mask, run: Execution, *, kinds=None, sinks=None,
+        rotations=None, cache=None, now=None,
+    ):  # fmt: skip
+        """x after layers with these stacked weights, and their cache.
+
+        The layers are scanned in the shortest periods of their kinds; then what is left of a
+        period. Inside a period neighbours of one kind are a scan too: the program holds each run of
+        equal layers once.
+
+        Args:
+          kinds: of the layers, by default those of the model; or an int array of indices into
+            `kind_names`, if they are known at run time only: -1 is no layer.
+          sinks: where the gradients of `blocks` go: see `route_gradient`.
+          rotations: of `mask.positions_BT`, by default made here.
         """
-        model = self.model
-        kinds = model.layer_pattern
-        definition, weights = nnx.split(decoder.blocks)
-        weights = nnx.to_pure_dict(weights)
-        rotations = {kind: self._rotation(mask.positions_BT, kind) for kind in set(kinds)}
+        model, definition = self.model, self._definitions[0]
+        kinds = model.layer_kinds if kinds is None else kinds
+        rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
 
         def layer(kind: str) -> Callable:
             def apply(x_BTD, weights_sinks_cache):
@@ -419,11 +448,11 @@ class Apply:
                     weights = run.place.routed(weights, sinks)
                 window = model.window if kind == families.LOCAL else 0
                 block = nnx.merge(definition, weights)
-                return block(x_BTD, rotations[kind], mask, window, run, cache, now)
+                return block(x_BTD, rotations.get(kind), mask, window, run, cache, now)
 
             return remat.checkpointed(apply, run.remat)
 
-        layers = {kind: layer(kind) for kind in set(kinds)}
+        layers = {kind: layer(kind) for kind in self.kind_names}
 
         def walk(x_BTD, stacked, kinds):
             """Layers of these kinds, one after the other."""
@@ -436,28 +465,41 @@ class Apply:
                 first = end
             return x_BTD, jax.tree.map(lambda *each: jnp.concatenate(each), *caches)
 
-        stacked = (weights, sinks, cache)
-        if len(kinds) == 1:
-            return jax.lax.scan(layers[kinds[0]], x_BTD, stacked)
-        size = len(kinds)
-        whole = model.num_layers // size * size
-        left = model.layer_kinds[whole:]
-        groups = jax.tree.map(lambda array: sharding.regrouped(array[:whole], size), stacked)
-        x_BTD, new = jax.lax.scan(lambda x, group: walk(x, group, kinds), x_BTD, groups)
-        new = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), new)
-        if left:
-            rest = jax.tree.map(lambda array: array[whole:], stacked)
-            x_BTD, last = walk(x_BTD, rest, left)
-            new = jax.tree.map(lambda *each: jnp.concatenate(each), new, last)
-        return x_BTD, new
+        stacked = (blocks, sinks, cache)
+        with run.policy.products():
+            if not isinstance(kinds, tuple):
+                # A stage has layers of other kinds at the same places, or none, than the next.
+                branches = [lambda x_BTD, _: (x_BTD, None), *layers.values()]
+                one = lambda x_BTD, each: jax.lax.switch(each[0] + 1, branches, x_BTD, each[1])  # noqa: E731
+                return jax.lax.scan(one, x_BTD, (kinds, stacked))
+            size = _period(kinds)
+            if size == 1:
+                return jax.lax.scan(layers[kinds[0]], x_BTD, stacked)
+            whole = len(kinds) // size * size
+            groups = jax.tree.map(lambda array: sharding.regrouped(array[:whole], size), stacked)
+            each = lambda x_BTD, group: walk(x_BTD, group, kinds[:size])  # noqa: E731
+            x_BTD, new = jax.lax.scan(each, x_BTD, groups)
+            new = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), new)
+            if whole < len(kinds):
+                rest = jax.tree.map(lambda array: array[whole:], stacked)
+                x_BTD, last = walk(x_BTD, rest, kinds[whole:])
+                new = jax.tree.map(lambda *each: jnp.concatenate(each), new, last)
+            return x_BTD, new
 
-    def _rotation(self, positions_BT, kind: str):
-        if self.model.positions != "rope":
-            return None
-        return rotation_of(positions_BT, rope_frequencies(self.model, kind))
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The kinds of the model's layers."""
+        return tuple(sorted(set(self.model.layer_kinds)))
 
 
-def _self_mask(segments_BT, positions_BT, run: Execution) -> Mask:
+def _period(kinds: tuple[str, ...]) -> int:
+    """Of how many layers the shortest pattern is that `kinds` repeats."""
+    return next(
+        n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]
+    )
+
+
+def self_mask(segments_BT, positions_BT, run: Execution) -> Mask:
     """Of rows of tokens, in the order of `run.split`."""
     return Mask(
         segments_BT, positions_BT, segments_BT, positions_BT, ahead=0, one_document=not run.packed

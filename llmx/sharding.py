@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,8 @@ class Placement:
 
     mesh: Mesh
     layout: Layout
+    # Mesh axes along which arrays differ although their types call them whole: see `hide`.
+    hidden: tuple[str, ...] = ()
 
     def activation(self, axes: Sequence[str | None], shape: Sequence[int] | None = None):
         """PartitionSpec of an activation with these logical axes."""
@@ -95,6 +97,29 @@ class Placement:
         if summed := [a for a in self._mesh_axes(multiplied_into) if a not in used_axes(to)]:
             to = reduced(to, summed)
         return constrain(array, self.mesh, to)
+
+    def manual(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` of one device's parts: `jax.shard_map`, differentiable under `hidden` axes.
+
+        The gradient of what `in_specs` calls whole along an axis is a sum over it; along hidden
+        axes it is not.
+        """
+        apply = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
+        if not self.hidden:
+            return apply(function, in_specs=in_specs, out_specs=out_specs)
+        shown = lambda specs: jax.tree.map(functools.partial(_shown, self.hidden), specs)  # noqa: E731
+
+        def local(*arrays):
+            out = function(*jax.tree.map(lambda array: array[0], arrays))
+            return jax.tree.map(lambda array: array[None], out)
+
+        region = apply(local, in_specs=shown(in_specs), out_specs=shown(out_specs))
+
+        def revealed(*arrays):
+            out = region(*jax.tree.map(lambda a: reveal(self.mesh, self.hidden, a[None]), arrays))
+            return jax.tree.map(lambda a: hide(self.mesh, self.hidden, a)[0], out)
+
+        return revealed
 
     def _mesh_axes(self, axes: Sequence[str]) -> list[str]:
         table, sizes = self.layout.activations, self.mesh.shape
@@ -196,11 +221,56 @@ def mesh_text(sizes: Mapping[str, int], *, alone: str = "one device") -> str:
     return " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or alone
 
 
+# ------------------------------------------------------------------------------------- hidden axes
+#
+# Stages of a pipeline do different things at one time: this one a forward pass, that one a backward
+# pass, or nothing. A program of explicit axes can say that if the axis `stage` is hidden: arrays
+# that differ from stage to stage have types that do not name it, as if they were whole along it.
+# Products, gathers and sums over the other axes then stay within a stage, and a conditional takes
+# the branch that its stage's predicate says. Between stages only manual regions communicate.
+
+
+def _shown(axes: tuple[str, ...], to: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(axes[0] if len(axes) == 1 else axes, *to.partitions)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def hide(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """[n * ways, ...] split over `axes`, as [n, ...] of which each device keeps its own."""
+    to = jax.typeof(array).sharding.spec
+    rest = PartitionSpec(None, *to.partitions[1:])
+    return jax.shard_map(
+        lambda local: local, mesh=mesh, in_specs=_shown(axes, PartitionSpec(*to.partitions[1:])),
+        out_specs=rest, check_vma=False,
+    )(array)  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def reveal(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """The reverse of `hide`."""
+    to = jax.typeof(array).sharding.spec
+    return jax.shard_map(
+        lambda local: local, mesh=mesh, in_specs=to,
+        out_specs=_shown(axes, PartitionSpec(*to.partitions[1:])), check_vma=False,
+    )(array)  # fmt: skip
+
+
+hide.defvjp(
+    lambda mesh, axes, array: (hide(mesh, axes, array), None),
+    lambda mesh, axes, _, gradient: (reveal(mesh, axes, gradient),),
+)
+reveal.defvjp(
+    lambda mesh, axes, array: (reveal(mesh, axes, array), None),
+    lambda mesh, axes, _, gradient: (hide(mesh, axes, gradient),),
+)
+
+
 # ------------------------------------------------------------------------------------------ layouts
 
-# Tensor parallelism: which logical axes of a parameter go to which mesh axes, in every layout.
-_TENSOR = {
-    "vocab": ("tensor",),
+# Tensor and pipeline parallelism: which logical axes of a parameter go to which mesh axes, in every
+# layout. Every stage has an equal share of embedding and head: see `llmx.executor`.
+_MODEL = {
+    "vocab": ("stage", "tensor"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -208,7 +278,7 @@ _TENSOR = {
     "head_dim": (),
     "positions": (),
     "norm": (),
-    "layers": (),
+    "layers": ("stage",),
 }
 
 _ACTIVATIONS = {
@@ -216,7 +286,7 @@ _ACTIVATIONS = {
     "sequence": ("sequence",),  # inside attention and MLP
     "block_sequence": ("sequence", "tensor"),  # between them: sequence-parallel norms
     "cache": ("sequence",),  # slots for keys and values of what was decoded
-    "vocab": ("tensor",),
+    "vocab": ("stage", "tensor"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -228,7 +298,7 @@ _ACTIVATIONS = {
 
 def _split(over: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Parameters split over the replicas `over` too, along the width, which every matrix has."""
-    return _TENSOR | {"embed": over}
+    return _MODEL | {"embed": over}
 
 
 def _layout(parameters, gradients, optimizer) -> Layout:

@@ -23,8 +23,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmx import dot, families, model, optim, sharding
+from llmx import dot, executor, families, model, optim, sharding
 from llmx import guard as guard_lib
+from llmx.parts import Parts
+from llmx.pipeline import Table
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
 
@@ -61,6 +63,14 @@ class Report(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """What the stages of a mesh do: a legal table, and which of its parts has which layers."""
+
+    table: Table
+    parts: Parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Setup:
     """A model on a mesh: shapes, shardings and the functions to make and run it."""
 
@@ -74,6 +84,7 @@ class Setup:
     gradients: Any  # shardings of gradients
     updates: Any  # shardings of parameters while they are updated
     ema_decay: float
+    pipeline: "Pipeline | None" = None
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -102,6 +113,8 @@ class Setup:
 
         def make() -> State:
             params = model.init_parameters(self.model, seed)
+            if self.pipeline is not None:
+                params["blocks"] = self.pipeline.parts.staged(params["blocks"])
             return State(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
@@ -122,14 +135,19 @@ def make_setup(
     optimizer_config: optim.OptimizerConfig,
     *,
     total_steps: int,
+    pipeline: Pipeline | None = None,
 ) -> Setup:
     """Shapes and shardings of a run's state. Nothing is allocated.
+
+    `pipeline`: for a mesh with stages.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
     graphdef, shapes, axes = model.abstract_parameters(config)
     place = run.place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, run.policy.param), shapes)
+    if pipeline is not None:
+        shapes["blocks"] = jax.eval_shape(pipeline.parts.staged, shapes["blocks"])
     of = {
         table: sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
         for table in ("parameters", "gradients", "optimizer")
@@ -158,6 +176,7 @@ def make_setup(
         gradients=of["gradients"],
         updates=of["optimizer"],
         ema_decay=optimizer_config.ema_decay,
+        pipeline=pipeline,
     )
 
 
@@ -175,7 +194,8 @@ def make_train_step(
 
     Args:
       setup: the model on its mesh.
-      accumulation: microbatches per step; must divide the batch of each device.
+      accumulation: microbatches per step; must divide the batch of each device. With stages: those
+        of the pipeline's table.
       z_loss: factor of log(Z)^2.
       clip_norm: global norm that gradients are scaled down to; 0 = off.
       guard: what to do with bad steps.
@@ -186,7 +206,8 @@ def make_train_step(
     `sequence` (keys and values) and `tensor` (activations).
     """
     guard = guard or guard_lib.GuardConfig()
-    gradient_of = _make_gradient(setup, accumulation=accumulation, z_loss=z_loss, gather=gather)
+    make = _make_gradient if setup.pipeline is None else _make_pipeline_gradient
+    gradient_of = make(setup, accumulation=accumulation, z_loss=z_loss, gather=gather)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         with setup.run.policy.products():
@@ -216,13 +237,24 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
-def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """Jitted (params, batch) -> (sum of losses in nats, number of tokens) of the global batch."""
+def make_eval_step(
+    setup: Setup, *, microbatches: int = 1
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """Jitted (params, batch) -> (sum of losses in nats, number of tokens) of the global batch.
+
+    `microbatches`: that stages take one after the other; no effect without stages.
+    """
 
     def eval_step(params, batch):
         with setup.run.policy.products():
-            loss_BT, _ = setup.apply.losses(params, batch, setup.run)
-        return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
+            if setup.pipeline is None:
+                loss_BT, _ = setup.apply.losses(params, batch, setup.run)
+                loss = jnp.sum(loss_BT * batch["weights"])
+            else:
+                table = executor.forward_table(setup.pipeline.parts.stage_of, microbatches)
+                one = jnp.ones(())
+                (_, loss, _), *_ = _run_pipeline(setup, table, params, batch, one, 0.0, None)
+        return loss, jnp.sum(batch["weights"])
 
     return jax.jit(eval_step)
 
@@ -270,6 +302,82 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: st
         return losses, tokens, jax.tree.map(finish, grads, sink_types, setup.gradients)
 
     return gradient_of
+
+
+def _make_pipeline_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
+    """What `_make_gradient` makes, by the operations of the pipeline's table."""
+    types = jax.tree.map(
+        functools.partial(_sink, setup, accumulation),
+        setup.abstract.params, setup.gradients, setup.axes,
+    )  # fmt: skip
+    sinks = {name: leaf for name, leaf in types.items() if name != "blocks"}
+    sinks = (types["blocks"], sinks)
+
+    def gradient_of(params, batch):
+        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        if gather == "step":
+            params = _gathered(setup, params)
+        table = setup.pipeline.table
+        (_, loss, z), blocks, outer = _run_pipeline(
+            setup, table, params, batch, tokens, z_loss, sinks
+        )
+        grads = {"blocks": blocks} | outer
+        finish = lambda leaf, sink, to: jax.sharding.reshard(leaf.astype(sink.dtype), to)  # noqa: E731
+        to = setup.gradients | {
+            "blocks": jax.tree.map(executor.of_stage, setup.gradients["blocks"])
+        }
+        grads = jax.tree.map(finish, grads, types, to)
+        grads["blocks"] = executor.revealed(grads["blocks"], setup.mesh)
+        return (loss, z), tokens, grads
+
+    return gradient_of
+
+
+def _run_pipeline(setup: Setup, table: Table, params, batch: Batch, tokens, z_loss: float, sinks):
+    """Losses (all, of the tokens, of z), summed over microbatches and divided by `tokens`, and
+    gradients, as `executor.run_table` returns them."""
+    apply, run, parts = setup.apply, setup.run, setup.pipeline.parts
+    inside = dataclasses.replace(run, place=dataclasses.replace(run.place, hidden=executor.STAGE))
+
+    def routed(outer, sinks):
+        if sinks is None:
+            return outer
+        return outer | run.place.routed({name: outer[name] for name in sinks}, sinks)
+
+    def embed(outer, sinks, rows):
+        return apply.embedded(routed(outer, sinks), rows["tokens"], rows["positions"], run)
+
+    def beside(rows):
+        mask = model.self_mask(rows["segment_ids"], rows["positions"], run)
+        return mask, apply.rotations(rows["positions"])
+
+    def part(weights, sinks, x_BTD, beside, kinds):
+        mask, rotations = beside
+        return apply.through(
+            weights, x_BTD, mask, inside, kinds=kinds, sinks=sinks, rotations=rotations
+        )[0]
+
+    def losses(outer, sinks, x_BTD, rows):
+        loss_BT, log_z_BT = apply.last_losses(routed(outer, sinks), x_BTD, rows["targets"], run)
+        share_BT = rows["weights"] / tokens
+        loss = jnp.sum(loss_BT * share_BT)
+        z = z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
+        return loss + z, loss, z
+
+    tied, learned = setup.model.tied_head, setup.model.positions == "learned"
+    pieces = executor.Pieces(
+        embed, beside, part, losses,
+        embed_names=("embedding", *(["positions"] if learned else [])),
+        losses_names=("norm", "embedding" if tied else "head"),
+    )  # fmt: skip
+    batch = dict(zip(batch, apply.split_rows(batch.values(), run), strict=True))
+    return executor.run_table(
+        executor.program(table), parts, pieces, run.place,
+        blocks=params["blocks"],
+        outer={name: leaf for name, leaf in params.items() if name != "blocks"},
+        batch=_microbatches(batch, table.num_microbatches),
+        kinds=setup.model.layer_kinds, sinks=sinks,
+    )  # fmt: skip
 
 
 def _gathered(setup: Setup, params):
