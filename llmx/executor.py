@@ -1,0 +1,616 @@
+"""One executor for every pipeline: it runs a table's operations on the mesh axis `stage`.
+
+A tick of the table is an iteration of a loop: every stage does its operation, if it has one, on its
+own microbatch and part of the layers; then results go to the stages that need them. Ticks of one
+kind of operation in a row are one loop whose body has that operation and no other; so have ticks
+that alternate. In ticks of several kinds each stage takes the branch of its own. The axis `stage`
+is hidden (see `llmx.sharding`): inside, everything is placed over the other axes as without stages.
+
+Buffers are those that the table needs: from its ticks each value gets a place for just as long as
+somebody waits for it.
+
+    inputs      what a part takes, from its arrival to its forward operation
+    kept        what the forward operation keeps for the backward one, as the remat policy says
+    gradients   of a part's output, from their arrival to its backward operation
+    products    factors of weight gradients, from the backward operation to the weight operation
+
+Embedding and head are on all stages, each with an equal share of the vocabulary, and each
+microbatch's are computed by all of them together (arXiv 2411.05288): no stage has more to hold or
+to do than another, and a table that is embedding and head at once needs no second copy.
+
+Mesh axes: neighbours on `stage` exchange activations and their gradients; sums over `stage` of what
+enters the head and leaves the embedding.
+
+Letters: B batch, T positions, D width, M microbatches.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx import dot, pipeline, sharding
+from llmx.parts import EMPTY, Parts
+from llmx.pipeline import BACKWARD, FORWARD, IDLE, WEIGHT, Table
+
+STAGE = ("stage",)
+
+# Loops in a program: a table with more different runs of ticks is one loop.
+MOST_LOOPS = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """A model in pieces, as functions of one microbatch's rows (a dict of arrays [B, T]).
+
+    `outer` are the parameters of embedding and head by name, `weights` those of one part's layers, each
+    with sinks for their gradients (see `sharding.route_gradient`); None = not differentiated.
+
+      embed(outer, sinks, rows) -> x                 the first part's input
+      beside(rows) -> tree                           what every part takes beside x
+      part(weights, sinks, x, beside, kinds) -> x    one part
+      losses(outer, sinks, x, rows) -> scalars       of the last part's output, as a tuple; what is
+                                                     differentiated is the first
+    """
+
+    embed: Callable
+    beside: Callable
+    part: Callable
+    losses: Callable
+    embed_names: tuple[str, ...]  # of `outer`, what embed and losses use
+    losses_names: tuple[str, ...]
+
+
+class Gradient(NamedTuple):
+    """What a step makes: sums over all microbatches."""
+
+    losses: tuple[jax.Array, ...]
+    blocks: Any  # as staged, in fp32, split as their sinks are
+    outer: Any
+
+
+# ----------------------------------------------------------------------- from a table to a program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What each stage does in each tick, with the places of all values: int arrays [ticks, stages],
+    or [ticks] where all stages take part; -1 = none."""
+
+    table: Table
+    operation: dict[str, np.ndarray]
+    arrivals: dict[int, dict[str, np.ndarray]]  # by how many stages further the receiver is
+    places: dict[str, int]  # of each buffer
+
+    @property
+    def loops(self) -> list[tuple[int, int, int]]:
+        """(first tick, ticks in the body, iterations) of each loop."""
+        return runs([frozenset(row) - {IDLE} for row in self.table.kind.tolist()])
+
+
+def runs(signatures: list) -> list[tuple[int, int, int]]:
+    """A sequence as repetitions of one or two items: (first, length of the pattern, repetitions).
+
+    More than MOST_LOOPS of them are one.
+    """
+    found, at = [], 0
+    while at < len(signatures):
+        covered = []
+        for length in (1, 2):
+            pattern, times = signatures[at : at + length], 1
+            while signatures[at + times * length : at + (times + 1) * length] == pattern:
+                times += 1
+            covered.append((length * times if times > 1 or length == 1 else 0, -length, times))
+        _, length, times = max(covered)
+        found.append((at, -length, times))
+        at += -length * times
+    return found if len(found) <= MOST_LOOPS else [(0, 1, len(signatures))]
+
+
+def program(table: Table) -> Program:
+    """Places for all values of a table."""
+    ticks, stages = table.kind.shape
+    stage_of, last = table.stage_of, table.num_parts - 1
+    chunk_of = Parts((1,) * table.num_parts, tuple(stage_of)).chunk_of
+    when = {}  # (kind, microbatch, part) -> tick
+    for tick, stage in itertools.product(range(ticks), range(stages)):
+        if (kind := int(table.kind[tick, stage])) != IDLE:
+            when[kind, int(table.microbatch[tick, stage]), int(table.part[tick, stage])] = tick
+
+    # Each value's stage and first and last tick, by (microbatch, part).
+    lives = {name: {} for name in ("inputs", "kept", "gradients", "products")}
+    for (kind, m, k), tick in when.items():
+        stage = stage_of[k]
+        if kind == FORWARD:
+            if k > 0:
+                lives["inputs"][m, k] = (stage, when[FORWARD, m, k - 1] + 1, tick)
+            if (BACKWARD, m, k) in when:
+                lives["kept"][m, k] = (stage, tick, when[BACKWARD, m, k])
+        elif kind == BACKWARD:
+            came = when[FORWARD, m, k] if k == last else when[BACKWARD, m, k + 1]
+            lives["gradients"][m, k] = (stage, came + 1, tick)
+            if (WEIGHT, m, k) in when:
+                lives["products"][m, k] = (stage, tick, when[WEIGHT, m, k])
+    place, places = {}, {}
+    for name, values in lives.items():
+        place[name], places[name] = {}, 0
+        for stage in range(stages):
+            here = {key: life[1:] for key, life in values.items() if life[0] == stage}
+            if here:
+                numbers, count = pipeline.slots(*zip(*here.values(), strict=True))
+                place[name] |= dict(zip(here, map(int, numbers), strict=True))
+                places[name] = max(places[name], int(count))
+
+    none = lambda *shape: np.full(shape, -1)  # noqa: E731
+    names = ("kind", "microbatch", "chunk", "first", "losing", *lives)
+    operation = {name: none(ticks, stages) for name in names}
+    operation |= {name: none(ticks) for name in ("embeds", "loses", "unembeds")}
+    arrivals = {}
+    # What a stage without an operation runs instead, its result unused: a place with what a
+    # microbatch put there, and the same microbatch.
+    content = np.zeros((stages, max(places["kept"], 1)), int)
+    for tick, stage in itertools.product(range(ticks), range(stages)):
+        row = {name: array[tick] for name, array in operation.items()}
+        kind, m, k = (int(a[tick, stage]) for a in (table.kind, table.microbatch, table.part))
+        row["kind"][stage] = kind
+        if kind == IDLE:
+            row["microbatch"][stage], row["chunk"][stage] = content[stage, 0], 0
+            for name in lives:
+                row[name][stage] = 0
+            continue
+        row["microbatch"][stage], row["chunk"][stage] = m, chunk_of[k]
+        for name in lives:
+            row[name][stage] = place[name].get((m, k), 0)
+        row["first"][stage] = k == 0
+        if kind == FORWARD and (m, k) in place["gradients"] and k == last:
+            row["losing"][stage] = place["gradients"][m, k]
+        if kind == FORWARD:
+            content[stage, place["kept"].get((m, k), 0)] = m
+            operation["embeds"][tick] = m if k == 0 else operation["embeds"][tick]
+            operation["loses"][tick] = m if k == last else operation["loses"][tick]
+        if kind == BACKWARD and k == 0:
+            operation["unembeds"][tick] = m
+        name, to = {FORWARD: ("inputs", k + 1), BACKWARD: ("gradients", k - 1)}.get(kind, ("", -1))
+        if (m, to) in place.get(name, ()):
+            distance = int(stage_of[to] - stage) % stages
+            came = arrivals.setdefault(
+                distance, {name: none(ticks, stages) for name in ("inputs", "gradients")}
+            )
+            came[name][tick, stage_of[to]] = place[name][m, to]
+    return Program(table, operation, arrivals, places)
+
+
+def forward_table(stage_of: tuple[int, ...], num_microbatches: int) -> Table:
+    """Forward operations only, each as soon as it can be, later parts first."""
+    stages, done, left = max(stage_of) + 1, {}, {}
+    for m, k in itertools.product(range(num_microbatches), range(len(stage_of))):
+        left[m, k] = stage_of[k]
+    cells = []
+    while left:
+        row = {}
+        for m, k in sorted(left, key=lambda key: (-key[1], key[0])):
+            ready = k == 0 or done.get((m, k - 1), len(cells)) < len(cells)
+            if ready and left[m, k] not in row:
+                row[left[m, k]] = (m, k)
+        for m, k in row.values():
+            done[m, k] = len(cells)
+            del left[m, k]
+        cells.append(row)
+    shape = (len(cells), stages)
+    kind, microbatch, part = np.full(shape, IDLE), np.full(shape, -1), np.full(shape, -1)
+    for tick, row in enumerate(cells):
+        for stage, (m, k) in row.items():
+            kind[tick, stage], microbatch[tick, stage], part[tick, stage] = FORWARD, m, k
+    return Table("forward", kind, microbatch, part)
+
+
+# ------------------------------------------------------------------------------- running a program
+
+
+def run_table(
+    program: Program,
+    parts: Parts,
+    pieces: Pieces,
+    place: sharding.Placement,
+    *,
+    blocks: Any,
+    outer: Any,
+    batch: dict[str, jax.Array],
+    kinds: tuple,
+    sinks: tuple[Any, Any] | None,
+) -> Gradient:
+    """All operations of a table.
+
+    Args:
+      program: of the table.
+      parts: where the layers are.
+      pieces: the model.
+      place: the mesh, and the layout; `stage` is not hidden.
+      blocks: weights of the layers as staged, [places, ...].
+      outer: the other parameters.
+      batch: arrays [M, B, T], whole along `stage`.
+      kinds: of the model's layers; what `pieces.part` makes of them.
+      sinks: types of the gradients of blocks and outer; None = no gradients.
+
+    Returns losses, and gradients in fp32, placed as their sinks, of which each device may hold a
+    term of the sum; the layers' for each stage by itself: `hidden`.
+    """
+    mesh = place.mesh
+    stages = np.arange(mesh.shape["stage"], dtype=np.int32)
+    run = _Run(
+        program=program, parts=parts, pieces=pieces,
+        place=dataclasses.replace(place, hidden=STAGE),
+        weights=hidden(blocks, mesh), outer=outer, batch=batch,
+        sinks=None if sinks is None else jax.tree.map(_of_stage, sinks[0]),
+        outer_sinks=None if sinks is None else sinks[1],
+        kinds=_kinds(parts, kinds, mesh), me=hidden(jnp.asarray(stages), mesh)[0],
+    )  # fmt: skip
+    x_type = jax.eval_shape(lambda: pieces.embed(outer, None, run.rows(0)))
+    run = dataclasses.replace(run, x_type=x_type)
+    kept = None if sinks is None else _kept(run)
+    places = program.places
+    buffer = lambda name: _buffer(x_type, places[name]) if places[name] else None  # noqa: E731
+    losses = jax.eval_shape(lambda x: pieces.losses(outer, None, x, run.rows(0)), x_type)
+    carry = _Carry(
+        inputs=buffer("inputs"),
+        gradients=buffer("gradients"),
+        kept=() if kept is None else tuple(_buffer(leaf, places["kept"]) for leaf in kept.stored),
+        products=(),
+        blocks=None if sinks is None else jax.tree.map(_empty_sum, run.sinks),
+        outer=None if sinks is None else jax.tree.map(_empty_sum, run.outer_sinks),
+        losses=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), losses),
+    )
+    rows = program.operation | {
+        f"{name}+{distance}": array
+        for distance, names in program.arrivals.items() for name, array in names.items()
+    }  # fmt: skip
+    rows = {name: array.astype(np.int32) for name, array in rows.items()}
+    for first, length, times in program.loops:
+        end = first + length * times
+        present = [_present(program, slice(first + at, end, length)) for at in range(length)]
+
+        def body(carry, row, present=present):
+            for at, there in enumerate(present):
+                carry = _tick(run, kept, there, carry, {n: array[at] for n, array in row.items()})
+            return carry, None
+
+        steps = {n: a[first:end].reshape(times, length, *a.shape[1:]) for n, a in rows.items()}
+        carry, _ = jax.lax.scan(body, carry, steps)
+    return Gradient(carry.losses, carry.blocks, carry.outer)
+
+
+def hidden(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Arrays split over `stage` along their first dimension, with that axis hidden."""
+    return jax.tree.map(lambda array: sharding.hide(mesh, STAGE, array), tree)
+
+
+def revealed(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The reverse of `hidden`."""
+    return jax.tree.map(lambda array: sharding.reveal(mesh, STAGE, array), tree)
+
+
+def of_stage(to: NamedSharding) -> NamedSharding:
+    """The sharding of an array as staged, with `stage` hidden."""
+    _, *rest = to.spec.partitions
+    spec = PartitionSpec(None, *rest, unreduced=to.spec.unreduced, reduced=to.spec.reduced)
+    return NamedSharding(to.mesh, spec)
+
+
+def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    kind = leaf.sharding
+    shape = (leaf.shape[0] // kind.mesh.shape["stage"], *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=of_stage(kind))
+
+
+def _empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    spec = leaf.sharding.spec
+    to = NamedSharding(leaf.sharding.mesh, sharding.unreduced(spec, spec.reduced))
+    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
+
+
+def _kinds(parts: Parts, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.Array:
+    """The kinds of every part's layers, or int[places of this stage] where parts differ."""
+    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in parts.order]
+    by_part = {tuple(at[i : i + parts.size]) for i in range(0, len(at), parts.size)}
+    if len(by_part) == 1:
+        return by_part.pop()
+    names = sorted(set(kinds))
+    numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
+    return hidden(jnp.asarray(numbers, jnp.int32), mesh)
+
+
+def _present(program: Program, ticks: slice) -> dict[str, Any]:
+    """What is in these ticks: True = in all, None = in some, False = in none."""
+
+    def how_many(array):
+        there = array[ticks] >= 0
+        return True if there.all() else None if there.any() else False
+
+    kinds = program.table.kind[ticks]
+    return {
+        "kinds": set(np.unique(kinds).tolist()) - {IDLE},
+        "busy": bool((kinds != IDLE).all()),
+        "embeds": how_many(program.operation["embeds"]),
+        "loses": how_many(program.operation["loses"]),
+        "unembeds": how_many(program.operation["unembeds"]),
+        "arrivals": {
+            distance: {n: how_many(a) for n, a in names.items() if how_many(a) is not False}
+            for distance, names in program.arrivals.items()
+            if any(how_many(array) is not False for array in names.values())
+        },
+    }
+
+
+class _Kept(NamedTuple):
+    """What differentiating a part keeps: how it is put together, and what has to be stored."""
+
+    structure: Any
+    given: tuple[int | None, ...]  # of each value, which of the arguments it is
+    stored: tuple[jax.ShapeDtypeStruct, ...]  # the others
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick."""
+
+    inputs: jax.Array | None
+    gradients: jax.Array | None
+    kept: tuple[jax.Array, ...]
+    products: Any
+    blocks: Any  # sums of gradients
+    outer: Any
+    losses: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """What does not change from tick to tick."""
+
+    program: Program
+    parts: Parts
+    pieces: Pieces
+    place: sharding.Placement  # `stage` is hidden
+    weights: Any  # of this stage's layers
+    outer: Any
+    batch: dict[str, jax.Array]  # [M, B, T]
+    sinks: Any  # types of the gradients of this stage's layers; None = forward operations only
+    outer_sinks: Any
+    kinds: tuple[str, ...] | jax.Array  # of the layers of every part, or of this stage's places
+    me: jax.Array  # this stage's number
+    x_type: jax.ShapeDtypeStruct | None = None  # of what goes from part to part
+
+    def rows(self, microbatch) -> dict[str, jax.Array]:
+        """A microbatch's rows; of number 0 if it is negative."""
+        return jax.tree.map(lambda array: _read(array, jnp.maximum(microbatch, 0)), self.batch)
+
+    def arguments(self, chunk, microbatch) -> tuple:
+        """weights, sinks, beside and kinds of one part and microbatch."""
+        size = self.parts.size
+
+        def share(tree):
+            if self.parts.chunks == 1:
+                return tree
+            take = lambda array: jax.lax.dynamic_slice_in_dim(array, chunk * size, size)  # noqa: E731
+            return jax.tree.map(take, tree)
+
+        sinks = None
+        if self.sinks is not None:
+            sinks = jax.tree.map(lambda leaf: zeros(leaf, size), self.sinks)
+        kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
+        return share(self.weights), sinks, self.pieces.beside(self.rows(microbatch)), kinds
+
+    def sinks_of(self, names) -> dict:
+        return {name: jax.tree.map(zeros, self.outer_sinks[name]) for name in names}
+
+    def differentiated(self, x_BTD, weights, sinks, beside, kinds):
+        """A part's output, and the function from its gradient to those of x and sinks."""
+        part = lambda x, sinks: self.pieces.part(weights, sinks, x, beside, kinds)  # noqa: E731
+        return jax.vjp(part, x_BTD, sinks)
+
+    def spread(self, x_BTD, stage: int):
+        """One stage's array on all stages."""
+
+        def local(x_BTD):
+            mine = jax.lax.axis_index(STAGE) == stage
+            return jax.lax.psum(jnp.where(mine, x_BTD, 0), STAGE)
+
+        return self._region(local, x_BTD)
+
+    def shifted(self, x_BTD, distance: int):
+        """Every stage's array on the stage so many further, in a circle."""
+        if distance == 0:
+            return x_BTD
+        stages = self.place.mesh.shape["stage"]
+        pairs = [(stage, (stage + distance) % stages) for stage in range(stages)]
+        return self._region(lambda x_BTD: jax.lax.ppermute(x_BTD, STAGE, pairs), x_BTD)
+
+    def _region(self, local: Callable, x_BTD):
+        to = jax.typeof(x_BTD).sharding.spec
+        return jax.shard_map(
+            local, mesh=self.place.mesh, in_specs=to, out_specs=to, check_vma=False
+        )(x_BTD)
+
+
+def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry, row) -> _Carry:
+    """One tick. `present` says what the ticks of its loop have at all, so that others are not in
+    the program."""
+    mine = lambda name: _read(row[name], run.me)  # noqa: E731
+    chunk, microbatch = mine("chunk"), mine("microbatch")
+
+    if present["embeds"] is not False:
+        entered = _if(
+            row["embeds"] >= 0, present["embeds"],
+            lambda: run.pieces.embed(run.outer, None, run.rows(row["embeds"])),
+            lambda: zeros(run.x_type),
+        )  # fmt: skip
+
+    def forward(carry: _Carry, active):
+        x_BTD = entered if carry.inputs is None else _read(carry.inputs, mine("inputs"))
+        if present["embeds"] is not False and carry.inputs is not None:
+            x_BTD = jnp.where(mine("first") > 0, entered, x_BTD)
+        arguments = run.arguments(chunk, microbatch)
+        if run.sinks is None:
+            return carry, run.pieces.part(*arguments[:2], x_BTD, *arguments[2:])
+        y_BTD, pull = run.differentiated(x_BTD, *arguments)
+        values = jax.tree.leaves(pull)
+        stored = [v for v, number in zip(values, kept.given, strict=True) if number is None]
+        at = mine("kept")
+        buffers = [_written(b, at, v, active) for b, v in zip(carry.kept, stored, strict=True)]
+        return carry._replace(kept=tuple(buffers)), y_BTD
+
+    def backward(carry: _Carry, active):
+        gradient = _read(carry.gradients, mine("gradients"))
+        if active is not True:
+            gradient = jnp.where(active, gradient, 0)
+        leaves = jax.tree.leaves(run.arguments(chunk, microbatch))
+        stored = iter([_read(buffer, mine("kept")) for buffer in carry.kept])
+        values = [next(stored) if number is None else leaves[number] for number in kept.given]
+        gradient_x, gradients = jax.tree.unflatten(kept.structure, values)(gradient)
+        gradients, factors = dot.split_factors(gradients)
+        products = jax.tree.map(
+            lambda buffer, new: _written(buffer, mine("products"), new, active),
+            carry.products, factors,
+        )  # fmt: skip
+        blocks = _added(run, carry.blocks, gradients, chunk)
+        return carry._replace(blocks=blocks, products=products), gradient_x
+
+    def weight(carry: _Carry, active):
+        factors = jax.tree.map(lambda buffer: _read(buffer, mine("products")), carry.products)
+        gradients = run.pieces.weight_gradients(factors)
+        return carry._replace(blocks=_added(run, carry.blocks, gradients, chunk)), zeros(run.x_type)
+
+    operations = {FORWARD: forward, BACKWARD: backward, WEIGHT: weight}
+    operations = {kind: operations[kind] for kind in sorted(present["kinds"])}
+    if len(operations) == 1:
+        # Without an operation a stage does as the others do, and nobody uses what comes out.
+        active = True if present["busy"] else mine("kind") != IDLE
+        carry, sent = next(iter(operations.values()))(carry, active)
+    else:
+        branch = jnp.searchsorted(np.array([IDLE, *operations]), mine("kind"))
+        rest = lambda carry: (carry, zeros(run.x_type))  # noqa: E731
+        branches = [rest, *(functools.partial(each, active=True) for each in operations.values())]
+        carry, sent = jax.lax.switch(branch, branches, carry)
+
+    stage_of = run.program.table.stage_of
+    if present["loses"] is not False:
+        lose = functools.partial(_lose, run, stage_of[-1], row, mine("losing"), sent)
+        carry = _if(row["loses"] >= 0, present["loses"], lose, lambda carry: carry, carry)
+    if present["unembeds"] is not False:
+        unembed = functools.partial(_unembed, run, stage_of[0], row, sent)
+        carry = _if(row["unembeds"] >= 0, present["unembeds"], unembed, lambda carry: carry, carry)
+    for distance, names in present["arrivals"].items():
+        arrived = run.shifted(sent, distance)
+        for name, always in names.items():
+            at = mine(f"{name}+{distance}")
+            buffer = _written(carry._asdict()[name], at, arrived, True if always else at >= 0)
+            carry = carry._replace(**{name: buffer})
+    return carry
+
+
+def _lose(run: _Run, stage: int, row, at, sent, carry: _Carry) -> _Carry:
+    """Losses of a microbatch that went through the last part, and its gradient's way back."""
+    x_BTD, rows = run.spread(sent, stage), run.rows(row["loses"])
+    if run.sinks is None:
+        found = run.pieces.losses(run.outer, None, x_BTD, rows)
+        return carry._replace(losses=jax.tree.map(jnp.add, carry.losses, found))
+
+    def loss(x_BTD, sinks):
+        found = run.pieces.losses(run.outer, sinks, x_BTD, rows)
+        return found[0], found
+
+    sinks = run.sinks_of(run.pieces.losses_names)
+    _, pull, found = jax.vjp(loss, x_BTD, sinks, has_aux=True)
+    gradient_x, gradients = pull(jnp.ones(()))
+    return carry._replace(
+        losses=jax.tree.map(jnp.add, carry.losses, found),
+        outer=_sum(carry.outer, gradients),
+        gradients=_written(carry.gradients, at, gradient_x, at >= 0),
+    )
+
+
+def _unembed(run: _Run, stage: int, row, sent, carry: _Carry) -> _Carry:
+    """Gradients of the embedding from a microbatch's way back through the first part."""
+    gradient, rows = run.spread(sent, stage), run.rows(row["unembeds"])
+    sinks = run.sinks_of(run.pieces.embed_names)
+    _, pull = jax.vjp(lambda sinks: run.pieces.embed(run.outer, sinks, rows), sinks)
+    return carry._replace(outer=_sum(carry.outer, *pull(gradient)))
+
+
+def _if(condition, always, function: Callable, otherwise: Callable, *arguments):
+    """`always`: True if the condition holds in every tick."""
+    if always is True:
+        return function(*arguments)
+    return jax.lax.cond(condition, function, otherwise, *arguments)
+
+
+def _sum(total: dict, new: dict) -> dict:
+    add = lambda old, one: old + one.astype(old.dtype)  # noqa: E731
+    return total | {name: jax.tree.map(add, total[name], new[name]) for name in new}
+
+
+def _added(run: _Run, total: Any, gradients: Any, chunk) -> Any:
+    """`total`, over a stage's layers, with the gradients of one part; None leaves are not added."""
+    if run.parts.chunks == 1:
+        return jax.tree.map(
+            lambda old, one: old if one is None else old + one.astype(old.dtype), total, gradients
+        )
+
+    def one(old, new):
+        if new is None:
+            return old
+        part = jax.lax.dynamic_slice_in_dim(old, chunk * run.parts.size, run.parts.size)
+        part = part + new.astype(old.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(old, part, chunk * run.parts.size, 0)
+
+    return jax.tree.map(one, total, gradients)
+
+
+def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
+    """Zeros of a type, the first dimension replaced by `leading` if it is given."""
+    shape = (*leading, *leaf.shape[1:]) if leading else leaf.shape
+    return jnp.zeros(shape, leaf.dtype, out_sharding=leaf.sharding)
+
+
+def _read(buffer: jax.Array, at) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(buffer, at, keepdims=False)
+
+
+def _written(buffer: jax.Array, at, value: jax.Array, active) -> jax.Array:
+    """`buffer` with `value` at one place, if `active`."""
+    if active is not True:
+        at = jnp.maximum(at, 0)
+        value = jnp.where(active, value, _read(buffer, at))
+    return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
+
+
+def _buffer(leaf: jax.ShapeDtypeStruct, places: int) -> jax.Array:
+    spec = leaf.sharding.spec
+    to = PartitionSpec(None, *spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced)
+    to = NamedSharding(leaf.sharding.mesh, to)
+    return jnp.zeros((places, *leaf.shape), leaf.dtype, out_sharding=to)
+
+
+def _type(array: Any) -> Any:
+    kind = jax.typeof(array)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding)
+
+
+def _kept(run: _Run) -> _Kept:
+    """What one part keeps of one microbatch."""
+    found = []
+
+    def trace(x_BTD, arguments):
+        _, pull = run.differentiated(x_BTD, *arguments)
+        values, structure = jax.tree.flatten(pull)
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
+        given = tuple(numbers.get(id(value)) for value in values)
+        stored = tuple(_type(v) for v, number in zip(values, given, strict=True) if number is None)
+        found.append(_Kept(structure, given, stored))
+
+    jax.eval_shape(lambda x: trace(x, run.arguments(0, 0)), run.x_type)
+    return found[0]
