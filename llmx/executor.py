@@ -249,7 +249,7 @@ def run_table(
         weights=hidden(blocks, mesh), outer=outer, batch=batch,
         sinks=None if sinks is None else jax.tree.map(_of_stage, sinks[0]),
         outer_sinks=None if sinks is None else sinks[1],
-        kinds=_kinds(parts, kinds, mesh), me=hidden(jnp.asarray(stages), mesh)[0],
+        kinds=_kinds(parts, kinds, mesh), me=_by_stage(stages, mesh)[0],
     )  # fmt: skip
     x_type = jax.eval_shape(lambda: pieces.embed(outer, None, run.rows(0)))
     run = dataclasses.replace(run, x_type=x_type)
@@ -295,6 +295,12 @@ def revealed(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.map(lambda array: sharding.reveal(mesh, STAGE, array), tree)
 
 
+def _by_stage(numbers: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Each stage's share of `numbers`."""
+    to = NamedSharding(mesh, PartitionSpec("stage"))
+    return hidden(jax.sharding.reshard(jnp.asarray(numbers), to), mesh)
+
+
 def of_stage(to: NamedSharding) -> NamedSharding:
     """The sharding of an array as staged, with `stage` hidden."""
     _, *rest = to.spec.partitions
@@ -322,7 +328,7 @@ def _kinds(parts: Parts, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.A
         return by_part.pop()
     names = sorted(set(kinds))
     numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
-    return hidden(jnp.asarray(numbers, jnp.int32), mesh)
+    return _by_stage(np.array(numbers, np.int32), mesh)
 
 
 def _present(program: Program, ticks: slice) -> dict[str, Any]:
