@@ -560,20 +560,19 @@ def _sum(total: dict, new: dict) -> dict:
 
 
 def _added(run: _Run, total: Any, gradients: Any, chunk) -> Any:
-    """`total`, over a stage's layers, with the gradients of one part; None leaves are not added."""
-    if run.parts.chunks == 1:
-        return jax.tree.map(
-            lambda old, one: old if one is None else old + one.astype(old.dtype), total, gradients
-        )
+    """`total`, over a stage's layers, with the gradients of one part; None is not added."""
 
     def one(old, new):
         if new is None:
             return old
-        part = jax.lax.dynamic_slice_in_dim(old, chunk * run.parts.size, run.parts.size)
-        part = part + new.astype(old.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(old, part, chunk * run.parts.size, 0)
+        new = new.astype(old.dtype)
+        if run.parts.chunks > 1:
+            # Of an array that is not summed yet no slice can be taken.
+            first = chunk * run.parts.size
+            new = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(old), new, first, 0)
+        return old + new
 
-    return jax.tree.map(one, total, gradients)
+    return jax.tree.map(one, total, gradients, is_leaf=lambda leaf: leaf is None)
 
 
 def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
