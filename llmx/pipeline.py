@@ -117,12 +117,13 @@ def place(
     name: str,
     orders: Sequence[Sequence[Operation]],
     *,
-    kinds: Sequence[Sequence[int]] = ((FORWARD, BACKWARD, WEIGHT),),
+    turns: Sequence[Sequence[int]] = ((FORWARD, BACKWARD, WEIGHT),),
 ) -> Table:
     """The table in which each stage does its `orders`, every operation as soon as it can.
 
-    `kinds` are those that a tick may do, for one tick after the other, in turn; ticks in which no
-    stage would work are left out. A schedule of your own for two stages and two microbatches:
+    `turns` are the kinds of operation that a tick may hold, one tick after the other and then from
+    the first again; ticks in which no stage would work are left out. A schedule of your own for two
+    stages and two microbatches:
 
         F, B = FORWARD, BACKWARD
         first = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]  # kind, microbatch, part
@@ -133,93 +134,52 @@ def place(
     """
     left = [collections.deque(order) for order in orders]
     num_parts = 1 + max((part for order in orders for _, _, part in order), default=0)
-
-    def choose(stage, may, done):
-        if not left[stage] or left[stage][0][0] not in may:
-            return None
-        ready = all(need in done for need in needs(left[stage][0], num_parts))
-        return left[stage].popleft() if ready else None
-
-    def waiting():
-        return [
-            f"stage {stage} for {', '.join(map(text, needs(order[0], num_parts)))} before it can "
-            f"do {text(order[0])}"
-            for stage, order in enumerate(left)
-            if order
+    done, rows, empty = set(), [], 0
+    for kinds in itertools.cycle(turns):
+        ready = [
+            bool(order) and order[0][0] in kinds and done.issuperset(needs(order[0], num_parts))
+            for order in left
         ]
+        empty = 0 if any(ready) else empty + 1
+        if empty > len(turns):
+            break
+        row = [order.popleft() if go else None for order, go in zip(left, ready, strict=True)]
+        if any(row):
+            done.update(filter(None, row))
+            rows.append([cell or (IDLE, -1, -1) for cell in row])
+    stuck = [
+        f"stage {stage} waits with {text(order[0])} for "
+        + " and ".join(text(need) for need in needs(order[0], num_parts) if need not in done)
+        for stage, order in enumerate(left)
+        if order
+    ]
+    if stuck:
+        raise ValueError(f"{name}: no stage can go on: {'; '.join(stuck)}")
+    return Table(name, *np.moveaxis(np.array(rows, int).reshape(-1, len(orders), 3), 2, 0))
 
-    return _fill(name, len(orders), choose, waiting, kinds)
+
+Pairs = list[tuple[int, int] | None]  # microbatch and part; None is a turn in which nothing is done
 
 
-def place_greedily(
-    name: str, stage_of: Sequence[int], num_microbatches: int, *, most_held: int
-) -> Table:
-    """A table with BACKWARD and WEIGHT parted: each stage does at once what is most urgent.
+def in_phases(
+    forwards: Pairs, backwards: Pairs, phases: Sequence[tuple[str, int]]
+) -> list[Operation]:
+    """The order of a stage: what each phase says, as often as it says.
 
-    `stage_of` is the stage of each part. BACKWARD goes before FORWARD, so that results come back
-    early, and FORWARD before WEIGHT, which fills what would be idle; of the forwards the one of the
-    latest part goes first, of the backwards that of the earliest. No stage holds more than
-    `most_held` pairs of part and microbatch between FORWARD and WEIGHT.
+    F does the next of `forwards`, B that of `backwards`, W makes the gradients of weights of the
+    oldest B without. Where there is none left, the letter does nothing.
     """
-    num_parts, num_stages = len(stage_of), max(stage_of) + 1
-    parts = [[p for p in range(num_parts) if stage_of[p] == s] for s in range(num_stages)]
-    count = np.zeros((len(KINDS), num_parts), int)  # done so far
-
-    def has_room(stage, part):
-        *_, last = parts[stage]
-        held = count[FORWARD] - count[WEIGHT]
-        room = most_held - held[parts[stage]].sum()
-        # Nothing comes back before the last part was done: it always has a place.
-        return room > (part != last and held[last] == 0)
-
-    def urgency(operation):
-        kind, microbatch, part = operation
-        if kind == BACKWARD:
-            return 0, part
-        return (1, -part) if kind == FORWARD else (2, microbatch, -part)
-
-    def choose(stage, may, done):
-        ready = []
-        for part in parts[stage]:
-            for kind in may:
-                operation = kind, int(count[kind, part]), part
-                if (
-                    operation[1] < num_microbatches
-                    and all(need in done for need in needs(operation, num_parts))
-                    and (kind != FORWARD or has_room(stage, part))
-                ):
-                    ready.append(operation)
-        if not ready:
-            return None
-        kind, _, part = best = min(ready, key=urgency)
-        count[kind, part] += 1
-        return best
-
-    def waiting():
-        if (count[WEIGHT] == num_microbatches).all():
-            return []
-        return [f"each stage, with most_held={most_held}, for another"]
-
-    return _fill(name, num_stages, choose, waiting, [(FORWARD, BACKWARD, WEIGHT)])
-
-
-def _fill(
-    name: str, num_stages: int, choose: Callable, waiting: Callable, kinds: Sequence[Sequence[int]]
-) -> Table:
-    """Tick by tick, what `choose(stage, kinds, done before this tick)` gives."""
-    done, rows, empty, turn = set(), [], 0, 0
-    while empty < len(kinds):
-        row = [choose(stage, kinds[turn % len(kinds)], done) for stage in range(num_stages)]
-        turn += 1
-        if not any(row):
-            empty += 1
-            continue
-        empty = 0
-        done.update(filter(None, row))
-        rows.append([(IDLE, -1, -1) if cell is None else cell for cell in row])
-    if stuck := waiting():
-        raise ValueError(f"{name}: the stages wait for each other: " + "; ".join(stuck))
-    return Table(name, *np.moveaxis(np.array(rows, int), 2, 0))
+    forwards, backwards = iter(forwards), iter(backwards)
+    waiting, order = collections.deque(), []
+    for letter in itertools.chain(*(letters * times for letters, times in phases)):
+        if letter == "W":
+            order.extend([(WEIGHT, *waiting.popleft())] if waiting else [])
+        elif letter == "F":
+            order.extend((FORWARD, *pair) for pair in [next(forwards, None)] if pair)
+        elif pair := next(backwards, None):
+            order.append((BACKWARD, *pair))
+            waiting.append(pair)
+    return order
 
 
 def text(operation: Operation) -> str:
@@ -558,18 +518,17 @@ ALTERNATING = ((FORWARD,), (BACKWARD,))
 
 def gpipe(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """All forwards, then all backwards (arXiv 1811.06965). Bubble (P-1) / (M+P-1)."""
-    _refuse_sizes("gpipe", stages, microbatches, virtual_stages, takes=1)
-    orders = [
-        [(kind, m, stage) for kind in (FORWARD, BACKWARD) for m in range(microbatches)]
-        for stage in range(stages)
-    ]
-    return place("gpipe", orders, kinds=ALTERNATING)
+    P, M = stages, microbatches
+    _refuse_sizes("gpipe", P, M, virtual_stages, takes=1)
+    pairs = [[(m, stage) for m in range(M)] for stage in range(P)]
+    orders = [in_phases(own, own, [("F", M), ("B", M)]) for own in pairs]
+    return place("gpipe", orders, turns=ALTERNATING)
 
 
 def one_f_one_b(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """One forward, one backward (PipeDream-flush, arXiv 2006.09503), in ticks of one kind.
 
-    Bubble (P-1) / (M+P-1). Since all stages turn together, stage s holds up to 2(P-1-s)+1
+    Bubble (P-1) / (M+P-1). Since all stages turn together, stage s holds up to 2(P-1-s) + 1
     microbatches, where stages that run freely hold P-s.
     """
     _refuse_sizes("1f1b", stages, microbatches, virtual_stages, takes=1)
@@ -588,67 +547,60 @@ def interleaved_1f1b(stages: int, microbatches: int, virtual_stages: int = 2) ->
 
 
 def _alternating(name: str, P: int, M: int, v: int) -> Table:
-    groups = np.array_split(np.arange(M), max(M // P, 1))
-    orders = []
-    for stage in range(P):
-        forward, backward = (
-            [
-                (kind, m, chunk * P + stage)
-                for group in groups
-                for chunk in (range(v) if kind == FORWARD else reversed(range(v)))
-                for m in group.tolist()
-            ]
-            for kind in (FORWARD, BACKWARD)
+    groups = [group.tolist() for group in np.array_split(np.arange(M), max(M // P, 1))]
+
+    def order(stage):
+        parts = range(stage, v * P, P)
+        forwards, backwards = (
+            [(m, part) for group in groups for part in turn for m in group]
+            for turn in (parts, parts[::-1])
         )
-        ahead = min(2 * (P - 1 - stage) + (v - 1) * max(map(len, groups)) + 1, M * v)
-        steady = zip(backward[: M * v - ahead], forward[ahead:], strict=True)
-        order = [*forward[:ahead], *(op for pair in steady for op in pair)]
-        orders.append(order + backward[M * v - ahead :])
-    return place(name, orders, kinds=ALTERNATING)
+        ahead = 2 * (P - 1 - stage) + (v - 1) * max(map(len, groups)) + 1
+        return in_phases(forwards, backwards, [("F", ahead), ("BF", v * M)])
+
+    return place(name, [order(stage) for stage in range(P)], turns=ALTERNATING)
 
 
 def zb_h1(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """ZB-H1 (arXiv 2401.10241): gradients of weights fill what 1F1B leaves idle.
 
-    3M + P-1 ticks from M = P on: a third of the bubble of 1F1B. A stage holds up to P
-    microbatches. Stage s always leaves the gradients of weights of s microbatches for the end.
+    3M + P-1 ticks from M = P on, a third of the bubble of 1F1B; P-M more below. A stage holds up to
+    P microbatches. Stage s leaves the gradients of weights of s microbatches for the end.
     """
     P, M = stages, microbatches
     _refuse_sizes("zb_h1", P, M, virtual_stages, takes=1)
-    F, B, W = FORWARD, BACKWARD, WEIGHT
-    orders = []
-    for stage in range(P):
-        phases = [((F,), P - stage), ((B, F), stage), ((B, W, F), M - P), ((B, W), M), ((W,), M)]
-        count = collections.Counter()
-        order = []
-        for kinds, times in phases:
-            for kind in kinds * times:
-                if count[kind] < M:
-                    order.append((kind, count[kind], stage))
-                    count[kind] += 1
-        orders.append(order)
-    return place("zb_h1", orders)
+
+    def order(stage):
+        pairs = [(m, stage) for m in range(M)]
+        phases = [("F", P - stage), ("BF", stage), ("BWF", M - P), ("BW", M), ("W", M)]
+        return in_phases(pairs, pairs, phases)
+
+    return place("zb_h1", [order(stage) for stage in range(P)])
 
 
 def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
-    """ZB-V (arXiv 2401.10241, 2405.15362): two parts on a stage, there and back in a V.
+    """ZB-V (arXiv 2401.10241, 2405.15362): two parts on a stage, down the stages and up again.
 
-    6M + P-1 ticks of half a stage from M = P on: idle are P-1 half forwards of each stage. A
-    stage holds up to 2P pairs of part and microbatch, as much as P microbatches.
+    6M + P-1 ticks of one part from M = P on, of which a stage idles in P-1; at most 3(P-M) more
+    below. A stage holds up to 2P pairs of part and microbatch, as much as P microbatches.
     """
-    _refuse_sizes("zb_v", stages, microbatches, virtual_stages, takes=2)
-    return place_greedily("zb_v", _v_shape(stages), microbatches, most_held=2 * stages)
+    P, M = stages, microbatches
+    _refuse_sizes("zb_v", P, M, virtual_stages, takes=2)
 
+    def order(stage):
+        full = 2 * (P - 1 - stage) + 2 * (stage + 1)
+        phases = [("F", full), ("BWF", 2 * M - P - 1), ("BF", stage), ("BWF", 2 * M), ("W", P)]
+        return in_phases(*_down_and_up(P, M, stage), phases)
 
-def _v_shape(stages: int) -> list[int]:
-    return [*range(stages), *reversed(range(stages))]
+    return place("zb_v", [order(stage) for stage in range(P)])
 
 
 def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
-    """DualPipeV (github.com/deepseek-ai/DualPipe): the V of `zb_v`, in DualPipe's eight phases.
+    """DualPipeV (github.com/deepseek-ai/DualPipe): parts as in `zb_v`, DualPipe's eight phases.
 
-    The order of each stage is that of DeepSeek's code; what it does at once, a forward beside a
-    backward, is one operation after the other here. Needs M >= 2P.
+    Order and splits are those of DeepSeek's code, except that every backward is split here and that
+    what it does at once, a forward beside a backward, is one after the other. Needs M >= 2P; then
+    6M + P-1 ticks, and a stage holds up to 2P+1 pairs of part and microbatch.
     """
     P, M = stages, microbatches
     _refuse_sizes("dual_pipe_v", P, M, virtual_stages, takes=2)
@@ -657,55 +609,38 @@ def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Tabl
             f"dual_pipe_v with microbatches={M} on stages={P}: its phases need at least "
             f"{2 * P} microbatches; use more, or zb_v, which takes any number"
         )
-    return place("dual_pipe_v", [_dual_pipe_order(P, M, stage) for stage in range(P)])
+
+    def order(stage):
+        forwards, backwards = _down_and_up(P, M, stage)
+        before, after = stage + 1, P - 1 - stage
+        phases = [
+            ("F", 2 * after),
+            ("FF", before),
+            ("BWF", after),
+            ("FBWFBW", M - 2 * P + before),
+            ("BWFBW", after),
+            ("BW" * before + "B" * before, 1),
+            ("WB", after),
+            ("W", before),
+        ]
+        return in_phases([pair for pair in forwards if pair], backwards, phases)
+
+    return place("dual_pipe_v", [order(stage) for stage in range(P)])
 
 
-def _dual_pipe_order(P: int, M: int, stage: int) -> list[Operation]:
-    parts = stage, 2 * P - 1 - stage
-    count = collections.Counter()
-    waiting = collections.deque()
-    order = []
+def _down_and_up(P: int, M: int, stage: int) -> tuple[Pairs, Pairs]:
+    """Forwards and backwards of a stage that holds part `stage` and the one as far from the end."""
+    parts, after = (stage, 2 * P - 1 - stage), P - 1 - stage
 
-    def add(kind, chunk):
-        order.append((kind, count[kind, chunk], parts[chunk]))
-        count[kind, chunk] += 1
+    def pairs(turns):
+        count = collections.Counter()
+        for turn in turns:
+            yield (count[turn], parts[turn]) if count[turn] < M else None
+            count[turn] += 1
 
-    def weight():
-        order.append(waiting.popleft())
-
-    def backward(chunk, *, split):
-        add(BACKWARD, chunk)
-        waiting.append((WEIGHT, *order[-1][1:]))
-        if not split:
-            weight()
-
-    after = P - 1 - stage
-    for _ in range(2 * after):
-        add(FORWARD, 0)
-    for _ in range(stage + 1):
-        add(FORWARD, 0)
-        add(FORWARD, 1)
-    for _ in range(after):
-        backward(1, split=True)
-        weight()
-        add(FORWARD, 1)
-    for _ in range(M - 2 * P + stage + 1):
-        add(FORWARD, 0)
-        backward(1, split=False)
-        add(FORWARD, 1)
-        backward(0, split=False)
-    for _ in range(after):
-        backward(1, split=False)
-        add(FORWARD, 1)
-        backward(0, split=False)
-    for step in range(2 * (stage + 1)):
-        backward(1 - step % 2, split=step > stage)
-    for _ in range(after):
-        weight()
-        backward(0, split=True)
-    while waiting:
-        weight()
-    return order
+    forwards = [0] * 2 * after + [0, 1] * (stage + 1) + [1] * after + [0, 1] * M
+    backwards = [1] * min(after, M) + [1, 0] * (M - after) + [0] * min(after, M)
+    return list(pairs(forwards)), list(pairs(backwards))
 
 
 def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
