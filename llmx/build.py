@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from llmx import config, launch, model, precision, sharding, step
+from llmx import config, launch, model, parts, pipeline, precision, sharding, step
 
 
 def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = None) -> step.Setup:
@@ -30,7 +30,16 @@ def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = Non
         packed=run.data.pack,
         loss_chunks=run.loss.chunks,
     )
-    return step.make_setup(run.model, execution, run.optimizer, total_steps=run.steps)
+    stages = None
+    if mesh.shape["stage"] > 1:
+        table = pipeline.table_of(
+            run.pipeline, stages=mesh.shape["stage"], microbatches=run.batch.accumulation
+        )
+        cut = parts.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
+        stages = step.Pipeline(table, cut)
+    return step.make_setup(
+        run.model, execution, run.optimizer, total_steps=run.steps, pipeline=stages
+    )
 
 
 def make_train_step(run: config.Config, setup: step.Setup) -> Callable:

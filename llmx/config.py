@@ -28,6 +28,8 @@ from llmx import (
     launch,
     metrics,
     optim,
+    parts,
+    pipeline,
     precision,
     remat,
     sharding,
@@ -43,6 +45,7 @@ from llmx.launch import LaunchConfig
 from llmx.losses import LossConfig
 from llmx.metrics import MetricsConfig
 from llmx.optim import OptimizerConfig
+from llmx.pipeline import PipelineConfig
 from llmx.sharding import MeshConfig, ShardingConfig
 
 
@@ -97,6 +100,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -484,17 +488,13 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
         return []
     return [
         *_mesh_axes(config, sizes),
-        *_tensor(config, sizes["tensor"]),
+        *_stages(config, sizes["stage"]),
+        *_tensor(config, sizes),
         *_batch_and_width(config, sizes),
     ]
 
 
 def _mesh_axes(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    if sizes["stage"] > 1:
-        yield (
-            f"mesh.stage={sizes['stage']}: pipeline schedules are not available yet for "
-            f"{config.model.num_layers} layers on stages; use stage=1 and fsdp or tensor instead"
-        )
     for axis in config.mesh.across_slices:
         if axis not in sizes:
             near = difflib.get_close_matches(axis, sharding.AXES, n=1)
@@ -502,9 +502,31 @@ def _mesh_axes(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             yield f"mesh.across_slices names {axis!r}: use axes of {sharding.AXES}{hint}"
 
 
-def _tensor(config: Config, tensor: int) -> Iterator[str]:
-    """What tensor parallelism splits."""
-    model = config.model
+def _stages(config: Config, stages: int) -> Iterator[str]:
+    """What pipeline parallelism splits."""
+    if stages == 1:
+        default = PipelineConfig()
+        for key in ("table", "layers", "virtual_stages"):
+            if (value := vars(config.pipeline)[key]) != vars(default)[key]:
+                yield (
+                    f"pipeline.{key}={value!r} has no effect with mesh.stage=1: leave it out, or "
+                    "set mesh.stage to the number of stages"
+                )
+        return
+    try:
+        table = pipeline.table_of(
+            config.pipeline, stages=stages, microbatches=config.batch.accumulation
+        )
+        parts.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+    except ValueError as error:
+        yield f"mesh.stage={stages}, batch.accumulation={config.batch.accumulation}: {error}"
+
+
+def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """What tensor parallelism splits; the vocabulary is split over stages too."""
+    model, tensor = config.model, sizes["tensor"]
+    both = sizes["stage"] * tensor
+    over = f"tensor={tensor}" if sizes["stage"] == 1 else f"stage={sizes['stage']} x tensor={tensor}"
     for key, value, what in (
         ("num_heads", model.num_heads, "query heads"),
         ("mlp_dim", model.mlp_dim, "the MLP"),
@@ -530,16 +552,15 @@ def _tensor(config: Config, tensor: int) -> Iterator[str]:
                 "one must be a multiple of the other, so that a shard's query heads share K/V heads"
             )
     if model.vocab_size >= 1 and model.vocab_multiple >= 1:
-        if model.padded_vocab % tensor:
+        if model.padded_vocab % both:
             yield (
                 f"the padded vocabulary of {model.padded_vocab} (vocab_size={model.vocab_size}) "
-                f"does not divide over tensor={tensor}: set model.vocab_multiple to a multiple of "
-                f"{tensor}"
+                f"does not divide over {over}: set model.vocab_multiple to a multiple of {both}"
             )
-        elif config.loss.chunks and model.padded_vocab // tensor % config.loss.chunks:
+        elif config.loss.chunks and model.padded_vocab // both % config.loss.chunks:
             yield (
                 f"loss.chunks={config.loss.chunks} does not divide the "
-                f"{model.padded_vocab // tensor} rows of the head on each of tensor={tensor} "
+                f"{model.padded_vocab // both} rows of the head on each of {over} "
                 "shards: use a divisor, or 0 = automatic"
             )
 

@@ -18,6 +18,7 @@ Letters: P stages, M microbatches, v parts of a stage.
 import collections
 import csv
 import dataclasses
+import difflib
 import heapq
 import itertools
 import pathlib
@@ -32,6 +33,16 @@ KINDS = ("idle", "forward", "backward", "weight")
 Operation = tuple[int, int, int]
 
 MOST_PROBLEMS = 10  # that `check` lists
+
+
+@dataclasses.dataclass
+class PipelineConfig:
+    """What the stages of a mesh do; its microbatches are `batch.accumulation`."""
+
+    schedule: str = "1f1b"  # a name in pipeline.SCHEDULES
+    table: str = ""  # a CSV file with a schedule of your own, in place of `schedule`
+    virtual_stages: int = 0  # parts of the model on each stage; 0 = the least that the schedule takes
+    layers: tuple[int, ...] = ()  # of each part, in the model's order; () = as equal as possible
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -691,3 +702,36 @@ SCHEDULES: dict[str, Callable[..., Table]] = {
     "dual_pipe_v": dual_pipe_v,
     "pipedream_2bw": pipedream_2bw,
 }
+
+
+def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table:
+    """The legal table that `config` names.
+
+    Raises ValueError, naming the key, where there is none for so many stages and microbatches.
+    """
+    if config.table:
+        try:
+            table = read_csv(config.table)
+        except OSError as error:
+            raise ValueError(
+                f"pipeline.table={config.table!r} cannot be read: {error.strerror}"
+            ) from None
+        have = (table.num_stages, table.num_microbatches)
+        if have != (stages, microbatches):
+            raise ValueError(
+                f"pipeline.table={config.table!r} is for {have[0]} stages and {have[1]} "
+                f"microbatches: set mesh.stage={have[0]} (it is {stages}) and "
+                f"batch.accumulation={have[1]} (it is {microbatches})"
+            )
+        return table
+    if config.schedule not in SCHEDULES:
+        near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"pipeline.schedule={config.schedule!r} is unknown: use one of "
+            f"{', '.join(SCHEDULES)}{hint}"
+        )
+    virtual = {"virtual_stages": config.virtual_stages} if config.virtual_stages else {}
+    table = SCHEDULES[config.schedule](stages, microbatches, **virtual)
+    check(table)
+    return table

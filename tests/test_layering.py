@@ -21,6 +21,7 @@ ROWS = [
         "buffers",
         "masks",
         "pipeline",
+        "parts",
     },
     {
         "costs",
