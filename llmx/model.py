@@ -334,6 +334,15 @@ class Apply:
         x_BTD, _ = self._hidden(decoder, tokens_BT, _self_mask(*rows, run), run)
         return self._split_rows([self._head(decoder, x_BTD, run)], run, back=True)[0]
 
+    def blocks(
+        self, params: dict, x_BTD, segments_BT, positions_BT, run: Execution
+    ) -> Float[Array, "B T D"]:
+        """The stream after the blocks, rows in the order of `run.split`. For timing layers."""
+        decoder = nnx.merge(self.graphdef, params)
+        mask = _self_mask(segments_BT, positions_BT, run)
+        with run.policy.products():
+            return self._layers(decoder, x_BTD, mask, run, None, None, None)[0]
+
     def _split_rows(self, arrays, run: Execution, *, back: bool = False) -> list[Array]:
         """Arrays [B, T, ...] from the order of their rows to that of `run.split`, or back."""
         return [context.reorder(array, run.split, run.place.mesh, back=back) for array in arrays]
