@@ -526,7 +526,9 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What tensor parallelism splits; the vocabulary is split over stages too."""
     model, tensor = config.model, sizes["tensor"]
     both = sizes["stage"] * tensor
-    over = f"tensor={tensor}" if sizes["stage"] == 1 else f"stage={sizes['stage']} x tensor={tensor}"
+    over = (
+        f"tensor={tensor}" if sizes["stage"] == 1 else f"stage={sizes['stage']} x tensor={tensor}"
+    )
     for key, value, what in (
         ("num_heads", model.num_heads, "query heads"),
         ("mlp_dim", model.mlp_dim, "the MLP"),

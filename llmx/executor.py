@@ -148,32 +148,40 @@ def program(table: Table) -> Program:
                 places[name] = max(places[name], int(count))
 
     none = lambda *shape: np.full(shape, -1)  # noqa: E731
-    names = ("kind", "microbatch", "chunk", "first", "losing", *lives)
+    names = ("kind", "microbatch", "chunk", "first", "losing", "keeps", *lives)
     operation = {name: none(ticks, stages) for name in names}
     operation |= {name: none(ticks) for name in ("embeds", "loses", "unembeds")}
     arrivals = {}
-    # What a stage without an operation runs instead, its result unused: a place with what a
-    # microbatch put there, and the same microbatch.
-    content = np.zeros((stages, max(places["kept"], 1)), int)
+    # In a tick of forward operations every stage keeps something: one without an operation where
+    # nothing is. In a tick of backward operations it differentiates whatever was put in a place
+    # last, with the microbatch that it was made from.
+    taken = [_taken(lives["kept"], place["kept"], stage, ticks) for stage in range(stages)]
+    content = np.zeros((stages, places["kept"] + 1), int)
     for tick, stage in itertools.product(range(ticks), range(stages)):
         row = {name: array[tick] for name, array in operation.items()}
         kind, m, k = (int(a[tick, stage]) for a in (table.kind, table.microbatch, table.part))
         row["kind"][stage] = kind
+        row["first"][stage] = k == 0
         if kind == IDLE:
-            row["microbatch"][stage], row["chunk"][stage] = content[stage, 0], 0
-            for name in lives:
-                row[name][stage] = 0
-            continue
-        row["microbatch"][stage], row["chunk"][stage] = m, chunk_of[k]
+            m, row["chunk"][stage] = content[stage, 0], 0
+        else:
+            row["chunk"][stage] = chunk_of[k]
+        row["microbatch"][stage] = m
         for name in lives:
             row[name][stage] = place[name].get((m, k), 0)
-        row["first"][stage] = k == 0
-        if kind == FORWARD and (m, k) in place["gradients"] and k == last:
-            row["losing"][stage] = place["gradients"][m, k]
+        if kind == FORWARD and (m, k) in place["kept"]:
+            row["keeps"][stage] = place["kept"][m, k]
+        else:
+            row["keeps"][stage] = next(n for n in itertools.count() if n not in taken[stage][tick])
+            places["kept"] = max(places["kept"], int(row["keeps"][stage]) + 1)
+        if FORWARD in table.kind[tick]:
+            content[stage, row["keeps"][stage]] = m
         if kind == FORWARD:
-            content[stage, place["kept"].get((m, k), 0)] = m
-            operation["embeds"][tick] = m if k == 0 else operation["embeds"][tick]
-            operation["loses"][tick] = m if k == last else operation["loses"][tick]
+            if k == 0:
+                operation["embeds"][tick] = m
+            if k == last:
+                operation["loses"][tick] = m
+                row["losing"][stage] = place["gradients"].get((m, k), -1)
         if kind == BACKWARD and k == 0:
             operation["unembeds"][tick] = m
         name, to = {FORWARD: ("inputs", k + 1), BACKWARD: ("gradients", k - 1)}.get(kind, ("", -1))
@@ -184,6 +192,16 @@ def program(table: Table) -> Program:
             )
             came[name][tick, stage_of[to]] = place[name][m, to]
     return Program(table, operation, arrivals, places)
+
+
+def _taken(lives: dict, place: dict, stage: int, ticks: int) -> list[set[int]]:
+    """By tick, the places of a stage that are taken."""
+    taken = [set() for _ in range(ticks)]
+    for key, (at, first, end) in lives.items():
+        if at == stage:
+            for tick in range(first, end + 1):
+                taken[tick].add(place[key])
+    return taken
 
 
 def forward_table(stage_of: tuple[int, ...], num_microbatches: int) -> Table:
@@ -361,6 +379,14 @@ class _Kept(NamedTuple):
     stored: tuple[jax.ShapeDtypeStruct, ...]  # the others
 
 
+class _Made(NamedTuple):
+    """What an operation makes."""
+
+    sent: jax.Array  # the part's output, or the gradient of its input
+    kept: tuple[jax.Array, ...] = ()
+    blocks: Any = None  # gradients of one part's weights
+
+
 class _Carry(NamedTuple):
     """What goes from tick to tick."""
 
@@ -448,6 +474,10 @@ def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry,
     mine = lambda name: _read(row[name], run.me)  # noqa: E731
     chunk, microbatch = mine("chunk"), mine("microbatch")
 
+    if FORWARD in present["kinds"] and carry.inputs is not None and carry.blocks is not None:
+        # Not before the tick before has ended: what it works with takes as much room.
+        inputs, blocks = jax.lax.optimization_barrier((carry.inputs, carry.blocks))
+        carry = carry._replace(inputs=inputs, blocks=blocks)
     if present["embeds"] is not False:
         entered = _if(
             row["embeds"] >= 0, present["embeds"],
@@ -455,52 +485,42 @@ def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry,
             lambda: zeros(run.x_type),
         )  # fmt: skip
 
-    def forward(carry: _Carry, active):
+    def forward() -> _Made:
         x_BTD = entered if carry.inputs is None else _read(carry.inputs, mine("inputs"))
         if present["embeds"] is not False and carry.inputs is not None:
             x_BTD = jnp.where(mine("first") > 0, entered, x_BTD)
-        arguments = run.arguments(chunk, microbatch)
+        weights, sinks, beside, kinds = run.arguments(chunk, microbatch)
         if run.sinks is None:
-            return carry, run.pieces.part(*arguments[:2], x_BTD, *arguments[2:])
-        y_BTD, pull = run.differentiated(x_BTD, *arguments)
-        values = jax.tree.leaves(pull)
-        stored = [v for v, number in zip(values, kept.given, strict=True) if number is None]
-        at = mine("kept")
-        buffers = [_written(b, at, v, active) for b, v in zip(carry.kept, stored, strict=True)]
-        return carry._replace(kept=tuple(buffers)), y_BTD
+            return _Made(run.pieces.part(weights, None, x_BTD, beside, kinds))
+        y_BTD, pull = run.differentiated(x_BTD, weights, sinks, beside, kinds)
+        values = zip(jax.tree.leaves(pull), kept.given, strict=True)
+        return _Made(y_BTD, kept=tuple(value for value, number in values if number is None))
 
-    def backward(carry: _Carry, active):
-        gradient = _read(carry.gradients, mine("gradients"))
-        if active is not True:
-            gradient = jnp.where(active, gradient, 0)
+    def backward() -> _Made:
+        # A stage that has nothing to do makes gradients of zero.
+        gradient = jnp.where(mine("kind") == BACKWARD, _read(carry.gradients, mine("gradients")), 0)
         leaves = jax.tree.leaves(run.arguments(chunk, microbatch))
         stored = iter([_read(buffer, mine("kept")) for buffer in carry.kept])
         values = [next(stored) if number is None else leaves[number] for number in kept.given]
         gradient_x, gradients = jax.tree.unflatten(kept.structure, values)(gradient)
-        gradients, factors = dot.split_factors(gradients)
-        products = jax.tree.map(
-            lambda buffer, new: _written(buffer, mine("products"), new, active),
-            carry.products, factors,
-        )  # fmt: skip
-        blocks = _added(run, carry.blocks, gradients, chunk)
-        return carry._replace(blocks=blocks, products=products), gradient_x
+        return _Made(gradient_x, blocks=gradients)
 
-    def weight(carry: _Carry, active):
-        factors = jax.tree.map(lambda buffer: _read(buffer, mine("products")), carry.products)
-        gradients = run.pieces.weight_gradients(factors)
-        return carry._replace(blocks=_added(run, carry.blocks, gradients, chunk)), zeros(run.x_type)
-
-    operations = {FORWARD: forward, BACKWARD: backward, WEIGHT: weight}
+    operations = {FORWARD: forward, BACKWARD: backward}
     operations = {kind: operations[kind] for kind in sorted(present["kinds"])}
     if len(operations) == 1:
-        # Without an operation a stage does as the others do, and nobody uses what comes out.
-        active = True if present["busy"] else mine("kind") != IDLE
-        carry, sent = next(iter(operations.values()))(carry, active)
+        # A stage without an operation does what the others do, and nobody uses what comes out.
+        made = next(iter(operations.values()))()
     else:
         branch = jnp.searchsorted(np.array([IDLE, *operations]), mine("kind"))
-        rest = lambda carry: (carry, zeros(run.x_type))  # noqa: E731
-        branches = [rest, *(functools.partial(each, active=True) for each in operations.values())]
-        carry, sent = jax.lax.switch(branch, branches, carry)
+        made = _switch(branch, list(operations.values()))
+    # Stages that keep nothing now write where nothing is: a choice would need the old value too.
+    if made.kept:
+        at = mine("keeps")
+        kept_now = [_written(b, at, v) for b, v in zip(carry.kept, made.kept, strict=True)]
+        carry = carry._replace(kept=tuple(kept_now))
+    if made.blocks is not None:
+        carry = carry._replace(blocks=_added(run, carry.blocks, made.blocks, chunk))
+    sent = made.sent
 
     stage_of = run.program.table.stage_of
     if present["loses"] is not False:
@@ -513,7 +533,7 @@ def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry,
         arrived = run.shifted(sent, distance)
         for name, always in names.items():
             at = mine(f"{name}+{distance}")
-            buffer = _written(carry._asdict()[name], at, arrived, True if always else at >= 0)
+            buffer = _written(carry._asdict()[name], at, arrived, None if always else at >= 0)
             carry = carry._replace(**{name: buffer})
     return carry
 
@@ -585,12 +605,34 @@ def _read(buffer: jax.Array, at) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(buffer, at, keepdims=False)
 
 
-def _written(buffer: jax.Array, at, value: jax.Array, active) -> jax.Array:
-    """`buffer` with `value` at one place, if `active`."""
-    if active is not True:
+def _written(buffer: jax.Array, at, value: jax.Array, where=None) -> jax.Array:
+    """`buffer` with `value` at one place, if `where` is None or true."""
+    if where is not None:
         at = jnp.maximum(at, 0)
-        value = jnp.where(active, value, _read(buffer, at))
+        value = jnp.where(where, value, _read(buffer, at))
     return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
+
+
+def _switch(branch, functions: list[Callable]) -> _Made:
+    """What one of the functions makes, and zeros in the place of what others make; 0 = none.
+
+    Conditionals copy what they change, so none changes a buffer.
+    """
+    types = [jax.eval_shape(function) for function in functions]
+    whole = _Made(
+        *(next((part for part in parts if part), None) for parts in zip(*types, strict=True))
+    )
+
+    def filled(function):
+        made = function()
+        return _Made(*(
+            jax.tree.map(zeros, kind) if part is None or part == () else part
+            for part, kind in zip(made, whole, strict=True)
+        ))  # fmt: skip
+
+    nothing = lambda: jax.tree.map(zeros, whole)  # noqa: E731
+    branches = [nothing, *(functools.partial(filled, function) for function in functions)]
+    return jax.lax.switch(branch, branches)
 
 
 def _buffer(leaf: jax.ShapeDtypeStruct, places: int) -> jax.Array:
