@@ -32,6 +32,7 @@ KINDS = ("idle", "forward", "backward", "weight")
 Operation = tuple[int, int, int]
 
 MOST_PROBLEMS = 10  # that `check` lists
+SETTLED = 6  # periods after which stages that run freely go at their lasting speed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -256,14 +257,17 @@ def _wrong_cells(table: Table) -> Iterator[str]:
 
 def _wrong_places(table: Table) -> Iterator[str]:
     """Operations that are there twice or not at all, parts on several stages."""
-    seen, stage_of = {}, {}
+    stages = collections.defaultdict(collections.Counter)
+    for _, stage, (*_, part) in table.operations():
+        stages[part][stage] += 1
+    stage_of = {part: count.most_common(1)[0][0] for part, count in stages.items()}
+    seen = {}
     for tick, stage, operation in table.operations():
         place = f"tick {tick}, stage {stage}: {text(operation)}"
         if operation in seen:
             yield f"{place} is done already in {seen[operation]}"
         seen.setdefault(operation, f"tick {tick}, stage {stage}")
-        home = stage_of.setdefault(operation[2], stage)
-        if home != stage:
+        if (home := stage_of[operation[2]]) != stage:
             yield f"{place}: stage {home} holds this part"
     kinds = [FORWARD, BACKWARD] + [WEIGHT] * table.splits_backward
     sizes = range(table.num_microbatches), range(table.num_parts)
@@ -406,9 +410,6 @@ def simulate(
     by_period = np.nanmax(end.reshape(2 * SETTLED, -1), axis=1)
     end = end[-table.num_ticks :] - np.nanmin(end[-table.num_ticks :] - seconds)
     return Timeline(end - seconds, end, float(by_period[-1] - by_period[SETTLED - 1]) / SETTLED)
-
-
-SETTLED = 6  # periods
 
 
 def _sends(table: Table) -> np.ndarray:
