@@ -2,15 +2,14 @@
 
 The layers of the model are cut into consecutive parts, of which each stage holds one or more. A
 `Table` gives every stage at most one operation per tick: the FORWARD or BACKWARD of one microbatch
-in one part, or its WEIGHT, the gradients of the part's weights where the table parts them from
+in one part, or its WEIGHT, the gradients of the part's weights, in tables that split them off
 BACKWARD. What a tick makes travels at its end and can be used from the next tick on. A tick lasts
-as long as its longest operation; in units of one whole stage's forward those are
+as long as its longest operation; in forwards of one part that is
 
-    FORWARD 1, BACKWARD 2 (1 where WEIGHT is parted from it), WEIGHT 1, over the parts of a stage.
+    FORWARD 1, BACKWARD 2 (1 where WEIGHT is split off), WEIGHT 1
 
-`SCHEDULES` makes tables; `place` makes one of orders that you write, `place_greedily` one of the
-placement of the parts; `read_csv` takes one from a file. `check` proves any of them, `simulate`
-gives it times.
+`SCHEDULES` makes tables; `place` makes one of orders that you write, by hand or `in_phases`;
+`read_csv` takes one from a file. `check` proves any of them, `simulate` gives it times.
 
 Letters: P stages, M microbatches, v parts of a stage.
 """
@@ -89,8 +88,8 @@ class Table:
 
     @property
     def costs(self) -> np.ndarray:
-        """float[4]: how long an operation of each kind lasts, in whole stages' forwards."""
-        return np.array([0, 1, 1 if self.splits_backward else 2, 1]) / self.chunks
+        """int[4]: how long an operation of each kind lasts, in forwards of one part."""
+        return np.array([0, 1, 1 if self.splits_backward else 2, 1])
 
     def operations(self) -> Iterator[tuple[int, int, Operation]]:
         """Tick, stage and operation of each cell that is not idle, tick by tick."""
@@ -167,8 +166,8 @@ def in_phases(
 ) -> list[Operation]:
     """The order of a stage: what each phase says, as often as it says.
 
-    F does the next of `forwards`, B that of `backwards`, W makes the gradients of weights of the
-    oldest B without. Where there is none left, the letter does nothing.
+    F does the next of `forwards`, B the next of `backwards`, W the WEIGHT of the oldest B that has
+    none yet. Where nothing is left, the letter does nothing.
     """
     forwards, backwards = iter(forwards), iter(backwards)
     waiting, order = collections.deque(), []
@@ -216,13 +215,13 @@ def check(table: Table) -> Facts:
             lines = "\n  ".join(found[:MOST_PROBLEMS] + more)
             raise ValueError(f"table {table.name!r} is no schedule:\n  {lines}")
     work = table.costs[table.kind]
-    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()
+    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()  # in forwards of one part
     waiting = np.zeros_like(table.kind)
     if table.splits_backward:
         waiting = held(table, BACKWARD, WEIGHT)
     return Facts(
-        length=float(length),
-        busy=float(busy),
+        length=float(length / table.chunks),
+        busy=float(busy / table.chunks),
         bubble=float(1 - busy / length),
         peak_stash=stash(table).max(axis=0),
         peak_waiting_weights=waiting.max(axis=0),
@@ -378,7 +377,7 @@ def simulate(
     """Times of a legal table.
 
     `forward`, `backward` and `weight` are seconds of a whole stage, or a sequence with those of
-    each part. Where the table does not part WEIGHT from BACKWARD, one operation takes both times.
+    each part. Where the table does not split WEIGHT off, BACKWARD takes both times.
     `transfer` is that of one message between stages.
 
     With `barriers` all stages begin a tick together, when the longest operation of the tick before

@@ -381,7 +381,7 @@ def test_simulated_time_is_the_length_at_unit_costs(name):
         for barriers in (True, False):
             times = simulate(table, forward=1, backward=1, weight=1, barriers=barriers)
             assert times.step_time == pytest.approx(length, abs=TOLERANCE)
-            lasts = np.where(table.kind == IDLE, np.nan, table.costs[table.kind])
+            lasts = np.where(table.kind == IDLE, np.nan, table.costs[table.kind] / table.chunks)
             np.testing.assert_allclose(times.end - times.start, lasts)
 
 
