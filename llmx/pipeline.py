@@ -2,15 +2,14 @@
 
 The layers of the model are cut into consecutive parts, of which each stage holds one or more. A
 `Table` gives every stage at most one operation per tick: the FORWARD or BACKWARD of one microbatch
-in one part, or its WEIGHT, the gradients of the part's weights where the table parts them from
+in one part, or its WEIGHT, the gradients of the part's weights, in tables that split them off
 BACKWARD. What a tick makes travels at its end and can be used from the next tick on. A tick lasts
-as long as its longest operation; in units of one whole stage's forward those are
+as long as its longest operation; in forwards of one part that is
 
-    FORWARD 1, BACKWARD 2 (1 where WEIGHT is parted from it), WEIGHT 1, over the parts of a stage.
+    FORWARD 1, BACKWARD 2 (1 where WEIGHT is split off), WEIGHT 1
 
-`SCHEDULES` makes tables; `place` makes one of orders that you write, `place_greedily` one of the
-placement of the parts; `read_csv` takes one from a file. `check` proves any of them, `simulate`
-gives it times.
+`SCHEDULES` makes tables; `place` makes one of orders that you write, by hand or `in_phases`;
+`read_csv` takes one from a file. `check` proves any of them, `simulate` gives it times.
 
 Letters: P stages, M microbatches, v parts of a stage.
 """
@@ -33,6 +32,7 @@ KINDS = ("idle", "forward", "backward", "weight")
 Operation = tuple[int, int, int]
 
 MOST_PROBLEMS = 10  # that `check` lists
+SETTLED = 6  # periods after which stages that run freely go at their lasting speed
 
 
 @dataclasses.dataclass
@@ -101,8 +101,8 @@ class Table:
 
     @property
     def costs(self) -> np.ndarray:
-        """float[4]: how long an operation of each kind lasts, in whole stages' forwards."""
-        return np.array([0, 1, 1 if self.splits_backward else 2, 1]) / self.chunks
+        """int[4]: how long an operation of each kind lasts, in forwards of one part."""
+        return np.array([0, 1, 1 if self.splits_backward else 2, 1])
 
     def operations(self) -> Iterator[tuple[int, int, Operation]]:
         """Tick, stage and operation of each cell that is not idle, tick by tick."""
@@ -179,8 +179,8 @@ def in_phases(
 ) -> list[Operation]:
     """The order of a stage: what each phase says, as often as it says.
 
-    F does the next of `forwards`, B that of `backwards`, W makes the gradients of weights of the
-    oldest B without. Where there is none left, the letter does nothing.
+    F does the next of `forwards`, B the next of `backwards`, W the WEIGHT of the oldest B that has
+    none yet. Where nothing is left, the letter does nothing.
     """
     forwards, backwards = iter(forwards), iter(backwards)
     waiting, order = collections.deque(), []
@@ -228,13 +228,13 @@ def check(table: Table) -> Facts:
             lines = "\n  ".join(found[:MOST_PROBLEMS] + more)
             raise ValueError(f"table {table.name!r} is no schedule:\n  {lines}")
     work = table.costs[table.kind]
-    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()
+    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()  # in forwards of one part
     waiting = np.zeros_like(table.kind)
     if table.splits_backward:
         waiting = held(table, BACKWARD, WEIGHT)
     return Facts(
-        length=float(length),
-        busy=float(busy),
+        length=float(length / table.chunks),
+        busy=float(busy / table.chunks),
         bubble=float(1 - busy / length),
         peak_stash=stash(table).max(axis=0),
         peak_waiting_weights=waiting.max(axis=0),
@@ -269,14 +269,17 @@ def _wrong_cells(table: Table) -> Iterator[str]:
 
 def _wrong_places(table: Table) -> Iterator[str]:
     """Operations that are there twice or not at all, parts on several stages."""
-    seen, stage_of = {}, {}
+    stages = collections.defaultdict(collections.Counter)
+    for _, stage, (*_, part) in table.operations():
+        stages[part][stage] += 1
+    stage_of = {part: count.most_common(1)[0][0] for part, count in stages.items()}
+    seen = {}
     for tick, stage, operation in table.operations():
         place = f"tick {tick}, stage {stage}: {text(operation)}"
         if operation in seen:
             yield f"{place} is done already in {seen[operation]}"
         seen.setdefault(operation, f"tick {tick}, stage {stage}")
-        home = stage_of.setdefault(operation[2], stage)
-        if home != stage:
+        if (home := stage_of[operation[2]]) != stage:
             yield f"{place}: stage {home} holds this part"
     kinds = [FORWARD, BACKWARD] + [WEIGHT] * table.splits_backward
     sizes = range(table.num_microbatches), range(table.num_parts)
@@ -387,7 +390,7 @@ def simulate(
     """Times of a legal table.
 
     `forward`, `backward` and `weight` are seconds of a whole stage, or a sequence with those of
-    each part. Where the table does not part WEIGHT from BACKWARD, one operation takes both times.
+    each part. Where the table does not split WEIGHT off, BACKWARD takes both times.
     `transfer` is that of one message between stages.
 
     With `barriers` all stages begin a tick together, when the longest operation of the tick before
@@ -419,9 +422,6 @@ def simulate(
     by_period = np.nanmax(end.reshape(2 * SETTLED, -1), axis=1)
     end = end[-table.num_ticks :] - np.nanmin(end[-table.num_ticks :] - seconds)
     return Timeline(end - seconds, end, float(by_period[-1] - by_period[SETTLED - 1]) / SETTLED)
-
-
-SETTLED = 6  # periods
 
 
 def _sends(table: Table) -> np.ndarray:

@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeline = pipeline.simulate(table, **seconds)
         free = pipeline.simulate(table, **seconds, barriers=False)
         report = summary(table, facts, timeline, free)
-        if args.schedule and table.num_microbatches >= table.num_stages:
-            formula, bubble = BUBBLES[args.schedule]
+        if args.table is None and table.num_microbatches >= table.num_stages:
+            formula, bubble = BUBBLES[table.name]
             sizes = table.num_stages, table.num_microbatches, table.chunks
             report["closed_form"] = {"bubble": bubble(*sizes), "formula": formula}
         if args.out:
@@ -69,8 +69,7 @@ def make_table(args: argparse.Namespace) -> Table:
     }  # fmt: skip
     given = {name: size for name, size in sizes.items() if size is not None}
     if args.table is None:
-        args.schedule = args.schedule or "1f1b"
-        return SCHEDULES[args.schedule](**({"stages": 4, "microbatches": 16} | given))
+        return SCHEDULES[args.schedule or "1f1b"](**({"stages": 4, "microbatches": 16} | given))
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"{options} with --table={args.table}: the file says it; leave it out")
