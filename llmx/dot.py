@@ -206,6 +206,3 @@ def _summed_rows(array: jax.Array, parameter: jax.Array) -> jax.Array:
     )(array)  # fmt: skip
     return jax.sharding.reshard(terms, sharding.unreduced(to, to.reduced))
 
-
-def split_factors(gradients):
-    return gradients, ()

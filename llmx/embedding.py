@@ -1,10 +1,11 @@
 """The embedding table, split over vocabulary and width, looked up without ever being gathered.
 
-The vocabulary is split over `tensor`, and over `stage` where there are stages. Under ZeRO-3 the width is split over replicas (`fsdp`,
-`data`) that hold different rows of the batch. Instead of gathering the table (V x D), the replicas
-share their token ids, each looks up its columns for all of them, and one all-to-all brings every
-row's columns home: B T D numbers move in place of V D. The backward pass runs the same way back, so
-the table's gradient is born split. Vocabulary-parallel lookup: Megatron (arXiv 1909.08053).
+The vocabulary is split over `tensor`, and over `stage` in a pipeline. Under ZeRO-3 the width is
+split over replicas (`fsdp`, `data`) that hold different rows of the batch. Instead of gathering the
+table (V x D), the replicas share their token ids, each looks up its columns for all of them, and
+one all-to-all brings every row's columns home: B T D numbers move in place of V D. The backward
+pass runs the same way back, so the table's gradient is born split. Vocabulary-parallel lookup:
+Megatron (arXiv 1909.08053).
 
 Letters: B batch, T positions, V vocabulary, D width. All regions are fully manual.
 """

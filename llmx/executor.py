@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmx import dot, pipeline, sharding
+from llmx import pipeline, sharding
 from llmx.parts import EMPTY, Parts
 from llmx.pipeline import BACKWARD, FORWARD, IDLE, WEIGHT, Table
 
@@ -49,8 +49,8 @@ MOST_LOOPS = 8
 class Pieces:
     """A model in pieces, as functions of one microbatch's rows (a dict of arrays [B, T]).
 
-    `outer` are the parameters of embedding and head by name, `weights` those of one part's layers, each
-    with sinks for their gradients (see `sharding.route_gradient`); None = not differentiated.
+    `outer` are the parameters of embedding and head by name, `weights` those of one part's layers,
+    each with sinks for their gradients (see `sharding.route_gradient`); None = not differentiated.
 
       embed(outer, sinks, rows) -> x                 the first part's input
       beside(rows) -> tree                           what every part takes beside x
