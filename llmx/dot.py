@@ -13,6 +13,7 @@ gradients over the axes that split the batch.
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,66 @@ class _Plan:
     def gathered(self) -> PartitionSpec:
         return sharding.without(self.weight, sharding.TOKEN_AXES)
 
+    @property
+    def letters(self) -> tuple[str, str, str]:
+        """Of x, of the weight, of the result."""
+        inputs, out = self.expression.split("->")
+        return *inputs.split(","), out
+
+    @property
+    def whole_out(self) -> PartitionSpec:
+        """Of the result, without what scatters it after the product."""
+        of_x, of_weight, out = self.letters
+        split = dict(zip(of_weight, self.gathered.partitions, strict=True))
+        split |= dict(zip(of_x, self.x.partitions, strict=True))
+        return PartitionSpec(*(split[letter] for letter in out))
+
+
+class Factors(NamedTuple):
+    """A sink (see `sharding.route_gradient`) for a weight gradient that is not multiplied out yet.
+
+    Its gradient are the two factors: what the weight was multiplied with, and the gradient of the
+    product. `Noted.gradient` multiplies them.
+    """
+
+    x: jax.Array
+    gradient: jax.Array
+
+
+@jax.tree_util.register_static
+class Noted:
+    """A sink that notes, while a program is traced, what the `Factors` of its weight will be."""
+
+    plan: _Plan | None = None
+    types: Factors | None = None
+
+    def gradient(self, factors: Factors) -> jax.Array:
+        """The weight gradient, each device's term of its sum where the weight is `reduced`."""
+        return _weight_gradient(self.plan, *factors)
+
+
+class Deferred(NamedTuple):
+    """A weight with such a sink."""
+
+    weight: jax.Array
+    sink: Factors | Noted
+
+
+def routed(place: sharding.Placement, params: Any, sinks: Any) -> Any:
+    """Each parameter with its gradient routed to its sink, which may be `Factors` or `Noted`."""
+
+    def one(array, sink):
+        if isinstance(sink, Factors | Noted):
+            return Deferred(sharding.with_terms(place.mesh, array), sink)
+        return place.routed(array, sink)
+
+    return jax.tree.map(one, params, sinks)
+
 
 def dot(
     expression: str,
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | Deferred,
     *,
     out: PartitionSpec,
     policy: precision.Policy,
@@ -55,7 +111,7 @@ def dot(
       expression: an einsum over x and weight, e.g. "BTD,DNH->BTNH"; no letter may be summed within
         one operand.
       x: activations, in the compute dtype.
-      weight: a master parameter in any layout.
+      weight: a master parameter in any layout, or as `routed` gives it.
       out: PartitionSpec of the result.
       policy: the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
@@ -63,6 +119,9 @@ def dot(
 
     Returns the product in the compute dtype.
     """
+    sink = None
+    if isinstance(weight, Deferred):
+        weight, sink = weight
     plan = _Plan(
         expression=expression,
         x=jax.typeof(x).sharding.spec,
@@ -72,7 +131,13 @@ def dot(
         reduce=policy.reduce,
         recomputed=recomputed,
     )
-    return _dot(plan, x, weight)
+    if isinstance(sink, Noted):
+        sink.plan, sink.types = (
+            plan,
+            jax.eval_shape(lambda x, weight: _factors(plan, x, _dot(plan, x, weight)), x, weight),
+        )
+        weight, sink = jax.lax.stop_gradient(weight), None
+    return _dot(plan, x, weight) if sink is None else _deferred_dot(plan, x, weight, sink)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,27 +173,56 @@ def _dot_forward(plan, x, weight):
 
 def _dot_backward(plan, residuals, gradient):
     x, weight = residuals
+    gradient, gradient_x = _input_gradient(plan, x, weight, gradient)
+    return gradient_x, _weight_gradient(plan, x, gradient)
+
+
+def _input_gradient(plan, x, weight, gradient):
+    """The gradient of the product, placed for both gradients, and that of x."""
     if not plan.recomputed:
         weight = gathered(weight, x.dtype)
-    inputs, out = plan.expression.split("->")
-    of_x, of_weight = inputs.split(",")
+    of_x, of_weight, out = plan.letters
     # Positions that were scattered after the product are gathered once, for both gradients.
-    split = dict(zip(of_weight, plan.gathered.partitions, strict=True))
-    split |= dict(zip(of_x, plan.x.partitions, strict=True))
-    whole = PartitionSpec(*(split[letter] for letter in out))
-    gradient = jax.sharding.reshard(gradient, whole)
+    gradient = jax.sharding.reshard(gradient, plan.whole_out)
     gradient_x = _contracted(
-        f"{out},{of_weight}->{of_x}", gradient, weight, whole, plan.gathered,
+        f"{out},{of_weight}->{of_x}", gradient, weight, plan.whole_out, plan.gathered,
         sharding.unreduced(plan.x, plan.x.reduced), x.dtype,
     )  # fmt: skip
-    gradient_weight = _contracted(
-        f"{of_x},{out}->{of_weight}", x, gradient, plan.x, whole,
+    return gradient, gradient_x
+
+
+def _weight_gradient(plan, x, gradient):
+    of_x, of_weight, out = plan.letters
+    return _contracted(
+        f"{of_x},{out}->{of_weight}", x, gradient, plan.x, plan.whole_out,
         sharding.unreduced(plan.weight, plan.weight.reduced), plan.reduce,
-    )  # fmt: skip
-    return gradient_x, gradient_weight.astype(plan.param)
+    ).astype(plan.param)  # fmt: skip
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _deferred_dot(plan: _Plan, x: jax.Array, weight: jax.Array, sink: Factors) -> jax.Array:
+    return _dot_forward(plan, x, weight)[0]
+
+
+def _deferred_forward(plan, x, weight, sink):
+    return _dot_forward(plan, x, weight)
+
+
+def _deferred_backward(plan, residuals, gradient):
+    x, weight = residuals
+    gradient, gradient_x = _input_gradient(plan, x, weight, gradient)
+    return gradient_x, None, _factors(plan, x, gradient)
+
+
+_deferred_dot.defvjp(_deferred_forward, _deferred_backward)
+
+
+def _factors(plan, x, gradient) -> Factors:
+    x = jax.sharding.reshard(x, sharding.split_only(plan.x))
+    return Factors(x, jax.sharding.reshard(gradient, plan.whole_out))
 
 
 def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, dtype) -> jax.Array:
@@ -205,4 +299,3 @@ def _summed_rows(array: jax.Array, parameter: jax.Array) -> jax.Array:
         out_specs=sharding.unreduced(PartitionSpec(*entries[rows:]), summed), check_vma=False,
     )(array)  # fmt: skip
     return jax.sharding.reshard(terms, sharding.unreduced(to, to.reduced))
-

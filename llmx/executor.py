@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmx import pipeline, sharding
+from llmx import dot, pipeline, sharding
 from llmx.parts import EMPTY, Parts
 from llmx.pipeline import BACKWARD, FORWARD, IDLE, WEIGHT, Table
 
@@ -65,6 +65,7 @@ class Pieces:
     losses: Callable
     embed_names: tuple[str, ...]  # of `outer`, what embed and losses use
     losses_names: tuple[str, ...]
+    products: Any  # of each of the layers' weights, whether it is multiplied by `dot.dot`
 
 
 class Gradient(NamedTuple):
@@ -148,14 +149,17 @@ def program(table: Table) -> Program:
                 places[name] = max(places[name], int(count))
 
     none = lambda *shape: np.full(shape, -1)  # noqa: E731
-    names = ("kind", "microbatch", "chunk", "first", "losing", "keeps", *lives)
+    names = ("kind", "microbatch", "chunk", "first", "losing", "keeps", "puts", *lives)
     operation = {name: none(ticks, stages) for name in names}
     operation |= {name: none(ticks) for name in ("embeds", "loses", "unembeds")}
     arrivals = {}
     # In a tick of forward operations every stage keeps something: one without an operation where
     # nothing is. In a tick of backward operations it differentiates whatever was put in a place
     # last, with the microbatch that it was made from.
-    taken = [_taken(lives["kept"], place["kept"], stage, ticks) for stage in range(stages)]
+    taken = {
+        name: [_taken(lives[name], place[name], stage, ticks) for stage in range(stages)]
+        for name in ("kept", "products")
+    }
     content = np.zeros((stages, places["kept"] + 1), int)
     for tick, stage in itertools.product(range(ticks), range(stages)):
         row = {name: array[tick] for name, array in operation.items()}
@@ -169,11 +173,13 @@ def program(table: Table) -> Program:
         row["microbatch"][stage] = m
         for name in lives:
             row[name][stage] = place[name].get((m, k), 0)
-        if kind == FORWARD and (m, k) in place["kept"]:
-            row["keeps"][stage] = place["kept"][m, k]
-        else:
-            row["keeps"][stage] = next(n for n in itertools.count() if n not in taken[stage][tick])
-            places["kept"] = max(places["kept"], int(row["keeps"][stage]) + 1)
+        for name, column, maker in (("kept", "keeps", FORWARD), ("products", "puts", BACKWARD)):
+            if kind == maker and (m, k) in place[name]:
+                row[column][stage] = place[name][m, k]
+            elif lives[name]:
+                there = taken[name][stage][tick]
+                row[column][stage] = next(n for n in itertools.count() if n not in there)
+                places[name] = max(places[name], int(row[column][stage]) + 1)
         if FORWARD in table.kind[tick]:
             content[stage, row["keeps"][stage]] = m
         if kind == FORWARD:
@@ -266,11 +272,16 @@ def run_table(
         place=dataclasses.replace(place, hidden=STAGE),
         weights=hidden(blocks, mesh), outer=outer, batch=batch,
         sinks=None if sinks is None else jax.tree.map(_of_stage, sinks[0]),
+        backward_sinks=None if sinks is None else jax.tree.map(_of_stage, sinks[0]),
         outer_sinks=None if sinks is None else sinks[1],
         kinds=_kinds(parts, kinds, mesh), me=_by_stage(stages, mesh)[0],
     )  # fmt: skip
     x_type = jax.eval_shape(lambda: pieces.embed(outer, None, run.rows(0)))
     run = dataclasses.replace(run, x_type=x_type)
+    noted = ()
+    if program.table.splits_backward:
+        noted, backward_sinks = _noted(run)
+        run = dataclasses.replace(run, backward_sinks=backward_sinks)
     kept = None if sinks is None else _kept(run)
     places = program.places
     buffer = lambda name: _buffer(x_type, places[name]) if places[name] else None  # noqa: E731
@@ -279,8 +290,11 @@ def run_table(
         inputs=buffer("inputs"),
         gradients=buffer("gradients"),
         kept=() if kept is None else tuple(_buffer(leaf, places["kept"]) for leaf in kept.stored),
-        products=(),
-        blocks=None if sinks is None else jax.tree.map(_empty_sum, run.sinks),
+        products=tuple(
+            jax.tree.map(lambda leaf: _buffer(leaf, places["products"]), note.types)
+            for note in noted
+        ),
+        blocks=tuple(map(_empty_sum, jax.tree.leaves(run.sinks))),
         outer=None if sinks is None else jax.tree.map(_empty_sum, run.outer_sinks),
         losses=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), losses),
     )
@@ -295,12 +309,13 @@ def run_table(
 
         def body(carry, row, present=present):
             for at, there in enumerate(present):
-                carry = _tick(run, kept, there, carry, {n: array[at] for n, array in row.items()})
+                carry = _tick(run, kept, noted, there, carry, {n: a[at] for n, a in row.items()})
             return carry, None
 
         steps = {n: a[first:end].reshape(times, length, *a.shape[1:]) for n, a in rows.items()}
         carry, _ = jax.lax.scan(body, carry, steps)
-    return Gradient(carry.losses, carry.blocks, carry.outer)
+    blocks = jax.tree.unflatten(jax.tree.structure(run.sinks), carry.blocks)
+    return Gradient(carry.losses, blocks, carry.outer)
 
 
 def hidden(tree: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -384,7 +399,8 @@ class _Made(NamedTuple):
 
     sent: jax.Array  # the part's output, or the gradient of its input
     kept: tuple[jax.Array, ...] = ()
-    blocks: Any = None  # gradients of one part's weights
+    products: tuple[dot.Factors, ...] = ()
+    blocks: tuple[jax.Array | None, ...] = ()  # gradients of one part's weights
 
 
 class _Carry(NamedTuple):
@@ -393,8 +409,8 @@ class _Carry(NamedTuple):
     inputs: jax.Array | None
     gradients: jax.Array | None
     kept: tuple[jax.Array, ...]
-    products: Any
-    blocks: Any  # sums of gradients
+    products: tuple[dot.Factors, ...]
+    blocks: tuple[jax.Array, ...]  # sums of gradients
     outer: Any
     losses: tuple[jax.Array, ...]
 
@@ -410,7 +426,10 @@ class _Run:
     weights: Any  # of this stage's layers
     outer: Any
     batch: dict[str, jax.Array]  # [M, B, T]
-    sinks: Any  # types of the gradients of this stage's layers; None = forward operations only
+    # Types of the gradients of this stage's layers; None = forward operations only. Those that the
+    # backward operation makes may be `dot.Factors`.
+    sinks: Any
+    backward_sinks: Any
     outer_sinks: Any
     kinds: tuple[str, ...] | jax.Array  # of the layers of every part, or of this stage's places
     me: jax.Array  # this stage's number
@@ -432,7 +451,7 @@ class _Run:
 
         sinks = None
         if self.sinks is not None:
-            sinks = jax.tree.map(lambda leaf: zeros(leaf, size), self.sinks)
+            sinks = jax.tree.map(lambda leaf: zeros(leaf, size), self.backward_sinks)
         kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
         return share(self.weights), sinks, self.pieces.beside(self.rows(microbatch)), kinds
 
@@ -468,7 +487,14 @@ class _Run:
         )(x_BTD)
 
 
-def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry, row) -> _Carry:
+def _tick(
+    run: _Run,
+    kept: _Kept | None,
+    noted: tuple[dot.Noted, ...],
+    present: dict[str, Any],
+    carry: _Carry,
+    row,
+) -> _Carry:
     """One tick. `present` says what the ticks of its loop have at all, so that others are not in
     the program."""
     mine = lambda name: _read(row[name], run.me)  # noqa: E731
@@ -503,9 +529,29 @@ def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry,
         stored = iter([_read(buffer, mine("kept")) for buffer in carry.kept])
         values = [next(stored) if number is None else leaves[number] for number in kept.given]
         gradient_x, gradients = jax.tree.unflatten(kept.structure, values)(gradient)
-        return _Made(gradient_x, blocks=gradients)
+        leaves = jax.tree.leaves(gradients, is_leaf=_is_factors)
+        return _Made(
+            gradient_x,
+            products=tuple(leaf for leaf in leaves if _is_factors(leaf)),
+            blocks=tuple(None if _is_factors(leaf) else leaf for leaf in leaves),
+        )
 
-    operations = {FORWARD: forward, BACKWARD: backward}
+    def weight() -> _Made:
+        found = [jax.tree.map(lambda b: _read(b, mine("products")), two) for two in carry.products]
+        sinks = jax.tree.leaves(run.sinks)
+        made = iter(zip(noted, found, strict=True))
+
+        def one(product, sink):
+            if not product:
+                return None
+            note, factors = next(made)
+            layer = lambda factors: sharding.to_sink(note.gradient(factors), _row(sink))  # noqa: E731
+            return jax.lax.map(layer, factors)
+
+        products = jax.tree.leaves(run.pieces.products)
+        return _Made(None, blocks=tuple(map(one, products, sinks)))
+
+    operations = {FORWARD: forward, BACKWARD: backward, WEIGHT: weight}
     operations = {kind: operations[kind] for kind in sorted(present["kinds"])}
     if len(operations) == 1:
         # A stage without an operation does what the others do, and nobody uses what comes out.
@@ -518,7 +564,13 @@ def _tick(run: _Run, kept: _Kept | None, present: dict[str, Any], carry: _Carry,
         at = mine("keeps")
         kept_now = [_written(b, at, v) for b, v in zip(carry.kept, made.kept, strict=True)]
         carry = carry._replace(kept=tuple(kept_now))
-    if made.blocks is not None:
+    if made.products:
+        put = lambda buffer, new: _written(buffer, mine("puts"), new)  # noqa: E731
+        products = [
+            jax.tree.map(put, *two) for two in zip(carry.products, made.products, strict=True)
+        ]
+        carry = carry._replace(products=tuple(products))
+    if made.blocks:
         carry = carry._replace(blocks=_added(run, carry.blocks, made.blocks, chunk))
     sent = made.sent
 
@@ -579,7 +631,7 @@ def _sum(total: dict, new: dict) -> dict:
     return total | {name: jax.tree.map(add, total[name], new[name]) for name in new}
 
 
-def _added(run: _Run, total: Any, gradients: Any, chunk) -> Any:
+def _added(run: _Run, total: tuple, gradients: tuple, chunk) -> tuple:
     """`total`, over a stage's layers, with the gradients of one part; None is not added."""
 
     def one(old, new):
@@ -592,7 +644,41 @@ def _added(run: _Run, total: Any, gradients: Any, chunk) -> Any:
             new = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(old), new, first, 0)
         return old + new
 
-    return jax.tree.map(one, total, gradients, is_leaf=lambda leaf: leaf is None)
+    return tuple(map(one, total, gradients))
+
+
+def _is_factors(leaf: Any) -> bool:
+    return isinstance(leaf, dot.Factors)
+
+
+def _row(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of one layer's share of an array over layers."""
+    spec = leaf.sharding.spec
+    to = PartitionSpec(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
+    to = NamedSharding(leaf.sharding.mesh, to)
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=to)
+
+
+def _noted(run: _Run) -> tuple[tuple[dot.Noted, ...], Any]:
+    """The products of a part, with types over its layers, and sinks that leave their gradients."""
+    size = run.parts.size
+    sinks = jax.tree.map(
+        lambda leaf, product: dot.Noted() if product else leaf, run.sinks, run.pieces.products
+    )
+
+    def trace(x_BTD):
+        weights, _, beside, kinds = run.arguments(0, 0)
+        given = jax.tree.map(lambda leaf: zeros(leaf, size), sinks)
+        return run.pieces.part(weights, given, x_BTD, beside, kinds)
+
+    jax.eval_shape(trace, run.x_type)
+    is_note = lambda leaf: isinstance(leaf, dot.Noted)  # noqa: E731
+    notes = [leaf for leaf in jax.tree.leaves(sinks, is_leaf=is_note) if is_note(leaf)]
+    for note in notes:
+        note.types = jax.tree.map(lambda leaf: _stacked(leaf, size), note.types)
+    return tuple(notes), jax.tree.map(
+        lambda leaf: leaf.types if is_note(leaf) else leaf, sinks, is_leaf=is_note
+    )
 
 
 def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
@@ -619,16 +705,22 @@ def _switch(branch, functions: list[Callable]) -> _Made:
     Conditionals copy what they change, so none changes a buffer.
     """
     types = [jax.eval_shape(function) for function in functions]
-    whole = _Made(
-        *(next((part for part in parts if part), None) for parts in zip(*types, strict=True))
-    )
+    sent = next(made.sent for made in types if made.sent is not None)
+    longest = lambda name: max((getattr(made, name) for made in types), key=len)  # noqa: E731
+    each = zip(*(made.blocks for made in types if made.blocks), strict=True)
+    blocks = tuple(next((leaf for leaf in leaves if leaf is not None), None) for leaves in each)
+    whole = _Made(sent, longest("kept"), longest("products"), blocks)
 
     def filled(function):
         made = function()
-        return _Made(*(
-            jax.tree.map(zeros, kind) if part is None or part == () else part
-            for part, kind in zip(made, whole, strict=True)
-        ))  # fmt: skip
+        empty = jax.tree.map(zeros, whole)
+        blocks = made.blocks or empty.blocks
+        return _Made(
+            empty.sent if made.sent is None else made.sent,
+            made.kept or empty.kept,
+            made.products or empty.products,
+            tuple(two[1] if two[0] is None else two[0] for two in zip(blocks, empty.blocks, strict=True)),
+        )  # fmt: skip
 
     nothing = lambda: jax.tree.map(zeros, whole)  # noqa: E731
     branches = [nothing, *(functools.partial(filled, function) for function in functions)]
@@ -636,10 +728,14 @@ def _switch(branch, functions: list[Callable]) -> _Made:
 
 
 def _buffer(leaf: jax.ShapeDtypeStruct, places: int) -> jax.Array:
+    return zeros(_stacked(leaf, places))
+
+
+def _stacked(leaf: jax.ShapeDtypeStruct, num: int) -> jax.ShapeDtypeStruct:
     spec = leaf.sharding.spec
     to = PartitionSpec(None, *spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced)
     to = NamedSharding(leaf.sharding.mesh, to)
-    return jnp.zeros((places, *leaf.shape), leaf.dtype, out_sharding=to)
+    return jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype, sharding=to)
 
 
 def _type(array: Any) -> Any:

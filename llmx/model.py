@@ -101,7 +101,7 @@ class Projection(nnx.Module):
     def __call__(self, expression: str, x: Array, out: tuple, run: Execution) -> Array:
         to = run.place.activation(out)
         y = dot.dot(
-            expression, x, self.kernel[...], out=to, policy=run.policy,
+            expression, x, self.kernel.get_value(), out=to, policy=run.policy,
             recomputed=run.remat != "none",
         )  # fmt: skip
         return y if self.bias is None else dot.shifted(y, self.bias[...])
@@ -445,7 +445,7 @@ class Apply:
             def apply(x_BTD, weights_sinks_cache):
                 weights, sinks, cache = weights_sinks_cache
                 if sinks is not None:
-                    weights = run.place.routed(weights, sinks)
+                    weights = dot.routed(run.place, weights, sinks)
                 window = model.window if kind == families.LOCAL else 0
                 block = nnx.merge(definition, weights)
                 return block(x_BTD, rotations.get(kind), mask, window, run, cache, now)

@@ -616,10 +616,24 @@ def route_gradient(axes: tuple[str, ...], array: jax.Array, sink: jax.Array) -> 
       sink: any array of its shape.
     """
     # A gathered weight has the compute dtype, and its gradient the dtype that it is summed in.
-    array = array.astype(jnp.promote_types(array.dtype, sink.dtype))
+    return _with_terms(axes, array.astype(jnp.promote_types(array.dtype, sink.dtype)))
+
+
+def with_terms(mesh: Mesh, array: jax.Array) -> jax.Array:
+    """A parameter whose gradient is left as terms of a sum over the devices that see different
+    tokens."""
+    return _with_terms(token_axes(mesh), array)
+
+
+def _with_terms(axes: Sequence[str], array: jax.Array) -> jax.Array:
     to = jax.typeof(array).sharding.spec
-    missing = [axis for axis in axes if axis not in used_axes(to)]
-    return jax.sharding.reshard(array, reduced(to, missing))
+    return jax.sharding.reshard(array, reduced(to, [a for a in axes if a not in used_axes(to)]))
+
+
+def to_sink(gradient: jax.Array, sink: Any) -> jax.Array:
+    """The gradient of a parameter `with_terms`, in the type of its sink."""
+    to = sink.sharding.spec
+    return jax.sharding.reshard(gradient.astype(sink.dtype), unreduced(to, to.reduced))
 
 
 def _route_forward(axes, array, sink):
@@ -627,8 +641,7 @@ def _route_forward(axes, array, sink):
 
 
 def _route_backward(axes, sink, gradient):
-    to = jax.typeof(sink).sharding.spec
-    return None, jax.sharding.reshard(gradient.astype(sink.dtype), unreduced(to, to.reduced))
+    return None, to_sink(gradient, jax.typeof(sink))
 
 
 route_gradient.defvjp(_route_forward, _route_backward)

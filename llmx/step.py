@@ -369,6 +369,9 @@ def _run_pipeline(setup: Setup, table: Table, params, batch: Batch, tokens, z_lo
         embed, beside, part, losses,
         embed_names=("embedding", *(["positions"] if learned else [])),
         losses_names=("norm", "embedding" if tied else "head"),
+        products=jax.tree.map(
+            lambda _, axes: "embed" in axes, setup.abstract.params["blocks"], setup.axes["blocks"]
+        ),
     )  # fmt: skip
     batch = dict(zip(batch, apply.split_rows(batch.values(), run), strict=True))
     return executor.run_table(
