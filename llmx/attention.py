@@ -104,8 +104,9 @@ def attend(
         over = context.parts(kernel, axes=split_keys, device_kind=device.device_kind)
     else:
         over = context.attention_over(
-            kernel, axis="sequence", split=split_of(config, place), device_kind=device.device_kind
-        )
+            kernel, axis="sequence", split=split_of(config, place),
+            device_kind=device.device_kind, apart=bool(place.hidden),
+        )  # fmt: skip
 
     def local(query_BTNH, key_BSKH, value_BSKH, mask):
         if pick_heads:

@@ -214,12 +214,18 @@ class _Ring:
     split: Split
     axis: str
     device_kind: str
+    apart: bool
 
     def shifted(self, arrays, by: int):
         """From each device to the one in its place `by` groups on."""
         ways, stride = self.split.ways, by * self.split.ulysses
         if stride % ways == 0:
             return arrays
+        if self.apart and self.device_kind == "cpu":
+            # XLA:CPU lets every device of the program wait in a permutation, other rings' too.
+            source = (jax.lax.axis_index(self.axis) - stride) % ways
+            gather = lambda array: jax.lax.all_gather(array, self.axis)[source]  # noqa: E731
+            return jax.tree.map(gather, arrays)
         sends = [(i, (i + stride) % ways) for i in range(ways)]
         return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axis, sends), arrays)
 
@@ -233,13 +239,14 @@ class _Ring:
 
 
 def ring(
-    kernel: Kernel, *, axis: str, split: Split, device_kind: str
+    kernel: Kernel, *, axis: str, split: Split, device_kind: str, apart: bool = False
 ) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
     """Attention in a manual region, queries, keys and values split over `axis` as `split` says.
 
     The function that it returns takes this device's query, key, value, mask and scores, as a
     `Kernel` does. `mask.ahead` is 0 where rows are in the order of `split`; None: then no pair of
-    blocks is known to be hidden, and positions decide.
+    blocks is known to be hidden, and positions decide. `apart`: the devices of other rings may be
+    in another part of the program, as those of other pipeline stages.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
     backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype. With a window
@@ -248,7 +255,7 @@ def ring(
     """
 
     def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
-        facts = _Ring(kernel, scores, split, axis, device_kind)
+        facts = _Ring(kernel, scores, split, axis, device_kind, apart)
         return _ring(facts, query_BTNH, key_BTKH, value_BTKH, mask)
 
     return attend
@@ -501,11 +508,11 @@ def parts(kernel: Kernel, *, axes: tuple[str, ...], device_kind: str) -> Callabl
 
 
 def attention_over(
-    kernel: Kernel, *, axis: str, split: Split, device_kind: str
+    kernel: Kernel, *, axis: str, split: Split, device_kind: str, apart: bool = False
 ) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
     """Attention of one kernel over positions split as `split` says: in a manual region."""
     if split.rings == 1:
         attend = functools.partial(kernel, device_kind=device_kind)
     else:
-        attend = ring(kernel, axis=axis, split=split, device_kind=device_kind)
+        attend = ring(kernel, axis=axis, split=split, device_kind=device_kind, apart=apart)
     return ulysses(attend, axis=axis, split=split)
