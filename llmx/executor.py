@@ -119,10 +119,10 @@ def program(table: Table) -> Program:
     ticks, stages = table.kind.shape
     stage_of, last = table.stage_of, table.num_parts - 1
     chunk_of = Parts((1,) * table.num_parts, tuple(stage_of)).chunk_of
-    when = {}  # (kind, microbatch, part) -> tick
-    for tick, stage in itertools.product(range(ticks), range(stages)):
-        if (kind := int(table.kind[tick, stage])) != IDLE:
-            when[kind, int(table.microbatch[tick, stage]), int(table.part[tick, stage])] = tick
+    # (kind, microbatch, part) -> tick; of a periodic table, from the beginning of the period in
+    # which the microbatch enters.
+    counted = pipeline.operation_ticks(table)
+    when = {tuple(map(int, key)): int(counted[tuple(key)]) for key in np.argwhere(counted >= 0)}
 
     # Each value's stage and first and last tick, by (microbatch, part).
     lives = {name: {} for name in ("inputs", "kept", "gradients", "products")}
@@ -144,7 +144,8 @@ def program(table: Table) -> Program:
         for stage in range(stages):
             here = {key: life[1:] for key, life in values.items() if life[0] == stage}
             if here:
-                numbers, count = pipeline.slots(*zip(*here.values(), strict=True))
+                share = _shared_places if table.periodic else pipeline.slots
+                numbers, count = share(*zip(*here.values(), strict=True), *[ticks] * table.periodic)
                 place[name] |= dict(zip(here, map(int, numbers), strict=True))
                 places[name] = max(places[name], int(count))
 
@@ -167,10 +168,13 @@ def program(table: Table) -> Program:
         row["kind"][stage] = kind
         row["first"][stage] = k == 0
         if kind == IDLE:
-            m, row["chunk"][stage] = content[stage, 0], 0
+            number, row["chunk"][stage] = content[stage, 0], 0
         else:
             row["chunk"][stage] = chunk_of[k]
-        row["microbatch"][stage] = m
+            # Microbatches of the step before come after those of this one.
+            age = when[kind, m, k] // ticks
+            number = m + age * table.num_microbatches
+        row["microbatch"][stage] = number
         for name in lives:
             row[name][stage] = place[name].get((m, k), 0)
         for name, column, maker in (("kept", "keeps", FORWARD), ("products", "puts", BACKWARD)):
@@ -181,15 +185,15 @@ def program(table: Table) -> Program:
                 row[column][stage] = next(n for n in itertools.count() if n not in there)
                 places[name] = max(places[name], int(row[column][stage]) + 1)
         if FORWARD in table.kind[tick]:
-            content[stage, row["keeps"][stage]] = m
+            content[stage, row["keeps"][stage]] = number
         if kind == FORWARD:
             if k == 0:
-                operation["embeds"][tick] = m
+                operation["embeds"][tick] = number
             if k == last:
-                operation["loses"][tick] = m
+                operation["loses"][tick] = number
                 row["losing"][stage] = place["gradients"].get((m, k), -1)
         if kind == BACKWARD and k == 0:
-            operation["unembeds"][tick] = m
+            operation["unembeds"][tick] = number
         name, to = {FORWARD: ("inputs", k + 1), BACKWARD: ("gradients", k - 1)}.get(kind, ("", -1))
         if (m, to) in place.get(name, ()):
             distance = int(stage_of[to] - stage) % stages
@@ -198,6 +202,20 @@ def program(table: Table) -> Program:
             )
             came[name][tick, stage_of[to]] = place[name][m, to]
     return Program(table, operation, arrivals, places)
+
+
+def _shared_places(starts, ends, period: int) -> tuple[list[int], int]:
+    """As `pipeline.slots`, for values that come again every `period` ticks."""
+    spans, places = list(zip(starts, ends, strict=True)), []
+    for number, (start, end) in enumerate(spans):
+        meets = {
+            places[other]
+            for other, (first, last) in enumerate(spans[:number])
+            for moved in (-period, 0, period)
+            if start <= last + moved and first + moved <= end
+        }
+        places.append(next(place for place in itertools.count() if place not in meets))
+    return places, max(places) + 1
 
 
 def _taken(lives: dict, place: dict, stage: int, ticks: int) -> list[set[int]]:
@@ -237,155 +255,6 @@ def forward_table(stage_of: tuple[int, ...], num_microbatches: int) -> Table:
 # ------------------------------------------------------------------------------- running a program
 
 
-def run_table(
-    program: Program,
-    parts: Parts,
-    pieces: Pieces,
-    place: sharding.Placement,
-    *,
-    blocks: Any,
-    outer: Any,
-    batch: dict[str, jax.Array],
-    kinds: tuple,
-    sinks: tuple[Any, Any] | None,
-) -> Gradient:
-    """All operations of a table.
-
-    Args:
-      program: of the table.
-      parts: where the layers are.
-      pieces: the model.
-      place: the mesh, and the layout; `stage` is not hidden.
-      blocks: weights of the layers as staged, [places, ...].
-      outer: the other parameters.
-      batch: arrays [M, B, T], whole along `stage`.
-      kinds: of the model's layers; what `pieces.part` makes of them.
-      sinks: types of the gradients of blocks and outer; None = no gradients.
-
-    Returns losses, and gradients in fp32, placed as their sinks, of which each device may hold a
-    term of the sum; the layers' for each stage by itself: `hidden`.
-    """
-    mesh = place.mesh
-    stages = np.arange(mesh.shape["stage"], dtype=np.int32)
-    run = _Run(
-        program=program, parts=parts, pieces=pieces,
-        place=dataclasses.replace(place, hidden=STAGE),
-        weights=hidden(blocks, mesh), outer=outer, batch=batch,
-        sinks=None if sinks is None else jax.tree.map(_of_stage, sinks[0]),
-        backward_sinks=None if sinks is None else jax.tree.map(_of_stage, sinks[0]),
-        outer_sinks=None if sinks is None else sinks[1],
-        kinds=_kinds(parts, kinds, mesh), me=_by_stage(stages, mesh)[0],
-    )  # fmt: skip
-    x_type = jax.eval_shape(lambda: pieces.embed(outer, None, run.rows(0)))
-    run = dataclasses.replace(run, x_type=x_type)
-    noted = ()
-    if program.table.splits_backward:
-        noted, backward_sinks = _noted(run)
-        run = dataclasses.replace(run, backward_sinks=backward_sinks)
-    kept = None if sinks is None else _kept(run)
-    places = program.places
-    buffer = lambda name: _buffer(x_type, places[name]) if places[name] else None  # noqa: E731
-    losses = jax.eval_shape(lambda x: pieces.losses(outer, None, x, run.rows(0)), x_type)
-    carry = _Carry(
-        inputs=buffer("inputs"),
-        gradients=buffer("gradients"),
-        kept=() if kept is None else tuple(_buffer(leaf, places["kept"]) for leaf in kept.stored),
-        products=tuple(
-            jax.tree.map(lambda leaf: _buffer(leaf, places["products"]), note.types)
-            for note in noted
-        ),
-        blocks=tuple(map(_empty_sum, jax.tree.leaves(run.sinks))),
-        outer=None if sinks is None else jax.tree.map(_empty_sum, run.outer_sinks),
-        losses=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), losses),
-    )
-    rows = program.operation | {
-        f"{name}+{distance}": array
-        for distance, names in program.arrivals.items() for name, array in names.items()
-    }  # fmt: skip
-    rows = {name: array.astype(np.int32) for name, array in rows.items()}
-    for first, length, times in program.loops:
-        end = first + length * times
-        present = [_present(program, slice(first + at, end, length)) for at in range(length)]
-
-        def body(carry, row, present=present):
-            for at, there in enumerate(present):
-                carry = _tick(run, kept, noted, there, carry, {n: a[at] for n, a in row.items()})
-            return carry, None
-
-        steps = {n: a[first:end].reshape(times, length, *a.shape[1:]) for n, a in rows.items()}
-        carry, _ = jax.lax.scan(body, carry, steps)
-    blocks = jax.tree.unflatten(jax.tree.structure(run.sinks), carry.blocks)
-    return Gradient(carry.losses, blocks, carry.outer)
-
-
-def hidden(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Arrays split over `stage` along their first dimension, with that axis hidden."""
-    return jax.tree.map(lambda array: sharding.hide(mesh, STAGE, array), tree)
-
-
-def revealed(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The reverse of `hidden`."""
-    return jax.tree.map(lambda array: sharding.reveal(mesh, STAGE, array), tree)
-
-
-def _by_stage(numbers: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Each stage's share of `numbers`."""
-    to = NamedSharding(mesh, PartitionSpec("stage"))
-    return hidden(jax.sharding.reshard(jnp.asarray(numbers), to), mesh)
-
-
-def of_stage(to: NamedSharding) -> NamedSharding:
-    """The sharding of an array as staged, with `stage` hidden."""
-    _, *rest = to.spec.partitions
-    spec = PartitionSpec(None, *rest, unreduced=to.spec.unreduced, reduced=to.spec.reduced)
-    return NamedSharding(to.mesh, spec)
-
-
-def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    kind = leaf.sharding
-    shape = (leaf.shape[0] // kind.mesh.shape["stage"], *leaf.shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=of_stage(kind))
-
-
-def _empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, sharding.unreduced(spec, spec.reduced))
-    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
-
-
-def _kinds(parts: Parts, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.Array:
-    """The kinds of every part's layers, or int[places of this stage] where parts differ."""
-    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in parts.order]
-    by_part = {tuple(at[i : i + parts.size]) for i in range(0, len(at), parts.size)}
-    if len(by_part) == 1:
-        return by_part.pop()
-    names = sorted(set(kinds))
-    numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
-    return _by_stage(np.array(numbers, np.int32), mesh)
-
-
-def _present(program: Program, ticks: slice) -> dict[str, Any]:
-    """What is in these ticks: True = in all, None = in some, False = in none."""
-
-    def how_many(array):
-        there = array[ticks] >= 0
-        return True if there.all() else None if there.any() else False
-
-    kinds = program.table.kind[ticks]
-    return {
-        "kinds": set(np.unique(kinds).tolist()) - {IDLE},
-        "busy": bool((kinds != IDLE).all()),
-        "embeds": how_many(program.operation["embeds"]),
-        "loses": how_many(program.operation["loses"]),
-        "unembeds": how_many(program.operation["unembeds"]),
-        "arrivals": {
-            distance: {n: how_many(a) for n, a in names.items() if how_many(a) is not False}
-            for distance, names in program.arrivals.items()
-            if any(how_many(array) is not False for array in names.values())
-        },
-    }
-
-
 class _Kept(NamedTuple):
     """What differentiating a part keeps: how it is put together, and what has to be stored."""
 
@@ -423,9 +292,9 @@ class _Run:
     parts: Parts
     pieces: Pieces
     place: sharding.Placement  # `stage` is hidden
-    weights: Any  # of this stage's layers
-    outer: Any
-    batch: dict[str, jax.Array]  # [M, B, T]
+    weights: tuple  # of this stage's layers: those that this step began with, the step before's
+    outer: tuple
+    batch: dict[str, jax.Array]  # [M, B, T], then the step before's
     # Types of the gradients of this stage's layers; None = forward operations only. Those that the
     # backward operation makes may be `dot.Factors`.
     sinks: Any
@@ -434,6 +303,17 @@ class _Run:
     kinds: tuple[str, ...] | jax.Array  # of the layers of every part, or of this stage's places
     me: jax.Array  # this stage's number
     x_type: jax.ShapeDtypeStruct | None = None  # of what goes from part to part
+
+    def age(self, microbatch):
+        """0 for a microbatch of this step, 1 for one of the step before."""
+        return microbatch // self.program.table.num_microbatches
+
+    def version(self, versions: tuple, microbatch):
+        """The parameters with which a microbatch goes through all parts, forward and backward."""
+        if len(versions) == 1:
+            return versions[0]
+        old = self.age(microbatch) > 0
+        return jax.tree.map(lambda new, before: jnp.where(old, before, new), *versions)
 
     def rows(self, microbatch) -> dict[str, jax.Array]:
         """A microbatch's rows; of number 0 if it is negative."""
@@ -453,7 +333,8 @@ class _Run:
         if self.sinks is not None:
             sinks = jax.tree.map(lambda leaf: zeros(leaf, size), self.backward_sinks)
         kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
-        return share(self.weights), sinks, self.pieces.beside(self.rows(microbatch)), kinds
+        weights = share(self.version(self.weights, microbatch))
+        return weights, sinks, self.pieces.beside(self.rows(microbatch)), kinds
 
     def sinks_of(self, names) -> dict:
         return {name: jax.tree.map(zeros, self.outer_sinks[name]) for name in names}
@@ -462,6 +343,10 @@ class _Run:
         """A part's output, and the function from its gradient to those of x and sinks."""
         part = lambda x, sinks: self.pieces.part(weights, sinks, x, beside, kinds)  # noqa: E731
         return jax.vjp(part, x_BTD, sinks)
+
+    def embedded(self, sinks, microbatch):
+        outer = self.version(self.outer, microbatch)
+        return self.pieces.embed(outer, sinks, self.rows(microbatch))
 
     def spread(self, x_BTD, stage: int):
         """One stage's array on all stages."""
@@ -487,6 +372,205 @@ class _Run:
         )(x_BTD)
 
 
+def run_table(
+    program: Program,
+    parts: Parts,
+    pieces: Pieces,
+    place: sharding.Placement,
+    *,
+    params: tuple[Any, ...],
+    batches: tuple[dict[str, jax.Array], ...],
+    kinds: tuple,
+    sinks: tuple[Any, Any] | None,
+    flight: "Flight | None" = None,
+) -> tuple[Gradient, "Flight | None"]:
+    """All operations of a table.
+
+    Args:
+      program: of the table.
+      parts: where the layers are.
+      pieces: the model.
+      place: the mesh, and the layout; `stage` is not hidden.
+      params: (blocks, outer): weights of the layers as staged, [places, ...], and the other
+        parameters. For a periodic table twice: of this step, and of the step before.
+      batches: arrays [M, B, T], whole along `stage`; as often.
+      kinds: of the model's layers; what `pieces.part` makes of them.
+      sinks: types of the gradients of blocks and outer; None = no gradients.
+      flight: of a periodic table, what the step before returned.
+
+    Returns sums over microbatches, each with a leading dimension of steps (this one, the one
+    before), and for a periodic table what is under way. Gradients are in fp32, placed as their
+    sinks, of which each device may hold a term of the sum; those of layers have the steps one after
+    the other, and `stage` hidden.
+    """
+    mesh, ages = place.mesh, len(params)
+    stages = np.arange(mesh.shape["stage"], dtype=np.int32)
+    block_sinks = None if sinks is None else jax.tree.map(_of_stage, sinks[0])
+    run = _Run(
+        program=program, parts=parts, pieces=pieces,
+        place=dataclasses.replace(place, hidden=STAGE),
+        weights=tuple(hidden(blocks, mesh) for blocks, _ in params),
+        outer=tuple(outer for _, outer in params),
+        batch=jax.tree.map(lambda *each: jnp.concatenate(each), *batches),
+        sinks=block_sinks, backward_sinks=block_sinks,
+        outer_sinks=None if sinks is None else sinks[1],
+        kinds=_kinds(parts, kinds, mesh), me=_by_stage(stages, mesh)[0],
+    )  # fmt: skip
+    run = dataclasses.replace(run, x_type=jax.eval_shape(lambda: run.embedded(None, 0)))
+    noted = ()
+    if program.table.splits_backward:
+        noted, backward_sinks = _noted(run)
+        run = dataclasses.replace(run, backward_sinks=backward_sinks)
+    kept = None if sinks is None else _kept(run)
+    losses = jax.eval_shape(lambda x: pieces.losses(run.outer[0], None, x, run.rows(0)), run.x_type)
+    several = lambda leaf: zeros_sum(_stacked(leaf, ages))  # noqa: E731
+    carry = _Carry(
+        **_buffers(run, kept, noted),
+        blocks=tuple(
+            zeros_sum(_longer(leaf, ages)) for leaf in jax.tree.leaves(block_sinks)
+        ),
+        outer=None if sinks is None else jax.tree.map(several, run.outer_sinks),
+        losses=jax.tree.map(lambda leaf: jnp.zeros((ages, *leaf.shape), leaf.dtype), losses),
+    )  # fmt: skip
+    if flight is not None:
+        carry = carry._replace(**_landed(flight, carry, mesh))
+    rows = program.operation | {
+        f"{name}+{distance}": array
+        for distance, names in program.arrivals.items() for name, array in names.items()
+    }  # fmt: skip
+    rows = {name: array.astype(np.int32) for name, array in rows.items()}
+    for first, length, times in program.loops:
+        end = first + length * times
+        present = [_present(program, slice(first + at, end, length)) for at in range(length)]
+
+        def body(carry, row, present=present):
+            for at, there in enumerate(present):
+                carry = _tick(run, kept, noted, there, carry, {n: a[at] for n, a in row.items()})
+            return carry, None
+
+        steps = {n: a[first:end].reshape(times, length, *a.shape[1:]) for n, a in rows.items()}
+        carry, _ = jax.lax.scan(body, carry, steps)
+    blocks = jax.tree.unflatten(jax.tree.structure(block_sinks), carry.blocks)
+    made = Gradient(carry.losses, blocks, carry.outer)
+    return made, None if flight is None else _under_way(carry, mesh)
+
+
+class Flight(NamedTuple):
+    """What is under way between the steps of a periodic table: arrays [stages, places, ...]."""
+
+    inputs: jax.Array | None
+    gradients: jax.Array | None
+    kept: tuple[jax.Array, ...]
+
+
+def _under_way(carry: _Carry, mesh: jax.sharding.Mesh) -> Flight:
+    def one(array):
+        to = sharding.split_only(jax.typeof(array).sharding.spec)
+        return sharding.reveal(mesh, STAGE, jax.sharding.reshard(array, to)[None])
+
+    return jax.tree.map(one, Flight(carry.inputs, carry.gradients, carry.kept))
+
+
+def _landed(flight: Flight, carry: _Carry, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """The buffers of `carry` with what is under way in them."""
+
+    def one(array, buffer):
+        to = jax.typeof(buffer).sharding.spec
+        return jax.sharding.reshard(sharding.hide(mesh, STAGE, array)[0], to)
+
+    buffers = Flight(carry.inputs, carry.gradients, carry.kept)
+    return jax.tree.map(one, flight, buffers)._asdict()
+
+
+def _buffers(run: _Run, kept: _Kept | None, noted: tuple[dot.Noted, ...]) -> dict[str, Any]:
+    """Empty places for everything that waits."""
+    places = run.program.places
+    of = lambda name: _buffer(run.x_type, places[name]) if places[name] else None  # noqa: E731
+    return {
+        "inputs": of("inputs"),
+        "gradients": of("gradients"),
+        "kept": () if kept is None else tuple(_buffer(k, places["kept"]) for k in kept.stored),
+        "products": tuple(
+            jax.tree.map(lambda leaf: _buffer(leaf, places["products"]), note.types)
+            for note in noted
+        ),
+    }
+
+
+def hidden(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Arrays split over `stage` along their first dimension, with that axis hidden."""
+    return jax.tree.map(lambda array: sharding.hide(mesh, STAGE, array), tree)
+
+
+def revealed(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The reverse of `hidden`."""
+    return jax.tree.map(lambda array: sharding.reveal(mesh, STAGE, array), tree)
+
+
+def _by_stage(numbers: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Each stage's share of `numbers`."""
+    to = NamedSharding(mesh, PartitionSpec("stage"))
+    return hidden(jax.sharding.reshard(jnp.asarray(numbers), to), mesh)
+
+
+def of_stage(to: NamedSharding) -> NamedSharding:
+    """The sharding of an array as staged, with `stage` hidden."""
+    _, *rest = to.spec.partitions
+    spec = PartitionSpec(None, *rest, unreduced=to.spec.unreduced, reduced=to.spec.reduced)
+    return NamedSharding(to.mesh, spec)
+
+
+def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    kind = leaf.sharding
+    shape = (leaf.shape[0] // kind.mesh.shape["stage"], *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=of_stage(kind))
+
+
+def zeros_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An empty sum, in fp32, of gradients with this type."""
+    spec = leaf.sharding.spec
+    to = NamedSharding(leaf.sharding.mesh, sharding.unreduced(spec, spec.reduced))
+    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
+
+
+def _longer(leaf: jax.ShapeDtypeStruct, times: int) -> jax.ShapeDtypeStruct:
+    shape = (leaf.shape[0] * times, *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _kinds(parts: Parts, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.Array:
+    """The kinds of every part's layers, or int[places of this stage] where parts differ."""
+    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in parts.order]
+    by_part = {tuple(at[i : i + parts.size]) for i in range(0, len(at), parts.size)}
+    if len(by_part) == 1:
+        return by_part.pop()
+    names = sorted(set(kinds))
+    numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
+    return _by_stage(np.array(numbers, np.int32), mesh)
+
+
+def _present(program: Program, ticks: slice) -> dict[str, Any]:
+    """What is in these ticks: True = in all, None = in some, False = in none."""
+
+    def how_many(array):
+        there = array[ticks] >= 0
+        return True if there.all() else None if there.any() else False
+
+    kinds = program.table.kind[ticks]
+    return {
+        "kinds": set(np.unique(kinds).tolist()) - {IDLE},
+        "busy": bool((kinds != IDLE).all()),
+        "embeds": how_many(program.operation["embeds"]),
+        "loses": how_many(program.operation["loses"]),
+        "unembeds": how_many(program.operation["unembeds"]),
+        "arrivals": {
+            distance: {n: how_many(a) for n, a in names.items() if how_many(a) is not False}
+            for distance, names in program.arrivals.items()
+            if any(how_many(array) is not False for array in names.values())
+        },
+    }
+
+
 def _tick(
     run: _Run,
     kept: _Kept | None,
@@ -507,7 +591,7 @@ def _tick(
     if present["embeds"] is not False:
         entered = _if(
             row["embeds"] >= 0, present["embeds"],
-            lambda: run.pieces.embed(run.outer, None, run.rows(row["embeds"])),
+            lambda: run.embedded(None, row["embeds"]),
             lambda: zeros(run.x_type),
         )  # fmt: skip
 
@@ -571,7 +655,7 @@ def _tick(
         ]
         carry = carry._replace(products=tuple(products))
     if made.blocks:
-        carry = carry._replace(blocks=_added(run, carry.blocks, made.blocks, chunk))
+        carry = carry._replace(blocks=_added(run, carry.blocks, made.blocks, chunk, microbatch))
     sent = made.sent
 
     stage_of = run.program.table.stage_of
@@ -592,31 +676,33 @@ def _tick(
 
 def _lose(run: _Run, stage: int, row, at, sent, carry: _Carry) -> _Carry:
     """Losses of a microbatch that went through the last part, and its gradient's way back."""
-    x_BTD, rows = run.spread(sent, stage), run.rows(row["loses"])
+    microbatch = row["loses"]
+    x_BTD, rows = run.spread(sent, stage), run.rows(microbatch)
+    outer = run.version(run.outer, microbatch)
     if run.sinks is None:
-        found = run.pieces.losses(run.outer, None, x_BTD, rows)
-        return carry._replace(losses=jax.tree.map(jnp.add, carry.losses, found))
+        found = run.pieces.losses(outer, None, x_BTD, rows)
+        return carry._replace(losses=_with(run, carry.losses, found, microbatch))
 
     def loss(x_BTD, sinks):
-        found = run.pieces.losses(run.outer, sinks, x_BTD, rows)
+        found = run.pieces.losses(outer, sinks, x_BTD, rows)
         return found[0], found
 
     sinks = run.sinks_of(run.pieces.losses_names)
     _, pull, found = jax.vjp(loss, x_BTD, sinks, has_aux=True)
     gradient_x, gradients = pull(jnp.ones(()))
     return carry._replace(
-        losses=jax.tree.map(jnp.add, carry.losses, found),
-        outer=_sum(carry.outer, gradients),
+        losses=_with(run, carry.losses, found, microbatch),
+        outer=carry.outer | _with(run, carry.outer, gradients, microbatch),
         gradients=_written(carry.gradients, at, gradient_x, at >= 0),
     )
 
 
 def _unembed(run: _Run, stage: int, row, sent, carry: _Carry) -> _Carry:
     """Gradients of the embedding from a microbatch's way back through the first part."""
-    gradient, rows = run.spread(sent, stage), run.rows(row["unembeds"])
+    microbatch, gradient = row["unembeds"], run.spread(sent, stage)
     sinks = run.sinks_of(run.pieces.embed_names)
-    _, pull = jax.vjp(lambda sinks: run.pieces.embed(run.outer, sinks, rows), sinks)
-    return carry._replace(outer=_sum(carry.outer, *pull(gradient)))
+    _, pull = jax.vjp(lambda sinks: run.embedded(sinks, microbatch), sinks)
+    return carry._replace(outer=carry.outer | _with(run, carry.outer, *pull(gradient), microbatch))
 
 
 def _if(condition, always, function: Callable, otherwise: Callable, *arguments):
@@ -626,25 +712,28 @@ def _if(condition, always, function: Callable, otherwise: Callable, *arguments):
     return jax.lax.cond(condition, function, otherwise, *arguments)
 
 
-def _sum(total: dict, new: dict) -> dict:
-    add = lambda old, one: old + one.astype(old.dtype)  # noqa: E731
-    return total | {name: jax.tree.map(add, total[name], new[name]) for name in new}
+def _with(run: _Run, total: Any, new: Any, microbatch) -> Any:
+    """`total` [ages, ...] with `new` added in the row of a microbatch's step."""
+    if isinstance(new, dict):
+        total = {name: total[name] for name in new}
+    add = lambda old, one: _plus(old, one[None], run.age(microbatch))  # noqa: E731
+    return jax.tree.map(add, total, new)
 
 
-def _added(run: _Run, total: tuple, gradients: tuple, chunk) -> tuple:
+def _added(run: _Run, total: tuple, gradients: tuple, chunk, microbatch) -> tuple:
     """`total`, over a stage's layers, with the gradients of one part; None is not added."""
+    at = (run.age(microbatch) * run.parts.chunks + chunk) * run.parts.size
+    each = zip(total, gradients, strict=True)
+    return tuple(old if new is None else _plus(old, new, at) for old, new in each)
 
-    def one(old, new):
-        if new is None:
-            return old
-        new = new.astype(old.dtype)
-        if run.parts.chunks > 1:
-            # Of an array that is not summed yet no slice can be taken.
-            first = chunk * run.parts.size
-            new = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(old), new, first, 0)
-        return old + new
 
-    return tuple(map(one, total, gradients))
+def _plus(total: jax.Array, new: jax.Array, at) -> jax.Array:
+    """`total` with `new` added to its rows from `at` on."""
+    new = new.astype(total.dtype)
+    if new.shape != total.shape:
+        # Of an array that is not summed yet no slice can be taken.
+        new = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), new, at, 0)
+    return total + new
 
 
 def _is_factors(leaf: Any) -> bool:
@@ -719,8 +808,11 @@ def _switch(branch, functions: list[Callable]) -> _Made:
             empty.sent if made.sent is None else made.sent,
             made.kept or empty.kept,
             made.products or empty.products,
-            tuple(two[1] if two[0] is None else two[0] for two in zip(blocks, empty.blocks, strict=True)),
-        )  # fmt: skip
+            tuple(
+                zero if leaf is None else leaf
+                for leaf, zero in zip(blocks, empty.blocks, strict=True)
+            ),
+        )
 
     nothing = lambda: jax.tree.map(zeros, whole)  # noqa: E731
     branches = [nothing, *(functools.partial(filled, function) for function in functions)]

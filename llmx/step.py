@@ -252,8 +252,8 @@ def make_eval_step(
                 loss = jnp.sum(loss_BT * batch["weights"])
             else:
                 table = executor.forward_table(setup.pipeline.parts.stage_of, microbatches)
-                one = jnp.ones(())
-                (_, loss, _), *_ = _run_pipeline(setup, table, params, batch, one, 0.0, None)
+                made, _ = _run_pipeline(setup, table, [(params, batch)], 0.0, None)
+                loss = made.losses[1][0] * jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         return loss, jnp.sum(batch["weights"])
 
     return jax.jit(eval_step)
@@ -314,28 +314,48 @@ def _make_pipeline_gradient(setup: Setup, *, accumulation: int, z_loss: float, g
     sinks = (types["blocks"], sinks)
 
     def gradient_of(params, batch):
-        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         if gather == "step":
             params = _gathered(setup, params)
-        table = setup.pipeline.table
-        (_, loss, z), blocks, outer = _run_pipeline(
-            setup, table, params, batch, tokens, z_loss, sinks
-        )
-        grads = {"blocks": blocks} | outer
-        finish = lambda leaf, sink, to: jax.sharding.reshard(leaf.astype(sink.dtype), to)  # noqa: E731
-        to = setup.gradients | {
-            "blocks": jax.tree.map(executor.of_stage, setup.gradients["blocks"])
-        }
-        grads = jax.tree.map(finish, grads, types, to)
-        grads["blocks"] = executor.revealed(grads["blocks"], setup.mesh)
+        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        made, _ = _run_pipeline(setup, setup.pipeline.table, [(params, batch)], z_loss, sinks)
+        _, loss, z = jax.tree.map(lambda each: each[0], made.losses)
+        (grads,) = _finished(setup, types, made)
         return (loss, z), tokens, grads
 
     return gradient_of
 
 
-def _run_pipeline(setup: Setup, table: Table, params, batch: Batch, tokens, z_loss: float, sinks):
-    """Losses (all, of the tokens, of z), summed over microbatches and divided by `tokens`, and
-    gradients, as `executor.run_table` returns them."""
+def _finished(setup: Setup, types, made: executor.Gradient) -> list:
+    """Gradients of this step, and of the step before if there is one, placed as gradients are."""
+    ages = made.losses[0].shape[0]
+    outer = {name: leaf for name, leaf in setup.gradients.items() if name != "blocks"}
+    blocks = setup.gradients["blocks"]
+
+    def stacked(leaf, sink, to):
+        spec = PartitionSpec(None, *to.spec.partitions)
+        return jax.sharding.reshard(leaf.astype(sink.dtype), NamedSharding(to.mesh, spec))
+
+    def staged(leaf, sink, to):
+        leaf = jax.sharding.reshard(leaf.astype(sink.dtype), executor.of_stage(to))
+        return jnp.reshape(
+            leaf,
+            (ages, -1, *leaf.shape[1:]),
+            out_sharding=PartitionSpec(None, *jax.typeof(leaf).sharding.spec.partitions),
+        )
+
+    outer = jax.tree.map(stacked, made.outer, {name: types[name] for name in outer}, outer)
+    blocks = jax.tree.map(staged, made.blocks, types["blocks"], blocks)
+
+    def of(age: int):
+        outer_of, blocks_of = jax.tree.map(lambda leaf: leaf[age], (outer, blocks))
+        return outer_of | {"blocks": executor.revealed(blocks_of, setup.mesh)}
+
+    return [of(age) for age in range(ages)]
+
+
+def _run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, flight=None):
+    """What `executor.run_table` returns for (parameters, batch) of this step, and of the step
+    before; losses are all, of the tokens, of z."""
     apply, run, parts = setup.apply, setup.run, setup.pipeline.parts
     inside = dataclasses.replace(run, place=dataclasses.replace(run.place, hidden=executor.STAGE))
 
@@ -359,9 +379,8 @@ def _run_pipeline(setup: Setup, table: Table, params, batch: Batch, tokens, z_lo
 
     def losses(outer, sinks, x_BTD, rows):
         loss_BT, log_z_BT = apply.last_losses(routed(outer, sinks), x_BTD, rows["targets"], run)
-        share_BT = rows["weights"] / tokens
-        loss = jnp.sum(loss_BT * share_BT)
-        z = z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
+        loss = jnp.sum(loss_BT * rows["share"])
+        z = z_loss * jnp.sum(jnp.square(log_z_BT) * rows["share"])
         return loss + z, loss, z
 
     tied, learned = setup.model.tied_head, setup.model.positions == "learned"
@@ -373,13 +392,19 @@ def _run_pipeline(setup: Setup, table: Table, params, batch: Batch, tokens, z_lo
             lambda _, axes: "embed" in axes, setup.abstract.params["blocks"], setup.axes["blocks"]
         ),
     )  # fmt: skip
-    batch = dict(zip(batch, apply.split_rows(batch.values(), run), strict=True))
+
+    def prepared(batch):
+        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        batch = batch | {"share": batch["weights"] / tokens}
+        batch = dict(zip(batch, apply.split_rows(batch.values(), run), strict=True))
+        return _microbatches(batch, table.num_microbatches)
+
+    outside = lambda params: {name: leaf for name, leaf in params.items() if name != "blocks"}  # noqa: E731
     return executor.run_table(
         executor.program(table), parts, pieces, run.place,
-        blocks=params["blocks"],
-        outer={name: leaf for name, leaf in params.items() if name != "blocks"},
-        batch=_microbatches(batch, table.num_microbatches),
-        kinds=setup.model.layer_kinds, sinks=sinks,
+        params=tuple((params["blocks"], outside(params)) for params, _ in runs),
+        batches=tuple(prepared(batch) for _, batch in runs),
+        kinds=setup.model.layer_kinds, sinks=sinks, flight=flight,
     )  # fmt: skip
 
 

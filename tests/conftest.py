@@ -8,6 +8,8 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
     + " --xla_backend_optimization_level=0"  # compiles in half the time
 )
+# XLA:CPU's threads. A collective that waits takes one, and several may wait on each device.
+os.environ["NPROC"] = "64"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
