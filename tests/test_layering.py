@@ -28,6 +28,7 @@ ROWS = [
         "checksums",
         "hlo_text",
         "dot",
+        "executor",
         "hf_formats",
         "data",
         "kernels",
@@ -38,7 +39,7 @@ ROWS = [
     {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
     {"model", "hlo_collectives"},
     {"step", "config", "hlo", "layer_times"},
-    {"bill", "build", "variants"},
+    {"bill", "build", "stages", "variants"},
     {"evaluate", "generate", "convert", "plan", "aot"},
     {"train"},
 ]
