@@ -32,7 +32,7 @@ from llmx import (
     topologies,
 )
 from llmx.partition import Layer, Partition
-from llmx.pipeline import Table, Timeline
+from llmx.pipeline import BACKWARD, FORWARD, Table, Timeline
 
 # Schedules of which the planner has a formula, by its name in partition.IN_FLIGHT.
 PLANNED = {"gpipe": "gpipe", "1f1b": "1f1b", "pipedream_2bw": "1f1b_unflushed"}
@@ -88,6 +88,7 @@ class Profile:
     blocks: list[Layer]
     beside: Layer  # share of embedding and head
     weight_seconds: list[float]  # of each block's backward pass, those of WEIGHT
+    factor_bytes: int  # of a block between BACKWARD and WEIGHT: what weight gradients are made of
 
 
 def counted(run: config.Config, flops_per_second: float) -> Clock:
@@ -184,7 +185,18 @@ def profile(run: config.Config, clock: Clock) -> Profile:
         block.backward * products / ((costs.TRAINING_PASSES - 1) * forward + more)
         for block, forward, more in backwards
     ]
-    return Profile(blocks, beside, weights)
+    return Profile(blocks, beside, weights, _factor_bytes(run))
+
+
+def _factor_bytes(run: config.Config) -> int:
+    """Of each product with a weight, what it took and the gradient of what it gave."""
+    mesh, model = run.mesh, run.model
+    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
+    inward = 2 if model.gated_mlp else 1
+    whole = (3 + 1 + inward + 1) * D  # into queries, keys, values and MLP, out of both halves
+    split = (N + 2 * K) * H + N * H + inward * F + F  # over `tensor`
+    tokens = tokens_of(run) // mesh.sequence
+    return math.ceil(_number_bytes(run).compute * tokens * (whole + split / mesh.tensor))
 
 
 # ---------------------------------------------------------------------------------------- the cuts
@@ -233,9 +245,18 @@ def pipelines(
     M = run.batch.accumulation
     table = pipeline.table_of(run.pipeline, stages=run.mesh.stage, microbatches=M)
     versions = versions or VERSIONS.get(table.name, 1)
-    stash = int(pipeline.check(table).peak_stash.max())
+    # All that a device has room for, as if it were of one microbatch.
+    kept = int(pipeline.held(table, FORWARD, BACKWARD).max())
+    waiting = int(pipeline.check(table).peak_waiting_weights.max())
+    blocks = [
+        dataclasses.replace(
+            block, stash_bytes=kept * block.stash_bytes + waiting * found.factor_bytes
+        )
+        for block in found.blocks
+    ]
+    found = dataclasses.replace(found, blocks=blocks)
     settings = dict(
-        bandwidth=bandwidth, microbatches=M, versions=versions, room=stash, beside=found.beside,
+        bandwidth=bandwidth, microbatches=M, versions=versions, room=1, beside=found.beside,
         in_flight=PLANNED.get(table.name, "1f1b"),
     )  # fmt: skip
 
@@ -293,7 +314,7 @@ def _cut(table: Table, found: Profile, layers: tuple[int, ...], settings: dict) 
         timeline=timeline,
         barriers=timeline.step_time + together,
         free=free.step_time + together,
-        memory_bytes=table.chunks * (state + more * version) + settings["room"] * stash
+        memory_bytes=table.chunks * (state + more * version) + stash
         + beside.state_bytes + more * beside.version_bytes,
     )  # fmt: skip
 

@@ -648,6 +648,16 @@ def test_a_device_has_room_for_the_longest_part(capsys):
     assert cuts["config"]["barriers"] > 1.3 * cuts["planned"]["barriers"]
 
 
+def test_products_are_kept_until_their_weight_gradients(capsys):
+    flags = [*LLAMA, *MICROBATCHES_8]
+    reports = [planned([*flags, f"--schedule={name}"], capsys)[0] for name in ("gpipe", "zb_h1")]
+    plain, split = (report["cuts"]["planned"]["memory_bytes"] for report in reports)
+    # 8 microbatches of inputs; 4 of inputs and 4 of factors, in bf16: D, N H and F are 4096, 4096
+    # and 14336 wide, K H is 1024.
+    factors = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)  # q, out; k, v; MLP
+    assert split - plain == 8 * 2 * 8192 * (4 * factors - 4 * 4096)
+
+
 def test_layers_that_differ_are_cut_unevenly(tmp_path, capsys):
     path = tmp_path / "uneven.py"
     path.write_text(UNEVEN)
