@@ -32,11 +32,16 @@ to the first. Layers i.. in n stages on d devices at most take
 
 where stage(i, j, m) is infinite if it needs too much memory with n - 1 stages behind it.
 
+What every stage has and does whatever its layers are (`beside`) is added to each: with `spread` a
+share of embedding and head, which `llmx.executor` cuts over all stages. The chain is then the
+blocks alone, so that every stage has at least one.
+
 Temporaries are not in it (one layer's backward pass, weights in the compute dtype, workspaces): set
 the limit lower than a device's memory.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -78,6 +83,9 @@ class Layer:
     stash_bytes: int  # kept from the forward to the backward pass
 
 
+NOTHING = Layer("nothing", 0.0, 0.0, 0, 0, 0, 0, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """Layers first..stop-1 of the chain."""
@@ -97,6 +105,7 @@ class Partition:
     links: tuple[float, ...]  # seconds per microbatch between neighbours, one fewer than stages
     microbatches: int  # of a step
     in_flight: str  # a name in IN_FLIGHT
+    beside: Layer | None = None  # what every stage has and does beside its layers
 
     @property
     def seconds(self) -> float:
@@ -129,6 +138,8 @@ def partition(
     replicate: bool = True,
     versions: int | None = 1,
     in_flight: str = "1f1b",
+    room: int | None = None,
+    beside: Layer | None = None,
 ) -> Partition:
     """The partition whose slowest stage or link is fastest.
 
@@ -146,6 +157,9 @@ def partition(
       versions: of the weights kept by every stage: 1, with PipeDream-2BW 2; None = one for each
         microbatch in flight, PipeDream's weight stashing.
       in_flight: a name in IN_FLIGHT.
+      room: microbatches that every stage has room for, in place of those that it has in flight.
+      beside: what every stage has and does beside its layers, e.g. from `spread`; its output and
+        what it keeps are not looked at.
 
     Raises ValueError for arguments that do not go together, and where nothing fits into memory.
     """
@@ -153,7 +167,7 @@ def partition(
     most_replicas = num_devices if replicate else 1
     tables = _tables(
         layers, most_replicas, bandwidth=bandwidth, microbatches=microbatches, versions=versions,
-        in_flight=in_flight,
+        in_flight=in_flight, room=room, beside=beside,
     )  # fmt: skip
     if num_stages is None:
         counts = range(1, min(num_devices, len(layers)) + 1)
@@ -173,9 +187,43 @@ def partition(
             lambda later: np.where(np.isinf(tables.seconds), math.inf, tables.memory(later)),
             free, num_devices, counts,
         )  # fmt: skip
-        least = _made(cuts, tables, microbatches, in_flight)
+        least = _made(cuts, tables, microbatches, in_flight, beside)
         raise ValueError(_too_little(least, layers, memory_bytes, num_devices, num_stages))
-    return _made(cuts, tables, microbatches, in_flight)
+    return _made(cuts, tables, microbatches, in_flight, beside)
+
+
+def priced(
+    layers: Sequence[Layer],
+    counts: Sequence[int],
+    *,
+    bandwidth: float,
+    microbatches: int,
+    replicas: int = 1,
+    versions: int | None = 1,
+    in_flight: str = "1f1b",
+    room: int | None = None,
+    beside: Layer | None = None,
+) -> Partition:
+    """A given partition with its times and memory: `counts` layers on each stage, from the first.
+
+    `replicas` are those of every stage; the other arguments are those of `partition`.
+
+    Raises ValueError where the counts do not fill the chain.
+    """
+    num_devices = replicas * len(counts)
+    _check(layers, num_devices, bandwidth, microbatches, len(counts) or None, versions, in_flight)
+    if min(counts, default=0) < 1 or sum(counts) != len(layers):
+        raise ValueError(
+            f"counts={tuple(counts)} must be numbers of at least 1 that add up to {len(layers)} "
+            f"layers: their sum is {sum(counts)}"
+        )
+    tables = _tables(
+        layers, replicas, bandwidth=bandwidth, microbatches=microbatches, versions=versions,
+        in_flight=in_flight, room=room, beside=beside,
+    )  # fmt: skip
+    stops = itertools.accumulate(counts)
+    cuts = [(stop - count, stop, replicas) for count, stop in zip(counts, stops, strict=True)]
+    return _made(cuts, tables, microbatches, in_flight, beside)
 
 
 def _check(layers, num_devices, bandwidth, microbatches, num_stages, versions, in_flight) -> None:
@@ -223,20 +271,24 @@ class _Tables:
 
 
 def _tables(
-    layers: Sequence[Layer], most_replicas: int, *, bandwidth, microbatches, versions, in_flight
-) -> _Tables:
+    layers: Sequence[Layer], most_replicas: int, *, bandwidth, microbatches, versions, in_flight,
+    room, beside,
+) -> _Tables:  # fmt: skip
+    beside = beside or NOTHING
     m = np.arange(1, most_replicas + 1)
-    compute = _sums([layer.forward + layer.backward for layer in layers])[:, :, None] / m
+    compute = _sums([layer.forward + layer.backward for layer in layers])[:, :, None]
+    compute = (compute + (beside.forward + beside.backward)) / m
     weights = _sums([float(layer.weight_bytes) for layer in layers])[:, :, None]
+    weights = weights + beside.weight_bytes
     exchange = weights * (2 * (m - 1) / m / microbatches / bandwidth)
     seconds = np.maximum(compute, exchange)
     seconds[np.tri(len(layers) + 1, dtype=bool)] = math.inf
-    state = _sums([layer.state_bytes for layer in layers])
-    version = _sums([layer.version_bytes for layer in layers])
+    state = _sums([layer.state_bytes for layer in layers]) + beside.state_bytes
+    version = _sums([layer.version_bytes for layer in layers]) + beside.version_bytes
     stash = _sums([layer.stash_bytes for layer in layers])
 
     def memory(later: int) -> np.ndarray:
-        flying = IN_FLIGHT[in_flight](later, microbatches)
+        flying = IN_FLIGHT[in_flight](later, microbatches) if room is None else room
         more = (flying if versions is None else versions) - 1
         return (state + more * version)[:, :, None] - (-flying * stash[:, :, None] // m)
 
@@ -332,7 +384,7 @@ def _following(best: np.ndarray, most_replicas: int) -> np.ndarray:
     return left
 
 
-def _made(cuts, tables: _Tables, microbatches: int, in_flight: str) -> Partition:
+def _made(cuts, tables: _Tables, microbatches: int, in_flight: str, beside) -> Partition:
     stages = []
     for later, (first, stop, replicas) in enumerate(reversed(cuts)):
         at = (first, stop, replicas - 1)
@@ -340,7 +392,7 @@ def _made(cuts, tables: _Tables, microbatches: int, in_flight: str) -> Partition
             Stage(*cuts[-1 - later], float(tables.seconds[at]), int(tables.memory(later)[at]))
         )
     links = tuple(float(tables.links[stop]) for _, stop, _ in cuts[:-1])
-    return Partition(tuple(reversed(stages)), links, microbatches, in_flight)
+    return Partition(tuple(reversed(stages)), links, microbatches, in_flight, beside)
 
 
 def _too_little(
@@ -432,6 +484,35 @@ def layers_of(
     ]
 
 
+def spread(
+    layers: Sequence[Layer], model: ModelConfig, *, num_stages: int
+) -> tuple[list[Layer], Layer]:
+    """The blocks of a chain from `layers_of`, and each stage's share of its embedding and head.
+
+    A tied table, which the chain has at both ends, is there once. Losses are differentiated as soon
+    as they are computed: nothing of them is kept.
+    """
+    first, *blocks, last = layers
+    share = 1.0
+    if model.tied_head:
+        norm = costs.parameters_by_layer(model)[-1]
+        share = norm / (norm + model.padded_vocab * model.width)
+
+    def of_each(name: str) -> int:
+        return math.ceil((vars(first)[name] + share * vars(last)[name]) / num_stages)
+
+    return blocks, Layer(
+        name=f"1/{num_stages} of embedding and head",
+        forward=(first.forward + last.forward) / num_stages,
+        backward=(first.backward + last.backward) / num_stages,
+        weight_bytes=of_each("weight_bytes"),
+        state_bytes=of_each("state_bytes"),
+        version_bytes=of_each("version_bytes"),
+        output_bytes=0,
+        stash_bytes=0,
+    )
+
+
 def to_counts(found: Partition) -> tuple[int, ...]:
     """How many blocks each stage has, of a partition of `layers_of`.
 
@@ -464,12 +545,15 @@ def describe(found: Partition, layers: Sequence[Layer]) -> str:
     for number, names, *figures in rows:
         right = [text.rjust(width) for text, width in zip(figures, widths[2:], strict=True)]
         lines.append("  ".join([number.ljust(widths[0]), names.ljust(widths[1]), *right]))
+    beside = found.beside or NOTHING
     work = sum(layer.forward + layer.backward for layer in layers)
+    work += len(found.stages) * (beside.forward + beside.backward)
     devices, ticks = found.num_devices, found.num_ticks
     even = work / (devices * found.seconds) if found.seconds else 1.0
     full = found.microbatches / ticks
     return "\n".join([
         *lines,
+        *_beside(beside),
         f"slowest     {_slowest(found, layers)}: {1e3 * found.seconds:.3f} ms per microbatch",
         f"step        {found.microbatches} microbatches in {ticks} ticks: "
         f"{1e3 * found.step_seconds:.3f} ms on {devices} devices",
@@ -478,12 +562,20 @@ def describe(found: Partition, layers: Sequence[Layer]) -> str:
     ])  # fmt: skip
 
 
+def _beside(layer: Layer) -> list[str]:
+    if layer == NOTHING:
+        return []
+    seconds, size = layer.forward + layer.backward, _gib(layer.state_bytes)
+    return [f"everywhere  {layer.name}: {1e3 * seconds:.3f} ms and {size} of each stage's"]
+
+
 def _slowest(found: Partition, layers: Sequence[Layer]) -> str:
     for number, seconds in enumerate(found.links):
         if seconds > max(stage.seconds for stage in found.stages) and seconds == found.seconds:
             return f"the link from stage {number} to {number + 1}"
     number, stage = max(enumerate(found.stages), key=lambda each: (each[1].seconds, -each[0]))
     chain = layers[stage.first : stage.stop]
+    chain = [*chain, found.beside or NOTHING]
     compute = sum(layer.forward + layer.backward for layer in chain) / stage.replicas
     exchanges = stage.seconds > compute * (1 + RELATIVE_TIE)
     return f"stage {number}, {'exchange of gradients' if exchanges else 'computation'}"

@@ -41,9 +41,7 @@ class PipelineConfig:
 
     schedule: str = "1f1b"  # a name in pipeline.SCHEDULES
     table: str = ""  # a CSV file with a schedule of your own, in place of `schedule`
-    virtual_stages: int = (
-        0  # parts of the model on each stage; 0 = the least that the schedule takes
-    )
+    virtual_stages: int = 0  # parts of the model on each stage; 0 = the schedule's least
     layers: tuple[int, ...] = ()  # of each part, in the model's order; () = as equal as possible
 
 

@@ -34,11 +34,11 @@ ROWS = [
         "collectives",
         "topologies",
     },
-    {"context", "partition"},
+    {"context", "executor", "partition"},
     {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
     {"model", "hlo_collectives"},
     {"step", "config", "hlo", "layer_times"},
-    {"bill", "build", "variants"},
+    {"bill", "build", "stages", "variants"},
     {"evaluate", "generate", "convert", "plan", "aot"},
     {"train"},
 ]

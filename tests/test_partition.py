@@ -263,6 +263,62 @@ def test_a_step_fills_the_pipeline():
     assert split(chain, 4, num_stages=4, in_flight="asynchronous").step_seconds == 24.0
 
 
+# ----------------------------------------------------------- stages that share embedding and head
+
+
+def test_what_every_stage_does_beside_its_layers_is_added_to_each():
+    beside = layer(6.0, name="share", weight_bytes=80, state_bytes=7, version_bytes=2)
+    chain = [layer(state_bytes=10, version_bytes=1, stash_bytes=3)] * 8
+    found = split(chain, 4, num_stages=4, beside=beside, versions=2)
+    assert [stage.seconds for stage in found.stages] == [12.0] * 4
+    # Twice 10 and 1, its own 7 and 2, and 7, 5, 3, 1 microbatches in flight; nothing of it is kept.
+    assert [stage.memory_bytes for stage in found.stages] == [31 + 6 * n for n in (7, 5, 3, 1)]
+    one = split([layer()], 2, num_stages=1, beside=beside, bandwidth=1.0, microbatches=2)
+    assert (one.num_devices, one.seconds) == (1, 9.0)  # two would exchange for 40 s
+    assert "everywhere  share: 6000.000 ms and 0.00 GiB" in describe(found, chain)
+    assert "slowest     stage 0, computation: 12000.000 ms" in describe(found, chain)
+    assert "devices are then busy 100.0%" in describe(found, chain)
+
+
+def test_stages_may_all_have_room_for_as_many():
+    chain = [layer(stash_bytes=10)] * 12
+    alike = split(chain, 4, num_stages=4, room=7)
+    assert [stage.memory_bytes for stage in alike.stages] == [210] * 4
+
+
+def test_a_given_cut_is_priced_as_the_planner_prices_its_own():
+    for seed in range(60):
+        case = random_case(seed)
+        options = case.options | {"memory_bytes": None, "replicate": False}
+        found = partition.partition(case.layers, case.num_devices, **options)
+        same = {
+            name: options[name] for name in ("bandwidth", "microbatches", "versions", "in_flight")
+        }
+        counts = [stage.stop - stage.first for stage in found.stages]
+        assert partition.priced(case.layers, counts, **same) == found
+
+
+def test_a_cut_that_does_not_fill_the_chain_is_refused():
+    for counts in [(3, 2), (4, 0), (2,)]:
+        with pytest.raises(ValueError, match=r"numbers of at least 1 that add up to 4 layers"):
+            partition.priced([layer()] * 4, counts, bandwidth=1.0, microbatches=1)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3.2_1b"])
+def test_a_spread_chain_adds_up_to_the_model(name):
+    model = preset(name)
+    chain = layers_of(model, **LLAMA)
+    blocks, beside = partition.spread(chain, model, num_stages=4)
+    assert [each.name for each in blocks] == [f"block {n}" for n in range(model.num_layers)]
+    seconds = sum(each.forward for each in blocks) + 4 * beside.forward
+    assert seconds == pytest.approx(sum(each.forward for each in chain))
+    # Whole bytes: up to one more on each stage. A tied table is there once.
+    state = sum(each.state_bytes for each in blocks) + 4 * beside.state_bytes
+    assert 0 <= state - 16 * costs.num_stored_parameters(model) <= 4
+    found = split(blocks, 4, num_stages=4, beside=beside)
+    assert {stage.stop - stage.first for stage in found.stages} == {model.num_layers // 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
