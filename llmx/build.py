@@ -36,7 +36,8 @@ def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = Non
             run.pipeline, stages=mesh.shape["stage"], microbatches=run.batch.accumulation
         )
         cut = parts.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
-        stages = step.Pipeline(table, cut)
+        rows = (run.batch.size, run.batch.sequence_length)
+        stages = step.Pipeline(table, cut, rows)
     return step.make_setup(
         run.model, execution, run.optimizer, total_steps=run.steps, pipeline=stages
     )

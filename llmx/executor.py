@@ -224,7 +224,7 @@ def _taken(lives: dict, place: dict, stage: int, ticks: int) -> list[set[int]]:
     for key, (at, first, end) in lives.items():
         if at == stage:
             for tick in range(first, end + 1):
-                taken[tick].add(place[key])
+                taken[tick % ticks].add(place[key])
     return taken
 
 
@@ -382,7 +382,7 @@ def run_table(
     batches: tuple[dict[str, jax.Array], ...],
     kinds: tuple,
     sinks: tuple[Any, Any] | None,
-    flight: "Flight | None" = None,
+    flight: "Flight | type[Flight] | None" = None,
 ) -> tuple[Gradient, "Flight | None"]:
     """All operations of a table.
 
@@ -396,7 +396,7 @@ def run_table(
       batches: arrays [M, B, T], whole along `stage`; as often.
       kinds: of the model's layers; what `pieces.part` makes of them.
       sinks: types of the gradients of blocks and outer; None = no gradients.
-      flight: of a periodic table, what the step before returned.
+      flight: of a periodic table, what the step before returned; `Flight` itself = nothing.
 
     Returns sums over microbatches, each with a leading dimension of steps (this one, the one
     before), and for a periodic table what is under way. Gradients are in fp32, placed as their
@@ -432,7 +432,7 @@ def run_table(
         outer=None if sinks is None else jax.tree.map(several, run.outer_sinks),
         losses=jax.tree.map(lambda leaf: jnp.zeros((ages, *leaf.shape), leaf.dtype), losses),
     )  # fmt: skip
-    if flight is not None:
+    if isinstance(flight, Flight):
         carry = carry._replace(**_landed(flight, carry, mesh))
     rows = program.operation | {
         f"{name}+{distance}": array
@@ -466,7 +466,13 @@ class Flight(NamedTuple):
 def _under_way(carry: _Carry, mesh: jax.sharding.Mesh) -> Flight:
     def one(array):
         to = sharding.split_only(jax.typeof(array).sharding.spec)
-        return sharding.reveal(mesh, STAGE, jax.sharding.reshard(array, to)[None])
+        array = jax.sharding.reshard(array, to)
+        # What manual regions keep is split over all axes, `stage` too.
+        return (
+            array
+            if "stage" in sharding.used_axes(to)
+            else sharding.reveal(mesh, STAGE, array[None])
+        )
 
     return jax.tree.map(one, Flight(carry.inputs, carry.gradients, carry.kept))
 
@@ -476,7 +482,9 @@ def _landed(flight: Flight, carry: _Carry, mesh: jax.sharding.Mesh) -> dict[str,
 
     def one(array, buffer):
         to = jax.typeof(buffer).sharding.spec
-        return jax.sharding.reshard(sharding.hide(mesh, STAGE, array)[0], to)
+        if "stage" not in sharding.used_axes(to):
+            array = sharding.hide(mesh, STAGE, array)[0]
+        return jax.sharding.reshard(array, to)
 
     buffers = Flight(carry.inputs, carry.gradients, carry.kept)
     return jax.tree.map(one, flight, buffers)._asdict()

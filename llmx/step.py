@@ -48,6 +48,21 @@ class State(NamedTuple):
     opt_state: Any
     ema: Any  # average of params, or None
     guard: guard_lib.Guard
+    stale: "Stale | None" = None
+
+
+class Stale(NamedTuple):
+    """What a periodic pipeline leaves of a step for the next: a batch that is still under way.
+
+    A step takes a batch in with the parameters W(t) that it begins with, and brings the one before
+    to its end, which went in with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)).
+    """
+
+    params: Any  # with which the batch went in
+    batch: dict[str, jax.Array]
+    gradients: Any  # so far
+    losses: tuple[jax.Array, ...]
+    flight: executor.Flight
 
 
 class Report(NamedTuple):
@@ -64,10 +79,14 @@ class Report(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipeline:
-    """What the stages of a mesh do: a legal table, and which of its parts has which layers."""
+    """What the stages of a mesh do: a legal table, and which of its parts has which layers.
+
+    `rows`: (sequences, tokens) of a batch, needed for a periodic table.
+    """
 
     table: Table
     parts: Parts
+    rows: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,10 +142,15 @@ class Setup:
                 guard=guard_lib.init(),
             )
 
-        to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract._replace(stale=None))
         # Auto axes: the compiler splits the random numbers as the results are split.
         with jax.set_mesh(self.mesh):
-            return jax.jit(jax.sharding.auto_axes(make, out_sharding=to))()
+            state = jax.jit(jax.sharding.auto_axes(make, out_sharding=to))()
+            if self.abstract.stale is None:
+                return state
+            # Nothing is under way: a batch without tokens, whose parameters do not matter.
+            stale = jax.jit(lambda: jax.tree.map(_zeros, self.abstract.stale))()
+            return state._replace(stale=stale)
 
 
 def make_setup(
@@ -165,7 +189,7 @@ def make_setup(
         ema=jax.tree.map(_placed, shapes, of["optimizer"]) if optimizer_config.ema_decay else None,
         guard=guard,
     )
-    return Setup(
+    setup = Setup(
         model=config,
         apply=model.Apply(config, graphdef),
         run=run,
@@ -178,6 +202,10 @@ def make_setup(
         ema_decay=optimizer_config.ema_decay,
         pipeline=pipeline,
     )
+    if pipeline is None or not pipeline.table.periodic:
+        return setup
+    abstract = abstract._replace(stale=_abstract_stale(setup))
+    return dataclasses.replace(setup, abstract=abstract)
 
 
 def make_train_step(
@@ -211,7 +239,7 @@ def make_train_step(
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         with setup.run.policy.products():
-            (loss, z), tokens, grads = gradient_of(state.params, batch)
+            (loss, z), tokens, grads, stale = gradient_of(state, batch)
         squares = jnp.stack([_sum_of_squares(leaf) for leaf in jax.tree.leaves(grads)])
         norm = jnp.sqrt(squares.sum())
         bad_leaf, new_guard = guard_lib.judge(guard, state.guard, squares, norm, loss)
@@ -219,7 +247,9 @@ def make_train_step(
         if clip_norm:
             scale = clip_norm / jnp.maximum(norm, clip_norm)
             grads = jax.tree.map(lambda leaf: leaf * scale, grads)
-        params, opt_state, ema = _update(setup, state, grads, good & ~new_guard.stopped)
+        # A periodic pipeline's first step brings no batch to its end.
+        accepted = good & ~new_guard.stopped & (tokens > 0)
+        params, opt_state, ema = _update(setup, state, grads, accepted)
         report = Report(
             loss=loss,
             z_loss=z,
@@ -229,9 +259,10 @@ def make_train_step(
             bad_leaf=bad_leaf,
             num_bad=new_guard.num_bad,
         )
-        # A stopped run stays at the step that stopped it: resuming takes that batch again.
-        advance = jnp.where(new_guard.stopped, 0, 1).astype(state.step.dtype)
-        return State(state.step + advance, params, opt_state, ema, new_guard), report
+        # A stopped run stays at the step that stopped it: resuming takes that batch again, unless
+        # it is under way already.
+        advance = jnp.where(new_guard.stopped & (stale is None), 0, 1).astype(state.step.dtype)
+        return State(state.step + advance, params, opt_state, ema, new_guard, stale), report
 
     options = dict(compiler_options) if compiler_options else None
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)
@@ -264,7 +295,7 @@ def _placed(leaf, to: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
-    """(params, batch) -> ((loss, z-loss), tokens, gradients in their sharding)."""
+    """(state, batch) -> ((loss, z-loss), tokens, gradients in their sharding, `State.stale`)."""
     sink_types = jax.tree.map(
         functools.partial(_sink, setup, accumulation),
         setup.abstract.params, setup.gradients, setup.axes,
@@ -279,7 +310,8 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: st
 
     differentiate = jax.grad(loss_of, has_aux=True)
 
-    def gradient_of(params, batch):
+    def gradient_of(state, batch):
+        params = state.params
         tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         sinks = jax.tree.map(_zeros, sink_types)
         if gather == "step":
@@ -299,30 +331,61 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: st
             start = jax.tree.map(_empty_sum, sink_types), (jnp.zeros(()), jnp.zeros(()))
             (grads, losses), _ = jax.lax.scan(add, start, _microbatches(batch, accumulation))
         finish = lambda leaf, sink, to: jax.sharding.reshard(leaf.astype(sink.dtype), to)  # noqa: E731
-        return losses, tokens, jax.tree.map(finish, grads, sink_types, setup.gradients)
+        return losses, tokens, jax.tree.map(finish, grads, sink_types, setup.gradients), None
 
     return gradient_of
 
 
 def _make_pipeline_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
     """What `_make_gradient` makes, by the operations of the pipeline's table."""
-    types = jax.tree.map(
-        functools.partial(_sink, setup, accumulation),
-        setup.abstract.params, setup.gradients, setup.axes,
-    )  # fmt: skip
-    sinks = {name: leaf for name, leaf in types.items() if name != "blocks"}
-    sinks = (types["blocks"], sinks)
+    del accumulation  # the table's
+    table, (types, sinks) = setup.pipeline.table, _pipeline_sinks(setup)
 
-    def gradient_of(params, batch):
-        if gather == "step":
-            params = _gathered(setup, params)
-        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        made, _ = _run_pipeline(setup, setup.pipeline.table, [(params, batch)], z_loss, sinks)
-        _, loss, z = jax.tree.map(lambda each: each[0], made.losses)
-        (grads,) = _finished(setup, types, made)
-        return (loss, z), tokens, grads
+    def gradient_of(state, batch):
+        tokens = lambda batch: jnp.sum(batch["weights"])  # noqa: E731
+        whole = lambda params: _gathered(setup, params) if gather == "step" else params  # noqa: E731
+        runs, stale = [(whole(state.params), batch)], state.stale
+        if stale is None:
+            made, _ = _run_pipeline(setup, table, runs, z_loss, sinks)
+            (_, loss, z), (grads,) = (
+                jax.tree.map(lambda each: each[0], made.losses),
+                _finished(setup, types, made),
+            )
+            return (loss, z), jnp.maximum(tokens(batch), 1.0), grads, None
+        runs.append((whole(stale.params), stale.batch))
+        made, flight = _run_pipeline(setup, table, runs, z_loss, sinks, stale.flight)
+        grads, before = _finished(setup, types, made)
+        new = Stale(state.params, batch, grads, jax.tree.map(lambda e: e[0], made.losses), flight)
+        grads = jax.tree.map(jnp.add, before, stale.gradients)
+        _, loss, z = jax.tree.map(lambda each, old: each[1] + old, made.losses, stale.losses)
+        return (loss, z), tokens(stale.batch), grads, new
 
     return gradient_of
+
+
+def _pipeline_sinks(setup: Setup):
+    """Types of the gradients of all parameters, and (of the layers, of the others)."""
+    one = functools.partial(_sink, setup, setup.pipeline.table.num_microbatches)
+    types = jax.tree.map(one, setup.abstract.params, setup.gradients, setup.axes)
+    others = {name: leaf for name, leaf in types.items() if name != "blocks"}
+    return types, (types["blocks"], others)
+
+
+def _abstract_stale(setup: Setup) -> Stale:
+    params, batch = setup.abstract.params, setup.abstract_batch(*setup.pipeline.rows)
+    types, sinks = _pipeline_sinks(setup)
+
+    def make(params, batch):
+        made, flight = _run_pipeline(
+            setup, setup.pipeline.table, [(params, batch)] * 2, 0.0, sinks, executor.Flight
+        )
+        losses = jax.tree.map(lambda each: each[0], made.losses)
+        return Stale(params, batch, _finished(setup, types, made)[0], losses, flight)
+
+    with jax.set_mesh(setup.mesh), setup.run.policy.products():
+        shapes = jax.eval_shape(make, params, batch)
+    place = lambda leaf: NamedSharding(setup.mesh, leaf.sharding.spec)  # noqa: E731
+    return jax.tree.map(lambda leaf: _placed(leaf, place(leaf)), shapes)
 
 
 def _finished(setup: Setup, types, made: executor.Gradient) -> list:

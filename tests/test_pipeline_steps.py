@@ -46,7 +46,7 @@ def setup_of(family, mesh, schedule, M, *, num_layers=8, layout="zero3", remat="
     pipe = None
     if sizes["stage"] > 1:
         table = schedule if isinstance(schedule, pipeline.Table) else pipeline.SCHEDULES[schedule](sizes["stage"], M, virtual)
-        pipe = step.Pipeline(table, parts.cut(num_layers, table.stage_of, layers))
+        pipe = step.Pipeline(table, parts.cut(num_layers, table.stage_of, layers), (BATCH, LENGTH))
     return step.make_setup(config, run, optim.OptimizerConfig(warmup_steps=1, learning_rate=1e-3, eps=1e-3), total_steps=10, pipeline=pipe)
 
 
@@ -69,6 +69,25 @@ def trained(family, mesh, schedule, M, **options):
 @functools.cache
 def reference(family, num_layers=8):
     return trained(family, {}, None, 1, num_layers=num_layers)
+
+
+def delayed(family, num_layers=8):
+    """One device: the gradient at W(t-1) of the batch that W(t-1) saw is applied to W(t)."""
+    setup = setup_of(family, {}, None, 1, num_layers=num_layers)
+    losses, norms = [], []
+    with jax.set_mesh(setup.mesh):
+        state = setup.init(0)
+        before = jax.tree.map(jax.numpy.copy, state.params)
+        gradient = jax.jit(step._make_gradient(setup, accumulation=1, z_loss=1e-4, gather="layer"))
+        update = jax.jit(lambda state, grads: step._update(setup, state, grads, True))
+        for batch in batches():
+            (loss, _), _, grads, _ = gradient(state._replace(params=before), jax.device_put(batch, setup.batch_sharding))
+            norm = np.sqrt(sum(float(jax.numpy.sum(g**2)) for g in jax.tree.leaves(grads)))
+            grads = jax.tree.map(lambda g: g / max(norm, 1.0), grads)
+            losses.append(float(loss)); norms.append(norm)
+            new = update(state, grads)
+            before, state = state.params, state._replace(params=new[0], opt_state=new[1], step=state.step + 1)
+    return losses, norms, jax.device_get(state.params)
 
 
 def difference(got, want):
