@@ -41,9 +41,8 @@ class PipelineConfig:
 
     schedule: str = "1f1b"  # a name in pipeline.SCHEDULES
     table: str = ""  # a CSV file with a schedule of your own, in place of `schedule`
-    virtual_stages: int = (
-        0  # parts of the model on each stage; 0 = the least that the schedule takes
-    )
+    # parts of the model on each stage; 0 = the least that the schedule takes
+    virtual_stages: int = 0
     layers: tuple[int, ...] = ()  # of each part, in the model's order; () = as equal as possible
 
 
@@ -725,6 +724,7 @@ def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table
                 f"microbatches: set mesh.stage={have[0]} (it is {stages}) and "
                 f"batch.accumulation={have[1]} (it is {microbatches})"
             )
+        check(table)
         return table
     if config.schedule not in SCHEDULES:
         near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)
