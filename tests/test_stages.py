@@ -9,7 +9,18 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmx import build, checkpoint, config, convert, families, generate, orders, pipeline, trees
+from llmx import (
+    build,
+    checkpoint,
+    config,
+    convert,
+    families,
+    generate,
+    orders,
+    pipeline,
+    train,
+    trees,
+)
 from llmx.data import tokenizers
 
 ELSEWHERE = 1e-5  # relative: on another mesh sums are taken in another order
@@ -237,7 +248,7 @@ def trainer(name: str):
     return setup, build.make_train_step(run, setup)
 
 
-def train(name: str, state, first: int) -> tuple[np.ndarray, object]:
+def trained(name: str, state, first: int) -> tuple[np.ndarray, object]:
     """Losses of the steps from `first` on, and the state after them."""
     setup, train_step = trainer(name)
     losses = []
@@ -250,7 +261,7 @@ def train(name: str, state, first: int) -> tuple[np.ndarray, object]:
 
 @functools.cache
 def undisturbed(name: str):
-    losses, state = train(name, trainer(name)[0].init(0), 0)
+    losses, state = trained(name, trainer(name)[0].init(0), 0)
     return losses, jax.device_get(state)
 
 
@@ -275,13 +286,13 @@ def restored(directory, name: str):
 
 @pytest.mark.parametrize("name", ["one device", "interleaved", "stage2 x fsdp2"])
 def test_a_run_goes_on_elsewhere(saved, name):
-    losses, _ = train(name, restored(saved, name), SAVED_AT)
+    losses, _ = trained(name, restored(saved, name), SAVED_AT)
     wanted, _ = undisturbed("one device")
     np.testing.assert_allclose(losses, wanted[SAVED_AT:], rtol=ELSEWHERE)
 
 
 def test_a_run_goes_on_where_it_was(saved):
-    losses, state = train("stage4", restored(saved, "stage4"), SAVED_AT)
+    losses, state = trained("stage4", restored(saved, "stage4"), SAVED_AT)
     wanted, wanted_state = undisturbed("stage4")
     np.testing.assert_array_equal(losses, wanted[SAVED_AT:])
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(wanted_state), strict=True):
@@ -306,15 +317,26 @@ def test_a_staged_run_is_exported(saved, tmp_path):
     assert "model.safetensors" in exported[0] and exported[0] == exported[1]
 
 
-@pytest.mark.parametrize("name", ["stage4", "interleaved", "stage2 x fsdp2"])
-def test_a_staged_state_is_sampled_from(saved, name):
+@pytest.mark.parametrize(
+    ("alone", "name"),
+    [("one device", "stage4"), ("one device", "interleaved"), ("8 layers", "8 on stage4")],
+)
+def test_a_staged_state_is_sampled_from(alone, name):
     """The sample at the end of a run: on the same devices, without stages."""
     texts = []
-    for each in ("one device", name):
-        setup = trainer(each)[0]
-        execution, params = generate.without_stages(setup, restored(saved, each).params)
+    for setup in (setup_of(alone), setup_of(name)):
+        execution, params = generate.without_stages(setup, setup.init(0).ema)
         assert execution.place.mesh.shape["stage"] == 1
         texts += generate.generate(
             setup.apply, params, execution, [[1, 2, 3]], max_tokens=5, temperature=0.0
         )
     assert texts[0] == texts[1]
+
+
+def test_a_new_run_on_stages_starts_with_the_parameters_of_another(tmp_path):
+    source, target = setup_of("one device"), setup_of("interleaved")
+    with opened(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, source.init(1), meta={}, order=source.order)
+    started = train.start_with(target, target.init(2), str(tmp_path), print)
+    wanted = target.init(1)
+    assert_equal((started.params, started.ema), (wanted.params, wanted.ema))
