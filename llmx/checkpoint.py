@@ -5,7 +5,9 @@ A checkpoint is one directory `<step>/` with two items: `state/` (Orbax: every a
 training state under its path name, each process writes and reads its own shards) and `meta/` (one
 JSON document: data position, resolved config, and for every leaf its shape, dtype and checksum).
 Orbax does not notice a flipped byte, so the checksums are ours (`checksums`), compared after every
-restore.
+restore. Stages of a pipeline hold the layers in an order of their own (`orders`): arrays are
+written as they are, with the order beside them, and a restore moves the layers to where they are
+wanted.
 
 Orbax (https://orbax.readthedocs.io) takes about half a second to load, so it is imported in a
 thread while the rest starts.
@@ -22,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmx import checksums, trees
+from llmx import checksums, orders, trees
 
-FORMAT = 1
+# 2: the layers lie in an order of their own; all others are written as 1, for older programs too.
+FORMAT = 2
 STATE, META = "state", "meta"
 UNFINISHED = ".orbax-checkpoint-tmp"
 DELETED = ".deleted"
@@ -126,12 +129,21 @@ class Checkpointer:
         """Whether the config asks for a checkpoint after `step` steps."""
         return self._config.every > 0 and step % self._config.every == 0
 
-    def save(self, step: int, state: Any, *, meta: Mapping[str, Any], wait: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        meta: Mapping[str, Any],
+        order: orders.Order = (),
+        wait: bool = False,
+    ) -> bool:
         """Save `state` and `meta` as checkpoint `step`; returns when the arrays are copied, and
         may then be donated.
 
-        The write goes on in the background, `wait=True` waits for it. Communicates over every
-        mesh axis (the checksums). False if this run has saved or restored the same step already.
+        `order` is that of the layers. The write goes on in the background, `wait=True` waits for
+        it. Communicates over every mesh axis (the checksums). False if this run has saved or
+        restored the same step already.
 
         Raises: ValueError for a leaf or meta that cannot be saved; the error of an earlier
         background save.
@@ -140,7 +152,7 @@ class Checkpointer:
             if wait:
                 self.wait()
             return False
-        arrays, document = _describe(step, state, meta)
+        arrays, document = _describe(step, state, meta, order)
         self.wait()
         self._open()
         # Two programs at once can deadlock on fake CPU devices: the step ends before the
@@ -168,9 +180,11 @@ class Checkpointer:
             self.wait()
         return True
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, order: orders.Order = ()
+    ) -> Restored | None:
         """The newest good checkpoint (or exactly `step`) in the shapes and shardings of
-        `abstract_state`; None if there is none.
+        `abstract_state`, its layers in `order`; None if there is none.
 
         Leaves of `abstract_state` are `ShapeDtypeStruct`s with the sharding wanted now, whatever
         it was at the save; Python numbers stay Python numbers. A checkpoint that fails its
@@ -181,7 +195,9 @@ class Checkpointer:
         is good.
         """
         self.wait()
-        found = _restore_newest(self._root, abstract_state, prefix="", step=step, log=self._log)
+        found = _restore_newest(
+            self._root, abstract_state, prefix="", order=order, step=step, log=self._log
+        )
         if found is None:
             return None
         restored, bad = found
@@ -296,16 +312,19 @@ def restore_part(
     abstract: Any,
     *,
     prefix: str,
+    order: orders.Order = (),
     step: int | None = None,
     log: Callable[[str], None],
 ) -> Restored | None:
-    """Restore only the subtree under `prefix` ("params", "opt/0/mu"), for programs that read
-    checkpoints of a run and change nothing.
+    """Restore only the subtree under `prefix` ("params", "opt/0/mu"), with its layers in `order`,
+    for programs that read checkpoints of a run and change nothing.
 
     Falls back over corrupt checkpoints as `Checkpointer.restore` does, but sets none aside. None
     if there is no checkpoint.
     """
-    found = _restore_newest(_root(directory), abstract, prefix=prefix, step=step, log=log)
+    found = _restore_newest(
+        _root(directory), abstract, prefix=prefix, order=order, step=step, log=log
+    )
     return None if found is None else found[0]
 
 
@@ -329,7 +348,9 @@ def _look_up(tree: Mapping, name: str) -> Any:
     return tree
 
 
-def _describe(step: int, state: Any, meta: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict]:
+def _describe(
+    step: int, state: Any, meta: Mapping[str, Any], order: orders.Order
+) -> tuple[dict[str, jax.Array], dict]:
     """The arrays to write, keys as integers, and the document about them without checksums."""
     arrays: dict[str, jax.Array] = {}
     leaves: dict[str, dict] = {}
@@ -356,7 +377,9 @@ def _describe(step: int, state: Any, meta: Mapping[str, Any]) -> tuple[dict[str,
             raise ValueError(f"state leaf {name!r} of shape {leaf.shape} is empty: leave it out")
         leaves[name] = {"type": "array", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         arrays[name] = _key_data(leaf) if _is_key(leaf) else leaf
-    document = {"format": FORMAT, "step": step, "leaves": leaves, "meta": dict(meta)}
+    document = {"format": 1, "step": step, "leaves": leaves, "meta": dict(meta)}
+    if order:
+        document |= {"format": 2, "order": list(order)}
     try:
         json.dumps(document)
     except TypeError as error:
@@ -394,7 +417,13 @@ def _require(directory: Any, step: int) -> None:
 
 
 def _restore_newest(
-    root: Any, abstract: Any, *, prefix: str, step: int | None, log: Callable[[str], None]
+    root: Any,
+    abstract: Any,
+    *,
+    prefix: str,
+    order: orders.Order,
+    step: int | None,
+    log: Callable[[str], None],
 ) -> tuple[Restored, dict[int, str]] | None:
     """The newest good checkpoint and {step: reason} of the corrupt ones passed over. All
     processes agree on every choice.
@@ -408,8 +437,9 @@ def _restore_newest(
         verdict, reason, tree, document = None, "", None, {}
         try:
             document = _read_document(root, candidate)
-            wanted = _check_structure(root, document, abstract, prefix=prefix)
-            tree = _read_arrays(root / str(candidate) / STATE, wanted)
+            wanted = _check_structure(root, document, abstract, prefix=prefix, order=order)
+            stored = orders.stored(wanted, order=order, saved=_order_of(document))
+            tree = _read_arrays(root / str(candidate) / STATE, stored)
         except VERDICTS[1:] as error:
             verdict, reason = type(error), str(error)
         verdict, reason = _agree_on_verdict(verdict, reason)
@@ -418,6 +448,8 @@ def _restore_newest(
             reason = checksums.differences(tree, saved)
             verdict = Corrupt if reason else None
         if verdict is None:
+            with jax.transfer_guard("allow"):
+                orders.move(tree, wanted, order=order, saved=_order_of(document))
             state = _assemble(abstract, tree, document, prefix=prefix)
             return Restored(state, document["meta"], document["step"]), bad
         if verdict is Mismatch:
@@ -443,9 +475,11 @@ def _restore_newest(
     return None
 
 
-def _check_structure(root: Any, document: dict, abstract: Any, *, prefix: str) -> dict[str, Any]:
-    """{saved name: abstract array} of what to read; Mismatch, naming the leaves, if the
-    checkpoint holds something else.
+def _check_structure(
+    root: Any, document: dict, abstract: Any, *, prefix: str, order: orders.Order
+) -> dict[str, Any]:
+    """{saved name: abstract array} of what is wanted; Mismatch, naming the leaves, if the
+    checkpoint holds something else. Layers are compared as they are without stages.
     """
     lead = f"{prefix}/" if prefix else ""
     wanted = {lead + name: leaf for name, leaf in trees.named_leaves(abstract).items()}
@@ -453,10 +487,13 @@ def _check_structure(root: Any, document: dict, abstract: Any, *, prefix: str) -
     differences = [f"{name}: saved, not wanted" for name in saved if name not in wanted]
     arrays: dict[str, Any] = {}
     for name, leaf in wanted.items():
-        want, have = _describe_leaf(leaf), "nothing"
+        want, have = _describe_leaf(name, leaf, order), "nothing"
         if name in saved:
             kind = saved[name]
-            have = f"{kind['dtype']}{kind['shape']}" if kind["type"] == "array" else kind["type"]
+            have = kind["type"]
+            if have == "array":
+                shape = orders.plain_shape(name, kind["shape"], _order_of(document))
+                have = f"{kind['dtype']}{shape}"
         if want != have:
             differences.append(f"{name}: saved {have}, wanted {want}")
         elif not isinstance(leaf, (bool, int, float)):
@@ -472,10 +509,14 @@ def _check_structure(root: Any, document: dict, abstract: Any, *, prefix: str) -
     return arrays
 
 
-def _describe_leaf(leaf: Any) -> str:
+def _describe_leaf(name: str, leaf: Any, order: orders.Order) -> str:
     if isinstance(leaf, (bool, int, float)):
         return type(leaf).__name__
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"{leaf.dtype}{orders.plain_shape(name, leaf.shape, order)}"
+
+
+def _order_of(document: dict) -> orders.Order:
+    return tuple(document.get("order", ()))
 
 
 def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:

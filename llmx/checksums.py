@@ -24,7 +24,7 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     fake CPU devices two programs at once can deadlock.
     """
     return {
-        name: int(jax.device_get(_fingerprint(_onto_device(array))))
+        name: int(jax.device_get(_fingerprint(onto_device(array))))
         for name, array in arrays.items()
     }
 
@@ -54,7 +54,8 @@ def _crc(document: dict) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def _onto_device(array: jax.Array) -> jax.Array:
+def onto_device(array: jax.Array) -> jax.Array:
+    """`array` in the devices' own memory, where it is offloaded to the host's."""
     device = min(array.sharding.device_set, key=lambda device: device.id)
     memory = device.default_memory().kind
     if array.sharding.memory_kind in (None, memory):

@@ -434,6 +434,7 @@ def _sections(config: Config) -> list[str]:
         ("remat", remat.POLICIES),
         ("sharding.layout", sharding.LAYOUTS),
         ("sharding.gather", sharding.GATHERS),
+        ("pipeline.schedule", pipeline.SCHEDULES),
         ("attention.implementation", ("auto", *attention.IMPLEMENTATIONS)),
     ):
         if (value := get_value(config, key)) not in table:
@@ -512,6 +513,8 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
                     f"pipeline.{key}={value!r} has no effect with mesh.stage=1: leave it out, or "
                     "set mesh.stage to the number of stages"
                 )
+        return
+    if config.pipeline.schedule not in pipeline.SCHEDULES:
         return
     try:
         table = pipeline.table_of(

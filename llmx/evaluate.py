@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from llmx import build, checkpoint, config, launch, sharding, step
+from llmx import build, checkpoint, config, launch, pipeline, sharding, step
 from llmx.data import dataset as data_lib
 
 
@@ -52,6 +52,11 @@ def averaged(state: step.State) -> Any:
     return state.params if state.ema is None else state.ema
 
 
+def batch_size(run: config.Config) -> int:
+    """Rows of an evaluation's batch: a microbatch, or all of a step's, which stages need."""
+    return run.batch.size // (run.batch.accumulation if run.mesh.stage == 1 else 1)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints the held-out loss of a trained run."""
     command = argparse.ArgumentParser(
@@ -65,7 +70,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = config.load_run(args.workdir)
         launch.start(run.launch)
-        run.mesh = sharding.MeshConfig()  # whatever devices are here; the checkpoint fits any mesh
+        if run.mesh.stage > 1:
+            run.batch.accumulation = 1  # its own evaluations too take the batch of a step
+        # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
+        run.mesh, run.pipeline = sharding.MeshConfig(), pipeline.PipelineConfig()
         run = config.resolve(run, jax.device_count())
         setup = build.make_setup(run)
         restored = checkpoint.restore_part(
@@ -87,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     with jax.set_mesh(setup.mesh):
         result = held_out_loss(
             setup, step.make_eval_step(setup), restored.state, dataset,
-            batch_size=run.batch.size // run.batch.accumulation, batches=args.batches,
+            batch_size=batch_size(run), batches=args.batches,
         )  # fmt: skip
     result["step"] = restored.step
     if jax.process_index() == 0:

@@ -20,6 +20,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from llmx import build, checkpoint, config, families, launch, model, sharding, step
+from llmx import build, checkpoint, config, families, launch, model, orders, sharding, step, trees
 from llmx.data import tokenizers
 
 # Sizes are rounded up to powers of two, but not below this: short prompts share one program.
@@ -220,6 +221,35 @@ def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Place
     )
 
 
+def without_stages(setup: step.Setup, params: Any) -> tuple[model.Execution, Any]:
+    """How and with what the devices of a mesh with stages generate: as replicas, layers in order.
+
+    Each holds as little of the parameters as ZeRO-3 leaves it. Communicates over all mesh axes.
+
+    Raises ValueError where the width does not divide over so many replicas.
+    """
+    if setup.pipeline is None:
+        return setup.run, params
+    run, mesh = setup.run, setup.mesh
+    assert mesh.axis_names[:2] == ("stage", "data")  # so that devices stay in their order
+    devices = mesh.devices.reshape(1, -1, *mesh.devices.shape[2:])
+    layout = run.place.layout
+    split = {"embed": sharding.LAYOUTS["zero3"].parameters["embed"]}
+    layout = dataclasses.replace(layout, parameters=dict(layout.parameters) | split)
+    place = sharding.Placement(
+        jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), layout
+    )
+    wanted = orders.stored(trees.named_leaves(setup.abstract.params), order=setup.order, saved=())
+    structure = jax.tree.structure(params)
+    to = sharding.shardings(
+        jax.tree.unflatten(structure, wanted.values()), place.mesh, layout, rules=setup.axes
+    )
+    arrays = trees.named_leaves(params)
+    orders.move(arrays, wanted, order=(), saved=setup.order)
+    plain = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
+    return dataclasses.replace(run, place=place), jax.device_put(plain, to)
+
+
 # Functions are compiled once for as long as the model and its execution are the same objects.
 @functools.lru_cache(maxsize=8)
 def _make_program(apply: model.Apply, run: model.Execution, split_batch: bool) -> Callable:
@@ -385,7 +415,7 @@ def _setup(run: config.Config, *, tensor: int, fsdp: int) -> step.Setup:
         raise ValueError(
             f"--tensor={tensor} times --fsdp={fsdp} must be 1 to {len(devices)}, the devices here"
         )
-    run.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)
+    run.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)  # and no stages
     run.sharding = sharding.ShardingConfig(
         layout="zero3", replicate_kv=run.model.num_kv_heads % tensor != 0
     )

@@ -64,13 +64,7 @@ class Parts:
         """Arrays [L, ...] with a row for each place; those of empty places are zero."""
         if self.in_order:
             return blocks
-        filled = self.order != EMPTY
-
-        def one(array):
-            taken = jnp.take(array, np.where(filled, self.order, 0), axis=0)
-            return jnp.where(filled.reshape(-1, *(1,) * (array.ndim - 1)), taken, 0)
-
-        return jax.tree.map(one, blocks)
+        return jax.tree.map(lambda array: taken(array, self.order), blocks)
 
     def unstaged(self, blocks: Any) -> Any:
         """The reverse of `staged`."""
@@ -105,3 +99,11 @@ def cut(num_layers: int, stage_of: Sequence[int], layers: Sequence[int] = ()) ->
             f"each part, that add up to {num_layers} layers: their sum is {sum(layers)}"
         )
     return Parts(tuple(layers), tuple(int(stage) for stage in stage_of))
+
+
+def taken(array: jax.Array, rows: np.ndarray) -> jax.Array:
+    """These rows of an array; EMPTY gives zeros."""
+    filled = rows != EMPTY
+    found = jnp.take(array, np.where(filled, rows, 0), axis=0)
+    there = filled.reshape(-1, *(1,) * (array.ndim - 1))
+    return found if filled.all() else jnp.where(there, found, jnp.zeros((), array.dtype))

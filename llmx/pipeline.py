@@ -723,6 +723,7 @@ def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table
                 f"microbatches: set mesh.stage={have[0]} (it is {stages}) and "
                 f"batch.accumulation={have[1]} (it is {microbatches})"
             )
+        check(table)
         return table
     if config.schedule not in SCHEDULES:
         near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import dot, executor, families, model, optim, sharding
 from llmx import guard as guard_lib
+from llmx.orders import Order
 from llmx.parts import Parts
 from llmx.pipeline import Table
 
@@ -114,6 +115,13 @@ class Setup:
         """Parameter paths in the order of `Report.bad_leaf`."""
         paths = jax.tree_util.tree_leaves_with_path(self.abstract.params)
         return [sharding.path_name(path) for path, _ in paths]
+
+    @property
+    def order(self) -> Order:
+        """In which order the state has the layers: what its checkpoints need to know."""
+        if self.pipeline is None or self.pipeline.parts.in_order:
+            return ()
+        return tuple(self.pipeline.parts.order.tolist())
 
     @property
     def batch_sharding(self) -> NamedSharding:

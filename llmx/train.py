@@ -167,7 +167,7 @@ def restore_or_init(
     newest, start_from = checkpoints.latest_step(), run.start_from
     if newest == 0 and "imported_from" in checkpoints.meta(0):
         newest, start_from = None, run.workdir  # parameters only: made by llmx.convert
-    restored = None if newest is None else checkpoints.restore(setup.abstract)
+    restored = None if newest is None else checkpoints.restore(setup.abstract, order=setup.order)
     if restored is None:
         state = setup.init(run.seed)
         return (start_with(setup, state, start_from, log) if start_from else state), 0
@@ -193,7 +193,7 @@ def restore_or_init(
 def start_with(setup, state, workdir: str, log: Callable):
     """A new state with the parameters of another run, or of an import."""
     restored = checkpoint.restore_part(
-        f"{workdir}/checkpoints", setup.abstract.params, prefix="params", log=log
+        f"{workdir}/checkpoints", setup.abstract.params, prefix="params", order=setup.order, log=log
     )
     if restored is None:
         raise ValueError(f"start_from={workdir!r} has no checkpoint yet")
@@ -310,10 +310,10 @@ class Evaluation:
         from llmx import evaluate, step
 
         self.run, self.reporter = run, reporter
-        eval_step = step.make_eval_step(setup)
+        eval_step = step.make_eval_step(setup, microbatches=run.batch.accumulation)
         self._loss_of = lambda state: evaluate.held_out_loss(
             setup, eval_step, evaluate.averaged(state), dataset,
-            batch_size=run.batch.size // run.batch.accumulation, batches=run.evaluation.batches,
+            batch_size=evaluate.batch_size(run), batches=run.evaluation.batches,
         )  # fmt: skip
         self._has_any = dataset.num_held_out_windows > 0
 
@@ -359,7 +359,7 @@ def save(run: config.Config, setup, checkpoints, dataset, loop: Loop, *, wait: b
         "config": config.to_json(run),
         "mesh": dict(setup.mesh.shape),
     }
-    checkpoints.save(loop.step, loop.state, meta=meta, wait=wait)
+    checkpoints.save(loop.step, loop.state, meta=meta, order=setup.order, wait=wait)
 
 
 # --------------------------------------------------------------------------------- after the loop
@@ -376,8 +376,13 @@ def show_sample(run: config.Config, setup, state, dataset, log: Callable):
     if room < 1:
         log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
         return
+    try:
+        execution, params = generate.without_stages(setup, evaluate.averaged(state))
+    except ValueError as error:
+        log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
+        return
     [added] = generate.generate(
-        setup.apply, evaluate.averaged(state), setup.run, [prompt],
+        setup.apply, params, execution, [prompt],
         max_tokens=min(run.sample.max_tokens, room), temperature=run.sample.temperature,
         top_k=run.sample.top_k, top_p=run.sample.top_p, seed=run.seed,
         stop_token=dataset.tokenizer.end_of_document,

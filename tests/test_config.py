@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from llmx import config, families
+from llmx import config, families, pipeline
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -62,7 +62,52 @@ BAD = [
     (dict(mesh__tensor=3), 8, ["tensor3", "8 devices", "does not divide"]),
     (dict(mesh__fsdp=-1), 8, ["['data', 'fsdp']", "only one axis"]),
     (dict(mesh__fsdp=0), 8, ["{'fsdp': 0}", "at least 1"]),
-    (dict(mesh__stage=2), 8, ["stage=2", "use stage=1"]),
+    (
+        dict(mesh__stage=2, pipeline__schedule="1f1"), 8,
+        ["1 problem", "pipeline.schedule='1f1'", "did you mean '1f1b'"],
+    ),
+    (dict(pipeline__schedule="none"), 1, ["pipeline.schedule='none'", "gpipe"]),
+    (dict(mesh__stage=4, batch__accumulation=8), 4, ["3 layers", "4 parts", "at most 3"]),
+    (
+        dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", batch__accumulation=2), 2,
+        ["3 layers", "4 parts"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__layers=(1, 1)), 2,
+        ["pipeline.layers=(1, 1)", "2 numbers", "add up to 3", "their sum is 2"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__layers=(1, 1, 1)), 2,
+        ["pipeline.layers=(1, 1, 1)", "2 numbers"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__virtual_stages=2), 2,
+        ["mesh.stage=2", "1f1b with virtual_stages=2", "use 1, or interleaved_1f1b"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__schedule="zb_v", pipeline__virtual_stages=3,
+             model__num_layers=8), 2,
+        ["zb_v with virtual_stages=3", "use 2"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", pipeline__virtual_stages=1), 2,
+        ["interleaved_1f1b with virtual_stages=1", "at least 2, or 1f1b"],
+    ),
+    (
+        dict(mesh__stage=2, mesh__tensor=2, model__vocab_size=258, model__vocab_multiple=2), 4,
+        ["vocabulary of 258", "stage=2 x tensor=2", "vocab_multiple to a multiple of 4"],
+    ),
+    (
+        dict(mesh__stage=2, mesh__tensor=2, loss__chunks=7), 4,
+        ["loss.chunks=7", "stage=2 x tensor=2"],
+    ),
+    (dict(pipeline__layers=(1, 2)), 1, ["pipeline.layers=(1, 2)", "mesh.stage=1", "leave it out"]),
+    (dict(pipeline__virtual_stages=2), 8, ["pipeline.virtual_stages=2", "mesh.stage=1"]),
+    (dict(pipeline__table="my.csv"), 1, ["pipeline.table='my.csv'", "mesh.stage=1"]),
+    (
+        dict(mesh__stage=2, pipeline__table="/nowhere/at/all.csv"), 2,
+        ["pipeline.table='/nowhere/at/all.csv'", "cannot be read", "No such file"],
+    ),
     (dict(mesh__across_slices=("dta",)), 8, ["'dta'", "did you mean 'data'"]),
     (dict(sharding__layout="zero4"), 1, ["layout='zero4'", "did you mean 'zero"]),
     (dict(sharding__gather="steps"), 1, ["gather='steps'", "did you mean 'step'"]),
@@ -122,6 +167,22 @@ def test_bad_config(changes, num_devices, words):
         config.resolve(changed(**changes), num_devices)
     for word in words:
         assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+def test_a_schedule_from_a_file(tmp_path):
+    """It must be legal, and for the stages and microbatches of the run."""
+    path = tmp_path / "my.csv"
+    pipeline.write_csv(pipeline.one_f_one_b(2, 4), path)
+    stages = dict(mesh__stage=2, pipeline__table=str(path))
+    config.resolve(changed(**stages, batch__accumulation=4), 2)
+    with pytest.raises(
+        config.ConfigError, match=r"for 2 stages and 4 microbatches: set mesh.stage"
+    ):
+        config.resolve(changed(**stages, batch__accumulation=8), 2)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(config.ConfigError, match="nobody does BACKWARD of microbatch 3 in part 0"):
+        config.resolve(changed(**stages, batch__accumulation=4), 2)
 
 
 def test_good_config_resolves_and_is_not_changed():

@@ -71,6 +71,25 @@ def test_split_rows_do_not_matter(tmp_path):
     assert math.isclose(*losses, rel_tol=1e-6)
 
 
+def test_stages_do_not_matter(tmp_path):
+    run, dataset = opened(tmp_path)
+    losses = []
+    run.batch.size, run.batch.accumulation = 16, 4
+    for stage, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "zb_v")):
+        run.mesh.stage, run.mesh.data, run.mesh.fsdp = stage, 1, 2
+        run.pipeline.schedule = schedule
+        run.model.num_layers = 5
+        setup = build.make_setup(run, devices=jax.devices()[: 2 * stage])
+        state, eval_step = setup.init(0), step.make_eval_step(setup, microbatches=4)
+        size = evaluate.batch_size(run)
+        assert size == (4 if stage == 1 else 16)
+        with jax.set_mesh(setup.mesh):
+            found = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=size)
+        losses.append(found["loss"])
+    assert math.isclose(losses[0], losses[1], rel_tol=1e-6)
+    assert math.isclose(losses[0], losses[2], rel_tol=1e-6)
+
+
 def test_nothing_held_out(tmp_path):
     run, dataset = opened(tmp_path, held_out=0.0)
     setup = build.make_setup(run)

@@ -34,7 +34,7 @@ ROWS = [
         "collectives",
         "topologies",
     },
-    {"context", "executor", "partition"},
+    {"context", "executor", "partition", "orders"},
     {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
     {"model", "hlo_collectives"},
     {"step", "config", "hlo", "layer_times"},

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +257,50 @@ def test_a_corrupt_checkpoint_falls_back(scratch):
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "resumed from checkpoint 10" in said, said
     np.testing.assert_array_equal(losses(workdir), wanted)
+
+
+@pytest.fixture(scope="module")
+def three_layers(scratch):
+    """The losses of a run on one device with as many layers as two stages cannot share evenly."""
+    done = train(scratch, scratch / "three", "--config.model.num_layers=3")
+    assert done.returncode == 0, done.stderr
+    return losses(scratch / "three")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers, processes):
+    """The same losses wherever it goes on; evaluated and sampled from on other devices."""
+    workdir = scratch / f"stages_{processes}"
+    cluster = [sys.executable, "scripts/local_cluster.py", "-n", str(processes),
+               "--devices-per-process", str(4 // processes), "--"]  # fmt: skip
+
+    def run(inner, prefix=(), devices=4):
+        done = subprocess.run(
+            [*prefix, *inner], env=environment(devices), cwd=ROOT, capture_output=True, text=True,
+            timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def go_on(from_step, *flags):
+        for path in (workdir / "checkpoints").glob("*"):
+            if int(path.name) > from_step:
+                shutil.rmtree(path)
+        inner = command(scratch, workdir, "--config.model.num_layers=3", *flags)
+        said = run(inner, cluster, 4 // processes)
+        assert f"resumed from checkpoint {from_step}" in said or not from_step
+        np.testing.assert_allclose(losses(workdir), three_layers, rtol=RESUME_ELSEWHERE)
+        return said
+
+    stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
+    assert "sample:" in go_on(0, *stages)
+    said = run(command(scratch, workdir, "--batches", "2", module="llmx.evaluate"))
+    assert f"loss {records(workdir, 'eval')[12]['loss']:.4f} nats" in said
+    said = run(command(scratch, workdir, "--prompt", "return x", module="llmx.generate"))
+    assert "return x" in said
+    go_on(8, "--config.mesh.fsdp=2")
+    go_on(10, *stages, "--config.pipeline.layers=(1, 2)")
 
 
 @pytest.mark.slow

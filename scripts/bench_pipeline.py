@@ -1,0 +1,78 @@
+"""Memory of pipelines, compiled for TPUs that are not here.
+
+    python scripts/bench_pipeline.py [--picture docs/pipeline_memory.png] [--no-large]
+
+Prints the tables of docs/performance.md: temporaries against the number of microbatches for each
+schedule, and Llama-3 70B on 64 chips. The picture shows the first.
+"""
+
+import argparse
+
+from bench_aot import GIB, Row, measure
+from matplotlib.figure import Figure
+
+MICROBATCHES = (4, 8, 16, 32, 64)
+# Each with its virtual stages and remat policy; zero bubble keeps what its weight gradients need.
+SCHEDULES = {"gpipe": "full", "1f1b": "full", "interleaved_1f1b": "full", "zb_h1": "none"}
+COLORS = dict(zip(SCHEDULES, ("#ee6677", "#4477aa", "#228833", "#ccbb44"), strict=True))
+LARGE = Row("configs/llama3_70b_pipeline.py", "v5p:4x4x4", bound=40.0)
+
+
+def small(schedule: str, microbatches: int) -> Row:
+    """Eight layers of Llama-3 8B on four stages, one row of 2048 tokens in each microbatch."""
+    flags = (
+        "mesh.stage=4", "mesh.fsdp=1", "model.num_layers=8", "batch.sequence_length=2048",
+        f"batch.size={microbatches}", f"batch.accumulation={microbatches}",
+        f"pipeline.schedule={schedule}", f"remat={SCHEDULES[schedule]}",
+    )  # fmt: skip
+    return Row("configs/llama3_8b.py", "v5p:2x2x1", flags)
+
+
+def temporaries(told: dict) -> float:
+    """GiB at the peak, beside parameters, optimizer state and batch."""
+    return (told["memory"]["peak"] - sum(told["state"].values())) / GIB
+
+
+def draw(table: dict[str, list[float]], path: str) -> None:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for schedule, values in table.items():
+        label = f"{schedule}, remat {SCHEDULES[schedule]}"
+        axes.plot(MICROBATCHES, values, "o-", color=COLORS[schedule], label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(MICROBATCHES, [str(num) for num in MICROBATCHES])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("microbatches")
+    axes.set_ylabel("temporaries of a device, GiB")
+    axes.set_title("Four stages: GPipe holds all microbatches, the others what the table says")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    command = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command.add_argument("--picture", default="", help="PNG to write; none by default")
+    command.add_argument("--no-large", action="store_true", help="leave out the 70B model")
+    args = command.parse_args()
+    print("| temporaries GiB |", " | ".join(f"M={num}" for num in MICROBATCHES), "| 8 to 64 |")
+    print("| --- |", " | ".join("---" for _ in MICROBATCHES), "| --- |", flush=True)
+    table = {}
+    for schedule in SCHEDULES:
+        table[schedule] = [temporaries(measure(small(schedule, m), [])) for m in MICROBATCHES]
+        grown = table[schedule][-1] / table[schedule][1]
+        shown = " | ".join(f"{value:.2f}" for value in table[schedule])
+        print(f"| {schedule}, remat {SCHEDULES[schedule]} | {shown} | x {grown:.2f} |", flush=True)
+    if args.picture:
+        draw(table, args.picture)
+    if not args.no_large:
+        told = measure(LARGE, [])
+        seconds = told["seconds"]["lower"] + told["seconds"]["compile"]
+        print(
+            f"\n70B, stage4 x fsdp16 on {LARGE.topology}: peak {told['memory']['peak'] / GIB:.2f} "
+            f"GiB (at most {LARGE.bound}), compiled in {seconds:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
