@@ -33,6 +33,10 @@ from llmx.sharding import mesh_axes
 # Ring steps up to this many are written out one by one, more are a loop.
 WRITTEN_OUT = 3
 
+# But not on these: XLA:CPU starts a loop that sends and whatever else communicates in any order, on
+# each device in another, and then they wait for each other for ever.
+NEVER_LOOPED = ("cpu",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -371,7 +375,8 @@ def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
         return state, dataclasses.replace(arriving, key=key, value=value)
 
     carry = (state, block)
-    if num - 2 > WRITTEN_OUT and set(strides) == {1}:
+    looped = num - 2 > WRITTEN_OUT and set(strides) == {1}
+    if looped and facts.device_kind not in NEVER_LOOPED:
         carry = one(carry, slice(0, 1), 0, 0, 1)
         middle = lambda carry, at: (one(carry, slice(1, num - 1), at, 1, 1), None)  # noqa: E731
         carry, _ = jax.lax.scan(middle, carry, jnp.arange(num - 2))

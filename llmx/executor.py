@@ -282,6 +282,7 @@ class _Carry(NamedTuple):
     blocks: tuple[jax.Array, ...]  # sums of gradients
     outer: Any
     losses: tuple[jax.Array, ...]
+    turn: jax.Array  # 0: see `_Run.done`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -347,6 +348,36 @@ class _Run:
     def embedded(self, sinks, microbatch):
         outer = self.version(self.outer, microbatch)
         return self.pieces.embed(outer, sinks, self.rows(microbatch))
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether everything that communicates has to wait for what did before.
+
+        XLA:CPU starts loops and collectives that do not depend on each other in any order, on each
+        device in another, and then they wait for each other until XLA ends the process.
+        """
+        return self.place.mesh.devices.flat[0].platform == "cpu"
+
+    def done(self, turn, array):
+        """`turn`, when `array` is there. It is always 0, which the compiler cannot know."""
+        if not self.in_turn:
+            return turn
+
+        def local(array):
+            first = array.reshape(-1)[0]
+            return ((first != first) & (first == first)).astype(jnp.int32)
+
+        to = jax.typeof(array).sharding.spec
+        return turn + jax.shard_map(
+            local, mesh=self.place.mesh, in_specs=to, out_specs=PartitionSpec(), check_vma=False
+        )(array)
+
+    def wait(self, turn, tree):
+        """`tree`, integers or arrays, when `turn` is there."""
+        if not self.in_turn:
+            return tree
+        late = lambda a: a + turn if a.dtype == jnp.int32 else jnp.where(turn == 0, a, 0)  # noqa: E731
+        return jax.tree.map(late, tree)
 
     def spread(self, x_BTD, stage: int):
         """One stage's array on all stages."""
@@ -431,6 +462,7 @@ def run_table(
         ),
         outer=None if sinks is None else jax.tree.map(several, run.outer_sinks),
         losses=jax.tree.map(lambda leaf: jnp.zeros((ages, *leaf.shape), leaf.dtype), losses),
+        turn=jnp.zeros((), jnp.int32),
     )  # fmt: skip
     if isinstance(flight, Flight):
         carry = carry._replace(**_landed(flight, carry, mesh))
@@ -589,6 +621,7 @@ def _tick(
 ) -> _Carry:
     """One tick. `present` says what the ticks of its loop have at all, so that others are not in
     the program."""
+    row = run.wait(carry.turn, row)
     mine = lambda name: _read(row[name], run.me)  # noqa: E731
     chunk, microbatch = mine("chunk"), mine("microbatch")
 
@@ -598,7 +631,7 @@ def _tick(
         carry = carry._replace(inputs=inputs, blocks=blocks)
     if present["embeds"] is not False:
         entered = _if(
-            row["embeds"] >= 0, present["embeds"],
+            row["embeds"] >= 0, present["embeds"] and not run.in_turn,
             lambda: run.embedded(None, row["embeds"]),
             lambda: zeros(run.x_type),
         )  # fmt: skip
@@ -665,16 +698,23 @@ def _tick(
     if made.blocks:
         carry = carry._replace(blocks=_added(run, carry.blocks, made.blocks, chunk, microbatch))
     sent = made.sent
+    if sent is None:
+        return carry
 
+    carry = carry._replace(turn=run.done(carry.turn, sent))
     stage_of = run.program.table.stage_of
-    if present["loses"] is not False:
-        lose = functools.partial(_lose, run, stage_of[-1], row, mine("losing"), sent)
-        carry = _if(row["loses"] >= 0, present["loses"], lose, lambda carry: carry, carry)
-    if present["unembeds"] is not False:
-        unembed = functools.partial(_unembed, run, stage_of[0], row, sent)
-        carry = _if(row["unembeds"] >= 0, present["unembeds"], unembed, lambda carry: carry, carry)
+    for name, function, stage in (
+        ("loses", _lose, stage_of[-1]),
+        ("unembeds", _unembed, stage_of[0]),
+    ):
+        if present[name] is not False:
+            row = run.wait(carry.turn, row)
+            apply = functools.partial(function, run, stage, row, sent)
+            always = present[name] and not run.in_turn
+            carry = _if(row[name] >= 0, always, apply, lambda carry: carry, carry)
     for distance, names in present["arrivals"].items():
-        arrived = run.shifted(sent, distance)
+        arrived = run.shifted(run.wait(carry.turn, sent), distance)
+        carry = carry._replace(turn=run.done(carry.turn, arrived))
         for name, always in names.items():
             at = mine(f"{name}+{distance}")
             buffer = _written(carry._asdict()[name], at, arrived, None if always else at >= 0)
@@ -682,14 +722,15 @@ def _tick(
     return carry
 
 
-def _lose(run: _Run, stage: int, row, at, sent, carry: _Carry) -> _Carry:
+def _lose(run: _Run, stage: int, row, sent, carry: _Carry) -> _Carry:
     """Losses of a microbatch that went through the last part, and its gradient's way back."""
-    microbatch = row["loses"]
+    microbatch, at = row["loses"], _read(row["losing"], run.me)
     x_BTD, rows = run.spread(sent, stage), run.rows(microbatch)
     outer = run.version(run.outer, microbatch)
     if run.sinks is None:
         found = run.pieces.losses(outer, None, x_BTD, rows)
-        return carry._replace(losses=_with(run, carry.losses, found, microbatch))
+        losses = _with(run, carry.losses, found, microbatch)
+        return carry._replace(losses=losses, turn=run.done(carry.turn, x_BTD))
 
     def loss(x_BTD, sinks):
         found = run.pieces.losses(outer, sinks, x_BTD, rows)
@@ -702,6 +743,7 @@ def _lose(run: _Run, stage: int, row, at, sent, carry: _Carry) -> _Carry:
         losses=_with(run, carry.losses, found, microbatch),
         outer=carry.outer | _with(run, carry.outer, gradients, microbatch),
         gradients=_written(carry.gradients, at, gradient_x, at >= 0),
+        turn=run.done(carry.turn, gradient_x),
     )
 
 
@@ -710,7 +752,8 @@ def _unembed(run: _Run, stage: int, row, sent, carry: _Carry) -> _Carry:
     microbatch, gradient = row["unembeds"], run.spread(sent, stage)
     sinks = run.sinks_of(run.pieces.embed_names)
     _, pull = jax.vjp(lambda sinks: run.embedded(sinks, microbatch), sinks)
-    return carry._replace(outer=carry.outer | _with(run, carry.outer, *pull(gradient), microbatch))
+    outer = carry.outer | _with(run, carry.outer, *pull(gradient), microbatch)
+    return carry._replace(outer=outer, turn=run.done(carry.turn, gradient))
 
 
 def _if(condition, always, function: Callable, otherwise: Callable, *arguments):
