@@ -181,13 +181,19 @@ class Checkpointer:
         return True
 
     def restore(
-        self, abstract_state: Any, step: int | None = None, *, order: orders.Order = ()
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        order: orders.Order = (),
+        ignored: str = "",
     ) -> Restored | None:
         """The newest good checkpoint (or exactly `step`) in the shapes and shardings of
         `abstract_state`, its layers in `order`; None if there is none.
 
         Leaves of `abstract_state` are `ShapeDtypeStruct`s with the sharding wanted now, whatever
-        it was at the save; Python numbers stay Python numbers. A checkpoint that fails its
+        it was at the save; Python numbers stay Python numbers. What was saved under the name
+        `ignored` is left where it is. A checkpoint that fails its
         checksums is set aside as `<step>.corrupt`, with a message, once an older one has been
         restored.
 
@@ -196,8 +202,9 @@ class Checkpointer:
         """
         self.wait()
         found = _restore_newest(
-            self._root, abstract_state, prefix="", order=order, step=step, log=self._log
-        )
+            self._root, abstract_state, prefix="", order=order, step=step, log=self._log,
+            ignored=ignored,
+        )  # fmt: skip
         if found is None:
             return None
         restored, bad = found
@@ -209,6 +216,19 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest step with a committed checkpoint, good or not."""
         return max(list_steps(str(self._root)), default=None)
+
+    def fits(self, step: int, abstract: Any, *, prefix: str) -> tuple[bool, bool]:
+        """Whether the checkpoint holds anything under `prefix`, and whether it is `abstract`."""
+        document = _read_document(self._root, step)
+        saved = any(name.startswith(f"{prefix}/") for name in document["leaves"])
+        try:
+            # As it is stored: what a pipeline has under way is of its own stages only.
+            _check_structure(
+                self._root, document, abstract, prefix=prefix, order=_order_of(document)
+            )
+        except Mismatch:
+            return saved, False
+        return saved, True
 
     def meta(self, step: int) -> dict:
         """What `save` was given as `meta`."""
@@ -424,6 +444,7 @@ def _restore_newest(
     order: orders.Order,
     step: int | None,
     log: Callable[[str], None],
+    ignored: str = "",
 ) -> tuple[Restored, dict[int, str]] | None:
     """The newest good checkpoint and {step: reason} of the corrupt ones passed over. All
     processes agree on every choice.
@@ -437,6 +458,7 @@ def _restore_newest(
         verdict, reason, tree, document = None, "", None, {}
         try:
             document = _read_document(root, candidate)
+            document["leaves"] = _without(document["leaves"], ignored)
             wanted = _check_structure(root, document, abstract, prefix=prefix, order=order)
             stored = orders.stored(wanted, order=order, saved=_order_of(document))
             tree = _read_arrays(root / str(candidate) / STATE, stored)
@@ -473,6 +495,15 @@ def _restore_newest(
             f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
         )
     return None
+
+
+def _without(leaves: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`leaves` by their path names, those under `name` left out; "" = none."""
+    return {
+        key: leaf
+        for key, leaf in leaves.items()
+        if not name or not f"{key}/".startswith(f"{name}/")
+    }
 
 
 def _check_structure(

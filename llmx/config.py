@@ -520,7 +520,13 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
         table = pipeline.table_of(
             config.pipeline, stages=stages, microbatches=config.batch.accumulation
         )
-        parts.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+        cut = parts.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+        if config.optimizer.name == "adafactor" and not cut.full:
+            yield (
+                f"optimizer.name='adafactor' with {cut.layers} layers in the parts of a pipeline: "
+                "its means over a weight's layers would count empty places; use parts of equal "
+                "size, or another optimizer"
+            )
     except ValueError as error:
         yield f"mesh.stage={stages}, batch.accumulation={config.batch.accumulation}: {error}"
 

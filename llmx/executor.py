@@ -41,9 +41,6 @@ from llmx.pipeline import BACKWARD, FORWARD, IDLE, WEIGHT, Table
 
 STAGE = ("stage",)
 
-# Loops in a program: a table with more different runs of ticks is one loop.
-MOST_LOOPS = 8
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
@@ -95,23 +92,31 @@ class Program:
         return runs([frozenset(row) - {IDLE} for row in self.table.kind.tolist()])
 
 
-def runs(signatures: list) -> list[tuple[int, int, int]]:
-    """A sequence as repetitions of one or two items: (first, length of the pattern, repetitions).
+def runs(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
+    """Ticks with these kinds of operations as loops: (first, ticks in the body, iterations).
 
-    More than MOST_LOOPS of them are one.
+    Ticks of one kind in a row are a loop, and so are ticks of one kind that alternate with those of
+    another. All between the first and the last tick of several kinds are one.
     """
+    several = [tick for tick, each in enumerate(kinds) if len(each) > 1]
+    start, stop = (several[0], several[-1] + 1) if several else (len(kinds),) * 2
     found, at = [], 0
-    while at < len(signatures):
+    while at < len(kinds):
+        if at == start:
+            found.append((start, 1, stop - start))
+            at = stop
+            continue
+        end = start if at < start else len(kinds)
         covered = []
         for length in (1, 2):
-            pattern, times = signatures[at : at + length], 1
-            while signatures[at + times * length : at + (times + 1) * length] == pattern:
+            pattern, times = kinds[at : at + length], 1
+            while kinds[at + times * length : min(end, at + (times + 1) * length)] == pattern:
                 times += 1
             covered.append((length * times if times > 1 or length == 1 else 0, -length, times))
         _, length, times = max(covered)
         found.append((at, -length, times))
         at += -length * times
-    return found if len(found) <= MOST_LOOPS else [(0, 1, len(signatures))]
+    return found
 
 
 def program(table: Table) -> Program:
@@ -150,6 +155,12 @@ def program(table: Table) -> Program:
                 places[name] = max(places[name], int(count))
 
     none = lambda *shape: np.full(shape, -1)  # noqa: E731
+    kinds = [frozenset(row) - {IDLE} for row in table.kind.tolist()]
+    made_in = {}  # by tick, the kinds of operations in its loop
+    for first, length, times in runs(kinds):
+        for at in range(length):
+            ticks_of = range(first + at, first + length * times, length)
+            made_in |= dict.fromkeys(ticks_of, frozenset().union(*(kinds[t] for t in ticks_of)))
     names = ("kind", "microbatch", "chunk", "first", "losing", "keeps", "puts", *lives)
     operation = {name: none(ticks, stages) for name in names}
     operation |= {name: none(ticks) for name in ("embeds", "loses", "unembeds")}
@@ -180,7 +191,7 @@ def program(table: Table) -> Program:
         for name, column, maker in (("kept", "keeps", FORWARD), ("products", "puts", BACKWARD)):
             if kind == maker and (m, k) in place[name]:
                 row[column][stage] = place[name][m, k]
-            elif lives[name]:
+            elif lives[name] and maker in made_in[tick]:
                 there = taken[name][stage][tick]
                 row[column][stage] = next(n for n in itertools.count() if n not in there)
                 places[name] = max(places[name], int(row[column][stage]) + 1)
@@ -206,16 +217,24 @@ def program(table: Table) -> Program:
 
 def _shared_places(starts, ends, period: int) -> tuple[list[int], int]:
     """As `pipeline.slots`, for values that come again every `period` ticks."""
-    spans, places = list(zip(starts, ends, strict=True)), []
-    for number, (start, end) in enumerate(spans):
-        meets = {
-            places[other]
-            for other, (first, last) in enumerate(spans[:number])
-            for moved in (-period, 0, period)
-            if start <= last + moved and first + moved <= end
-        }
-        places.append(next(place for place in itertools.count() if place not in meets))
-    return places, max(places) + 1
+    spans = list(zip(starts, ends, strict=True))
+    alive = [
+        sum((end - tick) // period - (start - 1 - tick) // period for start, end in spans)
+        for tick in range(period)
+    ]
+    if max(alive) > len(spans):
+        raise ValueError(
+            f"{max(alive)} of {len(spans)} values are alive at a time in a period of {period} "
+            "ticks: use a table with more microbatches"
+        )
+    # In blocks of at least as many as are alive at a time, one after the other.
+    num_blocks = len(spans) // max(alive)
+    in_turn = np.argsort(starts)
+    blocks = np.array_split(in_turn, num_blocks)
+    places = np.empty(len(spans), int)
+    for block in blocks:
+        places[block] = np.arange(len(block))
+    return places.tolist(), max(map(len, blocks))
 
 
 def _taken(lives: dict, place: dict, stage: int, ticks: int) -> list[set[int]]:

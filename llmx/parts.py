@@ -56,6 +56,11 @@ class Parts:
         return places.reshape(-1)
 
     @property
+    def full(self) -> bool:
+        """Whether every place has a layer."""
+        return EMPTY not in self.order
+
+    @property
     def in_order(self) -> bool:
         """Whether layers as staged are just the layers."""
         return np.array_equal(self.order, np.arange(sum(self.layers)))

@@ -659,15 +659,15 @@ def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Ta
 
     A microbatch is forward on stage s in round s+j and backward in 2(P-1)-s+j, rounds counted
     around the period of M. The update by a step's gradients comes at the end of the next period,
-    so that two versions of the weights are enough from M = 2P-2 on.
+    so that two versions of the weights are enough from M = 2P-2 on; and from M = 2P-1 on a
+    microbatch's activations are used before those of the same number in the next period.
     """
     P, M = stages, microbatches
     _refuse_sizes("pipedream_2bw", P, M, virtual_stages, takes=1)
-    if M < 2 * P - 2:
+    if M < 2 * P - 1:
         raise ValueError(
-            f"pipedream_2bw with microbatches={M} on stages={P}: the last backward of a step would "
-            "come after the end of the next period, which takes a third version of the weights; "
-            f"use at least {2 * P - 2} microbatches"
+            f"pipedream_2bw with microbatches={M} on stages={P}: stage 0 would have "
+            f"{2 * P - 1} in flight, more than a period has; use at least {2 * P - 1} microbatches"
         )
     stage = np.arange(P)
     kind, microbatch = np.empty((2, 2 * M, P), int)

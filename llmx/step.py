@@ -154,11 +154,14 @@ class Setup:
         # Auto axes: the compiler splits the random numbers as the results are split.
         with jax.set_mesh(self.mesh):
             state = jax.jit(jax.sharding.auto_axes(make, out_sharding=to))()
-            if self.abstract.stale is None:
-                return state
-            # Nothing is under way: a batch without tokens, whose parameters do not matter.
-            stale = jax.jit(lambda: jax.tree.map(_zeros, self.abstract.stale))()
-            return state._replace(stale=stale)
+        return state._replace(stale=self.nothing_under_way())
+
+    def nothing_under_way(self) -> "Stale | None":
+        """`State.stale` of a batch without tokens, whose parameters do not matter."""
+        if self.abstract.stale is None:
+            return None
+        with jax.set_mesh(self.mesh):
+            return jax.jit(lambda: jax.tree.map(_zeros, self.abstract.stale))()
 
 
 def make_setup(

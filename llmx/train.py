@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from llmx import checkpoint, config, launch, metrics, sharding
 
@@ -167,7 +168,7 @@ def restore_or_init(
     newest, start_from = checkpoints.latest_step(), run.start_from
     if newest == 0 and "imported_from" in checkpoints.meta(0):
         newest, start_from = None, run.workdir  # parameters only: made by llmx.convert
-    restored = None if newest is None else checkpoints.restore(setup.abstract, order=setup.order)
+    restored = None if newest is None else restore(setup, checkpoints, newest, log)
     if restored is None:
         state = setup.init(run.seed)
         return (start_with(setup, state, start_from, log) if start_from else state), 0
@@ -188,6 +189,21 @@ def restore_or_init(
     to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
     return restored.state._replace(guard=jax.device_put(released, to)), restored.step
+
+
+def restore(setup, checkpoints, newest: int, log: Callable):
+    """The newest good checkpoint; a batch that was under way on other stages is taken again."""
+    saved, fits = checkpoints.fits(newest, setup.abstract.stale, prefix="stale")
+    if fits:
+        return checkpoints.restore(setup.abstract, order=setup.order)
+    bare = setup.abstract._replace(stale=None)
+    restored = checkpoints.restore(bare, order=setup.order, ignored="stale")
+    state, first = restored.state._replace(stale=setup.nothing_under_way()), restored.step
+    if saved:
+        log("the batch that was under way in the pipeline when it was saved is taken again")
+        to = setup.abstract.step.sharding
+        state, first = state._replace(step=jax.device_put(np.int32(first - 1), to)), first - 1
+    return restored._replace(state=state, step=first)
 
 
 def start_with(setup, state, workdir: str, log: Callable):

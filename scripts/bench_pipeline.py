@@ -15,17 +15,19 @@ MICROBATCHES = (4, 8, 16, 32, 64)
 # Each with its virtual stages and remat policy; zero bubble keeps what its weight gradients need.
 SCHEDULES = {"gpipe": "full", "1f1b": "full", "interleaved_1f1b": "full", "zb_h1": "none"}
 COLORS = dict(zip(SCHEDULES, ("#ee6677", "#4477aa", "#228833", "#ccbb44"), strict=True))
-LARGE = Row("configs/llama3_70b_pipeline.py", "v5p:4x4x4", bound=40.0)
+LARGE = Row("configs/llama3_70b_pipeline.py", "v5p:4x4x4", (), None, 40.0, None)
 
 
 def small(schedule: str, microbatches: int) -> Row:
-    """Eight layers of Llama-3 8B on four stages, one row of 2048 tokens in each microbatch."""
+    """A Llama of eight layers on four stages, one row of 8192 tokens in each microbatch."""
     flags = (
-        "mesh.stage=4", "mesh.fsdp=1", "model.num_layers=8", "batch.sequence_length=2048",
+        "mesh.stage=4", "mesh.fsdp=1", "model.num_layers=8", "model.width=1024",
+        "model.num_heads=8", "model.num_kv_heads=4", "model.mlp_dim=4096",
+        "model.vocab_size=32768", "batch.sequence_length=8192",
         f"batch.size={microbatches}", f"batch.accumulation={microbatches}",
         f"pipeline.schedule={schedule}", f"remat={SCHEDULES[schedule]}",
     )  # fmt: skip
-    return Row("configs/llama3_8b.py", "v5p:2x2x1", flags)
+    return Row("configs/llama3_8b.py", "v5p:2x2x1", flags, None, None, None)
 
 
 def temporaries(told: dict) -> float:

@@ -269,7 +269,7 @@ TWO_VERSIONS = [
         Cell("pipedream_2bw", 4, 8, "tensor2", "gpt2", num_layers=6), marks=pytest.mark.slow
     ),
     pytest.param(
-        Cell("pipedream_2bw", 2, 2, "data2 sequence2", "gemma3", num_layers=7, layout="zero1"),
+        Cell("pipedream_2bw", 2, 4, "data2 sequence2", "gemma3", num_layers=7, layout="zero1"),
         marks=pytest.mark.slow,
     ),
 ]
@@ -332,7 +332,7 @@ def test_the_program_takes_the_ticks_of_the_table(schedule):
     most: in units of a stage's forward pass they are the length of the table, idle stages
     included."""
     cell = Cell(schedule, 4, 16, remat="none", layout="ddp")
-    setup, program = compiled(cell, {"mlp_dim": 1024})
+    setup, program = compiled(cell, {"mlp_dim": 4096})
     kernels = [
         leaf.size for leaf in jax.tree.leaves(setup.abstract.params["blocks"]) if leaf.ndim > 2
     ]
@@ -351,7 +351,8 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
     assert kinds("gpipe") == [(19, [F]), (19, [B])]
     assert kinds("1f1b") == [(4, [F]), (15, [B, F]), (4, [B])]
     assert kinds("pipedream_2bw") == [(16, [F, B])]
-    assert len(kinds("zb_h1")) == 1  # one loop, in which each stage takes its branch
+    # Forward operations alone, then a loop in which each stage takes its branch, then a last one.
+    assert [times for times, _ in kinds("zb_v")] == [8, 90, 1]
 
 
 def test_buffers_are_those_of_the_table():

@@ -20,7 +20,7 @@ MICROBATCHES = (1, 2, 3, 4, 5, 8, 9, 16, 17)
 # Sums of some hundred times of 1/3 s and the like.
 TOLERANCE = 1e-9
 
-FEWEST = {"dual_pipe_v": lambda P: 2 * P, "pipedream_2bw": lambda P: 2 * P - 2}
+FEWEST = {"dual_pipe_v": lambda P: 2 * P, "pipedream_2bw": lambda P: 2 * P - 1}
 ONE_KIND = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream_2bw")
 
 
@@ -147,14 +147,14 @@ def test_a_period_has_no_idle_cell_and_each_microbatch_its_two_periods():
         ticks = pipeline.operation_ticks(table)
         latest = ticks.max()
         assert ticks[FORWARD, :, 0].max() < 2 * M and latest < 4 * M
-        # The last backward, on stage 0, is the one that asks for M >= 2P-2.
+        # The last backward is on stage 0.
         assert latest == 2 * (2 * (P - 1) + M - 1) + 1 == ticks[BACKWARD, M - 1, 0]
 
 
 def test_the_bound_of_pipedream_2bw_is_the_one_of_the_check():
     for P in (2, 3, 4, 8):
         M = 2 * P - 3
-        with pytest.raises(ValueError, match=f"use at least {2 * P - 2} microbatches"):
+        with pytest.raises(ValueError, match=f"use at least {2 * P - 1} microbatches"):
             SCHEDULES["pipedream_2bw"](P, M)
         s = np.arange(P)
         rounds = np.arange(M)[:, None]
@@ -175,7 +175,7 @@ def test_the_bound_of_pipedream_2bw_is_the_one_of_the_check():
         ("zb_v", (4, 4, 1), r"zb_v with virtual_stages=1: it has 2 per stage; use 2"),
         ("interleaved_1f1b", (4, 4, 1), r"virtual_stages=1: use at least 2, or 1f1b"),
         ("dual_pipe_v", (4, 7), r"microbatches=7 on stages=4: .* at least 8 .* or zb_v"),
-        ("pipedream_2bw", (4, 5), r"microbatches=5 on stages=4: .* third version .* at least 6"),
+        ("pipedream_2bw", (4, 6), r"microbatches=6 on stages=4: .* 7 in flight.* at least 7"),
     ],
 )
 def test_wrong_sizes_are_refused_with_limit_and_remedy(name, sizes, words):

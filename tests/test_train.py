@@ -304,6 +304,37 @@ def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers, process
 
 
 @pytest.mark.slow
+def test_what_is_under_way_is_saved(scratch):
+    """PipeDream-2BW goes on as if it had never stopped; on other stages the batch that was under
+    way is taken again."""
+    workdir = scratch / "under_way"
+    stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
+    flags = (*stages, "--config.pipeline.schedule=pipedream_2bw", "--config.model.num_layers=2")
+
+    def go_on(*flags):
+        done = subprocess.run(
+            command(scratch, workdir, *flags), env=environment(2), cwd=ROOT, capture_output=True,
+            text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def forget():
+        for path in (workdir / "checkpoints").glob("*"):
+            if int(path.name) > 8:
+                shutil.rmtree(path)
+
+    go_on(*flags)
+    wanted = losses(workdir)
+    forget()
+    assert "resumed from checkpoint 8" in go_on(*flags)
+    np.testing.assert_array_equal(losses(workdir), wanted)
+    forget()
+    assert "is taken again" in go_on("--config.model.num_layers=2")
+    assert losses(workdir).shape == wanted.shape
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_share_four_devices(scratch, processes):
     """1, 2 and 4 processes with four devices in all: the same batches, the same losses."""
