@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmx import dot, executor, families, model, optim, sharding
+from llmx import dot, executor, families, model, optim, sharding, ticks
 from llmx import guard as guard_lib
 from llmx.orders import Order
 from llmx.parts import Parts
@@ -293,7 +293,7 @@ def make_eval_step(
                 loss_BT, _ = setup.apply.losses(params, batch, setup.run)
                 loss = jnp.sum(loss_BT * batch["weights"])
             else:
-                table = executor.forward_table(setup.pipeline.parts.stage_of, microbatches)
+                table = ticks.forward_table(setup.pipeline.parts.stage_of, microbatches)
                 made, _ = _run_pipeline(setup, table, [(params, batch)], 0.0, None)
                 loss = made.losses[1][0] * jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         return loss, jnp.sum(batch["weights"])
@@ -475,7 +475,7 @@ def _run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, 
 
     outside = lambda params: {name: leaf for name, leaf in params.items() if name != "blocks"}  # noqa: E731
     return executor.run_table(
-        executor.program(table), parts, pieces, run.place,
+        ticks.program(table), parts, pieces, run.place,
         params=tuple((params["blocks"], outside(params)) for params, _ in runs),
         batches=tuple(prepared(batch) for _, batch in runs),
         kinds=setup.model.layer_kinds, sinks=sinks, flight=flight,

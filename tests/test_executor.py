@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmx import executor, families, hlo, model, optim, parts, pipeline, precision, sharding, step
+from llmx import families, hlo, model, optim, parts, pipeline, precision, sharding, step, ticks
 
 TOLERANCE = 1e-5
 BATCH, LENGTH, STEPS = 32, 16, 3
@@ -217,7 +217,7 @@ def test_a_table_from_a_file(tmp_path):
     table = pipeline.read_csv(tmp_path / "classic.csv")
     assert pipeline.check(table).peak_stash.tolist() == [2, 1]
     cell = Cell("", 2, 4, "fsdp2", num_layers=3)
-    assert executor.program(table).places["kept"] == 2 + 1  # one to write to without an operation
+    assert ticks.program(table).places["kept"] == 2 + 1  # one to write to without an operation
     assert_equal(train(make_setup(cell, table), cell, batches()), reference("llama3", 3))
 
 
@@ -345,7 +345,7 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
     kinds = lambda name: [  # noqa: E731
         (times, [set(table.kind[first + at]) - {pipeline.IDLE} for at in range(length)])
         for table in [pipeline.SCHEDULES[name](4, 16)]
-        for first, length, times in executor.program(table).loops
+        for first, length, times in ticks.program(table).loops
     ]
     F, B = {pipeline.FORWARD}, {pipeline.BACKWARD}
     assert kinds("gpipe") == [(19, [F]), (19, [B])]
@@ -357,7 +357,7 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
 
 def test_buffers_are_those_of_the_table():
     """Places for what is kept: as many as microbatches are in flight, whatever their number."""
-    places = lambda name, m: executor.program(pipeline.SCHEDULES[name](4, m)).places  # noqa: E731
+    places = lambda name, m: ticks.program(pipeline.SCHEDULES[name](4, m)).places  # noqa: E731
     for m in (8, 16, 64):
         assert places("1f1b", m)["kept"] == 7
         assert places("gpipe", m)["kept"] == m + 1  # and one to write to without an operation

@@ -33,6 +33,7 @@ ROWS = [
         "kernels",
         "collectives",
         "topologies",
+        "ticks",
     },
     {"context", "executor", "partition", "orders"},
     {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
