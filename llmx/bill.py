@@ -141,6 +141,7 @@ def _what(result: Result) -> list[str]:
         f"model       {config.model_text(run, result.num_parameters)}",
         f"machine     {result.topology.name}: {result.topology.text}",
         f"mesh        {mesh}; layout {run.sharding.layout}",
+        *([f"stages      {stages}"] if (stages := config.stages_text(run)) else []),
         f"batch       {config.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "
         f"{result.lower_seconds:.1f} s ({versions})",

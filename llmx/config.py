@@ -336,6 +336,22 @@ def batch_text(config: Config) -> str:
     return f"{batch.size} x {batch.sequence_length} = {tokens:,} tokens per step{splits}"
 
 
+def stages_text(config: Config) -> str:
+    """What the stages of the mesh do, on a line; "" without stages."""
+    stages = config.mesh.stage
+    if stages == 1:
+        return ""
+    table = pipeline.table_of(
+        config.pipeline, stages=stages, microbatches=config.batch.accumulation
+    )
+    layers = parts.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
+    each = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
+    return (
+        f"{table.name} on {stages} stages, {each} layers in each of {table.num_parts} parts; "
+        f"bubble {pipeline.check(table).bubble:.1%}"
+    )
+
+
 # -------------------------------------------------------------------------------------- the checks
 
 

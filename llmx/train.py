@@ -116,7 +116,8 @@ def describe(run: config.Config, setup) -> str:
     return (
         f"model: {config.model_text(run, costs.num_parameters(run.model))}\n"
         f"mesh:  {mesh} ({jax.devices()[0].device_kind}{processes}), layout {run.sharding.layout}\n"
-        f"batch: {config.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
+        + (f"stages: {stages}\n" if (stages := config.stages_text(run)) else "")
+        + f"batch: {config.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
     )
 
 
