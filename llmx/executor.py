@@ -481,6 +481,8 @@ def _tick(
 
     def weight() -> _Made:
         found = [jax.tree.map(lambda b: _read(b, mine("products")), two) for two in carry.products]
+        mine_is = mine("kind") == WEIGHT
+        found = [each._replace(gradient=jnp.where(mine_is, each.gradient, 0)) for each in found]
         sinks = jax.tree.leaves(run.sinks)
         made = iter(zip(noted, found, strict=True))
 

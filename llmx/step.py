@@ -255,12 +255,14 @@ def make_train_step(
         norm = jnp.sqrt(squares.sum())
         bad_leaf, new_guard = guard_lib.judge(guard, state.guard, squares, norm, loss)
         good = bad_leaf < 0
+        if stale is not None:
+            # A periodic pipeline's first step brings no batch to its end.
+            took = functools.partial(jnp.where, tokens > 0)
+            good, new_guard = good & (tokens > 0), jax.tree.map(took, new_guard, state.guard)
         if clip_norm:
             scale = clip_norm / jnp.maximum(norm, clip_norm)
             grads = jax.tree.map(lambda leaf: leaf * scale, grads)
-        # A periodic pipeline's first step brings no batch to its end.
-        accepted = good & ~new_guard.stopped & (tokens > 0)
-        params, opt_state, ema = _update(setup, state, grads, accepted)
+        params, opt_state, ema = _update(setup, state, grads, good & ~new_guard.stopped)
         report = Report(
             loss=loss,
             z_loss=z,
@@ -358,17 +360,16 @@ def _make_pipeline_gradient(setup: Setup, *, accumulation: int, z_loss: float, g
         runs, stale = [(whole(state.params), batch)], state.stale
         if stale is None:
             made, _ = _run_pipeline(setup, table, runs, z_loss, sinks)
-            (_, loss, z), (grads,) = (
-                jax.tree.map(lambda each: each[0], made.losses),
-                _finished(setup, types, made),
-            )
+            _, loss, z = (each[0] for each in made.losses)
+            (grads,) = _finished(setup, types, made)
             return (loss, z), jnp.maximum(tokens(batch), 1.0), grads, None
         runs.append((whole(stale.params), stale.batch))
         made, flight = _run_pipeline(setup, table, runs, z_loss, sinks, stale.flight)
         grads, before = _finished(setup, types, made)
-        new = Stale(state.params, batch, grads, jax.tree.map(lambda e: e[0], made.losses), flight)
+        new = Stale(state.params, batch, grads, tuple(each[0] for each in made.losses), flight)
         grads = jax.tree.map(jnp.add, before, stale.gradients)
-        _, loss, z = jax.tree.map(lambda each, old: each[1] + old, made.losses, stale.losses)
+        pairs = zip(made.losses, stale.losses, strict=True)
+        _, loss, z = (each[1] + old for each, old in pairs)
         return (loss, z), tokens(stale.batch), grads, new
 
     return gradient_of
@@ -390,7 +391,7 @@ def _abstract_stale(setup: Setup) -> Stale:
         made, flight = _run_pipeline(
             setup, setup.pipeline.table, [(params, batch)] * 2, 0.0, sinks, executor.Flight
         )
-        losses = jax.tree.map(lambda each: each[0], made.losses)
+        losses = tuple(each[0] for each in made.losses)
         return Stale(params, batch, _finished(setup, types, made)[0], losses, flight)
 
     with jax.set_mesh(setup.mesh), setup.run.policy.products():

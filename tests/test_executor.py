@@ -176,6 +176,8 @@ SLOW = [
     Cell("1f1b", 4, 8, layers=(1, 3, 3, 1), family="gemma3"),
     Cell("interleaved_1f1b", 4, 8, "tensor2", "gpt2", num_layers=11, layout="zero1"),
     Cell("interleaved_1f1b", 4, 4, "fsdp2", "gemma3"),
+    Cell("zb_h1", 4, 1, "fsdp2", remat="none"),  # ticks of weight gradients with idle stages
+    Cell("zb_v", 4, 2, "tensor2"),
     Cell("zb_h1", 2, 4, "sequence2 tensor2", layout="zero2", remat="none"),
     Cell("zb_h1", 8, 16, family="llama3", remat="full"),
     Cell("zb_h1", 2, 8, "data2 fsdp2", layout="hsdp", gather="step"),

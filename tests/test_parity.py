@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from llmx import families, model, optim, precision, sharding, step
+from llmx import families, model, optim, parts, pipeline, precision, sharding, step
 from llmx.attention import AttentionConfig
 
 TOLERANCE = 1e-5  # relative; the contract of docs/architecture.md, seen: below 3e-6
@@ -39,6 +39,7 @@ class Cell:
     gather: str = "layer"
     ulysses: int = 1
     zigzag: bool = True
+    schedule: str = "1f1b"  # of stages; tests/test_executor.py walks the others
 
     def __str__(self):
         mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items())
@@ -48,6 +49,7 @@ class Cell:
         flags += "-gather_once" if self.gather == "step" else ""
         flags += f"-ulysses{self.ulysses}" if self.ulysses > 1 else ""
         flags += "" if self.zigzag else "-in_row_order"
+        flags += f"-{self.schedule}" if "stage" in self.mesh else ""
         return f"{self.layout}-{mesh}{flags}"
 
 
@@ -76,6 +78,8 @@ CELLS = [
     Cell({"data": 2, "expert": 2, "tensor": 2}, "zero2"),
     Cell({"data": 2, "fsdp": 2, "tensor": 2}, "zero3", gather="step"),
     Cell({"data": 2, "fsdp": 4}, "hsdp", gather="step", chunks=3),
+    Cell({"stage": 2, "fsdp": 2, "tensor": 2}, "zero3", chunks=3),
+    Cell({"stage": 2, "data": 2, "sequence": 2}, "zero1", schedule="zb_h1"),
 ]
 
 # Accumulation and remat, each with and without. All families walk the first two; the others take
@@ -117,8 +121,9 @@ def batches() -> list[dict]:
 
 
 def make_setup(
-    family: str, cell: Cell, remat: str, policy: str = "fp32", attention: str = "auto"
-) -> step.Setup:
+    family: str, cell: Cell, remat: str, policy: str = "fp32", attention: str = "auto",
+    accumulation: int = 1,
+) -> step.Setup:  # fmt: skip
     config = families.preset(family, vocab_size=257, **MODELS[family])
     devices = jax.devices()[: int(np.prod(list(cell.mesh.values())))]
     layout = sharding.make_layout(
@@ -135,7 +140,11 @@ def make_setup(
     # keeps its rounding noise from being divided by itself. Parameters still move by about the
     # learning rate.
     optimizer = optim.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
-    return step.make_setup(config, run, optimizer, total_steps=10)
+    stages = None
+    if num := cell.mesh.get("stage"):
+        table = pipeline.SCHEDULES[cell.schedule](num, accumulation)
+        stages = step.Pipeline(table, parts.cut(config.num_layers, table.stage_of))
+    return step.make_setup(config, run, optimizer, total_steps=10, pipeline=stages)
 
 
 def train(setup: step.Setup, state: step.State, accumulation: int, gather: str = "layer"):
@@ -178,13 +187,15 @@ def relative(got: np.ndarray, wanted: np.ndarray) -> float:
 @pytest.mark.parametrize("family, cell, accumulation, remat", list(grid()))
 def test_parity(references, family, cell, accumulation, remat):
     initial, (losses, norms, params) = references(family)
-    setup = make_setup(family, cell, remat)
-    if cell.mesh == {"data": 8} and accumulation == 1:
+    setup = make_setup(family, cell, remat, accumulation=accumulation)
+    if (cell.mesh == {"data": 8} and accumulation == 1) or setup.pipeline:
         state = setup.init(0)  # born split: the same numbers
     else:
         to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
         state = jax.device_put(initial, to)
     got_losses, got_norms, got_params = train(setup, state, accumulation, cell.gather)
+    if setup.pipeline:
+        got_params["blocks"] = setup.pipeline.parts.unstaged(got_params["blocks"])
     np.testing.assert_allclose(got_losses, losses, rtol=TOLERANCE)
     np.testing.assert_allclose(got_norms, norms, rtol=TOLERANCE)
     wanted = jax.tree_util.tree_leaves_with_path(params)
