@@ -40,8 +40,8 @@ def draw(table: dict[str, list[float]], path: str) -> None:
     for schedule, values in table.items():
         label = f"{schedule}, remat {SCHEDULES[schedule]}"
         axes.plot(MICROBATCHES, values, "o-", color=COLORS[schedule], label=label)
-    axes.set_xscale("log", base=2)
     axes.set_xticks(MICROBATCHES, [str(num) for num in MICROBATCHES])
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("microbatches")
     axes.set_ylabel("temporaries of a device, GiB")

@@ -272,7 +272,8 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
 
     def pull(params, x_BTD, ids_BT):
         def blocks(params, x_BTD):
-            return decoder.Apply(model, graphdef).blocks(params, x_BTD, ids_BT, ids_BT, run)
+            mask = decoder.self_mask(ids_BT, ids_BT, run)
+            return decoder.Apply(model, graphdef).through(params["blocks"], x_BTD, mask, run)[0]
 
         return jax.vjp(blocks, params, x_BTD)[1]
 
