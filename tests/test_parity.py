@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import packed
 import pytest
 
 from llmx import families, model, optim, parts, pipeline, precision, sharding, step
@@ -103,21 +104,7 @@ def grid():
 
 
 def batches() -> list[dict]:
-    """Packed documents of unequal lengths, with padding and unequal weights."""
-    random = np.random.default_rng(0)
-    made = []
-    for _ in range(STEPS):
-        tokens = random.integers(0, 257, (BATCH, LENGTH + 1), dtype=np.int32)
-        cut = random.integers(2, LENGTH - 2, (BATCH, 1))
-        index = np.arange(LENGTH)[None]
-        made.append({
-            "tokens": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "segment_ids": np.where(index < cut, 1, 2).astype(np.int32),
-            "positions": np.where(index < cut, index, index - cut).astype(np.int32),
-            "weights": (random.random((BATCH, LENGTH)) < random.random((BATCH, 1))).astype("f4"),
-        })  # fmt: skip
-    return made
+    return packed.batches(STEPS, rows=BATCH, length=LENGTH, vocab=257)
 
 
 def make_setup(
