@@ -380,47 +380,6 @@ def test_only_the_executor_crosses_stages():
     assert program.select(kind="all-gather", axes="fsdp")
 
 
-def far_step(topology: str, schedule: str, microbatches: int, remat: str = "full") -> aot.Result:
-    run = config.default()
-    run.model = families.preset(
-        "llama3", num_layers=8, width=512, num_heads=4, num_kv_heads=4, head_dim=128, mlp_dim=1024,
-        vocab_size=512,
-    )  # fmt: skip
-    run.remat, run.pipeline.schedule = remat, schedule
-    run.mesh.data, run.mesh.stage = 1, 4
-    run.batch.size, run.batch.sequence_length = microbatches, 4096
-    run.batch.accumulation = microbatches
-    return aot.compile(config.resolve(run, 4), topology)
-
-
-@pytest.mark.aot
-def test_memory_is_that_of_the_table():
-    """1F1B takes the same room for any number of microbatches; GPipe's grows with them by what a
-    microbatch keeps. scripts/bench_pipeline.py does it at full size."""
-    found = {
-        (schedule, m): far_step("v5e:2x2", schedule, m)
-        for schedule in ("1f1b", "gpipe") for m in (8, 24)
-    }  # fmt: skip
-    beside = {key: told.memory.peak - sum(told.state.values()) for key, told in found.items()}
-    assert beside["1f1b", 24] == pytest.approx(beside["1f1b", 8], rel=0.05)
-    kept = 2 * 4096 * 512 * 2  # the inputs of two layers, in bf16
-    grown = beside["gpipe", 24] - beside["gpipe", 8]
-    # And for each microbatch the gradient that waits where the losses were.
-    assert grown == pytest.approx(16 * (kept + kept / 2), rel=0.1)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("topology, schedule", [("v5e:2x2", "zb_h1"), ("h100:4", "zb_v")])
-def test_branches_of_stages_compile(topology, schedule):
-    """Ticks of several kinds are one loop whose body has a conditional per stage."""
-    told = far_step(topology, schedule, 8, remat="none")
-    crossing = told.program.select(across="stage")
-    assert {each.kind for each in crossing} <= {"collective-permute", "all-reduce"}
-    ticks_taken = pipeline.SCHEDULES[schedule](4, 8).num_ticks
-    sends = [each for each in crossing if each.kind == "collective-permute"]
-    assert sum(each.count for each in sends) <= 2 * ticks_taken
-
-
 # --------------------------------------------------------------------------------------- what fails
 
 
