@@ -13,8 +13,6 @@ import packed
 import pytest
 
 from llmx import (
-    aot,
-    config,
     families,
     hlo,
     model,
