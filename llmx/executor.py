@@ -150,13 +150,13 @@ class _Run:
 
         sinks = None
         if self.sinks is not None:
-            sinks = jax.tree.map(lambda leaf: zeros(leaf, size), self.backward_sinks)
+            sinks = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), self.backward_sinks)
         kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
         weights = share(self.version(self.weights, microbatch))
         return weights, sinks, self.pieces.beside(self.rows(microbatch)), kinds
 
     def sinks_of(self, names) -> dict:
-        return {name: jax.tree.map(zeros, self.outer_sinks[name]) for name in names}
+        return {name: jax.tree.map(sharding.zeros, self.outer_sinks[name]) for name in names}
 
     def differentiated(self, x_BTD, weights, sinks, beside, kinds):
         """A part's output, and the function from its gradient to those of x and sinks."""
@@ -272,11 +272,11 @@ def run_table(
         run = dataclasses.replace(run, backward_sinks=backward_sinks)
     kept = None if sinks is None else _kept(run)
     losses = jax.eval_shape(lambda x: pieces.losses(run.outer[0], None, x, run.rows(0)), run.x_type)
-    several = lambda leaf: zeros_sum(_stacked(leaf, ages))  # noqa: E731
+    several = lambda leaf: sharding.empty_sum(_stacked(leaf, ages))  # noqa: E731
     carry = _Carry(
         **_buffers(run, kept, noted),
         blocks=tuple(
-            zeros_sum(_longer(leaf, ages)) for leaf in jax.tree.leaves(block_sinks)
+            sharding.empty_sum(_longer(leaf, ages)) for leaf in jax.tree.leaves(block_sinks)
         ),
         outer=None if sinks is None else jax.tree.map(several, run.outer_sinks),
         losses=jax.tree.map(lambda leaf: jnp.zeros((ages, *leaf.shape), leaf.dtype), losses),
@@ -373,22 +373,13 @@ def _by_stage(numbers: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
 
 def of_stage(to: NamedSharding) -> NamedSharding:
     """The sharding of an array as staged, with `stage` hidden."""
-    _, *rest = to.spec.partitions
-    spec = PartitionSpec(None, *rest, unreduced=to.spec.unreduced, reduced=to.spec.reduced)
-    return NamedSharding(to.mesh, spec)
+    return NamedSharding(to.mesh, sharding.split_as(to.spec, None, *to.spec.partitions[1:]))
 
 
 def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     kind = leaf.sharding
     shape = (leaf.shape[0] // kind.mesh.shape["stage"], *leaf.shape[1:])
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=of_stage(kind))
-
-
-def zeros_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An empty sum, in fp32, of gradients with this type."""
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, sharding.unreduced(spec, spec.reduced))
-    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
 
 
 def _longer(leaf: jax.ShapeDtypeStruct, times: int) -> jax.ShapeDtypeStruct:
@@ -417,7 +408,6 @@ def _present(program: Program, ticks: slice) -> dict[str, Any]:
     kinds = program.table.kind[ticks]
     return {
         "kinds": set(np.unique(kinds).tolist()) - {IDLE},
-        "busy": bool((kinds != IDLE).all()),
         "embeds": how_many(program.operation["embeds"]),
         "loses": how_many(program.operation["loses"]),
         "unembeds": how_many(program.operation["unembeds"]),
@@ -451,7 +441,7 @@ def _tick(
         entered = _if(
             row["embeds"] >= 0, present["embeds"] and not run.in_turn,
             lambda: run.embedded(None, row["embeds"]),
-            lambda: zeros(run.x_type),
+            lambda: sharding.zeros(run.x_type),
         )  # fmt: skip
 
     def forward() -> _Made:
@@ -614,8 +604,7 @@ def _is_factors(leaf: Any) -> bool:
 def _row(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The type of one layer's share of an array over layers."""
     spec = leaf.sharding.spec
-    to = PartitionSpec(*spec.partitions[1:], unreduced=spec.unreduced, reduced=spec.reduced)
-    to = NamedSharding(leaf.sharding.mesh, to)
+    to = NamedSharding(leaf.sharding.mesh, sharding.split_as(spec, *spec.partitions[1:]))
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=to)
 
 
@@ -628,7 +617,7 @@ def _noted(run: _Run) -> tuple[tuple[dot.Noted, ...], Any]:
 
     def trace(x_BTD):
         weights, _, beside, kinds = run.arguments(0, 0)
-        given = jax.tree.map(lambda leaf: zeros(leaf, size), sinks)
+        given = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), sinks)
         return run.pieces.part(weights, given, x_BTD, beside, kinds)
 
     jax.eval_shape(trace, run.x_type)
@@ -639,12 +628,6 @@ def _noted(run: _Run) -> tuple[tuple[dot.Noted, ...], Any]:
     return tuple(notes), jax.tree.map(
         lambda leaf: leaf.types if is_note(leaf) else leaf, sinks, is_leaf=is_note
     )
-
-
-def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
-    """Zeros of a type, the first dimension replaced by `leading` if it is given."""
-    shape = (*leading, *leaf.shape[1:]) if leading else leaf.shape
-    return jnp.zeros(shape, leaf.dtype, out_sharding=leaf.sharding)
 
 
 def _read(buffer: jax.Array, at) -> jax.Array:
@@ -673,7 +656,7 @@ def _switch(branch, functions: list[Callable]) -> _Made:
 
     def filled(function):
         made = function()
-        empty = jax.tree.map(zeros, whole)
+        empty = jax.tree.map(sharding.zeros, whole)
         blocks = made.blocks or empty.blocks
         return _Made(
             empty.sent if made.sent is None else made.sent,
@@ -685,19 +668,18 @@ def _switch(branch, functions: list[Callable]) -> _Made:
             ),
         )
 
-    nothing = lambda: jax.tree.map(zeros, whole)  # noqa: E731
+    nothing = lambda: jax.tree.map(sharding.zeros, whole)  # noqa: E731
     branches = [nothing, *(functools.partial(filled, function) for function in functions)]
     return jax.lax.switch(branch, branches)
 
 
 def _buffer(leaf: jax.ShapeDtypeStruct, places: int) -> jax.Array:
-    return zeros(_stacked(leaf, places))
+    return sharding.zeros(_stacked(leaf, places))
 
 
 def _stacked(leaf: jax.ShapeDtypeStruct, num: int) -> jax.ShapeDtypeStruct:
     spec = leaf.sharding.spec
-    to = PartitionSpec(None, *spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced)
-    to = NamedSharding(leaf.sharding.mesh, to)
+    to = NamedSharding(leaf.sharding.mesh, sharding.split_as(spec, None, *spec.partitions))
     return jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype, sharding=to)
 
 

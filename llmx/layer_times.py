@@ -94,14 +94,13 @@ def _block(model: ModelConfig, kind: str, shape, run: decoder.Execution, runs: i
     one = dataclasses.replace(
         model, num_layers=1, layer_pattern=(kind,), vocab_size=1, vocab_multiple=1, max_positions=1
     )
-    graphdef, _, _ = decoder.abstract_parameters(one)
     blocks = jax.jit(lambda: decoder.init_parameters(one, 0)["blocks"])()
     segments_BT = jnp.zeros(shape, jnp.int32)
     positions_BT = jnp.tile(jnp.arange(shape[1], dtype=jnp.int32), (shape[0], 1))
 
     def block(blocks, x_BTD):
         mask = decoder.self_mask(segments_BT, positions_BT, run)
-        return decoder.Apply(one, graphdef).through(blocks, x_BTD, mask, run)[0]
+        return decoder.Apply(one).through(blocks, x_BTD, mask, run)[0]
 
     return _seconds(block, (blocks, _stream(model.width, shape, run)), runs)
 

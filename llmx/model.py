@@ -269,19 +269,19 @@ def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:
 # -------------------------------------------------------------------------- functions of parameters
 
 
-def abstract_parameters(model: families.ModelConfig) -> tuple[nnx.GraphDef, dict, dict]:
-    """The module's definition, its parameters' shapes and logical axes; nothing is allocated.
+def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
+    """The parameters' shapes and logical axes; nothing is allocated.
 
-    Returns (graphdef, tree of ShapeDtypeStruct, tree of tuples of names), both trees nested dicts.
+    Returns (tree of ShapeDtypeStruct, tree of tuples of names), both nested dicts.
     """
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     axes = sharding.logical_axes(state)
     shapes = nnx.to_pure_dict(state)
     axes = nnx.to_pure_dict(axes)
     axes["blocks"] = jax.tree.map(
         lambda names: ("layers", *names), axes["blocks"], is_leaf=lambda x: isinstance(x, tuple)
     )
-    return graphdef, shapes, axes
+    return shapes, axes
 
 
 def init_parameters(model: families.ModelConfig, seed: int) -> dict:
@@ -298,7 +298,6 @@ class Apply:
     """A decoder as functions of its parameter dict."""
 
     model: families.ModelConfig
-    graphdef: nnx.GraphDef
 
     def losses(self, params: dict, batch: dict, run: Execution, sinks: dict | None = None):
         """Per-token loss and log Z, [B, T] fp32, of tokens, targets, segment_ids and positions.
@@ -377,8 +376,9 @@ class Apply:
     @functools.cached_property
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         """Of a block, and of the last norm."""
-        decoder = nnx.eval_shape(lambda: Decoder(self.model, nnx.Rngs(0)))
-        return nnx.split(decoder.blocks)[0], nnx.split(decoder.norm)[0]
+        model = self.model
+        parts = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, model.width))
+        return tuple(nnx.split(nnx.eval_shape(part))[0] for part in parts)
 
     def _normed(self, params: dict, x_BTD):
         return nnx.merge(self._definitions[1], params["norm"])(x_BTD)

@@ -564,7 +564,7 @@ def assemble(local: np.ndarray, rows: Sequence[int], to: NamedSharding, num_rows
 def regrouped(stacked: jax.Array, size: int) -> jax.Array:
     """[num * size, ...] as [num, size, ...], the other dimensions split as they were."""
     to = jax.typeof(stacked).sharding.spec
-    grouped = PartitionSpec(None, *to.partitions, unreduced=to.unreduced, reduced=to.reduced)
+    grouped = split_as(to, None, *to.partitions)
     shape = (stacked.shape[0] // size, size, *stacked.shape[1:])
     return jnp.reshape(stacked, shape, out_sharding=grouped)
 
@@ -586,9 +586,27 @@ def reduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*to.partitions, reduced=frozenset(axes))
 
 
+def split_as(to: PartitionSpec, *entries: str | tuple[str, ...] | None) -> PartitionSpec:
+    """Other entries, with what `to` says of sums."""
+    return PartitionSpec(*entries, unreduced=to.unreduced, reduced=to.reduced)
+
+
 def split_only(to: PartitionSpec) -> PartitionSpec:
     """`to` without what it says of sums."""
     return PartitionSpec(*to.partitions)
+
+
+def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
+    """Zeros of a type, the first dimension replaced by `leading` if it is given."""
+    shape = (*leading, *leaf.shape[1:]) if leading else leaf.shape
+    return jnp.zeros(shape, leaf.dtype, out_sharding=leaf.sharding)
+
+
+def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros in fp32 to add up gradients of a type in, each device its own terms."""
+    spec = leaf.sharding.spec
+    to = NamedSharding(leaf.sharding.mesh, unreduced(spec, spec.reduced))
+    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
 
 
 def token_axes(mesh: Mesh) -> tuple[str, ...]:

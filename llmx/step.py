@@ -161,7 +161,7 @@ class Setup:
         if self.abstract.stale is None:
             return None
         with jax.set_mesh(self.mesh):
-            return jax.jit(lambda: jax.tree.map(_zeros, self.abstract.stale))()
+            return jax.jit(lambda: jax.tree.map(sharding.zeros, self.abstract.stale))()
 
 
 def make_setup(
@@ -178,7 +178,7 @@ def make_setup(
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
-    graphdef, shapes, axes = model.abstract_parameters(config)
+    shapes, axes = model.abstract_parameters(config)
     place = run.place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, run.policy.param), shapes)
     if pipeline is not None:
@@ -202,7 +202,7 @@ def make_setup(
     )
     setup = Setup(
         model=config,
-        apply=model.Apply(config, graphdef),
+        apply=model.Apply(config),
         run=run,
         optimizer=optimizer,
         schedule=optim.make_schedule(optimizer_config, total_steps=total_steps),
@@ -281,12 +281,10 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
-def make_eval_step(
-    setup: Setup, *, microbatches: int = 1
-) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Jitted (params, batch) -> (sum of losses in nats, number of tokens) of the global batch.
 
-    `microbatches`: that stages take one after the other; no effect without stages.
+    Stages take the batch in the microbatches of their table.
     """
 
     def eval_step(params, batch):
@@ -295,7 +293,7 @@ def make_eval_step(
                 loss_BT, _ = setup.apply.losses(params, batch, setup.run)
                 loss = jnp.sum(loss_BT * batch["weights"])
             else:
-                table = ticks.forward_table(setup.pipeline.parts.stage_of, microbatches)
+                table = ticks.forwards(setup.pipeline.table)
                 made, _ = _run_pipeline(setup, table, [(params, batch)], 0.0, None)
                 loss = made.losses[1][0] * jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         return loss, jnp.sum(batch["weights"])
@@ -309,10 +307,7 @@ def _placed(leaf, to: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
     """(state, batch) -> ((loss, z-loss), tokens, gradients in their sharding, `State.stale`)."""
-    sink_types = jax.tree.map(
-        functools.partial(_sink, setup, accumulation),
-        setup.abstract.params, setup.gradients, setup.axes,
-    )  # fmt: skip
+    sink_types = _sinks(setup, accumulation)
 
     def loss_of(sinks, params, batch, tokens):
         loss_BT, log_z_BT = setup.apply.losses(params, batch, setup.run, sinks)
@@ -326,7 +321,7 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: st
     def gradient_of(state, batch):
         params = state.params
         tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        sinks = jax.tree.map(_zeros, sink_types)
+        sinks = jax.tree.map(sharding.zeros, sink_types)
         if gather == "step":
             params = _gathered(setup, params)
         if accumulation == 1:
@@ -341,7 +336,7 @@ def _make_gradient(setup: Setup, *, accumulation: int, z_loss: float, gather: st
 
             # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
             # than 0.7, and so refuses explicit axes.
-            start = jax.tree.map(_empty_sum, sink_types), (jnp.zeros(()), jnp.zeros(()))
+            start = jax.tree.map(sharding.empty_sum, sink_types), (jnp.zeros(()), jnp.zeros(()))
             (grads, losses), _ = jax.lax.scan(add, start, _microbatches(batch, accumulation))
         finish = lambda leaf, sink, to: jax.sharding.reshard(leaf.astype(sink.dtype), to)  # noqa: E731
         return losses, tokens, jax.tree.map(finish, grads, sink_types, setup.gradients), None
@@ -377,10 +372,8 @@ def _make_pipeline_gradient(setup: Setup, *, accumulation: int, z_loss: float, g
 
 def _pipeline_sinks(setup: Setup):
     """Types of the gradients of all parameters, and (of the layers, of the others)."""
-    one = functools.partial(_sink, setup, setup.pipeline.table.num_microbatches)
-    types = jax.tree.map(one, setup.abstract.params, setup.gradients, setup.axes)
-    others = {name: leaf for name, leaf in types.items() if name != "blocks"}
-    return types, (types["blocks"], others)
+    types = _sinks(setup, setup.pipeline.table.num_microbatches)
+    return types, (types["blocks"], _outside(types))
 
 
 def _abstract_stale(setup: Setup) -> Stale:
@@ -403,8 +396,7 @@ def _abstract_stale(setup: Setup) -> Stale:
 def _finished(setup: Setup, types, made: executor.Gradient) -> list:
     """Gradients of this step, and of the step before if there is one, placed as gradients are."""
     ages = made.losses[0].shape[0]
-    outer = {name: leaf for name, leaf in setup.gradients.items() if name != "blocks"}
-    blocks = setup.gradients["blocks"]
+    outer, blocks = _outside(setup.gradients), setup.gradients["blocks"]
 
     def stacked(leaf, sink, to):
         spec = PartitionSpec(None, *to.spec.partitions)
@@ -418,7 +410,7 @@ def _finished(setup: Setup, types, made: executor.Gradient) -> list:
             out_sharding=PartitionSpec(None, *jax.typeof(leaf).sharding.spec.partitions),
         )
 
-    outer = jax.tree.map(stacked, made.outer, {name: types[name] for name in outer}, outer)
+    outer = jax.tree.map(stacked, made.outer, _outside(types), outer)
     blocks = jax.tree.map(staged, made.blocks, types["blocks"], blocks)
 
     def of(age: int):
@@ -474,10 +466,9 @@ def _run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, 
         batch = dict(zip(batch, apply.split_rows(batch.values(), run), strict=True))
         return _microbatches(batch, table.num_microbatches)
 
-    outside = lambda params: {name: leaf for name, leaf in params.items() if name != "blocks"}  # noqa: E731
     return executor.run_table(
         ticks.program(table), parts, pieces, run.place,
-        params=tuple((params["blocks"], outside(params)) for params, _ in runs),
+        params=tuple((params["blocks"], _outside(params)) for params, _ in runs),
         batches=tuple(prepared(batch) for _, batch in runs),
         kinds=setup.model.layer_kinds, sinks=sinks, flight=flight,
     )  # fmt: skip
@@ -506,6 +497,17 @@ def gathered_bytes(setup: Setup) -> int:
     return sharding.device_bytes([leaf for leaf, to in leaves if leaf.sharding.spec != to])
 
 
+def _outside(tree: dict) -> dict:
+    """What belongs to embedding and head, and not to the layers."""
+    return {name: leaf for name, leaf in tree.items() if name != "blocks"}
+
+
+def _sinks(setup: Setup, accumulation: int):
+    """The types of all sinks: see `_sink`."""
+    one = functools.partial(_sink, setup, accumulation)
+    return jax.tree.map(one, setup.abstract.params, setup.gradients, setup.axes)
+
+
 def _sink(setup: Setup, accumulation: int, leaf, to: NamedSharding, axes) -> jax.ShapeDtypeStruct:
     """The type in which a parameter's gradient leaves its layer.
 
@@ -529,16 +531,6 @@ def _sink(setup: Setup, accumulation: int, leaf, to: NamedSharding, axes) -> jax
 
 def _sum_of_squares(leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-
-
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding)
-
-
-def _empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, sharding.unreduced(spec, spec.reduced))
-    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
 
 
 def _microbatches(batch: Batch, num: int) -> Batch:

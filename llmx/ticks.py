@@ -25,11 +25,7 @@ class Program:
     operation: dict[str, np.ndarray]
     arrivals: dict[int, dict[str, np.ndarray]]  # by how many stages further the receiver is
     places: dict[str, int]  # of each buffer
-
-    @property
-    def loops(self) -> list[tuple[int, int, int]]:
-        """(first tick, ticks in the body, iterations) of each loop."""
-        return runs([frozenset(row) - {IDLE} for row in self.table.kind.tolist()])
+    loops: list[tuple[int, int, int]]  # (first tick, ticks in the body, iterations)
 
 
 def runs(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
@@ -96,8 +92,9 @@ def program(table: Table) -> Program:
 
     none = lambda *shape: np.full(shape, -1)  # noqa: E731
     kinds = [frozenset(row) - {IDLE} for row in table.kind.tolist()]
+    loops = runs(kinds)
     made_in = {}  # by tick, the kinds of operations in its loop
-    for first, length, times in runs(kinds):
+    for first, length, times in loops:
         for at in range(length):
             ticks_of = range(first + at, first + length * times, length)
             made_in |= dict.fromkeys(ticks_of, frozenset().union(*(kinds[t] for t in ticks_of)))
@@ -152,7 +149,7 @@ def program(table: Table) -> Program:
                 distance, {name: none(ticks, stages) for name in ("inputs", "gradients")}
             )
             came[name][tick, stage_of[to]] = place[name][m, to]
-    return Program(table, operation, arrivals, places)
+    return Program(table, operation, arrivals, places, loops)
 
 
 def _shared_places(starts, ends, period: int) -> tuple[list[int], int]:
@@ -187,25 +184,14 @@ def _taken(lives: dict, place: dict, stage: int, ticks: int) -> list[set[int]]:
     return taken
 
 
-def forward_table(stage_of: tuple[int, ...], num_microbatches: int) -> Table:
-    """Forward operations only, each as soon as it can be, later parts first."""
-    stages, done, left = max(stage_of) + 1, {}, {}
-    for m, k in itertools.product(range(num_microbatches), range(len(stage_of))):
-        left[m, k] = stage_of[k]
-    cells = []
-    while left:
-        row = {}
-        for m, k in sorted(left, key=lambda key: (-key[1], key[0])):
-            ready = k == 0 or done.get((m, k - 1), len(cells)) < len(cells)
-            if ready and left[m, k] not in row:
-                row[left[m, k]] = (m, k)
-        for m, k in row.values():
-            done[m, k] = len(cells)
-            del left[m, k]
-        cells.append(row)
-    shape = (len(cells), stages)
-    kind, microbatch, part = np.full(shape, IDLE), np.full(shape, -1), np.full(shape, -1)
-    for tick, row in enumerate(cells):
-        for stage, (m, k) in row.items():
-            kind[tick, stage], microbatch[tick, stage], part[tick, stage] = FORWARD, m, k
-    return Table("forward", kind, microbatch, part)
+def forwards(table: Table) -> Table:
+    """The forward operations of a table alone, each as soon as it can be."""
+    when = pipeline.operation_ticks(table)[FORWARD]
+    orders = [
+        sorted(
+            ((FORWARD, m, k) for k in table.parts_of(stage) for m in range(len(when))),
+            key=lambda operation: when[operation[1:]],
+        )
+        for stage in range(table.num_stages)
+    ]
+    return pipeline.place("forward", orders)

@@ -327,7 +327,7 @@ class Evaluation:
         from llmx import evaluate, step
 
         self.run, self.reporter = run, reporter
-        eval_step = step.make_eval_step(setup, microbatches=run.batch.accumulation)
+        eval_step = step.make_eval_step(setup)
         self._loss_of = lambda state: evaluate.held_out_loss(
             setup, eval_step, evaluate.averaged(state), dataset,
             batch_size=evaluate.batch_size(run), batches=run.evaluation.batches,

@@ -25,7 +25,7 @@ def write_run(workdir, *, ema_decay: float = 0.0, tokenizer=None) -> dict[int, d
     run.batch.sequence_length, run.optimizer.ema_decay = 64, ema_decay
     config.save_run(run)
     tokenizer.save(workdir / "tokenizer.json")
-    _, shapes, _ = model.abstract_parameters(run.model)
+    shapes, _ = model.abstract_parameters(run.model)
     states = {}
     with checkpoint.Checkpointer(f"{workdir}/checkpoints", run.checkpoint, log=print) as saver:
         for step in (3, 9):

@@ -70,7 +70,7 @@ def test_published_sizes():
 
 
 def tree_size(model: ModelConfig) -> int:
-    _, shapes, _ = decoder.abstract_parameters(model)
+    shapes, _ = decoder.abstract_parameters(model)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
@@ -133,7 +133,7 @@ def one_device() -> Placement:
 def losses_and_batch(
     model: ModelConfig, *, batch_size: int, sequence_length: int, remat="none", loss_chunks=1
 ):
-    graphdef, shapes, _ = decoder.abstract_parameters(model)
+    shapes, _ = decoder.abstract_parameters(model)
     place = one_device()
     plain = AttentionConfig("reference")  # all scores, which the formula counts
     run = decoder.Execution(
@@ -143,7 +143,7 @@ def losses_and_batch(
     batch = {name: tokens for name in ("tokens", "targets", "segment_ids", "positions")}
 
     def loss(params, batch):
-        return decoder.Apply(model, graphdef).losses(params, batch, run)[0].sum()
+        return decoder.Apply(model).losses(params, batch, run)[0].sum()
 
     return loss, shapes, batch, place
 
@@ -215,7 +215,7 @@ def test_layers_add_up_to_the_model(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3"])
 def test_layers_have_the_parameters_of_the_tree(name):
     model = preset(name, vocab_size=61)
-    _, shapes, _ = decoder.abstract_parameters(model)
+    shapes, _ = decoder.abstract_parameters(model)
     sizes = {
         part: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
         for part, tree in shapes.items()
@@ -264,7 +264,7 @@ def test_kept_logits_are_not_made_again():
 def test_kept_bytes_are_those_of_the_traced_block(family, remat):
     B, T = 3, 32
     model = preset(family, vocab_size=96, num_layers=1, layer_pattern=("global",))
-    graphdef, shapes, _ = decoder.abstract_parameters(model)
+    shapes, _ = decoder.abstract_parameters(model)
     place = one_device()
     run = decoder.Execution(
         place, POLICIES["bf16"], remat=remat, attention=AttentionConfig("blockwise"), packed=False
@@ -273,7 +273,7 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
     def pull(params, x_BTD, ids_BT):
         def blocks(params, x_BTD):
             mask = decoder.self_mask(ids_BT, ids_BT, run)
-            return decoder.Apply(model, graphdef).through(params["blocks"], x_BTD, mask, run)[0]
+            return decoder.Apply(model).through(params["blocks"], x_BTD, mask, run)[0]
 
         return jax.vjp(blocks, params, x_BTD)[1]
 
@@ -294,12 +294,12 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
 def test_kept_bytes_of_the_head_are_those_of_the_traced_loss(loss_chunks):
     B, T = 3, 32
     model = tiny(vocab_size=96, num_layers=1)
-    graphdef, shapes, _ = decoder.abstract_parameters(model)
+    shapes, _ = decoder.abstract_parameters(model)
     place = one_device()
     run = decoder.Execution(place, POLICIES["bf16"], remat="full", loss_chunks=loss_chunks)
 
     def pull(params, batch):
-        return jax.vjp(lambda p: decoder.Apply(model, graphdef).losses(p, batch, run), params)[1]
+        return jax.vjp(lambda p: decoder.Apply(model).losses(p, batch, run), params)[1]
 
     ids_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ids_BT)

@@ -80,7 +80,7 @@ def test_stages_do_not_matter(tmp_path):
         run.pipeline.schedule = schedule
         run.model.num_layers = 5
         setup = build.make_setup(run, devices=jax.devices()[: 2 * stage])
-        state, eval_step = setup.init(0), step.make_eval_step(setup, microbatches=4)
+        state, eval_step = setup.init(0), step.make_eval_step(setup)
         size = evaluate.batch_size(run)
         assert size == (4 if stage == 1 else 16)
         with jax.set_mesh(setup.mesh):

@@ -46,7 +46,7 @@ def built(family: str, mesh: tuple = (), *, replicate_kv: bool = False) -> Built
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = sharding.make_layout("zero3", replicate_kv=replicate_kv)
     place = sharding.Placement(sharding.make_mesh(sizes, devices=devices), layout)
-    graphdef, shapes, axes = model.abstract_parameters(decoder)
+    shapes, axes = model.abstract_parameters(decoder)
     to = sharding.shardings(shapes, place.mesh, layout, rules=axes)
     noise = np.random.default_rng(0)
 
@@ -61,7 +61,7 @@ def built(family: str, mesh: tuple = (), *, replicate_kv: bool = False) -> Built
 
     params = jax.tree_util.tree_map_with_path(draw, shapes, to)
     run = model.Execution(place, precision.POLICIES["fp32"])
-    return Built(decoder, model.Apply(decoder, graphdef), params, run)
+    return Built(decoder, model.Apply(decoder), params, run)
 
 
 # ----------------------------------------------------------------------------------------- cache

@@ -106,11 +106,11 @@ def run():
 
 def our_apply(config: families.ModelConfig, params: dict, run: model.Execution):
     """The decoder's functions, and its parameters on the mesh."""
-    graphdef, shapes, _ = model.abstract_parameters(config)
+    shapes, _ = model.abstract_parameters(config)
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
     assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, params)
     whole = jax.sharding.NamedSharding(run.place.mesh, jax.sharding.PartitionSpec())
-    return model.Apply(config, graphdef), jax.device_put(params, whole)
+    return model.Apply(config), jax.device_put(params, whole)
 
 
 def our_logits(config, params, run, tokens: np.ndarray) -> np.ndarray:
@@ -234,7 +234,7 @@ def test_an_untied_gpt2_and_a_bare_body_load(saved, run, tmp_path):
 
 
 def random_params(config: families.ModelConfig) -> dict:
-    _, shapes, _ = model.abstract_parameters(config)
+    shapes, _ = model.abstract_parameters(config)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 

@@ -39,12 +39,12 @@ def config_of(family: str, **changes) -> families.ModelConfig:
 @functools.cache
 def parameters(config_key: tuple):
     config = config_of(config_key[0], **dict(config_key[1:]))
-    graphdef, shapes, axes = model.abstract_parameters(config)
+    shapes, axes = model.abstract_parameters(config)
     noise = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: (0.2 * noise.standard_normal(leaf.shape)).astype(leaf.dtype), shapes
     )
-    return model.Apply(config, graphdef), params, axes
+    return model.Apply(config), params, axes
 
 
 def execution(split: str, policy: str = "fp32") -> model.Execution:

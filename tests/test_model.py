@@ -51,13 +51,13 @@ def built(family: str) -> Built:
 
 
 def make(config: families.ModelConfig) -> Built:
-    graphdef, shapes, _ = model.abstract_parameters(config)
+    shapes, _ = model.abstract_parameters(config)
     noise = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: jnp.asarray(0.2 * noise.standard_normal(leaf.shape), leaf.dtype), shapes
     )
     run = model.Execution(one_device(), precision.POLICIES["fp32"])
-    return Built(config, model.Apply(config, graphdef), params, run)
+    return Built(config, model.Apply(config), params, run)
 
 
 def row(*lengths: int):
@@ -138,8 +138,7 @@ def test_future_has_zero_gradient(family):
         params = dict(decoder.params)
         if decoder.config.tied_head:
             untied = dataclasses.replace(decoder.config, tied_head=False)
-            graphdef, _, _ = model.abstract_parameters(untied)
-            apply, params["head"] = model.Apply(untied, graphdef), table
+            apply, params["head"] = model.Apply(untied), table
         else:
             apply = decoder.apply
         params["embedding"] = table_VD
@@ -268,8 +267,7 @@ def test_softcaps_act():
     assert np.abs(out).max() <= cap and np.abs(out).max() > 0.99 * cap
 
     tight = dataclasses.replace(decoder.config, attention_softcap=0.01)
-    graphdef, _, _ = model.abstract_parameters(tight)
-    apply = model.Apply(tight, graphdef)
+    apply = model.Apply(tight)
     capped = jax.jit(lambda *a: apply.logits(decoder.params, *a, decoder.run))(
         some_tokens(), *row(T)
     )
@@ -284,7 +282,8 @@ def unrolled_losses(decoder: Built, params: dict, batch: dict):
     """The decoder as a python loop over its blocks, with logits whole."""
     config, run = decoder.config, decoder.run
     place = dict(place=run.place, policy=run.policy)
-    whole = nnx.merge(decoder.apply.graphdef, params)
+    definition, _ = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
+    whole = nnx.merge(definition, params)
     definition, _ = nnx.split(nnx.eval_shape(lambda: model.Block(config, nnx.Rngs(0))))
     segments, positions = batch["segment_ids"], batch["positions"]
     mask = attention.Mask(segments, positions, segments, positions)
@@ -355,8 +354,8 @@ def num_equations(jaxpr) -> int:
 def test_program_does_not_grow_with_depth(family):
     def size(num_layers: int) -> int:
         config = families.preset(family, vocab_size=VOCAB, num_layers=num_layers)
-        graphdef, shapes, _ = model.abstract_parameters(config)
-        apply = model.Apply(config, graphdef)
+        shapes, _ = model.abstract_parameters(config)
+        apply = model.Apply(config)
         function = jax.grad(mean_loss(apply, built(family).run), has_aux=True)
         return num_equations(jax.make_jaxpr(function)(shapes, a_batch(*row(T))).jaxpr)
 

@@ -28,7 +28,7 @@ FAMILIES = {
 def parameters_of(family: str):
     """Shapes and logical axes of a small decoder."""
     config = families.preset(family, **TINY, **FAMILIES[family])
-    _, shapes, axes = model.abstract_parameters(config)
+    shapes, axes = model.abstract_parameters(config)
     return shapes, axes
 
 
@@ -229,7 +229,7 @@ def test_moments_are_split_as_the_optimizer_table_says(name, layout):
 
 def test_adafactors_factored_moments_stay_whole():
     config = families.preset("llama3", **TINY | dict(width=128), num_kv_heads=2, mlp_dim=256)
-    _, shapes, axes = model.abstract_parameters(config)
+    shapes, axes = model.abstract_parameters(config)
     mesh = sharding.make_mesh({"data": 4, "tensor": 2})
     state, found, parameters = abstract_state("adafactor", "zero3", shapes, axes, mesh)
     owner = "blocks/mlp/up/kernel"

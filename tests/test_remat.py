@@ -95,8 +95,8 @@ def decoder_residuals(policy: str) -> list[tuple[int, ...]]:
     mesh = sharding.make_mesh({"data": 1}, devices=jax.devices()[:1])
     place = sharding.Placement(mesh, sharding.make_layout("ddp"))
     run = model.Execution(place=place, policy=precision.POLICIES["fp32"], remat=policy)
-    graphdef, shapes, _ = model.abstract_parameters(config)
-    apply = model.Apply(config, graphdef)
+    shapes, _ = model.abstract_parameters(config)
+    apply = model.Apply(config)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
 
