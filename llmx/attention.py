@@ -105,7 +105,7 @@ def attend(
     else:
         over = context.attention_over(
             kernel, axis="sequence", split=split_of(config, place),
-            device_kind=device.device_kind, apart=bool(place.hidden),
+            device_kind=device.device_kind, apart="stage" in place.hidden,
         )  # fmt: skip
 
     def local(query_BTNH, key_BSKH, value_BSKH, mask):

@@ -98,6 +98,13 @@ def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Ar
     """
     if split.in_row_order:
         return array
+    return _reordered(split, mesh, back, array)
+
+
+# The gradient goes the other way: what differentiates a region by itself would add up the gradients
+# of replicas that know nothing of each other (`sharding.hide`).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _reordered(split: Split, mesh: Mesh, back: bool, array: Array) -> Array:
     order = split.order(array.shape[1])
     order = np.argsort(order) if back else order
     to = jax.typeof(array).sharding.spec
@@ -111,6 +118,12 @@ def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Ar
         return whole[:, mine]
 
     return jax.shard_map(local, mesh=mesh, in_specs=to, out_specs=to, check_vma=False)(array)
+
+
+_reordered.defvjp(
+    lambda split, mesh, back, array: (_reordered(split, mesh, back, array), None),
+    lambda split, mesh, back, _, gradient: (_reordered(split, mesh, not back, gradient),),
+)
 
 
 # --------------------------------------------------------------------------------- what is computed

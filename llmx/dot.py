@@ -90,7 +90,7 @@ def routed(place: sharding.Placement, params: Any, sinks: Any) -> Any:
 
     def one(array, sink):
         if isinstance(sink, Factors | Noted):
-            return Deferred(sharding.with_terms(place.mesh, array), sink)
+            return Deferred(place.with_terms(array), sink)
         return place.routed(array, sink)
 
     return jax.tree.map(one, params, sinks)

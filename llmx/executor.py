@@ -65,6 +65,11 @@ class Pieces:
     products: Any  # of each of the layers' weights, whether it is multiplied by `dot.dot`
 
 
+def inside(place: sharding.Placement) -> sharding.Placement:
+    """The placement of what a stage does by itself."""
+    return dataclasses.replace(place, hidden=(*STAGE, *place.hidden))
+
+
 class Gradient(NamedTuple):
     """What a step makes: sums over all microbatches."""
 
@@ -257,7 +262,7 @@ def run_table(
     block_sinks = None if sinks is None else jax.tree.map(_of_stage, sinks[0])
     run = _Run(
         program=program, parts=parts, pieces=pieces,
-        place=dataclasses.replace(place, hidden=STAGE),
+        place=inside(place),
         weights=tuple(hidden(blocks, mesh) for blocks, _ in params),
         outer=tuple(outer for _, outer in params),
         batch=jax.tree.map(lambda *each: jnp.concatenate(each), *batches),

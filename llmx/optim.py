@@ -3,13 +3,17 @@
 Matrices decay and norms, biases and position tables do not; Muon orthogonalises the matrices of the
 blocks and leaves embedding and head to AdamW. Clipping, the average of parameters (EMA) and skipped
 updates are in `llmx.step`.
+
+AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning rate. 1-bit Adam and
+1-bit LAMB put another head on the same tail and the same state: `frozen_adam`.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -84,6 +88,161 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
+# --------------------------------------------------------------------- a frozen variance, layer norms
+
+
+def denominator(nu: jax.Array, count: jax.Array, *, b2: float, eps: float) -> jax.Array:
+    """What Adam divides by: sqrt(nu / (1 - b2^count)) + eps."""
+    return jnp.sqrt(nu / (1 - b2 ** jnp.maximum(count, 1).astype(jnp.float32))) + eps
+
+
+def frozen_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction after its variance was frozen, by an exchange of momentum (1-bit Adam).
+
+    Its state is that of `optax.scale_by_adam`, in which `nu` no longer moves. `update` is one
+    replica's, for use in a manual region: it takes the replica's term of the gradient and
+
+      agree: {terms of the momentum's sum over replicas, coordinates that live} -> the sum
+      frozen_at: the number of updates that `nu` has seen
+      num_replicas: how many there are
+
+    Momentum travels in units of the update, m / (sqrt(nu) + eps): as nu is frozen that is Adam with
+    a fixed scale per coordinate, and a compressor that knows one size for many numbers does not give
+    those with a small variance the momentum of their neighbours. Coordinates that never had a
+    gradient (nu = 0: unused positions, padded vocabulary) have no scale: their momentum stays zero.
+    Bias: nu keeps the correction that it had when it was frozen, momentum goes on with its own.
+
+    Source: arXiv 2102.02888, algorithm 1.
+    """
+
+    def update(terms, state, params=None, *, agree, frozen_at, num_replicas, **extra):
+        del params, extra
+        count = optax.safe_increment(state.count)
+        size = lambda nu: denominator(nu, frozen_at, b2=b2, eps=eps)  # noqa: E731
+        live = jax.tree.map(lambda nu: nu > 0, state.nu)
+
+        def term(g, mu, nu):
+            m = b1 * mu / num_replicas + (1 - b1) * g.astype(jnp.float32)
+            return jnp.where(nu > 0, m / size(nu), 0)
+
+        direction = agree(jax.tree.map(term, terms, state.mu, state.nu), live)
+        mu = jax.tree.map(lambda u, nu: u * size(nu), direction, state.nu)
+        corrected = 1 - b1 ** count.astype(jnp.float32)
+        updates = jax.tree.map(lambda u: u / corrected, direction)
+        return updates, state._replace(count=count, mu=mu)
+
+    init = optax.scale_by_adam(b1=b1, b2=b2, eps=eps).init
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class ZeroOneState(NamedTuple):
+    """Adam's state, but the second moment is not updated by every update."""
+
+    count: jax.Array  # updates
+    moments: jax.Array  # updates of nu
+    mu: Any
+    nu: Any
+
+
+def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction between exchanges of replicas that go on alone (0/1 Adam).
+
+    `update` takes `agreed`, the gradient that all replicas agree on, or None: the second moment then
+    stays as it is. Coordinates that had no agreed gradient yet do not move.
+
+    Source: arXiv 2202.06009, algorithm 1.
+    """
+
+    def init(params):
+        zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)  # noqa: E731
+        zero = jnp.zeros((), jnp.int32)
+        return ZeroOneState(zero, zero, zeros(), zeros())
+
+    def update(grads, state, params=None, *, agreed, **extra):
+        del params, extra
+        count, moments, nu = optax.safe_increment(state.count), state.moments, state.nu
+        if agreed is not None:
+            moments = optax.safe_increment(moments)
+            nu = jax.tree.map(lambda g, v: (1 - b2) * g * g + b2 * v, agreed, nu)
+        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
+        corrected = 1 - b1 ** count.astype(jnp.float32)
+
+        def direction(m, v):
+            size = denominator(v, moments, b2=b2, eps=eps)
+            return jnp.where(v > 0, m / corrected / size, 0)
+
+        updates = jax.tree.map(direction, mu, nu)
+        return updates, ZeroOneState(count, moments, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# 1-bit LAMB: arXiv 2104.06069, algorithm 1, and the constants of its section 5.
+_AVERAGE, _LOWEST, _HIGHEST = 0.9, 0.01, 10.0
+_LEAST_FACTOR, _MOST_FACTOR, _FACTOR_STEP = 0.5, 4.0, 0.1
+
+
+class TrustState(NamedTuple):
+    """One number per layer of a parameter: [L], or [] where layers are not stacked."""
+
+    average: Any  # of the trust ratios so far
+    factor: Any  # that the average was last multiplied with, once the variance is frozen
+
+
+def scale_by_trust_ratio(axes: Any) -> optax.GradientTransformationExtraArgs:
+    """LAMB's layerwise learning rate: |parameters| / |update| of each layer (arXiv 1904.00962).
+
+    Layers that are stacked along an axis "layers" have a ratio each. With `freshness` in `update`, a
+    tree of (frozen / fresh standard deviation) per layer, the ratio is the average of those before
+    the freeze times that factor, bounded and changing by at most a tenth a step (arXiv 2104.06069).
+    """
+
+    def rows(array, names):
+        return tuple(range(1 if names[:1] == ("layers",) else 0, array.ndim))
+
+    def over_layers(function, *trees):
+        return jax.tree.map(function, axes, *trees, is_leaf=_is_names)
+
+    def norm(array, names):
+        squares = jnp.square(array.astype(jnp.float32))
+        return jnp.sqrt(jnp.sum(squares, axis=rows(array, names), keepdims=True))
+
+    def flat(ratio, names):
+        return ratio.reshape(ratio.shape[:1] if names[:1] == ("layers",) else ())
+
+    def like(ratio, array):
+        return ratio.reshape(*ratio.shape, *(1,) * (array.ndim - ratio.ndim))
+
+    def init(params):
+        ones = lambda names, p: jnp.ones(p.shape[:1] if names[:1] == ("layers",) else ())  # noqa: E731
+        return TrustState(over_layers(ones, params), over_layers(ones, params))
+
+    def update(updates, state, params, *, freshness=None, **extra):
+        del extra
+
+        def ratio(names, update, param):
+            of_param, of_update = norm(param, names), norm(update, names)
+            found = jnp.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0)
+            return flat(jnp.clip(found, _LOWEST, _HIGHEST), names)
+
+        if freshness is None:
+            ratios = over_layers(ratio, updates, params)
+            mix = lambda a, r: _AVERAGE * a + (1 - _AVERAGE) * r  # noqa: E731
+            state = state._replace(average=jax.tree.map(mix, state.average, ratios))
+        else:
+
+            def moved(fresh, factor):
+                wanted = jnp.clip(fresh, _LEAST_FACTOR, _MOST_FACTOR)
+                return jnp.clip(wanted, factor * (1 - _FACTOR_STEP), factor * (1 + _FACTOR_STEP))
+
+            state = state._replace(factor=jax.tree.map(moved, freshness, state.factor))
+            ratios = jax.tree.map(jnp.multiply, state.average, state.factor)
+        scaled = jax.tree.map(lambda u, r: u * like(r, u), updates, ratios)
+        return scaled, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 # --------------------------------------------------------------------------------------- optimizers
 
 
@@ -116,11 +275,31 @@ def _muon_dimensions(axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(dimensions, axes, is_leaf=_is_names)
 
 
+def _adam(config):
+    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+
+
+def _adamw_tail(config, schedule, axes):
+    return (
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _lamb_tail(config, schedule, axes):
+    return (
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
+        scale_by_trust_ratio(axes),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
 def _adamw(config, schedule, axes):
-    return optax.adamw(
-        schedule, b1=config.b1, b2=config.b2, eps=config.eps,
-        weight_decay=config.weight_decay, mask=decay_mask(axes),
-    )  # fmt: skip
+    return optax.chain(_adam(config), *_adamw_tail(config, schedule, axes))
+
+
+def _lamb(config, schedule, axes):
+    return optax.chain(_adam(config), *_lamb_tail(config, schedule, axes))
 
 
 def _lion(config, schedule, axes):
@@ -155,12 +334,25 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adafactor": _adafactor,  # arXiv 1804.04235
     "lion": _lion,  # arXiv 2302.06675
     "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
+    "lamb": _lamb,  # arXiv 1904.00962
 }
+
+# What follows Adam's direction.
+TAILS = {"adamw": _adamw_tail, "lamb": _lamb_tail}
 
 
 def make_schedule(config: OptimizerConfig, *, total_steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates made."""
     return SCHEDULES[config.schedule](config, total_steps)
+
+
+def make_zero_one(
+    config: OptimizerConfig, *, axes: Any, total_steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """`zero_one_adam` with the tail of AdamW."""
+    schedule = make_schedule(config, total_steps=total_steps)
+    head = zero_one_adam(config.b1, config.b2, config.eps)
+    return optax.chain(head, *_adamw_tail(config, schedule, axes))
 
 
 def make(config: OptimizerConfig, *, axes: Any, total_steps: int) -> optax.GradientTransformation:
@@ -172,6 +364,14 @@ def make(config: OptimizerConfig, *, axes: Any, total_steps: int) -> optax.Gradi
       total_steps: length of the run, which the schedules need.
     """
     return OPTIMIZERS[config.name](config, make_schedule(config, total_steps=total_steps), axes)
+
+
+def make_tail(
+    config: OptimizerConfig, *, axes: Any, total_steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """What follows Adam's direction in `make`: its state is what follows Adam's in `make`'s."""
+    schedule = make_schedule(config, total_steps=total_steps)
+    return optax.chain(*TAILS[config.name](config, schedule, axes))
 
 
 def state_shardings(

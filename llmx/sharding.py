@@ -67,6 +67,14 @@ class Layout:
     optimizer: Mapping[str, tuple[str, ...]]
     activations: Mapping[str, tuple[str, ...]]
 
+    def without(self, axes: Sequence[str], *tables: str) -> "Layout":
+        """The same, but nothing in these tables is split over the mesh axes `axes`."""
+        strip = lambda over: tuple(axis for axis in over if axis not in axes)  # noqa: E731
+        return dataclasses.replace(
+            self,
+            **{t: {name: strip(over) for name, over in vars(self)[t].items()} for t in tables},
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
@@ -125,10 +133,27 @@ class Placement:
         table, sizes = self.layout.activations, self.mesh.shape
         return [over for axis in axes for over in table[axis] if sizes.get(over, 1) > 1]
 
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which tokens differ: weight gradients are sums over them."""
+        sizes = self.mesh.shape
+        return tuple(a for a in TOKEN_AXES if sizes.get(a, 1) > 1 and a not in self.hidden)
+
     def routed(self, params: Any, sinks: Any) -> Any:
         """Each parameter with its gradient routed to its sink: see `route_gradient`."""
-        route = functools.partial(route_gradient, token_axes(self.mesh))
+        route = functools.partial(route_gradient, self.token_axes)
         return jax.tree.map(route, params, sinks)
+
+    def with_terms(self, array: jax.Array) -> jax.Array:
+        """A parameter whose gradient is left as terms of a sum over the devices that see different
+        tokens."""
+        return _with_terms(self.token_axes, array)
+
+    def alone(self, axes: tuple[str, ...]) -> "Placement":
+        """Of one of the replicas along `axes`, which knows of no other: arrays have types as on a
+        mesh without these axes, and what communicates does so within the replica."""
+        layout = self.layout.without(axes, "parameters", "gradients", "optimizer", "activations")
+        return dataclasses.replace(self, layout=layout, hidden=(*self.hidden, *axes))
 
     def size(self, axes: Sequence[str]) -> int:
         """The number of devices along these mesh axes together."""
@@ -253,6 +278,14 @@ def reveal(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
         lambda local: local, mesh=mesh, in_specs=to,
         out_specs=_shown(axes, PartitionSpec(*to.partitions[1:])), check_vma=False,
     )(array)  # fmt: skip
+
+
+def own_part(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """Each device's part along `axes` of an array that they split, as an array of its own."""
+    to = jax.typeof(array).sharding.spec
+    return jax.shard_map(
+        lambda local: local, mesh=mesh, in_specs=to, out_specs=without(to, axes), check_vma=False
+    )(array)
 
 
 hide.defvjp(
@@ -609,11 +642,6 @@ def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
 
 
-def token_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which tokens differ: weight gradients are sums over them."""
-    return tuple(axis for axis in TOKEN_AXES if mesh.shape.get(axis, 1) > 1)
-
-
 def used_axes(to: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that split some dimension of `to`."""
     return tuple(axis for entry in to.partitions for axis in mesh_axes(entry))
@@ -629,18 +657,12 @@ def route_gradient(axes: tuple[str, ...], array: jax.Array, sink: jax.Array) -> 
     used. Where the type of `sink` is `reduced` along an axis, its gradient is not summed over it.
 
     Args:
-      axes: the mesh axes along which devices see different tokens (`token_axes`).
+      axes: the mesh axes along which devices see different tokens (`Placement.token_axes`).
       array: a parameter.
       sink: any array of its shape.
     """
     # A gathered weight has the compute dtype, and its gradient the dtype that it is summed in.
     return _with_terms(axes, array.astype(jnp.promote_types(array.dtype, sink.dtype)))
-
-
-def with_terms(mesh: Mesh, array: jax.Array) -> jax.Array:
-    """A parameter whose gradient is left as terms of a sum over the devices that see different
-    tokens."""
-    return _with_terms(token_axes(mesh), array)
 
 
 def _with_terms(axes: Sequence[str], array: jax.Array) -> jax.Array:
