@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from llmx import config, launch, model, parts, pipeline, precision, sharding, step
+from llmx import config, launch, model, parts, pipeline, precision, sharding, step, sync
+from llmx.state import Pipeline, Setup
 
 
-def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = None) -> step.Setup:
+def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = None) -> Setup:
     """Shapes, shardings and functions of a run's state on its mesh; nothing is allocated.
 
     Args:
@@ -37,16 +38,18 @@ def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = Non
         )
         cut = parts.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
         rows = (run.batch.size, run.batch.sequence_length)
-        stages = step.Pipeline(table, cut, rows)
+        stages = Pipeline(table, cut, rows)
     return step.make_setup(
-        run.model, execution, run.optimizer, total_steps=run.steps, pipeline=stages
-    )
+        run.model, execution, run.optimizer, total_steps=run.steps, pipeline=stages,
+        sync_config=run.sync,
+    )  # fmt: skip
 
 
-def make_train_step(run: config.Config, setup: step.Setup) -> Callable:
-    """The jitted (State, Batch) -> (State, Report) of a run."""
+def make_train_step(run: config.Config, setup: Setup, *, phase: str = sync.MEAN) -> Callable:
+    """The jitted (State, Batch) -> (State, Report) of a run, in one of its phases."""
     return step.make_train_step(
         setup,
+        phase=phase,
         accumulation=run.batch.accumulation,
         z_loss=run.loss.z_loss,
         clip_norm=run.optimizer.clip_norm,

@@ -230,6 +230,19 @@ class Checkpointer:
             return saved, False
         return saved, True
 
+    def order(self, step: int) -> orders.Order:
+        """The order in which checkpoint `step` has the layers."""
+        return _order_of(_read_document(self._root, step))
+
+    def shapes(self, step: int, prefix: str) -> dict[str, list[int]]:
+        """The shapes of the arrays that checkpoint `step` holds under `prefix`, by path name."""
+        leaves = _read_document(self._root, step)["leaves"]
+        return {
+            name: leaf["shape"]
+            for name, leaf in leaves.items()
+            if name.startswith(f"{prefix}/") and leaf["type"] == "array"
+        }
+
     def meta(self, step: int) -> dict:
         """What `save` was given as `meta`."""
         return read_meta(str(self._root), step)

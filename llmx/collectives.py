@@ -111,7 +111,7 @@ def tensor(
     )
 
 
-# ---------------------------------------------------------------------------------- numbers as bytes
+# --------------------------------------------------------------------------------- numbers as bytes
 
 _PLACES = tuple(1 << bit for bit in range(8))
 
@@ -144,7 +144,7 @@ def _numbers(raw: jax.Array, dtype: jnp.dtype, shape: Sequence[int]) -> jax.Arra
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Which tensors travel together: neighbours, up to `limit` bytes; a larger one travels alone."""
+    """Which tensors travel together: neighbours, up to `limit` bytes; a larger one goes alone."""
     found: list[list[int]] = []
     room = 0
     for i, size in enumerate(sizes):
@@ -191,7 +191,7 @@ def _from_all(group: Group, messages):
     return _in_buckets(messages, gather, 1, group.bucket_bytes)
 
 
-# ------------------------------------------------------------------------------------ two-phase sums
+# ----------------------------------------------------------------------------------- two-phase sums
 
 
 def share(length: int, group_size: int, multiple: int) -> int:
@@ -250,11 +250,11 @@ def signs(
     n, me = group.size, jax.lax.axis_index(group.axis)
     xs_LR = _with_errors(tensors, terms, kept.errors)
     messages, errors, masks = [], {}, []
-    for each, x_LR in zip(tensors, xs_LR, strict=True):
-        live_LR = jnp.ones(x_LR.shape, bool)
+    for each, in_LR in zip(tensors, xs_LR, strict=True):
+        live_LR = jnp.ones(in_LR.shape, bool)
         if live is not None:
-            live_LR = live[each.name].reshape(x_LR.shape)
-            x_LR = jnp.where(live_LR, x_LR, 0)
+            live_LR = live[each.name].reshape(in_LR.shape)
+        x_LR = jnp.where(live_LR, in_LR, 0)
         positive_LR = x_LR >= 0
         scale_L = _magnitude(each, (), x_LR, live_LR)
         sent_LR = jnp.where(positive_LR, scale_L[:, None], -scale_L[:, None])
@@ -320,8 +320,8 @@ def int8(tensors, terms, kept: Kept, group: Group) -> tuple[dict[str, jax.Array]
         errors[each.name] = _rows(x_nLQ - sent, each.length)
         messages.append([whole, scale])
     answers, server = [], {}
-    for each, (whole, scale) in zip(tensors, _to_servers(group, messages), strict=True):
-        sum_LQ = jnp.sum(_dequantized(whole, scale), axis=0)
+    for each, arrived in zip(tensors, _to_servers(group, messages), strict=True):
+        sum_LQ = jnp.sum(_dequantized(*arrived), axis=0)
         if each.name in kept.server:
             sum_LQ = sum_LQ + kept.server[each.name].reshape(sum_LQ.shape)
         whole, scale, sent = _quantized(sum_LQ, int8_block(each.length, n))
@@ -344,7 +344,7 @@ def _kept(group: Group, before: Kept, errors: dict, server: dict) -> Kept:
     )
 
 
-# ------------------------------------------------------------------------------------ one-phase sums
+# ----------------------------------------------------------------------------------- one-phase sums
 
 
 def mean(tensors, terms, kept: Kept, group: Group) -> tuple[dict[str, jax.Array], Kept]:

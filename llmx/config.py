@@ -33,6 +33,7 @@ from llmx import (
     precision,
     remat,
     sharding,
+    sync,
 )
 from llmx.attention import AttentionConfig
 from llmx.checkpoint import CheckpointConfig
@@ -47,6 +48,7 @@ from llmx.metrics import MetricsConfig
 from llmx.optim import OptimizerConfig
 from llmx.pipeline import PipelineConfig
 from llmx.sharding import MeshConfig, ShardingConfig
+from llmx.sync import SyncConfig
 
 
 @dataclasses.dataclass
@@ -101,6 +103,7 @@ class Config:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -352,6 +355,17 @@ def stages_text(config: Config) -> str:
     )
 
 
+def sync_text(config: Config) -> str:
+    """How replicas agree, on a line; "" where they sum their gradients as usual."""
+    chosen = config.sync
+    if chosen.strategy == "mean":
+        return ""
+    first = {
+        -1: ", after steps of 'mean' until the variance has settled", 0: "",
+    }.get(chosen.warmup_steps, f", after {chosen.warmup_steps} steps of 'mean'")  # fmt: skip
+    return f"{chosen.strategy} between {config.mesh.data} replicas{first}"
+
+
 # -------------------------------------------------------------------------------------- the checks
 
 
@@ -442,6 +456,7 @@ def _sections(config: Config) -> list[str]:
     found += families.problems(config.model)
     found += optim.problems(config.optimizer)
     found += guard.problems(config.guard)
+    found += _agreement(config)
     found += checkpoint.problems(config.checkpoint)
     found += metrics.problems(config.metrics)
     found += launch.problems(config.launch)
@@ -475,6 +490,43 @@ def _sections(config: Config) -> list[str]:
             "max_positions (a trained model then meets positions that it never saw)"
         )
     return found
+
+
+def _agreement(config: Config) -> list[str]:
+    """How replicas agree, against what they are."""
+    chosen = config.sync
+    if found := sync.problems(chosen):
+        return found
+    strategy, optimizer = sync.STRATEGIES[chosen.strategy], config.optimizer
+    if strategy.optimizer and optimizer.name != strategy.optimizer:
+        found.append(
+            f"sync.strategy={chosen.strategy!r} is a form of {strategy.optimizer} and "
+            f"optimizer.name={optimizer.name!r}: set optimizer.name={strategy.optimizer!r}, or use "
+            "a strategy for any optimizer, as 'int8' or 'diloco'"
+        )
+    if strategy.agrees_on == sync.PARAMETERS and optimizer.ema_decay:
+        found.append(
+            f"optimizer.ema_decay={optimizer.ema_decay} with sync.strategy={chosen.strategy!r}: "
+            "the parameters that all replicas agree on change only now and then, and have no "
+            "average by steps; set it to 0"
+        )
+    if (
+        chosen.strategy != "mean" and config.mesh.stage > 1
+        and config.pipeline.schedule == "pipedream_2bw"
+    ):  # fmt: skip
+        found.append(
+            f"sync.strategy={chosen.strategy!r} with pipeline.schedule='pipedream_2bw': replicas "
+            "exchange what a step ends with, and that schedule leaves a batch under way; use "
+            "another schedule, or strategy 'mean'"
+        )
+    return found
+
+
+def replica_axes(config: Config, table: str) -> tuple[str, ...]:
+    """The mesh axes over which a layout's table splits the width, with the config's strategy."""
+    over = vars(sharding.LAYOUTS[config.sharding.layout])[table]["embed"]
+    apart = config.sync.strategy != "mean"
+    return tuple(axis for axis in over if not (apart and axis == sync.AXIS))
 
 
 def _vocab_size(data: data_config.DataConfig) -> int:
@@ -639,12 +691,12 @@ def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"sequence{sizes['sequence']} x tensor{sizes['tensor']}: use a multiple of {tokens}"
             + (", or sharding.sequence_parallel=False" if sizes["tensor"] > 1 else "")
         )
-    if config.sharding.gather == "step" and not sharding.LAYOUTS[layout].parameters["embed"]:
+    if config.sharding.gather == "step" and not replica_axes(config, "parameters"):
         yield (
             f"sharding.gather='step' gathers nothing with layout {layout!r}, whose parameters are "
             "whole: use 'layer', or layout 'zero3' or 'hsdp'"
         )
-    over = sharding.LAYOUTS[layout].optimizer["embed"]
+    over = replica_axes(config, "optimizer")
     ways = 1
     for axis in over:
         ways *= sizes[axis]

@@ -16,8 +16,9 @@ import tempfile
 
 import jax
 
-from llmx import build, checkpoint, config, hf, hf_formats, launch, sharding, step
+from llmx import build, checkpoint, config, hf, hf_formats, launch, sharding
 from llmx.data import tokenizers
+from llmx.state import Setup
 
 
 def to_hf(
@@ -94,7 +95,7 @@ def from_hf(directory: str, workdir: str):
     config.save_run(run)
 
 
-def _setup(run: config.Config) -> step.Setup:
+def _setup(run: config.Config) -> Setup:
     """The run's model whole on one device."""
     mesh, layout = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
     alone = dataclasses.replace(run, mesh=mesh, sharding=layout)

@@ -14,10 +14,11 @@ import jax
 
 from llmx import build, checkpoint, config, launch, pipeline, sharding, step
 from llmx.data import dataset as data_lib
+from llmx.state import Setup, State
 
 
 def held_out_loss(
-    setup: step.Setup,
+    setup: Setup,
     eval_step: Callable,
     params: Any,
     dataset: data_lib.Dataset,
@@ -47,7 +48,7 @@ def held_out_loss(
     }
 
 
-def averaged(state: step.State) -> Any:
+def averaged(state: State) -> Any:
     """The parameters to evaluate and sample with: their average where the run keeps one."""
     return state.params if state.ema is None else state.ema
 

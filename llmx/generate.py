@@ -28,8 +28,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from llmx import build, checkpoint, config, families, launch, model, orders, sharding, step, trees
+from llmx import build, checkpoint, config, families, launch, model, orders, sharding, trees
 from llmx.data import tokenizers
+from llmx.state import Setup
 
 # Sizes are rounded up to powers of two, but not below this: short prompts share one program.
 SMALLEST_BUCKET = 32
@@ -221,7 +222,7 @@ def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Place
     )
 
 
-def without_stages(setup: step.Setup, params: Any) -> tuple[model.Execution, Any]:
+def without_stages(setup: Setup, params: Any) -> tuple[model.Execution, Any]:
     """How and with what the devices of a mesh with stages generate: as replicas, layers in order.
 
     Each holds as little of the parameters as ZeRO-3 leaves it. Communicates over all mesh axes.
@@ -408,7 +409,7 @@ def _prompt_texts(args: argparse.Namespace, default: str) -> list[str]:
     return texts
 
 
-def _setup(run: config.Config, *, tensor: int, fsdp: int) -> step.Setup:
+def _setup(run: config.Config, *, tensor: int, fsdp: int) -> Setup:
     """The run's model on a mesh of its own: a token at a time needs fewer devices than training."""
     devices = jax.devices()
     if min(tensor, fsdp) < 1 or tensor * fsdp > len(devices):

@@ -88,7 +88,7 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
-# --------------------------------------------------------------------- a frozen variance, layer norms
+# ------------------------------------------------------------------- a frozen variance, layer norms
 
 
 def denominator(nu: jax.Array, count: jax.Array, *, b2: float, eps: float) -> jax.Array:
@@ -106,11 +106,12 @@ def frozen_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformatio
       frozen_at: the number of updates that `nu` has seen
       num_replicas: how many there are
 
-    Momentum travels in units of the update, m / (sqrt(nu) + eps): as nu is frozen that is Adam with
-    a fixed scale per coordinate, and a compressor that knows one size for many numbers does not give
-    those with a small variance the momentum of their neighbours. Coordinates that never had a
-    gradient (nu = 0: unused positions, padded vocabulary) have no scale: their momentum stays zero.
-    Bias: nu keeps the correction that it had when it was frozen, momentum goes on with its own.
+    Momentum travels in units of the update, m / (sqrt(nu) + eps): as nu is frozen that is Adam
+    with a fixed scale per coordinate, and a compressor that knows one size for many numbers does
+    not give those with a small variance the momentum of their neighbours. Coordinates that never
+    had a gradient (nu = 0: unused positions, padded vocabulary) have no scale: their momentum stays
+    zero. Bias: nu keeps the correction that it had when it was frozen, momentum goes on with its
+    own.
 
     Source: arXiv 2102.02888, algorithm 1.
     """
@@ -147,8 +148,8 @@ class ZeroOneState(NamedTuple):
 def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """Adam's direction between exchanges of replicas that go on alone (0/1 Adam).
 
-    `update` takes `agreed`, the gradient that all replicas agree on, or None: the second moment then
-    stays as it is. Coordinates that had no agreed gradient yet do not move.
+    `update` takes `agreed`, the gradient that all replicas agree on, or None: the second moment
+    then stays as it is. Coordinates that had no agreed gradient yet do not move.
 
     Source: arXiv 2202.06009, algorithm 1.
     """
@@ -192,9 +193,10 @@ class TrustState(NamedTuple):
 def scale_by_trust_ratio(axes: Any) -> optax.GradientTransformationExtraArgs:
     """LAMB's layerwise learning rate: |parameters| / |update| of each layer (arXiv 1904.00962).
 
-    Layers that are stacked along an axis "layers" have a ratio each. With `freshness` in `update`, a
-    tree of (frozen / fresh standard deviation) per layer, the ratio is the average of those before
-    the freeze times that factor, bounded and changing by at most a tenth a step (arXiv 2104.06069).
+    Layers that are stacked along an axis "layers" have a ratio each. With `freshness` in `update`,
+    a tree of (frozen / fresh standard deviation) per layer, the ratio is the average of those
+    before the freeze times that factor, bounded and changing by at most a tenth a step (arXiv
+    2104.06069).
     """
 
     def rows(array, names):

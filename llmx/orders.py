@@ -21,10 +21,13 @@ from llmx.parts import EMPTY
 Order = tuple[int, ...]
 
 LAYERS = "blocks"  # arrays whose path has this name have a row for each place
+APART = "sync"  # but not those of replicas, which are moved by `llmx.resume`
 
 
 def has_layers(name: str, shape: Sequence[int], order: Order) -> bool:
     """Whether an array has a row for each place of `order`; factored moments may have none."""
+    if name.startswith(f"{APART}/"):
+        return False
     return LAYERS in name.split("/") and len(shape) > 0 and shape[0] == len(order)
 
 
@@ -56,6 +59,13 @@ def move(arrays: dict[str, jax.Array], wanted: Mapping[str, Any], *, order: Orde
         array = checksums.onto_device(arrays.pop(name))
         array = _moved(array, _rows(saved, order), to.with_memory_kind(None))
         arrays[name] = jax.block_until_ready(jax.device_put(array, to))
+
+
+def ordered(name: str, array: jax.Array, *, order: Order, saved: Order) -> jax.Array:
+    """`array`, in the order `saved`, in `order`; for use in a program."""
+    if order == saved or not has_layers(name, array.shape, saved or range(_num_layers(order))):
+        return array
+    return parts.taken(array, np.array(_rows(saved, order)))
 
 
 def spread(to: Sharding, shape: Sequence[int]) -> Sharding:

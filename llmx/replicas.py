@@ -22,8 +22,8 @@ _AXES = (sync.AXIS,)
 
 
 def norms(gradients: Any) -> tuple[jax.Array, jax.Array]:
-    """Of gradients [n, ...]: mean squares over replicas of each leaf's norm [leaves], and the global
-    norm of each replica [n]."""
+    """Of gradients [n, ...]: the mean over replicas of each leaf's squared norm [leaves], and the
+    global norm of each replica [n]."""
     squares = jnp.stack([
         jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
         for leaf in jax.tree.leaves(gradients)
@@ -167,7 +167,7 @@ def settled(setup: Setup, step: jax.Array, nu: Any, before: Sync) -> Sync:
 SETTLED = 0.96
 
 
-# ----------------------------------------------------------------------------- replicas on their own
+# ---------------------------------------------------------------------------- replicas on their own
 
 
 def own_parameters(setup: Setup, state: State) -> Any:
@@ -229,8 +229,9 @@ def make_meeting(setup: Setup, fragments: Sequence[int]) -> Callable[[State], St
     """The jitted exchange of parameters of replicas that went on alone; it donates its state.
 
     local_sgd: all replicas go on from their mean. diloco: an outer optimizer, SGD with Nesterov
-    momentum, takes the mean of what the replicas have moved as its gradient. zero_one: all go on from
-    the sum of what they have moved, exchanged in signs, and with the momentum that this stands for.
+    momentum, takes the mean of what the replicas have moved as its gradient. zero_one: all go on
+    from the sum of what they have moved, exchanged in signs, and with the momentum that this stands
+    for. Where the guard has stopped the run nothing changes.
 
     `fragments`: which parts of the model, see `_rows_of`. Communicates over `data`.
     """
@@ -278,9 +279,10 @@ def make_meeting(setup: Setup, fragments: Sequence[int]) -> Callable[[State], St
         if zero_one:
             head = before.opt_state[0]._replace(mu=unnamed(mu, state.params))
             after = after._replace(opt_state=(head, *before.opt_state[1:]))
-        return state._replace(
-            params=_as(unnamed(params, state.params), setup.abstract.params), sync=after
-        )
+        new = (_as(unnamed(params, state.params), setup.abstract.params), after)
+        keep = lambda new, old: jnp.where(state.guard.stopped, old, new)  # noqa: E731
+        params, after = jax.tree.map(keep, new, (state.params, before))
+        return state._replace(params=params, sync=after)
 
     return jax.jit(meeting, donate_argnums=0)
 

@@ -432,6 +432,11 @@ def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def ways(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
+    """Into how many parts one entry of a PartitionSpec splits."""
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+
+
 def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """`to` with these mesh axes removed: what a parameter looks like gathered over them."""
     kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to.partitions]

@@ -41,8 +41,8 @@ def make_setup(
 ) -> Setup:
     """Shapes and shardings of a run's state. Nothing is allocated.
 
-    `pipeline`: for a mesh with stages. `sync_config`: how replicas along `data` agree; None = by the
-    mean of gradients.
+    `pipeline`: for a mesh with stages. `sync_config`: how replicas along `data` agree; None = by
+    the mean of gradients.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """

@@ -16,7 +16,7 @@ A run begins with `warmup_steps` of "mean"; the step has one program for each *p
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +99,7 @@ class Sync(NamedTuple):
     rates: jax.Array
 
 
-# ------------------------------------------------------------------------------------ what runs when
+# ----------------------------------------------------------------------------------- what runs when
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,6 +156,13 @@ class Timetable:
         if self.second_moments is not None and self.second_moments[min(step, self.total_steps - 1)]:
             return VARIANCE
         return ALONE
+
+    def phases_from(self, first: int, settled_at: int) -> tuple[str, ...]:
+        """The phases that steps from number `first` on can be in."""
+        if self.config.warmup_steps < 0 and settled_at < 0:
+            return self.phases
+        there = {self.phase(step, settled_at) for step in range(first, self.total_steps)}
+        return tuple(phase for phase in self.phases if phase in there)
 
     def fragments_after(self, step: int) -> tuple[int, ...]:
         """The parts of the model that replicas agree on after step number `step`."""
@@ -214,7 +221,7 @@ def _zero_one(config: SyncConfig, rates: np.ndarray) -> tuple[np.ndarray, np.nda
     return meetings, moments
 
 
-# --------------------------------------------------------------------------------- replicas on a mesh
+# ------------------------------------------------------------------------------- replicas on a mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -285,11 +292,8 @@ class Replicas:
         """The global shape of a parameter."""
         each, entries = self.tensors[name], self.specs[name].partitions
         entries = (*entries, *(None,) * (len(each.shape) - len(entries)))
-        ways = [self._ways(entry) for entry in entries]
+        ways = [sharding.ways(self.mesh, entry) for entry in entries]
         return tuple(dim * way for dim, way in zip(each.shape, ways, strict=True))
-
-    def _ways(self, entry) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in sharding.mesh_axes(entry))
 
     def _by_shard(self, name: str, last: tuple[int, ...], leading: tuple[str, ...] = ()):
         """[leading..., L, parts of each dimension..., last...]: an array of every shard's own.
@@ -299,10 +303,10 @@ class Replicas:
         each, entries = self.tensors[name], self.specs[name].partitions
         entries = (*entries, *(None,) * (len(each.shape) - len(entries)))
         first, rest = (entries[0], entries[1:]) if each.layered else (None, entries)
-        rows = each.rows * self._ways(first)
+        rows = each.rows * sharding.ways(self.mesh, first)
         shape = (
             *(self.mesh.shape[axis] for axis in leading),
-            rows, *(self._ways(entry) for entry in rest), *last,
+            rows, *(sharding.ways(self.mesh, entry) for entry in rest), *last,
         )  # fmt: skip
         return self._placed(shape, PartitionSpec(*leading, first, *rest, *(None,) * len(last)))
 
@@ -412,9 +416,8 @@ def delayed(shares: dict[str, jax.Array], late: dict[str, jax.Array], delay: jax
     What arrives, summed over all steps, and what is still on its way is all that was sent.
     """
     arrived, left = {}, {}
-    for name, share in shares.items():
-        share = share.astype(jnp.float32)
-        waiting = late[name]
+    for name, any_share in shares.items():
+        share, waiting = any_share.astype(jnp.float32), late[name]
         slots = jnp.arange(waiting.shape[0] + 1).reshape(-1, *(1,) * share.ndim)
         all_ = jnp.concatenate([waiting, jnp.zeros_like(share)[None]])
         all_ = all_ + jnp.where(slots == delay, share, 0)
@@ -438,20 +441,27 @@ def whole(server: jax.Array, shape: Sequence[int]) -> jax.Array:
     return blocks.transpose(order).reshape(shape)
 
 
-def regrouped(saved: Sync, wanted: Sync, shapes: Mapping[str, Sequence[int]]) -> Sync:
+def regrouped(
+    saved: Sync,
+    wanted: Sync,
+    shapes: Mapping[str, Sequence[int]],
+    ordered: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
+) -> Sync:
     """The state of a strategy for another number of replicas, or for replicas split otherwise.
 
     The sum of all errors of a parameter, of replicas and of servers, is kept, and split evenly
-    among the new replicas; so is the sum of what is on its way late. Replicas that go on alone begin
-    again at the mean of the old ones' parameters and moments. `queries` begin anew.
+    among the new replicas; so is the sum of what is on its way late. Replicas that go on alone
+    begin again at the mean of the old ones' parameters and moments. `queries` begin anew.
 
     Args:
       saved: as it was, [n, ...].
       wanted: shapes of the new state.
-      shapes: of the parameters, by name.
+      shapes: of the parameters, by name, as they were.
+      ordered: (name, array of a parameter's shape) -> its layers in the new order.
     """
 
-    def split(total, like):
+    def split(name, total, like):
+        total = ordered(name, total)
         return jnp.broadcast_to(total / like.shape[0], like.shape).astype(like.dtype)
 
     errors = {}
@@ -459,18 +469,27 @@ def regrouped(saved: Sync, wanted: Sync, shapes: Mapping[str, Sequence[int]]) ->
         total = saved.kept.errors[name].sum(0)
         if name in saved.kept.server:
             total = total + whole(saved.kept.server[name], shapes[name])
-        errors[name] = split(total, like)
+        errors[name] = split(name, total, like)
+
+    def waiting(name, like):
+        totals = jax.vmap(lambda total: ordered(name, total))(saved.late[name].sum(0))
+        return jnp.broadcast_to(totals / like.shape[0], like.shape).astype(like.dtype)
+
+    def middle(path, old, like):
+        mean = old.astype(jnp.float32).mean(0).astype(like.dtype)
+        return jnp.broadcast_to(ordered(sharding.path_name(path), mean), like.shape)
+
     zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)  # noqa: E731
-    middle = lambda old, like: jnp.broadcast_to(  # noqa: E731
-        old.astype(jnp.float32).mean(0).astype(like.dtype), like.shape
-    )
+    placed = lambda tree: {name: ordered(name, array) for name, array in tree.items()}  # noqa: E731
     lateness = wanted.lateness
     return saved._replace(
+        fresh=placed(saved.fresh),
+        outer=placed(saved.outer),
         kept=Kept(errors, zeros(wanted.kept.server), zeros(wanted.kept.queries)),
-        late={name: split(saved.late[name].sum(0), like) for name, like in wanted.late.items()},
+        late={name: waiting(name, like) for name, like in wanted.late.items()},
         lateness=None if lateness is None else jnp.zeros(lateness.shape, lateness.dtype),
-        params=jax.tree.map(middle, saved.params, wanted.params),
-        opt_state=jax.tree.map(middle, saved.opt_state, wanted.opt_state),
+        params=jax.tree_util.tree_map_with_path(middle, saved.params, wanted.params),
+        opt_state=jax.tree_util.tree_map_with_path(middle, saved.opt_state, wanted.opt_state),
     )
 
 

@@ -5,6 +5,7 @@ is shown at the end. Run again with the same work directory, it goes on where it
 """
 
 import contextlib
+import dataclasses
 import math
 import sys
 import time
@@ -12,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from llmx import checkpoint, config, launch, metrics, sharding
 
@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dataset = open_data(run, log)
 
         # 4. State: restored onto this mesh, whatever it was saved on, or born split.
-        state, first = restore_or_init(run, setup, checkpoints, dataset, log)
+        from llmx import resume
+
+        state, first = resume.restore_or_init(run, setup, checkpoints, dataset, log)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -53,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.save_run(run)
         dataset.tokenizer.save(f"{run.workdir}/tokenizer.json")
 
-    # 5. Compile the step, explicitly.
-    train_step = compile_step(run, setup, log)
+    # 5. Compile the step, explicitly: a program for each phase that is still to come.
+    programs = compile_programs(run, setup, state, first, log)
 
     # 6. The loop.
     code = 0
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = resources.enter_context(launch.StopSignal(log=log))
         watchdog = launch.Watchdog(run.launch.watchdog_seconds, log=log)
         resources.enter_context(watchdog)
-        loop = Loop(run, setup, train_step, dataset, state, first)
+        loop = Loop(run, setup, programs, dataset, state, first)
         resources.callback(loop.close)
         evaluation = Evaluation(run, setup, dataset, loop.reporter)
         profile = Profile(run)
@@ -117,6 +119,7 @@ def describe(run: config.Config, setup) -> str:
         f"model: {config.model_text(run, costs.num_parameters(run.model))}\n"
         f"mesh:  {mesh} ({jax.devices()[0].device_kind}{processes}), layout {run.sharding.layout}\n"
         + (f"stages: {stages}\n" if (stages := config.stages_text(run)) else "")
+        + (f"sync:  {agreement}\n" if (agreement := config.sync_text(run)) else "")
         + f"batch: {config.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
     )
 
@@ -131,98 +134,73 @@ def open_data(run: config.Config, log: Callable):
     )  # fmt: skip
 
 
-def compile_step(run: config.Config, setup, log: Callable) -> Callable:
+def compile_programs(run: config.Config, setup, state, first: int, log: Callable) -> "Programs":
+    """The compiled programs of the steps from `first` on, and which of them runs when."""
+    from llmx import step, sync
+
+    timetable = setup.timetable
+    if timetable is None:
+        return Programs({sync.MEAN: compile_step(run, setup, log)})
+    settled_at = int(jax.device_get(state.sync.settled_at))
+    phases = timetable.phases_from(first, settled_at)
+    steps = {phase: compile_step(run, setup, log, phase) for phase in phases}
+    wanted = {timetable.fragments_after(number) for number in range(first, run.steps)}
+    meetings = step.make_meetings(setup)
+    with jax.set_mesh(setup.mesh):
+        compiled = {
+            each: meetings[each].lower(setup.abstract).compile() for each in sorted(wanted) if each
+        }
+    return Programs(steps, timetable, compiled, settled_at)
+
+
+@dataclasses.dataclass
+class Programs:
+    """The train step of each phase, and the exchanges between steps (`llmx.sync`)."""
+
+    steps: dict[str, Callable]
+    timetable: Any = None
+    meetings: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
+    settled_at: int = -1
+
+    def phase(self, step: int) -> str:
+        if self.timetable is None:
+            [only] = self.steps
+            return only
+        return self.timetable.phase(step, self.settled_at)
+
+    def __call__(self, step: int, state, batch):
+        """The state after step number `step`, and its report."""
+        state, report = self.steps[self.phase(step)](state, batch)
+        if self.timetable is not None and (due := self.timetable.fragments_after(step)):
+            state = self.meetings[due](state)
+        return state, report
+
+
+def compile_step(run: config.Config, setup, log: Callable, phase: str = "mean") -> Callable:
     """The compiled train step; logs how long that took and what a device must hold."""
-    from llmx import build, step
+    from llmx import build, gradients
 
     begun = time.perf_counter()
     with jax.set_mesh(setup.mesh):
         batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
-        lowered = build.make_train_step(run, setup).lower(setup.abstract, batch)
+        lowered = build.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
         traced = time.perf_counter()
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     mib = lambda size: f"{size / 2**20:,.1f} MiB"  # noqa: E731
     seconds = time.perf_counter() - traced
+    head = "step:  " if setup.timetable is None else f"step:  {phase}: "
     log(
-        f"step:  traced in {traced - begun:.1f} s, compiled in {seconds:.1f} s; "
+        f"{head}traced in {traced - begun:.1f} s, compiled in {seconds:.1f} s; "
         f"each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
         f"{mib(memory.temp_size_in_bytes)} of temporaries"
         + (
-            f", {mib(step.gathered_bytes(setup))} of them weights gathered for the whole step"
+            f", {mib(gradients.gathered_bytes(setup))} of them weights gathered for the whole step"
             if run.sharding.gather == "step"
             else ""
         )
     )
     return compiled
-
-
-def restore_or_init(
-    run: config.Config, setup, checkpoints, dataset, log: Callable
-) -> tuple[Any, int]:
-    """The state and the number of steps it has taken: of the newest good checkpoint, or new.
-
-    Raises ValueError where the checkpoint is of another model or other data.
-    """
-    from llmx import guard
-
-    newest, start_from = checkpoints.latest_step(), run.start_from
-    if newest == 0 and "imported_from" in checkpoints.meta(0):
-        newest, start_from = None, run.workdir  # parameters only: made by llmx.convert
-    restored = None if newest is None else restore(setup, checkpoints, newest, log)
-    if restored is None:
-        state = setup.init(run.seed)
-        return (start_with(setup, state, start_from, log) if start_from else state), 0
-    if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
-        raise ValueError(
-            f"{run.workdir} was trained on data {saved[:12]} and the config gives "
-            f"{dataset.fingerprint[:12]}: going on would repeat some samples and miss others; "
-            "restore data, batch.sequence_length and seed, or use another workdir"
-        )
-    if (saved := restored.meta["batch_size"]) != run.batch.size:
-        raise ValueError(
-            f"{run.workdir} was trained with batch.size={saved} and the config gives "
-            f"{run.batch.size}: the position in the data counts batches, so some samples would be "
-            "repeated or missed; restore batch.size, or use another workdir"
-        )
-    log(f"resumed from checkpoint {restored.step} of {run.workdir}")
-    # A run that the guard stopped may go on: whoever starts it again has changed something.
-    to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.guard)
-    released = guard.released(jax.device_get(restored.state.guard))
-    return restored.state._replace(guard=jax.device_put(released, to)), restored.step
-
-
-def restore(setup, checkpoints, newest: int, log: Callable):
-    """The newest good checkpoint; a batch that was under way on other stages is taken again."""
-    saved, fits = checkpoints.fits(newest, setup.abstract.stale, prefix="stale")
-    if fits:
-        return checkpoints.restore(setup.abstract, order=setup.order)
-    bare = setup.abstract._replace(stale=None)
-    restored = checkpoints.restore(bare, order=setup.order, ignored="stale")
-    state, first = restored.state._replace(stale=setup.nothing_under_way()), restored.step
-    if saved:
-        log("the batch that was under way in the pipeline when it was saved is taken again")
-        to = setup.abstract.step.sharding
-        state, first = state._replace(step=jax.device_put(np.int32(first - 1), to)), first - 1
-    return restored._replace(state=state, step=first)
-
-
-def start_with(setup, state, workdir: str, log: Callable):
-    """A new state with the parameters of another run, or of an import."""
-    restored = checkpoint.restore_part(
-        f"{workdir}/checkpoints", setup.abstract.params, prefix="params", order=setup.order, log=log
-    )
-    if restored is None:
-        raise ValueError(f"start_from={workdir!r} has no checkpoint yet")
-    log(f"starting with the parameters of {workdir}, step {restored.step}")
-    ema = state.ema
-    if ema is not None:
-        to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.ema)
-        # Its own copy: the step donates both.
-        ema = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 0, params), out_shardings=to)(
-            restored.state
-        )
-    return state._replace(params=restored.state, ema=ema)
 
 
 # ------------------------------------------------------------------------------------ in the loop
@@ -235,11 +213,11 @@ class TrainingStopped(RuntimeError):
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(self, run: config.Config, setup, train_step: Callable, dataset, state, first: int):
+    def __init__(self, run: config.Config, setup, programs: Programs, dataset, state, first: int):
         from llmx import costs, hardware, sharding
         from llmx.data import loader
 
-        self.run, self.setup, self.train_step = run, setup, train_step
+        self.run, self.setup, self.programs = run, setup, programs
         self.state, self.step = state, first  # after all steps that were started
         self._pending = None  # report of the step that is under way
         shape = (run.batch.size, run.batch.sequence_length)
@@ -267,7 +245,7 @@ class Loop:
                 for name, array in local.items()
             }
         with jax.transfer_guard("disallow"):
-            self.state, report = self.train_step(self.state, batch)
+            self.state, report = self.programs(self.step, self.state, batch)
         self.settle()
         self.step += 1
         self._pending = report
@@ -280,6 +258,7 @@ class Loop:
         if self._pending is None:
             return
         report, self._pending = jax.device_get(self._pending), None
+        self._notice(int(report.settled_at))
         seconds, data_seconds = self.timer.lap()
         scalars = {
             "loss": float(report.loss),
@@ -302,6 +281,11 @@ class Loop:
     def close(self):
         self._data.close()
         self.reporter.close()
+
+    def _notice(self, settled_at: int):
+        if settled_at != self.programs.settled_at:
+            self.programs.settled_at = settled_at
+            self.reporter.note(f"step {settled_at + 1}: the variance has settled, and is frozen")
 
     def _refuse(self, report):
         step, guard = self.step, self.run.guard

@@ -108,9 +108,10 @@ def main():
         run.workdir = workdir
         setup = build.make_setup(run, devices=jax.devices()[:1])
         dataset = train.open_data(run, quiet)
-        step = train.compile_step(run, setup, quiet)
+        state = setup.init(0)
+        programs = train.compile_programs(run, setup, state, 0, quiet)
         with jax.set_mesh(setup.mesh):
-            loop = train.Loop(run, setup, step, dataset, setup.init(0), 0)
+            loop = train.Loop(run, setup, programs, dataset, state, 0)
 
         init, bare_step = make_bare_step(run)
         state = init()

@@ -24,6 +24,7 @@ from llmx import (
     step,
     ticks,
 )
+from llmx.state import Pipeline, Setup, State
 
 TOLERANCE = 1e-5
 BATCH, LENGTH, STEPS = 32, 16, 3
@@ -73,7 +74,7 @@ def batches() -> list[dict]:
 EMPTY = {name: np.zeros_like(array) for name, array in batches()[0].items()}
 
 
-def make_setup(cell: Cell, table: pipeline.Table | None = None, **changes) -> step.Setup:
+def make_setup(cell: Cell, table: pipeline.Table | None = None, **changes) -> Setup:
     changes = dict(vocab_size=90, num_layers=cell.num_layers) | MODELS[cell.family] | changes
     config = families.preset(cell.family, **changes)
     devices = jax.devices()[: int(np.prod(list(cell.sizes.values())))]
@@ -89,11 +90,11 @@ def make_setup(cell: Cell, table: pipeline.Table | None = None, **changes) -> st
     if cell.stages > 1:
         table = table or pipeline.SCHEDULES[cell.schedule](cell.stages, cell.microbatches)
         cut = parts.cut(cell.num_layers, table.stage_of, cell.layers)
-        stages = step.Pipeline(table, cut, (BATCH, LENGTH))
+        stages = Pipeline(table, cut, (BATCH, LENGTH))
     return step.make_setup(config, run, optimizer, total_steps=10, pipeline=stages)
 
 
-def train(setup: step.Setup, cell: Cell, given: list[dict], state: step.State | None = None):
+def train(setup: Setup, cell: Cell, given: list[dict], state: State | None = None):
     """(losses, gradient norms, parameters in the model's order) of a step per batch."""
     train_step = step.make_train_step(
         setup, accumulation=cell.microbatches, z_loss=1e-4, clip_norm=1.0, gather=cell.gather
@@ -108,7 +109,7 @@ def train(setup: step.Setup, cell: Cell, given: list[dict], state: step.State | 
     return np.array(losses), np.array(norms), in_order(setup, state.params)
 
 
-def in_order(setup: step.Setup, params: dict) -> dict:
+def in_order(setup: Setup, params: dict) -> dict:
     params = jax.device_get(params)
     if setup.pipeline is None:
         return params
@@ -312,7 +313,7 @@ def test_one_version_from_first_to_last_stage():
 # ------------------------------------------------------------------------- what a program executes
 
 
-def compiled(cell: Cell, config_changes: dict | None = None) -> tuple[step.Setup, hlo.Program]:
+def compiled(cell: Cell, config_changes: dict | None = None) -> tuple[Setup, hlo.Program]:
     setup = make_setup(cell, **(config_changes or {}))
     train_step = step.make_train_step(setup, accumulation=cell.microbatches)
     with jax.set_mesh(setup.mesh):

@@ -41,7 +41,7 @@ ROWS = [
     {"state"},
     {"gradients", "replicas"},
     {"step", "config", "hlo", "layer_times"},
-    {"bill", "build", "stages", "variants"},
+    {"bill", "build", "stages", "variants", "resume"},
     {"evaluate", "generate", "convert", "plan", "aot"},
     {"train"},
 ]
@@ -143,7 +143,7 @@ def test_rows_name_each_module_once():
     ("name", "source", "words"),
     [
         ("llmx.dot", "from llmx import model", "llmx.dot (row 1) imports llmx.model (row 4)"),
-        ("llmx.step", "def f():\n    import llmx.config", "(row 5) imports llmx.config (row 5)"),
+        ("llmx.step", "def f():\n    import llmx.config", "(row 7) imports llmx.config (row 7)"),
         ("llmx.sharding", "def f():\n    from flax import nnx", "imports flax: only"),
         ("llmx.train", "import ml_collections", "imports ml_collections: only"),
         ("llmx.train", "import llmx.unknown", "has no row"),

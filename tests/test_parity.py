@@ -14,6 +14,7 @@ import pytest
 
 from llmx import families, model, optim, parts, pipeline, precision, sharding, step
 from llmx.attention import AttentionConfig
+from llmx.state import Pipeline, Setup, State
 
 TOLERANCE = 1e-5  # relative; the contract of docs/architecture.md, seen: below 3e-6
 BF16_TOLERANCE = 1e-2  # bf16 has 8 bits: 4e-3 for one number
@@ -110,7 +111,7 @@ def batches() -> list[dict]:
 def make_setup(
     family: str, cell: Cell, remat: str, policy: str = "fp32", attention: str = "auto",
     accumulation: int = 1,
-) -> step.Setup:  # fmt: skip
+) -> Setup:  # fmt: skip
     config = families.preset(family, vocab_size=257, **MODELS[family])
     devices = jax.devices()[: int(np.prod(list(cell.mesh.values())))]
     layout = sharding.make_layout(
@@ -130,11 +131,11 @@ def make_setup(
     stages = None
     if num := cell.mesh.get("stage"):
         table = pipeline.SCHEDULES[cell.schedule](num, accumulation)
-        stages = step.Pipeline(table, parts.cut(config.num_layers, table.stage_of))
+        stages = Pipeline(table, parts.cut(config.num_layers, table.stage_of))
     return step.make_setup(config, run, optimizer, total_steps=10, pipeline=stages)
 
 
-def train(setup: step.Setup, state: step.State, accumulation: int, gather: str = "layer"):
+def train(setup: Setup, state: State, accumulation: int, gather: str = "layer"):
     """(losses, gradient norms, parameters) of the first steps."""
     train_step = step.make_train_step(
         setup, accumulation=accumulation, z_loss=1e-4, clip_norm=1.0, gather=gather

@@ -18,7 +18,7 @@ from llmx import (
     generate,
     orders,
     pipeline,
-    train,
+    resume,
     trees,
 )
 from llmx.data import tokenizers
@@ -342,6 +342,6 @@ def test_a_new_run_on_stages_starts_with_the_parameters_of_another(tmp_path):
     source, target = setup_of("one device"), setup_of("interleaved")
     with opened(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, source.init(1), meta={}, order=source.order)
-    started = train.start_with(target, target.init(2), str(tmp_path), print)
+    started = resume.start_with(target, target.init(2), str(tmp_path), print)
     wanted = target.init(1)
     assert_equal((started.params, started.ema), (wanted.params, wanted.ema))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmx import families, guard, model, optim, precision, sharding, step
+from llmx import families, gradients, guard, model, optim, precision, sharding, step
+from llmx.state import Setup, State
 
 # fp32 with sums in another order.
 TOLERANCE = 1e-5
@@ -26,7 +27,7 @@ DOWN = "blocks/mlp/down/kernel"
 
 
 @functools.cache
-def make_setup(mesh_name: str, layout: str = "zero3") -> step.Setup:
+def make_setup(mesh_name: str, layout: str = "zero3") -> Setup:
     sizes = MESHES[mesh_name]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     place = sharding.Placement(
@@ -37,17 +38,17 @@ def make_setup(mesh_name: str, layout: str = "zero3") -> step.Setup:
 
 
 @functools.cache
-def first_state(setup: step.Setup) -> step.State:
+def first_state(setup: Setup) -> State:
     return setup.init(0)
 
 
-def new_state(setup: step.Setup) -> step.State:
+def new_state(setup: Setup) -> State:
     """A copy of the first state, to be donated."""
     return jax.tree.map(jnp.copy, first_state(setup))
 
 
 @functools.cache
-def make_step(setup: step.Setup, *, accumulation=1, clip_norm=0.0, on_bad_step="stop", spike=0.0):
+def make_step(setup: Setup, *, accumulation=1, clip_norm=0.0, on_bad_step="stop", spike=0.0):
     config = guard.GuardConfig(on_bad_step=on_bad_step, spike_factor=spike, patience=3)
     return step.make_train_step(setup, accumulation=accumulation, clip_norm=clip_norm, guard=config)
 
@@ -381,7 +382,7 @@ def test_gathered_bytes_are_those_of_whole_weights_in_the_compute_dtype():
         for path, leaf in jax.tree_util.tree_leaves_with_path(setup.abstract.params)
         if leaf.ndim > 1 and path[0].key not in model.LOOKED_UP and "norm" not in str(path)
     ]
-    assert step.gathered_bytes(setup) == sum(4 * leaf.size for leaf in matrices)
+    assert gradients.gathered_bytes(setup) == sum(4 * leaf.size for leaf in matrices)
 
 
 def test_seeds_give_the_same_parameters_on_every_mesh():
