@@ -59,8 +59,14 @@ def resolve(
     return config.resolve(run, topology.num_devices, problems=problems)
 
 
-def compile(run: config.Config, topology: str | topologies.Topology) -> Result:
+EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
+
+
+def compile(run: config.Config, topology: str | topologies.Topology, *, phase: str = "") -> Result:
     """The bill of a run's train step on a machine.
+
+    `phase`: of a run whose replicas do not agree by the mean of gradients, which of its programs:
+    one of the phases of `llmx.sync`, or "exchange"; "" = the phase in which most steps are.
 
     Raises ValueError for what is wrong with config or topology, CompileError where the compiler
     refuses the program. One that does not fit is a `Result`.
@@ -80,13 +86,14 @@ def compile(run: config.Config, topology: str | topologies.Topology) -> Result:
     began = time.perf_counter()
     with jax.set_mesh(setup.mesh), tempfile.TemporaryDirectory() as folder:
         try:
-            lowered = build.make_train_step(run, setup).lower(setup.abstract, batch)
+            chosen = _phase(setup, phase)
+            lowered = _lowered(run, setup, chosen, batch)
         except NotImplementedError as error:
             raise CompileError(_first_lines(f"jax cannot trace it: {error}")) from error
         lowered_at = time.perf_counter()
         compiled, refusal = _compile(lowered, topology.platform, folder)
         compiled_at = time.perf_counter()
-        dump = buffers.read_dump(folder, "train_step")
+        dump = buffers.read_dump(folder, "meeting" if chosen == EXCHANGE else "train_step")
     peak = buffers.at_peak(dump)
     memory, unknown = _memory(compiled, refusal, peak, topology)
     after = dump.after if compiled is None else compiled.as_text()
@@ -98,7 +105,7 @@ def compile(run: config.Config, topology: str | topologies.Topology) -> Result:
     tokens = run.batch.size * run.batch.sequence_length
     each = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
     return Result(
-        run=run, topology=topology, memory=memory,
+        run=run, topology=topology, phase=chosen, fused=_fused(setup, chosen), memory=memory,
         largest=() if peak is None else peak.buffers,
         program=program, state=_state_bytes(setup, batch),
         num_parameters=costs.num_parameters(run.model),
@@ -106,6 +113,38 @@ def compile(run: config.Config, topology: str | topologies.Topology) -> Result:
         lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
         versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
     )  # fmt: skip
+
+
+def _phase(setup, phase: str) -> str:
+    """The phase to compile; "" where a run has one program only."""
+    if setup.timetable is None:
+        if phase:
+            raise ValueError(
+                f"--phase={phase}: the run has one program, as its sync.strategy is 'mean'; leave "
+                "it out"
+            )
+        return ""
+    known = (*setup.timetable.phases, *((EXCHANGE,) if setup.alone else ()))
+    if phase and phase not in known:
+        raise ValueError(f"--phase={phase}: the programs of this run are {', '.join(known)}")
+    return phase or setup.timetable.phases[-1]
+
+
+def _lowered(run: config.Config, setup, phase: str, batch: Any) -> Any:
+    from llmx import build, step
+
+    if phase == EXCHANGE:
+        every_part = tuple(range(setup.timetable.num_fragments))
+        return step.make_meetings(setup)[every_part].lower(setup.abstract)
+    made = build.make_train_step(run, setup, **({"phase": phase} if phase else {}))
+    return made.lower(setup.abstract, batch)
+
+
+def _fused(setup, phase: str) -> tuple[int, tuple[int, ...]]:
+    """How many tensors are compressed, and the bytes of each message that they are fused into."""
+    if setup.replicas is None or phase not in ("compressed", EXCHANGE):
+        return 0, ()
+    return setup.replicas.messages()
 
 
 def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, "OutOfMemory | None"]:
@@ -177,6 +216,7 @@ def _state_bytes(setup, batch) -> dict[str, int]:
         "parameters": setup.abstract.params,
         "optimizer": setup.abstract.opt_state,
         "average": setup.abstract.ema,
+        "replicas": setup.abstract.sync,
         "batch": batch,
     }
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
@@ -293,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # resolve does, with the config's own problems
         run = resolve(run, topology, problems=problems)
         launch.note(f"compiling for {topology.text}")
-        result = compile(run, topology)
+        result = compile(run, topology, phase=args.phase)
         trials = suggest(result, log=launch.note) if args.suggest else None
     except (ValueError, CompileError) as error:
         print(error, file=sys.stderr)
@@ -313,6 +353,10 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--suggest", action="store_true",
         help="compile variants: that fit, or if it fits already, faster ones that still do",
+    )  # fmt: skip
+    command.add_argument(
+        "--phase", default="",
+        help="with sync.strategy: which program; mean, compressed, alone, variance, or exchange",
     )  # fmt: skip
     command.add_argument(
         "--save-hlo", metavar="DIR", default="",

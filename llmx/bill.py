@@ -33,6 +33,8 @@ class Result:
 
     run: config.Config  # resolved
     topology: topologies.Topology
+    phase: str  # of a run whose replicas agree in their own way, which program; "" = the only one
+    fused: tuple[int, tuple[int, ...]]  # tensors that are compressed, bytes of each message of them
     memory: Memory
     largest: tuple[buffers.Buffer, ...]  # at the peak, largest first; () where it is not told
     program: hlo.Program | None  # None: the compiler gave up before it had one
@@ -77,6 +79,8 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
         },
         "num_parameters": result.num_parameters,
         "mesh": {axis: vars(result.run.mesh)[axis] for axis in sharding.AXES},
+        "phase": result.phase,
+        "fused": {"tensors": result.fused[0], "messages": result.fused[1]},
         "memory": dataclasses.asdict(result.memory) | {"headroom": result.memory.headroom},
         "state": result.state,
         "largest": [dataclasses.asdict(each) for each in result.largest],
@@ -142,10 +146,24 @@ def _what(result: Result) -> list[str]:
         f"machine     {result.topology.name}: {result.topology.text}",
         f"mesh        {mesh}; layout {run.sharding.layout}",
         *([f"stages      {stages}"] if (stages := config.stages_text(run)) else []),
+        *([f"replicas    {agreement}"] if (agreement := config.sync_text(run)) else []),
+        *_program(result),
         f"batch       {config.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "
         f"{result.lower_seconds:.1f} s ({versions})",
     ]
+
+
+def _program(result: Result) -> list[str]:
+    """Which program of several, and what of it is fused."""
+    if not result.phase:
+        return []
+    count, messages = result.fused
+    fused = ""
+    if messages:
+        largest = size(max(messages))
+        fused = f"; {count} compressed tensors in {len(messages)} messages of up to {largest}"
+    return [f"program     {result.phase}{fused}"]
 
 
 def _memory(result: Result) -> list[str]:

@@ -212,7 +212,7 @@ def _described(
 
 def _in_its_place(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[_Value]:
     """Values that are this one before and after it: of one shape and place, without a gap."""
-    if value.argument:
+    if value.argument or value.name not in ranges:  # arguments and constants are always there
         return []
     place = (value.begin, value.end, value.shape)
     same = [one for one in others if (one.begin, one.end, one.shape) == place]

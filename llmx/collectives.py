@@ -455,6 +455,21 @@ def _orthonormal(matrix: jax.Array) -> jax.Array:
     return jnp.stack(columns, axis=-1)
 
 
+def message_bytes(exchange: str, each: Tensor, group: Group) -> int:
+    """Bytes of a tensor in the first message of an exchange; 0 = it does not travel as bytes."""
+    n, rows = group.size, each.rows
+    if exchange == "signs":
+        return n * rows * (share(each.length, n, 8) // 8 + 4)
+    if exchange == "int8":
+        block = int8_block(each.length, n)
+        q = share(each.length, n, block)
+        return n * rows * (q + 4 * (q // block))
+    if exchange == "top_k":
+        blocks = rows * -(-each.length // top_block(each.length))
+        return 6 * blocks * num_top(each.length, group.fraction)
+    return 0
+
+
 EXCHANGES: dict[str, Callable] = {
     "mean": mean,
     "signs": signs,

@@ -264,6 +264,16 @@ class Replicas:
         chosen = list(self.tensors.values()) if tensors is None else list(tensors)
         return run(chosen, terms, kept, self.group, **extra)
 
+    def messages(self) -> tuple[int, tuple[int, ...]]:
+        """How many tensors are compressed into bytes, and the bytes of each message of the first
+        phase of an exchange that a device fuses them into."""
+        sizes = []
+        for each in self.tensors.values():
+            sizes.append(collectives.message_bytes(self.strategy.exchange, each, self.group))
+        sizes = [each for each in sizes if each]
+        fused = collectives.buckets(sizes, self.group.bucket_bytes)
+        return len(sizes), tuple(sum(sizes[i] for i in bucket) for bucket in fused)
+
     def region(self, function, *, in_specs, out_specs):
         """`function` of one device's parts, manual over all axes of the mesh."""
         return jax.shard_map(
