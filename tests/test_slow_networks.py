@@ -123,8 +123,8 @@ def test_diloco_sends_parameters_once_and_nothing_between(platform):
 
 @pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k", "power_sgd"])
 def test_within_a_replica_nothing_changes(platform, strategy):
-    """Beside the gradients of norms: "mean" sums them over `data` and `fsdp` at once, here their sum
-    within the replica is one by itself. (And sizes of compressed rows, for a whole replica.)"""
+    """Beside the gradients of norms: "mean" sums them over `data` and `fsdp` at once, here their
+    sum within the replica is one by itself. (And sizes of compressed rows, of a whole replica.)"""
     _, setup = program(platform, strategy)
     norms = sum(4 * math.prod(e.shape) for e in setup.replicas.tensors.values() if not e.columns)
     ring = 2 * (SHARDS - 1) / SHARDS * norms
