@@ -4,7 +4,7 @@
 
 Llama-3 8B on eight replicas of eight H100s (hsdp: a replica is split over `fsdp`), one row of 8,192
 tokens on each. Bytes and times are those of `llmx.sync_costs`; nothing is measured. Also prints
-them as the tables of docs/slow_networks.md.
+them as a table of docs/slow_networks.md.
 """
 
 import argparse
@@ -114,12 +114,12 @@ def _label(axes: Axes, ends: dict[str, float]) -> None:
         )  # fmt: skip
 
 
-def tables(compute: float, lines: dict[str, list[Part]]) -> str:
-    """Bytes per step, and step times at some bandwidths, as Markdown."""
+def table(compute: float, lines: dict[str, list[Part]]) -> str:
+    """Bytes per step, and step times at some bandwidths, as a Markdown table."""
     shown = TICKS[::-1]
     rows = [
-        "| strategy | MB sent per step | beside bf16 | "
-        + " | ".join(f"{speed:g} Gbit/s" for speed in shown) + " |",
+        "| strategy | MB sent by a GPU per step | beside bf16 | s at "
+        + " | ".join(f"{speed:g}" for speed in shown) + " Gbit/s |",
         "| --- |" + " --- |" * (2 + len(shown)),
     ]  # fmt: skip
     usual = sync_costs.per_step(lines["mean, bf16"]).bytes
@@ -127,16 +127,20 @@ def tables(compute: float, lines: dict[str, list[Part]]) -> str:
         sent = sync_costs.per_step(parts).bytes
         times = [sync_costs.step_seconds(parts, Link(speed * GBIT), compute) for speed in shown]
         rows.append(
-            f"| {label} | {sent / 1e6:,.0f} | 1/{usual / sent:.3g} | "
+            f"| {label} | {sent / 1e6:,.0f} | {_ratio(usual / sent)} | "
             + " | ".join(f"{time:.3g}" for time in times) + " |"
         )  # fmt: skip
     sent = lines["mean, fp32"][0].step
     late = [sync_costs.late_seconds(sent, Link(speed * GBIT), compute, 1) for speed in shown]
     rows.append(
-        f"| fp32 sent in the background, a step late or more (a bound) | {sent.bytes / 1e6:,.0f} | "
-        f"1/{usual / sent.bytes:.3g} | " + " | ".join(f"{time:.3g}" for time in late) + " |"
+        f"| fp32 in the background, a step late or more (a bound) | {sent.bytes / 1e6:,.0f} | "
+        f"{_ratio(usual / sent.bytes)} | " + " | ".join(f"{time:.3g}" for time in late) + " |"
     )
     return "\n".join(rows)
+
+
+def _ratio(fewer: float) -> str:
+    return f"1/{fewer:.3g}" if fewer > 1.001 else f"{1 / fewer:.3g}"
 
 
 def main() -> None:
@@ -150,7 +154,7 @@ def main() -> None:
     )  # fmt: skip
     lines = {label: parts_of(run, chosen, width) for label, chosen, width, *_ in LINES}
     draw(run, compute, lines, args.out)
-    print(tables(compute, lines))
+    print(table(compute, lines))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """sync_costs.py: bytes equal those counted by hand and those of compiled exchanges; ratios that the
 documentation promises; step times."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +14,7 @@ from llmx.attention import AttentionConfig
 from llmx.sync import ALONE, COMPRESSED, MEAN, VARIANCE, SyncConfig
 from llmx.sync_costs import Link, Sent
 
+ROOT = pathlib.Path(__file__).parent.parent
 # A norm's scales and a bias beside matrices that are split; columns that no multiple of 8 divides.
 TINY = families.ModelConfig(
     vocab_size=60, vocab_multiple=1, width=16, num_layers=3, num_heads=2, num_kv_heads=1,
@@ -243,6 +247,13 @@ def test_what_is_kept_is_an_error_per_number_and_a_share_of_one():
     numbers_here = sum(each.rows * each.length for each in replicas.tensors.values())
     kept = sharding.device_bytes(replicas.abstract_kept())
     assert kept == pytest.approx(numbers_here * (4 + 4 / 8), rel=1e-4)
+
+
+def test_the_example_of_the_docs_prints_what_the_docs_say(capsys):
+    page = (ROOT / "docs" / "slow_networks.md").read_text()
+    code, printed = re.search(r"```python\n(from llmx.+?)```\n\n```\n(.+?)```", page, re.S).groups()
+    exec(compile(code, "docs/slow_networks.md", "exec"), {})
+    assert capsys.readouterr().out == printed
 
 
 # ----------------------------------------------------------------------------------------- times
