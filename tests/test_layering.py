@@ -39,7 +39,7 @@ ROWS = [
     {"attention", "embedding", "hlo_costs", "losses", "optim", "checkpoint", "metrics", "hf"},
     {"model", "hlo_collectives", "sync"},
     {"state"},
-    {"gradients", "replicas"},
+    {"gradients", "replicas", "sync_costs"},
     {"step", "config", "hlo", "layer_times"},
     {"bill", "build", "stages", "variants", "resume"},
     {"evaluate", "generate", "convert", "plan", "aot"},
