@@ -23,6 +23,8 @@ def restore_or_init(
     newest, start_from = checkpoints.latest_step(), run.start_from
     if newest == 0 and "imported_from" in checkpoints.meta(0):
         newest, start_from = None, run.workdir  # parameters only: made by llmx.convert
+    if newest is not None:
+        _check_strategy(run, checkpoints.meta(newest))
     restored = None if newest is None else restore(setup, checkpoints, newest, log)
     if restored is None:
         state = setup.init(run.seed)
@@ -44,6 +46,17 @@ def restore_or_init(
     to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
     return restored.state._replace(guard=jax.device_put(released, to)), restored.step
+
+
+def _check_strategy(run: config.Config, meta: dict):
+    """Replicas may begin to agree in another way than by the mean, but not change it."""
+    saved = meta.get("config", {}).get("sync", {}).get("strategy", "mean")
+    if saved not in ("mean", run.sync.strategy):
+        raise ValueError(
+            f"{run.workdir} was trained with sync.strategy={saved!r} and the config gives "
+            f"{run.sync.strategy!r}: what its replicas had not sent would be lost; restore it, or "
+            f"go on with its parameters in another workdir, --config.start_from={run.workdir}"
+        )
 
 
 def restore(setup, checkpoints, newest: int, log: Callable):
@@ -91,8 +104,10 @@ def _as_saved(wanted: sync.Sync, shapes: Mapping[str, Sequence[int]]) -> sync.Sy
     """The strategy's state in the shapes in which it was saved, split as far as they divide."""
 
     def one(path, leaf):
-        shape = tuple(shapes.get(f"sync/{sharding.path_name(path)}", leaf.shape))
-        if len(shape) != len(leaf.shape):
+        name = sharding.path_name(path)
+        shape = tuple(shapes.get(f"sync/{name}", leaf.shape))
+        late = name.startswith("late/") and shape[1:2] != leaf.shape[1:2]
+        if len(shape) != len(leaf.shape) or late:
             return leaf  # of another structure, which the restore tells
         to = leaf.sharding
         ways = [sharding.ways(to.mesh, entry) for entry in to.spec.partitions]
