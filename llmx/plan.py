@@ -76,8 +76,11 @@ def show_schedule(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     timeline = pipeline.simulate(table, **seconds)
     free = pipeline.simulate(table, **seconds, barriers=False)
     report = summary(table, facts, timeline.step_time, free.step_time, own=args.table is not None)
+    lines = text(report)
+    if args.out is None and not args.json:
+        args.out = f"{table.name}_{table.num_stages}x{table.num_microbatches}.png"
     _write(args, table, facts, timeline)
-    return report, text(report)
+    return report, f"{lines}\npicture: {args.out}" if args.out else lines
 
 
 def _write(args: argparse.Namespace, table: Table, facts: Facts, timeline: Timeline) -> None:
@@ -478,7 +481,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             f"--{name}", type=float, metavar="S", help=f"{what}, s ({TIMES[name]:g})"
         )
-    command.add_argument("--out", metavar="PNG", help="draw the schedule")
+    command.add_argument(
+        "--out", metavar="PNG",
+        help='the picture; without --config and --json SCHEDULE_PxM.png; "" = none',
+    )  # fmt: skip
     command.add_argument("--csv", metavar="CSV", help="write the schedule, for --table")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     ours = command.add_argument_group(

@@ -272,10 +272,11 @@ def _own_gradients(setup: Setup, phase: str, **options) -> Callable[[State, Batc
     def take(state: State, batch: Batch) -> _Taken:
         params = replicas.own_parameters(setup, state) if setup.alone else state.params
         (losses, zs), tokens, grads = gradients_of(params, batch)
-        shares = tokens / tokens.sum()
+        total = jnp.maximum(tokens.sum(), 1.0)
+        shares = tokens / total
         squares, norms = replicas.norms(grads)
         taken = _Taken(
-            loss=jnp.sum(losses * shares), z=jnp.sum(zs * shares), tokens=tokens.sum(),
+            loss=jnp.sum(losses * shares), z=jnp.sum(zs * shares), tokens=total,
             gradients=grads, squares=squares, norm=jnp.sqrt(squares.sum()), norms=norms,
             sync=state.sync, shares=shares, other_norms=True,
         )  # fmt: skip

@@ -499,7 +499,8 @@ def test_wrong_files_are_refused_with_file_and_line(rows, words, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_plan_shows_every_schedule(name, capsys):
+def test_plan_shows_every_schedule(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert plan.main(["--schedule", name, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["stages"], report["microbatches"]) == (4, 16)
@@ -510,6 +511,10 @@ def test_plan_shows_every_schedule(name, capsys):
     assert f"{name}: 4 stages, 16 microbatches" in out
     assert f"{report['bubble']:.2%}; closed form {report['closed_form']['formula']}" in out
     assert " ".join(map(str, report["peak_stash"])) in out
+    picture = tmp_path / f"{name}_4x16.png"
+    assert f"picture: {picture.name}" in out and list(tmp_path.iterdir()) == [picture]
+    assert plan.main(["--schedule", name, "--out", ""]) == 0
+    assert "picture" not in capsys.readouterr().out
 
 
 def test_plan_draws_and_takes_back_what_it_wrote(capsys, tmp_path):
