@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_signs
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -113,32 +114,6 @@ def of_servers(kept: Kept, shapes=SHAPES) -> dict[str, np.ndarray]:
 # ------------------------------------------------------------------------------------------ oracles
 
 
-def rows_of(array: np.ndarray, axes) -> np.ndarray:
-    return array.reshape(array.shape[0] if axes[0] == "layers" else 1, -1)
-
-
-def signs_of(x_LR: np.ndarray, live_LR: np.ndarray):
-    """What is sent of rows, and what is left."""
-    x_LR = np.where(live_LR, x_LR, np.float32(0))
-    count = live_LR.sum(1).clip(1).astype("f4")
-    scale_L = np.abs(x_LR).sum(1, dtype="f4") / count
-    sent_LR = np.where(x_LR >= 0, scale_L[:, None], -scale_L[:, None])
-    sent_LR = np.where(live_LR, sent_LR, np.float32(0))
-    return sent_LR, x_LR - sent_LR
-
-
-def oracle_of_signs(terms_n, errors_n, server, live, axes):
-    """The sum, each replica's error, the servers' error: of one tensor."""
-    shape, live_LR = terms_n.shape[1:], rows_of(live, axes)
-    both = [
-        signs_of(rows_of(x, axes) + rows_of(e, axes), live_LR)
-        for x, e in zip(terms_n, errors_n, strict=True)
-    ]
-    total = np.sum([sent for sent, _ in both], axis=0, dtype="f4") + rows_of(server, axes)
-    agreed, left = signs_of(total, live_LR)
-    return agreed.reshape(shape), np.stack([e.reshape(shape) for _, e in both]), left.reshape(shape)
-
-
 def steps_of_127(parts_LQ: np.ndarray, block: int) -> np.ndarray:
     """Each number as the nearest multiple of 1/127 of the largest of its block."""
     blocks = parts_LQ.reshape(-1, block)
@@ -149,12 +124,12 @@ def steps_of_127(parts_LQ: np.ndarray, block: int) -> np.ndarray:
 
 def oracle_of_int8(terms_n, errors_n, server, axes):
     n, shape = len(terms_n), terms_n.shape[1:]
-    length = rows_of(terms_n[0], axes).shape[1]
+    length = plain_signs.rows_of(terms_n[0], axes).shape[1]
     block = 8
     while block < 256 and block * n < length:
         block *= 2
     padding = -length % (n * block)
-    padded = lambda x: np.pad(rows_of(x, axes), ((0, 0), (0, padding)))  # noqa: E731
+    padded = lambda x: np.pad(plain_signs.rows_of(x, axes), ((0, 0), (0, padding)))  # noqa: E731
     bare = lambda x: x[:, :length].reshape(shape)  # noqa: E731
     xs = [padded(x) + padded(e) for x, e in zip(terms_n, errors_n, strict=True)]
     sent = [steps_of_127(x, block) for x in xs]
@@ -165,7 +140,7 @@ def oracle_of_int8(terms_n, errors_n, server, axes):
 
 
 def oracle_of_top(terms_n, errors_n, axes, fraction: float):
-    xs = [rows_of(x + e, axes) for x, e in zip(terms_n, errors_n, strict=True)]
+    xs = [plain_signs.rows_of(x + e, axes) for x, e in zip(terms_n, errors_n, strict=True)]
     count = max(1, round(fraction * xs[0].shape[1]))
     sent = []
     for x_LR in xs:
@@ -208,7 +183,7 @@ def rounds(replicas, n: int, oracle, live=None, num: int = 3, feedback: bool = T
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_signs_are_those_of_the_paper_in_any_buckets(n):
     def oracle(name, terms, errors, server, axes):
-        return oracle_of_signs(terms, errors, server, np.ones(terms.shape[1:], bool), axes)
+        return plain_signs.exchanged(terms, errors, server, np.ones(terms.shape[1:], bool), axes)
 
     one = rounds(make("one_bit", n, bucket_mib=ONE_BUCKET), n, oracle)
     many = rounds(make("one_bit", n, bucket_mib=MANY_BUCKETS), n, oracle)
@@ -222,7 +197,7 @@ def test_what_does_not_live_stays_zero_and_has_no_part_in_the_scale():
     live["blocks/w"][1] = False  # a whole row
 
     def oracle(name, terms, errors, server, axes):
-        wanted = oracle_of_signs(terms, errors, server, live[name], axes)
+        wanted = plain_signs.exchanged(terms, errors, server, live[name], axes)
         assert all(not np.any(each[..., ~live[name]]) for each in wanted)
         return wanted
 
@@ -231,7 +206,7 @@ def test_what_does_not_live_stays_zero_and_has_no_part_in_the_scale():
 
 def test_signs_without_feedback_begin_anew_each_time():
     def oracle(name, terms, errors, server, axes):
-        return oracle_of_signs(terms, errors, server, np.ones(terms.shape[1:], bool), axes)
+        return plain_signs.exchanged(terms, errors, server, np.ones(terms.shape[1:], bool), axes)
 
     replicas = make("one_bit", 2, error_feedback=False)
     assert jax.tree.leaves(replicas.abstract_kept()) == []
