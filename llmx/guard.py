@@ -77,6 +77,11 @@ def judge(
     return jnp.where(bad, culprit, -1), new_guard
 
 
+def forgotten(guard: Guard) -> Guard:
+    """The state that no longer knows which norms are usual."""
+    return guard._replace(sum_norms=guard.sum_norms * 0, num_norms=guard.num_norms * 0)
+
+
 def released(guard: Guard) -> Guard:
     """The state with which a stopped run goes on: what is usual stays known."""
     return guard._replace(num_bad=guard.num_bad * 0, stopped=guard.stopped & False)

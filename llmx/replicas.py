@@ -79,16 +79,26 @@ def summed(setup: Setup, terms: Any) -> Any:
     return unnamed(sums, terms)
 
 
+def frozen(before: Sync, head: optax.ScaleByAdamState) -> Sync:
+    """Of a variance that is frozen: what it has seen, noted in the first step without it, whether
+    the update of that step is accepted or not."""
+    first = before.taken == 0
+    nu = named(head.nu)
+    return before._replace(
+        updates=jnp.where(first, head.count, before.updates),
+        fresh={name: jnp.where(first, nu[name], old) for name, old in before.fresh.items()},
+    )
+
+
 def frozen_direction(
     setup: Setup, shares: Any, head: optax.ScaleByAdamState, before: Sync
 ) -> tuple[Any, optax.ScaleByAdamState, Sync, dict[str, Any]]:
     """Adam's direction after an exchange of momentum, Adam's state, the strategy's state, and what
     the optimizer's tail wants to know of it.
 
-    Communicates as `exchanged` does.
+    `before`: with what `frozen` notes. Communicates as `exchanged` does.
     """
     replicas, config = setup.replicas, setup.optimizer_config
-    updates = jnp.where(before.taken == 0, head.count, before.updates)
 
     def region(shares, head, kept, updates):
         own, after = {name: share[0] for name, share in shares.items()}, []
@@ -110,8 +120,8 @@ def frozen_direction(
     direction, new, kept = replicas.region(
         region, in_specs=(stacked, of_head, kept_specs, _WHOLE),
         out_specs=(replicas.specs, of_head, kept_specs),
-    )(named(shares), flat, before.kept, updates)  # fmt: skip
-    after, extra = before._replace(kept=kept, updates=updates), {}
+    )(named(shares), flat, before.kept, before.updates)  # fmt: skip
+    after, extra = before._replace(kept=kept), {}
     if before.fresh:
         fresh, extra["freshness"] = _freshness(config, flat, new, before)
         extra["freshness"] = unnamed(extra["freshness"], shares)
@@ -124,21 +134,16 @@ def _freshness(config: optim.OptimizerConfig, old, new, before: Sync):
     """The variance that the exchanged momentum shows, and per layer the largest ratio of the frozen
     standard deviation to it (arXiv 2104.06069, algorithm 1)."""
     b1, b2, eps = config.b1, config.b2, config.eps
-    updates = jnp.where(before.taken == 0, old.count, before.updates)
 
-    def moved(m, m_before, nu, fresh):
+    def moved(m, m_before, fresh):
         gradient = (m - b1 * m_before) / (1 - b1)
-        fresh = jnp.where(before.taken == 0, nu, fresh)
         return b2 * fresh + (1 - b2) * jnp.square(gradient)
 
-    fresh = {
-        name: moved(new.mu[name], old.mu[name], nu, before.fresh[name])
-        for name, nu in old.nu.items()
-    }
+    fresh = {name: moved(new.mu[name], old.mu[name], was) for name, was in before.fresh.items()}
 
     def ratio(name):
         nu = old.nu[name]
-        then = optim.denominator(nu, updates, b2=b2, eps=eps)
+        then = optim.denominator(nu, before.updates, b2=b2, eps=eps)
         now = optim.denominator(fresh[name], new.count, b2=b2, eps=eps)
         first = 1 if name.startswith("blocks/") else 0
         live = jnp.where(nu > 0, then / now, 0)
@@ -352,7 +357,8 @@ def _zero_one_meeting(setup, fragments, decays, params, own, outer, kept, moment
     def momentum(name):
         size = optim.denominator(nu[name][0], count[0], b2=config.b2, eps=config.eps)
         agreed = moved[name] * size / jnp.maximum(rates[1], 1e-30)
-        return jnp.where(live[name], agreed, mu[name][0])
+        # Where no update was accepted since the last exchange, only errors have moved.
+        return jnp.where(live[name] & (rates[1] > 0), agreed, mu[name][0])
 
     return new, _stacked(new), outer, kept, _stacked({name: momentum(name) for name in mu})
 

@@ -156,7 +156,7 @@ def make_train_step(
             # What was usual of the mean's norm is not so of the replicas' own.
             first = state.sync.taken == 0
             before = jax.tree.map(
-                lambda new, old: jnp.where(first, new, old), guard_lib.init(), before
+                lambda new, old: jnp.where(first, new, old), guard_lib.forgotten(before), before
             )
         bad_leaf, new_guard = guard_lib.judge(guard, before, taken.squares, taken.norm, taken.loss)
         good, tokens, stale = bad_leaf < 0, taken.tokens, taken.stale
@@ -318,6 +318,7 @@ def _advanced(setup: Setup, state: State, taken: _Taken, accepted: jax.Array, ph
             state = state._replace(params=replicas.own_parameters(setup, state))
         return state
     if phase == sync.COMPRESSED and setup.frozen is not None:
+        before = replicas.frozen(before, state.opt_state[0])
         grads, head, after, extra = replicas.frozen_direction(
             setup, grads, state.opt_state[0], before
         )
@@ -329,8 +330,7 @@ def _advanced(setup: Setup, state: State, taken: _Taken, accepted: jax.Array, ph
         params, opt_state, ema = _update(setup, state, grads, accepted, setup.optimizer)
         after = taken.sync
     if before is not None:
-        updates = after.updates  # of a frozen variance: they count before an update is accepted
-        after = keep(after, before)._replace(updates=updates)
+        after = keep(after, before)
         if phase == sync.MEAN and setup.replicas.config.warmup_steps < 0:
             after = replicas.settled(setup, state.step, opt_state[0].nu, after)
     return state._replace(params=params, opt_state=opt_state, ema=ema, sync=after)

@@ -165,6 +165,35 @@ def test_every_optimizer_decreases_a_loss(name):
     assert loss_of(params) < 0.5 * start
 
 
+def test_lamb_of_a_stack_is_optaxs_of_each_layer():
+    """Whose trust ratios are within the bounds of ours."""
+    values = dict(learning_rate=0.1, weight_decay=0.5, eps=1e-3)
+    optimizer, params = toy_optimizer("lamb", **values), toy_parameters(0)
+    state, apart, apart_states = optimizer.init(params), {}, {}
+    plain = optax.lamb(0.1, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.5)
+    bare = optax.lamb(0.1, b1=0.9, b2=0.95, eps=1e-3)  # norms do not decay
+
+    def layers(tree):
+        for name, leaf in tree["blocks"].items():
+            for i in range(LAYERS):
+                yield (name, i), leaf[i]
+        yield ("embedding",), tree["embedding"]
+
+    for key, leaf in layers(params):
+        apart[key] = leaf
+        apart_states[key] = (bare if "scale" in key else plain).init(leaf)
+    for seed in range(1, 4):
+        grads = toy_parameters(seed)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for key, grad in layers(grads):
+            one = bare if "scale" in key else plain
+            update, apart_states[key] = one.update(grad, apart_states[key], apart[key])
+            apart[key] = apart[key] + update
+    for key, leaf in layers(params):
+        np.testing.assert_allclose(leaf, apart[key], rtol=1e-5, atol=1e-6)
+
+
 def test_muon_of_a_stack_is_muon_of_each_layers_matrix():
     params, grads = toy_parameters(0), toy_parameters(1)
     optimizer = toy_optimizer("muon", learning_rate=0.1, weight_decay=0.5)
