@@ -1,5 +1,6 @@
 """The command line, end to end: trains, resumes, stops, falls back, and tells what is wrong."""
 
+import functools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.xdist_group("train")
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESUME_ELSEWHERE = 1e-5  # relative: on another mesh sums are taken in another order
+OTHER_REPLICAS = 0.1  # relative, of losses: compression of other parts leaves other things out
 
 CONFIG = """
 from llmx import config, families
@@ -332,6 +334,97 @@ def test_what_is_under_way_is_saved(scratch):
     forget()
     assert "is taken again" in go_on("--config.model.num_layers=2")
     assert losses(workdir).shape == wanted.shape
+
+
+# Killed in a phase of their own: with errors of compression, between two exchanges of parameters.
+STRATEGIES = {
+    "one_bit": ("--config.sync.warmup_steps=3",),
+    "diloco": ("--config.sync.every=4",),
+    "zero_one": ("--config.sync.warmup_steps=1",),
+    "stale": (),
+}
+
+
+def with_strategy(strategy: str) -> tuple[str, ...]:
+    return (f"--config.sync.strategy={strategy}", *STRATEGIES[strategy],
+            "--config.checkpoint.every=1", "--config.checkpoint.keep_last=20")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four_replicas(scratch):
+    """Undisturbed runs of four replicas, by strategy."""
+
+    @functools.cache
+    def of(strategy: str) -> pathlib.Path:
+        workdir = scratch / f"four_{strategy}"
+        done = train(scratch, workdir, *with_strategy(strategy), devices=4)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"sync:  {strategy} between 4 replicas" in done.stdout + done.stderr
+        found = losses(workdir)
+        assert len(found) == 12 and found[-1] < found[0]
+        return workdir
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_killed_replicas_go_on_as_if_nothing_had_been(scratch, four_replicas, strategy):
+    workdir = scratch / f"killed_{strategy}"
+    process = subprocess.Popen(
+        command(scratch, workdir, *with_strategy(strategy)), env=environment(4), cwd=ROOT,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    for line in process.stdout:
+        if "step  7/12" in line:
+            process.kill()
+    process.wait(300)
+    for path in (workdir / "checkpoints").glob("*"):
+        if path.name.isdigit() and int(path.name) > 6:  # where the machine was too quick
+            shutil.rmtree(path)
+    done = train(scratch, workdir, *with_strategy(strategy), devices=4)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "resumed from checkpoint" in said, said
+    np.testing.assert_array_equal(losses(workdir), losses(four_replicas(strategy)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy, devices, flags",
+    [
+        ("one_bit", 2, ()),
+        ("one_bit", 8, ()),
+        ("one_bit", 8, ("--config.mesh.fsdp=2", "--config.sharding.layout=zero3")),
+        ("one_bit", 4, ("--config.mesh.stage=2", "--config.batch.accumulation=2")),
+        ("zero_one", 2, ()),
+        ("diloco", 8, ()),
+        ("stale", 2, ()),
+    ],
+)
+def test_fewer_and_more_replicas_go_on(scratch, four_replicas, strategy, devices, flags):
+    """What the four had not sent is split among the others."""
+    before = four_replicas(strategy)
+    name = f"{strategy}_on_{devices}_{len(flags)}_{'stage' in str(flags)}"
+    workdir = scratch / name
+    shutil.copytree(before, workdir)
+    for path in (workdir / "checkpoints").glob("*"):
+        if int(path.name) > 6:
+            shutil.rmtree(path)
+    done = train(scratch, workdir, *with_strategy(strategy), *flags, devices=devices)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "resumed from checkpoint 6" in said, said
+    assert "what replicas had not sent is split among" in said
+    np.testing.assert_array_equal(losses(workdir)[:6], losses(before)[:6])
+    np.testing.assert_allclose(losses(workdir)[6:], losses(before)[6:], rtol=OTHER_REPLICAS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mean", "diloco"])
+def test_another_strategy_in_the_middle_is_refused(scratch, four_replicas, strategy):
+    flags = (*with_strategy("one_bit")[1:], f"--config.sync.strategy={strategy}")
+    done = train(scratch, four_replicas("one_bit"), *flags, "--config.steps=20", devices=4)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "holds another structure" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
