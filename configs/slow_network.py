@@ -5,10 +5,10 @@ r"""The quickstart's model on four replicas that exchange one bit per number: 1-
         --config.sync.strategy=mean --workdir runs/slow_network_mean
     python -m llmx.aot --config configs/slow_network.py --topology v5e:2x2
 
-The replicas are four devices, here fake ones of a CPU. They sum their gradients for 225 steps, 15%
-of the run, and then exchange momentum: 1/32 of the bytes of a mean in fp32, and scales. The log
-names both programs; the second command is the run to compare the loss with. Other strategies:
-docs/slow_networks.md.
+The replicas are four devices, here fake ones of a CPU. They sum their gradients for 375 steps, a
+quarter of the run, and then exchange momentum: 1/32 of the bytes of a mean in fp32, and scales. The
+log names both programs; the second command is the run to compare the loss with. Other strategies,
+and how they compare: docs/slow_networks.md.
 """
 
 from llmx import config, families
@@ -24,8 +24,9 @@ def get_config() -> config.Config:
     )  # fmt: skip
     run.batch.size, run.batch.sequence_length = 8, 128
     run.mesh.data = 4
-    run.sync.strategy, run.sync.warmup_steps = "one_bit", 225
-    run.optimizer.learning_rate, run.optimizer.warmup_steps = 3e-3, 75
+    run.sync.strategy, run.sync.warmup_steps = "one_bit", 375
+    run.optimizer.learning_rate, run.optimizer.warmup_steps = 2e-3, 75
+    run.optimizer.clip_norm = 2.0
     run.checkpoint.every, run.evaluation.every = 500, 500
     run.metrics.log_every = 25
     return run

@@ -249,25 +249,47 @@ def plain_mean(plain: Plain, steps: int, name: str = "adamw"):
 # --------------------------------------------------------------------------- against plain loops
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("local_sgd", marks=pytest.mark.slow), "diloco"])
-def test_replicas_that_go_on_alone_and_meet(plain, strategy):
-    """local_sgd: at the mean; diloco: at what SGD with Nesterov momentum makes of it."""
+def chosen(fragments, num: int, new, old):
+    """`new` in these of `num` fragments of the parameters, `old` elsewhere."""
+
+    def one(path, new, old):
+        layered = path[0].key == "blocks"
+        rows = [row % num in fragments for row in range(len(new))] if layered else 0 in fragments
+        there = np.reshape(rows, (-1, *(1,) * (np.ndim(new) - 1))) if layered else rows
+        return np.where(there, new, old)
+
+    return jax.tree_util.tree_map_with_path(one, new, old)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num"),
+    [pytest.param("local_sgd", 1, marks=pytest.mark.slow), ("diloco", 1), ("diloco", 2)],
+)
+def test_replicas_that_go_on_alone_and_meet(plain, strategy, num):
+    """local_sgd: at the mean; diloco: at what SGD with Nesterov momentum makes of it, in fragments
+    one after the other, and all of them at the end."""
     optimizer, update = updater("adamw")
     anchor, own = plain.params, [plain.params] * 4
     states, losses = [optimizer.init(plain.params) for _ in own], []
     outer = optax.sgd(0.7, 0.9, nesterov=True) if strategy == "diloco" else optax.sgd(1.0)
-    outer_state = outer.init(anchor)
+    trace = outer.init(anchor)
     for number, batch in enumerate(batches()):
         made = plain.of_rows(own, batch, 4)
         losses.append(loss_of(made))
         for i, (_, _, grads) in enumerate(made):
             own[i], states[i] = update(clipped(grads), states[i], own[i])
-        if number % 2:
-            moved = minus(anchor, mean_of(own))
-            updates, outer_state = outer.update(moved, outer_state)
-            anchor = jax.device_get(optax.apply_updates(anchor, updates))
-            own = [anchor] * 4
-    setup = setup_of(strategy, every=2)
+        fragments = (0,) if num == 1 else ((number + 1) % 2,)
+        if number == STEPS - 1:
+            fragments = tuple(range(num))
+        if number % 2 or num == 2:
+            updates, new_trace = outer.update(minus(anchor, mean_of(own)), trace)
+            new = jax.device_get(optax.apply_updates(anchor, updates))
+            anchor = chosen(fragments, num, new, anchor)
+            own = [chosen(fragments, num, anchor, mine) for mine in own]
+            if strategy == "diloco":
+                kept = chosen(fragments, num, new_trace[0].trace, trace[0].trace)
+                trace = (optax.TraceState(kept), *trace[1:])
+    setup = setup_of(strategy, every=2, fragments=num)
     trained = Trained(setup)
     state = trained(begun(setup, plain.params), batches())
     np.testing.assert_allclose(trained.losses, losses, rtol=TOLERANCE)
@@ -397,6 +419,33 @@ def assert_one_bit(trained: Trained, state: State, wanted, first: int = 0):
 
 def test_one_bit_adam(plain, one_bit):
     assert_one_bit(*one_bit, plain_one_bit(plain, OPTIMIZER))
+
+
+def test_the_variance_is_frozen_when_it_has_settled(plain):
+    """The rule of the paper, on the norms that a run has: with b2 = 0.5 every second step is
+    compared with the one two steps before. One batch again and again, so that it does settle."""
+    config = dataclasses.replace(OPTIMIZER, b2=0.5, warmup_steps=3, learning_rate=1e-4)
+    setup = setup_of("one_bit", optimizer=config, warmup_steps=-1)
+    make = lambda phase: step.make_train_step(setup, phase=phase, clip_norm=CLIP)  # noqa: E731
+    state, norms, found = begun(setup, plain.params), {}, -1
+    with jax.set_mesh(setup.mesh):
+        mean, batch = make(MEAN), jax.device_put(batches()[0], setup.batch_sharding)
+        for number in range(12):
+            state, report = mean(state, batch)
+            norms[number] = sum(
+                float(jnp.abs(v).sum()) for v in jax.tree.leaves(state.opt_state[0].nu)
+            )
+            if number % 2 and number >= 3 and found < 0:
+                low, high = sorted((norms[number], norms[number - 2]))
+                found = number if low / high >= 0.96 else -1
+            assert int(report.settled_at) == found
+        assert 3 <= found < 12
+        assert setup.timetable.phase(found + 1, found) == MEAN
+        assert setup.timetable.phase(found + 2, found) == COMPRESSED
+        frozen = jax.device_get(state.opt_state[0].nu)
+        state, report = make(COMPRESSED)(state, batch)
+    assert_near(state.opt_state[0].nu, frozen, 0)
+    assert int(state.sync.updates) == 12 and np.isfinite(report.loss)
 
 
 @pytest.fixture(scope="module")
