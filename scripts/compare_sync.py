@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 ROOT = pathlib.Path(__file__).parent.parent
 RUNS_IN = ROOT / "runs" / "compare_sync"
 
-# What the runs differ in; all else is configs/slow_network.py. Late gradients and momentum do not go
-# together (docs/slow_networks.md), so "stale" has none, and is compared with a run without.
+# What the runs differ in; all else is configs/slow_network.py. Late gradients and momentum do not
+# go together (docs/slow_networks.md), so "stale" has none.
 RUNS: dict[str, dict[str, object]] = {
     "mean": {"sync.strategy": "mean"},
     "one_bit": {},
@@ -29,20 +29,20 @@ RUNS: dict[str, dict[str, object]] = {
     "int8": {"sync.strategy": "int8", "sync.warmup_steps": 0},
     "top_k": {"sync.strategy": "top_k"},
     "diloco": {"sync.strategy": "diloco", "sync.every": 30},
-    "mean, no momentum": {"sync.strategy": "mean", "optimizer.b1": 0.0},
     "stale": {"sync.strategy": "stale", "sync.staleness": 2, "optimizer.b1": 0.0},
 }
-COMPARED_WITH = {"stale": "mean, no momentum"}  # all others with "mean"
 COLORS = {
     "mean": "black", "one_bit": "#4477aa", "one_bit, no feedback": "#4477aa",
     "zero_one": "#009988", "power_sgd": "#aa3377", "int8": "#ee6677", "top_k": "#997700",
-    "diloco": "#228833", "stale": "#999999", "mean, no momentum": "#999999",
+    "diloco": "#228833", "stale": "#999999",
 }  # fmt: skip
 
 
 def train(name: str, seed: int, extra: list[str]) -> pathlib.Path:
     """The work directory of a run, which is made if it is not there."""
     workdir = RUNS_IN / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
+    if done(workdir):
+        return workdir
     command = [
         sys.executable, "-m", "llmx.train", "--config", str(ROOT / "configs/slow_network.py"),
         "--workdir", str(workdir), "--config.launch.cpu_devices=4", f"--config.seed={seed}",
@@ -51,6 +51,15 @@ def train(name: str, seed: int, extra: list[str]) -> pathlib.Path:
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return workdir
+
+
+def done(workdir: pathlib.Path) -> bool:
+    """Whether the run has come to its end."""
+    if not (workdir / "metrics.jsonl").is_file():
+        return False
+    run = json.loads((workdir / "config.json").read_text())
+    tokens = run["steps"] * run["batch"]["size"] * run["batch"]["sequence_length"]
+    return tokens in [at for at, _ in held_out(workdir)]
 
 
 def held_out(workdir: pathlib.Path) -> list[tuple[int, float]]:
@@ -72,7 +81,7 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], out: str):
         losses.plot(*zip(*points, strict=True), label=name, **style)
     losses.set(xlabel="tokens", ylabel="held-out loss, nats per byte")
     losses.legend(frameon=False)
-    names = [name for name in curves if not name.startswith("mean")]
+    names = [name for name in curves if name != "mean"]
     for row, name in enumerate(names):
         for ratio in ratios(curves, name):
             ends.plot(100 * (ratio - 1), row, "o", color=COLORS[name])
@@ -86,8 +95,8 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], out: str):
 
 
 def ratios(curves, name: str) -> list[float]:
-    """What each run ends with, against the run of the mean with the same seed."""
-    pairs = zip(curves[name], curves[COMPARED_WITH.get(name, "mean")], strict=False)
+    """What each run ends with, against "mean" with the same seed."""
+    pairs = zip(curves[name], curves["mean"], strict=False)
     return [run[-1][1] / mean[-1][1] for run, mean in pairs]
 
 
@@ -100,7 +109,7 @@ def main():
     seeds = [int(seed) for seed in args.seeds.split(",")]
     names = [name.replace("; ", ", ") for name in args.runs.split(",")]
     curves: dict[str, list] = {}
-    for name in dict.fromkeys(["mean", *(COMPARED_WITH.get(n, n) for n in names), *names]):
+    for name in dict.fromkeys(["mean", *names]):
         # More than the first seed for those of whom half a percent is asked.
         for seed in seeds if name in ("mean", "one_bit") else seeds[:1]:
             curves.setdefault(name, []).append(held_out(train(name, seed, extra)))
