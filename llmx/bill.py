@@ -33,8 +33,6 @@ class Result:
 
     run: config.Config  # resolved
     topology: topologies.Topology
-    phase: str  # of a run whose replicas agree in their own way, which program; "" = the only one
-    fused: tuple[int, tuple[int, ...]]  # tensors that are compressed, bytes of each message of them
     memory: Memory
     largest: tuple[buffers.Buffer, ...]  # at the peak, largest first; () where it is not told
     program: hlo.Program | None  # None: the compiler gave up before it had one
@@ -47,6 +45,8 @@ class Result:
     unknown: tuple[str, ...]
     before: str = dataclasses.field(repr=False)  # HLO as it came from jax; "": not told
     after: str = dataclasses.field(repr=False)  # the compiled program; "": there is none
+    phase: str = ""  # of replicas that agree in their own way, which program; "": the only one
+    fused: tuple[int, tuple[int, ...]] = (0, ())  # compressed tensors, bytes of their messages
 
     @property
     def fits(self) -> bool:
