@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from llmx import families, hlo, model, optim, precision, sharding, step, sync, topologies
+from llmx.attention import AttentionConfig
 from llmx.state import Setup
 
 pytestmark = pytest.mark.aot
@@ -35,7 +36,10 @@ def program(
     place = sharding.Placement(
         sharding.make_mesh(dict(MESH), devices=devices), sharding.make_layout("hsdp")
     )
-    run = model.Execution(place=place, policy=precision.POLICIES[policy], remat="full")
+    run = model.Execution(
+        place=place, policy=precision.POLICIES[policy], remat="full",
+        attention=AttentionConfig("reference"),  # compiles fast, and sends nothing
+    )  # fmt: skip
     optimizer = optim.OptimizerConfig(name="lamb" if strategy == "one_bit_lamb" else "adamw")
     chosen = sync.SyncConfig(strategy=strategy, warmup_steps=2, rank=RANK, fraction=FRACTION)
     setup = step.make_setup(CONFIG, run, optimizer, total_steps=10, sync_config=chosen)
