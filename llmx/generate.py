@@ -67,7 +67,7 @@ def kept(
 
 def pick(
     logits_BV: Float[Array, "B V"], keys_B: Array, temperature: Array, top_k: Array, top_p: Array
-) -> Int[Array, "B"]:
+) -> Int[Array, " B"]:
     """One token per row: the likeliest at temperature 0, else sampled from the `kept` ones."""
 
     def sample():

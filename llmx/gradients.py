@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import dot, executor, model, sharding, sync, ticks
 from llmx.pipeline import Table
-from llmx.state import Batch, Setup, Stale
+from llmx.state import Batch, Setup, Stale, placed
 
 
 def of_batch(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
@@ -130,7 +130,7 @@ def abstract_stale(setup: Setup) -> Stale:
     with jax.set_mesh(setup.mesh), setup.run.policy.products():
         shapes = jax.eval_shape(make, params, batch)
     place = lambda leaf: NamedSharding(setup.mesh, leaf.sharding.spec)  # noqa: E731
-    return jax.tree.map(lambda leaf: _placed(leaf, place(leaf)), shapes)
+    return jax.tree.map(lambda leaf: placed(leaf, place(leaf)), shapes)
 
 
 def _finished(setup: Setup, types, made: executor.Gradient) -> list:

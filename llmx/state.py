@@ -184,3 +184,8 @@ class Setup:
             return None
         with jax.set_mesh(self.mesh):
             return jax.jit(lambda: jax.tree.map(sharding.zeros, self.abstract.stale))()
+
+
+def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf, with this sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)

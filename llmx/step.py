@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import families, gradients, model, optim, replicas, sharding, sync, ticks
 from llmx import guard as guard_lib
-from llmx.state import Batch, Pipeline, Report, Setup, Stale, State
+from llmx.state import Batch, Pipeline, Report, Setup, Stale, State, placed
 from llmx.sync import Sync
 
 
@@ -63,14 +63,14 @@ def make_setup(
     optimizer = optim.make(optimizer_config, axes=axes, total_steps=total_steps)
     whole = NamedSharding(place.mesh, PartitionSpec())
     scalars = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), guard_lib.init()))
-    step, guard = jax.tree.map(lambda leaf: _placed(leaf, whole), scalars)
+    step, guard = jax.tree.map(lambda leaf: placed(leaf, whole), scalars)
     opt_shapes = jax.eval_shape(optimizer.init, shapes)
     opt_shardings = optim.state_shardings(optimizer, shapes, of["optimizer"])
     abstract = State(
         step=step,
-        params=jax.tree.map(_placed, shapes, of["parameters"]),
-        opt_state=jax.tree.map(_placed, opt_shapes, opt_shardings),
-        ema=jax.tree.map(_placed, shapes, of["optimizer"]) if optimizer_config.ema_decay else None,
+        params=jax.tree.map(placed, shapes, of["parameters"]),
+        opt_state=jax.tree.map(placed, opt_shapes, opt_shardings),
+        ema=jax.tree.map(placed, shapes, of["optimizer"]) if optimizer_config.ema_decay else None,
         guard=guard,
     )
     setup = Setup(
@@ -103,7 +103,7 @@ def _with_replicas(setup: Setup, config: sync.SyncConfig, shapes: Any, total_ste
         optimizer = optim.make_zero_one(of, axes=setup.axes, total_steps=total_steps)
         opt_shapes = jax.eval_shape(optimizer.init, shapes)
         to = optim.state_shardings(optimizer, shapes, setup.updates)
-        abstract = abstract._replace(opt_state=jax.tree.map(_placed, opt_shapes, to))
+        abstract = abstract._replace(opt_state=jax.tree.map(placed, opt_shapes, to))
     if group.strategy.agrees_on == sync.MOMENTUM:
         frozen = optim.frozen_adam(of.b1, of.b2, of.eps)
         tail = optim.make_tail(of, axes=setup.axes, total_steps=total_steps)
@@ -217,10 +217,6 @@ def make_eval_step(setup: Setup) -> Callable[[Any, Batch], tuple[jax.Array, jax.
         return loss, jnp.sum(batch["weights"])
 
     return jax.jit(eval_step)
-
-
-def _placed(leaf, to: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
 
 class _Taken(NamedTuple):

@@ -14,6 +14,7 @@ import pytest
 
 from llmx import (
     families,
+    gradients,
     hlo,
     model,
     optim,
@@ -245,15 +246,16 @@ def delayed(family: str, num_layers: int, given: list[dict]):
     the newest when that batch came."""
     cell = dataclasses.replace(ONE_DEVICE, family=family, num_layers=num_layers)
     setup = make_setup(cell)
-    differentiate = jax.jit(step._make_gradient(setup, accumulation=1, z_loss=1e-4, gather="layer"))
-    update = jax.jit(lambda state, grads: step._update(setup, state, grads, True))
+    take = gradients.of_batch(setup, accumulation=1, z_loss=1e-4, gather="layer")
+    differentiate = jax.jit(take)
+    update = jax.jit(lambda state, grads: step._update(setup, state, grads, True, setup.optimizer))
     losses, norms = [], []
     with jax.set_mesh(setup.mesh):
         state = setup.init(0)
         before = jax.tree.map(jnp.copy, state.params)
         for batch in given:
             placed = jax.device_put(batch, setup.batch_sharding)
-            (loss, _), _, grads, _ = differentiate(state._replace(params=before), placed)
+            (loss, _), _, grads, _ = differentiate(before, placed)
             norm = float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))))
             grads = jax.tree.map(lambda leaf: leaf / max(norm, 1.0), grads)  # noqa: B023
             losses.append(float(loss))
