@@ -3,7 +3,7 @@ restored onto any mesh.
 
 A checkpoint is one directory `<step>/` with two items: `state/` (Orbax: every array of the
 training state under its path name, each process writes and reads its own shards) and `meta/` (one
-JSON document: data position, resolved config, and for every leaf its shape, dtype and checksum).
+JSON document, see `documents`).
 Orbax does not notice a flipped byte, so the checksums are ours (`checksums`), compared after every
 restore. Stages of a pipeline hold the layers in an order of their own (`orders`): arrays are
 written as they are, with the order beside them, and a restore moves the layers to where they are
@@ -15,19 +15,16 @@ thread while the rest starts.
 
 import dataclasses
 import importlib
-import json
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from llmx import checksums, orders, trees
+from llmx import checksums, documents, orders, trees
+from llmx.documents import Corrupt, Document, Mismatch
 
-# 2: the layers lie in an order of their own; all others are written as 1, for older programs too.
-FORMAT = 2
 STATE, META = "state", "meta"
 UNFINISHED = ".orbax-checkpoint-tmp"
 DELETED = ".deleted"
@@ -71,14 +68,6 @@ class Restored(NamedTuple):
     state: Any
     meta: dict
     step: int
-
-
-class Corrupt(Exception):
-    """A checkpoint cannot be read, or what was read is not what was written."""
-
-
-class Mismatch(Exception):
-    """A checkpoint is sound but belongs to another structure."""
 
 
 class OutOfMemory(Exception):
@@ -152,7 +141,7 @@ class Checkpointer:
             if wait:
                 self.wait()
             return False
-        arrays, document = _describe(step, state, meta, order)
+        arrays, document = documents.describe(step, state, meta, order)
         self.wait()
         self._open()
         # Two programs at once can deadlock on fake CPU devices: the step ends before the
@@ -161,8 +150,7 @@ class Checkpointer:
         there = (self._root / str(step)).exists()
         if _agree_on_steps([step] if there else []):
             self._set_aside(step, "replaced", "this run comes from another checkpoint")
-        for name, checksum in checksums.fingerprints(arrays).items():
-            document["leaves"][name]["checksum"] = checksum
+        sealed = document.sealed(checksums.fingerprints(arrays))
         import orbax.checkpoint as ocp
 
         with jax.transfer_guard("allow"):
@@ -171,7 +159,7 @@ class Checkpointer:
                 args=ocp.args.Composite(
                     **{
                         STATE: ocp.args.PyTreeSave(trees.nest(arrays)),
-                        META: ocp.args.JsonSave(checksums.seal(document)),
+                        META: ocp.args.JsonSave(sealed),
                     }
                 ),
             )
@@ -182,7 +170,7 @@ class Checkpointer:
 
     def restore(
         self,
-        abstract_state: Any,
+        abstract_state: Any | Callable[[Document], Any],
         step: int | None = None,
         *,
         order: orders.Order = (),
@@ -192,10 +180,11 @@ class Checkpointer:
         `abstract_state`, its layers in `order`; None if there is none.
 
         Leaves of `abstract_state` are `ShapeDtypeStruct`s with the sharding wanted now, whatever
-        it was at the save; Python numbers stay Python numbers. What was saved under the name
-        `ignored` is left where it is. A checkpoint that fails its
-        checksums is set aside as `<step>.corrupt`, with a message, once an older one has been
-        restored.
+        it was at the save; Python numbers stay Python numbers. Where it depends on the checkpoint
+        it is a function of that one's document, which may raise `documents.Mismatch`. What was
+        saved under the name `ignored` and is not wanted is left where it is. A checkpoint that
+        fails its checksums is set aside as `<step>.corrupt`, with a message, once an older one has
+        been restored.
 
         Raises: ValueError if the checkpoint has another structure; RuntimeError if no checkpoint
         is good.
@@ -217,31 +206,9 @@ class Checkpointer:
         """The newest step with a committed checkpoint, good or not."""
         return max(list_steps(str(self._root)), default=None)
 
-    def fits(self, step: int, abstract: Any, *, prefix: str) -> tuple[bool, bool]:
-        """Whether the checkpoint holds anything under `prefix`, and whether it is `abstract`."""
-        document = _read_document(self._root, step)
-        saved = any(name.startswith(f"{prefix}/") for name in document["leaves"])
-        try:
-            # As it is stored: what a pipeline has under way is of its own stages only.
-            _check_structure(
-                self._root, document, abstract, prefix=prefix, order=_order_of(document)
-            )
-        except Mismatch:
-            return saved, False
-        return saved, True
-
-    def order(self, step: int) -> orders.Order:
-        """The order in which checkpoint `step` has the layers."""
-        return _order_of(_read_document(self._root, step))
-
-    def shapes(self, step: int, prefix: str) -> dict[str, list[int]]:
-        """The shapes of the arrays that checkpoint `step` holds under `prefix`, by path name."""
-        leaves = _read_document(self._root, step)["leaves"]
-        return {
-            name: leaf["shape"]
-            for name, leaf in leaves.items()
-            if name.startswith(f"{prefix}/") and leaf["type"] == "array"
-        }
+    def document(self, step: int) -> Document:
+        """What checkpoint `step` says of itself; raises `documents.Corrupt`."""
+        return _read_document(self._root, step)
 
     def meta(self, step: int) -> dict:
         """What `save` was given as `meta`."""
@@ -335,7 +302,7 @@ def read_meta(directory: str, step: int) -> dict:
     """
     _require(directory, step)
     try:
-        return _read_document(_root(directory), step)["meta"]
+        return _read_document(_root(directory), step).meta
     except (Corrupt, Mismatch) as error:
         raise ValueError(f"checkpoint {step} in {directory}: {error}") from error
 
@@ -368,77 +335,14 @@ def _root(directory: str):
     return path if "://" in str(directory) else epath.Path(path.absolute())
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-_key_data = jax.jit(jax.random.key_data)
-
-
 def _look_up(tree: Mapping, name: str) -> Any:
     for part in name.split("/"):
         tree = tree[part]
     return tree
 
 
-def _describe(
-    step: int, state: Any, meta: Mapping[str, Any], order: orders.Order
-) -> tuple[dict[str, jax.Array], dict]:
-    """The arrays to write, keys as integers, and the document about them without checksums."""
-    arrays: dict[str, jax.Array] = {}
-    leaves: dict[str, dict] = {}
-    for name, leaf in trees.named_leaves(state).items():
-        if isinstance(leaf, (bool, int, float)):
-            leaves[name] = {"type": type(leaf).__name__, "value": leaf}
-            continue
-        if not isinstance(leaf, jax.Array):
-            raise ValueError(
-                f"state leaf {name!r} is a {type(leaf).__name__}, which a checkpoint cannot hold: "
-                "use a jax.Array or a Python bool, int or float"
-            )
-        if leaf.is_deleted():
-            raise ValueError(
-                f"state leaf {name!r} was donated to a later step: "
-                "save the state that the step returned"
-            )
-        if jax.process_count() > 1 and leaf.is_fully_addressable:
-            raise ValueError(
-                f"state leaf {name!r} lives in one process of {jax.process_count()}: "
-                "give it a NamedSharding over the whole mesh"
-            )
-        if leaf.size == 0:
-            raise ValueError(f"state leaf {name!r} of shape {leaf.shape} is empty: leave it out")
-        leaves[name] = {"type": "array", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-        arrays[name] = _key_data(leaf) if _is_key(leaf) else leaf
-    document = {"format": 1, "step": step, "leaves": leaves, "meta": dict(meta)}
-    if order:
-        document |= {"format": 2, "order": list(order)}
-    try:
-        json.dumps(document)
-    except TypeError as error:
-        raise ValueError(
-            f"checkpoint meta must be JSON: {error}; use numbers, strings, lists and dicts"
-        ) from error
-    trees.nest(arrays)
-    return arrays, document
-
-
-def _read_document(root: Any, step: int) -> dict:
-    path = root / str(step) / META / "metadata"
-    try:
-        sealed = json.loads(path.read_text())
-        document = sealed["document"]
-        intact = checksums.is_intact(sealed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
-    if not intact:
-        raise Corrupt("its meta does not match its own checksum")
-    if document["format"] > FORMAT:
-        raise Mismatch(
-            f"checkpoint {step} in {root} has format {document['format']}, "
-            f"this program reads up to {FORMAT}: use a newer llmx"
-        )
-    return document
+def _read_document(root: Any, step: int) -> Document:
+    return documents.read(root / str(step) / META / "metadata")
 
 
 def _require(directory: Any, step: int) -> None:
@@ -468,27 +372,28 @@ def _restore_newest(
         steps = [step]
     bad: dict[int, str] = {}
     for candidate in _agree_on_steps(steps):
-        verdict, reason, tree, document = None, "", None, {}
+        verdict, reason, tree, document = None, "", None, None
         try:
             document = _read_document(root, candidate)
-            document["leaves"] = _without(document["leaves"], ignored)
-            wanted = _check_structure(root, document, abstract, prefix=prefix, order=order)
-            stored = orders.stored(wanted, order=order, saved=_order_of(document))
+            like = abstract(document) if callable(abstract) else abstract
+            wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
+            stored = orders.stored(wanted, order=order, saved=document.order)
             tree = _read_arrays(root / str(candidate) / STATE, stored)
         except VERDICTS[1:] as error:
             verdict, reason = type(error), str(error)
         verdict, reason = _agree_on_verdict(verdict, reason)
         if verdict is None:
-            saved = {name: document["leaves"][name]["checksum"] for name in tree}
-            reason = checksums.differences(tree, saved)
+            reason = checksums.differences(
+                tree, {name: document.leaves[name]["checksum"] for name in tree}
+            )
             verdict = Corrupt if reason else None
         if verdict is None:
             with jax.transfer_guard("allow"):
-                orders.move(tree, wanted, order=order, saved=_order_of(document))
-            state = _assemble(abstract, tree, document, prefix=prefix)
-            return Restored(state, document["meta"], document["step"]), bad
+                orders.move(tree, wanted, order=order, saved=document.order)
+            state = document.assemble(like, tree, prefix=prefix)
+            return Restored(state, document.meta, document.step), bad
         if verdict is Mismatch:
-            raise ValueError(reason)
+            raise ValueError(f"{root}: {reason}")
         if verdict is OutOfMemory:
             raise RuntimeError(
                 f"no memory to restore checkpoint {candidate} in {root}: {reason}; "
@@ -510,59 +415,6 @@ def _restore_newest(
     return None
 
 
-def _without(leaves: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`leaves` by their path names, those under `name` left out; "" = none."""
-    return {
-        key: leaf
-        for key, leaf in leaves.items()
-        if not name or not f"{key}/".startswith(f"{name}/")
-    }
-
-
-def _check_structure(
-    root: Any, document: dict, abstract: Any, *, prefix: str, order: orders.Order
-) -> dict[str, Any]:
-    """{saved name: abstract array} of what is wanted; Mismatch, naming the leaves, if the
-    checkpoint holds something else. Layers are compared as they are without stages.
-    """
-    lead = f"{prefix}/" if prefix else ""
-    wanted = {lead + name: leaf for name, leaf in trees.named_leaves(abstract).items()}
-    saved = {name: leaf for name, leaf in document["leaves"].items() if name.startswith(lead)}
-    differences = [f"{name}: saved, not wanted" for name in saved if name not in wanted]
-    arrays: dict[str, Any] = {}
-    for name, leaf in wanted.items():
-        want, have = _describe_leaf(name, leaf, order), "nothing"
-        if name in saved:
-            kind = saved[name]
-            have = kind["type"]
-            if have == "array":
-                shape = orders.plain_shape(name, kind["shape"], _order_of(document))
-                have = f"{kind['dtype']}{shape}"
-        if want != have:
-            differences.append(f"{name}: saved {have}, wanted {want}")
-        elif not isinstance(leaf, (bool, int, float)):
-            arrays[name] = leaf
-    if differences:
-        shown = "\n".join(f"  {text}" for text in differences[:8])
-        more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
-        raise Mismatch(
-            f"checkpoint {document['step']} in {root} holds another structure:\n{shown}{more}\n"
-            "use the configuration that it was saved with (its meta has it) or another directory; "
-            "the checkpoint is left as it is"
-        )
-    return arrays
-
-
-def _describe_leaf(name: str, leaf: Any, order: orders.Order) -> str:
-    if isinstance(leaf, (bool, int, float)):
-        return type(leaf).__name__
-    return f"{leaf.dtype}{orders.plain_shape(name, leaf.shape, order)}"
-
-
-def _order_of(document: dict) -> orders.Order:
-    return tuple(document.get("order", ()))
-
-
 def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """This process's shards of the wanted arrays. No barrier inside, so that one process may fail
     alone.
@@ -571,7 +423,7 @@ def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         return {}
     import orbax.checkpoint as ocp
 
-    abstract = trees.nest({name: _as_stored(name, leaf) for name, leaf in wanted.items()})
+    abstract = trees.nest({name: documents.as_stored(name, leaf) for name, leaf in wanted.items()})
     args = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -590,47 +442,6 @@ def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
             raise OutOfMemory(text) from error
         raise Corrupt(f"its arrays cannot be read ({text})") from error
     return arrays
-
-
-def _as_stored(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    """The abstract array in which Orbax holds `leaf`: itself, or the integers of a PRNG key."""
-    sharding = leaf.sharding
-    if sharding is None:
-        if jax.process_count() > 1:
-            raise ValueError(f"abstract leaf {name!r} has no sharding: give it a NamedSharding")
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if _is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        if isinstance(sharding, jax.NamedSharding):
-            axes = (*sharding.spec, *(None,) * (data.ndim - len(sharding.spec)))
-            sharding = sharding.update(spec=jax.P(*axes))
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _assemble(
-    abstract: Any, arrays: Mapping[str, jax.Array], document: dict, *, prefix: str
-) -> Any:
-    """`abstract` with arrays and numbers in the place of its leaves."""
-    lead = f"{prefix}/" if prefix else ""
-    leaves = []
-    for name, leaf in trees.named_leaves(abstract).items():
-        if isinstance(leaf, (bool, int, float)):
-            leaves.append(document["leaves"][lead + name]["value"])
-        elif _is_key(leaf):
-            leaves.append(_wrap_key(arrays[lead + name], leaf))
-        else:
-            leaves.append(arrays[lead + name])
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def _wrap_key(data: jax.Array, like: Any) -> jax.Array:
-    found = []
-    # The name of a key's generator is public for arrays only, and tracing is the way to one
-    # without making it.
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
-    wrap = jax.jit(lambda data: jax.random.wrap_key_data(data, impl=found[0]))
-    return wrap(data)
 
 
 def _barrier(name: str) -> None:

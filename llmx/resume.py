@@ -4,6 +4,7 @@ A checkpoint is restored onto any mesh. What belongs to the devices that it was 
 over for those of now: `State.stale` of a pipeline, `State.sync` of replicas.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 
 from llmx import checkpoint, config, guard, orders, sharding, sync
+from llmx.documents import Document, Mismatch
+from llmx.state import State
 
 
 def restore_or_init(
@@ -20,12 +23,11 @@ def restore_or_init(
 
     Raises ValueError where the checkpoint is of another model or other data.
     """
-    newest, start_from = checkpoints.latest_step(), run.start_from
-    if newest == 0 and "imported_from" in checkpoints.meta(0):
-        newest, start_from = None, run.workdir  # parameters only: made by llmx.convert
-    if newest is not None:
-        _check_strategy(run, checkpoints.meta(newest))
-    restored = None if newest is None else restore(setup, checkpoints, newest, log)
+    start_from, restored = run.start_from, None
+    if checkpoints.latest_step() == 0 and "imported_from" in checkpoints.meta(0):
+        start_from = run.workdir  # parameters only: made by llmx.convert
+    else:
+        restored = restore(run, setup, checkpoints, log)
     if restored is None:
         state = setup.init(run.seed)
         return (start_with(setup, state, start_from, log) if start_from else state), 0
@@ -48,56 +50,60 @@ def restore_or_init(
     return restored.state._replace(guard=jax.device_put(released, to)), restored.step
 
 
-def _check_strategy(run: config.Config, meta: dict):
-    """Replicas may begin to agree in another way than by the mean, but not change it."""
-    saved = meta.get("config", {}).get("sync", {}).get("strategy", "mean")
-    if saved not in ("mean", run.sync.strategy):
-        raise ValueError(
-            f"{run.workdir} was trained with sync.strategy={saved!r} and the config gives "
-            f"{run.sync.strategy!r}: what its replicas had not sent would be lost; restore it, or "
-            f"go on with its parameters in another workdir, --config.start_from={run.workdir}"
-        )
-
-
-def restore(setup, checkpoints, newest: int, log: Callable):
+def restore(run: config.Config, setup, checkpoints, log: Callable):
     """The newest good checkpoint, with what has to change on other devices than it was saved on.
 
     A batch that was under way on other stages is taken again; what replicas keep of each other is
     made over for another number of them (`sync.regrouped`).
     """
-    wanted = setup.abstract
-    _, flies = checkpoints.fits(newest, wanted.stale, prefix="stale")
-    replicas, same = checkpoints.fits(newest, wanted.sync, prefix="sync")
-    same = same and checkpoints.order(newest) == setup.order
-    if wanted.sync is not None and replicas and not same:
-        wanted = wanted._replace(sync=_as_saved(wanted.sync, checkpoints.shapes(newest, "sync")))
-    elif not replicas:
-        wanted = wanted._replace(sync=None)
-    if not flies:
-        wanted = wanted._replace(stale=None)
-    restored = checkpoints.restore(wanted, order=setup.order, ignored="" if flies else "stale")
-    state = restored.state
-    if setup.abstract.sync is not None:
-        if not replicas:
+    # What is read of a checkpoint depends on it: the newest may be corrupt, and the one before
+    # saved on other devices.
+    wanted = functools.partial(_wanted, run, setup)
+    restored = checkpoints.restore(wanted, order=setup.order, ignored="stale")
+    if restored is None:
+        return None
+    state, saved = restored.state, checkpoints.document(restored.step)
+    if setup.replicas is not None:
+        if state.sync is None:
             log(f"the replicas begin to agree by {setup.replicas.config.strategy!r}")
             state = state._replace(sync=setup.new_sync(state.params))
-        elif not same:
-            order = checkpoints.order(restored.step)
-            state = state._replace(sync=_regrouped(setup, state.sync, order))
+        elif not _of_these_replicas(setup, saved):
+            state = state._replace(sync=_regrouped(setup, state.sync, saved.order))
             log(f"what replicas had not sent is split among {setup.replicas.size}")
-    restored = restored._replace(state=state)
-    return restored if flies else _taken_again(setup, checkpoints, restored, log)
-
-
-def _taken_again(setup, checkpoints, restored, log: Callable):
-    """Without the batch that was under way when it was saved."""
-    saved, _ = checkpoints.fits(restored.step, None, prefix="stale")
-    state, first = restored.state._replace(stale=setup.nothing_under_way()), restored.step
-    if saved:
-        log("the batch that was under way in the pipeline when it was saved is taken again")
-        to = setup.abstract.step.sharding
-        state, first = state._replace(step=jax.device_put(np.int32(first - 1), to)), first - 1
+    first = restored.step
+    if not saved.fits(setup.abstract.stale, prefix="stale"):
+        state = state._replace(stale=setup.nothing_under_way())
+        if saved.holds("stale"):
+            log("the batch that was under way in the pipeline when it was saved is taken again")
+            first -= 1
+            to = setup.abstract.step.sharding
+            state = state._replace(step=jax.device_put(np.int32(first), to))
     return restored._replace(state=state, step=first)
+
+
+def _wanted(run: config.Config, setup, saved: Document) -> State:
+    """The state to read from a checkpoint, as far as it has it."""
+    strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
+    # Replicas may begin to agree in another way than by the mean, but not change it.
+    if strategy not in ("mean", run.sync.strategy):
+        raise Mismatch(
+            f"{run.workdir} was trained with sync.strategy={strategy!r} and the config gives "
+            f"{run.sync.strategy!r}: what its replicas had not sent would be lost; restore it, or "
+            f"go on with its parameters in another workdir, --config.start_from={run.workdir}"
+        )
+    wanted = setup.abstract
+    if not saved.fits(wanted.stale, prefix="stale"):
+        wanted = wanted._replace(stale=None)
+    if not saved.holds("sync"):
+        return wanted._replace(sync=None)
+    if wanted.sync is not None and not _of_these_replicas(setup, saved):
+        wanted = wanted._replace(sync=_as_saved(wanted.sync, saved.shapes("sync")))
+    return wanted
+
+
+def _of_these_replicas(setup, saved: Document) -> bool:
+    """Whether it was saved by as many replicas, each with this order of layers."""
+    return saved.fits(setup.abstract.sync, prefix="sync") and saved.order == setup.order
 
 
 def _as_saved(wanted: sync.Sync, shapes: Mapping[str, Sequence[int]]) -> sync.Sync:
@@ -154,4 +160,5 @@ def start_with(setup, state, workdir: str, log: Callable):
         ema = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 0, params), out_shardings=to)(
             restored.state
         )
-    return state._replace(params=restored.state, ema=ema)
+    own = setup.new_sync(restored.state)  # replicas that go on alone have parameters of their own
+    return state._replace(params=restored.state, ema=ema, sync=own)

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmx import checkpoint, checksums
+from llmx import checkpoint, checksums, documents
 from llmx.checkpoint import CheckpointConfig, Checkpointer
 
 ROOT = Path(__file__).parents[1]
@@ -372,7 +372,7 @@ def test_another_structure_is_an_error_and_not_corruption(tmp_path, mismatch):
 
 def test_a_checkpoint_of_a_newer_format_is_left_alone(tmp_path, monkeypatch):
     write(tmp_path, [1])
-    monkeypatch.setattr(checkpoint, "FORMAT", 0)
+    monkeypatch.setattr(documents, "FORMAT", 0)
     with reopen(tmp_path) as checkpoints, pytest.raises(ValueError, match="use a newer llmx"):
         checkpoints.restore(small_abstract())
     assert names(tmp_path) == ["1"]
