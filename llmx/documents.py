@@ -79,7 +79,7 @@ class Document:
         """
         lead = f"{prefix}/" if prefix else ""
         leaves = []
-        for name, leaf in trees.named_leaves(abstract).items():
+        for name, leaf in trees.named(abstract).items():
             if isinstance(leaf, (bool, int, float)):
                 leaves.append(self.leaves[lead + name]["value"])
             elif is_key(leaf):
@@ -104,7 +104,7 @@ class Document:
     ) -> tuple[dict[str, Any], list[str]]:
         """{saved name: abstract array}, and the differences as texts."""
         lead = f"{prefix}/" if prefix else ""
-        wanted = {lead + name: leaf for name, leaf in trees.named_leaves(abstract).items()}
+        wanted = {lead + name: leaf for name, leaf in trees.named(abstract).items()}
         differences = [
             f"{name}: saved, not wanted"
             for name in self.leaves
@@ -141,7 +141,7 @@ def describe(
     """
     arrays: dict[str, jax.Array] = {}
     leaves: dict[str, dict] = {}
-    for name, leaf in trees.named_leaves(state).items():
+    for name, leaf in trees.named(state).items():
         if isinstance(leaf, (bool, int, float)):
             leaves[name] = {"type": type(leaf).__name__, "value": leaf}
             continue

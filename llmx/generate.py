@@ -240,12 +240,12 @@ def without_stages(setup: Setup, params: Any) -> tuple[model.Execution, Any]:
     place = sharding.Placement(
         jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), layout
     )
-    wanted = orders.stored(trees.named_leaves(setup.abstract.params), order=setup.order, saved=())
+    wanted = orders.stored(trees.named(setup.abstract.params), order=setup.order, saved=())
     structure = jax.tree.structure(params)
     to = sharding.shardings(
         jax.tree.unflatten(structure, wanted.values()), place.mesh, layout, rules=setup.axes
     )
-    arrays = trees.named_leaves(params)
+    arrays = trees.named(params)
     orders.move(arrays, wanted, order=(), saved=setup.order)
     plain = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
     return dataclasses.replace(run, place=place), jax.device_put(plain, to)

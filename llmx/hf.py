@@ -106,7 +106,7 @@ def export(
 
 
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
-    flat = trees.named_leaves(params)
+    flat = trees.named(params)
     rows = hf_formats.rows(model)
     expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
     if flat.keys() != expected.keys():

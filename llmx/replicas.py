@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from llmx import collectives, optim, sharding, sync
 from llmx.state import Setup, State
-from llmx.sync import Sync, named, unnamed
+from llmx.sync import Sync
+from llmx.trees import named, unnamed
 
 _WHOLE = PartitionSpec()
 _AXES = (sync.AXIS,)

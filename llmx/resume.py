@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx import checkpoint, config, guard, orders, sharding, sync
+from llmx import checkpoint, config, guard, orders, sharding, sync, trees
 from llmx.documents import Document, Mismatch
 from llmx.state import State
 
@@ -130,7 +130,7 @@ def _as_saved(wanted: sync.Sync, shapes: Mapping[str, Sequence[int]]) -> sync.Sy
 def _regrouped(setup, saved: sync.Sync, order: orders.Order) -> sync.Sync:
     """`sync.regrouped` on the mesh; `order`: that of the layers as they were saved."""
     wanted = setup.abstract.sync
-    shapes = sync.named(setup.abstract.params)
+    shapes = trees.named(setup.abstract.params)
     before = {
         name: orders.stored({name: leaf}, order=setup.order, saved=order)[name].shape
         for name, leaf in shapes.items()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from llmx import executor, families, model, optim, sharding
+from llmx import executor, families, model, optim, sharding, trees
 from llmx import guard as guard_lib
 from llmx.orders import Order
 from llmx.parts import Parts
@@ -115,8 +115,7 @@ class Setup:
     @property
     def leaf_names(self) -> list[str]:
         """Parameter paths in the order of `Report.bad_leaf`."""
-        paths = jax.tree_util.tree_leaves_with_path(self.abstract.params)
-        return [sharding.path_name(path) for path, _ in paths]
+        return list(trees.named(self.abstract.params))
 
     @property
     def order(self) -> Order:

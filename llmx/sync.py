@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx import collectives, sharding
+from llmx import collectives, sharding, trees
 from llmx.collectives import Group, Kept, Tensor
 
 AXIS = "data"
@@ -257,12 +257,11 @@ class Replicas:
         """The split of an array of all replicas, [n, ...]."""
         return PartitionSpec(AXIS, *self.specs[name].partitions)
 
-    def exchange(self, terms, kept: Kept, live=None, tensors: Sequence[Tensor] | None = None):
+    def exchange(self, terms, kept: Kept, live=None):
         """The sum of all replicas' terms, for use inside a manual region."""
         run = collectives.EXCHANGES[self.strategy.exchange]
         extra = {} if live is None else {"live": live}
-        chosen = list(self.tensors.values()) if tensors is None else list(tensors)
-        return run(chosen, terms, kept, self.group, **extra)
+        return run(list(self.tensors.values()), terms, kept, self.group, **extra)
 
     def messages(self) -> tuple[int, tuple[int, ...]]:
         """How many tensors are compressed into bytes, and the bytes of each message of the first
@@ -369,28 +368,13 @@ def replicas(config: SyncConfig, mesh: Mesh, *, shapes: Any, axes: Any, updates:
       shapes, axes, updates: of the parameters, their logical axes, and their shardings while they
         are updated, which must be whole along `data`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    names = [sharding.path_name(path) for path, _ in leaves]
-    tos = jax.tree.leaves(updates)
-    specs = {name: to.spec for name, to in zip(names, tos, strict=True)}
+    specs = {name: to.spec for name, to in trees.named(updates).items()}
     logical = jax.tree.structure(shapes).flatten_up_to(axes)
     tensors = {
         name: collectives.tensor(name, leaf.shape, of, specs[name], dict(mesh.shape))
-        for name, (_, leaf), of in zip(names, leaves, logical, strict=True)
+        for (name, leaf), of in zip(trees.named(shapes).items(), logical, strict=True)
     }
     return Replicas(config, mesh, tensors, specs)
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """Leaves by path name."""
-    return {
-        sharding.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def unnamed(values: Mapping[str, Any], like: Any) -> Any:
-    """The reverse of `named`."""
-    return jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in named(like)])
 
 
 # ------------------------------------------------------------------------------ bounded staleness

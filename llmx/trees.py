@@ -6,21 +6,21 @@ from typing import Any
 import jax
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named(tree: Any) -> dict[str, Any]:
     """{"params/layers/w": leaf}: the path of every leaf, whatever the containers."""
-    named: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
-        if name in named:
+        if name in found:
             raise ValueError(f"two leaves of the state have the path {name!r}: rename one of them")
-        named[name] = leaf
-    return named
+        found[name] = leaf
+    return found
 
 
-def nest(named: Mapping[str, Any]) -> dict:
+def nest(leaves: Mapping[str, Any]) -> dict:
     """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk."""
     tree: dict = {}
-    for name, leaf in named.items():
+    for name, leaf in leaves.items():
         *parents, last = name.split("/")
         node = tree
         for parent in parents:
@@ -31,3 +31,8 @@ def nest(named: Mapping[str, Any]) -> dict:
             raise ValueError(f"{name!r} lies over another leaf of the state: rename one of them")
         node[last] = leaf
     return tree
+
+
+def unnamed(values: Mapping[str, Any], like: Any) -> Any:
+    """The reverse of `named`: the leaves of `values` in the structure of `like`."""
+    return jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in named(like)])

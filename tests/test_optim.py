@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from optax import contrib
 
-from llmx import families, model, optim, sharding
+from llmx import families, model, optim, sharding, trees
 
 # fp32 updates computed in another order; parameters are of size 0.1 to 1.
 TOLERANCE = 1e-5
@@ -32,19 +32,13 @@ def parameters_of(family: str):
     return shapes, axes
 
 
-def named(tree) -> dict:
-    return {
-        sharding.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
 # ------------------------------------------------------------------------------------------- masks
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_decay_and_norms_biases_positions_do_not(family):
     _, axes = parameters_of(family)
-    for name, decays in named(optim.decay_mask(axes)).items():
+    for name, decays in trees.named(optim.decay_mask(axes)).items():
         matrix = name.endswith("kernel") or name in ("embedding", "head")
         assert decays == matrix, name
 
@@ -60,8 +54,8 @@ def test_masked_parameters_do_not_shrink(name):
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-    mask = named(optim.decay_mask(axes))
-    for path, update in named(updates).items():
+    mask = trees.named(optim.decay_mask(axes))
+    for path, update in trees.named(updates).items():
         np.testing.assert_allclose(update, -0.05 if mask[path] else 0, rtol=TOLERANCE, err_msg=path)
 
 
@@ -231,7 +225,11 @@ def abstract_state(name: str, layout_name: str, shapes, axes, mesh):
     optimizer = optim.make(optim.OptimizerConfig(name=name), axes=axes, total_steps=10)
     to = sharding.shardings(shapes, mesh, layout, rules=axes, table="optimizer")
     state = jax.eval_shape(optimizer.init, shapes)
-    return named(state), named(optim.state_shardings(optimizer, shapes, to)), named(to)
+    return (
+        trees.named(state),
+        trees.named(optim.state_shardings(optimizer, shapes, to)),
+        trees.named(to),
+    )
 
 
 @pytest.mark.parametrize("layout", sharding.LAYOUTS)

@@ -27,6 +27,7 @@ from llmx import (
     sharding,
     step,
     sync,
+    trees,
 )
 from llmx.state import Pipeline, Setup, State
 from llmx.sync import ALONE, COMPRESSED, MEAN, VARIANCE
@@ -326,18 +327,18 @@ class PlainSigns:
     """Exchanges of trees in signs, with the errors of four replicas and their servers."""
 
     def __init__(self, like):
-        like = sync.named(like)
+        like = trees.named(like)
         self.errors = {name: np.zeros((4, *leaf.shape), "f4") for name, leaf in like.items()}
         self.server = {name: np.zeros(leaf.shape, "f4") for name, leaf in like.items()}
 
     def __call__(self, terms: list[dict], live: dict) -> dict:
         sums = {}
         for name, axes in NAMES.items():
-            stacked = np.stack([np.asarray(sync.named(term)[name], "f4") for term in terms])
+            stacked = np.stack([np.asarray(trees.named(term)[name], "f4") for term in terms])
             sums[name], self.errors[name], self.server[name] = plain_signs.exchanged(
-                stacked, self.errors[name], self.server[name], sync.named(live)[name], axes
+                stacked, self.errors[name], self.server[name], trees.named(live)[name], axes
             )
-        return sync.unnamed(sums, live)
+        return trees.unnamed(sums, live)
 
 
 def size_of(nu, count: int):
@@ -363,7 +364,7 @@ def plain_one_bit(plain: Plain, config: optim.OptimizerConfig):
     fresh, signs = nu, PlainSigns(plain.params)
     live, size = jax.tree.map(lambda v: v > 0, nu), size_of(nu, WARMUP)
     # LAMB: the average of trust ratios so far, and the factors on it since.
-    average = sync.named(state[2].average) if config.name == "lamb" else {}
+    average = trees.named(state[2].average) if config.name == "lamb" else {}
     factor = {name: np.ones_like(ratio) for name, ratio in average.items()}
     for number, batch in list(enumerate(batches()))[WARMUP:]:
         made = plain.of_rows(params, batch, 4)
@@ -380,16 +381,16 @@ def plain_one_bit(plain: Plain, config: optim.OptimizerConfig):
         if average:
             shown = jax.tree.map(lambda m, old: (m - b1 * old) / (1 - b1), mu, before)
             fresh = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, fresh, shown)
-            ratios = sync.named(jax.tree.map(np.divide, size, size_of(fresh, number + 1)))
+            ratios = trees.named(jax.tree.map(np.divide, size, size_of(fresh, number + 1)))
             scaled = {}
-            for name, u in sync.named(update).items():
+            for name, u in trees.named(update).items():
                 inner = tuple(range(average[name].ndim, u.ndim))
-                lives = sync.named(live)[name]
+                lives = trees.named(live)[name]
                 most = np.max(np.where(lives, ratios[name], 0), axis=inner).clip(0.5, 4)
                 factor[name] = np.clip(most, 0.9 * factor[name], 1.1 * factor[name])
                 scale = average[name] * factor[name]
                 scaled[name] = u * scale.reshape(*scale.shape, *(1,) * len(inner))
-            update = sync.unnamed(scaled, update)
+            update = trees.unnamed(scaled, update)
         params = minus(params, update, learning_rate(config, number))
     return losses, params, mu, signs
 
@@ -409,7 +410,7 @@ def assert_one_bit(trained: Trained, state: State, wanted, first: int = 0):
     assert_near(state.params, params, TOLERANCE)
     assert_near(state.opt_state[0].mu, mu, TOLERANCE)
     assert_near(state.sync.kept.errors, signs.errors, TOLERANCE)
-    shapes = {name: leaf.shape for name, leaf in sync.named(params).items()}
+    shapes = {name: leaf.shape for name, leaf in trees.named(params).items()}
     servers = {
         name: sync.whole(array, shapes[name])
         for name, array in jax.device_get(state.sync.kept.server).items()
@@ -635,7 +636,7 @@ def test_however_a_replica_is_split_it_is_the_same(whole_replicas, strategy, mes
     assert_near(got, wanted.params, TOLERANCE)
     if strategy == "diloco":
         return
-    shapes = {name: leaf.shape for name, leaf in sync.named(got).items()}
+    shapes = {name: leaf.shape for name, leaf in trees.named(got).items()}
     kept = [jax.device_get(each.sync.kept) for each in (state, wanted)]
     assert_near(kept[0].errors, kept[1].errors, TOLERANCE)
     servers = [{k: sync.whole(a, shapes[k]) for k, a in each.server.items()} for each in kept]

@@ -75,7 +75,7 @@ def opened(directory) -> checkpoint.Checkpointer:
 def drawn(setup, num_layers: int) -> dict[str, np.ndarray]:
     """A number of its own for every place of a state, layers in the model's order."""
     random, found = np.random.default_rng(0), {}
-    for name, leaf in trees.named_leaves(setup.abstract).items():
+    for name, leaf in trees.named(setup.abstract).items():
         shape = leaf.shape
         if "blocks" in name and shape[:1] == (len(setup.order) or num_layers,):
             shape = (num_layers, *shape[1:])
@@ -92,15 +92,13 @@ def as_staged(setup, values: dict[str, np.ndarray], num_layers: int, empty: int)
         rows = [np.full_like(value[0], empty) if i < 0 else value[i] for i in setup.order]
         return np.stack(rows)
 
-    to = trees.named_leaves(setup.abstract)
+    to = trees.named(setup.abstract)
     arrays = {n: jax.device_put(one(n, value), to[n].sharding) for n, value in values.items()}
     return jax.tree.unflatten(jax.tree.structure(setup.abstract), arrays.values())
 
 
 def assert_equal(got, wanted):
-    for (name, one), other in zip(
-        trees.named_leaves(got).items(), jax.tree.leaves(wanted), strict=True
-    ):
+    for (name, one), other in zip(trees.named(got).items(), jax.tree.leaves(wanted), strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim), name
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=name)
 
@@ -149,7 +147,7 @@ def test_the_state_of_every_optimizer_is_moved(tmp_path, optimizer):
     setups = [setup_of(name, **values) for name in (equal if num == 8 else unequal)]
     drawn_values = drawn(setups[0], num)
     staged = [as_staged(setup, drawn_values, num, empty=0) for setup in setups]
-    names = [n for n in trees.named_leaves(setups[0].abstract.opt_state) if "blocks" in n]
+    names = [n for n in trees.named(setups[0].abstract.opt_state) if "blocks" in n]
     assert len(names) >= 8
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, staged[0], meta={}, order=setups[0].order)
