@@ -66,7 +66,10 @@ def inner(platform: str, *args, **kwargs) -> int:
     return found.wire_bytes(axes="fsdp")
 
 
-@pytest.fixture(params=TOPOLOGIES)
+# Programs are compiled once for each: one worker has all tests of a platform.
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TOPOLOGIES]
+)
 def platform(request) -> str:
     return request.param
 

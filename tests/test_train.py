@@ -56,8 +56,7 @@ def scratch(tmp_path_factory):
 
 
 def environment(devices: int) -> dict:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
 
