@@ -7,7 +7,8 @@ Within a slice parameters are split over `fsdp`; between slices only gradients t
 vocabulary of 262,144 is why the loss walks it in chunks.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

@@ -7,7 +7,8 @@ A step is 524,288 tokens. Without the second flag it reads the text of Python's 
 to try it out.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

@@ -8,7 +8,8 @@ around (docs/long_context.md). The backward pass keeps what attention took and g
 ring turns once per pass. Positions are stretched sixteenfold over the 8,192 of the base model.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

@@ -7,7 +7,8 @@ Between blocks positions are split over `tensor` too (sequence-parallel norms), 
 64 ways apart.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

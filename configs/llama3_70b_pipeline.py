@@ -10,7 +10,8 @@ within its 16 chips, and between stages only activations travel. Each of the 4 m
 row for each of the 16, so more of them, and a smaller bubble, take a larger batch.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

@@ -8,7 +8,8 @@ Parameters and AdamW moments are fp32, gradients bf16, all split eight ways; wei
 layer by layer, in bf16.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

@@ -8,7 +8,8 @@ and loss.png in runs/quickstart. Run it again, and it says that it is done; with
 it goes on.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

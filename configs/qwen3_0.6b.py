@@ -9,7 +9,8 @@ one.
 
 import pathlib
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 DOCS = str(pathlib.Path(__file__).parent.parent / "docs")
 

@@ -8,7 +8,8 @@ The number behind the colon is the depth L: width 64 L, head size 64, 20 tokens 
 Depth 2 takes minutes on a laptop.
 """
 
-from llmx import config, costs, families
+from llmx import config
+from llmx.model import costs, families
 
 
 def get_config(depth: str = "4") -> config.Config:

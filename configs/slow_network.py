@@ -11,7 +11,8 @@ log names both programs; the second command is the run to compare the loss with.
 held-out loss of about 1.35 nats per byte. Other strategies: docs/slow_networks.md.
 """
 
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config() -> config.Config:

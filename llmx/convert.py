@@ -16,9 +16,12 @@ import tempfile
 
 import jax
 
-from llmx import build, checkpoint, config, hf, hf_formats, launch, sharding
+from llmx import config, sharding
+from llmx.checkpoint import checkpointer, hf, hf_formats
+from llmx.config import recipe
 from llmx.data import tokenizers
-from llmx.state import Setup
+from llmx.runtime import launch
+from llmx.step.state import Setup
 
 
 def to_hf(
@@ -50,7 +53,7 @@ def to_hf(
         )
     hf_formats.model_config_to_hf(run.model)  # what cannot be written is told before much is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
-    restored = checkpoint.restore_part(
+    restored = checkpointer.restore_part(
         f"{workdir}/checkpoints", _setup(run).abstract.params, step=at_step,
         prefix="ema" if averaged and ema is not False else "params", log=launch.log,
     )  # fmt: skip
@@ -86,7 +89,7 @@ def from_hf(directory: str, workdir: str):
         run.data.tokenizer = str(root / tokenizers.FILE_NAME)
     abstract = _setup(run).abstract.params
     params = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, abstract)
-    with checkpoint.Checkpointer(
+    with checkpointer.Checkpointer(
         f"{workdir}/checkpoints", run.checkpoint, log=launch.log
     ) as checkpoints:
         checkpoints.save(0, {"params": params}, meta={"imported_from": str(directory)}, wait=True)
@@ -99,7 +102,7 @@ def _setup(run: config.Config) -> Setup:
     """The run's model whole on one device."""
     mesh, layout = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
     alone = dataclasses.replace(run, mesh=mesh, sharding=layout)
-    return build.make_setup(alone, devices=jax.devices()[:1])
+    return recipe.make_setup(alone, devices=jax.devices()[:1])
 
 
 def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:

@@ -12,9 +12,14 @@ from typing import Any
 
 import jax
 
-from llmx import build, checkpoint, config, launch, pipeline, sharding, step
+from llmx import config, sharding
+from llmx.checkpoint import checkpointer
+from llmx.config import checks, recipe
 from llmx.data import dataset as data_lib
-from llmx.state import Setup, State
+from llmx.pipeline import schedules
+from llmx.runtime import launch
+from llmx.step import step
+from llmx.step.state import Setup, State
 
 
 def held_out_loss(
@@ -74,10 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         if run.mesh.stage > 1:
             run.batch.accumulation = 1  # its own evaluations too take the batch of a step
         # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
-        run.mesh, run.pipeline = sharding.MeshConfig(), pipeline.PipelineConfig()
-        run = config.resolve(run, jax.device_count())
-        setup = build.make_setup(run)
-        restored = checkpoint.restore_part(
+        run.mesh, run.pipeline = sharding.MeshConfig(), schedules.PipelineConfig()
+        run = checks.resolve(run, jax.device_count())
+        setup = recipe.make_setup(run)
+        restored = checkpointer.restore_part(
             f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
             prefix="ema" if run.optimizer.ema_decay else "params", log=launch.note,
         )  # fmt: skip

@@ -14,7 +14,11 @@ from typing import Any
 
 import jax
 
-from llmx import checkpoint, config, launch, metrics, sharding
+from llmx import config, sharding
+from llmx.checkpoint import checkpointer
+from llmx.config import checks, flags
+from llmx.config import describe as describe_lib
+from llmx.runtime import launch, metrics, plot, signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,26 +30,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun, log = time.perf_counter(), launch.log
     try:
         # 1. The config: all that is wrong with it is told before anything heavy is loaded.
-        command = config.parser("llmx.train", "Train a model; run it again to resume.")
-        _, run, problems = config.parse(command, argv)
+        command = flags.parser("llmx.train", "Train a model; run it again to resume.")
+        _, run, problems = flags.parse(command, argv)
         num_devices = None
         if not launch.problems(run.launch):
             launch.start(run.launch)
             num_devices = launch.device_count(run.launch)
-        run = config.resolve(run, num_devices, problems=problems)
-        checkpoints = checkpoint.Checkpointer(f"{run.workdir}/checkpoints", run.checkpoint, log=log)
+        run = checks.resolve(run, num_devices, problems=problems)
+        checkpoints = checkpointer.Checkpointer(
+            f"{run.workdir}/checkpoints", run.checkpoint, log=log
+        )
 
         # 2. Mesh and shapes: nothing is allocated.
-        from llmx import build
+        from llmx.checkpoint import resume
+        from llmx.config import recipe
 
-        setup = build.make_setup(run)
+        setup = recipe.make_setup(run)
         log(describe(run, setup))
 
         # 3. Data: text is tokenised once, each process then reads its rows of every global batch.
         dataset = open_data(run, log)
 
         # 4. State: restored onto this mesh, whatever it was saved on, or born split.
-        from llmx import resume
+        pass
 
         state, first = resume.restore_or_init(run, setup, checkpoints, dataset, log)
     except ValueError as error:
@@ -63,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as resources:
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(setup.mesh))
-        stop = resources.enter_context(launch.StopSignal(log=log))
-        watchdog = launch.Watchdog(run.launch.watchdog_seconds, log=log)
+        stop = resources.enter_context(signals.StopSignal(log=log))
+        watchdog = signals.Watchdog(run.launch.watchdog_seconds, log=log)
         resources.enter_context(watchdog)
         loop = Loop(run, setup, programs, dataset, state, first)
         resources.callback(loop.close)
@@ -100,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if loop.step == run.steps:
             show_sample(run, setup, loop.state, dataset, log)
     if jax.process_index() == 0 and loop.step > 0:
-        log(f"loss curve: {metrics.plot_loss(run.workdir)}")
+        log(f"loss curve: {plot.plot_loss(run.workdir)}")
     log(farewell(run, loop.step, code))
     return code
 
@@ -110,17 +117,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def describe(run: config.Config, setup) -> str:
     """What is about to be trained, on what."""
-    from llmx import costs
+    from llmx.model import costs
 
     mesh = sharding.mesh_text(setup.mesh.shape)
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     tokens = run.batch.size * run.batch.sequence_length * run.steps
     return (
-        f"model: {config.model_text(run, costs.num_parameters(run.model))}\n"
+        f"model: {describe_lib.model_text(run, costs.num_parameters(run.model))}\n"
         f"mesh:  {mesh} ({jax.devices()[0].device_kind}{processes}), layout {run.sharding.layout}\n"
-        + (f"stages: {stages}\n" if (stages := config.stages_text(run)) else "")
-        + (f"sync:  {agreement}\n" if (agreement := config.sync_text(run)) else "")
-        + f"batch: {config.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
+        + (f"stages: {stages}\n" if (stages := describe_lib.stages_text(run)) else "")
+        + (f"sync:  {agreement}\n" if (agreement := describe_lib.sync_text(run)) else "")
+        + f"batch: {describe_lib.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
     )
 
 
@@ -136,11 +143,12 @@ def open_data(run: config.Config, log: Callable):
 
 def compile_programs(run: config.Config, setup, state, first: int, log: Callable) -> "Programs":
     """The compiled programs of the steps from `first` on, and which of them runs when."""
-    from llmx import step, sync
+    from llmx.step import step
+    from llmx.sync import strategy
 
     timetable = setup.timetable
     if timetable is None:
-        return Programs({sync.MEAN: compile_step(run, setup, log)})
+        return Programs({strategy.MEAN: compile_step(run, setup, log)})
     settled_at = int(jax.device_get(state.sync.settled_at))
     phases = timetable.phases_from(first, settled_at)
     steps = {phase: compile_step(run, setup, log, phase) for phase in phases}
@@ -178,12 +186,13 @@ class Programs:
 
 def compile_step(run: config.Config, setup, log: Callable, phase: str = "mean") -> Callable:
     """The compiled train step; logs how long that took and what a device must hold."""
-    from llmx import build, gradients
+    from llmx.config import recipe
+    from llmx.step import gradients
 
     begun = time.perf_counter()
     with jax.set_mesh(setup.mesh):
         batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
-        lowered = build.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
+        lowered = recipe.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
         traced = time.perf_counter()
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
@@ -214,8 +223,10 @@ class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
     def __init__(self, run: config.Config, setup, programs: Programs, dataset, state, first: int):
-        from llmx import costs, hardware, sharding
+        from llmx import sharding
         from llmx.data import loader
+        from llmx.model import costs
+        from llmx.runtime import hardware
 
         self.run, self.setup, self.programs = run, setup, programs
         self.state, self.step = state, first  # after all steps that were started
@@ -308,7 +319,8 @@ class Evaluation:
     """The loss on the held-out split, when it is due."""
 
     def __init__(self, run: config.Config, setup, dataset, reporter: metrics.Reporter):
-        from llmx import evaluate, step
+        from llmx import evaluate
+        from llmx.step import step
 
         self.run, self.reporter = run, reporter
         eval_step = step.make_eval_step(setup)
@@ -371,6 +383,7 @@ def show_sample(run: config.Config, setup, state, dataset, log: Callable):
     if not run.sample.prompt:
         return
     from llmx import evaluate, generate
+    from llmx.model import sampling
 
     prompt = dataset.tokenizer.encode(run.sample.prompt).tolist()
     room = run.model.max_positions - len(prompt)
@@ -382,7 +395,7 @@ def show_sample(run: config.Config, setup, state, dataset, log: Callable):
     except ValueError as error:
         log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
         return
-    [added] = generate.generate(
+    [added] = sampling.generate(
         setup.apply, params, execution, [prompt],
         max_tokens=min(run.sample.max_tokens, room), temperature=run.sample.temperature,
         top_k=run.sample.top_k, top_p=run.sample.top_p, seed=run.seed,

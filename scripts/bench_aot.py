@@ -13,7 +13,8 @@ import json
 import subprocess
 import sys
 
-from llmx import config, costs, sharding
+from llmx import config, sharding
+from llmx.model import costs
 
 GIB = 2**30
 GOAL = 0.85  # of the other trainer's peak

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from bench_aot import GIB, measure
 
-from llmx import attention, config, sharding
-from llmx.masks import Mask, Scores
+from llmx import config, sharding
+from llmx.model.attention import attend
+from llmx.model.attention.masks import Mask, Scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def compare_on_cpu(length: int = 4096, rounds: int = 3) -> None:
     mask = Mask(rows, None, rows, None, ahead=0)
     compiled = {}
     for name in ("reference", "blockwise"):
-        kernel = attention.IMPLEMENTATIONS[name]
+        kernel = attend.IMPLEMENTATIONS[name]
 
         def both(arrays, cotangent, kernel=kernel):
             run = lambda *arrays: kernel(*arrays, mask, Scores(64**-0.5), device_kind="cpu")  # noqa: E731

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from llmx import build, config, train
+from llmx import config, train
+from llmx.config import checks, flags, recipe
 
 
 def make_bare_step(run: config.Config):
@@ -100,13 +101,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=20, help="of 10 steps each")
     args = parser.parse_args()
     quiet = lambda text: None  # noqa: E731
-    _, run, problems = config.parse(config.parser("bench", ""), ["--config", args.config])
-    run = config.resolve(run, 1, problems=problems)
+    _, run, problems = flags.parse(flags.parser("bench", ""), ["--config", args.config])
+    run = checks.resolve(run, 1, problems=problems)
     run.metrics.progress = "off"
     steps = 10
     with tempfile.TemporaryDirectory() as workdir:
         run.workdir = workdir
-        setup = build.make_setup(run, devices=jax.devices()[:1])
+        setup = recipe.make_setup(run, devices=jax.devices()[:1])
         dataset = train.open_data(run, quiet)
         state = setup.init(0)
         programs = train.compile_programs(run, setup, state, 0, quiet)

@@ -2,7 +2,7 @@
 
     python scripts/draw_context.py [--out docs/long_context.png]
 
-Placements and work are those of `llmx.context`.
+Placements and work are those of `llmx.model.attention.split`.
 """
 
 import argparse
@@ -11,27 +11,27 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from llmx import context
+from llmx.model.attention import ring, split
 
 COLORS = ListedColormap(["#4477aa", "#ee6677", "#228833", "#ccbb44"])
 WAYS, LENGTH = 4, 64
 SPLITS = {
-    "in row order": context.Split(WAYS, zigzag=False),
-    "zigzag": context.Split(WAYS),
+    "in row order": split.Split(WAYS, zigzag=False),
+    "zigzag": split.Split(WAYS),
 }
 
 
-def holders(split: context.Split) -> np.ndarray:
+def holders(chosen: split.Split) -> np.ndarray:
     """int[T]: the device that holds each position."""
     device = np.repeat(np.arange(WAYS), LENGTH // WAYS)
-    return device[np.argsort(split.order(LENGTH))]
+    return device[np.argsort(chosen.order(LENGTH))]
 
 
 def draw(out: str) -> None:
     figure = Figure(figsize=(10, 7.2), layout="constrained")
     grid = figure.subplots(2, 3, width_ratios=(1.25, 1.25, 1))
-    for row, (name, split) in zip(grid, SPLITS.items(), strict=True):
-        held = holders(split)
+    for row, (name, chosen) in zip(grid, SPLITS.items(), strict=True):
+        held = holders(chosen)
         by_query = np.where(np.tri(LENGTH, dtype=bool), held[:, None], np.nan)
         row[0].imshow(by_query, cmap=COLORS, vmin=0, vmax=WAYS - 1, interpolation="nearest")
         row[0].set_title(f"{name}: who computes a score")
@@ -44,7 +44,7 @@ def draw(out: str) -> None:
         row[1].set_title("at which step of the ring")
         row[1].set_xlabel("position of the key")
         figure.colorbar(image, ax=row[1], ticks=range(WAYS), boundaries=np.arange(WAYS + 1) - 0.5)
-        work = context.scores_per_device(split, LENGTH)
+        work = ring.scores_per_device(chosen, LENGTH)
         row[2].bar(range(WAYS), work / work.mean(), color=COLORS.colors)
         row[2].axhline(1, color="black", linewidth=0.8)
         row[2].set_title(f"work: busiest {work.max() / work.mean():.2f} x mean")

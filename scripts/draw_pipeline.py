@@ -13,15 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from llmx import pipeline, plan
+from llmx.pipeline import schedule, schedules, simulate
+from llmx.plan import draw as draw_lib
 
 STAGES, MICROBATCHES = 4, 8
 
 
 def draw(out: str) -> None:
-    tables = [make(STAGES, MICROBATCHES) for make in pipeline.SCHEDULES.values()]
+    tables = [make(STAGES, MICROBATCHES) for make in schedules.SCHEDULES.values()]
     lines = [
-        pipeline.simulate(table, forward=1, backward=1, weight=1, barriers=True) for table in tables
+        simulate.simulate(table, forward=1, backward=1, weight=1, barriers=True) for table in tables
     ]
     span = max(timeline.step_time for timeline in lines)
     figure = Figure(figsize=(15, 1.55 * len(tables) + 0.9), layout="constrained")
@@ -34,12 +35,12 @@ def draw(out: str) -> None:
     figure.savefig(out, dpi=100)
 
 
-def _draw(axes: Axes, table: pipeline.Table, timeline: pipeline.Timeline) -> None:
-    facts = pipeline.check(table)
+def _draw(axes: Axes, table: schedule.Table, timeline: simulate.Timeline) -> None:
+    facts = schedule.check(table)
     axes.barh(range(STAGES), timeline.step_time, 0.94, color="#eeeeee")
     parts = [table.parts_of(stage) for stage in range(STAGES)]
     for tick, stage, (kind, microbatch, part) in table.operations():
-        color = plan.shade(pipeline.KINDS[kind], parts[stage].index(part), table.chunks)
+        color = draw_lib.shade(schedule.KINDS[kind], parts[stage].index(part), table.chunks)
         start, end = timeline.start[tick, stage], timeline.end[tick, stage]
         axes.barh(stage, end - start, 0.94, start, color=color, edgecolor="white", linewidth=0.6)
         ink = "white" if np.dot(color, (0.3, 0.59, 0.11)) < 0.55 else "black"
@@ -64,7 +65,9 @@ def _draw(axes: Axes, table: pipeline.Table, timeline: pipeline.Timeline) -> Non
 def _patches() -> list[Patch]:
     kinds = {"forward": "forward", "backward": "backward", "weight": "gradients of weights"}
     return [
-        Patch(color=plan.shade(kind, chunk, 2), label=name + ", second part of the stage" * chunk)
+        Patch(
+            color=draw_lib.shade(kind, chunk, 2), label=name + ", second part of the stage" * chunk
+        )
         for kind, name in kinds.items()
         for chunk in (0, 1)
     ]

@@ -3,7 +3,7 @@
     python scripts/draw_slow_networks.py [--out docs/slow_networks.png]
 
 Llama-3 8B on eight replicas of eight H100s (hsdp: a replica is split over `fsdp`), one row of 8,192
-tokens on each. Bytes and times are those of `llmx.sync_costs`; nothing is measured. Also prints
+tokens on each. Bytes and times are those of `llmx.plan.network`; nothing is measured. Also prints
 them as a table of docs/slow_networks.md.
 """
 
@@ -17,9 +17,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from llmx import config, hardware, optim, sync, sync_costs
-from llmx.sync import SyncConfig
-from llmx.sync_costs import Link, Part
+from llmx import config
+from llmx.plan import network
+from llmx.plan.network import Link, Part
+from llmx.runtime import hardware
+from llmx.step import optimizers
+from llmx.sync import strategy
+from llmx.sync.strategy import SyncConfig
 
 RUN = pathlib.Path(__file__).parent.parent / "configs" / "llama3_8b.py"
 SIZES = {"stage": 1, "data": 8, "fsdp": 8, "expert": 1, "sequence": 1, "tensor": 1}
@@ -44,19 +48,19 @@ LINES = (
 
 def parts_of(run: config.Config, chosen: SyncConfig, reduce_bytes: int) -> list[Part]:
     """The steps of a run with this strategy."""
-    replicas = sync_costs.replicas_of(chosen, run.model, SIZES)
-    schedule = optim.make_schedule(run.optimizer, total_steps=run.steps)
+    replicas = network.replicas_of(chosen, run.model, SIZES)
+    schedule = optimizers.make_schedule(run.optimizer, total_steps=run.steps)
     rates = jax.vmap(schedule)(jnp.arange(run.steps))
-    timetable = sync.timetable(chosen, total_steps=run.steps, rates=rates)
-    parts = sync_costs.of_run(replicas, timetable, reduce_bytes=reduce_bytes)
+    timetable = strategy.timetable(chosen, total_steps=run.steps, rates=rates)
+    parts = network.of_run(replicas, timetable, reduce_bytes=reduce_bytes)
     # One step of warm-up stands for none: these strategies need some.
-    return [part for part in parts if chosen.warmup_steps != 1 or part.phase != sync.MEAN]
+    return [part for part in parts if chosen.warmup_steps != 1 or part.phase != strategy.MEAN]
 
 
 def draw(run: config.Config, compute: float, lines: dict[str, list[Part]], out: str) -> None:
     speeds = np.geomspace(TICKS[0], TICKS[-1], 200)
     times = {
-        label: [sync_costs.step_seconds(parts, Link(speed * GBIT), compute) for speed in speeds]
+        label: [network.step_seconds(parts, Link(speed * GBIT), compute) for speed in speeds]
         for label, parts in lines.items()
     }
     figure = Figure(figsize=(11, 7), layout="constrained")
@@ -122,16 +126,16 @@ def table(compute: float, lines: dict[str, list[Part]]) -> str:
         + " | ".join(f"{speed:g}" for speed in shown) + " Gbit/s |",
         "| --- |" + " --- |" * (2 + len(shown)),
     ]  # fmt: skip
-    usual = sync_costs.per_step(lines["mean, bf16"]).bytes
+    usual = network.per_step(lines["mean, bf16"]).bytes
     for label, parts in lines.items():
-        sent = sync_costs.per_step(parts).bytes
-        times = [sync_costs.step_seconds(parts, Link(speed * GBIT), compute) for speed in shown]
+        sent = network.per_step(parts).bytes
+        times = [network.step_seconds(parts, Link(speed * GBIT), compute) for speed in shown]
         rows.append(
             f"| {label} | {sent / 1e6:,.0f} | {_ratio(usual / sent)} | "
             + " | ".join(f"{time:.3g}" for time in times) + " |"
         )  # fmt: skip
     sent = lines["mean, fp32"][0].step
-    late = [sync_costs.late_seconds(sent, Link(speed * GBIT), compute, 1) for speed in shown]
+    late = [network.late_seconds(sent, Link(speed * GBIT), compute, 1) for speed in shown]
     rows.append(
         f"| fp32 in the background, a step late or more (a bound) | {sent.bytes / 1e6:,.0f} | "
         f"{_ratio(usual / sent.bytes)} | " + " | ".join(f"{time:.3g}" for time in late) + " |"
@@ -148,7 +152,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/slow_networks.png", help="file to write")
     args = parser.parse_args()
     run = runpy.run_path(str(RUN))["get_config"]()
-    compute = sync_costs.compute_seconds(
+    compute = network.compute_seconds(
         run.model, tokens=run.batch.sequence_length, sequence_length=run.batch.sequence_length,
         chip=CHIP, utilization=UTILIZATION,
     )  # fmt: skip

@@ -3,10 +3,10 @@
     python scripts/local_cluster.py -n 4 -- python -m llmx.train --config configs/quickstart.py
 
 Each process gets LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID, which
-`llmx.launch.start` reads. Process 0 writes to this terminal as it is; the lines of the others
-begin with [1], [2], ... Ctrl-C and SIGTERM are passed on. When one process fails, the others get
-a few seconds and are ended. Exit code: the first failure's (128 + signal if it was killed), else
-0.
+`llmx.runtime.launch.start` reads. Process 0 writes to this terminal as it is; the lines of the
+others begin with [1], [2], ... Ctrl-C and SIGTERM are passed on. When one process fails, the others
+get a few seconds and are ended. Exit code: the first failure's (128 + signal if it was killed),
+else 0.
 """
 
 import argparse

@@ -11,6 +11,7 @@ copy of this script; the cases are the ones of this tree. Kernels for TPU and GP
 """
 
 import argparse
+import base64
 import difflib
 import json
 import os
@@ -96,7 +97,7 @@ CASES = [
         mesh__tensor=2,
         batch__accumulation=2,
         remat="full",
-    ),  # fmt: skip
+    ),
     *map(sync, ("int8", "top_k", "power_sgd", "stale", "local_sgd")),
     sync("one_bit", optimizer__name="adamw", sync__warmup_steps=-1),
     sync("one_bit_lamb", optimizer__name="lamb"),
@@ -110,7 +111,7 @@ CASES = [
         mesh__data=2,
         mesh__fsdp=2,
         batch__accumulation=2,
-    ),  # fmt: skip
+    ),
 ]
 
 
@@ -121,7 +122,11 @@ def programs(given: dict):
     """(name, lowered) of every program of a case."""
     import jax
 
-    from llmx import build, config, families, step, topologies
+    from llmx import config
+    from llmx.aot import topologies
+    from llmx.config import checks, recipe
+    from llmx.model import families
+    from llmx.step import step
 
     run = config.default()
     run.workdir, run.steps, run.precision = "unused", 60, "fp32"
@@ -139,12 +144,12 @@ def programs(given: dict):
     if given["topology"]:
         topology = topologies.parse(given["topology"])
         devices, run.launch.platform = topologies.devices(topology), topology.platform
-    run = config.resolve(run, count)
-    setup = build.make_setup(run, devices=devices[:count])
+    run = checks.resolve(run, count)
+    setup = recipe.make_setup(run, devices=devices[:count])
     batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
     with jax.set_mesh(setup.mesh):
         for phase in ("mean",) if setup.timetable is None else setup.timetable.phases:
-            lowered = build.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
+            lowered = recipe.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
             yield phase, lowered
         for fragments, meeting in step.make_meetings(setup).items():
             yield f"exchange{fragments}", meeting.lower(setup.abstract)
@@ -152,11 +157,23 @@ def programs(given: dict):
             yield "evaluation", step.make_eval_step(setup).lower(setup.abstract.params, batch)
 
 
-# ------------------------------------------------------------------------------------ of all of them
+# ---------------------------------------------------------------------------------- of all of them
+
+
+def kernel_text(body: str) -> str:
+    """A TPU kernel's bytecode as text, without the lines of the source that it names."""
+    from jax._src.lib import tpu
+    from jax._src.lib.mlir import ir
+
+    with ir.Context() as context:
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        return ir.Module.parse(base64.b64decode(body)).operation.get_asm()
 
 
 def stripped(text: str) -> str:
     """A lowered program without what only names things."""
+    text = re.sub(r"(?<=body\\22: \\22)[\w+/=]+", lambda body: kernel_text(body.group()), text)
     text = re.sub(r" ?loc\([^()]*(?:\([^()]*\)[^()]*)*\)", "", text)
     text = re.sub(r'jax\.result_info = "[^"]*"', "", text)
     numbers: dict[str, int] = {}
@@ -174,7 +191,7 @@ def write(folder: pathlib.Path, cases: list[dict]):
     jax.config.update("jax_num_cpu_devices", DEVICES)
     for given in cases:
         for name, lowered in programs(given):
-            (folder / f"{given['name']}.{name}.txt").write_text(stripped(lowered.as_text()))
+            (folder / f"{given['name']}.{name}.txt").write_text(lowered.as_text())
         jax.clear_caches()
 
 
@@ -225,7 +242,7 @@ def main() -> int:
         different = 0
         for name in sorted(names):
             old, new = (
-                path.read_text() if (path := scratch / which / name).exists() else ""
+                stripped(path.read_text()) if (path := scratch / which / name).exists() else ""
                 for which in ("old", "new")
             )
             if old != new:

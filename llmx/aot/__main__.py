@@ -1,0 +1,78 @@
+"""Compiles the train step for a machine that is not here, and shows the bill:
+
+    python -m llmx.aot --config configs/llama3_8b.py --topology v5p:2x2x2 [--suggest] [--json]
+
+The step is the one that `llmx.train` runs, compiled by the compiler that would compile it there;
+state and batch are shapes only. A program that does not fit is a result too. Exit codes: 0 the
+program fits, 1 it does not, 2 the config or topology is wrong, or the compiler refuses the program.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from llmx.aot import compiler, report, suggest, topologies
+from llmx.aot.compiler import CompileError
+from llmx.aot.report import Result, Trial
+from llmx.config import checks, flags
+from llmx.runtime import launch
+
+FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the bill; returns the exit code."""
+    command = flags.parser("llmx.aot", "Compile the train step for a machine that is not here.")
+    _add_arguments(command)
+    try:
+        args, run, problems = flags.parse(command, argv)
+        try:
+            topology = topologies.parse(args.topology)
+        except ValueError as error:
+            checks.resolve(run, problems=[*problems, str(error)])
+            raise  # resolve does, with the config's own problems
+        run = compiler.resolve(run, topology, problems=problems)
+        launch.note(f"compiling for {topology.text}")
+        result = compiler.compile(run, topology, phase=args.phase)
+        trials = suggest.suggest(result, log=launch.note) if args.suggest else None
+    except (ValueError, CompileError) as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    if args.save_hlo:
+        save(result, pathlib.Path(args.save_hlo), trials)
+    print(json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials))
+    return FITS if result.fits else DOES_NOT_FIT
+
+
+def _add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--topology", required=True,
+        help="the machine, e.g. v5p:2x2x2, 4@v5e:16x16 (four slices), h100:4x8 (docs/aot.md)",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument(
+        "--suggest", action="store_true",
+        help="compile variants: that fit, or if it fits already, faster ones that still do",
+    )  # fmt: skip
+    command.add_argument(
+        "--phase", default="",
+        help="with sync.strategy: which program; mean, compressed, alone, variance, or exchange",
+    )  # fmt: skip
+    command.add_argument(
+        "--save-hlo", metavar="DIR", default="",
+        help="write the program before and after optimisation, and bill.json",
+    )  # fmt: skip
+
+
+def save(result: Result, folder: pathlib.Path, trials: Sequence[Trial] | None = None) -> None:
+    """Writes the program before and after optimisation, and the bill as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "before_optimization.txt").write_text(result.before)
+    (folder / "after_optimization.txt").write_text(result.after)
+    (folder / "bill.json").write_text(json.dumps(report.to_json(result, trials), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""The train step of a run compiled for a machine, and what that compiler says of it."""
+
+import copy
+import dataclasses
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from llmx import config, sharding
+from llmx.aot import peak_memory, report, topologies
+from llmx.aot import program as program_lib
+from llmx.aot.report import Memory, Result
+from llmx.config import checks
+
+
+class CompileError(RuntimeError):
+    """The compiler refuses the program, for another reason than its size."""
+
+
+# ------------------------------------------------------------------------------------- compiling
+
+
+def resolve(
+    run: config.Config, topology: topologies.Topology, *, problems: Sequence[str] = ()
+) -> config.Config:
+    """`run` resolved for the machine. Raises ConfigError with all that is wrong."""
+    run, problems = copy.deepcopy(run), list(problems)
+    if run.launch.platform not in ("", topology.platform):
+        problems.append(
+            f"launch.platform={run.launch.platform!r} and topology {topology.name} is a "
+            f"{topology.platform}: set --config.launch.platform={topology.platform}"
+        )
+    else:
+        run.launch.platform = topology.platform
+    if topology.num_slices > 1 and not run.mesh.across_slices:
+        problems.append(
+            f"topology {topology.name} has {topology.num_slices} slices: name the mesh axes of "
+            f"that size between them, --config.mesh.across_slices=\"('data',)\" with "
+            f"--config.mesh.data={topology.num_slices}"
+        )
+    return checks.resolve(run, topology.num_devices, problems=problems)
+
+
+EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
+
+
+def compile(run: config.Config, topology: str | topologies.Topology, *, phase: str = "") -> Result:
+    """The bill of a run's train step on a machine.
+
+    `phase`: of a run whose replicas do not agree by the mean of gradients, which of its programs:
+    one of the phases of `llmx.sync`, or "exchange"; "" = the phase in which most steps are.
+
+    Raises ValueError for what is wrong with config or topology, CompileError where the compiler
+    refuses the program. One that does not fit is a `Result`.
+    """
+    if isinstance(topology, str):
+        topology = topologies.parse(topology)
+    run = resolve(run, topology)
+    devices = topologies.devices(topology)
+    import jax
+
+    from llmx.config import recipe
+    from llmx.model import costs
+
+    setup = recipe.make_setup(run, devices=devices)
+    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
+    # Traces and programs of an earlier call must not shorten this one's times.
+    jax.clear_caches()
+    began = time.perf_counter()
+    with jax.set_mesh(setup.mesh), tempfile.TemporaryDirectory() as folder:
+        try:
+            chosen = _phase(setup, phase)
+            lowered = _lowered(run, setup, chosen, batch)
+        except NotImplementedError as error:
+            raise CompileError(_first_lines(f"jax cannot trace it: {error}")) from error
+        lowered_at = time.perf_counter()
+        compiled, refusal = _compile(lowered, topology.platform, folder)
+        compiled_at = time.perf_counter()
+        dump = peak_memory.read_dump(folder, "meeting" if chosen == EXCHANGE else "train_step")
+    peak = peak_memory.at_peak(dump)
+    memory, unknown = _memory(compiled, refusal, peak, topology)
+    after = dump.after if compiled is None else compiled.as_text()
+    program = None
+    if after:
+        sizes = list(setup.mesh.shape.items())
+        program = program_lib.read(after, sizes, across_slices=run.mesh.across_slices)
+        unknown += program.unknown
+    tokens = run.batch.size * run.batch.sequence_length
+    each = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+    return Result(
+        run=run, topology=topology, phase=chosen, fused=_fused(setup, chosen), memory=memory,
+        largest=() if peak is None else peak.buffers,
+        program=program, state=state_bytes(setup, batch),
+        num_parameters=costs.num_parameters(run.model),
+        model_flops=each * tokens / topology.num_devices,
+        lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
+        versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
+    )  # fmt: skip
+
+
+def _phase(setup, phase: str) -> str:
+    """The phase to compile; "" where a run has one program only."""
+    if setup.timetable is None:
+        if phase:
+            raise ValueError(
+                f"--phase={phase}: the run has one program, as its sync.strategy is 'mean'; leave "
+                "it out"
+            )
+        return ""
+    known = (*setup.timetable.phases, *((EXCHANGE,) if setup.alone else ()))
+    if phase and phase not in known:
+        raise ValueError(f"--phase={phase}: the programs of this run are {', '.join(known)}")
+    return phase or setup.timetable.phases[-1]
+
+
+def _lowered(run: config.Config, setup, phase: str, batch: Any) -> Any:
+    from llmx.config import recipe
+    from llmx.step import step
+
+    if phase == EXCHANGE:
+        every_part = tuple(range(setup.timetable.num_fragments))
+        return step.make_meetings(setup)[every_part].lower(setup.abstract)
+    made = recipe.make_train_step(run, setup, **({"phase": phase} if phase else {}))
+    return made.lower(setup.abstract, batch)
+
+
+def _fused(setup, phase: str) -> tuple[int, tuple[int, ...]]:
+    """How many tensors are compressed, and the bytes of each message that they are fused into."""
+    if setup.replicas is None or phase not in ("compressed", EXCHANGE):
+        return 0, ()
+    return setup.replicas.messages()
+
+
+def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, "OutOfMemory | None"]:
+    """The compiled program, or why it does not fit; what XLA writes of it goes to `folder`."""
+    import jax
+
+    # A program from the cache would have taken no time, and its buffers are not written.
+    cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    # A dump that the user asks for goes where they want it; buffers are then unknown.
+    own = "xla_dump_to" in os.environ.get("XLA_FLAGS", "")
+    options = {} if own else peak_memory.dump_options(folder)
+    try:
+        return topologies.compile(lowered, platform, options), None
+    except jax.errors.JaxRuntimeError as error:
+        refusal = parse_out_of_memory(str(error))
+        if refusal is None:
+            raise CompileError(_first_lines(str(error))) from error
+        return None, refusal
+    finally:
+        jax.config.update("jax_enable_compilation_cache", cached)
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    more = [f"... and {len(lines) - count} more lines"] if len(lines) > count else []
+    return "\n".join(["the compiler refuses the program:", *lines[:count], *more])
+
+
+def _memory(
+    compiled: Any, refusal: "OutOfMemory | None", peak: peak_memory.Peak | None, topology
+) -> tuple[Memory, list[str]]:
+    """What a device must hold, and what of it is not told."""
+    unknown = []
+    if peak is None:
+        unknown.append("the arrays at the peak: the compiler wrote no buffer assignment")
+    if topology.platform == "gpu":
+        unknown.append(
+            "memory of the CUDA context, of NCCL and of cuDNN's workspaces: not in the program"
+        )
+    if compiled is not None:
+        told = compiled.memory_analysis()
+        return Memory(
+            arguments=told.argument_size_in_bytes,
+            outputs=told.output_size_in_bytes - told.alias_size_in_bytes,
+            temporaries=told.temp_size_in_bytes,
+            peak=told.peak_memory_in_bytes,
+            limit=topology.hbm_bytes,
+            host=told.host_argument_size_in_bytes + told.host_temp_size_in_bytes
+            + told.host_output_size_in_bytes - told.host_alias_size_in_bytes,
+        ), unknown  # fmt: skip
+    unknown.append("host memory, and outputs apart from temporaries: the compilation stopped there")
+    needed = refusal.needed if peak is None else peak.bytes
+    state = 0 if peak is None else sum(each.bytes for each in peak.buffers if each.argument)
+    if abs(needed - refusal.needed) > 0.01 * refusal.needed:
+        unknown.append(
+            f"which of {report.size(needed)} (buffers) and {report.size(refusal.needed)} is right"
+        )
+        needed = refusal.needed
+    return Memory(
+        arguments=state, outputs=0, temporaries=needed - state, peak=needed,
+        limit=refusal.available, host=None,
+    ), unknown  # fmt: skip
+
+
+def state_bytes(setup, batch) -> dict[str, int]:
+    """Bytes of one device, by part of the state."""
+    parts = {
+        "parameters": setup.abstract.params,
+        "optimizer": setup.abstract.opt_state,
+        "average": setup.abstract.ema,
+        "replicas": setup.abstract.sync,
+        "batch": batch,
+    }
+    sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _versions(topology: topologies.Topology) -> dict[str, str]:
+    import importlib.metadata
+
+    import jax
+
+    packages = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+    found = {"jax": jax.__version__}
+    for package in packages[topology.platform]:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# ---------------------------------------------------------------------------------- out of memory
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """What XLA:TPU says of a program that does not fit, in bytes of one device."""
+
+    needed: int
+    available: int
+
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_AMOUNT = r"([\d.]+)([KMGTB]?)"
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory | None:
+    """The two amounts in a compiler's message; None: it is about something else than HBM.
+
+    Vector memory is something else: a kernel's blocks are too large there, whatever the state is.
+    """
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    for pattern in (
+        rf"HLO temporaries \({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)",
+        rf"Ran out of memory in memory space hbm. Used {_AMOUNT} of {_AMOUNT} hbm",
+    ):
+        if match := re.search(pattern, text):
+            needed, needed_unit, available, available_unit = match.groups()
+            return OutOfMemory(
+                int(float(needed) * _UNITS[needed_unit]),
+                int(float(available) * _UNITS[available_unit]),
+            )
+    return None

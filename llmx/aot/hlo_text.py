@@ -1,0 +1,550 @@
+"""The text of a compiled XLA program, taken apart: computations, instructions, types, groups of
+devices, and what can be known of scalars: how often a loop runs, and what depends on the device.
+
+`compiled.as_text()` of CPU, GPU and TPU is one language with three accents. What is read here is
+what all of them print; `llmx.aot.program` makes a bill of it.
+
+Reference: openxla.org/xla/operation_semantics; xla/hlo/parser in github.com/openxla/xla.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+# -------------------------------------------------------------------------------------------- types
+
+_SPECIAL_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_TYPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+
+
+@functools.cache
+def bits_of(dtype: str) -> int:
+    """Bits of one element: of "bf16", "f8e4m3fn", "u4", ..."""
+    if dtype in _SPECIAL_BITS:
+        return _SPECIAL_BITS[dtype]
+    width = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
+    if width is None:
+        raise ValueError(f"element type {dtype!r} of the program's text is unknown: add its width")
+    return int(width.group(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """The type of one array: of its logical shape, without layout and padding."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.size * bits_of(self.dtype) // 8)
+
+
+def arrays_of(type_text: str) -> tuple[Array, ...]:
+    """The arrays of a type, tuples flattened; tokens are left out."""
+    return tuple(
+        Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims in _TYPE.findall(type_text)
+        if dtype not in ("token", "opaque")
+    )
+
+
+# ------------------------------------------------------------------------------------- instructions
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+    """One instruction. `rest` is all that its line says after the opcode's parenthesis opens."""
+
+    name: str
+    type: str
+    op: str
+    rest: str
+    root: bool
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        return arrays_of(self.type)
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    @functools.cached_property
+    def _end(self) -> int:
+        """Where the parenthesis of the operands closes."""
+        depth = 0
+        for found in re.finditer(r"[()]", self.rest):
+            if found.group() == "(":
+                depth += 1
+            elif depth == 0:
+                return found.start()
+            else:
+                depth -= 1
+        return len(self.rest)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(re.findall(r"%([\w.\-]+)", self.rest[: self._end]))
+
+    @property
+    def literal(self) -> str:
+        """What stands in the parenthesis of a constant or a parameter."""
+        return self.rest[: self._end]
+
+    @functools.cached_property
+    def attributes(self) -> str:
+        """Everything after the operands that the compiler does not keep for itself."""
+        return self.rest[self._end :].partition(", backend_config=")[0]
+
+    @functools.cached_property
+    def config(self) -> str:
+        """`backend_config`: what the compiler keeps for itself."""
+        return self.rest[self._end :].partition(", backend_config=")[2]
+
+    def attribute(self, name: str) -> str | None:
+        """The name or number that follows `name=`."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return found and found.group(1)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """The numbers of `name={0,1}`; () where there is none."""
+        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(number) for number in found.group(1).split(",") if number) if found else ()
+
+    def quoted(self, name: str) -> str | None:
+        """The text of `name="..."`."""
+        found = re.search(rf'\b{name}="([^"]*)"', self.attributes)
+        return found and found.group(1)
+
+    def configured(self, name: str) -> str | None:
+        """The value of `"name":"value"` or `"name":value` in the compiler's own configuration."""
+        found = re.search(rf'"{name}":"?([\w.$\-+]+)', self.config)
+        return found and found.group(1)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations that it runs once, or of which it runs one; not those of a loop."""
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        if branches:
+            return tuple(re.findall(r"%([\w.\-]+)", branches.group(1)))
+        names = {
+            "conditional": ("true_computation", "false_computation"),
+            "call": ("to_apply",),
+            "call-start": ("to_apply",),
+        }.get(self.op, ("calls",))
+        return tuple(found for name in names if (found := self.attribute(name)))
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+    name: str
+    instructions: list[Instruction]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        return {each.name: index for index, each in enumerate(self.instructions)}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
+        for each in self.instructions:
+            for operand in dict.fromkeys(each.operands):
+                found[operand].append(each)
+        return found
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next((each for each in self.instructions if each.root), self.instructions[-1])
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {int(each.literal): each for each in self.instructions if each.op == "parameter"}
+
+    def operands_of(self, instruction: Instruction) -> list[Instruction]:
+        return [self.by_name[name] for name in instruction.operands]
+
+
+@dataclasses.dataclass(eq=False)
+class Module:
+    computations: dict[str, Computation]
+    entry: Computation
+    num_partitions: int
+    num_replicas: int
+
+    def called(self, instruction: Instruction) -> Iterator[Computation]:
+        for name in instruction.called:
+            yield self.computations[name]
+
+    def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+        """All instructions of the computations that a fusion calls, those of fusions in it too."""
+        for computation in self.called(instruction):
+            for each in computation.instructions:
+                yield computation, each
+                if each.op == "fusion":
+                    yield from self.inside(each)
+
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_TAIL = re.compile(r'^\}(, execution_thread="\w+")?$')
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$", re.DOTALL)
+_BEGIN = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = ")
+
+
+def parse(text: str) -> Module:
+    """The module of a compiled program's text.
+
+    Raises ValueError where the text is none, or is one without a schedule.
+    """
+    lines = text.split("\n")
+    if not lines[0].startswith("HloModule") or "is_scheduled=true" not in lines[0]:
+        raise ValueError(
+            f"the text begins with {lines[0][:60]!r}: give what `compiled.as_text()` returns, "
+            "'HloModule ..., is_scheduled=true, ...' (a lowered program is not compiled yet)"
+        )
+    computations: dict[str, Computation] = {}
+    entry = current = None
+    pieces: list[str] = []
+
+    def finish():
+        if pieces:
+            current.instructions.append(_instruction("\n".join(pieces)))
+            pieces.clear()
+
+    for line in lines[1:]:
+        if current is None:
+            if head := _HEAD.match(line):
+                current = computations[head.group(2)] = Computation(head.group(2), [])
+                entry = current if head.group(1) else entry
+        # Metadata of Pallas calls has line breaks and lines that begin with "}}": only a brace
+        # alone ends a computation, and a line that begins no instruction belongs to the last one.
+        elif _TAIL.match(line):
+            finish()
+            current = None
+        elif _BEGIN.match(line):
+            finish()
+            pieces.append(line)
+        elif pieces:
+            pieces.append(line)
+    if entry is None:
+        raise ValueError("the program's text has no ENTRY computation: it is cut off")
+    count = {
+        name: int(found.group(1)) if (found := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
+        for name in ("num_partitions", "replica_count")
+    }
+    return Module(computations, entry, count["num_partitions"], count["replica_count"])
+
+
+def _instruction(text: str) -> Instruction:
+    found = _LINE.match(text)
+    if found is None:
+        raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
+    root, name, type_text, op, rest = found.groups()
+    return Instruction(name, type_text, op, rest, bool(root))
+
+
+# ----------------------------------------------------------------------------- what they are called
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+
+
+def collective_kind(instruction: Instruction) -> str | None:
+    """The kind of a collective, of its start where it has one; None for everything else."""
+    kind = instruction.op.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
+
+
+# Parts of an operation's name that tell how it was traced.
+_TRACING = {"while", "body", "closed_call", "shard_map", "checkpoint", "remat2", "eval_jaxpr"}
+_LONGEST_SOURCE, _HEAD_OF_SOURCE = 100, 40
+
+
+def source_of(instruction: Instruction) -> str:
+    """The operation of the traced program that an instruction comes from; "" where none is told."""
+    name = instruction.quoted("op_name") or ""
+    parts = [part for part in name.split("/") if part not in _TRACING]
+    short = "/".join(parts[1:] if parts[0].startswith("jit(") else parts)
+    if len(short) <= _LONGEST_SOURCE:
+        return short
+    return f"{short[:_HEAD_OF_SOURCE]}...{short[_HEAD_OF_SOURCE + 3 - _LONGEST_SOURCE :]}"
+
+
+def told(instruction: Instruction) -> str:
+    """An instruction as a reader of the text and of the program would know it."""
+    source = source_of(instruction)
+    return f"{instruction.name} ({source})" if source else instruction.name
+
+
+# ------------------------------------------------------------------------------------ device groups
+
+_GRID = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=[,\s)]|$)")
+_MESH = re.compile(
+    r"replica_groups=@?mesh[\[<]([^\]>]*)[\]>](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
+)
+_LIST = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})?\}")
+
+
+def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | None:
+    """The groups of logical devices that a collective works in; of a permute, its pairs.
+
+    None where the text spells them in a way that is not known here.
+    """
+    text = instruction.attributes
+    if found := _GRID.search(text):
+        shape, dims, order = (_integers(part or "") for part in found.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    if found := _MESH.search(text):
+        return _mesh_groups(*found.groups())
+    if found := _LIST.search(text):
+        if found.group(1) is None:
+            return [list(range(num_devices))]
+        return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", found.group(1))]
+    return None
+
+
+def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] | None:
+    """Groups along axes of a mesh of the compiler's: `'x'=4,'y'=2`, `[2,4]T(1,0)`, `'x':(2)2,'y'`.
+
+    `x:(2)2` is the part of axis x of size 2 with 2 outside it.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
+    parts = re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?(?:,|$)", used)
+    if not sizes or any(name not in sizes for name, _, _ in parts):
+        return None
+    ids = np.arange(math.prod(sizes.values()))
+    if devices and (grid := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices)):
+        dims, order = _integers(grid.group(1)), _integers(grid.group(2) or "")
+        ids = ids.reshape(dims)
+        ids = (ids.transpose(order) if order else ids).reshape(-1)
+    elif devices:
+        ids = np.array(_integers(devices))
+    shape, inside = [], []
+    for axis, size in sizes.items():
+        spans = [
+            (int(before or 1), int(before or 1) * int(part or size))
+            for name, before, part in parts
+            if name == axis
+        ]
+        cuts = sorted({1, size}.union(*spans))
+        for low, high in itertools.pairwise(cuts):
+            shape.append(high // low)
+            inside.append(any(begin <= low < end for begin, end in spans))
+    order = sorted(range(len(shape)), key=lambda dim: inside[dim])
+    length = math.prod(size for size, within in zip(shape, inside, strict=True) if within)
+    return ids.reshape(shape).transpose(order).reshape(-1, length).tolist()
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.strip()]
+
+
+# ----------------------------------------------------------------------------- scalars, trip counts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """A computation and the instruction that runs it: how a parameter is followed to its source."""
+
+    computation: Computation
+    caller: Instruction | None = None
+    parent: "Frame | None" = None
+    # Inside the loop that is looked at, elements of its state that change stay symbols.
+    symbolic: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """An integer, or element `symbol` of the state of a loop plus an integer."""
+
+    value: int
+    symbol: int | None = None
+
+
+_SAME = {
+    "copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "optimization-barrier",
+    "broadcast",
+}  # fmt: skip
+
+
+def scalar(module: Module, frame: Frame, name: str, path: tuple[int, ...] = ()) -> Scalar | None:
+    """The integer that an instruction yields (element `path` of its tuple), or None: not known."""
+    each = frame.computation.by_name[name]
+    if each.op == "constant":
+        return Scalar(int(each.literal)) if re.fullmatch(r"-?\d+", each.literal) else None
+    if each.op in _SAME:
+        return scalar(module, frame, each.operands[0], path)
+    if each.op == "get-tuple-element":
+        return scalar(module, frame, each.operands[0], (int(each.attribute("index")), *path))
+    if each.op == "tuple" and path:
+        return scalar(module, frame, each.operands[path[0]], path[1:])
+    if each.op == "parameter":
+        return _parameter(module, frame, int(each.literal), path)
+    if each.op in ("fusion", "call"):
+        (computation,) = module.called(each)
+        inner = Frame(computation, each, frame, frame.symbolic)
+        return scalar(module, inner, computation.root.name, path)
+    if each.op == "while":
+        passed = path and _passes(module, each, path[0])
+        return scalar(module, frame, each.operands[0], path) if passed else None
+    if each.op in ("add", "subtract", "multiply"):
+        left, right = (scalar(module, frame, operand) for operand in each.operands)
+        return _combine(each.op, left, right)
+    return None
+
+
+def _parameter(module: Module, frame: Frame, number: int, path: tuple[int, ...]) -> Scalar | None:
+    caller, parent = frame.caller, frame.parent
+    if caller is None:
+        return None
+    if caller.op == "while":
+        if not path:
+            return None
+        if _passes(module, caller, path[0]):
+            return scalar(module, parent, caller.operands[0], path)
+        return Scalar(0, path[0]) if frame.symbolic and len(path) == 1 else None
+    if caller.op == "conditional":
+        number = 1 + list(caller.called).index(frame.computation.name)
+    # What begins without operands gets them later.
+    known = number < len(caller.operands)
+    return scalar(module, parent, caller.operands[number], path) if known else None
+
+
+def _combine(op: str, left: Scalar | None, right: Scalar | None) -> Scalar | None:
+    if left is None or right is None:
+        return None
+    if left.symbol is None and right.symbol is None:
+        a, b = left.value, right.value
+        return Scalar({"add": a + b, "subtract": a - b, "multiply": a * b}[op])
+    if op == "add" and (left.symbol is None or right.symbol is None):
+        symbol = right.symbol if left.symbol is None else left.symbol
+        return Scalar(left.value + right.value, symbol)
+    if op == "subtract" and right.symbol is None:
+        return Scalar(left.value - right.value, left.symbol)
+    return None
+
+
+def _passes(module: Module, loop: Instruction, index: int) -> bool:
+    """Whether the body of a loop gives element `index` of its state on as it got it."""
+    body = module.computations[loop.attribute("body")]
+    if body.root.op != "tuple" or index >= len(body.root.operands):
+        return False
+    each = body.by_name[body.root.operands[index]]
+    return (
+        each.op == "get-tuple-element"
+        and int(each.attribute("index")) == index
+        and body.by_name[each.operands[0]].op == "parameter"
+    )
+
+
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
+
+
+def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
+    """How often the body of a while loop runs; None where its end depends on data.
+
+    CPU and GPU write it down. For TPU it is found as the compiler would: the condition compares an
+    element of the state with a number, the state before the loop says where the element starts, and
+    the body by how much it grows.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.config):
+        return int(known.group(1))
+    condition = module.computations[loop.attribute("condition")]
+    inner = Frame(condition, loop, frame, symbolic=True)
+    compare = condition.root
+    while compare.op in ("fusion", *_SAME):
+        if compare.op == "fusion":
+            (computation,) = module.called(compare)
+            inner = Frame(computation, compare, inner, symbolic=True)
+            compare = computation.root
+        else:
+            compare = inner.computation.by_name[compare.operands[0]]
+    if compare.op != "compare":
+        return None
+    left, right = (scalar(module, inner, operand) for operand in compare.operands)
+    direction = compare.attribute("direction")
+    if left is None or right is None or (left.symbol is None) == (right.symbol is None):
+        return None
+    if left.symbol is None:
+        left, right, direction = right, left, _MIRRORED[direction]
+    start = scalar(module, frame, loop.operands[0], (left.symbol,))
+    body = module.computations[loop.attribute("body")]
+    grown = scalar(module, Frame(body, loop, frame, symbolic=True), body.root.name, (left.symbol,))
+    if start is None or start.symbol is not None or grown is None or grown.symbol != left.symbol:
+        return None
+    return _trips(start.value + left.value, grown.value, direction, right.value)
+
+
+def _trips(start: int, step: int, direction: str, bound: int) -> int | None:
+    """Numbers start, start + step, ... before the first that is not `direction` of `bound`."""
+    distance = bound - start
+    if direction in ("GT", "GE"):
+        distance, step = -distance, -step
+    if direction in ("LE", "GE"):
+        distance += 1
+    if direction == "NE":
+        if distance == 0:
+            return 0
+        reached = step != 0 and distance % step == 0 and distance // step > 0
+        return distance // step if reached else None
+    if direction == "EQ":
+        return None
+    if distance <= 0:
+        return 0
+    return -(-distance // step) if step > 0 else None
+
+
+def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> bool:
+    """Whether any of these scalars is computed from the number of the device that runs the program.
+
+    Followed back through fusions, calls and the states of loops.
+    """
+    seen, todo = set(), [(frame, name, ()) for name in names]
+    while todo:
+        where, name, path = todo.pop()
+        each = where.computation.by_name[name]
+        if (id(where.computation), name, path) in seen:
+            continue
+        seen.add((id(where.computation), name, path))
+        if each.op in ("partition-id", "replica-id"):
+            return True
+        if each.op == "parameter" and where.caller is not None:
+            todo += [(where.parent, source, path) for source in _sources(where, each, path)]
+        elif each.op == "get-tuple-element":
+            todo.append((where, each.operands[0], (int(each.attribute("index")), *path)))
+        elif each.op == "tuple" and path:
+            todo.append((where, each.operands[path[0]], path[1:]))
+        elif each.op in ("fusion", "call"):
+            (computation,) = module.called(each)
+            todo.append((Frame(computation, each, where), computation.root.name, path))
+        elif each.op == "while":
+            todo.append((where, each.operands[0], path))
+        else:
+            todo += [(where, operand, ()) for operand in each.operands]
+    return False
+
+
+def _sources(frame: Frame, parameter: Instruction, path: tuple[int, ...]) -> list[str]:
+    """The operands of a computation's caller that a parameter may be."""
+    number = int(parameter.literal)
+    if frame.caller.op == "while":
+        return [frame.caller.operands[0]]
+    if frame.caller.op == "conditional":
+        return list(frame.caller.operands[1:])
+    return list(frame.caller.operands[number : number + 1])

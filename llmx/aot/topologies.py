@@ -1,0 +1,445 @@
+"""Devices that are not here: names of TPU slices and GPU clusters, and jax devices to compile for.
+
+    v5p:4x4x8       128 chips of TPU v5p, as the slice's chips lie
+    4@v5e:16x16     four slices of 256 chips, joined by the data-center network
+    h100:4x8        four hosts with eight H100s each; h100:8 is one host
+
+`parse` knows all of it without jax, so that a mistake is told at once; `devices` asks the compiler
+of the platform for devices to lower and compile for, and needs no such machine. What libtpu would
+abort the process for is refused here first.
+
+Sources: shapes of slices from the Cloud TPU documentation, pages "TPU v4" to "TPU7x (Ironwood)";
+wraparound from the scaling book (jax-ml.github.io/scaling-book/tpus): every axis of a slice built
+of whole 4x4x4 cubes, and the axes of 16 of a 2D slice. GPUs: NVIDIA's architecture white papers of
+Ampere, Hopper and Blackwell, and what the driver reports of these boards.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import itertools
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmx.runtime import hardware
+
+GIB = hardware.GIB
+
+# Other names that people use.
+OTHER_NAMES = {
+    "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "v7x": "tpu7x", "v7": "tpu7x",
+    "ironwood": "tpu7x", "a100_80gb": "a100", "h100_sxm": "h100",
+}  # fmt: skip
+
+# More were never compiled for here.
+MAX_DEVICES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tpu:
+    """A generation of TPUs as libtpu knows it."""
+
+    chip: str  # in hardware.CHIPS
+    device_kind: str
+    largest: tuple[int, ...]  # shape of the largest slice
+    smallest: tuple[tuple[int, ...], ...]  # 3D only: those that are not of whole 4x4x4 cubes
+    # Of one device, as libtpu reports it when a program asks for more: the chip's less what the
+    # system keeps for itself.
+    hbm_gib: float
+    # One device for the two cores of a TPU v4, as it shows on the machine, is not libtpu's default.
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    """Facts of a GPU that XLA's compiler asks for."""
+
+    chip: str  # in hardware.CHIPS
+    device_kind: str
+    capability: int  # major version; the minor one is 0 for all of these
+    num_cores: int  # streaming multiprocessors
+    fpus_per_core: int  # fp32 lanes
+    clock_ghz: float
+    memory_bytes: int  # that the driver reports
+    bandwidth: int  # bytes/s
+    l2_bytes: int
+    shared_bytes: int  # shared memory of a core
+    num_links: int
+
+
+_CUBELESS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+TPUS = {
+    "v4": _Tpu(
+        chip="tpu_v4", device_kind="TPU v4", largest=(16, 16, 16), smallest=_CUBELESS,
+        hbm_gib=30.75, options={"chip_config_name": "megacore"},
+    ),
+    "v5e": _Tpu(
+        chip="tpu_v5e", device_kind="TPU v5 lite", largest=(16, 16), smallest=(), hbm_gib=15.75,
+    ),
+    "v5p": _Tpu(
+        chip="tpu_v5p", device_kind="TPU v5", largest=(16, 20, 28),
+        smallest=((1, 1, 1), *_CUBELESS), hbm_gib=95.73,
+    ),
+    "v6e": _Tpu(
+        chip="tpu_v6e", device_kind="TPU v6 lite", largest=(16, 16), smallest=(), hbm_gib=31.24,
+    ),
+    "tpu7x": _Tpu(
+        chip="tpu7x", device_kind="TPU7x", largest=(16, 24, 24),
+        smallest=((1, 1, 1), *_CUBELESS), hbm_gib=94.74,
+    ),
+}  # fmt: skip
+
+# Slices of the 2D generations.
+_FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+
+_HOPPER = {
+    "capability": 9, "num_cores": 132, "fpus_per_core": 128, "clock_ghz": 1.98,
+    "l2_bytes": 50 * 2**20, "shared_bytes": 228 * 2**10, "num_links": 18,
+}  # fmt: skip
+_AMPERE = {
+    "capability": 8, "num_cores": 108, "fpus_per_core": 64, "clock_ghz": 1.41,
+    "l2_bytes": 40 * 2**20, "shared_bytes": 164 * 2**10, "num_links": 12,
+}  # fmt: skip
+
+GPUS = {
+    "h100": _Gpu(
+        chip="h100_sxm", device_kind="NVIDIA H100 80GB HBM3",
+        memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, **_HOPPER,
+    ),
+    "h200": _Gpu(
+        chip="h200", device_kind="NVIDIA H200",
+        memory_bytes=151_397_597_184, bandwidth=4_800_000_000_000, **_HOPPER,
+    ),
+    "a100": _Gpu(
+        chip="a100_80gb", device_kind="NVIDIA A100-SXM4-80GB",
+        memory_bytes=85_100_068_864, bandwidth=2_039_040_000_000, **_AMPERE,
+    ),
+    "a100_40gb": _Gpu(
+        chip="a100_40gb", device_kind="NVIDIA A100-SXM4-40GB",
+        memory_bytes=42_331_013_120, bandwidth=1_555_200_000_000, **_AMPERE,
+    ),
+    "b200": _Gpu(
+        chip="b200", device_kind="NVIDIA B200", capability=10, num_cores=148, fpus_per_core=128,
+        clock_ghz=1.965, memory_bytes=191_514_411_008, bandwidth=7_672_320_000_000,
+        l2_bytes=132_644_864, shared_bytes=228 * 2**10, num_links=18,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A machine by name."""
+
+    name: str
+    platform: str  # "tpu" | "gpu"
+    family: str  # a key of TPUS or GPUS
+    shape: tuple[int, ...]  # chips along each axis of a slice; hosts and GPUs of each host
+    num_slices: int
+    chip: hardware.Chip
+    device_kind: str
+    hbm_bytes: int  # of a device, that a program may use
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_slices * math.prod(self.shape) * self.chip.devices_per_chip
+
+    @property
+    def text(self) -> str:
+        """For people: "4 slices of 16x16 TPU v5e, 1,024 devices"."""
+        shape = "x".join(map(str, self.shape))
+        count = f"{self.num_devices:,} device{'s' if self.num_devices > 1 else ''}"
+        if self.platform == "gpu":
+            hosts, each = self.shape
+            where = f"{hosts} hosts of {each}" if hosts > 1 else "one host of"
+            return f"{where} {self.chip.name}, {count}"
+        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
+        return f"{slices}{shape} {self.chip.name}, {count}"
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def parse(name: str) -> Topology:
+    """The machine that `name` means; jax is not imported.
+
+    Raises ValueError for a name that no machine has, with the nearest ones that some have.
+    """
+    match = re.fullmatch(r"(?:(\d+)@)?([a-z0-9_]+):(\d+(?:x\d+)*)", name)
+    if not match:
+        raise ValueError(_unreadable(name))
+    num_slices, family, shape = match.groups()
+    shape = tuple(int(size) for size in shape.split("x"))
+    if family not in TPUS | GPUS:
+        raise ValueError(_unknown_family(name, family))
+    made = _gpus(name, family, shape) if family in GPUS else _slice(name, family, shape)
+    if num_slices is not None:
+        if family in GPUS or int(num_slices) < 1:
+            raise ValueError(
+                f"topology {name!r}: {num_slices}@ counts slices of TPUs, at least 1: "
+                f"write {name.partition('@')[2]!r}"
+                + (", with hosts before GPUs per host: h100:4x8" if family in GPUS else "")
+            )
+        made = dataclasses.replace(made, num_slices=int(num_slices))
+    if made.num_devices > MAX_DEVICES:
+        raise ValueError(
+            f"topology {name!r} has {made.num_devices:,} devices: at most {MAX_DEVICES:,} are "
+            "supported; use fewer slices or hosts"
+        )
+    return made
+
+
+def _unreadable(name: str) -> str:
+    if slices := re.fullmatch(r"([a-z0-9_]+:[\dx]+)\*(\d+)", name):
+        return f"topology {name!r}: write the slices first: {slices[2]}@{slices[1]}"
+    return (
+        f"topology {name!r} is not FAMILY:SHAPE: write for example v5p:2x2x2, 4@v5e:16x16 (four "
+        "slices), h100:8 or h100:4x8 (hosts x GPUs per host)"
+    )
+
+
+def _unknown_family(name: str, family: str) -> str:
+    known = [*TPUS, *GPUS]
+    near = difflib.get_close_matches(family, known, n=1, cutoff=0.5)
+    near = [OTHER_NAMES[family]] if family in OTHER_NAMES else near
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"topology {name!r}: {family!r} is unknown: use one of {', '.join(known)}{hint}"
+
+
+def _slice(name: str, family: str, shape: tuple[int, ...]) -> Topology:
+    real = slice_shapes(family)
+    if shape not in real:
+        near = sorted(real, key=lambda other: _distance(shape, other))[:3]
+        raise ValueError(
+            f"topology {name!r}: no {family} slice has this shape; the nearest are "
+            f"{', '.join(f'{family}:' + 'x'.join(map(str, one)) for one in near)} "
+            f"(the largest is {'x'.join(map(str, TPUS[family].largest))})"
+        )
+    tpu = TPUS[family]
+    return Topology(
+        name=name, platform="tpu", family=family, shape=shape, num_slices=1,
+        chip=hardware.CHIPS[tpu.chip], device_kind=tpu.device_kind,
+        hbm_bytes=int(tpu.hbm_gib * GIB),
+    )  # fmt: skip
+
+
+def slice_shapes(family: str) -> list[tuple[int, ...]]:
+    """All shapes of a slice of this generation, smallest first, axes in ascending order."""
+    tpu = TPUS[family]
+    if len(tpu.largest) == 2:
+        return list(_FLAT_SHAPES)
+    cubes = itertools.product(*(range(4, size + 1, 4) for size in tpu.largest))
+    ascending = [shape for shape in cubes if list(shape) == sorted(shape)]
+    return [*tpu.smallest, *sorted(ascending, key=math.prod)]
+
+
+def _distance(asked: tuple[int, ...], real: tuple[int, ...]) -> tuple[float, float]:
+    """How far a real shape is from one asked for: in chips, then in its sides."""
+    # A slice named by its number of chips alone has no sides to compare.
+    chips = abs(math.log(math.prod(real) / max(1, math.prod(asked))))
+    sides = itertools.zip_longest(
+        sorted(asked, reverse=True), sorted(real, reverse=True), fillvalue=1
+    )
+    return chips, sum(abs(a - b) for a, b in sides)
+
+
+def _gpus(name: str, family: str, shape: tuple[int, ...]) -> Topology:
+    gpu = GPUS[family]
+    chip = hardware.CHIPS[gpu.chip]
+    hosts, each = shape if len(shape) == 2 else (1, shape[0])
+    if len(shape) > 2 or hosts < 1 or not 1 <= each <= chip.max_domain:
+        total = math.prod(shape)
+        full = max(1, math.ceil(total / chip.max_domain))
+        raise ValueError(
+            f"topology {name!r}: a host has 1 to {chip.max_domain} GPUs: write hosts x GPUs per "
+            f"host, here {family}:{full}x{min(max(total, 1), chip.max_domain)}"
+        )
+    return Topology(
+        name=name, platform="gpu", family=family, shape=(hosts, each), num_slices=1, chip=chip,
+        device_kind=gpu.device_kind, hbm_bytes=gpu.memory_bytes,
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- devices
+
+
+class CompilerMissing(ValueError):
+    """The compiler of the platform is not installed."""
+
+
+def devices(topology: str | Topology) -> list:
+    """jax devices of the machine: to make a mesh of, lower and compile; nothing runs on them.
+
+    Sets the environment that the compilers read when they are loaded, for the whole process: call
+    it before anything else loads them.
+
+    Raises CompilerMissing; ValueError for a bad name; RuntimeError if the compiler gives other
+    devices than asked for.
+    """
+    if isinstance(topology, str):
+        topology = parse(topology)
+    _prepare(topology.platform)
+    from jax.experimental import topologies
+
+    if topology.platform == "gpu":
+        hosts, each = topology.shape
+        found = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x{hosts}x{each}",
+            target_config=gpu_target(GPUS[topology.family]),
+        ).devices  # fmt: skip
+    else:
+        found = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{topology.family}:{'x'.join(map(str, topology.shape))}",
+            **_slice_options(topology),
+        ).devices
+    _check(topology, found)
+    return list(found)
+
+
+def _prepare(platform: str) -> None:
+    """Makes the process ready for the compiler of `platform`; what the user has set stays."""
+    import jax
+
+    modules = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin")}[platform]
+    given = platform == "tpu" and "TPU_LIBRARY_PATH" in os.environ
+    if not given and not any(importlib.util.find_spec(module) for module in modules):
+        raise CompilerMissing(
+            f"the {platform.upper()} compiler is not installed ({' or '.join(modules)}): "
+            "pip install 'llmx[aot]' (no such device is needed)"
+        )
+    # Devices of this machine, if it has any, are left alone.
+    jax.config.update("jax_platforms", "cpu")
+    if platform == "gpu":
+        _assume_cudnn()
+        return
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),  # there is no metadata server to ask
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # the lock on the chips guards nothing here
+        # libtpu warns about these where they are not set. They describe this machine, and do not
+        # change what is compiled for the slice that is asked for.
+        ("TPU_ACCELERATOR_TYPE", "v4-8"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _assume_cudnn() -> None:
+    """Lets attention by cuDNN compile: jax asks the cuDNN of this machine for its version first,
+    and there is none.
+
+    9.12 is the version in the target descriptions. What workspace the kernel needs is known to
+    cuDNN alone, so it is missing from the program's memory.
+    """
+    import jax._src.cudnn.fused_attention_stablehlo as fused_attention
+
+    fused_attention.check_cudnn_version = lambda: 91200
+
+
+def _slice_options(topology: Topology) -> dict:
+    """What libtpu is told about a slice beyond its name."""
+    shape = (*topology.shape, 1)[:3]
+    options = dict(TPUS[topology.family].options)
+    # A host has 2x2 chips, or the one of a slice of one. Without this a single chip is refused.
+    options["chips_per_host_bounds"] = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
+    options["wrap"] = wraps(topology.shape)
+    if topology.num_slices > 1:
+        options["num_slices"] = topology.num_slices
+    return options
+
+
+def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
+    """Along which axes of a slice the links close a ring. Reductions differ by it."""
+    if len(shape) == 2:
+        return (shape[0] == 16, shape[1] == 16, False)
+    whole = all(size % 4 == 0 for size in shape)
+    return (whole, whole, whole)
+
+
+def _check(topology: Topology, found: Sequence) -> None:
+    """The compiler must not answer for another machine."""
+    kinds = {device.device_kind for device in found}
+    slices = {device.slice_index for device in found if hasattr(device, "slice_index")}
+    num_slices = max(1, len(slices))
+    if (len(found), kinds, num_slices) != (
+        topology.num_devices, {topology.device_kind}, topology.num_slices,
+    ):  # fmt: skip
+        raise RuntimeError(
+            f"topology {topology.name!r} should be {topology.num_devices} devices "
+            f"{topology.device_kind!r} in {topology.num_slices} slices, and the compiler gives "
+            f"{len(found)} of {sorted(kinds)} in {num_slices}: install the version of it that this "
+            "jax pins, pip install 'llmx[aot]'"
+        )
+
+
+def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | None = None) -> Any:
+    """A lowered program compiled with the flags that a run on `platform` sets.
+
+    Args:
+      lowered: `jax.jit(...).lower(...)` for devices of this module.
+      platform: "tpu" or "gpu".
+      options: more compiler options.
+
+    Raises what `lowered.compile` raises.
+    """
+    import jax
+
+    from llmx.runtime import launch
+
+    # As options, not in XLA_FLAGS: jax may have read that long ago.
+    wanted = launch.XLA_FLAGS[platform]
+    if platform == "gpu":
+        wanted = wanted | {"xla_gpu_autotune_level": "0"}  # no GPU is here to time candidates on
+    given = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    chosen = {name: launch.option_value(text) for name, text in wanted.items() if name not in given}
+    while True:
+        try:
+            return lowered.compile(compiler_options=chosen | dict(options or {}))
+        except jax.errors.JaxRuntimeError as error:
+            # Flags that a version accepts and ignores are no options of it.
+            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+            if not unknown or unknown[1] not in chosen:
+                raise
+            del chosen[unknown[1]]
+
+
+def gpu_target(gpu: _Gpu) -> str:
+    """A GPU as XLA's compiler is told of it: a GpuTargetConfigProto as text."""
+    feature = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"
+    return f"""
+gpu_device_info {{
+  name: "{gpu.device_kind}"
+  cuda_compute_capability {{ major: {gpu.capability} feature_extension: {feature} }}
+  core_count: {gpu.num_cores}
+  fpus_per_core: {gpu.fpus_per_core}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory_bytes}
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2_bytes}
+  shared_memory_per_core: {gpu.shared_bytes}
+  shared_memory_per_block: {48 * 2**10}
+  shared_memory_per_block_optin: {gpu.shared_bytes - 2**10}
+  registers_per_core_limit: {2**16}
+  registers_per_block_limit: {2**16}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  device_interconnect_info {{ active_links: {gpu.num_links} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+device_description_str: "{gpu.device_kind}"
+"""

@@ -1,0 +1,1 @@
+"""Checkpoints: saved, verified, restored onto any mesh; Hugging Face files."""

@@ -1,0 +1,487 @@
+"""Checkpoints: written in the background, committed by one rename, checked by our own sums,
+restored onto any mesh.
+
+A checkpoint is one directory `<step>/` with two items: `state/` (Orbax: every array of the
+training state under its path name, each process writes and reads its own shards) and `meta/` (one
+JSON document, see `documents`).
+Orbax does not notice a flipped byte, so the checksums are ours (`checksums`), compared after every
+restore. Stages of a pipeline hold the layers in an order of their own (`orders`): arrays are
+written as they are, with the order beside them, and a restore moves the layers to where they are
+wanted.
+
+Orbax (https://orbax.readthedocs.io) takes about half a second to load, so it is imported in a
+thread while the rest starts.
+"""
+
+import dataclasses
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llmx.checkpoint import checksums, manifest, reshard
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
+from llmx.pipeline import stages
+from llmx.sharding import trees
+
+STATE, META = "state", "meta"
+UNFINISHED = ".orbax-checkpoint-tmp"
+DELETED = ".deleted"
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    # steps between checkpoints; 0 = only at the end of the run
+    every: int = 500
+    # newest checkpoints kept; with 1 there is nothing to fall back to
+    keep_last: int = 3
+    # also keep for ever each checkpoint whose step is a multiple of this; 0 = off
+    keep_every: int = 0
+
+
+def problems(config: CheckpointConfig) -> list[str]:
+    """All that is wrong with `config`, as texts."""
+    found = []
+    if config.every < 0:
+        found.append(
+            f"checkpoint.every={config.every} is negative: "
+            "use a number of steps, or 0 for the end only"
+        )
+    if config.keep_last < 1:
+        found.append(f"checkpoint.keep_last={config.keep_last} would keep nothing: use at least 1")
+    if config.keep_every < 0:
+        found.append(
+            f"checkpoint.keep_every={config.keep_every} is negative: "
+            "use a number of steps, or 0 for off"
+        )
+    elif config.every > 0 and config.keep_every % config.every:
+        multiple = -(-config.keep_every // config.every) * config.every
+        found.append(
+            f"checkpoint.keep_every={config.keep_every} is not a multiple of "
+            f"checkpoint.every={config.every}: few checkpoints would fall on it; use {multiple}"
+        )
+    return found
+
+
+class Restored(NamedTuple):
+    state: Any
+    meta: dict
+    step: int
+
+
+class OutOfMemory(Exception):
+    """A restore failed for want of memory, which says nothing about the checkpoint."""
+
+
+# Verdicts of one process about one checkpoint, the worst of all processes wins.
+VERDICTS = (None, Corrupt, Mismatch, OutOfMemory)
+
+
+def prefetch() -> threading.Thread:
+    """Start importing Orbax in a thread, so that the first save or restore does not wait for it."""
+    thread = threading.Thread(
+        target=importlib.import_module, args=("orbax.checkpoint",), daemon=True
+    )
+    thread.start()
+    return thread
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run, and resumes from the newest good one. Every process
+    makes the same calls.
+
+    Use as a context manager or call `close()`: it waits for the save that is under way.
+    """
+
+    def __init__(
+        self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None]
+    ) -> None:
+        if found := problems(config):
+            raise ValueError("\n".join(found))
+        self._root = _root(directory)
+        self._config = config
+        self._log = log
+        self._orbax = None
+        self._current: int | None = None  # the step that is on disk, or on its way, from this run
+        self._saving: int | None = None
+        self._deleting: list[threading.Thread] = []
+        prefetch()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after `step` steps."""
+        return self._config.every > 0 and step % self._config.every == 0
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        meta: Mapping[str, Any],
+        order: stages.Order = (),
+        wait: bool = False,
+    ) -> bool:
+        """Save `state` and `meta` as checkpoint `step`; returns when the arrays are copied, and
+        may then be donated.
+
+        `order` is that of the layers. The write goes on in the background, `wait=True` waits for
+        it. Communicates over every mesh axis (the checksums). False if this run has saved or
+        restored the same step already.
+
+        Raises: ValueError for a leaf or meta that cannot be saved; the error of an earlier
+        background save.
+        """
+        if self._current == step:
+            if wait:
+                self.wait()
+            return False
+        arrays, document = manifest.describe(step, state, meta, order)
+        self.wait()
+        self._open()
+        # Two programs at once can deadlock on fake CPU devices: the step ends before the
+        # checksums begin.
+        jax.block_until_ready(arrays)
+        there = (self._root / str(step)).exists()
+        if _agree_on_steps([step] if there else []):
+            self._set_aside(step, "replaced", "this run comes from another checkpoint")
+        sealed = document.sealed(checksums.fingerprints(arrays))
+        import orbax.checkpoint as ocp
+
+        with jax.transfer_guard("allow"):
+            self._orbax.save(
+                self._root / str(step),
+                args=ocp.args.Composite(
+                    **{
+                        STATE: ocp.args.PyTreeSave(trees.nest(arrays)),
+                        META: ocp.args.JsonSave(sealed),
+                    }
+                ),
+            )
+        self._current = self._saving = step
+        if wait:
+            self.wait()
+        return True
+
+    def restore(
+        self,
+        abstract_state: Any | Callable[[Document], Any],
+        step: int | None = None,
+        *,
+        order: stages.Order = (),
+        ignored: str = "",
+    ) -> Restored | None:
+        """The newest good checkpoint (or exactly `step`) in the shapes and shardings of
+        `abstract_state`, its layers in `order`; None if there is none.
+
+        Leaves of `abstract_state` are `ShapeDtypeStruct`s with the sharding wanted now, whatever
+        it was at the save; Python numbers stay Python numbers. Where it depends on the checkpoint
+        it is a function of that one's document, which may raise `documents.Mismatch`. What was
+        saved under the name `ignored` and is not wanted is left where it is. A checkpoint that
+        fails its checksums is set aside as `<step>.corrupt`, with a message, once an older one has
+        been restored.
+
+        Raises: ValueError if the checkpoint has another structure; RuntimeError if no checkpoint
+        is good.
+        """
+        self.wait()
+        found = _restore_newest(
+            self._root, abstract_state, prefix="", order=order, step=step, log=self._log,
+            ignored=ignored,
+        )  # fmt: skip
+        if found is None:
+            return None
+        restored, bad = found
+        for bad_step, reason in bad.items():
+            self._set_aside(bad_step, "corrupt", reason)
+        self._current = restored.step
+        return restored
+
+    def latest_step(self) -> int | None:
+        """The newest step with a committed checkpoint, good or not."""
+        return max(list_steps(str(self._root)), default=None)
+
+    def document(self, step: int) -> Document:
+        """What checkpoint `step` says of itself; raises `documents.Corrupt`."""
+        return _read_document(self._root, step)
+
+    def meta(self, step: int) -> dict:
+        """What `save` was given as `meta`."""
+        return read_meta(str(self._root), step)
+
+    def wait(self) -> None:
+        """Wait until the save under way is committed, then drop the checkpoints that the config
+        does not keep.
+        """
+        if self._orbax is None:
+            return
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            error.add_note(
+                f"the checkpoint of step {self._saving} in {self._root} was not written; "
+                "the ones before it are intact"
+            )
+            self._current = None
+            raise
+        finally:
+            saved, self._saving = self._saving, None
+        if saved is not None and jax.process_index() == 0:
+            self._prune()
+
+    def close(self) -> None:
+        """Wait for everything under way and release the writer."""
+        self.wait()
+        for thread in self._deleting:
+            thread.join()
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None
+
+    def _open(self) -> None:
+        if self._orbax is not None:
+            return
+        import orbax.checkpoint as ocp
+
+        if jax.process_index() == 0:
+            self._root.mkdir(parents=True, exist_ok=True)
+            left = [p for p in self._root.iterdir() if UNFINISHED in p.name or DELETED in p.name]
+            unfinished = [path.name.split(".")[0] for path in left if UNFINISHED in path.name]
+            if unfinished:
+                self._log(f"removing the unfinished checkpoint of step {', '.join(unfinished)}")
+            for path in left:
+                path.rmtree()
+        handler = ocp.CompositeCheckpointHandler(
+            **{STATE: ocp.PyTreeCheckpointHandler(), META: ocp.JsonCheckpointHandler()}
+        )
+        self._orbax = ocp.AsyncCheckpointer(handler)
+
+    def _prune(self) -> None:
+        steps = list_steps(str(self._root))
+        every = self._config.keep_every
+        for step in steps[: -self._config.keep_last]:
+            if every and step % every == 0:
+                continue
+            # Renamed first, so that a kill half way leaves no torn checkpoint under a step's name.
+            doomed = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")
+            thread = threading.Thread(target=doomed.rmtree)
+            thread.start()
+            self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
+
+    def _set_aside(self, step: int, label: str, reason: str) -> None:
+        """Rename a checkpoint so that it is neither picked nor overwritten. Every process calls
+        it.
+        """
+        if jax.process_index() == 0:
+            target, copies = self._root / f"{step}.{label}", 1
+            while target.exists():
+                copies += 1
+                target = self._root / f"{step}.{label}-{copies}"
+            (self._root / str(step)).rename(target)
+            self._log(f"set aside checkpoint {step} as {target.name}: {reason}")
+        _barrier(f"set aside {step}")
+
+
+def list_steps(directory: str) -> list[int]:
+    """The steps with a committed checkpoint in `directory`, oldest first."""
+    root = _root(directory)
+    if not root.exists():
+        return []
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+
+
+def read_meta(directory: str, step: int) -> dict:
+    """The `meta` of checkpoint `step`, without loading any array.
+
+    Raises: ValueError if there is no such checkpoint or its meta is unreadable.
+    """
+    _require(directory, step)
+    try:
+        return _read_document(_root(directory), step).meta
+    except (Corrupt, Mismatch) as error:
+        raise ValueError(f"checkpoint {step} in {directory}: {error}") from error
+
+
+def restore_part(
+    directory: str,
+    abstract: Any,
+    *,
+    prefix: str,
+    order: stages.Order = (),
+    step: int | None = None,
+    log: Callable[[str], None],
+) -> Restored | None:
+    """Restore only the subtree under `prefix` ("params", "opt/0/mu"), with its layers in `order`,
+    for programs that read checkpoints of a run and change nothing.
+
+    Falls back over corrupt checkpoints as `Checkpointer.restore` does, but sets none aside. None
+    if there is no checkpoint.
+    """
+    found = _restore_newest(
+        _root(directory), abstract, prefix=prefix, order=order, step=step, log=log
+    )
+    return None if found is None else found[0]
+
+
+def _root(directory: str):
+    from etils import epath
+
+    path = epath.Path(directory)
+    return path if "://" in str(directory) else epath.Path(path.absolute())
+
+
+def _look_up(tree: Mapping, name: str) -> Any:
+    for part in name.split("/"):
+        tree = tree[part]
+    return tree
+
+
+def _read_document(root: Any, step: int) -> Document:
+    return manifest.read(root / str(step) / META / "metadata")
+
+
+def _require(directory: Any, step: int) -> None:
+    steps = list_steps(str(directory))
+    if step not in steps:
+        raise ValueError(
+            f"no checkpoint of step {step} in {directory}: there are {steps or 'none'}"
+        )
+
+
+def _restore_newest(
+    root: Any,
+    abstract: Any,
+    *,
+    prefix: str,
+    order: stages.Order,
+    step: int | None,
+    log: Callable[[str], None],
+    ignored: str = "",
+) -> tuple[Restored, dict[int, str]] | None:
+    """The newest good checkpoint and {step: reason} of the corrupt ones passed over. All
+    processes agree on every choice.
+    """
+    steps = list_steps(str(root))
+    if step is not None:
+        _require(root, step)
+        steps = [step]
+    bad: dict[int, str] = {}
+    for candidate in _agree_on_steps(steps):
+        verdict, reason, tree, document = None, "", None, None
+        try:
+            document = _read_document(root, candidate)
+            like = abstract(document) if callable(abstract) else abstract
+            wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
+            stored = reshard.stored(wanted, order=order, saved=document.order)
+            tree = _read_arrays(root / str(candidate) / STATE, stored)
+        except VERDICTS[1:] as error:
+            verdict, reason = type(error), str(error)
+        verdict, reason = _agree_on_verdict(verdict, reason)
+        if verdict is None:
+            reason = checksums.differences(
+                tree, {name: document.leaves[name]["checksum"] for name in tree}
+            )
+            verdict = Corrupt if reason else None
+        if verdict is None:
+            with jax.transfer_guard("allow"):
+                reshard.move(tree, wanted, order=order, saved=document.order)
+            state = document.assemble(like, tree, prefix=prefix)
+            return Restored(state, document.meta, document.step), bad
+        if verdict is Mismatch:
+            raise ValueError(f"{root}: {reason}")
+        if verdict is OutOfMemory:
+            raise RuntimeError(
+                f"no memory to restore checkpoint {candidate} in {root}: {reason}; "
+                "nothing was changed, use more devices or a layout that shards more"
+            )
+        log(f"checkpoint {candidate} is corrupt: {reason}")
+        bad[candidate] = reason
+    if bad:
+        listed = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
+        others = [s for s in list_steps(str(root)) if s not in bad]
+        remedy = (
+            f"choose another step of {others}"
+            if others
+            else "bring back a copy of one, or move them out of the directory to start anew"
+        )
+        raise RuntimeError(
+            f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
+        )
+    return None
+
+
+def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """This process's shards of the wanted arrays. No barrier inside, so that one process may fail
+    alone.
+    """
+    if not wanted:
+        return {}
+    import orbax.checkpoint as ocp
+
+    abstract = trees.nest({name: manifest.as_stored(name, leaf) for name, leaf in wanted.items()})
+    args = ocp.args.PyTreeRestore(
+        item=abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+    )
+    try:
+        with jax.transfer_guard("allow"):
+            tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+            arrays = {name: _look_up(tree, name) for name in wanted}
+            jax.block_until_ready(arrays)
+    # Torn files show as whatever error the layer that met them raises: tensorstore, JSON, Orbax,
+    # the file system.
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+            raise OutOfMemory(text) from error
+        raise Corrupt(f"its arrays cannot be read ({text})") from error
+    return arrays
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _agree_on_steps(steps: list[int]) -> list[int]:
+    """Process 0's newest steps, newest first: file systems may show other processes an older
+    listing.
+    """
+    newest = steps[::-1][:64]
+    if jax.process_count() == 1:
+        return newest
+    from jax.experimental import multihost_utils
+
+    padded = np.full(64, -1, np.int32)
+    padded[: len(newest)] = newest
+    return [int(step) for step in multihost_utils.broadcast_one_to_all(padded) if step >= 0]
+
+
+def _agree_on_verdict(
+    verdict: type[Exception] | None, reason: str
+) -> tuple[type[Exception] | None, str]:
+    """The worst verdict of all processes and the reason of the process that gave it."""
+    if jax.process_count() == 1:
+        return verdict, reason
+    from jax.experimental import multihost_utils
+
+    row = np.zeros(1024, np.uint8)
+    row[0] = VERDICTS.index(verdict)
+    text = np.frombuffer(reason.encode()[: row.size - 1], np.uint8)
+    row[1 : 1 + text.size] = text
+    rows = multihost_utils.process_allgather(row)
+    worst = rows[rows[:, 0].argmax()]
+    agreed = VERDICTS[int(worst[0])]
+    if agreed is verdict:
+        return verdict, reason
+    return agreed, bytes(worst[1:]).rstrip(b"\0").decode(errors="replace")

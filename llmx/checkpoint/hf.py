@@ -1,0 +1,314 @@
+"""Hugging Face checkpoints: `export` writes a directory that transformers loads, `load` reads one.
+
+What a family's checkpoint looks like is data, in `hf_formats`. Files are safetensors
+(https://github.com/huggingface/safetensors), read tensor by tensor from mapped memory, so that a
+model needs its own size and that of its largest tensor. No torch and no Flax here.
+
+Letters: V vocabulary, Z the parts of a fused tensor.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from llmx.checkpoint import hf_formats
+from llmx.checkpoint.hf_formats import Tensor
+from llmx.model.families import ModelConfig
+from llmx.sharding import trees
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+# ------------------------------------------------------------------------------------- tensors
+
+
+def _orders(row: Tensor) -> tuple[str, str]:
+    return ("Z" if row.parts else "") + row.dims, row.groups.replace(",", "")
+
+
+def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+    ours, theirs = _orders(row)
+    array = np.stack(parts) if row.parts else parts[0]
+    array = array.transpose([ours.index(x) for x in theirs])
+    return array.reshape(hf_formats.their_shape(row, sizes))
+
+
+def _to_ours(row: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
+    ours, theirs = _orders(row)
+    array = array.reshape([sizes[x] for x in theirs]).transpose([theirs.index(x) for x in ours])
+    return list(array) if row.parts else [array]
+
+
+def _view(array: np.ndarray, row: Tensor, layer: int | None, model: ModelConfig) -> np.ndarray:
+    """One layer of a parameter, without the padding of the vocabulary."""
+    array = array if layer is None else array[layer]
+    return array[: model.vocab_size] if row.dims[0] == "V" else array
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# -------------------------------------------------------------------------------------- export
+
+
+def export(
+    params: Mapping[str, Any],
+    model: ModelConfig,
+    directory: str | pathlib.Path,
+    *,
+    tokenizer_file: str | pathlib.Path | None = None,
+    end_token: int | None = None,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> pathlib.Path:
+    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+      params: nested dict of numpy or jax arrays, as the model has them.
+      model: what they are the parameters of.
+      directory: new or empty. config.json is written last: without it, the export was cut off.
+      tokenizer_file: a tokenizer.json of Hugging Face `tokenizers`, to be copied.
+      end_token: id of the token that ends a text.
+      dtype: a name in `DTYPES`.
+      shard_bytes: weights of more than this are split over several files.
+
+    Raises ValueError where the format cannot say what `model` is, or `params` is of another model.
+    """
+    directory = pathlib.Path(directory)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} is there and not empty: export into a new directory")
+    config = hf_formats.model_config_to_hf(model)
+    # Left out, some families' defaults would end texts at token 1 or 2.
+    config |= dict.fromkeys(("bos_token_id", "pad_token_id")) | {"eos_token_id": end_token}
+    config |= {"torch_dtype": dtype, "use_cache": True}
+    arrays = _checked_params(params, model)
+    directory.mkdir(parents=True, exist_ok=True)
+    if tokenizer_file is not None:
+        _write_tokenizer(directory, pathlib.Path(tokenizer_file), model, end_token)
+    _write_tensors(directory, arrays, model, DTYPES[dtype], shard_bytes)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return directory
+
+
+def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
+    flat = trees.named(params)
+    rows = hf_formats.rows(model)
+    expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
+    if flat.keys() != expected.keys():
+        raise ValueError(
+            f"the parameters are not those of a {model.family} model: missing "
+            f"{_some(expected.keys() - flat.keys()) or 'none'}, unknown "
+            f"{_some(flat.keys() - expected.keys()) or 'none'}; export with the config of their run"
+        )
+    for path, shape in expected.items():
+        if tuple(flat[path].shape) != shape:
+            raise ValueError(
+                f"parameter {path} has shape {tuple(flat[path].shape)} and the model makes it "
+                f"{shape}: export with the config of its run"
+            )
+    return {path: np.asarray(leaf) for path, leaf in flat.items()}
+
+
+def _write_tensors(
+    directory: pathlib.Path,
+    arrays: Mapping[str, np.ndarray],
+    model: ModelConfig,
+    dtype: np.dtype,
+    shard_bytes: int,
+):
+    sizes = hf_formats.dimension_sizes(model)
+    names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
+    num_bytes = {
+        name: int(np.prod(hf_formats.their_shape(row, sizes))) * dtype.itemsize
+        for name, (row, _) in names.items()
+    }
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, size in num_bytes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for name in shard:
+            row, layer = names[name]
+            parts = [_view(arrays[path], row, layer, model) for path in row.paths]
+            tensors[name] = np.ascontiguousarray(_to_theirs(row, parts, sizes), dtype)
+        safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        metadata = {"total_size": sum(num_bytes.values())}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_tokenizer(
+    directory: pathlib.Path, file: pathlib.Path, model: ModelConfig, end_token: int | None
+):
+    """tokenizer.json as it is, and the tokenizer_config.json that makes transformers use it."""
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text)
+    if "model" not in content:
+        raise ValueError(
+            f"{file} is no tokenizer of Hugging Face `tokenizers`: give a tokenizer.json of that "
+            "library, or none"
+        )
+    special = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": special.get(end_token),
+    }
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------- load
+
+
+def load(
+    directory: str | pathlib.Path,
+    model: ModelConfig | None = None,
+    *,
+    dtype: str = "float32",
+) -> tuple[ModelConfig, dict]:
+    """Reads a Hugging Face checkpoint: its model, and its parameters as a nested dict of numpy.
+
+    Args:
+      directory: config.json and safetensors, in one file or several.
+      model: what it must be, e.g. with another `vocab_multiple`; None = as config.json says.
+        With rotary positions `max_positions` may differ.
+      dtype: of the parameters returned, a name in `DTYPES`.
+
+    Raises ValueError for an unknown kind of model, another model than `model`, and tensors that are
+    missing, unknown or of another shape.
+    """
+    directory = pathlib.Path(directory)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    stored = hf_formats.model_config_from_hf(_read_json(directory / CONFIG))
+    if model is None:
+        model = stored
+    ignore = ("max_positions",) if model.positions == "rope" else ()
+    if different := hf_formats.differences(model, stored, ignore=ignore):
+        raise ValueError(f"the checkpoint in {directory} is of another model than {different}")
+    files = _tensor_files(directory)
+    prefix = hf_formats.FORMATS[model.family].prefix
+    if not any(name.startswith(prefix) for name in files):
+        prefix = ""
+    names = hf_formats.tensor_names(model, prefix=prefix)
+    unknown = {name for name in files.keys() - names.keys() if not hf_formats.BUFFERS.search(name)}
+    if model.tied_head:
+        unknown -= {hf_formats.HEAD.theirs}
+    if missing := names.keys() - files.keys():
+        raise ValueError(
+            f"{directory} lacks {_some(missing)}, which its config.json asks for: download it "
+            "again, or correct config.json"
+        )
+    if unknown:
+        raise ValueError(
+            f"{directory} has {_some(unknown)}, which a {model.family} model of its config.json "
+            "has no use for: correct config.json, or remove them from the checkpoint"
+        )
+    arrays = {}
+    for row in hf_formats.rows(model):
+        shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
+        arrays |= {path: make(shape, DTYPES[dtype]) for path in row.paths}
+    sizes = hf_formats.dimension_sizes(model)
+
+    def take(name: str, tensor: np.ndarray):
+        row, layer = names[name]
+        for path, part in zip(row.paths, _to_ours(row, tensor, sizes), strict=True):
+            _view(arrays[path], row, layer, model)[...] = part
+
+    shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
+    _read_tensors(directory, files, shapes, take)
+    if model.tied_head and hf_formats.HEAD.theirs in files:
+        embedding = arrays["embedding"][: model.vocab_size]
+
+        def compare(name: str, tensor: np.ndarray):
+            if not np.array_equal(tensor.astype(embedding.dtype), embedding):
+                raise ValueError(
+                    f"{directory} says tie_word_embeddings, and {name} is not the embedding: set "
+                    "it to false in config.json"
+                )
+
+        _read_tensors(directory, files, {hf_formats.HEAD.theirs: embedding.shape}, compare)
+    return model, trees.nest(arrays)
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _tensor_files(directory: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor."""
+    if (directory / WEIGHTS).is_file():
+        with _opened(directory / WEIGHTS) as file:
+            return dict.fromkeys(file.keys(), WEIGHTS)
+    if (directory / INDEX).is_file():
+        files = _read_json(directory / INDEX)["weight_map"]
+        if missing := {f for f in files.values() if not (directory / f).is_file()}:
+            raise ValueError(f"{directory} lacks {_some(missing)}: download the checkpoint again")
+        return files
+    raise ValueError(
+        f"{directory} has neither {WEIGHTS} nor {INDEX}: give a checkpoint in safetensors (a .bin "
+        "one becomes that by transformers' save_pretrained)"
+    )
+
+
+def _read_tensors(
+    directory: pathlib.Path,
+    files: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    take: Callable[[str, np.ndarray], None],
+):
+    """Calls `take` for each name in `shapes`, one tensor in memory at a time."""
+    by_file: dict[str, list[str]] = {}
+    for name in shapes:
+        by_file.setdefault(files[name], []).append(name)
+    for path, names in by_file.items():
+        with _opened(directory / path) as file:
+            if missing := set(names) - set(file.keys()):
+                raise ValueError(
+                    f"{directory / path} lacks {_some(missing)}, which {INDEX} says it has: "
+                    "download the checkpoint again"
+                )
+            for name in names:
+                if (shape := tuple(file.get_slice(name).get_shape())) != shapes[name]:
+                    raise ValueError(
+                        f"{name} in {directory / path} has shape {shape}, and config.json makes it "
+                        f"{shapes[name]}: correct config.json"
+                    )
+                take(name, file.get_tensor(name))
+
+
+def _opened(path: pathlib.Path):
+    try:
+        return safetensors.safe_open(path, framework="np")
+    except safetensors.SafetensorError as error:
+        text = f"{path} is cut off or no safetensors: {error}; download it again"
+        raise ValueError(text) from error

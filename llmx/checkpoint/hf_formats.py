@@ -1,0 +1,431 @@
+"""What Hugging Face checkpoints look like, as data: one table of tensors and one of config keys per
+family (`FORMATS`), each read in both directions.
+
+Names and shapes only; `hf` moves the numbers. Source: `configuration_*.py` and `modeling_*.py` of
+each model in transformers (https://github.com/huggingface/transformers).
+
+Letters: D width, F mlp_dim, N query heads, K key/value heads, H head size, V vocabulary, T learned
+positions, Z the parts of a fused tensor.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmx.model import families
+from llmx.model.families import GLOBAL, LOCAL, ModelConfig
+
+# ------------------------------------------------------------------------- the formats, as data
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, or one per layer, and where its numbers lie in our parameters."""
+
+    ours: str  # path; under blocks/ all layers are stacked; * stands for each of `parts`
+    dims: str  # dimensions there, without the layer
+    theirs: str  # name behind the prefix; * is the layer
+    groups: str  # its dimensions, as ours in its own order; letters side by side are one dimension
+    parts: tuple[str, ...] = ()  # of a tensor that holds several of ours, along Z
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(self.ours.replace("*", part) for part in self.parts) or (self.ours,)
+
+    @property
+    def stacked(self) -> bool:
+        return self.ours.startswith("blocks/")
+
+
+HEAD = Tensor("head", "VD", "lm_head.weight", "V,D")
+
+_ROTARY = (
+    Tensor("embedding", "VD", "embed_tokens.weight", "V,D"),
+    Tensor("blocks/attention_norm/scale", "D", "layers.*.input_layernorm.weight", "D"),
+    Tensor("blocks/attention/query/kernel", "DNH", "layers.*.self_attn.q_proj.weight", "NH,D"),
+    Tensor("blocks/attention/key/kernel", "DKH", "layers.*.self_attn.k_proj.weight", "KH,D"),
+    Tensor("blocks/attention/value/kernel", "DKH", "layers.*.self_attn.v_proj.weight", "KH,D"),
+    Tensor("blocks/attention/out/kernel", "NHD", "layers.*.self_attn.o_proj.weight", "D,NH"),
+    Tensor("blocks/mlp/gate/kernel", "DF", "layers.*.mlp.gate_proj.weight", "F,D"),
+    Tensor("blocks/mlp/up/kernel", "DF", "layers.*.mlp.up_proj.weight", "F,D"),
+    Tensor("blocks/mlp/down/kernel", "FD", "layers.*.mlp.down_proj.weight", "D,F"),
+    Tensor("norm/scale", "D", "norm.weight", "D"),
+)
+_PRE_NORMS = (
+    Tensor("blocks/mlp_norm/scale", "D", "layers.*.post_attention_layernorm.weight", "D"),
+)
+_QK_NORMS = (
+    Tensor("blocks/attention/query_norm/scale", "H", "layers.*.self_attn.q_norm.weight", "H"),
+    Tensor("blocks/attention/key_norm/scale", "H", "layers.*.self_attn.k_norm.weight", "H"),
+)
+_GEMMA_NORMS = (
+    Tensor(
+        "blocks/attention_post_norm/scale", "D", "layers.*.post_attention_layernorm.weight", "D"
+    ),
+    Tensor("blocks/mlp_norm/scale", "D", "layers.*.pre_feedforward_layernorm.weight", "D"),
+    Tensor("blocks/mlp_post_norm/scale", "D", "layers.*.post_feedforward_layernorm.weight", "D"),
+)
+# GPT-2's projections are stored input first, and queries, keys and values in one.
+_QKV = ("query", "key", "value")
+_GPT2 = (
+    Tensor("embedding", "VD", "wte.weight", "V,D"),
+    Tensor("positions", "TD", "wpe.weight", "T,D"),
+    Tensor("blocks/attention_norm/scale", "D", "h.*.ln_1.weight", "D"),
+    Tensor("blocks/attention_norm/bias", "D", "h.*.ln_1.bias", "D"),
+    Tensor("blocks/attention/*/kernel", "DNH", "h.*.attn.c_attn.weight", "D,ZNH", _QKV),
+    Tensor("blocks/attention/*/bias", "NH", "h.*.attn.c_attn.bias", "ZNH", _QKV),
+    Tensor("blocks/attention/out/kernel", "NHD", "h.*.attn.c_proj.weight", "NH,D"),
+    Tensor("blocks/attention/out/bias", "D", "h.*.attn.c_proj.bias", "D"),
+    Tensor("blocks/mlp_norm/scale", "D", "h.*.ln_2.weight", "D"),
+    Tensor("blocks/mlp_norm/bias", "D", "h.*.ln_2.bias", "D"),
+    Tensor("blocks/mlp/up/kernel", "DF", "h.*.mlp.c_fc.weight", "D,F"),
+    Tensor("blocks/mlp/up/bias", "F", "h.*.mlp.c_fc.bias", "F"),
+    Tensor("blocks/mlp/down/kernel", "FD", "h.*.mlp.c_proj.weight", "F,D"),
+    Tensor("blocks/mlp/down/bias", "D", "h.*.mlp.c_proj.bias", "D"),
+    Tensor("norm/scale", "D", "ln_f.weight", "D"),
+    Tensor("norm/bias", "D", "ln_f.bias", "D"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How one family is stored."""
+
+    model_type: str
+    architecture: str
+    prefix: str  # of every tensor but the head; a checkpoint of the bare body lacks it
+    tensors: tuple[Tensor, ...]
+    keys: Mapping[str, str]  # our field -> key of config.json
+    absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
+    only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
+
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}
+_GEMMA2_KEYS = {
+    **_SIZES,
+    "window": "sliding_window",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
+_GEMMA3_KEYS = {
+    field: key for field, key in _GEMMA2_KEYS.items() if field != "attention_softcap"
+} | {"rope_theta_local": "rope_local_base_freq"}
+_NO_BIAS = {"attention_bias": (False,), "quantization_config": (None,)}
+_GEMMA_ONLY = {
+    **_NO_BIAS,
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA_ABSENT = {
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
+
+FORMATS = {
+    "gpt2": Format(
+        "gpt2", "GPT2LMHeadModel", "transformer.", (*_GPT2, HEAD),
+        keys={
+            "vocab_size": "vocab_size", "width": "n_embd", "num_layers": "n_layer",
+            "num_heads": "n_head", "mlp_dim": "n_inner", "max_positions": "n_positions",
+            "norm_eps": "layer_norm_epsilon", "tied_head": "tie_word_embeddings",
+        },
+        absent={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,), "quantization_config": (None,),
+        },
+    ),
+    "llama3": Format(
+        "llama", "LlamaForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD), keys=_SIZES,
+        absent={
+            "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False, "rope_theta": 10_000.0,
+        },
+        only={**_NO_BIAS, "mlp_bias": (False,), "hidden_act": ("silu",)},
+    ),
+    "qwen3": Format(
+        "qwen3", "Qwen3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QK_NORMS, HEAD),
+        keys=_SIZES,
+        absent={
+            "num_key_value_heads": None, "head_dim": 128, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False, "rope_theta": 10_000.0,
+        },
+        only={**_NO_BIAS, "use_sliding_window": (False,), "hidden_act": ("silu",)},
+    ),
+    "gemma2": Format(
+        "gemma2", "Gemma2ForCausalLM", "model.", (*_ROTARY, *_GEMMA_NORMS, HEAD),
+        keys=_GEMMA2_KEYS,
+        absent=_GEMMA_ABSENT | {
+            "rope_theta": 10_000.0, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
+        },
+        only=_GEMMA_ONLY,
+    ),
+    "gemma3": Format(
+        "gemma3_text", "Gemma3ForCausalLM", "model.",
+        (*_ROTARY, *_GEMMA_NORMS, *_QK_NORMS, HEAD), keys=_GEMMA3_KEYS,
+        absent=_GEMMA_ABSENT | {
+            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "sliding_window": 4096,
+            "final_logit_softcapping": None, "sliding_window_pattern": 6,
+        },
+        only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,)},
+    ),
+}  # fmt: skip
+
+# Constants of the computation that older files carry along.
+BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_LAYER_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
+_LINEAR_ROPE = {"rope_factor": "factor"}
+_LLAMA3_ROPE = {
+    "rope_low_freq": "low_freq_factor",
+    "rope_high_freq": "high_freq_factor",
+    "rope_old_context": "original_max_position_embeddings",
+}
+
+
+# --------------------------------------------------------------------------------- config.json
+
+
+def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """The model that a config.json describes; `vocab_multiple` is ours and keeps its default.
+
+    Raises ValueError for a model type that no family has, a key that is missing, and a value that
+    the decoder cannot do.
+    """
+    family = _family_of(config)
+    form = FORMATS[family]
+    for key, allowed in form.only.items():
+        if config.get(key, allowed[0]) not in allowed:
+            raise ValueError(
+                f"config.json has {key}={config[key]!r} and family {family!r} computes "
+                f"{allowed[0]!r} only: use a checkpoint with that"
+            )
+    values = {field: _get(form, config, key) for field, key in form.keys.items()}
+    optional = {"attention_softcap", "logit_softcap", "window"}
+    values |= {field: values[field] or 0 for field in optional & values.keys()}
+    values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
+    values["head_dim"] = values.get("head_dim") or values["width"] // values["num_heads"]
+    values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
+    if "query_pre_attn_scalar" in form.absent:
+        scalar = _get(form, config, "query_pre_attn_scalar")
+        values["query_scale"] = 0.0 if scalar == values["head_dim"] else scalar**-0.5
+    if "rope_theta" in form.absent:
+        values |= _read_rope(form, config)
+    values["layer_pattern"] = _read_layers(form, config, values["num_layers"])
+    model = dataclasses.replace(families.preset(family), **values)
+    if found := _problems(model):
+        raise ValueError("config.json does not make a model:\n" + "\n".join(found))
+    return model
+
+
+def _problems(model: ModelConfig) -> list[str]:
+    """A checkpoint has a vocabulary; a config may leave it to the tokenizer."""
+    found = families.problems(model)
+    if model.vocab_size == 0:
+        found.append("model.vocab_size=0 must be at least 1 in a checkpoint")
+    return found
+
+
+def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model, in the keys that old and new versions of transformers read.
+
+    Raises ValueError where the family's format has no place for a value of `model`.
+    """
+    if model.family not in FORMATS:
+        raise ValueError(
+            f"model.family={model.family!r} has no Hugging Face format: use one of {tuple(FORMATS)}"
+        )
+    if found := _problems(model):
+        raise ValueError("\n".join(found))
+    form = FORMATS[model.family]
+    config = {"architectures": [form.architecture], "model_type": form.model_type}
+    config |= {field: allowed[0] for field, allowed in form.only.items() if allowed[0] is not None}
+    config |= {key: vars(model)[field] for field, key in form.keys.items()}
+    for field in {"attention_softcap", "logit_softcap", "window"} & form.keys.keys():
+        config[form.keys[field]] = vars(model)[field] or None
+    if "query_pre_attn_scalar" in form.absent:
+        config["query_pre_attn_scalar"] = round(model.score_scale**-2)
+    if "rope_theta" in form.absent:
+        config |= _write_rope(model)
+    if "rope_local_base_freq" in form.absent:
+        config["rope_local_base_freq"] = model.rope_theta_local or model.rope_theta
+    if "sliding_window_pattern" in form.absent:
+        config["layer_types"] = [_LAYER_TYPES[kind] for kind in model.layer_kinds]
+    if different := differences(model, model_config_from_hf(config)):
+        raise ValueError(
+            f"a {form.model_type} checkpoint cannot say {different}: change the model or its family"
+        )
+    if model.width % model.num_heads:
+        raise ValueError(
+            f"model.width={model.width} is not a multiple of num_heads={model.num_heads}, which "
+            "transformers demands of every config: change one of them"
+        )
+    return config
+
+
+def _family_of(config: Mapping[str, Any]) -> str:
+    kind = config.get("model_type")
+    for family, form in FORMATS.items():
+        if form.model_type == kind:
+            return family
+    known = ", ".join(form.model_type for form in FORMATS.values())
+    remedy = f"use one of {known}"
+    if "text_config" in config:
+        remedy += "; of a model of text and images, save the text model alone"
+    raise ValueError(f"config.json has model_type={kind!r}, which no family of llmx is: {remedy}")
+
+
+def _get(form: Format, config: Mapping[str, Any], key: str) -> Any:
+    if key in config:
+        return config[key]
+    if key in form.absent:
+        return form.absent[key]
+    # Rotary values moved in transformers 5; `_read_rope` takes them.
+    raise ValueError(f"config.json has no {key!r}: add it, a {form.model_type} model needs it")
+
+
+def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary fields of a config.json of transformers 4 (top level) or 5 (`rope_parameters`)."""
+    new = config.get("rope_parameters") or {}
+    per_kind = "full_attention" in new
+    parameters = new["full_attention"] if per_kind else new
+    scaling = parameters or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    values = {
+        "rope_theta": scaling.get("rope_theta", _get(form, config, "rope_theta")),
+        "rope_scaling": "none" if kind == "default" else kind,
+    }
+    if kind not in ("default", "linear", "llama3") or scaling.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(
+            f"config.json stretches positions by {dict(scaling)}: rope_type must be one of "
+            "('default', 'linear', 'llama3') and turn every dimension"
+        )
+    keys = {"default": {}, "linear": _LINEAR_ROPE, "llama3": _LINEAR_ROPE | _LLAMA3_ROPE}[kind]
+    if missing := sorted(set(keys.values()) - scaling.keys()):
+        raise ValueError(f"config.json stretches positions by {dict(scaling)}: add {missing}")
+    values |= {field: scaling[key] for field, key in keys.items()}
+    if "rope_local_base_freq" in form.absent:
+        local = new["sliding_attention"] if per_kind else {}
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"config.json stretches the positions of local layers by {local}: only those of "
+                "global layers can be"
+            )
+        default = _get(form, config, "rope_local_base_freq")
+        values["rope_theta_local"] = local.get("rope_theta", default)
+    return values
+
+
+def _write_rope(model: ModelConfig) -> dict[str, Any]:
+    scaling = None
+    if model.rope_scaling != "none":
+        scaling = {"rope_type": model.rope_scaling, "factor": float(model.rope_factor)}
+    if model.rope_scaling == "llama3":
+        scaling |= {key: vars(model)[field] for field, key in _LLAMA3_ROPE.items()}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+def _read_layers(form: Format, config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """The shortest pattern that gives each layer its kind."""
+    kinds = [GLOBAL] * num_layers
+    if period := form.absent.get("sliding_window_pattern"):
+        period = config.get("sliding_window_pattern", period)
+        kinds = [LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers)]
+    if "layer_types" in config:
+        ours = {theirs: kind for kind, theirs in _LAYER_TYPES.items()}
+        unknown = set(config["layer_types"]) - ours.keys()
+        if unknown or len(config["layer_types"]) != num_layers:
+            raise ValueError(
+                f"config.json has layer_types={config['layer_types']} for {num_layers} layers: "
+                f"give each layer one of {sorted(ours)}"
+            )
+        kinds = [ours[theirs] for theirs in config["layer_types"]]
+    if LOCAL in kinds and "window" not in form.keys:
+        raise ValueError(
+            f"config.json has sliding windows in layer_types, which {form.model_type} has not: "
+            "use full_attention"
+        )
+    for period in range(1, num_layers):
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return tuple(kinds[:period])
+    return tuple(kinds)
+
+
+def _meaning(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a model, with those that change nothing made equal."""
+    values = dict(vars(model)) | {"layer_pattern": model.layer_kinds}
+    # The last digit of a root is nobody's choice.
+    values["query_scale"] = float(f"{model.score_scale:.9g}")
+    dead = {"vocab_multiple"}
+    if LOCAL not in model.layer_kinds:
+        dead |= {"window", "rope_theta_local"}
+    elif model.rope_scaling == "none":
+        values["rope_theta_local"] = model.rope_theta_local or model.rope_theta
+    if model.rope_scaling != "llama3":
+        dead |= _LLAMA3_ROPE.keys()
+    if model.rope_scaling == "none":
+        dead |= {"rope_factor"}
+    if model.positions == "learned":
+        dead |= {name for name in values if name.startswith("rope_")}
+    return {name: value for name, value in values.items() if name not in dead}
+
+
+def differences(model: ModelConfig, other: ModelConfig, *, ignore: Sequence[str] = ()) -> str:
+    """What `model` says and `other` does not, as text."""
+    ours, theirs = _meaning(model), _meaning(other)
+    names = [n for n in vars(model) if n not in ignore and ours.get(n) != theirs.get(n)]
+    return ", ".join(f"model.{n}={ours.get(n)!r} (it has {theirs.get(n)!r})" for n in names)
+
+
+# ------------------------------------------------------------------------------------- tensors
+
+
+def dimension_sizes(model: ModelConfig) -> dict[str, int]:
+    """Of each letter, the vocabulary without padding."""
+    return {
+        "D": model.width, "F": model.mlp_dim, "N": model.num_heads, "K": model.num_kv_heads,
+        "H": model.head_dim, "V": model.vocab_size, "T": model.max_positions, "Z": len(_QKV),
+    }  # fmt: skip
+
+
+def rows(model: ModelConfig) -> list[Tensor]:
+    """The tensors of a model's checkpoint; the head, if tied, is not among them."""
+    tied = model.tied_head
+    return [row for row in FORMATS[model.family].tensors if not (tied and row is HEAD)]
+
+
+def tensor_names(model: ModelConfig, *, prefix: str) -> dict[str, tuple[Tensor, int | None]]:
+    """Every tensor of a model's checkpoint: its name, its row of the table, its layer."""
+    found = {}
+    for row in rows(model):
+        name = row.theirs if row is HEAD else prefix + row.theirs
+        for layer in range(model.num_layers) if row.stacked else (None,):
+            found[name.replace("*", str(layer))] = row, layer
+    return found
+
+
+def their_shape(row: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Of one tensor in a file; `sizes` as `dimension_sizes` gives them."""
+    return tuple(math.prod(sizes[x] for x in group) for group in row.groups.split(","))
+
+
+def our_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+    """Of the stacked parameter, the vocabulary padded."""
+    sizes = dimension_sizes(model) | {"V": model.padded_vocab}
+    return (model.num_layers,) * row.stacked + tuple(sizes[x] for x in row.dims)

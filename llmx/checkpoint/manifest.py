@@ -1,0 +1,234 @@
+"""What a checkpoint says of itself: for every leaf its shape, dtype and checksum, the order of its
+layers, and what the program that wrote it added.
+
+One JSON document with a checksum of its own. It is read before any array, and tells whether the
+arrays are those that are wanted.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llmx.checkpoint import checksums, reshard
+from llmx.pipeline import stages
+from llmx.sharding import trees
+
+# 2: the layers lie in an order of their own; all others are written as 1, for older programs too.
+FORMAT = 2
+
+
+class Corrupt(Exception):
+    """A checkpoint cannot be read, or what was read is not what was written."""
+
+
+class Mismatch(Exception):
+    """A checkpoint is sound but belongs to another structure, or to another kind of run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """The document of checkpoint `step`; `leaves` by path name: their type, and value or shape,
+    dtype and checksum."""
+
+    step: int
+    leaves: dict[str, dict]
+    meta: dict
+    order: stages.Order = ()
+
+    def holds(self, prefix: str) -> bool:
+        """Whether there is any leaf under `prefix`."""
+        return any(name.startswith(f"{prefix}/") for name in self.leaves)
+
+    def fits(self, abstract: Any, *, prefix: str) -> bool:
+        """Whether what is under `prefix` is `abstract`, with the layers where they are here."""
+        return not self._compared(abstract, prefix, self.order, "")[1]
+
+    def shapes(self, prefix: str) -> dict[str, list[int]]:
+        """The shapes of the arrays under `prefix`, by path name."""
+        return {
+            name: leaf["shape"]
+            for name, leaf in self.leaves.items()
+            if name.startswith(f"{prefix}/") and leaf["type"] == "array"
+        }
+
+    def wanted(
+        self, abstract: Any, *, prefix: str, order: stages.Order, ignored: str = ""
+    ) -> dict[str, Any]:
+        """{saved name: abstract array} of what is wanted, with its layers in `order`.
+
+        Layers are compared as they are without stages. What was saved under `ignored` may be left.
+        Raises Mismatch, naming the leaves, if the checkpoint holds something else.
+        """
+        arrays, differences = self._compared(abstract, prefix, order, ignored)
+        if differences:
+            shown = "\n".join(f"  {text}" for text in differences[:8])
+            more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
+            raise Mismatch(
+                f"checkpoint {self.step} holds another structure:\n{shown}{more}\n"
+                "use the configuration that it was saved with (its meta has it) or another "
+                "directory; the checkpoint is left as it is"
+            )
+        return arrays
+
+    def assemble(self, abstract: Any, arrays: Mapping[str, jax.Array], *, prefix: str) -> Any:
+        """`abstract` with the arrays, and the numbers of the document, in the place of its leaves.
+
+        PRNG keys come as their integers.
+        """
+        lead = f"{prefix}/" if prefix else ""
+        leaves = []
+        for name, leaf in trees.named(abstract).items():
+            if isinstance(leaf, (bool, int, float)):
+                leaves.append(self.leaves[lead + name]["value"])
+            elif is_key(leaf):
+                leaves.append(_wrap_key(arrays[lead + name], leaf))
+            else:
+                leaves.append(arrays[lead + name])
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def sealed(self, sums: Mapping[str, int]) -> dict:
+        """The JSON to write; `sums`: the checksums of the arrays."""
+        leaves = {
+            name: leaf | {"checksum": sums[name]} if name in sums else leaf
+            for name, leaf in self.leaves.items()
+        }
+        document = {"format": 1, "step": self.step, "leaves": leaves, "meta": self.meta}
+        if self.order:
+            document |= {"format": 2, "order": list(self.order)}
+        return checksums.seal(document)
+
+    def _compared(
+        self, abstract: Any, prefix: str, order: stages.Order, ignored: str
+    ) -> tuple[dict[str, Any], list[str]]:
+        """{saved name: abstract array}, and the differences as texts."""
+        lead = f"{prefix}/" if prefix else ""
+        wanted = {lead + name: leaf for name, leaf in trees.named(abstract).items()}
+        differences = [
+            f"{name}: saved, not wanted"
+            for name in self.leaves
+            if name.startswith(lead)
+            and name not in wanted
+            and not (ignored and f"{name}/".startswith(f"{ignored}/"))
+        ]
+        arrays: dict[str, Any] = {}
+        for name, leaf in wanted.items():
+            number = isinstance(leaf, (bool, int, float))
+            want = type(leaf).__name__ if number else _text(name, leaf.dtype, leaf.shape, order)
+            have = self._text_of(name)
+            if want != have:
+                differences.append(f"{name}: saved {have}, wanted {want}")
+            elif not number:
+                arrays[name] = leaf
+        return arrays, differences
+
+    def _text_of(self, name: str) -> str:
+        if name not in self.leaves:
+            return "nothing"
+        leaf = self.leaves[name]
+        if leaf["type"] != "array":
+            return leaf["type"]
+        return _text(name, leaf["dtype"], leaf["shape"], self.order)
+
+
+def describe(
+    step: int, state: Any, meta: Mapping[str, Any], order: stages.Order
+) -> tuple[dict[str, jax.Array], Document]:
+    """The arrays to write by path name, keys as integers, and the document, without checksums.
+
+    Raises ValueError for a leaf or a meta that cannot be saved.
+    """
+    arrays: dict[str, jax.Array] = {}
+    leaves: dict[str, dict] = {}
+    for name, leaf in trees.named(state).items():
+        if isinstance(leaf, (bool, int, float)):
+            leaves[name] = {"type": type(leaf).__name__, "value": leaf}
+            continue
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"state leaf {name!r} is a {type(leaf).__name__}, which a checkpoint cannot hold: "
+                "use a jax.Array or a Python bool, int or float"
+            )
+        if leaf.is_deleted():
+            raise ValueError(
+                f"state leaf {name!r} was donated to a later step: "
+                "save the state that the step returned"
+            )
+        if jax.process_count() > 1 and leaf.is_fully_addressable:
+            raise ValueError(
+                f"state leaf {name!r} lives in one process of {jax.process_count()}: "
+                "give it a NamedSharding over the whole mesh"
+            )
+        if leaf.size == 0:
+            raise ValueError(f"state leaf {name!r} of shape {leaf.shape} is empty: leave it out")
+        leaves[name] = {"type": "array", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+        arrays[name] = _key_data(leaf) if is_key(leaf) else leaf
+    document = Document(step, leaves, dict(meta), order)
+    try:
+        document.sealed({})
+    except TypeError as error:
+        raise ValueError(
+            f"checkpoint meta must be JSON: {error}; use numbers, strings, lists and dicts"
+        ) from error
+    trees.nest(arrays)
+    return arrays, document
+
+
+def read(path: Any) -> Document:
+    """The document in the file `path` (`epath.Path`); raises Corrupt, or Mismatch where the format
+    is newer than this program."""
+    try:
+        sealed = json.loads(path.read_text())
+        document = sealed["document"]
+        intact = checksums.is_intact(sealed)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
+    if not intact:
+        raise Corrupt("its meta does not match its own checksum")
+    if document["format"] > FORMAT:
+        raise Mismatch(
+            f"{path} has format {document['format']}, this program reads up to {FORMAT}: "
+            "use a newer llmx"
+        )
+    order = tuple(document.get("order", ()))
+    return Document(document["step"], document["leaves"], document["meta"], order)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether the leaf is a PRNG key, which is written as its integers."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def as_stored(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """The abstract array that is written for `leaf`: itself, or the integers of a PRNG key."""
+    sharding = leaf.sharding
+    if sharding is None:
+        if jax.process_count() > 1:
+            raise ValueError(f"abstract leaf {name!r} has no sharding: give it a NamedSharding")
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        if isinstance(sharding, jax.NamedSharding):
+            axes = (*sharding.spec, *(None,) * (data.ndim - len(sharding.spec)))
+            sharding = sharding.update(spec=jax.P(*axes))
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+_key_data = jax.jit(jax.random.key_data)
+
+
+def _wrap_key(data: jax.Array, like: Any) -> jax.Array:
+    found = []
+    # The name of a key's generator is public for arrays only, and tracing is the way to one
+    # without making it.
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
+    wrap = jax.jit(lambda data: jax.random.wrap_key_data(data, impl=found[0]))
+    return wrap(data)
+
+
+def _text(name: str, dtype: Any, shape: Any, order: stages.Order) -> str:
+    return f"{dtype}{reshard.plain_shape(name, shape, order)}"

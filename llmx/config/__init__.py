@@ -1,0 +1,209 @@
+"""A run as nested dataclasses, and as JSON in WORKDIR/config.json.
+
+A config file's `get_config()` returns a `Config`. `llmx.config.flags` loads it and applies the
+overrides (`--config.batch.size=64`); `llmx.config.checks.resolve` reports all problems in one
+error, before anything is allocated or compiled; `llmx.config.recipe` turns it into a program.
+"""
+
+import dataclasses
+import difflib
+import json
+import pathlib
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from llmx.checkpoint.checkpointer import CheckpointConfig
+from llmx.data.config import DataConfig
+from llmx.model.attention.attend import AttentionConfig
+from llmx.model.families import ModelConfig
+from llmx.model.losses import LossConfig
+from llmx.pipeline.schedules import PipelineConfig
+from llmx.runtime.launch import LaunchConfig
+from llmx.runtime.metrics import MetricsConfig
+from llmx.sharding import MeshConfig, ShardingConfig
+from llmx.step.guard import GuardConfig
+from llmx.step.optimizers import OptimizerConfig
+from llmx.sync.strategy import SyncConfig
+
+
+@dataclasses.dataclass
+class BatchConfig:
+    """What one step takes."""
+
+    size: int = 32  # sequences per step, over all devices and microbatches
+    sequence_length: int = 256  # tokens per sequence
+    accumulation: int = 1  # microbatches that the step is done in, one after the other
+
+
+@dataclasses.dataclass
+class EvaluationConfig:
+    """Loss on the held-out split."""
+
+    every: int = 0  # steps between evaluations; 0 = only at the end
+    batches: int = 8  # batches of one evaluation; 0 = the whole held-out split
+
+
+@dataclasses.dataclass
+class SampleConfig:
+    """The continuation printed when training ends, and the defaults of `llmx.generate`."""
+
+    prompt: str = ""  # "" = no sample at the end
+    max_tokens: int = 200  # tokens to add
+    temperature: float = 0.8  # 0 = always the likeliest token
+    top_k: int = 0  # sample from this many likeliest tokens; 0 = all
+    top_p: float = 0.95  # sample from the fewest tokens that have this probability together
+
+
+@dataclasses.dataclass
+class ProfileConfig:
+    """A window of steps that jax.profiler records into WORKDIR/profile."""
+
+    first_step: int = 0  # 0 = no profile
+    num_steps: int = 3  # steps in the window
+
+
+@dataclasses.dataclass
+class Config:
+    """One run."""
+
+    workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
+    start_from: str = ""  # a new run begins with the parameters of the run in this workdir
+    seed: int = 0  # of parameters and data order
+    steps: int = 1000  # updates in the whole run
+    precision: str = "bf16"  # a name in precision.POLICIES
+    remat: str = "none"  # a name in remat.POLICIES
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+    launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
+
+
+# Where token shards made from text are kept, unless data.cache_dir says otherwise.
+DATA_CACHE = "~/.cache/llmx/data"
+
+
+def default() -> Config:
+    """A config to change: a small Llama on the text of Python's standard library."""
+    return Config()
+
+
+# ---------------------------------------------------------------------------------------- the door
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a config: one problem a line."""
+
+    def __init__(self, problems: Sequence[str]):
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(f"the config has {count}:\n{lines}")
+        self.problems = list(problems)
+
+
+def leaf_types(kind: type, prefix: str = "") -> dict[str, Any]:
+    """{"batch.size": int, ...} of a nested dataclass."""
+    found = {}
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            found |= leaf_types(hint, f"{name}.")
+        else:
+            found[name] = hint
+    return found
+
+
+def unknown_key(key: str, known: typing.Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # the right key in the wrong section
+        last = key.rpartition(".")[2]
+        ends = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = [ends[n] for n in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.6)]
+    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists the keys"
+    return f"{key} is not a key of the config: {hint}"
+
+
+def get_value(config: Any, key: str) -> Any:
+    """The value of a key as "batch.size"."""
+    for name in key.split("."):
+        config = vars(config)[name]
+    return config
+
+
+def set_value(config: Any, key: str, value: Any):
+    """Sets what `get_value` gives."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config = vars(config)[section]
+    setattr(config, name, value)
+
+
+# -------------------------------------------------------------------------------- written and read
+
+
+def to_json(config: Config) -> dict:
+    """The config as nested dicts of JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_json(values: dict) -> Config:
+    """The config that `to_json` wrote.
+
+    Raises ConfigError for keys that are not a config's, as of another version.
+    """
+    known, config, problems = leaf_types(Config), Config(), []
+
+    def fill(values: dict, prefix: str):
+        for name, value in values.items():
+            key = prefix + name
+            if isinstance(value, dict):
+                fill(value, f"{key}.")
+            elif key not in known:
+                problems.append(unknown_key(key, known))
+            else:
+                set_value(config, key, tuple(value) if isinstance(value, list) else value)
+
+    fill(values, "")
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def save_run(config: Config):
+    """Writes WORKDIR/config.json, which `load_run` reads."""
+    path = pathlib.Path(config.workdir) / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(to_json(config), indent=2) + "\n")
+    temporary.replace(path)
+
+
+def load_run(workdir: str) -> Config:
+    """The resolved config of the run in `workdir`.
+
+    Raises ValueError where there is none.
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--workdir={workdir} holds no run: {path} does not exist; train one with "
+            f"python -m llmx.train --config ... --workdir {workdir}"
+        )
+    config = from_json(json.loads(path.read_text()))
+    config.workdir = str(workdir)
+    return config

@@ -1,0 +1,99 @@
+"""Config files and the command line: `--config FILE --config.section.key=value`."""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from llmx import config as config_lib
+from llmx.config import Config, ConfigError, checks
+
+
+def parser(module: str, description: str) -> argparse.ArgumentParser:
+    """The command line that all commands share."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog="Any value of the config is overridden by --config.SECTION.KEY=VALUE; "
+        "docs/configuration.md lists them.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--config", required=True, help="a config file, e.g. configs/quickstart.py")
+    made.add_argument("--workdir", default="", help="overrides config.workdir")
+    return made
+
+
+def parse(
+    made: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> tuple[argparse.Namespace, Config, list[str]]:
+    """The other arguments, the config with its overrides, and what was wrong with the overrides.
+
+    Raises ConfigError where there is no config to speak of: the file is missing or fails.
+    """
+    args, rest = made.parse_known_args(sys.argv[1:] if argv is None else argv)
+    overrides, others = _overrides(rest)
+    if others:
+        made.error(f"unknown arguments: {' '.join(others)} (overrides are --config.KEY=VALUE)")
+    config, problems = _load(args.config, overrides)
+    if args.workdir:
+        config.workdir = args.workdir
+    if not config.workdir:
+        config.workdir = str(pathlib.Path("runs") / pathlib.Path(args.config.split(":")[0]).stem)
+    return args, config, problems
+
+
+def _overrides(rest: list[str]) -> tuple[dict[str, str], list[str]]:
+    """{key: text} of --config.KEY=TEXT, --config.KEY TEXT, --noconfig.KEY; and what is left."""
+    found, others, rest = {}, [], list(rest)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if name.startswith("--config."):
+            if not equals:
+                value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            found[name.removeprefix("--config.")] = value
+        elif name.startswith("--noconfig.") and not equals:
+            found[name.removeprefix("--noconfig.")] = "false"
+        else:
+            others.append(argument)
+    return found, others
+
+
+def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
+    """The file's config with each override applied; what is wrong with an override is a problem."""
+    import absl.flags
+    from ml_collections import config_flags
+
+    def read(arguments: Sequence[str]) -> Config:
+        values = absl.flags.FlagValues()
+        argv = ["llmx", f"--config={path}", *arguments]
+        holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        values(argv)
+        return holder.value
+
+    if not pathlib.Path(path.split(":")[0]).is_file():
+        raise ConfigError([f"--config={path}: there is no such file"])
+    try:
+        config = read([])
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise ConfigError(
+            [f"{path} fails: {text[-1] if text else type(error).__name__}"]
+        ) from error
+    if not isinstance(config, Config):
+        raise ConfigError(
+            [f"{path}: get_config() returns {type(config).__name__}; return an llmx.config.Config"]
+        )
+    types_, problems = config_lib.leaf_types(Config), []
+    for key, text in overrides.items():
+        if key not in types_:
+            problems.append(config_lib.unknown_key(key, types_))
+            continue
+        try:
+            # One at a time: a bad value does not hide the next.
+            value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
+        except (ValueError, TypeError, absl.flags.Error):
+            problems.append(f"{key}={text!r} is not {checks.type_name(types_[key])}")
+            continue
+        config_lib.set_value(config, key, value)
+    return config, problems

@@ -1,0 +1,1 @@
+"""Attention: one kernel a file, and how split positions see each other."""

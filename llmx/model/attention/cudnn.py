@@ -1,0 +1,79 @@
+"""GPU attention by cuDNN's fused kernel, through what jax has of it.
+
+cuDNN knows order and windows but no documents: rows that may hold several are refused, as are
+scores with a soft cap.
+
+Sources: flash attention (arXiv 2205.14135, 2307.08691); docs.nvidia.com/deeplearning/cudnn.
+
+Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads, H head
+size.
+"""
+
+import inspect
+
+import jax.numpy as jnp
+
+from llmx.model.attention.kernel import Kernel
+from llmx.model.attention.masks import Mask, Scores
+
+
+def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str) -> dict:
+    """The static arguments of cuDNN's kernel. NotImplementedError for what it does not do."""
+    import jax._src.cudnn.fused_attention_stablehlo as fused
+
+    T, H = query_BTNH.shape[1], query_BTNH.shape[-1]
+    if not device_kind.startswith("NVIDIA"):
+        raise NotImplementedError(f"cuDNN runs on NVIDIA GPUs, not on {device_kind!r}")
+    if query_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"cuDNN takes bf16 and fp16, not {query_BTNH.dtype}")
+    if scores.softcap:
+        raise NotImplementedError("cuDNN has no soft cap of scores")
+    if not mask.one_document:
+        raise NotImplementedError("cuDNN does not tell packed documents apart: set data.pack=False")
+    if mask.ahead is None:
+        raise NotImplementedError("cuDNN takes rows of tokens in order only")
+    if H % 8 or H > 128:
+        raise NotImplementedError(f"head_dim={H} is not a multiple of 8 up to 128")
+    kind, window = fused.MaskType.CAUSAL, None
+    if mask.sees_all(scores.window):
+        kind = fused.MaskType.NO_MASK
+    elif mask.ahead or mask.num_keys != T:
+        raise NotImplementedError("cuDNN's masks start at the first key")
+    elif scores.window and scores.window < T:
+        window = scores.window
+    return dict(scale=scores.scale, mask_type=kind, sliding_window_length=window)
+
+
+def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
+    chosen = _choices(query_BTNH, key_BSKH, mask, scores, device_kind)
+    import jax._src.cudnn.fused_attention_stablehlo as fused
+
+    # The public function rounds the log-sum-exp to bf16, and its gradient ignores the one given.
+    out, lse_BNT = fused.dot_product_attention(
+        query_BTNH, key_BSKH, value_BSKH, return_residual=True, **chosen
+    )
+    return out, lse_BNT.astype(jnp.float32)
+
+
+def _backward(
+    query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, out_BTNH, lse_BNT, gradient_BTNH,
+    *, device_kind: str,
+):  # fmt: skip
+    chosen = _choices(query_BTNH, key_BSKH, mask, scores, device_kind)
+    import jax._src.cudnn.fused_attention_stablehlo as fused
+
+    dtype = query_BTNH.dtype
+    none = jnp.zeros((0,), dtype)
+    # A parameter that newer versions of jax have.
+    parameters = inspect.signature(fused._dot_product_attention_bwd_impl).parameters
+    newer = {"score_mod": None} if "score_mod" in parameters else {}
+    return tuple(
+        fused._dot_product_attention_bwd_p_wrapper.bind(
+            query_BTNH, key_BSKH, value_BSKH, *(none,) * 7, lse_BNT, out_BTNH.astype(dtype),
+            gradient_BTNH.astype(dtype), seed=42, dropout_rate=0.0, variadic_args=(False, False),
+            layout=fused.AttentionLayout.BTNH.value, **newer, **chosen,
+        )
+    )  # fmt: skip
+
+
+CUDNN = Kernel(_forward, _backward)

@@ -1,0 +1,259 @@
+"""TPU attention by jax's Pallas "splash" kernel: scores live in on-chip memory a block at a time.
+
+Blocks that the causal mask or the window rules out are skipped. One key/value head and its G query
+heads are one call, so keys and values are never repeated.
+
+Sources: flash attention (arXiv 2205.14135, 2307.08691);
+jax.experimental.pallas.ops.tpu.splash_attention.
+
+Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads,
+G = N/K, H head size.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from llmx.model.attention.kernel import Kernel
+from llmx.model.attention.masks import Mask, Scores
+
+LANES = 128  # a block's rows, and a head's size, are multiples of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Rows of a block: queries, keys fetched, keys per product; forward and backward pass."""
+
+    query: int
+    key: int
+    key_compute: int
+    query_backward: int
+    key_backward: int
+    key_backward_compute: int
+
+
+# By jax's `device_kind`. Larger blocks fetch less and need more on-chip memory, of which a kernel
+# gets 16 MiB (v4, v5e, v5p) or 32 MiB (v6e, 7x) by default; tests/test_splash.py compiles each. The
+# gradient of queries is written once per backward block of keys: few of them save memory.
+_16_MIB = Blocks(512, 1024, 512, 512, 2048, 512)
+_32_MIB = Blocks(2048, 2048, 1024, 1024, 2048, 1024)
+BLOCKS = {"TPU v6 lite": _32_MIB, "TPU v6e": _32_MIB, "TPU7x": _32_MIB}
+OTHER_BLOCKS = _16_MIB
+# Of keys, in one call of the backward kernel.
+MOST_BLOCKS = 4
+
+
+def _refuse(mask: Mask, device_kind: str) -> None:
+    """NotImplementedError for what neither pass does."""
+    T, S = mask.segments_BT.shape[1], mask.num_keys
+    if not device_kind.startswith(("TPU", "cpu")):
+        raise NotImplementedError(f"the splash kernel runs on TPUs, not on {device_kind!r}")
+    if mask.ahead is None:
+        raise NotImplementedError("the splash kernel takes rows of tokens in order only")
+    if T % LANES or S % LANES:
+        raise NotImplementedError(f"{T} queries and {S} keys are not multiples of {LANES}")
+
+
+def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: str):
+    """jax's kernel for one key/value head and its group of query heads: a callable that carries
+    the static parts of the mask."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (mask.segments_BT.shape[1], mask.num_keys)
+    if mask.sees_all(scores.window):
+        visible = masks.FullMask(shape)
+    elif scores.window:
+        visible = masks.LocalMask(shape, (scores.window - 1, 0), mask.ahead)
+    else:
+        visible = masks.CausalMask(shape, mask.ahead)
+    blocks = BLOCKS.get(device_kind, OTHER_BLOCKS)
+    return kernels.make_splash_mqa_single_device(
+        masks.MultiHeadMask([visible] * group),
+        block_sizes=_block_sizes(kernels.BlockSizes, blocks, shape, head_dim),
+        attn_logits_soft_cap=scores.softcap or None,
+        save_residuals=True,
+        interpret=device_kind == "cpu",
+    )
+
+
+def _segments(mask: Mask):
+    """None where rows are one document: nothing is looked at then."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    return None if mask.one_document else kernels.SegmentIds(mask.segments_BT, mask.key_segments_BS)
+
+
+def _per_head(function, rows_and_heads, segments):
+    """`function(*arrays, segments)` over batch and key/value heads, the first two dimensions."""
+    over_heads = jax.vmap(function, in_axes=(*(0 for _ in rows_and_heads), None))
+    return jax.vmap(over_heads)(*rows_and_heads, segments)
+
+
+def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
+    """Rows in order; "cpu" runs the kernel's interpreter, for tests."""
+    _refuse(mask, device_kind)
+    B, T, N, H = query_BTNH.shape
+    K = key_BSKH.shape[2]
+    kernel = _kernel(mask, scores, N // K, H, device_kind)
+    out_BKGTH, (lse_BKGT,) = _per_head(
+        lambda query, key, value, segments: kernel(query, key, value, segment_ids=segments),
+        (
+            _grouped(_scaled(query_BTNH, scores), K),
+            _whole_lanes(key_BSKH).swapaxes(1, 2), _whole_lanes(value_BSKH).swapaxes(1, 2),
+        ),
+        _segments(mask),
+    )  # fmt: skip
+    # A query that sees nothing of these keys has -inf here if none of its blocks was visited.
+    lse_BNT = jnp.maximum(lse_BKGT.reshape(B, N, T), jnp.finfo(jnp.float32).min)
+    return _ungrouped(out_BKGTH)[..., :H], lse_BNT
+
+
+def _backward(
+    query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, out_BTNH, lse_BNT, gradient_BTNH,
+    *, device_kind: str,
+):  # fmt: skip
+    """A slice of keys at a time: the kernel writes a gradient of queries for each block of keys,
+    and these together would grow with T x S."""
+    _refuse(mask, device_kind)
+    T, S = query_BTNH.shape[1], key_BSKH.shape[1]
+    size = _slice_of_keys(S, query_BTNH.shape[-1], device_kind)
+    whole = functools.partial(_slice_backward, scores=scores, device_kind=device_kind)
+    rows = (query_BTNH, out_BTNH, lse_BNT, gradient_BTNH)
+    if size == S:
+        return whole(*rows, key_BSKH, value_BSKH, mask)
+    query_gradient = jnp.zeros(query_BTNH.shape, jnp.float32)
+    if mask.sees_all(scores.window):
+        # Every slice is seen by all queries: one kernel in a loop. How far ahead they are of the
+        # slice is not the point then, but that it hides nothing.
+        def one(query_gradient, first):
+            take = lambda array: jax.lax.dynamic_slice_in_dim(array, first, size, 1)  # noqa: E731
+            part = dataclasses.replace(
+                mask, key_segments_BS=take(mask.key_segments_BS), key_positions_BS=None
+            )
+            found = whole(*rows, take(key_BSKH), take(value_BSKH), part)
+            return query_gradient + found[0], found[1:]
+
+        query_gradient, others = jax.lax.scan(one, query_gradient, jnp.arange(0, S, size))
+        joined = lambda array: array.swapaxes(0, 1).reshape(key_BSKH.shape)  # noqa: E731
+        return query_gradient, *map(joined, others)
+    others = []
+    for first in range(0, S, size):
+        keys = slice(first, first + size)
+        # The queries that see any of them, in whole lanes.
+        low = max(0, first - mask.ahead) // LANES * LANES
+        high = first + size - 1 + scores.window - mask.ahead if scores.window else T
+        seeing = slice(low, min(T, -(-high // LANES) * LANES))
+        if seeing.start >= seeing.stop:
+            others.append([jnp.zeros_like(array[:, keys]) for array in (key_BSKH, value_BSKH)])
+            continue
+        part = Mask(
+            mask.segments_BT[:, seeing], None, mask.key_segments_BS[:, keys], None,
+            ahead=mask.ahead + seeing.start - first, one_document=mask.one_document,
+        )  # fmt: skip
+        found = whole(
+            query_BTNH[:, seeing], out_BTNH[:, seeing], lse_BNT[:, :, seeing],
+            gradient_BTNH[:, seeing], key_BSKH[:, keys], value_BSKH[:, keys], part,
+        )  # fmt: skip
+        query_gradient = jax.lax.dynamic_update_slice_in_dim(
+            query_gradient, query_gradient[:, seeing] + found[0], seeing.start, axis=1
+        )
+        others.append(found[1:])
+    return query_gradient, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
+
+
+def _slice_of_keys(num_keys: int, head_dim: int, device_kind: str) -> int:
+    """Keys of one call of the backward kernel: a divisor of them, of few blocks."""
+    blocks = BLOCKS.get(device_kind, OTHER_BLOCKS)
+    most = MOST_BLOCKS * max(LANES, blocks.key_backward // -(-head_dim // LANES))
+    return max(n for n in range(LANES, min(num_keys, most) + 1, LANES) if num_keys % n == 0)
+
+
+def _slice_backward(
+    query_BTNH, out_BTNH, lse_BNT, gradient_BTNH, key_BSKH, value_BSKH, mask: Mask,
+    *, scores: Scores, device_kind: str,
+):  # fmt: skip
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    B, T, N, H = query_BTNH.shape
+    K, dtype = key_BSKH.shape[2], query_BTNH.dtype
+    kernel = _kernel(mask, scores, N // K, H, device_kind)
+    static = kernel.kwargs
+
+    def one_head(query, key, value, out, lse, gradient, segments):
+        # The kernel's own backward pass, for which jax has no public name: it takes any
+        # log-sum-exp.
+        residuals = (
+            query, key, value, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info,
+        )  # fmt: skip
+        found = kernels._splash_attention_bwd(
+            False, static["mask_value"], True, static["block_sizes"], None, static["mask_function"],
+            static["attn_logits_soft_cap"], static["interpret"], residuals, gradient,
+        )  # fmt: skip
+        return found[3:6]
+
+    query_gradient, *others = _per_head(
+        one_head,
+        (
+            _grouped(_scaled(query_BTNH, scores), K),
+            _whole_lanes(key_BSKH).swapaxes(1, 2), _whole_lanes(value_BSKH).swapaxes(1, 2),
+            _grouped(out_BTNH.astype(dtype), K), lse_BNT.reshape(B, K, N // K, T),
+            _grouped(gradient_BTNH.astype(dtype), K),
+        ),
+        _segments(mask),
+    )  # fmt: skip
+    return (
+        _ungrouped(query_gradient)[..., :H].astype(jnp.float32) * scores.scale,
+        *(array.swapaxes(1, 2)[..., :H] for array in others),
+    )
+
+
+SPLASH = Kernel(_forward, _backward)
+
+
+def _scaled(query_BTNH: Array, scores: Scores) -> Array:
+    return (query_BTNH.astype(jnp.float32) * scores.scale).astype(query_BTNH.dtype)
+
+
+def _grouped(array_BTNH: Array, num_kv_heads: int) -> Array:
+    """[B, K, G, T, H], heads padded to whole lanes."""
+    B, T, N, _ = array_BTNH.shape
+    shape = (B, T, num_kv_heads, N // num_kv_heads, -1)
+    return _whole_lanes(array_BTNH).reshape(shape).transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(array_BKGTH: Array) -> Array:
+    B, K, G, T, _ = array_BKGTH.shape
+    return array_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)
+
+
+def _whole_lanes(array: Array) -> Array:
+    """Heads padded with zeros to a multiple of 128: they add nothing to scores or values."""
+    pad = -array.shape[-1] % LANES
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, pad)]) if pad else array
+
+
+def _block_sizes(make, blocks: Blocks, shape: tuple[int, int], head_dim: int):
+    """The chip's blocks, smaller for larger heads, cut down to divisors of queries and keys."""
+    wide = -(-head_dim // LANES)
+    num_queries, num_keys = shape
+
+    def fit(size: int, num_rows: int) -> int:
+        most = max(LANES, min(size // wide, num_rows))
+        return max(rows for rows in range(LANES, most + 1, LANES) if num_rows % rows == 0)
+
+    key, key_backward = fit(blocks.key, num_keys), fit(blocks.key_backward, num_keys)
+    return make(
+        block_q=fit(blocks.query, num_queries),
+        block_kv=key,
+        block_kv_compute=min(key, fit(blocks.key_compute, num_keys)),
+        block_q_dkv=fit(blocks.query_backward, num_queries),
+        block_kv_dkv=key_backward,
+        block_kv_dkv_compute=min(key_backward, fit(blocks.key_backward_compute, num_keys)),
+        use_fused_bwd_kernel=True,
+    )

@@ -1,0 +1,101 @@
+"""Positions split over devices: which device has which, and what it sees of the others'."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from llmx.sharding import mesh_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Which device of `sequence` holds which positions of a row.
+
+    `ways` devices stand in R = ways / ulysses groups of neighbours. A row is cut into chunks: with
+    zigzag 2R, of which group r has chunks r and 2R-1-r, else R, group r having chunk r. A group's
+    positions lie on its devices in order.
+    """
+
+    ways: int
+    ulysses: int = 1
+    zigzag: bool = True
+
+    def __post_init__(self):
+        if self.ulysses < 1 or self.ways % self.ulysses:
+            raise ValueError(
+                f"attention.ulysses={self.ulysses} does not divide the {self.ways} devices of the "
+                "mesh axis `sequence`: use a divisor"
+            )
+
+    @property
+    def rings(self) -> int:
+        return self.ways // self.ulysses
+
+    @property
+    def chunks(self) -> np.ndarray:
+        """int[R, chunks of a group]: which chunks each group holds, in its order."""
+        group = np.arange(self.rings)[:, None]
+        if not self.zigzag or self.rings == 1:
+            return group
+        return np.concatenate([group, 2 * self.rings - 1 - group], axis=1)
+
+    @property
+    def in_row_order(self) -> bool:
+        return self.chunks.shape[1] == 1
+
+    def order(self, num_positions: int) -> np.ndarray:
+        """int[T of all devices]: the position that each place of the split row holds.
+
+        Raises ValueError where the row does not divide into the chunks.
+        """
+        num = self.chunks.size
+        if num_positions % math.lcm(num, self.ways):
+            raise ValueError(
+                f"{num_positions} positions do not divide into the {num} chunks that {self.ways} "
+                f"devices of `sequence` hold: use a multiple of {math.lcm(num, self.ways)}, or "
+                "attention.zigzag=False"
+            )
+        positions = np.arange(num_positions).reshape(num, -1)
+        return positions[self.chunks.reshape(-1)].reshape(-1)
+
+
+def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Array:
+    """`array` [B, T, ...] from the order of its rows to that of `split`; or back.
+
+    Its devices keep as many positions as they have. Communicates over `sequence`: meant for token
+    ids and losses.
+    """
+    if split.in_row_order:
+        return array
+    return _reordered(split, mesh, back, array)
+
+
+# The gradient goes the other way: what differentiates a region by itself would add up the gradients
+# of replicas that know nothing of each other (`sharding.hide`).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _reordered(split: Split, mesh: Mesh, back: bool, array: Array) -> Array:
+    order = split.order(array.shape[1])
+    order = np.argsort(order) if back else order
+    to = jax.typeof(array).sharding.spec
+    axes = mesh_axes(to[1])
+
+    def local(array):
+        if not axes:
+            return array[:, order]
+        whole = jax.lax.all_gather(array, axes, axis=1, tiled=True)
+        mine = jnp.asarray(order.reshape(-1, array.shape[1]))[jax.lax.axis_index(axes)]
+        return whole[:, mine]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=to, out_specs=to, check_vma=False)(array)
+
+
+_reordered.defvjp(
+    lambda split, mesh, back, array: (_reordered(split, mesh, back, array), None),
+    lambda split, mesh, back, _, gradient: (_reordered(split, mesh, not back, gradient),),
+)

@@ -1,0 +1,232 @@
+"""What a model costs: parameters and FLOPs of a `ModelConfig`, counted in this one place.
+
+Letters: B batch, T positions, D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim,
+V vocab_size, L num_layers; W window; g = 3 matrices in a gated MLP, else 2.
+
+Parameters, without biases:
+
+    V D                                     embedding; positions T_max D where they are learned
+    L [ D H (N + 2K) + N H D                attention: queries, keys, values, output
+        + g D F                             MLP
+        + (2 | 4) D  (+ 2 H) ]              norms of the block, of queries and keys
+    + D                                     final norm
+    + V D                                   head, unless it is the embedding table
+
+A LayerNorm has a bias beside its scale. `bias` gives each projection of attention and MLP one.
+
+Forward FLOPs per token, a multiply-add counted as 2:
+
+    2 [ D H (N + 2K) + N H D + g D F ] L    weights of the layers
+    + 4 N H S L                             scores q.k and their sums over v
+    + 2 D V                                 head, tied or not; the embedding lookup is none
+
+S is the mean number of keys that a query sees: (T + 1) / 2 in a causal layer, fewer behind a window
+W. The backward pass costs twice the forward: one product for the gradient of each of two factors.
+Norms, activations, softmax and the optimizer are left out, as is what remat computes again: these
+are the FLOPs of the model and not those of a program, as in PaLM (arXiv 2204.02311, appendix B)
+and the scaling book (jax-ml.github.io/scaling-book/transformers). PaLM has S = T (`causal=False`).
+
+Functions that end in `by_layer` give a number for each of L + 2 layers, in the order of depth: the
+embedding, the L blocks, and the final norm with the head. They also count what remat keeps and
+what it computes again, since that depends on the layer (`llmx.model.remat` has the names).
+"""
+
+from llmx.model.families import LOCAL, ModelConfig
+
+TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
+
+
+def parameters_by_part(model: ModelConfig) -> dict[str, int]:
+    """Parameters of embedding, positions, attention, mlp, norms, head, and of vocabulary padding.
+
+    "padding" is what `vocab_multiple` adds to the embedding table and to the head.
+    """
+    D, F, L, H = model.width, model.mlp_dim, model.num_layers, model.head_dim
+    N, K, V = model.num_heads, model.num_kv_heads, model.vocab_size
+    num_matrices = 3 if model.gated_mlp else 2
+
+    attention = D * H * (N + 2 * K) + N * H * D
+    mlp = num_matrices * D * F
+    if model.bias:
+        attention += H * (N + 2 * K) + D
+        mlp += (num_matrices - 1) * F + D
+    norm = 2 * D if model.norm == "layer" else D
+    block_norms = (4 if model.post_norms else 2) * norm + (2 * H if model.qk_norm else 0)
+    num_tables = 1 if model.tied_head else 2
+    return {
+        "embedding": V * D,
+        "positions": model.max_positions * D if model.positions == "learned" else 0,
+        "attention": L * attention,
+        "mlp": L * mlp,
+        "norms": L * block_norms + norm,
+        "head": 0 if model.tied_head else V * D,
+        "padding": num_tables * (model.padded_vocab - V) * D,
+    }
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters as published: without the rows that pad the vocabulary."""
+    return num_stored_parameters(model) - parameters_by_part(model)["padding"]
+
+
+def num_stored_parameters(model: ModelConfig) -> int:
+    """Parameters of the initialised tree, rows that pad the vocabulary included: for memory."""
+    return sum(parameters_by_part(model).values())
+
+
+def num_non_embedding_parameters(model: ModelConfig) -> int:
+    """Parameters without token and position tables and without a head of its own: scaling laws."""
+    parts = parameters_by_part(model)
+    return parts["attention"] + parts["mlp"] + parts["norms"]
+
+
+def keys_per_query(model: ModelConfig, *, sequence_length: int, causal: bool = True) -> list[float]:
+    """S of each of the L layers: keys that a query sees, averaged over the sequence's positions.
+
+    causal=False counts every key, also those that the masks hide: what attention without a kernel
+    that skips them computes. Boundaries of packed documents are not taken off in either case.
+    """
+    T, W = sequence_length, min(model.window, sequence_length)
+    seen = {kind: (T + 1) / 2 if causal else float(T) for kind in model.layer_kinds}
+    if LOCAL in seen and causal:
+        # Position t = 1..T sees min(t, W) keys.
+        seen[LOCAL] = (W * (W + 1) / 2 + (T - W) * W) / T
+    return [seen[kind] for kind in model.layer_kinds]
+
+
+def forward_flops_by_part(
+    model: ModelConfig, *, sequence_length: int, causal: bool = True
+) -> dict[str, float]:
+    """Forward FLOPs per token of the attention projections, the scores, the MLP and the head."""
+    D, F, L, H = model.width, model.mlp_dim, model.num_layers, model.head_dim
+    N, K, V = model.num_heads, model.num_kv_heads, model.vocab_size
+    scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
+    return {
+        "projections": 2.0 * L * (D * H * (N + 2 * K) + N * H * D),
+        "scores": sum(scores),
+        "mlp": 2.0 * L * (3 if model.gated_mlp else 2) * D * F,
+        "head": 2.0 * D * V,
+    }
+
+
+def forward_flops_per_token(
+    model: ModelConfig, *, sequence_length: int, causal: bool = True
+) -> float:
+    """FLOPs of the forward pass per token of a sequence."""
+    return sum(
+        forward_flops_by_part(model, sequence_length=sequence_length, causal=causal).values()
+    )
+
+
+def training_flops_per_token(
+    model: ModelConfig, *, sequence_length: int, causal: bool = True
+) -> float:
+    """FLOPs of forward and backward pass per token: what MFU is measured by."""
+    return TRAINING_PASSES * forward_flops_per_token(
+        model, sequence_length=sequence_length, causal=causal
+    )
+
+
+# ---------------------------------------------------------------------------------------- by layer
+
+
+def parameters_by_layer(model: ModelConfig) -> list[int]:
+    """Stored parameters of the embedding with positions, of each block, of the norm and head.
+
+    They add up to `num_stored_parameters`: a tied head has none but its norm's.
+    """
+    parts = parameters_by_part(model)
+    last_norm = 2 * model.width if model.norm == "layer" else model.width
+    blocks = parts["attention"] + parts["mlp"] + parts["norms"] - last_norm
+    table = model.padded_vocab * model.width
+    return [
+        table + parts["positions"],
+        *[blocks // model.num_layers] * model.num_layers,
+        last_norm + (0 if model.tied_head else table),
+    ]
+
+
+def forward_flops_by_layer(
+    model: ModelConfig, *, sequence_length: int, causal: bool = True
+) -> list[float]:
+    """FLOPs of the forward pass per token of each layer. The embedding, a lookup, has none."""
+    parts = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)
+    products = (parts["projections"] + parts["mlp"]) / model.num_layers
+    scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
+    return [0.0, *[products + each for each in scores], parts["head"]]
+
+
+def recomputed_flops_by_layer(
+    model: ModelConfig, *, sequence_length: int, remat: str, loss_chunks: int, causal: bool = True
+) -> list[float]:
+    """FLOPs per token that the backward pass repeats of the forward pass, by each layer.
+
+    Only what gradients need: a block's last product is repeated where a norm follows it. Of scores
+    that were kept as their result, what a kernel makes again in its own backward pass is left out.
+
+    Args:
+      model: with its vocabulary.
+      sequence_length: tokens of a sequence.
+      remat: a name in `remat.POLICIES`.
+      loss_chunks: parts of the vocabulary that the loss walks; logits of more than one are not
+        kept.
+      causal: see `keys_per_query`.
+    """
+    D, F, H = model.width, model.mlp_dim, model.head_dim
+    N, K = model.num_heads, model.num_kv_heads
+    projections = 2.0 * (D * H * (N + 2 * K) + N * H * D)
+    # Into the MLP, and out of it where the result is an input of a norm.
+    mlp = 2.0 * ((2 if model.gated_mlp else 1) + (1 if model.post_norms else 0)) * D * F
+    # Queries and keys are kept as attention takes them: normalised, where the family does that.
+    before_norms = 2.0 * D * H * (N + K) if model.qk_norm else 0.0
+    products, again = {
+        "none": (0.0, False),
+        "dots": (0.0, True),
+        "names": (before_norms + 2.0 * N * H * D + mlp, False),
+        "full": (projections + mlp, True),
+    }[remat]
+    scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
+    head = 2.0 * D * model.vocab_size if loss_chunks > 1 else 0.0
+    return [0.0, *[products + (each if again else 0.0) for each in scores], head]
+
+
+def kept_bytes_by_layer(
+    model: ModelConfig, *, remat: str, loss_chunks: int, compute_bytes: int
+) -> list[int]:
+    """Bytes per token that each layer keeps from its forward to its backward pass.
+
+    With a kernel of attention that keeps no scores, as jax traces it: a compiler may keep less of
+    it. The statistics of norms, a number for each D or H, are left out. With remat "full" a block
+    keeps its input alone.
+
+    Args:
+      model: with its vocabulary.
+      remat: a name in `remat.POLICIES`.
+      loss_chunks: parts of the vocabulary that the loss walks; logits of more than one are not
+        kept.
+      compute_bytes: of a number in the compute dtype; norms, logits and log-sum-exps are in fp32.
+    """
+    D, F, H = model.width, model.mlp_dim, model.head_dim
+    N, K = model.num_heads, model.num_kv_heads
+    num_norms = 4 if model.post_norms else 2
+    queries_keys_values = (N + 2 * K) * H
+    inputs_of_mlp = (2 if model.gated_mlp else 1) * F
+    # Input, what attention takes and gives, what the MLP's activation is made of; a norm keeps its
+    # input, normalised and scaled.
+    activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)
+    normed = num_norms * D + ((N + K) * H if model.qk_norm else 0)
+    kept, in_fp32 = {
+        "none": (2 * D + queries_keys_values + N * H + activation, 3 * normed + N),
+        "dots": ((num_norms // 2 + 1) * D + queries_keys_values + inputs_of_mlp, 0),
+        "names": (D + queries_keys_values + N * H, N),
+        "full": (D, 0),
+    }[remat]
+    logits = model.padded_vocab if loss_chunks == 1 else 0
+    block = compute_bytes * kept + 4 * in_fp32
+    # Token ids; and into the head, the last norm's arrays, log Z and the target.
+    return [4, *[block] * model.num_layers, compute_bytes * D + 4 * (3 * D + logits + 2)]
+
+
+def _scores_by_block(model: ModelConfig, *, sequence_length: int, causal: bool) -> list[float]:
+    seen = keys_per_query(model, sequence_length=sequence_length, causal=causal)
+    return [4.0 * model.num_heads * model.head_dim * each for each in seen]

@@ -1,0 +1,212 @@
+"""The decoder: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`. Only it imports Flax.
+
+Flax NNX defines the modules and makes their parameters; from there on a model is a pure dict of
+arrays and functions of it. Every layer has the same parameters, stacked along a leading `layers`
+dimension and scanned, so that trace and compile time do not grow with depth; layers of different
+kinds (sliding window, global) alternate inside the scan's body. The model names logical axes and
+knows no mesh axis and no layout.
+
+Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value
+heads, H head size, V vocabulary, L layers.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from llmx.model import dot, families, remat, rope
+from llmx.model.attention import attend
+from llmx.model.attention.masks import Scores
+from llmx.model.execution import Execution
+
+# Activations between blocks, and inside them, in logical axes.
+BLOCK = ("batch", "block_sequence", "embed")
+INSIDE = ("batch", "sequence", "embed")
+QUERY = ("batch", "sequence", "heads", "head_dim")
+KEY = ("batch", "sequence", "kv_heads", "head_dim")
+HIDDEN = ("batch", "sequence", "mlp")
+# Tables of which rows are looked up: products never take them whole, unless one is the head too.
+LOOKED_UP = ("embedding", "positions")
+CACHE = ("layers", "batch", "cache", "kv_heads", "head_dim")
+
+
+# --------------------------------------------------------------------------------------- parameters
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple, axes: tuple, std: float) -> nnx.Param:
+    value = std * jax.random.truncated_normal(rngs.params(), -3, 3, shape, jnp.float32)
+    return nnx.Param(value, axes=axes)
+
+
+def _constant(value: float, shape: tuple, axes: tuple) -> nnx.Param:
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+
+
+class Norm(nnx.Module):
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), last dimension, in fp32."""
+
+    def __init__(self, model: families.ModelConfig, size: int):
+        self.eps, self.centered = model.norm_eps, model.norm == "layer"
+        self.plus_one = model.norm_plus_one
+        self.scale = _constant(0.0 if self.plus_one else 1.0, (size,), ("norm",))
+        self.bias = _constant(0.0, (size,), ("norm",)) if self.centered else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        if self.centered:
+            y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
+        # y (1 + scale) is y + y scale.
+        y = y + dot.scaled(y, self.scale[...]) if self.plus_one else dot.scaled(y, self.scale[...])
+        if self.bias is not None:
+            y = dot.shifted(y, self.bias[...])
+        return y.astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """One weight, and a bias where the family has them; multiplied by `dot.dot`."""
+
+    def __init__(self, rngs, shape, axes, *, contracted: int, bias: bool, scale: float = 1.0):
+        std = scale / math.sqrt(math.prod(shape[:contracted]))
+        self.kernel = _weight(rngs, shape, axes, std)
+        # A bias along the width is small and stays whole, as norms do.
+        axes = tuple("norm" if axis == "embed" else axis for axis in axes[contracted:])
+        self.bias = _constant(0.0, shape[contracted:], axes) if bias else None
+
+    def __call__(self, expression: str, x: Array, out: tuple, run: Execution) -> Array:
+        to = run.place.activation(out)
+        y = dot.dot(
+            expression, x, self.kernel.get_value(), out=to, policy=run.policy,
+            recomputed=run.remat != "none",
+        )  # fmt: skip
+        return y if self.bias is None else dot.shifted(y, self.bias[...])
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary or learned positions."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
+        bias = model.bias
+        heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.query = Projection(rngs, (D, N, H), heads, contracted=1, bias=bias)
+        self.key = Projection(rngs, (D, K, H), kv_heads, contracted=1, bias=bias)
+        self.value = Projection(rngs, (D, K, H), kv_heads, contracted=1, bias=bias)
+        self.out = Projection(
+            rngs, (N, H, D), ("heads", "head_dim", "embed"), contracted=2, bias=bias,
+            scale=1 / math.sqrt(2 * model.num_layers),
+        )  # fmt: skip
+        self.query_norm = Norm(_rms(model), H) if model.qk_norm else None
+        self.key_norm = Norm(_rms(model), H) if model.qk_norm else None
+        self.scale, self.softcap = model.score_scale, model.attention_softcap
+        # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
+        # ignores. Its gradient is exactly zero; what rounding makes of it would be blown up by
+        # Adam's division.
+        self.constant_key_bias = bias and model.positions == "learned" and not self.softcap
+
+    def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache, now):
+        query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, QUERY, run)
+        if self.constant_key_bias:
+            self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
+        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, KEY, run)
+        value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, KEY, run)
+        if self.query_norm is not None:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+        if rotation is not None:
+            query_BTNH, key_BTKH = (
+                rope.rotate(query_BTNH, rotation),
+                rope.rotate(key_BTKH, rotation),
+            )
+        query_BTNH = checkpoint_name(query_BTNH, remat.QUERY_KEY_VALUE)
+        key_BTKH = checkpoint_name(key_BTKH, remat.QUERY_KEY_VALUE)
+        value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
+        if cache is not None:
+            cache = tuple(
+                attend.written(old, new, now, place=run.place)
+                for old, new in zip(cache, (key_BTKH, value_BTKH), strict=True)
+            )
+            key_BTKH, value_BTKH = cache
+        out_BTNH = attend.attend(
+            query_BTNH, key_BTKH, value_BTKH, mask,
+            Scores(scale=self.scale, softcap=self.softcap, window=window),
+            config=run.attention, place=run.place, keys="sequence" if cache is None else "cache",
+        )  # fmt: skip
+        return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, run), cache
+
+
+class Mlp(nnx.Module):
+    """Feed-forward: plain, or gated (SwiGLU and GeGLU, arXiv 2002.05202)."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        D, F, bias = model.width, model.mlp_dim, model.bias
+        wide = dict(contracted=1, bias=bias)
+        self.gate = Projection(rngs, (D, F), ("embed", "mlp"), **wide) if model.gated_mlp else None
+        self.up = Projection(rngs, (D, F), ("embed", "mlp"), **wide)
+        self.down = Projection(
+            rngs, (F, D), ("mlp", "embed"), contracted=1, bias=bias,
+            scale=1 / math.sqrt(2 * model.num_layers),
+        )  # fmt: skip
+        self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
+
+    def __call__(self, x_BTD, run: Execution):
+        up_BTF = checkpoint_name(self.up("BTD,DF->BTF", x_BTD, HIDDEN, run), remat.MLP)
+        if self.gate is None:
+            hidden_BTF = self.activation(up_BTF)
+        else:
+            gate_BTF = checkpoint_name(self.gate("BTD,DF->BTF", x_BTD, HIDDEN, run), remat.MLP)
+            hidden_BTF = self.activation(gate_BTF) * up_BTF
+        return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, run)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each on a normalised input and added to the stream."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
+        self.attention, self.mlp = Attention(model, rngs), Mlp(model, rngs)
+        post = model.post_norms
+        self.attention_post_norm = Norm(model, model.width) if post else None
+        self.mlp_post_norm = Norm(model, model.width) if post else None
+
+    def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache=None, now=None):
+        # Between blocks positions are split over `tensor` too; inside, every shard needs them all.
+        y_BTD = self.attention_norm(x_BTD)
+        y_BTD = run.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
+        y_BTD, cache = self.attention(y_BTD, rotation, mask, window, run, cache, now)
+        if self.attention_post_norm is not None:
+            y_BTD = self.attention_post_norm(y_BTD)
+        x_BTD = x_BTD + y_BTD
+        y_BTD = run.place.constrain(self.mlp_norm(x_BTD), INSIDE, multiplied_into=("mlp",))
+        y_BTD = self.mlp(y_BTD, run)
+        if self.mlp_post_norm is not None:
+            y_BTD = self.mlp_post_norm(y_BTD)
+        return x_BTD + y_BTD, cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, L blocks stacked along a leading dimension, a last norm and a head."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        V, D, std = model.padded_vocab, model.width, 1 / math.sqrt(model.width)
+        self.embedding = _weight(rngs, (V, D), ("vocab", "embed"), std)
+        self.positions = (
+            _weight(rngs, (model.max_positions, D), ("positions", "embed"), std)
+            if model.positions == "learned"
+            else None
+        )
+        stack = nnx.split_rngs(splits=model.num_layers)(
+            nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
+        )
+        self.blocks = stack(rngs)
+        self.norm = Norm(model, D)
+        self.head = None if model.tied_head else _weight(rngs, (V, D), ("vocab", "embed"), std)
+
+
+def _rms(model: families.ModelConfig) -> families.ModelConfig:
+    """The norm of queries and keys is RMSNorm in every family that has one."""
+    return dataclasses.replace(model, norm="rms")

@@ -1,0 +1,276 @@
+"""Cross-entropy against a head split over vocabulary and width, in chunks of the vocabulary.
+
+The logits of a large vocabulary (B T V numbers in fp32) are the largest array of a train step. Here
+they never exist whole: the vocabulary is walked in chunks, each gathered over the replicas that
+split its width, turned into logits and folded into a running log-sum-exp. The backward pass walks
+the chunks again: each chunk's weight gradient is complete when the chunk is done and
+reduce-scattered at once, so neither a gathered head nor its whole gradient exists either.
+
+Sources: online softmax (arXiv 1805.02867), vocabulary-parallel cross-entropy (arXiv 1909.08053),
+cut cross-entropy (arXiv 2411.09009), z-loss (arXiv 2204.02311).
+
+Letters: B batch, T positions, D width, V vocabulary, n = B T local tokens, C rows of the head in
+one chunk.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from llmx import sharding
+from llmx.model import dot, precision
+from llmx.sharding import mesh_axes
+
+# Automatic chunks: local logits of a chunk stay under this many bytes and rows.
+CHUNK_BYTES = 512 * 2**20
+CHUNK_ROWS = 32 * 1024
+
+
+@dataclasses.dataclass
+class LossConfig:
+    """The training loss."""
+
+    z_loss: float = 0.0  # times log(Z)^2, keeps logits from drifting; 1e-4 is common
+    chunks: int = 0  # parts of the vocabulary in which logits are made; 0 = by their size
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    mesh: Mesh
+    x: PartitionSpec  # B T D
+    head: PartitionSpec  # V D
+    tokens: PartitionSpec  # B T
+    policy: precision.Policy
+    num_chunks: int
+    num_real: int
+    softcap: float
+
+    @property
+    def vocab(self):
+        return mesh_axes(self.head.partitions[0])
+
+    @property
+    def width(self):
+        return mesh_axes(self.head.partitions[1])
+
+    @property
+    def gathered(self):
+        """Mesh axes that split the positions of x but not of the targets."""
+        return tuple(a for a in mesh_axes(self.x[1]) if a not in mesh_axes(self.tokens[1]))
+
+    @property
+    def summed(self):
+        """Mesh axes over which the head is whole but tokens differ: its gradient is summed, unless
+        its type says that somebody else does it."""
+        varied = (*mesh_axes(self.tokens[0]), *mesh_axes(self.tokens[1]))
+        return tuple(a for a in varied if a not in self.width and a not in self.head.reduced)
+
+
+def token_losses(
+    x_BTD: Float[Array, "B T D"],
+    head_VD: Float[Array, "V D"],
+    targets_BT: Int[Array, "B T"],
+    *,
+    num_real: int,
+    softcap: float,
+    chunks: int,
+    place: sharding.Placement,
+    policy: precision.Policy,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Per-token -log p(target), and log Z, in nats, fp32.
+
+    Args:
+      x_BTD: the last hidden state after its norm.
+      head_VD: the output head, one row per (padded) token.
+      targets_BT: the token that follows, below `num_real`.
+      num_real: rows of the head from here on are padding and have no probability.
+      softcap: c tanh(logit / c); 0 = off.
+      chunks: in how many parts the vocabulary is walked; 0 = by size; must divide the local
+        vocabulary.
+      place, policy: where arrays live, and their dtypes.
+
+    Raises ValueError where `chunks` does not divide.
+    """
+    head = jax.typeof(head_VD).sharding.spec
+    tokens = place.activation(("batch", "sequence"))
+    local_rows = head_VD.shape[0] // place.size(mesh_axes(head.partitions[0]))
+    ways = place.size((*mesh_axes(tokens[0]), *mesh_axes(tokens[1])))
+    plan = _Plan(
+        mesh=place.mesh,
+        x=jax.typeof(x_BTD).sharding.spec,
+        head=head,
+        tokens=tokens,
+        policy=policy,
+        num_chunks=chunks or num_chunks(targets_BT.size // ways, local_rows),
+        num_real=num_real,
+        softcap=softcap,
+    )
+    if local_rows % plan.num_chunks:
+        raise ValueError(
+            f"loss.chunks={chunks} does not divide the {local_rows} rows of the head on each "
+            "device: use a divisor, or 0 to have one chosen"
+        )
+    return _token_losses(plan, x_BTD, head_VD, targets_BT)
+
+
+def num_chunks(num_tokens: int, num_rows: int) -> int:
+    """The fewest parts of `num_rows` that keep the logits of a part under the limits above."""
+    rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
+    return next(n for n in range(1, num_rows + 1) if num_rows % n == 0 and num_rows // n <= rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_losses(plan, x_BTD, head_VD, targets_BT):
+    (loss_BT, log_z_BT), _ = _forward(plan, x_BTD, head_VD, targets_BT)
+    return loss_BT, log_z_BT
+
+
+def _forward(plan, x_BTD, head_VD, targets_BT):
+    # With one chunk the logits are kept: making them again would cost more than they weigh.
+    whole = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head.partitions[0])
+    kept = whole if plan.num_chunks == 1 else None
+    loss_BT, log_z_BT, logits_BTV = jax.shard_map(
+        functools.partial(_forward_local, plan), mesh=plan.mesh,
+        in_specs=(plan.x, plan.head, plan.tokens),
+        out_specs=(plan.tokens, plan.tokens, kept), check_vma=False,
+    )(x_BTD, head_VD, targets_BT)  # fmt: skip
+    return (loss_BT, log_z_BT), (x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV)
+
+
+def _backward(plan, residuals, gradients):
+    x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV = residuals
+    kept = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head.partitions[0])
+    kept = kept if logits_BTV is not None else None
+    gradient_x, gradient_head = jax.shard_map(
+        functools.partial(_backward_local, plan), mesh=plan.mesh,
+        in_specs=(
+            plan.x, plan.head, plan.tokens, plan.tokens, kept, plan.tokens,
+            plan.tokens,
+        ),
+        out_specs=(plan.x, sharding.unreduced(plan.head, plan.head.reduced)), check_vma=False,
+    )(x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, *gradients)  # fmt: skip
+    return gradient_x, gradient_head, None
+
+
+_token_losses.defvjp(_forward, _backward)
+
+
+# ----------------------------------------------------- on one device's shard, inside manual regions
+
+
+def _whole_positions(plan, x_BTD):
+    if plan.gathered:
+        x_BTD = jax.lax.all_gather(x_BTD, plan.gathered, axis=1, tiled=True)
+    return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _chunks(plan, head_VD):
+    """The local head as (chunks, C, D) and the vocabulary index of each chunk's first row."""
+    size = head_VD.shape[0] // plan.num_chunks
+    first = jax.lax.axis_index(plan.vocab) * head_VD.shape[0] if plan.vocab else 0
+    return head_VD.reshape(plan.num_chunks, size, -1), first + size * jnp.arange(plan.num_chunks)
+
+
+def _chunk_logits(plan, x_nD, chunk_CD, first):
+    """fp32 logits of one chunk, and the gathered chunk."""
+    chunk_CD = dot.cast(chunk_CD, plan.policy.compute)
+    if plan.width:
+        chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)
+    logits_nC = jnp.einsum("nD,CD->nC", x_nD, chunk_CD, preferred_element_type=jnp.float32)
+    if plan.softcap:
+        logits_nC = plan.softcap * jnp.tanh(logits_nC / plan.softcap)
+    padding_C = first + jnp.arange(chunk_CD.shape[0]) >= plan.num_real
+    return jnp.where(padding_C, -jnp.inf, logits_nC), chunk_CD
+
+
+def _forward_local(plan, x_BTD, head_VD, targets_BT):
+    x_nD = _whole_positions(plan, x_BTD)
+    targets_n = targets_BT.reshape(-1)
+    chunks, firsts = _chunks(plan, head_VD)
+
+    def fold(carry, chunk_and_first):
+        top_n, total_n, hit_n = carry
+        logits_nC, _ = _chunk_logits(plan, x_nD, *chunk_and_first)
+        # A finite floor keeps a chunk of padding only from making inf - inf.
+        new_top_n = jnp.maximum(top_n, logits_nC.max(axis=-1))
+        total_n = total_n * jnp.exp(top_n - new_top_n)
+        total_n = total_n + jnp.exp(logits_nC - new_top_n[:, None]).sum(axis=-1)
+        column_n = targets_n - chunk_and_first[1]
+        inside_n = (column_n >= 0) & (column_n < logits_nC.shape[1])
+        picked_n = jnp.take_along_axis(logits_nC, column_n[:, None], axis=1, mode="clip")[:, 0]
+        return (new_top_n, total_n, hit_n + jnp.where(inside_n, picked_n, 0)), logits_nC
+
+    floor_n = jnp.full(targets_n.shape, jnp.finfo(jnp.float32).min)
+    carry = (floor_n, jnp.zeros_like(floor_n), jnp.zeros_like(floor_n))
+    if plan.num_chunks == 1:
+        (top_n, total_n, hit_n), logits_nV = fold(carry, (chunks[0], firsts[0]))
+        logits_BTV = logits_nV.reshape(*targets_BT.shape, -1)
+    else:
+        scan = jax.lax.scan(lambda c, xs: (fold(c, xs)[0], None), carry, (chunks, firsts))
+        (top_n, total_n, hit_n), logits_BTV = scan[0], None
+    if plan.vocab:
+        all_top_n = jax.lax.pmax(top_n, plan.vocab)
+        total_n = jax.lax.psum(total_n * jnp.exp(top_n - all_top_n), plan.vocab)
+        hit_n, top_n = jax.lax.psum(hit_n, plan.vocab), all_top_n
+    log_z_n = top_n + jnp.log(total_n)
+    shape = targets_BT.shape
+    return (log_z_n - hit_n).reshape(shape), log_z_n.reshape(shape), logits_BTV
+
+
+def _backward_local(
+    plan, x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, gradient_loss_BT, gradient_log_z_BT
+):
+    x_nD = _whole_positions(plan, x_BTD)
+    targets_n, log_z_n = targets_BT.reshape(-1), log_z_BT.reshape(-1)
+    gradient_loss_n = gradient_loss_BT.reshape(-1)
+    gradient_both_n = gradient_loss_n + gradient_log_z_BT.reshape(-1)
+    chunks, firsts = _chunks(plan, head_VD)
+
+    def walk(gradient_x_nD, chunk_and_first, logits_nC=None):
+        chunk_CD, first = chunk_and_first
+        if logits_nC is None:
+            logits_nC, chunk_CD = _chunk_logits(plan, x_nD, chunk_CD, first)
+        else:
+            chunk_CD = dot.cast(chunk_CD, plan.policy.compute)
+            if plan.width:
+                chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)
+        # d loss / d logit = softmax - [target], d log Z / d logit = softmax.
+        gradient_nC = jnp.exp(logits_nC - log_z_n[:, None]) * gradient_both_n[:, None]
+        target_nC = (targets_n[:, None] - first) == jnp.arange(logits_nC.shape[1])
+        gradient_nC = gradient_nC - jnp.where(target_nC, gradient_loss_n[:, None], 0)
+        if plan.softcap:
+            slope_nC = 1 - jnp.square(logits_nC / plan.softcap)
+            gradient_nC = jnp.where(jnp.isinf(logits_nC), 0, gradient_nC * slope_nC)
+        gradient_nC = gradient_nC.astype(plan.policy.compute)
+        gradient_x_nD += jnp.einsum(
+            "nC,CD->nD", gradient_nC, chunk_CD, preferred_element_type=jnp.float32
+        )
+        gradient_CD = jnp.einsum(
+            "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=plan.policy.reduce
+        )
+        if plan.width:
+            gradient_CD = jax.lax.psum_scatter(
+                gradient_CD, plan.width, scatter_dimension=1, tiled=True
+            )
+        if plan.summed:
+            gradient_CD = jax.lax.psum(gradient_CD, plan.summed)
+        return gradient_x_nD, gradient_CD.astype(head_VD.dtype)
+
+    start_nD = jnp.zeros(x_nD.shape, jnp.float32)
+    if logits_BTV is not None:
+        logits_nV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
+        gradient_x_nD, gradient_head = walk(start_nD, (chunks[0], firsts[0]), logits_nV)
+    else:
+        gradient_x_nD, gradient_head = jax.lax.scan(walk, start_nD, (chunks, firsts))
+    gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
+    if plan.gathered:
+        gradient_x = jax.lax.psum_scatter(
+            gradient_x, plan.gathered, scatter_dimension=1, tiled=True
+        )
+    if over := tuple(axis for axis in plan.vocab if axis not in plan.gathered):
+        gradient_x = jax.lax.psum(gradient_x, over)
+    return gradient_x, gradient_head.reshape(head_VD.shape)

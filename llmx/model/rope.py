@@ -1,0 +1,43 @@
+"""Rotary positions (arXiv 2104.09864), with the scalings of Llama 3 and Gemma 3."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from llmx.model import families
+
+# --------------------------------------------------------------------------------- rotary positions
+
+
+def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
+    """Radians per position of each of the H/2 pairs (arXiv 2104.09864), stretched by the family.
+
+    Llama 3's rule keeps high frequencies, divides low ones by `rope_factor`, and blends between;
+    "linear" divides all (arXiv 2306.15595). Local layers with their own base are not stretched.
+    """
+    local = kind == families.LOCAL and model.rope_theta_local
+    theta = model.rope_theta_local if local else model.rope_theta
+    pairs = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
+    frequencies = theta**-pairs
+    if local or model.rope_scaling == "none":
+        return frequencies.astype(np.float32)
+    if model.rope_scaling == "linear":
+        return (frequencies / model.rope_factor).astype(np.float32)
+    turns = model.rope_old_context * frequencies / (2 * np.pi)
+    keep = (turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)
+    keep = np.clip(keep, 0, 1)
+    return (frequencies * (keep + (1 - keep) / model.rope_factor)).astype(np.float32)
+
+
+def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray):
+    """cos and sin, each [B, T, 1, H/2], fp32."""
+    angles_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles_BT1P), jnp.sin(angles_BT1P)
+
+
+def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:
+    """Turns the pairs (i, i + H/2) of every head by their angles."""
+    cos, sin = rotation
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTNH.dtype)

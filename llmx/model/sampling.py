@@ -1,0 +1,275 @@
+"""Continues token sequences: a KV cache, a program for each bucket of lengths, a choice of tokens.
+
+The prompts fill a key/value cache at once, then a loop adds one token to every row until all rows
+are done. Lengths are rounded up to powers of two, so that it compiles once per (batch, bucket) and
+not once per prompt. Sampling settings, seed and limits are data: changing them compiles nothing.
+
+Prompts of different lengths lie in one batch left-aligned. What fills the shorter ones up belongs
+to another segment than the text, which attention cannot see, and positions count the tokens of the
+row, not cache slots. A row's random numbers come from the seed, the token's index, and how often
+the same prompt stands above it: a row's text does not depend on the others, and copies of a prompt
+are different samples.
+
+Letters: B rows, P prompt slots, M slots for new tokens, T positions, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from llmx import sharding
+from llmx.model import apply, execution, families
+
+# Segments in the cache: the row's text, and what fills the row up. Empty slots are -1.
+TEXT, FILLING = 0, -2
+
+# Sizes are rounded up to powers of two, but not below this: short prompts share one program.
+SMALLEST_BUCKET = 32
+
+
+# --------------------------------------------------------------------------------- picking a token
+
+
+def sampling_mask(
+    logits_BV: Float[Array, "B V"], temperature: Array, top_k: Array, top_p: Array
+) -> Bool[Array, "B V"]:
+    """The tokens that sampling may pick: exactly k, then the smallest nucleus of these.
+
+    Of equal logits the lower token id counts as the likelier (arXiv 1904.09751 for the nucleus).
+    """
+    order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
+    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+    num_kept = jnp.where(top_k > 0, top_k, logits_BV.shape[-1])
+    first_BV = jnp.arange(logits_BV.shape[-1])[None, :] < num_kept
+    weights_BV = jax.nn.softmax(
+        jnp.where(first_BV, _tempered(sorted_BV, temperature), -jnp.inf), axis=-1
+    )
+    before_BV = jnp.cumsum(weights_BV, axis=-1) - weights_BV
+    # Rounding can bring the sum to 1 before the end: 1 means all.
+    kept_BV = first_BV & ((before_BV < top_p) | (top_p >= 1))
+    # However small top_p is: rounding must not leave nothing.
+    kept_BV = kept_BV.at[:, 0].set(True)
+    rows_B1 = jnp.arange(logits_BV.shape[0])[:, None]
+    return jnp.zeros_like(kept_BV).at[rows_B1, order_BV].set(kept_BV)
+
+
+def pick(
+    logits_BV: Float[Array, "B V"], keys_B: Array, temperature: Array, top_k: Array, top_p: Array
+) -> Int[Array, " B"]:
+    """One token per row: the likeliest at temperature 0, else sampled from the `kept` ones."""
+
+    def sample():
+        kept_BV = sampling_mask(logits_BV, temperature, top_k, top_p)
+        scores_BV = jnp.where(kept_BV, _tempered(logits_BV, temperature), -jnp.inf)
+        return jax.vmap(jax.random.categorical)(keys_B, scores_BV).astype(jnp.int32)
+
+    def likeliest():
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    return jax.lax.cond(temperature > 0, sample, likeliest)
+
+
+def _tempered(logits_BV, temperature):
+    # From the maximum down, so that a tiny temperature does not overflow.
+    top_B1 = logits_BV.max(axis=-1, keepdims=True)
+    return (logits_BV - top_B1) / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+
+
+# -------------------------------------------------------------------------------------- generating
+
+
+def generate(
+    apply: apply.Apply,
+    params: dict,
+    run: execution.Execution,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_token: int | None = None,
+) -> list[list[int]]:
+    """Continues each prompt by up to `max_tokens` tokens; the prompts themselves are not returned.
+
+    Args:
+      apply, params, run: a decoder, its parameters as they lie on `run.place.mesh`, and how to run
+        it; any mesh and layout: rows are split over the batch axes where their number divides,
+        positions are not split.
+      prompts: token ids, at least one in each.
+      max_tokens: most tokens to add to a row.
+      temperature: divides the logits; 0 = always the likeliest token.
+      top_k: sample from the k likeliest tokens only; 0 = all.
+      top_p: then only from the fewest of those whose probability reaches this; 1 = all.
+      seed: of the random numbers.
+      stop_token: ends a row and is not returned; None = rows end at `max_tokens` only.
+
+    Communicates over the mesh axes that split `params`. Every process calls it with the same
+    arguments and gets the same texts.
+
+    Raises ValueError where prompts are empty or hold unknown tokens, or where a prompt and
+    `max_tokens` exceed the model's `max_positions`: rotary positions too, as a model was never
+    trained beyond it.
+    """
+    found = prompt_problems(apply.model, prompts, max_tokens)
+    found += sampling_problems(temperature, top_k, top_p)
+    if found:
+        raise ValueError("\n".join(found))
+    num_rows, longest = len(prompts), max(len(prompt) for prompt in prompts)
+    # The last token of a prompt is not part of the filling: the loop begins with it.
+    tokens_BP = np.zeros((num_rows, _bucket(longest - 1)), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BP[row, : len(prompt) - 1] = prompt[:-1]
+    inputs = {
+        "tokens_BP": tokens_BP,
+        "last_B": np.array([prompt[-1] for prompt in prompts], np.int32),
+        "lengths_B": np.array([len(prompt) - 1 for prompt in prompts], np.int32),
+        "copies_B": np.array(_copies(prompts), np.uint32),
+        "seed": np.array(seed % 2**32, np.uint32),
+        "max_tokens": np.array(max_tokens, np.int32),
+        "stop_token": np.array(-1 if stop_token is None else stop_token, np.int32),
+        "temperature": np.array(temperature, np.float32),
+        "top_k": np.array(top_k, np.int32),
+        "top_p": np.array(top_p, np.float32),
+    }
+    mesh = run.place.mesh
+    whole = NamedSharding(mesh, PartitionSpec())
+    # One sharding per program: batches that divide over the batch axes, and the others.
+    split = num_rows % run.place.size([a for a in sharding.BATCH_AXES if a in mesh.shape]) == 0
+    program = _make_program(apply, run, split)
+    with jax.set_mesh(mesh):
+        out = program(params, jax.device_put(inputs, whole), num_slots=_bucket(max_tokens))
+    texts_BM, counts_B = jax.device_get(out)
+    return [texts_BM[row, : counts_B[row]].tolist() for row in range(num_rows)]
+
+
+def prompt_problems(
+    decoder: families.ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[str]:
+    found = []
+    if not prompts:
+        found.append("there are no prompts: give at least one")
+    if max_tokens < 1:
+        found.append(f"max_tokens={max_tokens} must be at least 1")
+    for number, prompt in enumerate(prompts, 1):
+        if not len(prompt):
+            found.append(f"prompt {number} is empty: give it at least one token to continue from")
+            continue
+        if bad := [token for token in prompt if not 0 <= token < decoder.vocab_size]:
+            found.append(
+                f"prompt {number} has token {bad[0]}, and the vocabulary has {decoder.vocab_size} "
+                "tokens: encode it with the tokenizer that the model was trained with"
+            )
+        if max_tokens >= 1 and len(prompt) + max_tokens > decoder.max_positions:
+            room = decoder.max_positions - len(prompt)
+            found.append(
+                f"prompt {number} of {len(prompt)} tokens and max_tokens={max_tokens} make "
+                f"{len(prompt) + max_tokens} positions, and the model has "
+                f"max_positions={decoder.max_positions}: "
+                + (f"use max_tokens of at most {room}" if room > 0 else "use a shorter prompt")
+            )
+    return found
+
+
+def sampling_problems(temperature: float, top_k: int, top_p: float) -> list[str]:
+    found = []
+    if not 0 <= temperature < float("inf"):
+        found.append(
+            f"temperature={temperature} must be at least 0 and finite: 0 takes the likeliest "
+            "token, 1 samples from the model's own probabilities"
+        )
+    if top_k < 0:
+        found.append(f"top_k={top_k} must not be negative: 0 switches it off")
+    if not 0 < top_p <= 1:
+        found.append(f"top_p={top_p} must be above 0 and at most 1: 1 switches it off")
+    return found
+
+
+def _bucket(size: int) -> int:
+    """`size` rounded up to a power of two."""
+    return max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
+
+
+def _copies(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How many equal prompts stand before each: what tells the samples of one prompt apart."""
+    seen: dict[tuple, int] = {}
+    counts = []
+    for prompt in map(tuple, prompts):
+        counts.append(seen.get(prompt, 0))
+        seen[prompt] = counts[-1] + 1
+    return counts
+
+
+def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Placement:
+    """`place` for decoding: positions are whole, as one token cannot be split; rows if asked."""
+    whole = {"sequence": (), "block_sequence": ()} | ({} if split_batch else {"batch": ()})
+    activations = dict(place.layout.activations) | whole
+    return dataclasses.replace(
+        place, layout=dataclasses.replace(place.layout, activations=activations)
+    )
+
+
+# Functions are compiled once for as long as the model and its execution are the same objects.
+@functools.lru_cache(maxsize=8)
+def _make_program(apply: apply.Apply, run: execution.Execution, split_batch: bool) -> Callable:
+    """The jitted (params, inputs, num_slots=) -> (tokens [B, num_slots], how many of them [B])."""
+    place = placement(run.place, split_batch=split_batch)
+    run = dataclasses.replace(run, place=place, remat="none")
+
+    def decode(params, cache, tokens_BT, segments_BT, positions_BT, now):
+        logits_BTV, cache = apply.decode(
+            params, cache, tokens_BT, segments_BT, positions_BT, now, run
+        )
+        logits_BTV = sharding.constrain(logits_BTV, place.mesh, PartitionSpec())
+        # Padding is cut off: what does not exist cannot be picked.
+        return logits_BTV[:, -1, : apply.model.vocab_size], cache
+
+    def program(params, inputs, *, num_slots: int):
+        num_rows, num_prompt = inputs["tokens_BP"].shape
+        lengths_B = inputs["lengths_B"]
+        slots_BP = jnp.broadcast_to(jnp.arange(num_prompt), (num_rows, num_prompt))
+        is_text_BP = slots_BP < lengths_B[:, None]
+        cache = apply.empty_cache(num_rows, num_prompt + num_slots, run)
+        # Their logits are not used, and so never computed.
+        _, cache = decode(
+            params, cache, inputs["tokens_BP"], jnp.where(is_text_BP, TEXT, FILLING),
+            jnp.where(is_text_BP, slots_BP, 0), 0,
+        )  # fmt: skip
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.key(inputs["seed"]), inputs["copies_B"]
+        )
+
+        def unfinished(carry):
+            index, _, _, done_B, _, _ = carry
+            return (index < inputs["max_tokens"]) & ~done_B.all()
+
+        def step(carry):
+            index, cache, token_B, done_B, texts_BM, counts_B = carry
+            logits_BV, cache = decode(
+                params, cache, token_B[:, None], jnp.full((num_rows, 1), TEXT),
+                (lengths_B + index)[:, None], num_prompt + index,
+            )  # fmt: skip
+            token_B = pick(
+                logits_BV, jax.vmap(jax.random.fold_in, (0, None))(keys_B, index),
+                inputs["temperature"], inputs["top_k"], inputs["top_p"],
+            )  # fmt: skip
+            done_B |= token_B == inputs["stop_token"]
+            texts_BM = jax.lax.dynamic_update_index_in_dim(texts_BM, token_B, index, axis=1)
+            counts_B += jnp.where(done_B, 0, 1)
+            return index + 1, cache, token_B, done_B, texts_BM, counts_B
+
+        start = (
+            jnp.zeros((), jnp.int32), cache, inputs["last_B"], jnp.zeros(num_rows, bool),
+            jnp.zeros((num_rows, num_slots), jnp.int32), jnp.zeros(num_rows, jnp.int32),
+        )  # fmt: skip
+        *_, texts_BM, counts_B = jax.lax.while_loop(unfinished, step, start)
+        return texts_BM, counts_B
+
+    return jax.jit(program, static_argnames="num_slots")

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, and one executor for all of them."""

@@ -1,0 +1,92 @@
+"""When each operation of a schedule runs, and how long the whole takes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmx.pipeline import schedule
+from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, KINDS, SETTLED, WEIGHT, Table
+
+# ------------------------------------------------------------------------------------- its times
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each operation of a table runs."""
+
+    start: np.ndarray  # float[ticks, stages], seconds, NaN where idle
+    end: np.ndarray
+    step_time: float  # seconds; of a periodic table, from one period to the next
+
+
+def simulate(
+    table: Table,
+    *,
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
+    weight: float | Sequence[float] = 0.0,
+    transfer: float = 0.0,
+    barriers: bool = True,
+) -> Timeline:
+    """Times of a legal table.
+
+    `forward`, `backward` and `weight` are seconds of a whole stage, or a sequence with those of
+    each part. Where the table does not split WEIGHT off, BACKWARD takes both times.
+    `transfer` is that of one message between stages.
+
+    With `barriers` all stages begin a tick together, when the longest operation of the tick before
+    has ended and, if a stage sent something, it has come. Without, a stage goes on with its next
+    operation as soon as what it needs is there, and sends while it works.
+    """
+    parts = np.ones(table.num_parts) / table.chunks
+    times = [
+        parts * seconds if np.ndim(seconds) == 0 else np.asarray(seconds, float)
+        for seconds in (0.0, forward, backward, weight)
+    ]
+    for name, array in zip(KINDS, times, strict=True):
+        if array.shape != parts.shape or (array < 0).any():
+            raise ValueError(
+                f"{name} is {list(array)}: use one number from 0 on, or {table.num_parts} of them"
+            )
+    if not table.splits_backward:
+        times[BACKWARD] = times[BACKWARD] + times[WEIGHT]
+    seconds = np.where(table.kind == IDLE, np.nan, np.array(times)[table.kind, table.part])
+    if barriers:
+        lengths = np.nanmax(seconds, axis=1) + transfer * _sends(table).any(axis=1)
+        start = np.where(table.kind == IDLE, np.nan, (np.cumsum(lengths) - lengths)[:, None])
+        return Timeline(start, start + seconds, float(lengths.sum()))
+    if not table.periodic:
+        end = _run_freely(table, seconds, transfer, 1)
+        return Timeline(end - seconds, end, float(np.nanmax(end)))
+    # The first periods wait for nothing of the step before: the mean of later ones is the time.
+    end = _run_freely(table, seconds, transfer, 2 * SETTLED)
+    by_period = np.nanmax(end.reshape(2 * SETTLED, -1), axis=1)
+    end = end[-table.num_ticks :] - np.nanmin(end[-table.num_ticks :] - seconds)
+    return Timeline(end - seconds, end, float(by_period[-1] - by_period[SETTLED - 1]) / SETTLED)
+
+
+def _sends(table: Table) -> np.ndarray:
+    """bool[ticks, stages]: whether the result of a cell goes to another stage."""
+    found, stage_of = np.zeros(table.kind.shape, bool), table.stage_of
+    for tick, stage, (kind, _, part) in table.operations():
+        to = {FORWARD: part + 1, BACKWARD: part - 1, WEIGHT: -1}[kind]
+        found[tick, stage] = 0 <= to < table.num_parts and stage_of[to] != stage
+    return found
+
+
+def _run_freely(table: Table, seconds: np.ndarray, transfer: float, periods: int) -> np.ndarray:
+    """float[periods * ticks, stages]: the end of each operation where nobody waits at ticks."""
+    ticks, stage_of = schedule.operation_ticks(table), table.stage_of
+    end = np.full((periods * table.num_ticks, table.num_stages), np.nan)
+    free = np.zeros(table.num_stages)
+    for period in range(periods):
+        for tick, stage, operation in table.operations():
+            now = period * table.num_ticks + tick
+            start = free[stage]
+            for need in schedule.needs(operation, table.num_parts):
+                then, source = now - ticks[operation] + ticks[need], stage_of[need[2]]
+                if then >= 0:  # else of a step before the first
+                    start = max(start, end[then, source] + transfer * (source != stage))
+            end[now, stage] = free[stage] = start + seconds[tick, stage]
+    return end

@@ -1,0 +1,1 @@
+"""The planner: time, memory and communication before anything runs."""

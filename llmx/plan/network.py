@@ -1,0 +1,294 @@
+"""What replicas send over `data`, in bytes, and what that makes of a step's time.
+
+Bytes follow from the tensors that a device exchanges, one by one, padding and scales included;
+times are those of a simple model, whose assumptions are the fields of `Link`.
+
+Counted is what one device sends:
+
+    sum of b bytes, ring:      2 (n-1)/n b    each device passes on n-1 parts, twice
+    all-to-all of b bytes:     (n-1)/n b      of the n equal parts one stays
+    all-gather of b bytes own: (n-1) b        a ring passes all others' on; without one, a device
+                                              sends its own to n-1 others: the same
+
+The few numbers of a step that do not grow with the model (losses, token counts, norms) are left
+out. So is what a layout exchanges within a replica. The mean counts what a device has of the
+gradients while they are updated, which is all of it where a layout splits gradients as the
+optimizer's state, as "ddp", "zero2", "zero3" and "hsdp" do.
+
+Letters: n replicas, L rows of a tensor (its layers), Q numbers of a row that a server has.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh
+
+from llmx import sharding
+from llmx.model import apply, costs
+from llmx.model.families import ModelConfig
+from llmx.runtime import hardware
+from llmx.sync import compressors, strategy
+from llmx.sync.compressors import Group, Tensor
+from llmx.sync.strategy import Replicas, Timetable
+
+FP32 = 4
+
+
+class Sent(NamedTuple):
+    """What one device sends over `data`."""
+
+    bytes: float = 0.0
+    hops: float = 0.0  # messages that wait for each other
+
+    def times(self, factor: float) -> "Sent":
+        return Sent(self.bytes * factor, self.hops * factor)
+
+
+def together(parts: Sequence[Sent]) -> Sent:
+    """All of it, one after the other."""
+    return Sent(sum(part.bytes for part in parts), sum(part.hops for part in parts))
+
+
+def summed(num_bytes: float, n: int) -> Sent:
+    """A ring all-reduce of `num_bytes` on each device."""
+    return Sent(2 * (n - 1) / n * num_bytes, 2 * (n - 1)) if num_bytes else Sent()
+
+
+def to_servers(num_bytes: float, n: int) -> Sent:
+    """An all-to-all of `num_bytes` on each device."""
+    return Sent((n - 1) / n * num_bytes, n - 1)
+
+
+def gathered(num_bytes: float, n: int) -> Sent:
+    """An all-gather of which `num_bytes` are each device's own."""
+    return Sent((n - 1) * num_bytes, n - 1)
+
+
+# -------------------------------------------------------------------------------- of an exchange
+
+
+def _in_buckets(travel: Callable, sizes: Sequence[int], group: Group) -> Sent:
+    """`travel` of what there is of each tensor, neighbours in one message."""
+    fused = compressors.buckets(sizes, group.bucket_bytes)
+    return together([travel(sum(sizes[i] for i in bucket), group.size) for bucket in fused])
+
+
+def _of_mean(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
+    return summed(number_bytes * sum(each.rows * each.length for each in tensors), group.size)
+
+
+def _of_signs(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
+    """Bits and a scale per row to the servers, their scales' sums, bits from the servers."""
+    del number_bytes
+    n = group.size
+    bits = [each.rows * compressors.share(each.length, n, 8) // 8 for each in tensors]
+    first = [n * (own + FP32 * each.rows) for own, each in zip(bits, tensors, strict=True)]
+    # Sums of two numbers per row; those over the same axes are one message at best.
+    scales: dict[tuple[str, ...], int] = {}
+    for each in tensors:
+        scales[each.over] = scales.get(each.over, 0) + 2 * FP32 * each.rows
+    return together([
+        _in_buckets(to_servers, first, group),
+        *[summed(size, n) for size in scales.values()],
+        _in_buckets(gathered, bits, group),
+    ])  # fmt: skip
+
+
+def _of_int8(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
+    """Bytes and a scale per block, to the servers and back."""
+    del number_bytes
+    n, own = group.size, []
+    for each in tensors:
+        block = compressors.int8_block(each.length, n)
+        q = compressors.share(each.length, n, block)
+        own.append(each.rows * (q + FP32 * q // block))
+    return together([
+        _in_buckets(to_servers, [n * size for size in own], group),
+        _in_buckets(gathered, own, group),
+    ])  # fmt: skip
+
+
+def _of_top_k(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
+    """Values in fp32 and positions in 16 bits, to every other replica."""
+    del number_bytes
+    own = []
+    for each in tensors:
+        blocks = each.rows * math.ceil(each.length / compressors.top_block(each.length))
+        own.append(blocks * compressors.num_top(each.length, group.fraction) * (FP32 + 2))
+    return _in_buckets(gathered, own, group)
+
+
+def _of_low_rank(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
+    """Both factors of each matrix, one after the other; what is no matrix as it is."""
+    del number_bytes
+    flat, lefts, rights = 0, 0, 0
+    for each in tensors:
+        if rank := compressors.rank_of(each, group.rank):
+            layers, a, b = each.matrix
+            lefts, rights = lefts + layers * a * rank, rights + layers * b * rank
+        else:
+            flat += each.rows * each.length
+    # The vectors need not wait for anything: they travel with the first factors.
+    return together([summed(FP32 * (flat + lefts), group.size), summed(FP32 * rights, group.size)])
+
+
+EXCHANGES: dict[str, Callable[[Sequence[Tensor], Group, int], Sent]] = {
+    "mean": _of_mean,
+    "signs": _of_signs,
+    "int8": _of_int8,
+    "top_k": _of_top_k,
+    "low_rank": _of_low_rank,
+}
+
+
+def of_exchange(replicas: Replicas, number_bytes: int = FP32) -> Sent:
+    """One exchange of all tensors in the strategy's way; `number_bytes`: of a full sum."""
+    tensors = list(replicas.tensors.values())
+    return EXCHANGES[replicas.strategy.exchange](tensors, replicas.group, number_bytes)
+
+
+# ------------------------------------------------------------------------------ of a step, a run
+
+
+def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
+    """A train step in `phase`, without what may follow it.
+
+    `reduce_bytes`: of a number of a matrix's gradient in the mean (`precision.Policy.reduce`);
+    those of vectors are in fp32, as is all that replicas which take their own gradients sum.
+    """
+    tensors, group = list(replicas.tensors.values()), replicas.group
+    if phase == strategy.MEAN:
+        matrices = [each for each in tensors if each.matrix]
+        vectors = [each for each in tensors if not each.matrix]
+        small = _of_mean(vectors, group, FP32)._replace(hops=0)  # beside the rest
+        return together([_of_mean(matrices, group, reduce_bytes), small])
+    if phase == strategy.VARIANCE:
+        return _of_mean(tensors, group, FP32)
+    return Sent() if phase == strategy.ALONE else of_exchange(replicas)
+
+
+def of_meeting(replicas: Replicas, fragments: Sequence[int], num_fragments: int) -> Sent:
+    """The exchange of parameters after a step; see `sync.Timetable.fragments_after`."""
+    if not fragments:
+        return Sent()
+    if replicas.strategy.exchange != "mean" or len(fragments) == num_fragments:
+        return of_exchange(replicas)
+    numbers = 0
+    for each in replicas.tensors.values():
+        rows = sum(len(range(f, each.rows, num_fragments)) for f in fragments)
+        numbers += each.length * (rows if each.layered else int(0 in fragments))
+    return summed(FP32 * numbers, replicas.size)
+
+
+class Part(NamedTuple):
+    """Steps of a run that are alike."""
+
+    phase: str
+    fragments: tuple[int, ...]
+    steps: int
+    step: Sent  # in the step
+    meeting: Sent  # after it
+
+
+def of_run(
+    replicas: Replicas, timetable: Timetable, *, reduce_bytes: int = 2, settled_at: int = -1
+) -> list[Part]:
+    """All steps of a run, those that are alike together.
+
+    `settled_at`: with warmup_steps = -1, the step that finds the variance settled.
+    """
+    num: dict[tuple, int] = {}
+    for step in range(timetable.total_steps):
+        kind = timetable.phase(step, settled_at), timetable.fragments_after(step)
+        num[kind] = num.get(kind, 0) + 1
+    return [
+        Part(
+            phase, fragments, steps, of_step(replicas, phase, reduce_bytes=reduce_bytes),
+            of_meeting(replicas, fragments, timetable.num_fragments),
+        )
+        for (phase, fragments), steps in num.items()
+    ]  # fmt: skip
+
+
+def per_step(parts: Sequence[Part]) -> Sent:
+    """The mean over all steps."""
+    all_ = together([together([part.step, part.meeting]).times(part.steps) for part in parts])
+    return all_.times(1 / sum(part.steps for part in parts))
+
+
+# ---------------------------------------------------------------------------------- step times
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The slow network, as one device sees it, and what may hide it."""
+
+    bandwidth: float  # bytes/s that a device sends; of a host's link, its share
+    latency: float = 50e-6  # seconds of a message without bytes
+    # Of a step's computation, behind which the mean can travel: without accumulation the gradients
+    # of each layer are summed while the backward pass works on the next. What replicas exchange in
+    # their own way begins when the backward pass has ended.
+    overlap: float = 0.5
+
+    def seconds(self, sent: Sent) -> float:
+        """The time that it takes, hidden or not."""
+        return sent.bytes / self.bandwidth + sent.hops * self.latency
+
+
+def compute_seconds(
+    config: ModelConfig,
+    *,
+    tokens: int,
+    sequence_length: int,
+    chip: hardware.Chip,
+    utilization: float,
+) -> float:
+    """A device's computation in a step that takes `tokens` of its own, at a share of its peak.
+
+    About 6 N FLOPs per token, N parameters, and those of attention's scores.
+    """
+    flops = costs.training_flops_per_token(config, sequence_length=sequence_length)
+    return flops * tokens / (chip.device_flops() * utilization)
+
+
+def step_seconds(parts: Sequence[Part], link: Link, compute: float) -> float:
+    """The mean time of a step of a run: `compute` and what is not hidden behind it."""
+    total = 0.0
+    for part in parts:
+        hidden = link.overlap * compute if part.phase == strategy.MEAN else 0.0
+        exposed = max(0.0, link.seconds(part.step) - hidden) + link.seconds(part.meeting)
+        total += part.steps * (compute + exposed)
+    return total / sum(part.steps for part in parts)
+
+
+def late_seconds(sent: Sent, link: Link, compute: float, staleness: int) -> float:
+    """The least time of a step whose gradients may come `staleness` steps late and travel in the
+    background: the link is never idle, and s + 1 steps are time for one computation and exchange.
+
+    A bound for other programs: strategy "stale" makes gradients late, and sums them in the step.
+    """
+    travel = link.seconds(sent)
+    return max(compute, travel if staleness else 0.0, (compute + travel) / (staleness + 1))
+
+
+# --------------------------------------------------------------------------- without a machine
+
+
+def replicas_of(
+    chosen: strategy.SyncConfig, config: ModelConfig, sizes: Mapping[str, int], layout: str = "hsdp"
+) -> Replicas:
+    """The replicas of a model on a mesh of these sizes, which need not be here.
+
+    Args:
+      chosen: the strategy.
+      config: the model, with its vocabulary.
+      sizes: of mesh axes, `data` among them; without `stage`.
+      layout: a name in `sharding.LAYOUTS`.
+    """
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    shapes, axes = apply.abstract_parameters(config)
+    inside = sharding.LAYOUTS[layout].without((strategy.AXIS,), "optimizer")
+    updates = sharding.shardings(shapes, mesh, inside, rules=axes, table="optimizer")
+    return strategy.replicas(chosen, mesh, shapes=shapes, axes=axes, updates=updates)

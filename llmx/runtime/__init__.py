@@ -1,0 +1,1 @@
+"""Processes, signals, chips, metrics: what surrounds a training step."""

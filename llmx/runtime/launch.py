@@ -1,0 +1,287 @@
+"""Starting and stopping a run: platform and XLA flags, one or many processes, signals, and a
+watchdog for hangs.
+
+Importing this module starts nothing. `start` must run before the first array exists, because JAX
+reads platform, device count and XLA flags when its backend starts; it may be called again with
+the same config. A single process needs nothing and pays nothing. Many processes are found from
+the config, from LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID
+(scripts/local_cluster.py sets them), or from Open MPI, SLURM, Cloud TPU and Kubernetes as JAX
+detects them.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+
+# XLA aborts on a flag that it does not know: tests/test_launch.py tries each of these.
+XLA_FLAGS: dict[str, dict[str, str]] = {
+    # Several devices in one process on few cores: collectives of one program otherwise start in
+    # different orders on different devices and wait for each other until XLA ends the process.
+    "cpu": {"xla_cpu_enable_concurrency_optimized_scheduler": "false"},
+    # JAX-Toolbox's guide and MaxText's H100 scripts. The latency-hiding scheduler is on by
+    # default. The thresholds gather about a layer at once: with less, a gather is cut in pieces
+    # too short to hide behind the layer before.
+    "gpu": {
+        "xla_gpu_enable_pipelined_all_gather": "true",
+        "xla_gpu_enable_pipelined_reduce_scatter": "true",
+        "xla_gpu_enable_pipelined_all_reduce": "true",
+        "xla_gpu_enable_while_loop_double_buffering": "true",
+        "xla_gpu_all_gather_combine_threshold_bytes": str(128 * 2**20),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(128 * 2**20),
+        "xla_gpu_all_reduce_combine_threshold_bytes": str(128 * 2**20),
+        "xla_gpu_enable_triton_gemm": "false",
+    },
+    # libtpu fuses and overlaps collectives by default; the flags of published scripts are refused
+    # on some chips.
+    "tpu": {},
+}
+
+
+@dataclasses.dataclass
+class LaunchConfig:
+    platform: str = ""  # cpu | gpu | tpu; "" = the best that JAX finds
+    cpu_devices: int = 0  # fake CPU devices in this process; 0 = as JAX has it (one)
+    # host:port of process 0; "" = from the environment, "auto" = ask JAX's detection
+    coordinator: str = ""
+    num_processes: int = 0  # with a coordinator; 0 = from the environment
+    process_id: int = -1  # with a coordinator; -1 = from the environment
+    heartbeat_seconds: int = 30  # a process not heard of for this long ends the run
+    # no step for this long (evaluations and saves included): print all stacks, exit 75; 0 = off
+    watchdog_seconds: int = 0
+    # compiled programs of earlier launches; "" = none. JAX_COMPILATION_CACHE_DIR goes first
+    compile_cache: str = "~/.cache/llmx/xla"
+    compiler_options: tuple[str, ...] = ()  # of XLA for the train step: ("xla_name=value", ...)
+
+
+def problems(config: LaunchConfig) -> list[str]:
+    """All that is wrong with `config`, as texts."""
+    found = []
+    if config.platform not in ("", *XLA_FLAGS):
+        found.append(
+            f"launch.platform={config.platform!r} is unknown: use one of {', '.join(XLA_FLAGS)}, "
+            "or '' for the best that JAX finds"
+        )
+    if config.cpu_devices < 0:
+        found.append(f"launch.cpu_devices={config.cpu_devices} is negative: use 0 for JAX's own")
+    if config.cpu_devices and config.platform in ("gpu", "tpu"):
+        found.append(
+            f"launch.cpu_devices={config.cpu_devices} has no effect on "
+            f"launch.platform={config.platform!r}: use 0, or platform cpu"
+        )
+    if config.heartbeat_seconds < 5:
+        found.append(
+            f"launch.heartbeat_seconds={config.heartbeat_seconds} is below 5: "
+            "a busy host would be taken for dead; use 30"
+        )
+    if config.watchdog_seconds < 0:
+        found.append(f"launch.watchdog_seconds={config.watchdog_seconds} is negative: 0 is off")
+    for option in config.compiler_options:
+        name, equals, _ = option.partition("=")
+        if not equals or not name.startswith("xla_"):
+            found.append(
+                f"launch.compiler_options has {option!r}: write xla_name=value, as "
+                "xla_enable_async_all_gather=true"
+            )
+    return found + _process_problems(config)
+
+
+def compiler_options(config: LaunchConfig) -> dict[str, str | bool | int]:
+    """{name: value} for `jax.jit`."""
+    options = dict(option.split("=", 1) for option in config.compiler_options)
+    return {name: option_value(text) for name, text in options.items()}
+
+
+def option_value(text: str) -> str | bool | int:
+    """The value of an XLA flag with the type that a compiler option must have."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdecimal() else text
+
+
+def _process_problems(config: LaunchConfig) -> list[str]:
+    found = []
+    host, _, port = config.coordinator.rpartition(":")
+    if config.coordinator not in ("", "auto"):
+        if not host or not port.isdecimal():
+            found.append(
+                f"launch.coordinator={config.coordinator!r} is not host:port: "
+                "write for example 10.0.0.1:4321, 'auto', or '' for the environment"
+            )
+        if config.num_processes < 1:
+            found.append(
+                f"launch.num_processes={config.num_processes} with launch.coordinator set: "
+                "set the number of processes, at least 1"
+            )
+        elif not 0 <= config.process_id < config.num_processes:
+            found.append(
+                f"launch.process_id={config.process_id} is not in 0..{config.num_processes - 1}: "
+                "give each process its own number"
+            )
+    elif config.num_processes or config.process_id != -1:
+        found.append(
+            f"launch.num_processes={config.num_processes}, launch.process_id={config.process_id} "
+            "without launch.coordinator: set launch.coordinator=host:port of process 0"
+        )
+    return found
+
+
+def start(config: LaunchConfig) -> None:
+    """Set up JAX as `config` says and join the other processes, if there are any. Call before any
+    array exists.
+
+    Raises: ValueError for a bad config or environment; RuntimeError if JAX's backend runs already
+    with other settings.
+    """
+    if found := problems(config):
+        raise ValueError("\n".join(found))
+    cluster = find_cluster(config, os.environ)
+    if config.platform:
+        _set("jax_platforms", config.platform)
+    if config.cpu_devices:
+        _set("jax_num_cpu_devices", config.cpu_devices)
+    platform = config.platform or _guess_platform()
+    if platform != "cpu" or cluster is not None or jax.config.jax_num_cpu_devices > 1:
+        os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS[platform])
+    if config.compile_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        _set("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
+        _set("jax_persistent_cache_min_compile_time_secs", 0.02)
+    if cluster is not None and not jax.distributed.is_initialized():
+        if platform == "cpu":
+            _set("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            coordinator_address=cluster.coordinator,
+            num_processes=cluster.num_processes,
+            process_id=cluster.process_id,
+            heartbeat_timeout_seconds=config.heartbeat_seconds,
+        )
+
+
+def device_count(config: LaunchConfig) -> int:
+    """Devices of the whole run. Starts the backend, unless the config alone gives the number.
+
+    Raises: ValueError if the platform asked for is not there.
+    """
+    if config.platform == "cpu" and config.cpu_devices and not jax.distributed.is_initialized():
+        return config.cpu_devices
+    try:
+        return jax.device_count()
+    except RuntimeError as error:
+        raise ValueError(
+            f"launch.platform={config.platform!r} does not start: {error}; "
+            "use another platform, or install llmx[cuda] or llmx[tpu] on a machine that has one"
+        ) from error
+
+
+def log(text: str) -> None:
+    """Print `text` in process 0, nothing in the others."""
+    if _is_first():
+        print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """The same to stderr, for commands whose stdout is their result."""
+    if _is_first():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_first() -> bool:
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What `jax.distributed.initialize` is told; None = JAX finds it out."""
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluster | None:
+    """The processes of this run, from the config, else LLMX_*, else the scheduler's variables.
+    None = this one alone.
+    """
+    if config.coordinator == "auto":
+        return Cluster()
+    if config.coordinator:
+        if config.num_processes == 1:
+            return None
+        return Cluster(config.coordinator, config.num_processes, config.process_id)
+    names = ("LLMX_COORDINATOR", "LLMX_NUM_PROCESSES", "LLMX_PROCESS_ID")
+    if any(name in environment for name in names):
+        missing = [name for name in names if name not in environment]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} not set: set all of {', '.join(names)} or none")
+        given = LaunchConfig(
+            coordinator=environment[names[0]],
+            num_processes=int(environment[names[1]]),
+            process_id=int(environment[names[2]]),
+        )
+        if found := _process_problems(given):
+            raise ValueError(f"from {', '.join(names)}: " + "\n".join(found))
+        return find_cluster(given, {})
+    several = any(detect(environment) for detect in SCHEDULERS.values())
+    on_tpu_host = config.platform == "tpu" and any(map(os.path.exists, TPU_DEVICES))
+    return Cluster() if several or on_tpu_host else None
+
+
+def _is_several(number: str | None) -> bool:
+    return number is not None and number.isdecimal() and int(number) > 1
+
+
+# Which schedulers have started several processes. JAX detects the same ones, but with a single
+# process it need not be asked.
+SCHEDULERS: dict[str, Callable[[Mapping[str, str]], bool]] = {
+    "Open MPI": lambda env: (
+        "OMPI_MCA_orte_hnp_uri" in env and _is_several(env.get("OMPI_COMM_WORLD_SIZE"))
+    ),
+    # Without srun (SLURM_STEP_NODELIST) there is one process, whatever SLURM_NTASKS says.
+    "SLURM": lambda env: "SLURM_STEP_NODELIST" in env and _is_several(env.get("SLURM_NTASKS")),
+    "Cloud TPU": lambda env: (
+        "," in env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES", ""))
+        or _is_several(env.get("MEGASCALE_NUM_SLICES"))
+    ),
+    "Kubernetes": lambda env: (
+        "KUBERNETES_SERVICE_HOST" in env
+        and "JOB_COMPLETION_INDEX" in env
+        and importlib.util.find_spec("kubernetes") is not None
+    ),
+}
+
+# On these hosts the TPU's own metadata, not the environment, tells how many there are.
+TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+# Of NVIDIA's driver, of WSL's, of AMD's. Without one a plugin is there to compile with only.
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def merge_flags(given: str, wanted: Mapping[str, str]) -> str:
+    """XLA_FLAGS `given` by the user with each flag of `wanted` that they do not set themselves."""
+    have = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
+    added = [f"--{name}={value}" for name, value in wanted.items() if name not in have]
+    return " ".join([*given.split(), *added])
+
+
+def _guess_platform() -> str:
+    """The platform that JAX will choose, from what is installed: asking JAX would start its
+    backend.
+    """
+    asked = (jax.config.jax_platforms or "").split(",")[0]
+    if asked:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked if asked in XLA_FLAGS else "cpu")
+    if any(map(os.path.exists, TPU_DEVICES)) and importlib.util.find_spec("libtpu"):
+        return "tpu"
+    if not any(map(os.path.exists, GPU_DEVICES)):
+        return "cpu"
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+    return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"
+
+
+def _set(name: str, value: str | int | float) -> None:
+    # Writing some options after the backend has started raises, even when nothing changes.
+    if jax.config.values[name] != value:
+        jax.config.update(name, value)

@@ -1,0 +1,380 @@
+"""What a run shows and writes: progress line, metrics.jsonl, TensorBoard events, loss.png.
+
+`Reporter` is the one place that the train loop reports to. In the work directory it keeps
+
+- `metrics.jsonl`: one JSON object a line, with "kind" ("train" or "eval"), "step" (updates made so
+  far, so the first is 1), "tokens" (seen so far), "time" (Unix seconds) and the scalars; numbers
+  that are not finite stand as the strings "nan", "inf", "-inf". Each step stands there once, also
+  after a run was killed and resumed from an earlier step;
+- `tensorboard/`: the same numbers as event files;
+- `loss.png`: the curves, drawn by `plot_loss` or `python -m llmx.metrics WORKDIR`.
+
+Rates follow PaLM (arXiv 2204.02311, appendix B): MFU is the model's training FLOPs per second
+(costs.py; recomputation not counted) over the chips' peak in bfloat16, whatever type the run uses.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from llmx.runtime import plot
+from llmx.runtime.hardware import Chip
+from llmx.runtime.records import EVENTS, RECORDS, EventFile, RecordFile
+
+PROGRESS = ("auto", "rich", "plain", "off")
+REFRESH_SECONDS = 0.25  # of the live line: 4 a second reads as live and costs 0.1% of a core
+RECENT = 64  # steps that the shown rates are taken over
+
+
+@dataclasses.dataclass
+class MetricsConfig:
+    """What is reported, how often."""
+
+    log_every: int = 10  # steps between records, and between lines where there is no live one
+    tensorboard: bool = True  # also write event files for TensorBoard
+    progress: str = "auto"  # "rich" (a live line) | "plain" | "off"; auto: rich on a terminal
+    plot_every: int = 0  # steps between drawings of loss.png; 0 = when training ends
+
+
+def problems(config: MetricsConfig) -> list[str]:
+    """All that is wrong with the section, each with its remedy."""
+    found = []
+    if config.log_every < 1:
+        found.append(f"metrics.log_every={config.log_every} must be at least 1: 1 = every step")
+    if config.plot_every < 0:
+        found.append(f"metrics.plot_every={config.plot_every} must be at least 0: 0 = at the end")
+    if config.progress not in PROGRESS:
+        found.append(f"metrics.progress={config.progress!r} is unknown: use one of {PROGRESS}")
+    return found
+
+
+class StepTimer:
+    """True step times: from the end of one step to the end of the next, nothing else inside.
+
+    jax returns from a step before the step has run, so the caller must wait for a step's output
+    before `lap()`. Waiting for step n-1 after step n was started keeps the device busy:
+
+        timer.start()                                   # after compilation
+        for step in ...:
+            with timer.data():
+                batch = next(batches)
+            state, report = train_step(state, batch)    # step n is under way
+            jax.block_until_ready(previous)             # step n-1 is done
+            step_seconds, data_seconds = timer.lap()    # how long step n-1 took
+            with timer.pause():
+                ...                                     # evaluation, a checkpoint
+    """
+
+    def __init__(self):
+        self._begin = time.perf_counter()
+        self._data_seconds = 0.0
+        self._interrupted = False
+
+    def start(self):
+        """Begin a lap now and forget what was measured of the present one."""
+        self._begin = time.perf_counter()
+        self._data_seconds = 0.0
+        self._interrupted = False
+
+    @contextlib.contextmanager
+    def data(self) -> Iterator[None]:
+        """Time spent inside counts as waiting for data (and as part of the step)."""
+        begin = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside is no training: the lap that it falls in gets no time at all.
+
+        Subtracting would not do: the step that was under way goes on meanwhile.
+        """
+        yield
+        self._interrupted = True
+
+    def lap(self) -> tuple[float | None, float]:
+        """Seconds since the last lap, or None where it was paused; seconds of it spent on data."""
+        now = time.perf_counter()
+        seconds = None if self._interrupted else now - self._begin
+        data_seconds = self._data_seconds
+        self._begin, self._data_seconds, self._interrupted = now, 0.0, False
+        return seconds, data_seconds
+
+
+class Reporter:
+    """Shows and writes the numbers of one run; on processes other than the first it is silent.
+
+    Use it as a context manager, or call `close()`: that gives the terminal back and finishes the
+    files. A call costs microseconds except where a line or record is due; event files and drawings
+    are made by a background thread.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike, config: MetricsConfig, *,
+        total_steps: int, tokens_per_step: int, flops_per_token: float = 0.0,
+        chip: Chip | None = None, num_devices: int = 1, start_step: int = 0,
+        log: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        """Open the files; records after `start_step`, left by a killed run, are dropped.
+
+        flops_per_token: training FLOPs (forward and backward); with `chip` it gives the MFU.
+        start_step: updates that the restored state has behind it; 0 begins the files afresh.
+        log: prints one line. Default: print to stdout.
+        """
+        self._config = config
+        self._workdir = pathlib.Path(workdir)
+        self._total_steps = total_steps
+        self._start_step = start_step
+        self._tokens_per_step = tokens_per_step
+        peak = chip.device_flops("bfloat16") * num_devices if chip else math.inf
+        self._mfu_per_rate = flops_per_token / peak  # times tokens/s gives the MFU
+        self._recent = collections.deque(maxlen=RECENT)  # (step_seconds, data_seconds)
+        self._first = None  # (step, time) of the first report
+        self._refreshed = -math.inf
+        self._drawing = None  # the last drawing handed to the worker
+        self._closed = False
+
+        import jax  # here: drawing a plot should not wait for it
+
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        self._records = RecordFile(self._workdir / RECORDS, start_step=start_step)
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
+        self._pending = collections.deque()  # what the worker has not been seen to finish
+        self._events = EventFile(self._workdir / EVENTS, start_step=start_step)
+        self._display = _make_display(config.progress, log or functools.partial(print, flush=True))
+
+    def train(
+        self, step: int, scalars: dict[str, float], *,
+        step_seconds: float | None = None, data_seconds: float = 0.0,
+    ):  # fmt: skip
+        """Report step number `step` (the first is 1), with its "loss" and other host numbers.
+
+        step_seconds, data_seconds: from `StepTimer.lap`; None: not measured, rates keep theirs.
+        """
+        if step_seconds is not None:
+            self._recent.append((step_seconds, data_seconds))
+        if not self._writes:
+            return
+        now = time.monotonic()
+        self._first = self._first or (step, now)
+        last, every = step == self._total_steps, self._config.log_every
+        finite = all(map(math.isfinite, scalars.values()))
+        # Which steps are recorded does not depend on where the run was resumed.
+        if step % every == 0 or step == 1 or last or not finite:
+            timing = self.rates()
+            if step_seconds is not None:
+                timing |= {"step_seconds": step_seconds, "data_seconds": data_seconds}
+            self._record("train", step, {**scalars, **timing})
+        if step % every == 0 or step == self._first[0] or last:
+            self._display.line(self._position(step), _scalar_pieces(scalars) + self._pieces(step))
+        if now - self._refreshed >= REFRESH_SECONDS or last:
+            self._refreshed = now
+            shown = _scalar_pieces({k: v for k, v in scalars.items() if k == "loss"})
+            progress = step / max(self._total_steps, 1)
+            self._display.refresh(progress, self._position(step), shown + self._pieces(step))
+        drawing = self._drawing is not None and not self._drawing.done()
+        if self._config.plot_every and step % self._config.plot_every == 0 and not drawing:
+            self._drawing = self._submit(plot.plot_loss, self._workdir)
+
+    def eval(self, step: int, scalars: dict[str, float]):
+        """Report an evaluation made after update number `step`; "loss" is the held-out loss."""
+        if self._writes:
+            self._record("eval", step, scalars)
+            self.note("  ".join([f"eval at step {step:,}:", *_scalar_pieces(scalars)]))
+
+    def note(self, text: str):
+        """Print a line (a warning, a checkpoint, ...) without breaking the live one."""
+        if self._writes:
+            self._display.note(text)
+
+    def rates(self) -> dict[str, float]:
+        """Over the recent steps: tokens_per_second (median), data_share, and mfu where known."""
+        if not self._recent:
+            return {}
+        rate = self._tokens_per_step / statistics.median(step for step, _ in self._recent)
+        total = sum(step for step, _ in self._recent)
+        found = {
+            "tokens_per_second": rate,
+            "data_share": sum(data for _, data in self._recent) / total,
+        }
+        if self._mfu_per_rate:
+            found["mfu"] = rate * self._mfu_per_rate
+        return found
+
+    def close(self):
+        """Give the terminal back and finish the files. Does nothing the second time."""
+        if self._closed or not self._writes:
+            return
+        self._closed = True
+        self._display.close()
+        self._records.close()
+        self._worker.shutdown(wait=True)
+        self._events.close()
+        for future in self._pending:
+            future.result()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _record(self, kind: str, step: int, scalars: dict[str, float]):
+        assert not scalars.keys() & {"kind", "step", "tokens", "time"}, "names taken by the record"
+        scalars = {name: float(value) for name, value in scalars.items()}
+        now = round(time.time(), 3)
+        head = {"kind": kind, "step": step, "tokens": step * self._tokens_per_step, "time": now}
+        if self._records.write(head | scalars) and self._config.tensorboard:
+            self._submit(self._events.write, kind, step, now, scalars)
+
+    def _submit(self, function: Callable, *args) -> concurrent.futures.Future:
+        """Run in the background; what went wrong there is raised here, at a later call."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        self._pending.append(self._worker.submit(function, *args))
+        return self._pending[-1]
+
+    def _position(self, step: int) -> str:
+        total = f"{self._total_steps:,}"
+        return f"step {step:>{len(total)},}/{total}"
+
+    def _pieces(self, step: int) -> list[str]:
+        """The measured part of a progress line."""
+        pieces, rates = [], self.rates()
+        if rates:
+            seconds = self._tokens_per_step / rates["tokens_per_second"]
+            pieces.append(f"{_count(rates['tokens_per_second'])} tok/s")
+            if "mfu" in rates:
+                pieces.append(f"MFU {rates['mfu']:.1%}")
+            pieces.append(
+                f"{seconds * 1e3:.4g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"
+            )
+            pieces.append(f"data {rates['data_share']:.1%}")
+        first_step, first_time = self._first
+        if step > first_step:
+            # By the clock and not by step times: evaluations and checkpoints are to come as well.
+            pace = (time.monotonic() - first_time) / (step - first_step)
+            pieces.append(f"ETA {_duration(pace * (self._total_steps - step))}")
+        return pieces
+
+
+def _make_display(progress: str, log: Callable[[str], None]):
+    """The display of a kind in PROGRESS."""
+    if progress == "auto":
+        progress = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    return {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress](log)
+
+
+class _PlainLines:
+    """A line per logged step."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+
+    def line(self, position: str, pieces: list[str]):
+        self._log("  ".join([position, *pieces]))
+
+    def refresh(self, progress: float, position: str, pieces: list[str]):
+        """Lines that are printed stay as they are."""
+
+    def note(self, text: str):
+        self._log(text)
+
+    def close(self):
+        """Nothing is held."""
+
+
+class _Quiet:
+    """Notes and evaluations only."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+
+    def line(self, position: str, pieces: list[str]):
+        """No progress is shown."""
+
+    def refresh(self, progress: float, position: str, pieces: list[str]):
+        """No progress is shown."""
+
+    def note(self, text: str):
+        self._log(text)
+
+    def close(self):
+        """Nothing is held."""
+
+
+class _LiveLine:
+    """One line at the foot of the terminal, drawn again in place; other output goes above it."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+        self._live = None  # until the first step: nothing to show while XLA compiles
+
+    def line(self, position: str, pieces: list[str]):
+        """The live line says it."""
+
+    def refresh(self, progress: float, position: str, pieces: list[str]):
+        from rich.text import Text
+
+        if self._live is None:
+            self._start()
+        width = 20
+        done = round(width * min(progress, 1))
+        text = Text(no_wrap=True, overflow="ellipsis")
+        text.append("━" * done, style="green")
+        text.append("━" * (width - done), style="bright_black")
+        text.append(f" {progress:4.0%}  " + "  ".join([position, *pieces]))
+        self._live.update(text, refresh=True)
+
+    def _start(self):
+        from rich.console import Console
+        from rich.live import Live
+
+        # No refresh thread; and while it lives, stdout and stderr print above the line.
+        console = Console(force_terminal=True, highlight=False)
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+        console.show_cursor(True)  # a run that is killed must not leave a terminal without one
+
+    def note(self, text: str):
+        self._log(text)
+
+    def close(self):
+        if self._live is not None:
+            self._live.stop()
+
+
+def _scalar_pieces(scalars: dict[str, float]) -> list[str]:
+    return [f"{k} {v:.4f}" if "loss" in k else f"{k} {v:.4g}" for k, v in scalars.items()]
+
+
+def _count(value: float) -> str:
+    """41234 -> "41.2k"."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    """372 -> "6m12s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

@@ -1,0 +1,167 @@
+"""Layouts: tables from logical axis to mesh axes. DDP, ZeRO-1/2/3 and HSDP differ in these tables
+only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import Mesh, PartitionSpec
+
+from llmx.sharding import mesh as mesh_lib
+from llmx.sharding.mesh import BATCH_AXES
+
+
+@dataclasses.dataclass
+class ShardingConfig:
+    """Which layout, and its variations."""
+
+    layout: str = "zero3"  # ddp | zero1 | zero2 | zero3 | hsdp
+    sequence_parallel: bool = True  # between blocks, split the sequence over `tensor` too
+    replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
+    gather: str = "layer"  # split weights are gathered per "layer" and pass, or once per "step"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Four tables from logical axis to the mesh axes that split it (empty = not split)."""
+
+    parameters: Mapping[str, tuple[str, ...]]
+    gradients: Mapping[str, tuple[str, ...]]
+    optimizer: Mapping[str, tuple[str, ...]]
+    activations: Mapping[str, tuple[str, ...]]
+
+    def without(self, axes: Sequence[str], *tables: str) -> "Layout":
+        """The same, but nothing in these tables is split over the mesh axes `axes`."""
+        strip = lambda over: tuple(axis for axis in over if axis not in axes)  # noqa: E731
+        return dataclasses.replace(
+            self,
+            **{t: {name: strip(over) for name, over in vars(self)[t].items()} for t in tables},
+        )
+
+
+# ------------------------------------------------------------------------------------------ layouts
+
+# Tensor and pipeline parallelism: which logical axes of a parameter go to which mesh axes, in every
+# layout. Every stage has an equal share of embedding and head: see `llmx.pipeline.executor`.
+_MODEL = {
+    "vocab": ("stage", "tensor"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": (),
+    "head_dim": (),
+    "positions": (),
+    "norm": (),
+    "layers": ("stage",),
+}
+
+_ACTIVATIONS = {
+    "batch": BATCH_AXES,
+    "sequence": ("sequence",),  # inside attention and MLP
+    "block_sequence": ("sequence", "tensor"),  # between them: sequence-parallel norms
+    "cache": ("sequence",),  # slots for keys and values of what was decoded
+    "vocab": ("stage", "tensor"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": (),
+    "head_dim": (),
+    "layers": (),
+}
+
+
+def _split(over: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Parameters split over the replicas `over` too, along the width, which every matrix has."""
+    return _MODEL | {"embed": over}
+
+
+def _layout(parameters, gradients, optimizer) -> Layout:
+    return Layout(_split(parameters), _split(gradients), _split(optimizer), _ACTIVATIONS)
+
+
+# The devices of `sequence` are replicas too, of the parameters: of a row they have other tokens.
+_ALL, _FAST, _NONE = ("data", "fsdp", "sequence"), ("fsdp", "sequence"), ()
+
+#                     parameters  gradients  optimizer state
+LAYOUTS = {
+    "ddp": _layout(_NONE, _NONE, _NONE),  # replicas are whole; gradients are all-reduced
+    "zero1": _layout(_NONE, _NONE, _ALL),  # each replica updates its share, then all gather it
+    "zero2": _layout(_NONE, _ALL, _ALL),  # gradients are reduce-scattered
+    "zero3": _layout(_ALL, _ALL, _ALL),  # parameters are gathered layer by layer (FSDP)
+    "hsdp": _layout(_FAST, _FAST, _FAST),  # zero3 over `fsdp`, whole replicas over `data`
+}
+
+
+def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool = False) -> Layout:
+    """`LAYOUTS[name]`, with sequence-parallel norms switched off or K/V heads kept whole if asked.
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in LAYOUTS:
+        raise ValueError(f"layout {name!r} is unknown: use one of {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[name]
+    if not sequence_parallel:
+        whole = dict(layout.activations) | {"block_sequence": ("sequence",)}
+        layout = dataclasses.replace(layout, activations=whole)
+    if replicate_kv:
+        tables = {
+            field.name: dict(vars(layout)[field.name]) | {"kv_heads": ()}
+            for field in dataclasses.fields(layout)
+        }
+        layout = Layout(**tables)
+    return layout
+
+
+# -------------------------------------------------------------------------- from names to shardings
+
+
+def spec(
+    axes: Sequence[str | None],
+    table: Mapping[str, tuple[str, ...]],
+    mesh: Mesh,
+    *,
+    shape: Sequence[int] | None = None,
+) -> PartitionSpec:
+    """The PartitionSpec of an array whose dimensions have these logical axes (None = not split).
+
+    Mesh axes that the mesh does not have, or that have size 1, drop out. With `shape` the result is
+    checked.
+
+    Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, a rank that
+    differs from `shape`'s, or a dimension that does not divide.
+    """
+    if shape is not None and len(shape) != len(axes):
+        raise ValueError(
+            f"logical axes {tuple(axes)} name {len(axes)} dimensions and the array has shape "
+            f"{tuple(shape)} with {len(shape)}: give one name (or None) per dimension"
+        )
+    entries, used = [], {}
+    for dim, axis in enumerate(axes):
+        if axis is not None and axis not in table:
+            raise ValueError(
+                f"logical axis {axis!r} is unknown: use one of {', '.join(sorted(table))}, or None"
+            )
+        over = () if axis is None else table[axis]
+        over = tuple(name for name in over if mesh.shape.get(name, 1) > 1)
+        for name in over:
+            if name in used:
+                raise ValueError(
+                    f"mesh axis {name!r} would split both {used[name]!r} and {axis!r} of "
+                    f"{tuple(axes)}: a mesh axis can split one dimension of an array"
+                )
+            used[name] = axis
+        ways = math.prod(mesh.shape[name] for name in over)
+        if shape is not None and shape[dim] % ways:
+            raise ValueError(
+                f"dimension {dim} ({axis!r}) of shape {tuple(shape)} does not divide over "
+                f"{mesh_lib.mesh_text({name: mesh.shape[name] for name in over})}: {shape[dim]} is "
+                f"not a multiple of {ways}; pad it, or use a smaller mesh axis"
+            )
+        entries.append(None if not over else over[0] if len(over) == 1 else over)
+    return PartitionSpec(*entries)
+
+
+# When split weights are gathered: in every layer of every pass, so that few exist at a time; or all
+# at once before the first microbatch, kept whole in the compute dtype for the whole step.
+GATHERS = ("layer", "step")

@@ -1,0 +1,151 @@
+"""Meshes: named axes of devices, and the rows of a batch that each process holds."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+# Mesh axes, outermost (slowest network) first. The innermost get the fastest links.
+AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
+
+# The mesh axes that split the batch: replicas of the model work on different rows.
+BATCH_AXES = ("data", "fsdp", "expert")
+
+# The mesh axes that split tokens: along them, weight gradients are sums.
+TOKEN_AXES = (*BATCH_AXES, "sequence")
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """How many devices lie along each mesh axis; one of them may be -1 = all that remain."""
+
+    stage: int = 1  # pipeline stages
+    data: int = -1  # replicas that exchange gradients (slow network)
+    fsdp: int = 1  # replicas that also share parameters or optimizer state (fast network)
+    expert: int = 1  # expert parallelism; splits the batch elsewhere
+    sequence: int = 1  # context parallelism: splits the tokens of a sequence
+    tensor: int = 1  # tensor parallelism: splits heads, mlp and vocabulary
+    across_slices: tuple[str, ...] = ()  # axes that cross the network between slices or nodes
+
+
+# ------------------------------------------------------------------------------------------- meshes
+
+
+def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Mesh axis sizes with -1 filled in, so that their product is `num_devices`.
+
+    Raises ValueError where they cannot multiply to it.
+    """
+    sizes = dict(sizes)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    bad = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
+    if bad:
+        raise ValueError(f"mesh sizes {bad} must be at least 1, or -1 for all that remain")
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh axes {open_axes} are all -1: only one axis can take the rest")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes:
+        if num_devices % known:
+            raise ValueError(
+                f"mesh {mesh_text(sizes)} cannot fill {num_devices} devices: the given axes "
+                f"multiply to {known}, which does not divide {num_devices}; change them to one of "
+                "its divisors"
+            )
+        sizes[open_axes[0]] = num_devices // known
+    elif known != num_devices:
+        shown = mesh_text(sizes, alone="of one device")
+        raise ValueError(
+            f"mesh {shown} needs {known} devices and there are {num_devices}: "
+            f"set one axis to -1, or change their product to {num_devices}"
+        )
+    return sizes
+
+
+def make_mesh(
+    sizes: Mapping[str, int],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    across_slices: Sequence[str] = (),
+    axis_type: AxisType = AxisType.Explicit,
+) -> Mesh:
+    """A mesh with axes `sizes` (name -> size, outermost first; one may be -1) over `devices`.
+
+    Inner axes get the fastest links (`mesh_utils`). Axes named in `across_slices` cross the slow
+    network: their sizes multiply to the number of slices (or of processes, where the devices have
+    no slices).
+
+    Raises ValueError where sizes and devices do not fit.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_sizes(sizes, len(devices))
+    shape = tuple(sizes.values())
+    if unknown := set(across_slices) - set(sizes):
+        raise ValueError(f"mesh.across_slices names {sorted(unknown)}: the axes are {tuple(sizes)}")
+    if across_slices:
+        outer = tuple(size if axis in across_slices else 1 for axis, size in sizes.items())
+        inner = tuple(size // out for size, out in zip(shape, outer, strict=True))
+        by_slice = len({_slice_index(device) for device in devices}) > 1
+        num = len({_slice_index(d) if by_slice else d.process_index for d in devices})
+        if math.prod(outer) != num:
+            raise ValueError(
+                f"mesh.across_slices={tuple(across_slices)} multiply to {math.prod(outer)} and "
+                f"there are {num} {'slices' if by_slice else 'processes'}: make their sizes "
+                f"multiply to {num}, or set across_slices to ()"
+            )
+        array = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices=devices, process_is_granule=not by_slice,
+            allow_split_physical_axes=True,
+        )  # fmt: skip
+    elif devices[0].platform == "cpu":
+        array = np.array(devices).reshape(shape)
+    else:
+        array = mesh_utils.create_device_mesh(
+            shape, devices=devices, allow_split_physical_axes=True
+        )
+    return Mesh(array, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def _slice_index(device: jax.Device) -> int:
+    return device.slice_index if hasattr(device, "slice_index") else 0
+
+
+def mesh_text(sizes: Mapping[str, int], *, alone: str = "one device") -> str:
+    """ "data2 x tensor4": mesh axes with their sizes, or `alone` where all are 1."""
+    return " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or alone
+
+
+# ------------------------------------------------------------------- batches from processes
+
+
+def process_rows(to: NamedSharding, shape: Sequence[int]) -> list[int]:
+    """The rows of a global array of `shape` that this process's devices hold, in order."""
+    rows = set()
+    for index in to.addressable_devices_indices_map(tuple(shape)).values():
+        rows.update(range(*index[0].indices(shape[0])))
+    return sorted(rows)
+
+
+def assemble(local: np.ndarray, rows: Sequence[int], to: NamedSharding, num_rows: int) -> jax.Array:
+    """The global array of which this process holds `rows`; each process calls it with its own.
+
+    Args:
+      local: [len(rows), ...], the rows that `process_rows` asked for, in that order.
+      rows: their global indices.
+      to: sharding of the result.
+      num_rows: rows of the global array.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(local, to)
+    place_of = {row: i for i, row in enumerate(rows)}
+    shape = (num_rows, *local.shape[1:])
+
+    def part(index):
+        start, stop, _ = index[0].indices(num_rows)
+        first = place_of[start]
+        return local[(slice(first, first + stop - start), *index[1:])]
+
+    return jax.make_array_from_callback(shape, to, part)

@@ -1,0 +1,117 @@
+"""NamedShardings of any pytree, from the logical axes of its leaves and a layout's table."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from llmx.sharding import layouts, trees
+from llmx.sharding.layouts import Layout
+
+# A key under which Flax variables carry their axis names: llmx's own, then the ones of Flax NNX.
+_METADATA_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
+
+
+def logical_axes(tree: Any, rules: Any = None) -> Any:
+    """The logical axes of every leaf of `tree`: a tree of the same structure, leaves are tuples.
+
+    `rules` is one of
+      None: read Flax metadata, of NNX variables (metadata "axes", "out_sharding", "sharding_names"
+        or "sharding") or of Linen boxes (`names`). A leaf without any is not split.
+      a tree of tuples of names, one per leaf of `tree`, in the same structure.
+      a sequence of (regular expression, names): the first whose expression is found in the leaf's
+        path ("decoder/0/kernel") gives its axes.
+
+    Raises ValueError for a leaf that no rule matches, or if no leaf is a Flax one and no rules are
+    given.
+    """
+    if rules is None:
+        if not any(map(_is_boxed, jax.tree.leaves(tree, is_leaf=_is_boxed))):
+            raise ValueError(
+                "no leaf carries logical axes in Flax metadata: give rules=, a tree of tuples "
+                "of names or (path regex, names) rules"
+            )
+        return jax.tree.map(_axes_from_metadata, tree, is_leaf=_is_boxed)
+    tree = jax.tree.map(_unboxed, tree, is_leaf=_is_boxed)
+    if _is_rule_list(rules):
+        return jax.tree_util.tree_map_with_path(functools.partial(_axes_from_rules, rules), tree)
+    structure = jax.tree.structure(tree)
+    names = structure.flatten_up_to(rules)
+    return structure.unflatten([tuple(axes) for axes in names])
+
+
+def shardings(
+    abstract_tree: Any,
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    rules: Any = None,
+    table: str = "parameters",
+) -> Any:
+    """NamedShardings for every leaf of a tree of arrays or ShapeDtypeStructs.
+
+    Args:
+      abstract_tree: any pytree; boxed leaves (Flax NNX variables, Linen boxes) count as one leaf.
+      mesh: the mesh.
+      layout: one of `LAYOUTS`, or your own `Layout`.
+      rules: where the logical axes come from: see `logical_axes`.
+      table: which of the layout's tables: "parameters", "gradients", "optimizer" or "activations".
+
+    Raises ValueError, naming the leaf, for whatever `spec` refuses.
+    """
+    axes = logical_axes(abstract_tree, rules)
+    chosen = vars(layout)[table]
+    tree = jax.tree.map(_unboxed, abstract_tree, is_leaf=_is_boxed)
+
+    def one(path, leaf, names):
+        try:
+            # Leaves without names (scalars, counters) are not split.
+            names = names if names else (None,) * len(leaf.shape)
+            return NamedSharding(mesh, layouts.spec(names, chosen, mesh, shape=leaf.shape))
+        except ValueError as error:
+            raise ValueError(f"{trees.path_name(path)}: {error}") from None
+
+    return jax.tree_util.tree_map_with_path(one, tree, axes)
+
+
+def _is_boxed(leaf: Any) -> bool:
+    """Whether `leaf` is an NNX variable or a Linen box, told by its methods, without Flax."""
+    return hasattr(leaf, "get_metadata") or (hasattr(leaf, "names") and hasattr(leaf, "unbox"))
+
+
+def _unboxed(leaf: Any) -> Any:
+    if not _is_boxed(leaf):
+        return leaf
+    return leaf.unbox() if hasattr(leaf, "unbox") else leaf.get_value()
+
+
+def _axes_from_metadata(leaf: Any) -> tuple[str | None, ...]:
+    if hasattr(leaf, "get_metadata"):
+        metadata = leaf.get_metadata()
+        found = [metadata[key] for key in _METADATA_KEYS if metadata.get(key)]
+        return tuple(found[0]) if found else ()
+    return tuple(leaf.names) if hasattr(leaf, "names") else ()
+
+
+def _is_rule_list(rules: Any) -> bool:
+    return isinstance(rules, Sequence) and all(
+        isinstance(rule, tuple)
+        and len(rule) == 2
+        and isinstance(rule[0], str)
+        and isinstance(rule[1], tuple)
+        for rule in rules
+    )
+
+
+def _axes_from_rules(rules: Sequence[tuple[str, tuple]], path: Sequence[Any], leaf: Any) -> tuple:
+    name = trees.path_name(path)
+    for pattern, axes in rules:
+        if re.search(pattern, name):
+            return tuple(axes)
+    raise ValueError(
+        f"no rule matches {name} of shape {tuple(leaf.shape)}: add one, or end the rules with "
+        '(".*", ()) to leave the rest whole'
+    )

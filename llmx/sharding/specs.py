@@ -1,0 +1,71 @@
+"""PartitionSpecs: what their entries say, and sums over devices that are not done yet."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def constrain(array: jax.Array, mesh: Mesh, to: PartitionSpec) -> jax.Array:
+    """`array` with sharding `to`: a reshard on Explicit axes, a compiler hint on Auto ones."""
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(array, NamedSharding(mesh, to))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, to))
+
+
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def ways(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
+    """Into how many parts one entry of a PartitionSpec splits."""
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+
+
+def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`to` with these mesh axes removed: what a parameter looks like gathered over them."""
+    kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to.partitions]
+    return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that each device holds of the arrays of `tree`, or of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+# ----------------------------------------------------------------------- sums that are not done yet
+#
+# On explicit axes a type can say that every device holds one term of a sum over some mesh axes
+# (`unreduced`), and that an array's gradient will be such a sum (`reduced`). So each sum is done
+# once, where we say: a reduce-scatter in the layer, or one all-reduce after the last microbatch.
+
+
+def unreduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`to` for an array of which each device along `axes` holds one term of a sum."""
+    return PartitionSpec(*to.partitions, unreduced=frozenset(axes))
+
+
+def reduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`to` for an array whose gradient is `unreduced(to, axes)`; the same arrays on the devices."""
+    return PartitionSpec(*to.partitions, reduced=frozenset(axes))
+
+
+def split_as(to: PartitionSpec, *entries: str | tuple[str, ...] | None) -> PartitionSpec:
+    """Other entries, with what `to` says of sums."""
+    return PartitionSpec(*entries, unreduced=to.unreduced, reduced=to.reduced)
+
+
+def split_only(to: PartitionSpec) -> PartitionSpec:
+    """`to` without what it says of sums."""
+    return PartitionSpec(*to.partitions)
+
+
+def used_axes(to: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that split some dimension of `to`."""
+    return tuple(axis for entry in to.partitions for axis in mesh_axes(entry))

@@ -1,0 +1,1 @@
+"""The train step: gradient, guard, optimizer."""

@@ -1,0 +1,1 @@
+"""How replicas along `data` synchronize over slow links."""

@@ -1,0 +1,200 @@
+"""Layouts proved by their collectives: what the compiled train step sends, in closed formulas.
+
+The same small Llama is compiled for eight H100s and for eight TPU v5e chips, which are not here.
+Letters in the formulas: W parameters of the blocks' matrices, E of the embedding table, H of the
+head, L layers; numbers travel in bf16, 2 bytes each.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from llmx import sharding
+from llmx.aot import program as program_lib
+from llmx.aot import topologies
+from llmx.model import costs, execution, families, precision
+from llmx.step import optimizers, step
+
+pytestmark = pytest.mark.aot
+
+TOPOLOGIES = {"h100": "h100:8", "v5e": "v5e:2x4"}
+MODEL = dict(
+    num_layers=4, width=256, mlp_dim=768, num_heads=8, num_kv_heads=8, head_dim=32,
+    vocab_size=1024,
+)  # fmt: skip
+B, T = 32, 256
+BF16, FP32 = 2, 4
+# Norms, token ids, sums of squares, the loss: nobody counts them.
+SMALL = 128 * 1024
+# The TPU compiler pads some scattered dimensions to whole tiles.
+PADDING = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    layout: str
+    mesh: tuple[tuple[str, int], ...]
+    accumulation: int = 1
+    gather: str = "layer"
+    remat: str = "full"
+
+
+CONFIG = families.preset("llama3", **MODEL)
+PARTS = costs.parameters_by_part(CONFIG)
+W, E, H = PARTS["attention"] + PARTS["mlp"], PARTS["embedding"], PARTS["head"]
+MATRICES_PER_LAYER = 7  # query, key, value, out; gate, up, down
+
+
+@functools.cache
+def program(platform: str, case: Case) -> program_lib.Program:
+    devices = topologies.devices(TOPOLOGIES[platform])
+    place = sharding.Placement(
+        sharding.make_mesh(dict(case.mesh), devices=devices), sharding.make_layout(case.layout)
+    )
+    run = execution.Execution(place=place, policy=precision.POLICIES["bf16"], remat=case.remat)
+    setup = step.make_setup(CONFIG, run, optimizers.OptimizerConfig(), total_steps=10)
+    train_step = step.make_train_step(
+        setup, accumulation=case.accumulation, clip_norm=1.0, gather=case.gather
+    )
+    with jax.set_mesh(setup.mesh):
+        lowered = train_step.lower(setup.abstract, setup.abstract_batch(B, T))
+    compiled = topologies.compile(lowered, topologies.parse(TOPOLOGIES[platform]).platform)
+    return program_lib.read(compiled.as_text(), case.mesh)
+
+
+def moved(found: program_lib.Program, kind: str, axes: str, *, dtype: str = "bf16") -> int:
+    """Bytes per step of whole arrays of `dtype`. An all-reduce of which each device keeps only its
+    slice is counted as the reduce-scatter that it stands for."""
+    total = 0
+    for each in found.select(kind=("all-reduce", "reduce-scatter"), axes=axes):
+        if dtype not in each.dtype:
+            continue
+        scattered = each.bytes if each.kind == "reduce-scatter" else each.sliced_bytes
+        wanted = {"reduce-scatter": scattered, "all-reduce": each.bytes - scattered}
+        total += each.count * wanted.get(kind, 0)
+    if kind in ("all-reduce", "reduce-scatter"):
+        return total
+    return sum(e.count * e.bytes for e in found.select(kind=kind, axes=axes) if dtype in e.dtype)
+
+
+def about(got: int, wanted: int) -> bool:
+    return wanted <= got <= PADDING * wanted + SMALL
+
+
+DATA8, FSDP8 = (("data", 8),), (("fsdp", 8),)
+TWO_SPEEDS = (("data", 2), ("fsdp", 4))
+each_platform = pytest.mark.parametrize("platform", TOPOLOGIES)
+
+
+@each_platform
+def test_ddp_all_reduces_gradients_a_layer_at_a_time(platform):
+    found = program(platform, Case("ddp", DATA8))
+    assert about(moved(found, "all-reduce", "data"), BF16 * (W + E + H))
+    assert moved(found, "reduce-scatter", "data") <= SMALL
+    assert found.total_bytes(kind="all-gather") <= SMALL
+    # Tensor fusion: one bucket holds the gradients of a layer, and not one parameter.
+    of_layers = [
+        each
+        for each in found.select(kind="all-reduce", axes="data")
+        if each.bytes >= BF16 * W // CONFIG.num_layers
+    ]
+    assert sum(each.count for each in of_layers) <= CONFIG.num_layers + 2
+    if platform == "h100":
+        assert {each.arrays for each in of_layers} <= {MATRICES_PER_LAYER, 2}
+    assert found.executions(kind="all-reduce") <= CONFIG.num_layers + 6
+
+
+@each_platform
+def test_zero1_has_no_reduce_scatter_and_gathers_new_parameters(platform):
+    found = program(platform, Case("zero1", DATA8))
+    assert about(moved(found, "all-reduce", "data"), BF16 * (W + E + H))
+    assert found.total_bytes(kind="reduce-scatter") == 0
+    assert about(moved(found, "all-gather", "data", dtype="f32"), FP32 * (W + E + H))
+
+
+@each_platform
+def test_zero2_reduce_scatters_gradients(platform):
+    found = program(platform, Case("zero2", DATA8))
+    assert about(moved(found, "reduce-scatter", "data"), BF16 * (W + E + H))
+    assert moved(found, "all-reduce", "data") <= SMALL
+    assert about(moved(found, "all-gather", "data", dtype="f32"), FP32 * (W + E + H))
+
+
+@each_platform
+@pytest.mark.parametrize("remat", ["full", "none", "names"])
+def test_zero3_gathers_weights_twice_and_reduce_scatters_once(platform, remat):
+    found = program(platform, Case("zero3", FSDP8, remat=remat))
+    gathered = moved(found, "all-gather", "fsdp")
+    # The head may be gathered once for both passes.
+    assert BF16 * (2 * W + H) <= gathered <= PADDING * BF16 * (2 * W + 2 * H) + SMALL
+    assert about(moved(found, "reduce-scatter", "fsdp"), BF16 * (W + H))
+    assert moved(found, "all-reduce", "fsdp") <= SMALL
+    # The table stays where it is: results travel, forward and back.
+    exchanged = found.total_bytes(kind="all-to-all")
+    assert exchanged <= 2 * BF16 * B // 8 * T * CONFIG.width + SMALL
+    assert found.total_bytes(kind="all-gather") - gathered <= SMALL, "a gather in fp32"
+
+
+@each_platform
+def test_hsdp_sends_only_shares_over_the_slow_axis(platform):
+    found = program(platform, Case("hsdp", TWO_SPEEDS))
+    assert about(moved(found, "reduce-scatter", "fsdp"), BF16 * (W + H))
+    assert about(moved(found, "all-reduce", "data"), BF16 * (W + E + H) // 4)
+    slow = [e.count * e.bytes for e in found.select(across="data")]
+    assert sum(slow) <= PADDING * BF16 * (W + E + H) // 4 + 2 * SMALL
+    assert found.total_bytes(kind="all-gather", across="data") <= SMALL
+
+
+@each_platform
+@pytest.mark.parametrize(
+    ("layout", "mesh", "axis", "share"),
+    [("ddp", DATA8, "data", 1), ("hsdp", TWO_SPEEDS, "data", 4)],
+)
+def test_gradients_are_all_reduced_after_the_last_microbatch(platform, layout, mesh, axis, share):
+    """And not in each: four microbatches send what one does."""
+    found = program(platform, Case(layout, mesh, accumulation=4))
+    assert about(moved(found, "all-reduce", axis), BF16 * (W + E + H) // share)
+    assert found.executions(kind="all-reduce", axes=axis) <= 8
+
+
+@each_platform
+def test_weights_are_gathered_once_per_step_if_asked(platform):
+    found = program(platform, Case("zero3", FSDP8, accumulation=4, gather="step"))
+    assert about(moved(found, "all-gather", "fsdp"), BF16 * (W + H))
+    assert about(moved(found, "reduce-scatter", "fsdp"), 4 * BF16 * (W + H))
+    again = program(platform, Case("zero3", FSDP8, accumulation=4))
+    assert moved(again, "all-gather", "fsdp") >= 4 * BF16 * (2 * W + H)
+
+
+@each_platform
+def test_tensor_parallelism_moves_what_the_formula_says(platform):
+    """Per layer, with A the bytes of one activation of the tensor group: the forward pass gathers
+    2 A and scatters 2 A; the backward pass with remat gathers 2 A again for what it computes again
+    and scatters 1 A of it (the last sum is not needed), and gathers 2 A and scatters 2 A of
+    gradients: 6 A and 5 A. Outside the layers 1 A is scattered after the lookup, and gathered, for
+    the head; backwards the other way round."""
+    fsdp, tensor = 2, 4
+    found = program(platform, Case("zero3", (("fsdp", fsdp), ("tensor", tensor))))
+    activation = BF16 * B // fsdp * T * CONFIG.width
+    gathers = 6 * CONFIG.num_layers * activation
+    assert gathers <= moved(found, "all-gather", "tensor") <= gathers + 3 * activation + SMALL
+    scatters = 5 * CONFIG.num_layers * activation
+    if platform == "h100":
+        # `xla_gpu_enable_pipelined_all_gather` moves a gather into the iteration before, and there
+        # computes its operand once more: attention's output, in all layers but the first.
+        scatters += (CONFIG.num_layers - 1) * activation
+    got = moved(found, "reduce-scatter", "tensor")
+    assert scatters <= got <= PADDING * scatters + 3 * activation + SMALL
+    assert moved(found, "all-reduce", "tensor") <= SMALL
+    # Each device gathers only the weights of its share.
+    assert moved(found, "all-gather", "fsdp") <= PADDING * BF16 * (2 * W + 2 * H) // tensor + SMALL
+
+
+def test_reductions_run_beside_compute():
+    """On H100 every large collective of the layers' loops is asynchronous, with work to hide it."""
+    found = program("h100", Case("zero3", FSDP8))
+    in_loops = [each for each in found.collectives if each.in_loop and each.bytes > SMALL]
+    assert in_loops
+    assert all(each.asynchronous and each.hidden_by for each in in_loops), in_loops

@@ -1,0 +1,422 @@
+"""Checkpoints of transformers against llmx: the same logits and gradients, and the same files back.
+
+The models are tiny, random and made here; nothing is downloaded.
+"""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from llmx import sharding
+from llmx.checkpoint import hf, hf_formats
+from llmx.model import apply, execution, families, precision
+
+# fp32 in both, sums in different orders: the logits are of order 1 to 10.
+LOGITS = 5e-5
+# Gradients of a mean loss, relative to the largest of each tensor.
+GRADIENTS = 1e-4
+
+LENGTH = 48
+_TINY = {
+    "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+# What each model is made of: class of its config, values of it.
+CASES = {
+    "gpt2": ("GPT2Config", {
+        "vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "bos_token_id": None, "eos_token_id": None, "layer_norm_epsilon": 1e-3,
+    }),
+    "llama3": ("LlamaConfig", _TINY | {"rope_parameters": _LLAMA3_ROPE, "rms_norm_eps": 1e-3}),
+    "llama3_tied": ("LlamaConfig", _TINY | {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3": ("Qwen3Config", _TINY | {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", _TINY | {
+        "sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    }),
+    "gemma3": ("Gemma3TextConfig", _TINY | {
+        "num_hidden_layers": 4, "sliding_window": 8, "query_pre_attn_scalar": 24,
+        "rope_parameters": _GEMMA3_ROPE, "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    pytest.importorskip("torch", reason="the models of transformers are in torch: extra `hf`")
+    return pytest.importorskip("transformers", reason="what llmx is compared with: extra `hf`")
+
+
+@pytest.fixture(scope="module")
+def saved(transformers, tmp_path_factory):
+    """Each case as a model of transformers and the directory that it saved itself into."""
+    import torch
+
+    made = {}
+
+    def make(case: str):
+        if case not in made:
+            name, values = CASES[case]
+            config = getattr(transformers, name)(**values)
+            theirs = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager"
+            ).eval()
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                # Weights that make every part matter: random norms and biases, uneven attention.
+                for parameter in theirs.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(noise * (0.15 if parameter.ndim > 1 else 0.3))
+            directory = tmp_path_factory.mktemp(case)
+            theirs.save_pretrained(directory)
+            made[case] = theirs, directory
+        return made[case]
+
+    return make
+
+
+def tokens_of(length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 99, (2, length)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def run():
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), devices=jax.devices()[:1])
+    place = sharding.Placement(mesh, sharding.LAYOUTS["ddp"])
+    return execution.Execution(place=place, policy=precision.POLICIES["fp32"])
+
+
+def our_apply(config: families.ModelConfig, params: dict, run: execution.Execution):
+    """The decoder's functions, and its parameters on the mesh."""
+    shapes, _ = apply.abstract_parameters(config)
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, params)
+    whole = jax.sharding.NamedSharding(run.place.mesh, jax.sharding.PartitionSpec())
+    return apply.Apply(config), jax.device_put(params, whole)
+
+
+def our_logits(config, params, run, tokens: np.ndarray) -> np.ndarray:
+    apply, params = our_apply(config, params, run)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+
+    def logits(params, tokens, segments, positions):
+        return apply.logits(params, tokens, segments, positions, run)
+
+    with jax.set_mesh(run.place.mesh):
+        return np.asarray(jax.jit(logits)(params, tokens, np.zeros_like(tokens), positions))
+
+
+def their_logits(theirs, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return theirs(torch.from_numpy(tokens).long()).logits.numpy()
+
+
+# ------------------------------------------------------------------- the same numbers and files
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, saved, run):
+    """Over sequences several times longer than the sliding windows, to every position."""
+    theirs, directory = saved(case)
+    config, params = hf.load(directory)
+    tokens = tokens_of()
+    if families.LOCAL in config.layer_kinds:
+        assert 2 * config.window < LENGTH
+    ours, expected = our_logits(config, params, run, tokens), their_logits(theirs, tokens)
+    assert np.abs(expected).max() > 1
+    assert ours.shape[-1] == config.padded_vocab == 128
+    np.testing.assert_array_equal(ours[..., 99:], -np.inf)
+    np.testing.assert_allclose(ours[..., :99], expected, atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_gives_the_file_back(case, saved, transformers, tmp_path):
+    theirs, directory = saved(case)
+    config, params = hf.load(directory)
+    hf.export(params, config, tmp_path / "out")
+    before = safetensors.numpy.load_file(directory / hf.WEIGHTS)
+    after = safetensors.numpy.load_file(tmp_path / "out" / hf.WEIGHTS)
+    assert after.keys() == before.keys()
+    for name in before:
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+    # And transformers makes the same model of it, from keys of an older config.json.
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert type(again) is type(theirs)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokens = tokens_of()
+    np.testing.assert_array_equal(their_logits(again, tokens), their_logits(theirs, tokens))
+    assert hf.load(tmp_path / "out")[0] == config
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gemma3"])
+def test_gradients_are_those_of_transformers(case, saved, run, tmp_path):
+    import torch
+
+    theirs, directory = saved(case)
+    config, params = hf.load(directory)
+    apply, params = our_apply(config, params, run)
+    tokens, targets = tokens_of(), np.roll(tokens_of(), -1, axis=1)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    batch = {
+        "tokens": tokens, "targets": targets, "positions": positions,
+        "segment_ids": np.zeros_like(tokens),
+    }  # fmt: skip
+
+    def loss(params, batch):
+        return jnp.mean(apply.losses(params, batch, run)[0])
+
+    with jax.set_mesh(run.place.mesh):
+        ours, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
+    theirs.zero_grad()
+    logits = theirs(torch.from_numpy(tokens).long()).logits
+    flat = torch.from_numpy(targets).long().reshape(-1)
+    expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 99), flat)
+    expected.backward()
+    np.testing.assert_allclose(float(ours), expected.item(), rtol=1e-5)
+    # Gradients have the shapes of parameters, so the same map names them.
+    hf.export(gradients, config, tmp_path / "gradients")
+    mapped = safetensors.numpy.load_file(tmp_path / "gradients" / hf.WEIGHTS)
+    parameters = dict(theirs.named_parameters())
+    assert parameters.keys() == mapped.keys()
+    for name, parameter in parameters.items():
+        gradient = parameter.grad.numpy()
+        scale = np.abs(gradient).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(mapped[name], gradient, atol=GRADIENTS * scale, err_msg=name)
+
+
+def test_an_untied_gpt2_and_a_bare_body_load(saved, run, tmp_path):
+    """GPT-2's published file has no prefix, and carries its causal masks."""
+    _, directory = saved("gpt2")
+    tensors = safetensors.numpy.load_file(directory / hf.WEIGHTS)
+    bare = {name.removeprefix("transformer."): array for name, array in tensors.items()}
+    bare["h.0.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.float32))
+    bare["lm_head.weight"] = bare["wte.weight"]
+    safetensors.numpy.save_file(bare, tmp_path / hf.WEIGHTS)
+    (tmp_path / hf.CONFIG).write_text((directory / hf.CONFIG).read_text())
+    _, params = hf.load(tmp_path)
+    _, expected = hf.load(directory)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    bare["lm_head.weight"] = bare["wte.weight"] + 1
+    safetensors.numpy.save_file(bare, tmp_path / hf.WEIGHTS)
+    with pytest.raises(ValueError, match=r"lm_head.weight is not the embedding.*set it to false"):
+        hf.load(tmp_path)
+    changed = json.loads((directory / hf.CONFIG).read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / hf.CONFIG).write_text(json.dumps(changed))
+    config, params = hf.load(tmp_path)
+    assert not config.tied_head
+    np.testing.assert_array_equal(params["head"][:99], bare["lm_head.weight"])
+
+
+# -------------------------------------------------------------------------- without transformers
+
+
+def random_params(config: families.ModelConfig) -> dict:
+    shapes, _ = apply.abstract_parameters(config)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+
+
+SMALL = {name: families.preset(name, vocab_size=99, num_layers=3) for name in hf_formats.FORMATS}
+
+
+@pytest.mark.parametrize("family", hf_formats.FORMATS)
+@pytest.mark.parametrize("shard_bytes", [hf.SHARD_BYTES, 50_000])
+def test_round_trip_through_files(family, shard_bytes, tmp_path):
+    config = SMALL[family]
+    params = random_params(config)
+    hf.export(params, config, tmp_path, shard_bytes=shard_bytes)
+    sharded = shard_bytes < hf.SHARD_BYTES
+    assert (tmp_path / hf.INDEX).exists() == sharded
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 3) == sharded
+    back, read = hf.load(tmp_path, config)
+    assert back is config
+    for name in {"embedding", "head"} & params.keys():
+        params[name][99:] = 0  # padding is not written, and read as zeros
+    assert read.keys() == params.keys()
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in families.FAMILIES if name not in hf_formats.FORMATS]
+)
+def test_published_models_can_be_said(name):
+    """Every preset, at its size: what is written reads back as a model that computes the same."""
+    config = families.preset(name)
+    written = json.dumps(hf_formats.model_config_to_hf(config))
+    back = hf_formats.model_config_from_hf(json.loads(written))
+    assert hf_formats._meaning(back) == hf_formats._meaning(config)
+
+
+def test_sharded_export_loads_in_transformers(transformers, tmp_path):
+    config = SMALL["llama3"]
+    params = random_params(config)
+    hf.export(params, config, tmp_path, shard_bytes=50_000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    head = theirs.state_dict()["lm_head.weight"].numpy()
+    np.testing.assert_array_equal(head, params["head"][:99])
+
+
+def test_bfloat16_in_and_out(tmp_path):
+    config = SMALL["qwen3"]
+    params = random_params(config)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
+    hf.export(params, config, tmp_path, dtype="bfloat16")
+    assert json.loads((tmp_path / hf.CONFIG).read_text())["torch_dtype"] == "bfloat16"
+    for dtype in ("bfloat16", "float32"):
+        _, read = hf.load(tmp_path, dtype=dtype)
+        kernel = read["blocks"]["mlp"]["up"]["kernel"]
+        assert kernel.dtype == hf.DTYPES[dtype]
+        expected = rounded["blocks"]["mlp"]["up"]["kernel"].astype(kernel.dtype)
+        np.testing.assert_array_equal(kernel, expected)
+
+
+def test_tokenizer_goes_along(transformers, tmp_path):
+    from llmx.data import tokenizers
+
+    tokenizer = tokenizers.train([b"one two three two one " * 50], vocab_size=300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    config = families.preset("llama3", vocab_size=tokenizer.vocab_size, num_layers=1)
+    out = tmp_path / "out"
+    hf.export(
+        random_params(config), config, out, tokenizer_file=tmp_path / "tokenizer.json",
+        end_token=tokenizer.end_of_document,
+    )  # fmt: skip
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    text = "two one\nthree ünï"
+    assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
+    assert theirs.eos_token_id == tokenizer.end_of_document
+    assert json.loads((out / hf.CONFIG).read_text())["eos_token_id"] == tokenizer.end_of_document
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A small checkpoint in files, to be spoilt."""
+    hf.export(random_params(SMALL["gemma3"]), SMALL["gemma3"], tmp_path)
+    return tmp_path
+
+
+def change_config(directory, **changes):
+    config = json.loads((directory / hf.CONFIG).read_text()) | changes
+    kept = {key: value for key, value in config.items() if value != "DELETE"}
+    (directory / hf.CONFIG).write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, r"model_type='mamba'.*gpt2, llama, qwen3, gemma2, gemma3_text"),
+        ({"model_type": "gemma3", "text_config": {}}, "save the text model alone"),
+        ({"hidden_size": "DELETE"}, "no 'hidden_size': add it"),
+        ({"attention_bias": True}, "attention_bias=True.*False only"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"hidden_activation": "relu"}, "hidden_activation='relu'.*gelu_pytorch_tanh"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn.*linear"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "add .'factor'"),
+        ({"layer_types": ["full_attention"]}, "layer_types=.* for 3 layers"),
+        ({"layer_types": ["full", "full", "full"]}, "full_attention"),
+        ({"intermediate_size": 100}, r"mlp.*has shape \(192, 64\).*\(100, 64\)"),
+        ({"num_hidden_layers": 2, "layer_types": "DELETE"}, r"has model.layers.2.*and \d+ more"),
+        ({"num_hidden_layers": 4, "layer_types": "DELETE"}, "lacks model.layers.3"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
+        ({"tie_word_embeddings": False}, "lacks lm_head.weight"),
+    ],
+)
+def test_bad_configs_are_told(changes, words, written):
+    change_config(written, **changes)
+    with pytest.raises(ValueError, match=words):
+        hf.load(written)
+
+
+def test_bad_files_are_told(written):
+    file = written / hf.WEIGHTS
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model.safetensors is cut off"):
+        hf.load(written)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
+        hf.load(written)
+    (written / hf.INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lacks b.safetensors: download"):
+        hf.load(written)
+    (written / hf.CONFIG).unlink()
+    with pytest.raises(ValueError, match=r"config.json does not exist"):
+        hf.load(written)
+
+
+def test_another_model_is_told(written):
+    config = SMALL["gemma3"]
+    hf.load(written, dataclasses.replace(config, vocab_multiple=64, max_positions=32))
+    with pytest.raises(ValueError, match=r"another model than model.window=4 \(it has 16\)"):
+        hf.load(written, dataclasses.replace(config, window=4))
+    with pytest.raises(ValueError, match=r"model.family='llama3'"):
+        hf.load(written, SMALL["llama3"])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama3", {"bias": True}, r"llama checkpoint cannot say model.bias=True \(it has False\)"),
+        ("llama3", {"layer_pattern": ("local", "global"), "window": 4}, "layer_pattern"),
+        ("gemma3", {"attention_softcap": 5.0}, "attention_softcap=5.0"),
+        ("gemma2", {"query_scale": 0.3}, "query_scale=0.3"),
+        ("gemma3", {"rope_scaling": "linear", "rope_factor": 2.0, "rope_theta_local": 0.0},
+         "rope_theta_local=0"),
+        ("qwen3", {"qk_norm": False}, "qk_norm=False"),
+        ("gpt2", {"mlp_dim": 100, "head_dim": 8}, "head_dim=8"),
+        ("gpt2", {"positions": "rope"}, "positions='rope'"),
+        ("llama3", {"num_heads": 6, "num_kv_heads": 6}, "not a multiple of num_heads=6"),
+        ("llama3", {"vocab_size": 0}, "vocab_size=0"),
+        ("mamba", {}, "model.family='mamba' has no Hugging Face format"),
+    ],
+)  # fmt: skip
+def test_what_a_format_cannot_say_is_told(family, changes, words):
+    base = SMALL["llama3"] if family == "mamba" else SMALL[family]
+    config = dataclasses.replace(base, family=family, **changes)
+    with pytest.raises(ValueError, match=words):
+        hf_formats.model_config_to_hf(config)
+
+
+def test_export_refuses(tmp_path):
+    config = SMALL["llama3"]
+    params = random_params(config)
+    with pytest.raises(ValueError, match="missing head, unknown tail"):
+        hf.export({"tail": 0} | {k: v for k, v in params.items() if k != "head"}, config, tmp_path)
+    with pytest.raises(ValueError, match=r"parameter head has shape \(99, 64\).*\(128, 64\)"):
+        hf.export(params | {"head": params["head"][:99]}, config, tmp_path)
+    with pytest.raises(ValueError, match="dtype='int8' is unknown"):
+        hf.export(params, config, tmp_path, dtype="int8")
+    (tmp_path / "bytes.json").write_text('{"llmx_tokenizer": "bytes"}')
+    with pytest.raises(ValueError, match="is no tokenizer of Hugging Face"):
+        hf.export(params, config, tmp_path / "x", tokenizer_file=tmp_path / "bytes.json")
+    with pytest.raises(ValueError, match="not empty: export into a new directory"):
+        hf.export(params, config, tmp_path)
+    assert not (tmp_path / "x" / hf.CONFIG).exists()

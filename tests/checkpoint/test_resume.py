@@ -1,0 +1,136 @@
+"""Where a run begins: the newest checkpoint that is good, whatever devices each was saved on."""
+
+import os
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from llmx import config
+from llmx.checkpoint import checkpointer, resume
+from llmx.config import checks, recipe
+from llmx.model import families
+
+ONE_BIT = dict(sync__strategy="one_bit", sync__warmup_steps=1)
+DILOCO = dict(sync__strategy="diloco", sync__every=2, optimizer__ema_decay=0.0)
+DATA = types.SimpleNamespace(fingerprint="of the data")
+
+
+def run_of(workdir: Path, num_devices: int, **values):
+    run = config.default()
+    run.model = families.preset(
+        "llama3", num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32,
+        vocab_multiple=8,
+    )  # fmt: skip
+    run.workdir, run.steps, run.precision = str(workdir), 4, "fp32"
+    run.batch.size, run.batch.sequence_length = 8, 16
+    run.optimizer.warmup_steps, run.optimizer.ema_decay = 1, 0.5
+    for key, value in values.items():
+        config.set_value(run, key.replace("__", "."), value)
+    run = checks.resolve(run, num_devices)
+    return run, recipe.make_setup(run, devices=jax.devices()[:num_devices])
+
+
+def opened(workdir: Path, log=print) -> checkpointer.Checkpointer:
+    kept = checkpointer.CheckpointConfig(keep_last=100)
+    return checkpointer.Checkpointer(str(workdir / "checkpoints"), kept, log=log)
+
+
+def save(workdir: Path, step: int, num_devices: int, **values):
+    """Writes and returns the state of a new run, seed `step`, as checkpoint `step`."""
+    run, setup = run_of(workdir, num_devices, **values)
+    meta = {
+        "fingerprint": DATA.fingerprint,
+        "batch_size": run.batch.size,
+        "config": config.to_json(run),
+    }
+    with opened(workdir) as checkpoints:
+        state = setup.init(step)
+        checkpoints.save(step, state, meta=meta, order=setup.order)
+    return state
+
+
+def resumed(workdir: Path, num_devices: int, **values):
+    """The setup, state, first step and log of a run that begins in `workdir`."""
+    run, setup = run_of(workdir, num_devices, **values)
+    said: list[str] = []
+    with opened(workdir, said.append) as checkpoints:
+        state, first = resume.restore_or_init(run, setup, checkpoints, DATA, said.append)
+    return setup, state, first, "\n".join(said)
+
+
+def tear_meta(workdir: Path, step: int):
+    os.truncate(workdir / "checkpoints" / str(step) / "meta" / "metadata", 100)
+
+
+def assert_same(got, wanted):
+    for name, (have, want) in enumerate(
+        zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    ):
+        np.testing.assert_array_equal(np.asarray(have), np.asarray(want), err_msg=str(name))
+
+
+@pytest.mark.parametrize("values", [dict(), ONE_BIT, DILOCO], ids=["mean", "one_bit", "diloco"])
+def test_a_newest_checkpoint_without_meta_falls_back(tmp_path, values):
+    wanted = save(tmp_path, 1, 4, **values)
+    save(tmp_path, 2, 4, **values)
+    tear_meta(tmp_path, 2)
+    _, state, first, said = resumed(tmp_path, 4, **values)
+    assert first == 1 and "set aside checkpoint 2 as 2.corrupt" in said
+    assert_same(state, wanted)
+
+
+def test_the_one_before_may_be_of_other_replicas(tmp_path):
+    """What is done for another number of replicas is done for the checkpoint that is taken."""
+    of_two = save(tmp_path, 1, 2, **ONE_BIT)
+    of_four = save(tmp_path, 2, 4, **ONE_BIT)
+    _, state, first, said = resumed(tmp_path, 4, **ONE_BIT)
+    assert first == 2 and "split among" not in said
+    assert_same(state, of_four)
+    tear_meta(tmp_path, 2)
+    _, state, first, said = resumed(tmp_path, 4, **ONE_BIT)
+    assert first == 1 and "split among 4" in said
+    assert_same((state.params, state.opt_state), (of_two.params, of_two.opt_state))
+
+
+def test_the_one_before_may_be_of_other_stages(tmp_path):
+    periodic = dict(mesh__stage=2, batch__accumulation=4, pipeline__schedule="pipedream_2bw")
+    wanted = save(tmp_path, 1, 1)
+    save(tmp_path, 2, 2, **periodic)
+    tear_meta(tmp_path, 2)
+    _, state, first, said = resumed(tmp_path, 2, **periodic)
+    assert first == 1 and "taken again" not in said
+    assert_same(state.params, wanted.params)  # two stages of one layer each: in the same order
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.stale))
+
+
+def test_without_a_good_checkpoint_all_are_named_and_left(tmp_path):
+    save(tmp_path, 1, 2, **ONE_BIT)
+    tear_meta(tmp_path, 1)
+    with pytest.raises(RuntimeError, match=r"no good checkpoint in .*\n  1: its meta"):
+        resumed(tmp_path, 2, **ONE_BIT)
+    assert (tmp_path / "checkpoints" / "1").exists()
+
+
+def test_another_strategy_is_refused_and_the_checkpoint_left(tmp_path):
+    save(tmp_path, 1, 2, **ONE_BIT)
+    with pytest.raises(ValueError, match=r"sync\.strategy='one_bit' and the config gives 'diloco'"):
+        resumed(tmp_path, 2, **DILOCO)
+    assert (tmp_path / "checkpoints" / "1").exists()
+
+
+@pytest.mark.parametrize("values", [dict(), ONE_BIT, DILOCO], ids=["mean", "one_bit", "diloco"])
+def test_every_replica_starts_with_the_parameters_of_another_run(tmp_path, values):
+    wanted = save(tmp_path / "other", 3, 1)
+    start_from = dict(start_from=str(tmp_path / "other"))
+    setup, state, first, _ = resumed(tmp_path / "new", 4, seed=1, **values, **start_from)
+    assert first == 0
+    assert_same(state.params, wanted.params)
+    assert_same(state.ema, None if state.ema is None else wanted.params)
+    if setup.alone:
+        for own, want in zip(
+            jax.tree.leaves(state.sync.params), jax.tree.leaves(wanted.params), strict=True
+        ):
+            assert_same([*np.asarray(own)], [np.asarray(want)] * 4)

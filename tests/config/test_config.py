@@ -1,0 +1,352 @@
+"""Bad configs are told all at once, with words that help, before anything is allocated."""
+
+import copy
+import dataclasses
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from llmx import config
+from llmx.config import checks
+from llmx.config import flags as flags_lib
+from llmx.model import families
+from llmx.pipeline import schedule, schedules
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+def changed(**values) -> config.Config:
+    """A good config with values changed by path, as a config file would set them."""
+    run = config.default()
+    run.model = families.preset("llama3")
+    for key, value in values.items():
+        section, _, name = key.rpartition("__")
+        setattr(vars(run)[section] if section else run, name, value)
+    return run
+
+
+# (changes, devices, words that the error must hold)
+BAD = [
+    (dict(optimizer__learning_rte=1e-3), 1, ["optimizer.learning_rte", "optimizer.learning_rate"]),
+    (dict(stepz=5), 1, ["stepz", "did you mean steps"]),
+    (dict(batch__batch_size=4), 1, ["batch.batch_size", "did you mean"]),
+    (dict(steps="many"), 1, ["steps='many'", "a whole number"]),
+    (dict(optimizer__learning_rate="3e-4"), 1, ["learning_rate='3e-4'", "a number"]),
+    (dict(data__sources="stdlib"), 1, ["data.sources='stdlib'", "tuple"]),
+    (dict(model=7), 1, ["model=7", "ModelConfig"]),
+    (dict(sharding__sequence_parallel=1), 1, ["sequence_parallel=1", "True or False"]),
+    (dict(mesh__data=1, mesh__tensor=3), 3, ["num_heads=4", "tensor=3", "[1, 2]"]),
+    (dict(mesh__data=1, mesh__tensor=4), 4, ["num_kv_heads=2", "tensor=4", "replicate_kv=True"]),
+    (
+        dict(mesh__data=1, mesh__tensor=6, sharding__replicate_kv=True, model__num_kv_heads=4,
+             model__num_heads=12, batch__sequence_length=240),
+        6, ["num_kv_heads=4", "tensor=6", "multiple"],
+    ),
+    (dict(mesh__data=1, mesh__tensor=5, model__num_heads=5, model__num_kv_heads=5,
+          model__mlp_dim=191), 5, ["mlp_dim=191", "tensor=5"]),
+    (
+        dict(mesh__data=1, mesh__tensor=3, model__num_heads=3, model__num_kv_heads=3,
+             batch__sequence_length=255, model__vocab_size=260, model__vocab_multiple=10),
+        3, ["vocabulary of 260", "tensor=3", "vocab_multiple"],
+    ),
+    (dict(batch__size=12), 8, ["batch.size=12", "data8", "8 or 16"]),
+    (dict(batch__size=16, batch__accumulation=3), 8, ["batch.size=16", "accumulation=3", "24"]),
+    (dict(batch__sequence_length=254, mesh__sequence=4), 8,
+     ["sequence_length=254", "sequence4", "multiple of 4"]),
+    (dict(batch__sequence_length=255, mesh__tensor=2), 8,
+     ["sequence_length=255", "tensor2", "sequence_parallel=False"]),
+    (dict(batch__sequence_length=512), 1, ["sequence_length=512", "max_positions=256"]),
+    (dict(model__width=60), 8, ["model.width=60", "data8", "zero3", "multiple of 8"]),
+    (dict(mesh__data=3), 8, ["data3", "3 devices", "there are 8"]),
+    (dict(mesh__tensor=3), 8, ["tensor3", "8 devices", "does not divide"]),
+    (dict(mesh__fsdp=-1), 8, ["['data', 'fsdp']", "only one axis"]),
+    (dict(mesh__fsdp=0), 8, ["{'fsdp': 0}", "at least 1"]),
+    (
+        dict(mesh__stage=2, pipeline__schedule="1f1"), 8,
+        ["1 problem", "pipeline.schedule='1f1'", "did you mean '1f1b'"],
+    ),
+    (dict(pipeline__schedule="none"), 1, ["pipeline.schedule='none'", "gpipe"]),
+    (dict(mesh__stage=4, batch__accumulation=8), 4, ["3 layers", "4 parts", "at most 3"]),
+    (
+        dict(mesh__stage=2, optimizer__name="adafactor"), 2,
+        ["adafactor", "(2, 1) layers", "equal size"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", batch__accumulation=2), 2,
+        ["3 layers", "4 parts"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__layers=(1, 1)), 2,
+        ["pipeline.layers=(1, 1)", "2 numbers", "add up to 3", "their sum is 2"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__layers=(1, 1, 1)), 2,
+        ["pipeline.layers=(1, 1, 1)", "2 numbers"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__virtual_stages=2), 2,
+        ["mesh.stage=2", "1f1b with virtual_stages=2", "use 1, or interleaved_1f1b"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__schedule="zb_v", pipeline__virtual_stages=3,
+             model__num_layers=8), 2,
+        ["zb_v with virtual_stages=3", "use 2"],
+    ),
+    (
+        dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", pipeline__virtual_stages=1), 2,
+        ["interleaved_1f1b with virtual_stages=1", "at least 2, or 1f1b"],
+    ),
+    (
+        dict(mesh__stage=2, mesh__tensor=2, model__vocab_size=258, model__vocab_multiple=2), 4,
+        ["vocabulary of 258", "stage=2 x tensor=2", "vocab_multiple to a multiple of 4"],
+    ),
+    (
+        dict(mesh__stage=2, mesh__tensor=2, loss__chunks=7), 4,
+        ["loss.chunks=7", "stage=2 x tensor=2"],
+    ),
+    (dict(pipeline__layers=(1, 2)), 1, ["pipeline.layers=(1, 2)", "mesh.stage=1", "leave it out"]),
+    (dict(pipeline__virtual_stages=2), 8, ["pipeline.virtual_stages=2", "mesh.stage=1"]),
+    (dict(pipeline__table="my.csv"), 1, ["pipeline.table='my.csv'", "mesh.stage=1"]),
+    (
+        dict(mesh__stage=2, pipeline__table="/nowhere/at/all.csv"), 2,
+        ["pipeline.table='/nowhere/at/all.csv'", "cannot be read", "No such file"],
+    ),
+    (dict(mesh__across_slices=("dta",)), 8, ["'dta'", "did you mean 'data'"]),
+    (dict(sharding__layout="zero4"), 1, ["layout='zero4'", "did you mean 'zero"]),
+    (dict(sharding__gather="steps"), 1, ["gather='steps'", "did you mean 'step'"]),
+    (
+        dict(sharding__gather="step", sharding__layout="zero2"), 1,
+        ["gather='step'", "'zero2'", "'zero3' or 'hsdp'"],
+    ),
+    (
+        dict(launch__compiler_options=("async",)), 1,
+        ["compiler_options", "'async'", "xla_name=value"],
+    ),
+    (dict(remat="ful"), 1, ["remat='ful'", "did you mean 'full'"]),
+    (dict(precision="bfloat16"), 1, ["precision='bfloat16'", "bf16"]),
+    (dict(attention__implementation="flash"), 1, ["implementation='flash'", "reference"]),
+    (dict(attention__ulysses=0), 1, ["attention.ulysses=0", "at least 1"]),
+    (
+        dict(mesh__sequence=8, attention__ulysses=3), 8,
+        ["attention.ulysses=3", "8 devices", "use a divisor"],
+    ),
+    (
+        dict(mesh__sequence=8, attention__ulysses=8), 8,
+        ["attention.ulysses=8", "4 query heads", "num_heads=4", "form rings"],
+    ),
+    (
+        dict(mesh__sequence=8, batch__sequence_length=264), 8,
+        ["264 positions", "16 chunks", "a multiple of 16", "attention.zigzag=False"],
+    ),
+    (dict(optimizer__name="adam"), 1, ["optimizer.name='adam'", "adamw"]),
+    (dict(optimizer__schedule="cos"), 1, ["schedule='cos'", "cosine"]),
+    (dict(optimizer__warmup_steps=-1), 1, ["warmup_steps=-1", "at least 0"]),
+    (dict(optimizer__b1=1.0), 1, ["b1=1.0", "below 1"]),
+    (dict(optimizer__clip_norm=-1.0), 1, ["clip_norm=-1.0", "at least 0"]),
+    (dict(model__num_kv_heads=3), 1, ["num_heads=4", "num_kv_heads=3", "[1, 2, 4]"]),
+    (dict(model__head_dim=15), 1, ["head_dim=15", "even"]),
+    (dict(model__layer_pattern=("local",)), 1, ["window=0", "'local'"]),
+    (dict(model__layer_pattern=("lokal",)), 1, ["('lokal',)", "'global'"]),
+    (dict(model__norm="batch"), 1, ["norm='batch'", "rms"]),
+    (dict(model__num_layers=0), 1, ["num_layers=0", "at least 1"]),
+    (dict(loss__chunks=7), 1, ["loss.chunks=7", "384", "0 = automatic"]),
+    (dict(model__vocab_size=256), 1, ["vocab_size=256", "257 tokens", "0 to follow"]),
+    (dict(model__vocab_size=-1), 1, ["vocab_size=-1", "0 follows"]),
+    (dict(guard__on_bad_step="ignore"), 1, ["on_bad_step='ignore'", "skip"]),
+    (dict(guard__spike_factor=0.5), 1, ["spike_factor=0.5", "above 1"]),
+    (dict(checkpoint__keep_last=0), 1, ["keep_last=0", "at least 1"]),
+    (dict(metrics__progress="loud"), 1, ["progress='loud'", "plain"]),
+    (dict(data__sources=("/nowhere/at/all",)), 1, ["/nowhere/at/all"]),
+    (dict(data__held_out=0.9), 1, ["held_out=0.9", "0.5"]),
+    (dict(sample__top_p=0.0), 1, ["top_p=0.0", "above 0"]),
+    (dict(launch__platform="npu"), 1, ["platform='npu'", "cpu"]),
+    (dict(steps=0), 1, ["steps=0", "at least 1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, num_devices, words", BAD, ids=lambda value: str(value)[:60])
+def test_bad_config(changes, num_devices, words):
+    with pytest.raises(config.ConfigError) as error:
+        checks.resolve(changed(**changes), num_devices)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+def test_a_schedule_from_a_file(tmp_path):
+    """It must be legal, and for the stages and microbatches of the run."""
+    path = tmp_path / "my.csv"
+    schedule.write_csv(schedules.one_f_one_b(2, 4), path)
+    stages = dict(mesh__stage=2, pipeline__table=str(path))
+    checks.resolve(changed(**stages, batch__accumulation=4), 2)
+    with pytest.raises(
+        config.ConfigError, match=r"for 2 stages and 4 microbatches: set mesh.stage"
+    ):
+        checks.resolve(changed(**stages, batch__accumulation=8), 2)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(config.ConfigError, match="nobody does BACKWARD of microbatch 3 in part 0"):
+        checks.resolve(changed(**stages, batch__accumulation=4), 2)
+
+
+def test_good_config_resolves_and_is_not_changed():
+    run = changed()
+    before = copy.deepcopy(run)
+    resolved = checks.resolve(run, 8)
+    assert run == before
+    assert resolved.mesh.data == 8 and resolved.model.vocab_size == 257
+
+
+def test_all_problems_are_told_at_once():
+    run = changed(remat="ful", batch__size=12, optimizer__name="adam", mesh__across_slices=("x",))
+    run.optimizer.lr = 1.0
+    with pytest.raises(config.ConfigError) as error:
+        checks.resolve(run, 8)
+    assert len(error.value.problems) == 5
+    assert "5 problems" in str(error.value)
+
+
+def test_unknown_data_is_not_also_a_bad_vocabulary():
+    with pytest.raises(config.ConfigError) as error:
+        checks.resolve(changed(data__sources=("shards:/nowhere/at/all",)), 1)
+    assert len(error.value.problems) == 1
+
+
+def test_nothing_is_allocated_before_the_checks():
+    """resolve needs no device at all: it works where jax has no backend."""
+    code = (
+        "import os; os.environ['JAX_PLATFORMS'] = 'none'\n"
+        "from llmx import config\n"
+        "run = config.default(); run.remat = 'x'\n"
+        "try: config.resolve(run, 8)\n"
+        "except config.ConfigError as error: print('told:', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "told: " in done.stdout and "remat='x'" in done.stdout, done.stderr
+
+
+def write(tmp_path, body: str = "") -> str:
+    path = tmp_path / "run.py"
+    path.write_text(
+        "from llmx import config, families\n\n\ndef get_config():\n"
+        "    run = config.default()\n    run.model = families.preset('llama3')\n"
+        f"{body}    return run\n"
+    )
+    return str(path)
+
+
+def parsed(path: str, *flags: str):
+    _, run, problems = flags_lib.parse(flags_lib.parser("x", "y"), ["--config", path, *flags])
+    return run, problems
+
+
+def test_flags_override(tmp_path):
+    run, problems = parsed(
+        write(tmp_path), "--config.batch.size=64", "--config.optimizer.learning_rate", "1e-2",
+        "--config.data.shuffle=False", "--noconfig.data.pack", "--config.model.num_layers=7",
+        "--config.data.sources=('a', 'b')", "--config.optimizer.weight_decay=1",
+    )  # fmt: skip
+    assert not problems
+    assert run.batch.size == 64 and run.optimizer.learning_rate == 1e-2
+    assert not run.data.shuffle and not run.data.pack and run.model.num_layers == 7
+    assert run.data.sources == ("a", "b") and run.optimizer.weight_decay == 1
+    assert run.workdir == "runs/run"
+
+
+def test_bad_flags_are_told_with_the_rest(tmp_path):
+    path = write(tmp_path, "    run.remat = 'ful'\n    run.optimizer.lr = 1\n")
+    run, problems = parsed(
+        path, "--config.batch.size=lots", "--config.optimzer.eps=1", "--config.model.widht=3"
+    )
+    with pytest.raises(config.ConfigError) as error:
+        checks.resolve(run, 1, problems=problems)
+    for words in ("batch.size='lots'", "did you mean optimizer.eps", "did you mean model.width",
+                  "remat='ful'", "optimizer.lr"):  # fmt: skip
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("    raise ValueError('no luck')\n", "no luck"),
+        ("    return 3\n", "returns int"),
+        ("    run.model = families.preset('llama9')\n", "llama9"),
+    ],
+)
+def test_files_that_fail(tmp_path, body, words):
+    with pytest.raises(config.ConfigError, match=words):
+        parsed(write(tmp_path, body))
+
+
+def test_missing_file():
+    with pytest.raises(config.ConfigError, match=r"nowhere\.py: there is no such file"):
+        parsed("nowhere.py")
+
+
+def test_written_and_read(tmp_path):
+    run = checks.resolve(changed(), 8)
+    run.workdir = str(tmp_path)
+    config.save_run(run)
+    again = config.load_run(str(tmp_path))
+    assert dataclasses.asdict(again) == dataclasses.asdict(run)
+    with pytest.raises(ValueError, match="holds no run"):
+        config.load_run(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_resolves(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= 40
+    module = runpy.run_path(str(path))
+    assert "python -m llmx" in module["__doc__"]
+    run = module["get_config"]()
+    devices = 1
+    if run.mesh.data != -1:
+        for axis in ("stage", "data", "fsdp", "expert", "sequence", "tensor"):
+            devices *= max(1, vars(run.mesh)[axis])
+    checks.resolve(run, devices)
+
+
+def test_golden_keys():
+    """The whole surface of the config, so that a change to it is seen in review."""
+    wanted = (ROOT / "tests/golden/config_keys.txt").read_text().splitlines()
+    assert list(config.leaf_types(config.Config)) == wanted
+    assert len(wanted) <= 130
+
+
+def test_every_key_has_a_comment():
+    """Each leaf is explained where it is defined, on its line or the line above."""
+    import inspect
+
+    def sections(kind):
+        yield kind
+        for hint in __import__("typing").get_type_hints(kind).values():
+            if dataclasses.is_dataclass(hint):
+                yield from sections(hint)
+
+    missing = []
+    for kind in sections(config.Config):
+        lines = inspect.getsource(kind).splitlines()
+        for number, line in enumerate(lines):
+            name = line.strip().partition(":")[0]
+            fields = {field.name: field for field in dataclasses.fields(kind)}
+            if line.startswith("    ") and name in fields and ": " in line:
+                leaf = not dataclasses.is_dataclass(__import__("typing").get_type_hints(kind)[name])
+                if leaf and "#" not in line and not lines[number - 1].strip().startswith("#"):
+                    missing.append(f"{kind.__name__}.{name}")
+    assert not missing
+
+
+def test_docs_list_every_key():
+    script = ROOT / "scripts/config_table.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], cwd=ROOT, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, "docs/configuration.md is stale: run scripts/config_table.py"

@@ -1,0 +1,127 @@
+"""Runs become Hugging Face checkpoints and back, by the command line."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers as library
+
+from llmx import config, convert, generate
+from llmx.checkpoint import checkpointer, hf
+from llmx.data import tokenizers
+from llmx.model import apply, families
+
+
+def leaves_of(tree: dict) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def write_run(workdir, *, ema_decay: float = 0.0, tokenizer=None) -> dict[int, dict]:
+    """A work directory as a run leaves it, with two checkpoints; returns their states."""
+    tokenizer = tokenizer or tokenizers.ByteTokenizer()
+    run = config.default()
+    run.workdir, run.steps = str(workdir), 9
+    run.model = families.preset("llama3", vocab_size=tokenizer.vocab_size, num_layers=2)
+    run.batch.sequence_length, run.optimizer.ema_decay = 64, ema_decay
+    config.save_run(run)
+    tokenizer.save(workdir / "tokenizer.json")
+    shapes, _ = apply.abstract_parameters(run.model)
+    states = {}
+    with checkpointer.Checkpointer(f"{workdir}/checkpoints", run.checkpoint, log=print) as saver:
+        for step in (3, 9):
+            noise = np.random.default_rng(step)
+            draw = lambda leaf: noise.normal(size=leaf.shape).astype(np.float32)  # noqa: B023, E731
+            states[step] = {"params": jax.tree.map(draw, shapes)}
+            if ema_decay:
+                states[step]["ema"] = jax.tree.map(draw, shapes)
+            arrays = jax.tree.map(jax.numpy.asarray, states[step])
+            saver.save(step, arrays, meta={"step": step}, wait=True)
+    return states
+
+
+def assert_exported(directory, params: dict):
+    """`directory` holds `params`, whose padding is not written."""
+    _, read = hf.load(directory)
+    for name in ("embedding", "head"):
+        params = params | {name: np.where(np.arange(384)[:, None] < 257, params[name], 0)}
+    for one, other in zip(leaves_of(read), leaves_of(params), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_is_exported(tmp_path, capsys):
+    states = write_run(tmp_path)
+    assert convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/new"]) == 0
+    assert f"step 9 of {tmp_path} is now in" in "".join(capsys.readouterr())
+    assert_exported(tmp_path / "new", states[9]["params"])
+    old = ["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/old", "--step", "3"]
+    assert convert.main([*old, "--dtype", "float32"]) == 0
+    assert_exported(tmp_path / "old", states[3]["params"])
+    assert json.loads((tmp_path / "old" / hf.CONFIG).read_text())["eos_token_id"] == 256
+    # A second time, or of a run without an average: told, and nothing is changed.
+    assert convert.main(old) == 2
+    assert "not empty" in capsys.readouterr().err
+    averaged = ["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/ema", "--ema"]
+    assert convert.main(averaged) == 2
+    assert "ema_decay=0 and keeps no average" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"), [([], "ema"), (["--ema"], "ema"), (["--no-ema"], "params")]
+)
+def test_the_average_goes_first(flags, part, tmp_path):
+    states = write_run(tmp_path, ema_decay=0.9)
+    command = ["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/new", *flags]
+    assert convert.main(command) == 0
+    assert_exported(tmp_path / "new", states[9][part])
+
+
+def test_bytes_are_a_tokenizer_elsewhere(tmp_path):
+    write_run(tmp_path)
+    convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/new"])
+    theirs = library.Tokenizer.from_file(f"{tmp_path}/new/tokenizer.json")
+    text = "".join(map(chr, range(1, 0x500))) + "\0 two  spaces\r\n\tü 日本 🙂"
+    assert theirs.encode(text).ids == list(text.encode())
+    assert theirs.decode(theirs.encode(text).ids) == text
+    assert theirs.token_to_id("<|endoftext|>") == 256
+
+
+def test_a_checkpoint_becomes_a_run(tmp_path, capsys):
+    """Imported, it generates the same text; exported again, it is the same checkpoint."""
+    coder = tokenizers.train([b"one two three two one " * 50], vocab_size=300)
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run", tokenizer=coder)
+    there = ["--workdir", f"{tmp_path}/run", "--to-hf", f"{tmp_path}/hf"]
+    back = ["--workdir", f"{tmp_path}/back", "--from-hf", f"{tmp_path}/hf"]
+    again = ["--workdir", f"{tmp_path}/back", "--to-hf", f"{tmp_path}/again"]
+    for command in (there, back, again):
+        assert convert.main(command) == 0
+    files = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for name in files:
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    capsys.readouterr()
+    said = []
+    for workdir in ("run", "back"):
+        command = ["--workdir", f"{tmp_path}/{workdir}", "--prompt", "two one", "--max-tokens", "5"]
+        assert generate.main([*command, "--temperature", "0"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+    assert convert.main(back) == 2
+    assert "not empty: import into a new directory" in capsys.readouterr().err
+
+
+def test_bad_commands_are_told(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        convert.main(["--workdir", f"{tmp_path}", "--from-hf", "x", "--step", "3"])
+    assert "go with --to-hf" in capsys.readouterr().err
+    assert convert.main(["--workdir", f"{tmp_path}/none", "--to-hf", f"{tmp_path}/x"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    write_run(tmp_path)
+    run = config.load_run(f"{tmp_path}")
+    run.model = dataclasses.replace(run.model, bias=True)
+    config.save_run(run)
+    assert convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/x"]) == 2
+    assert "cannot say model.bias=True" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

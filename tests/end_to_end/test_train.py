@@ -1,0 +1,448 @@
+"""The command line, end to end: trains, resumes, stops, falls back, and tells what is wrong."""
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+# One run serves several tests: they belong on one worker.
+pytestmark = pytest.mark.xdist_group("train")
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESUME_ELSEWHERE = 1e-5  # relative: on another mesh sums are taken in another order
+OTHER_REPLICAS = 0.1  # relative, of losses: compression of other parts leaves other things out
+
+CONFIG = """
+from llmx import config, families
+
+def get_config():
+    run = config.default()
+    run.model = families.preset("llama3", num_layers=2, width=32, num_heads=2, head_dim=16,
+                                num_kv_heads=2, mlp_dim=64)
+    run.steps, run.precision = 12, "fp32"
+    run.batch.size, run.batch.sequence_length = 8, 32
+    run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
+    run.checkpoint.every, run.evaluation.every, run.evaluation.batches = 2, 6, 2
+    run.profile.first_step, run.profile.num_steps = 3, 2
+    run.metrics.log_every, run.metrics.progress = 1, "plain"
+    run.sample.prompt, run.sample.max_tokens = "def ", 8
+    run.data.sources = ({source!r},)
+    run.data.cache_dir = {cache!r}
+    return run
+"""
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """A small corpus of text and a config file that trains on it."""
+    folder = tmp_path_factory.mktemp("train")
+    random = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "def", "return", "import", "x", "=", "+", "\n"]
+    (folder / "text").mkdir()
+    for number in range(40):
+        text = " ".join(random.choice(words, 300))
+        (folder / "text" / f"{number}.txt").write_text(text)
+    source, cache = str(folder / "text"), str(folder / "cache")
+    (folder / "run.py").write_text(CONFIG.format(source=source, cache=cache))
+    return folder
+
+
+def environment(devices: int) -> dict:
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
+def command(scratch, workdir, *flags, module="llmx.train") -> list[str]:
+    config = ["--config", str(scratch / "run.py")] if module == "llmx.train" else []
+    return [sys.executable, "-m", module, *config, "--workdir", str(workdir), *flags]
+
+
+def train(scratch, workdir, *flags, devices=1) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(scratch, workdir, *flags), env=environment(devices), capture_output=True,
+        text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def records(workdir, kind="train") -> dict[int, dict]:
+    """Records by step; each step stands there once."""
+    found = {}
+    for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == kind:
+            assert record["step"] not in found, f"step {record['step']} stands there twice"
+            found[record["step"]] = record
+    return found
+
+
+def losses(workdir) -> np.ndarray:
+    found = records(workdir)
+    assert list(found) == list(range(1, len(found) + 1))
+    return np.array([record["loss"] for record in found.values()])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(scratch):
+    """A run from beginning to end, on one device."""
+    done = train(scratch, scratch / "whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return scratch / "whole", done.stdout + done.stderr
+
+
+def test_a_run_leaves_everything(undisturbed):
+    workdir, said = undisturbed
+    found = losses(workdir)
+    assert len(found) == 12 and found[-1] < found[0]
+    assert list(records(workdir, "eval")) == [6, 12]
+    for name in ("config.json", "tokenizer.json", "loss.png", "tensorboard", "checkpoints/12",
+                 "profile/plugins"):  # fmt: skip
+        assert (workdir / name).exists(), name
+    for words in ("parameters", "256 tokens per step", "compiled in", "first step done", "sample:",
+                  "def ", "everything is in"):  # fmt: skip
+        assert words in said, words
+
+
+def test_run_again_it_is_done(scratch, undisturbed):
+    workdir, _ = undisturbed
+    before = losses(workdir)
+    done = train(scratch, workdir)
+    assert done.returncode == 0 and "resumed from checkpoint 12" in done.stdout + done.stderr
+    np.testing.assert_array_equal(losses(workdir), before)
+
+
+def test_evaluate_and_generate_a_run(scratch, undisturbed):
+    workdir, _ = undisturbed
+
+    def run(module, *flags):
+        done = subprocess.run(
+            command(scratch, workdir, *flags, module=module), env=environment(1), cwd=ROOT,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done
+
+    result = json.loads(run("llmx.evaluate", "--batches", "2", "--json").stdout)
+    last = records(workdir, "eval")[12]["loss"]
+    assert result["step"] == 12 and abs(result["loss"] / last - 1) < 1e-6
+    again = [run("llmx.generate", "--prompt", "return x", "--max-tokens", "9") for _ in range(2)]
+    assert again[0].stdout.startswith("return x") and again[0].stdout == again[1].stdout
+
+
+def test_config_errors_exit_early(scratch):
+    begun = time.perf_counter()
+    done = train(scratch, scratch / "bad", "--config.remat=ful", "--config.batch.sise=3")
+    assert done.returncode == 2
+    assert "did you mean 'full'" in done.stderr and "did you mean batch.size" in done.stderr
+    assert "Traceback" not in done.stderr and not (scratch / "bad").exists()
+    assert time.perf_counter() - begun < 30  # 2 s on an idle machine
+
+
+def test_bad_data_exits_with_a_reason(scratch):
+    (scratch / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    source = f"--config.data.sources=('{scratch / 'bad.jsonl'}',)"
+    done = train(scratch, scratch / "bad_data", source)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "bad.jsonl" in done.stderr and "2" in done.stderr
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(scratch, undisturbed):
+    workdir = scratch / "told"
+    process = subprocess.Popen(
+        command(scratch, workdir), env=environment(1), cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said = ""
+    for line in process.stdout:
+        said += line
+        if "step  3/12" in line:
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0, said
+    if "stopped at step" in said:  # the machine may be too quick to be stopped
+        assert "run the same command again" in said
+    assert train(scratch, workdir).returncode == 0
+    np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
+
+
+def test_other_data_or_model_is_refused(scratch, undisturbed):
+    workdir, _ = undisturbed
+    for flag, words in (
+        ("--config.seed=1", "trained on data"),
+        ("--config.batch.size=4", "batch.size=8"),
+        ("--config.model.width=64", "holds another structure"),
+    ):
+        done = train(scratch, workdir, flag)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert words in done.stderr, done.stderr
+    assert (workdir / "checkpoints" / "12").exists()
+
+
+def test_start_with_another_runs_parameters(scratch, undisturbed):
+    """A new run with start_from begins at the loss where the other ended, at step 0."""
+    done = train(scratch, scratch / "tuned", f"--config.start_from={undisturbed[0]}",
+                 "--config.steps=2", "--config.optimizer.warmup_steps=0",
+                 "--config.optimizer.ema_decay=0.9", devices=4)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "starting with the parameters of" in done.stdout + done.stderr
+    fresh, ended = losses(undisturbed[0])[0], losses(undisturbed[0])[-1]
+    assert abs(losses(scratch / "tuned")[0] - ended) < 0.2 * (fresh - ended)
+    bad = train(scratch, scratch / "tuned_badly", "--config.start_from=nowhere")
+    assert bad.returncode == 2 and "start_from='nowhere' holds no checkpoints" in bad.stderr
+
+
+def test_nan_stops_the_run_and_keeps_the_state(scratch):
+    """A learning rate beyond reason: the run stops by itself and names the leaf."""
+    workdir = scratch / "nan"
+    done = train(scratch, workdir, "--config.optimizer.learning_rate=1e3",
+                 "--config.optimizer.name=lion", "--config.optimizer.weight_decay=100",
+                 "--config.optimizer.clip_norm=0")  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 3, said
+    assert "is not finite, first in " in said and "run again to resume" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same mesh", "other layout"])
+def test_kill_and_resume(scratch, undisturbed, elsewhere):
+    """Kill -9 again and again, in steps and in saves: no step twice or missing, the same losses."""
+    workdir = scratch / f"killed_{elsewhere}"
+    meshes = [
+        (1, ()),
+        (8, ("--config.sharding.layout=zero3",)),
+        (4, ("--config.sharding.layout=zero1", "--config.mesh.tensor=2")),
+        (8, ("--config.sharding.layout=hsdp", "--config.mesh.data=2", "--config.mesh.fsdp=4")),
+    ]
+    kills = 0
+    for attempt in range(20):
+        devices, flags = meshes[attempt % 4 if elsewhere else 0]
+        process = subprocess.Popen(
+            command(scratch, workdir, *flags, "--config.checkpoint.every=1"),
+            env=environment(devices), cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        steps = 0
+        for line in process.stdout:
+            steps += "/12  loss" in line
+            if steps == 2 and kills < 5:
+                time.sleep(0.02 * kills)  # at another moment each time: in a step, in a save
+                process.kill()
+        if process.wait(300) == 0:
+            break
+        kills += 1
+    assert kills >= 4
+    if elsewhere:
+        wanted = losses(undisturbed[0])
+        np.testing.assert_allclose(losses(workdir), wanted, rtol=RESUME_ELSEWHERE)
+    else:
+        np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
+
+
+@pytest.mark.slow
+def test_a_corrupt_checkpoint_falls_back(scratch):
+    workdir = scratch / "corrupt"
+    assert train(scratch, workdir).returncode == 0
+    wanted = losses(workdir)
+    files = (workdir / "checkpoints" / "12" / "state").rglob("*")
+    largest = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    largest.write_bytes(raw)
+    done = train(scratch, workdir)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "resumed from checkpoint 10" in said, said
+    np.testing.assert_array_equal(losses(workdir), wanted)
+
+
+@pytest.fixture(scope="module")
+def three_layers(scratch):
+    """The losses of a run on one device with as many layers as two stages cannot share evenly."""
+    done = train(scratch, scratch / "three", "--config.model.num_layers=3")
+    assert done.returncode == 0, done.stderr
+    return losses(scratch / "three")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers, processes):
+    """The same losses wherever it goes on; evaluated and sampled from on other devices."""
+    workdir = scratch / f"stages_{processes}"
+    cluster = [sys.executable, "scripts/local_cluster.py", "-n", str(processes),
+               "--devices-per-process", str(4 // processes), "--"]  # fmt: skip
+
+    def run(inner, prefix=(), devices=4):
+        done = subprocess.run(
+            [*prefix, *inner], env=environment(devices), cwd=ROOT, capture_output=True, text=True,
+            timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def go_on(from_step, *flags):
+        for path in (workdir / "checkpoints").glob("*"):
+            if int(path.name) > from_step:
+                shutil.rmtree(path)
+        inner = command(scratch, workdir, "--config.model.num_layers=3", *flags)
+        said = run(inner, cluster, 4 // processes)
+        assert f"resumed from checkpoint {from_step}" in said or not from_step
+        np.testing.assert_allclose(losses(workdir), three_layers, rtol=RESUME_ELSEWHERE)
+        return said
+
+    stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
+    assert "sample:" in go_on(0, *stages)
+    said = run(command(scratch, workdir, "--batches", "2", module="llmx.evaluate"))
+    assert f"loss {records(workdir, 'eval')[12]['loss']:.4f} nats" in said
+    said = run(command(scratch, workdir, "--prompt", "return x", module="llmx.generate"))
+    assert "return x" in said
+    go_on(8, "--config.mesh.fsdp=2")
+    go_on(10, *stages, "--config.pipeline.layers=(1, 2)")
+
+
+@pytest.mark.slow
+def test_what_is_under_way_is_saved(scratch):
+    """PipeDream-2BW goes on as if it had never stopped; on other stages the batch that was under
+    way is taken again."""
+    workdir = scratch / "under_way"
+    stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
+    flags = (*stages, "--config.pipeline.schedule=pipedream_2bw", "--config.model.num_layers=2")
+
+    def go_on(*flags):
+        done = subprocess.run(
+            command(scratch, workdir, *flags), env=environment(2), cwd=ROOT, capture_output=True,
+            text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def forget():
+        for path in (workdir / "checkpoints").glob("*"):
+            if int(path.name) > 8:
+                shutil.rmtree(path)
+
+    go_on(*flags)
+    wanted = losses(workdir)
+    forget()
+    assert "resumed from checkpoint 8" in go_on(*flags)
+    np.testing.assert_array_equal(losses(workdir), wanted)
+    forget()
+    assert "is taken again" in go_on("--config.model.num_layers=2")
+    assert losses(workdir).shape == wanted.shape
+
+
+# Killed in a phase of their own: with errors of compression, between two exchanges of parameters.
+STRATEGIES = {
+    "one_bit": ("--config.sync.warmup_steps=3",),
+    "diloco": ("--config.sync.every=4",),
+    "zero_one": ("--config.sync.warmup_steps=1",),
+    "stale": (),
+}
+
+
+def with_strategy(strategy: str) -> tuple[str, ...]:
+    return (f"--config.sync.strategy={strategy}", *STRATEGIES[strategy],
+            "--config.checkpoint.every=1", "--config.checkpoint.keep_last=20")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four_replicas(scratch):
+    """Undisturbed runs of four replicas, by strategy."""
+
+    @functools.cache
+    def of(strategy: str) -> pathlib.Path:
+        workdir = scratch / f"four_{strategy}"
+        done = train(scratch, workdir, *with_strategy(strategy), devices=4)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"sync:  {strategy} between 4 replicas" in done.stdout + done.stderr
+        found = losses(workdir)
+        assert len(found) == 12 and found[-1] < found[0]
+        return workdir
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_killed_replicas_go_on_as_if_nothing_had_been(scratch, four_replicas, strategy):
+    workdir = scratch / f"killed_{strategy}"
+    process = subprocess.Popen(
+        command(scratch, workdir, *with_strategy(strategy)), env=environment(4), cwd=ROOT,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    for line in process.stdout:
+        if "step  7/12" in line:
+            process.kill()
+    process.wait(300)
+    for path in (workdir / "checkpoints").glob("*"):
+        if path.name.isdigit() and int(path.name) > 6:  # where the machine was too quick
+            shutil.rmtree(path)
+    done = train(scratch, workdir, *with_strategy(strategy), devices=4)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "resumed from checkpoint" in said, said
+    np.testing.assert_array_equal(losses(workdir), losses(four_replicas(strategy)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy, devices, flags",
+    [
+        ("one_bit", 2, ()),
+        ("one_bit", 8, ()),
+        ("one_bit", 8, ("--config.mesh.fsdp=2", "--config.sharding.layout=zero3")),
+        ("one_bit", 4, ("--config.mesh.stage=2", "--config.batch.accumulation=2")),
+        ("zero_one", 2, ()),
+        ("diloco", 8, ()),
+        ("stale", 2, ()),
+    ],
+)
+def test_fewer_and_more_replicas_go_on(scratch, four_replicas, strategy, devices, flags):
+    """What the four had not sent is split among the others."""
+    before = four_replicas(strategy)
+    name = f"{strategy}_on_{devices}_{len(flags)}_{'stage' in str(flags)}"
+    workdir = scratch / name
+    shutil.copytree(before, workdir)
+    for path in (workdir / "checkpoints").glob("*"):
+        if int(path.name) > 6:
+            shutil.rmtree(path)
+    done = train(scratch, workdir, *with_strategy(strategy), *flags, devices=devices)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "resumed from checkpoint 6" in said, said
+    assert "what replicas had not sent is split among" in said
+    np.testing.assert_array_equal(losses(workdir)[:6], losses(before)[:6])
+    np.testing.assert_allclose(losses(workdir)[6:], losses(before)[6:], rtol=OTHER_REPLICAS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mean", "diloco"])
+def test_another_strategy_in_the_middle_is_refused(scratch, four_replicas, strategy):
+    flags = (*with_strategy("one_bit")[1:], f"--config.sync.strategy={strategy}")
+    done = train(scratch, four_replicas("one_bit"), *flags, "--config.steps=20", devices=4)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    for words in ("trained with sync.strategy='one_bit'", f"gives {strategy!r}", "start_from"):
+        assert words in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_four_devices(scratch, processes):
+    """1, 2 and 4 processes with four devices in all: the same batches, the same losses."""
+
+    def run(num: int) -> np.ndarray:
+        workdir = scratch / f"processes_{num}"
+        if not workdir.exists():
+            cluster = [sys.executable, "scripts/local_cluster.py", "-n", str(num),
+                       "--devices-per-process", str(4 // num), "--"]  # fmt: skip
+            inner = command(scratch, workdir, "--config.mesh.fsdp=2")
+            done = subprocess.run(
+                cluster + inner, env=environment(4 // num), cwd=ROOT, capture_output=True,
+                text=True, timeout=600, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+        return losses(workdir)
+
+    np.testing.assert_allclose(run(processes), run(1), rtol=1e-6)

@@ -1,0 +1,308 @@
+"""sync_costs.py: bytes equal those counted by hand and those of compiled exchanges; ratios that the
+documentation promises; step times."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx import sharding
+from llmx.aot import program as program_lib
+from llmx.model import execution, families, precision
+from llmx.model.attention.attend import AttentionConfig
+from llmx.plan import network
+from llmx.plan.network import Link, Sent
+from llmx.runtime import hardware
+from llmx.step import optimizers, step
+from llmx.sync import strategy
+from llmx.sync import strategy as strategy_lib
+from llmx.sync.strategy import ALONE, COMPRESSED, MEAN, VARIANCE, SyncConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+# A norm's scales and a bias beside matrices that are split; columns that no multiple of 8 divides.
+TINY = families.ModelConfig(
+    vocab_size=60, vocab_multiple=1, width=16, num_layers=3, num_heads=2, num_kv_heads=1,
+    head_dim=6, mlp_dim=20, max_positions=32,
+)  # fmt: skip
+SIZES = {"stage": 1, "data": 4, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 1}
+N = SIZES["data"]
+LARGE = families.preset("llama3_8b")
+LARGE_SIZES = SIZES | {"data": 8, "fsdp": 8}
+# Bytes are added up in another order than by hand.
+RELATIVE = 1e-12
+
+
+def of_tiny(strategy: str, **changes) -> strategy.Replicas:
+    chosen = SyncConfig(strategy=strategy, **changes)
+    return network.replicas_of(chosen, TINY, SIZES)
+
+
+def of_large(strategy: str, **changes) -> strategy.Replicas:
+    return network.replicas_of(SyncConfig(strategy=strategy, **changes), LARGE, LARGE_SIZES)
+
+
+def ring(num_bytes: float, n: int = N) -> float:
+    return 2 * (n - 1) / n * num_bytes
+
+
+# Numbers of TINY's tensors on a device, [rows, numbers of a row], by hand: width 16 in two halves.
+MATRICES = {
+    "query": (3, 8 * 2 * 6), "key": (3, 8 * 6), "value": (3, 8 * 6), "out": (3, 12 * 8),
+    "gate": (3, 8 * 20), "up": (3, 8 * 20), "down": (3, 20 * 8),
+    "embedding": (1, 60 * 8), "head": (1, 60 * 8),
+}  # fmt: skip
+VECTORS = {"attention_norm": (3, 16), "mlp_norm": (3, 16), "norm": (1, 16)}
+# Of each matrix on a device, both sides: the width in two halves, and all else.
+SIDES = {
+    "query": (8, 12), "key": (8, 6), "value": (8, 6), "out": (12, 8), "gate": (8, 20),
+    "up": (8, 20), "down": (20, 8), "embedding": (60, 8), "head": (60, 8),
+}  # fmt: skip
+TENSORS = MATRICES | VECTORS
+
+
+def numbers(of: dict) -> int:
+    return sum(rows * length for rows, length in of.values())
+
+
+def test_the_tensors_are_those_counted():
+    found = of_tiny("one_bit").tensors.values()
+    of_shape = sorted((each.rows, each.length) for each in found)
+    assert of_shape == sorted(TENSORS.values())
+    sides = sorted(each.matrix[1:] for each in found if each.matrix)
+    assert sides == sorted(SIDES.values())
+
+
+def test_the_mean_is_a_ring_of_matrices_in_the_reduce_dtype_and_vectors_in_fp32():
+    sent = network.of_step(of_tiny("mean"), MEAN, reduce_bytes=2)
+    assert sent.bytes == pytest.approx(ring(2 * numbers(MATRICES) + 4 * numbers(VECTORS)))
+    full = network.of_step(of_tiny("mean"), MEAN, reduce_bytes=4)
+    assert full.bytes == pytest.approx(ring(4 * numbers(TENSORS)))
+    assert full.hops == 2 * (N - 1)
+
+
+@pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
+def test_signs_are_bits_and_scales(strategy):
+    sent = network.of_step(of_tiny(strategy), COMPRESSED)
+    expected = 0.0
+    for rows, length in TENSORS.values():
+        bits = rows * -(-length // (N * 8))  # bytes of a server's share
+        expected += (N - 1) * (bits + 4 * rows)  # to each server, with this replica's scales
+        expected += (N - 1) * bits  # from it
+        expected += ring(2 * 4 * rows)  # servers agree on their scales
+    assert sent.bytes == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_int8_is_bytes_and_scales_of_blocks():
+    expected = 0.0
+    for rows, length in TENSORS.values():
+        share = -(-length // N)
+        block = min(256, max(8, 2 ** (share - 1).bit_length()))
+        share = -(-share // block) * block
+        expected += 2 * (N - 1) * rows * (share + 4 * share // block)
+    sent = network.of_step(of_tiny("int8"), COMPRESSED)
+    assert sent.bytes == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_top_k_sends_its_numbers_to_all_others():
+    sent = network.of_step(of_tiny("top_k", fraction=0.1), COMPRESSED)
+    own = sum(6 * rows * max(1, round(0.1 * length)) for rows, length in TENSORS.values())
+    assert sent.bytes == pytest.approx((N - 1) * own, rel=RELATIVE)
+
+
+def test_power_sgd_sends_two_factors_of_a_matrix():
+    sent = network.of_step(of_tiny("power_sgd", rank=4), COMPRESSED)
+    summed = numbers(VECTORS)
+    for name, (rows, length) in MATRICES.items():
+        a, b = SIDES[name]
+        # key and value, 8 x 6, are sent as they are: 4 x (8 + 6) is more than 48.
+        summed += rows * 4 * (a + b) if 4 * (a + b) < length else rows * length
+    assert sent.bytes == pytest.approx(ring(4 * summed), rel=RELATIVE)
+
+
+def test_stale_gradients_are_summed_in_full():
+    sent = network.of_step(of_tiny("stale"), COMPRESSED, reduce_bytes=2)
+    assert sent.bytes == pytest.approx(ring(4 * numbers(TENSORS)))
+
+
+def timetable(chosen: SyncConfig, total_steps: int) -> strategy.Timetable:
+    schedule = optimizers.make_schedule(
+        optimizers.OptimizerConfig(warmup_steps=total_steps // 10), total_steps=total_steps
+    )
+    rates = jax.vmap(schedule)(jnp.arange(total_steps))
+    return strategy.timetable(chosen, total_steps=total_steps, rates=rates)
+
+
+def test_a_run_begins_with_the_mean():
+    replicas = of_tiny("one_bit", warmup_steps=15)
+    parts = network.of_run(replicas, timetable(replicas.config, 100))
+    mean, signs = (network.of_step(replicas, phase) for phase in (MEAN, COMPRESSED))
+    assert [(part.phase, part.steps) for part in parts] == [(MEAN, 15), (COMPRESSED, 85)]
+    assert network.per_step(parts).bytes == pytest.approx(0.15 * mean.bytes + 0.85 * signs.bytes)
+
+
+def test_a_run_that_waits_for_the_variance_is_told_when():
+    replicas = of_tiny("one_bit", warmup_steps=-1)
+    parts = network.of_run(replicas, timetable(replicas.config, 100), settled_at=28)
+    assert [(part.phase, part.steps) for part in parts] == [(MEAN, 30), (COMPRESSED, 70)]
+
+
+def test_parameters_travel_now_and_then():
+    replicas = of_tiny("local_sgd", every=10)
+    sent = network.per_step(network.of_run(replicas, timetable(replicas.config, 100)))
+    assert sent.bytes == pytest.approx(ring(4 * numbers(TENSORS)) / 10)
+
+
+def test_fragments_add_up_to_the_model():
+    replicas = of_tiny("diloco", every=6, fragments=3)
+    pieces = [network.of_meeting(replicas, (f,), 3) for f in range(3)]
+    whole = network.of_meeting(replicas, (0, 1, 2), 3)
+    assert sum(piece.bytes for piece in pieces) == pytest.approx(whole.bytes, rel=RELATIVE)
+    # The first has what is outside the layers: embedding, head, norm; each has one of 3 layers.
+    layer = sum(length for rows, length in TENSORS.values() if rows == 3)
+    assert pieces[1].bytes == pieces[2].bytes == pytest.approx(ring(4 * layer))
+    # One every 2 steps: 16 rounds of 3 in 99 steps and the second once more, and all at the end.
+    sent = network.per_step(network.of_run(replicas, timetable(replicas.config, 99)))
+    assert sent.bytes * 99 == pytest.approx(17 * whole.bytes + pieces[1].bytes)
+
+
+def test_zero_one_follows_its_timetable():
+    replicas = of_tiny("zero_one", every=16)
+    when = timetable(replicas.config, 400)
+    signs = network.of_exchange(replicas).bytes
+    full = network.of_step(replicas, VARIANCE).bytes
+    assert full == pytest.approx(ring(4 * numbers(TENSORS)))
+    meetings = int(when.meetings.sum()) + (not when.meetings[-1])
+    expected = meetings * signs + int(when.second_moments.sum()) * full
+    sent = network.per_step(network.of_run(replicas, when))
+    assert sent.bytes * 400 == pytest.approx(expected, rel=RELATIVE)
+
+
+# ---------------------------------------------------------------------------- compiled exchanges
+
+
+@pytest.mark.parametrize("strategy", ["mean", "one_bit", "int8", "top_k", "power_sgd"])
+def test_bytes_are_those_of_the_compiled_exchange(strategy):
+    mesh = sharding.make_mesh(SIZES)
+    replicas = of_tiny(strategy)
+    replicas = strategy_lib.Replicas(replicas.config, mesh, replicas.tensors, replicas.specs)
+    stacked = {name: replicas.stacked(name) for name in replicas.tensors}
+    kept_specs = replicas.kept_specs()
+
+    def region(terms, kept):
+        return replicas.exchange({name: term[0] for name, term in terms.items()}, kept)
+
+    exchange = replicas.region(
+        region, in_specs=(stacked, kept_specs), out_specs=(replicas.specs, kept_specs)
+    )
+    terms = {
+        name: jax.ShapeDtypeStruct((N, *replicas.shape(name)), jnp.float32,
+                                   sharding=NamedSharding(mesh, to))
+        for name, to in stacked.items()
+    }  # fmt: skip
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(exchange).lower(terms, replicas.abstract_kept()).compile()
+    program = program_lib.read(compiled.as_text(), list(SIZES.items()))
+    along = [each for each in program.collectives if "data" in (each.axes or ())]
+    # Servers sum scales over the axes that split a replica too, in one ring of all its devices.
+    wide = [each for each in along if each.axes != ("data",)]
+    there = sum(each.bytes for each in wide)
+    sent = program_lib.wire_bytes([each for each in along if each.axes == ("data",)]) + ring(there)
+    assert sent == pytest.approx(network.of_exchange(replicas).bytes, rel=RELATIVE)
+    assert bool(wide) == (strategy == "one_bit")
+
+
+def test_a_model_is_counted_as_its_setup():
+    mesh = sharding.make_mesh(SIZES)
+    chosen = SyncConfig(strategy="int8")
+    run = execution.Execution(
+        place=sharding.Placement(mesh, sharding.make_layout("hsdp")),
+        policy=precision.POLICIES["fp32"], remat="none", attention=AttentionConfig(), packed=True,
+        loss_chunks=1,
+    )  # fmt: skip
+    setup = step.make_setup(
+        TINY, run, optimizers.OptimizerConfig(), total_steps=10, sync_config=chosen
+    )
+    of_model = network.replicas_of(chosen, TINY, SIZES)
+    assert setup.replicas.tensors == of_model.tensors
+    assert setup.replicas.specs == of_model.specs
+
+
+# ---------------------------------------------------------------------------------------- ratios
+
+
+def test_ratios_on_a_large_model():
+    """What docs/slow_networks.md says of Llama-3 8B, eight replicas of eight."""
+
+    def sent(strategy: str, phase: str, width: int) -> float:
+        return network.of_step(of_large(strategy), phase, reduce_bytes=width).bytes
+
+    fp32, bf16 = sent("mean", MEAN, 4), sent("mean", MEAN, 2)
+    one_bit = sent("one_bit", COMPRESSED, 2)
+    assert one_bit <= fp32 / 30
+    assert one_bit <= bf16 / 15
+    assert sent("int8", COMPRESSED, 2) <= fp32 / 3.8
+    assert sent("power_sgd", COMPRESSED, 2) <= fp32 / 50
+    # A whole run with 15% of warm-up, against the mean of 16-bit gradients in all steps.
+    chosen = SyncConfig(strategy="one_bit", warmup_steps=150)
+    parts = network.of_run(of_large("one_bit", warmup_steps=150), timetable(chosen, 1000))
+    assert bf16 / network.per_step(parts).bytes >= 4.9
+
+
+def test_what_is_kept_is_an_error_per_number_and_a_share_of_one():
+    replicas = of_large("one_bit")
+    numbers_here = sum(each.rows * each.length for each in replicas.tensors.values())
+    kept = sharding.device_bytes(replicas.abstract_kept())
+    assert kept == pytest.approx(numbers_here * (4 + 4 / 8), rel=1e-4)
+
+
+def test_the_example_of_the_docs_prints_what_the_docs_say(capsys):
+    page = (ROOT / "docs" / "slow_networks.md").read_text()
+    code, printed = re.search(r"```python\n(from llmx.+?)```\n\n```\n(.+?)```", page, re.S).groups()
+    exec(compile(code, "docs/slow_networks.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+# ----------------------------------------------------------------------------------------- times
+
+
+def test_step_times_by_hand():
+    link = Link(bandwidth=100.0, latency=0.5, overlap=0.5)
+    sent = Sent(bytes=300.0, hops=2)  # 4 seconds
+
+    def part(phase: str, step: Sent, meeting: Sent = Sent(0, 0), steps: int = 1):  # noqa: B008
+        return network.Part(phase, (), steps, step, meeting)
+
+    assert link.seconds(sent) == 4
+    # The mean hides behind half of the computation, an exchange behind none.
+    assert network.step_seconds([part(MEAN, sent)], link, 6.0) == 6 + 4 - 3
+    assert network.step_seconds([part(MEAN, sent)], link, 10.0) == 10
+    assert network.step_seconds([part(COMPRESSED, sent)], link, 6.0) == 6 + 4
+    # One meeting in four steps.
+    alone = [part(ALONE, Sent(), steps=3), part(ALONE, Sent(), sent)]
+    assert network.step_seconds(alone, link, 6.0) == 6 + 4 / 4
+    assert [network.late_seconds(sent, link, 6.0, s) for s in (0, 1, 2)] == [10, 6, 6]
+    assert network.late_seconds(sent, link, 1.0, 3) == 4
+
+
+def test_compute_is_about_six_flops_per_parameter_and_token():
+    chip = hardware.CHIPS["h100_sxm"]
+    seconds = network.compute_seconds(
+        LARGE, tokens=8192, sequence_length=8192, chip=chip, utilization=0.4
+    )
+    six_n = 6 * 8.03e9 * 8192 / (989.5e12 * 0.4)
+    # Attention's scores are above it, the embedding table, which is looked up, below.
+    assert six_n < seconds < 1.3 * six_n
+
+
+def test_one_replica_sends_nothing():
+    alone = network.replicas_of(SyncConfig(strategy="one_bit"), TINY, SIZES | {"data": 1})
+    assert network.of_step(alone, MEAN) == network.of_step(alone, COMPRESSED) == Sent(0, 0)
+
+
+def test_the_specs_are_whole_along_data():
+    for to in of_large("one_bit").specs.values():
+        assert isinstance(to, PartitionSpec)
+        assert "data" not in sharding.used_axes(to)

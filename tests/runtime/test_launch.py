@@ -1,0 +1,355 @@
+"""Launching: flags that XLA knows, processes found, signals that stop a run, hangs that end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from llmx.runtime import launch, signals
+from llmx.runtime.launch import Cluster, LaunchConfig
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = [sys.executable, "scripts/local_cluster.py"]
+JOIN = """
+import jax, sys
+from llmx import launch
+launch.start(launch.LaunchConfig(platform="cpu", compile_cache="", heartbeat_seconds=10))
+"""
+
+
+def run(command, *, timeout=60, **environment):
+    """The finished command; environment variables given as None are taken out."""
+    merged = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={name: value for name, value in merged.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def python(code, *arguments):
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+def wait_for(path, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.01)
+
+
+BAD = [
+    (LaunchConfig(platform="npu"), "use one of cpu, gpu, tpu"),
+    (LaunchConfig(cpu_devices=-1), "launch.cpu_devices=-1"),
+    (LaunchConfig(platform="gpu", cpu_devices=8), "use 0, or platform cpu"),
+    (LaunchConfig(heartbeat_seconds=1), "use 30"),
+    (LaunchConfig(watchdog_seconds=-5), "0 is off"),
+    (LaunchConfig(coordinator="host", num_processes=2, process_id=0), "not host:port"),
+    (LaunchConfig(coordinator="host:1"), "launch.num_processes=0"),
+    (LaunchConfig(coordinator="host:1", num_processes=2), "launch.process_id=-1 is not in 0..1"),
+    (LaunchConfig(num_processes=2), "set launch.coordinator=host:port"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), BAD)
+def test_problems_name_value_and_remedy(config, words):
+    assert any(words in text for text in launch.problems(config))
+    with pytest.raises(ValueError, match="launch"):
+        launch.start(config)
+
+
+def test_all_problems_are_reported_together():
+    config = LaunchConfig(platform="npu", cpu_devices=-1, heartbeat_seconds=0, num_processes=3)
+    assert len(launch.problems(config)) == 4
+    assert launch.problems(LaunchConfig()) == []
+
+
+GIVEN = {"LLMX_COORDINATOR": "h:1", "LLMX_NUM_PROCESSES": "4", "LLMX_PROCESS_ID": "3"}
+SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}
+ALONE, DETECTED = None, Cluster()
+CLUSTERS = {
+    "nothing": (LaunchConfig(), {}, ALONE),
+    "auto": (LaunchConfig(coordinator="auto"), {}, DETECTED),
+    "config": (
+        LaunchConfig(coordinator="c:2", num_processes=2, process_id=1),
+        GIVEN,
+        ("c:2", 2, 1),
+    ),
+    "config of one": (LaunchConfig(coordinator="c:2", num_processes=1, process_id=0), {}, ALONE),
+    "environment": (LaunchConfig(), GIVEN, ("h:1", 4, 3)),
+    "environment before slurm": (LaunchConfig(), GIVEN | SLURM, ("h:1", 4, 3)),
+    "slurm": (LaunchConfig(), SLURM, DETECTED),
+    "slurm without srun": (LaunchConfig(), {"SLURM_NTASKS": "4"}, ALONE),
+    "slurm of one": (LaunchConfig(), SLURM | {"SLURM_NTASKS": "1"}, ALONE),
+    "open mpi": (
+        LaunchConfig(),
+        {"OMPI_MCA_orte_hnp_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"},
+        DETECTED,
+    ),
+    "tpu pod": (LaunchConfig(), {"TPU_WORKER_HOSTNAMES": "a,b"}, DETECTED),
+    "tpu host": (LaunchConfig(), {"TPU_WORKER_HOSTNAMES": "localhost"}, ALONE),
+    "tpu slices": (LaunchConfig(), {"MEGASCALE_NUM_SLICES": "2"}, DETECTED),
+    "a pod without index": (LaunchConfig(), {"KUBERNETES_SERVICE_HOST": "k"}, ALONE),
+}
+
+
+@pytest.mark.parametrize("case", CLUSTERS)
+def test_processes_are_found(case):
+    config, environment, want = CLUSTERS[case]
+    want = Cluster(*want) if isinstance(want, tuple) else want
+    assert launch.find_cluster(config, environment) == want
+
+
+def test_half_an_environment_is_an_error():
+    with pytest.raises(ValueError, match="LLMX_PROCESS_ID not set"):
+        launch.find_cluster(LaunchConfig(), {k: GIVEN[k] for k in list(GIVEN)[:2]})
+    with pytest.raises(ValueError, match=r"from LLMX_COORDINATOR.*not in 0\.\.3"):
+        launch.find_cluster(LaunchConfig(), GIVEN | {"LLMX_PROCESS_ID": "4"})
+
+
+def test_flags_of_the_user_win():
+    wanted = {"xla_a": "1", "xla_b": "2"}
+    assert launch.merge_flags("", wanted) == "--xla_a=1 --xla_b=2"
+    assert launch.merge_flags("--xla_b=9 --xla_c", wanted) == "--xla_b=9 --xla_c --xla_a=1"
+
+
+def test_xla_knows_every_flag():
+    every = " ".join(launch.merge_flags("", flags) for flags in launch.XLA_FLAGS.values())
+    compute = python("import jax; print(jax.jit(lambda x: x + 1)(1))")
+    known = run(compute, XLA_FLAGS=every)
+    assert (known.returncode, known.stdout) == (0, "2\n"), known.stderr
+    unknown = run(compute, XLA_FLAGS=every + " --xla_gpu_enable_async_collectives=true")
+    assert unknown.returncode != 0 and "Unknown flag" in unknown.stderr
+
+
+def test_start_sets_up_and_may_be_repeated(tmp_path):
+    code = """
+        import os, sys
+        from llmx import launch
+        config = launch.LaunchConfig(platform="cpu", cpu_devices=3, compile_cache=sys.argv[1])
+        launch.start(config)
+        import jax
+        assert jax.device_count() == launch.device_count(config) == 3
+        launch.start(config)
+        assert jax.config.jax_compilation_cache_dir == sys.argv[1]
+        assert "concurrency_optimized_scheduler=false" in os.environ["XLA_FLAGS"]
+        assert not jax.distributed.is_initialized()
+        launch.log("by process 0")
+        try:
+            launch.start(launch.LaunchConfig(platform="cpu", cpu_devices=4))
+        except RuntimeError:
+            print("refused")
+    """
+    done = run(python(code, str(tmp_path / "cache")))
+    assert (done.returncode, done.stdout) == (0, "by process 0\nrefused\n"), done.stderr
+
+
+def test_one_process_on_one_device_gets_no_flags_and_no_cache():
+    code = """
+        import os, jax
+        from llmx import launch
+        launch.start(launch.LaunchConfig(platform="cpu", compile_cache=""))
+        print(os.environ["XLA_FLAGS"], jax.config.jax_compilation_cache_dir, jax.device_count())
+    """
+    assert run(python(code)).stdout == " None 1\n"
+
+
+def test_a_platform_that_is_not_there_is_named():
+    code = """
+        from llmx import launch
+        config = launch.LaunchConfig(platform="tpu", compile_cache="")
+        launch.start(config)
+        launch.device_count(config)
+    """
+    done = run(python(code), JAX_PLATFORMS=None)
+    assert "ValueError: launch.platform='tpu' does not start" in done.stderr
+    assert "install llmx[cuda] or llmx[tpu]" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_to_stop(number):
+    said = []
+    before = signal.getsignal(number)
+    with signals.StopSignal(log=said.append) as stop:
+        assert not stop.agreed(1)
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 10
+        while not stop.agreed(2) or not said:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert stop.agreed(3)
+    assert signal.Signals(number).name in said[0]
+    assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_second_interrupt_exits_at_once_even_inside_a_computation(tmp_path):
+    code = """
+        import sys, pathlib, jax
+        from llmx import launch
+        endless = jax.jit(lambda x: jax.lax.while_loop(lambda x: x > 0, lambda x: x + 1 - 1, x))
+        endless = endless.lower(1.0).compile()
+        with launch.StopSignal(log=launch.log):
+            pathlib.Path(sys.argv[1]).touch()
+            endless(1.0).block_until_ready()
+    """
+    ready = tmp_path / "ready"
+    child = subprocess.Popen(python(code, str(ready)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for(ready)
+        time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        assert "SIGINT: stopping after this step" in child.stdout.readline()
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=10) == signals.INTERRUPTED
+    finally:
+        child.kill()
+        child.wait()
+
+
+WATCHED = """
+    import sys, time, ctypes
+    from llmx import launch
+    def stuck():
+        {how}
+    with launch.Watchdog(0.4, log=launch.log) as watchdog:
+        for _ in range(6):
+            time.sleep(0.15)
+            watchdog.beat()
+        print("beating is enough", flush=True)
+        stuck()
+"""
+
+
+def test_a_hang_ends_with_the_stacks_of_all_threads():
+    done = run(python(WATCHED.format(how="time.sleep(60)")))
+    assert done.returncode == signals.HUNG
+    assert done.stdout.startswith("beating is enough\n") and "no step for" in done.stdout
+    assert "in stuck" in done.stderr
+
+
+def test_a_hang_that_holds_the_interpreter_ends_too():
+    done = run(python(WATCHED.format(how="ctypes.PyDLL(None).sleep(60)")))
+    assert done.returncode == 1 and "in stuck" in done.stderr
+    assert done.stdout == "beating is enough\n"
+
+
+def test_a_watchdog_of_zero_seconds_is_off():
+    threads = threading.active_count()
+    with signals.Watchdog(0, log=print) as watchdog:
+        watchdog.beat()
+        assert threading.active_count() == threads
+
+
+def test_local_cluster_gives_each_process_its_place():
+    code = "import os; print(*(os.environ[n] for n in ('LLMX_PROCESS_ID', 'LLMX_NUM_PROCESSES')))"
+    done = run([*CLUSTER, "-n", "3", "--", *python(code)])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 3", "[1] 1 3", "[2] 2 3"]
+
+
+def test_local_cluster_explains_itself():
+    assert "llmx.train" in run([*CLUSTER, "--help"]).stdout
+    bad = run([*CLUSTER, "-n", "0", "--", "true"])
+    assert bad.returncode == 2 and "use at least 1" in bad.stderr
+
+
+def test_local_cluster_passes_signals_on(tmp_path):
+    code = """
+        import os, signal, sys, time, pathlib
+        rank = os.environ["LLMX_PROCESS_ID"]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(20 + int(rank)))
+        pathlib.Path(sys.argv[1], rank).touch()
+        time.sleep(60)
+    """
+    child = subprocess.Popen([*CLUSTER, "-n", "2", "--", *python(code, str(tmp_path))], cwd=ROOT)
+    for rank in "01":
+        wait_for(tmp_path / rank)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=20) in (20, 21)
+
+
+@pytest.mark.slow
+def test_local_cluster_ends_all_when_one_fails():
+    code = "import os, sys, time; sys.exit(7) if os.environ['LLMX_PROCESS_ID'] == '1' else 0;"
+    began = time.monotonic()
+    done = run([*CLUSTER, "-n", "3", "--", *python(code + "time.sleep(100)")])
+    assert done.returncode == 7 and time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+def test_processes_compute_together():
+    code = JOIN + textwrap.dedent("""
+        from jax.experimental import multihost_utils
+        print("sum", multihost_utils.process_allgather(jax.process_index() + 1).sum(), flush=True)
+        launch.log("only the first says so")
+        print("devices", jax.device_count(), launch.device_count(launch.LaunchConfig()))
+    """)
+    done = run([*CLUSTER, "-n", "3", "--devices-per-process", "2", "--", *python(code)])
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == [
+        "[1] sum 6",
+        "[2] sum 6",
+        "sum 6",
+    ]
+    assert "devices 6 6" in done.stdout
+    assert (done.stdout + done.stderr).count("only the first says so") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_stops_all_at_one_step(tmp_path, number):
+    code = JOIN + textwrap.dedent("""
+        import os, pathlib, time
+        from jax.experimental import multihost_utils
+        with launch.StopSignal(log=launch.log) as stop:
+            step = 0
+            while step < 2000 and not stop.agreed(step):
+                multihost_utils.process_allgather(step)
+                step += 1
+                time.sleep(0.01)
+                if step == 5 and jax.process_index() == 1:
+                    os.kill(os.getpid(), int(sys.argv[1]))
+        pathlib.Path(sys.argv[2], str(jax.process_index())).write_text(str(step))
+    """)
+    arguments = [str(int(number)), str(tmp_path)]
+    done = run([*CLUSTER, "-n", "2", "--", *python(code, *arguments)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    stopped = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert stopped[0] == stopped[1] and 5 <= stopped[0] < 2000
+    assert f"all processes stop at step {stopped[0]}" in done.stdout
+
+
+def test_importing_starts_no_backend():
+    code = """
+        import llmx.runtime.launch, jax
+        jax.config.update("jax_num_cpu_devices", 5)  # raises once a backend runs
+        assert jax.device_count() == 5
+    """
+    assert run(python(code)).returncode == 0
+    assert jax.device_count() == 8  # nor did these tests change their own
+
+
+def test_compiler_options_are_typed():
+    config = launch.LaunchConfig(compiler_options=("xla_a=true", "xla_b=12", "xla_c=x=y"))
+    assert not launch.problems(config)
+    assert launch.compiler_options(config) == {"xla_a": True, "xla_b": 12, "xla_c": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("8", 8), ("a", "a")]
+)
+def test_values_of_flags(text, value):
+    assert launch.option_value(text) == value and type(launch.option_value(text)) is type(value)

@@ -1,0 +1,362 @@
+"""metrics.py: the record file over kills and resumes, rates, displays, event files, the plot."""
+
+import json
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llmx.runtime.hardware import CHIPS
+from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration, problems
+from llmx.runtime.plot import _smoothed, plot_loss
+from llmx.runtime.records import read_records
+
+QUIET = MetricsConfig(log_every=1, tensorboard=False, progress="off")
+
+
+def report(workdir, config=QUIET, *, first=1, last=6, total=6, start_step=0, **options):
+    """Steps first..last out of `total`, evaluated every 2: loss 10/step, held-out loss 11/step."""
+    printed = []
+    with Reporter(
+        workdir, config, total_steps=total, tokens_per_step=100, start_step=start_step,
+        log=printed.append, **options,
+    ) as reporter:  # fmt: skip
+        for step in range(first, last + 1):
+            reporter.train(step, {"loss": 10 / step}, step_seconds=0.5, data_seconds=0.05)
+            if step % 2 == 0:
+                reporter.eval(step, {"loss": 11 / step})
+    return printed
+
+
+def recorded(workdir):
+    return [(r["kind"], r["step"], r["loss"]) for _, r in read_records(workdir / "metrics.jsonl")]
+
+
+def test_records_hold_what_was_reported(tmp_path):
+    report(tmp_path, last=2)
+    first, second, held_out = (record for _, record in read_records(tmp_path / "metrics.jsonl"))
+    assert abs(first.pop("time") - time.time()) < 60
+    assert first == {
+        "kind": "train", "step": 1, "tokens": 100, "loss": 10.0, "step_seconds": 0.5,
+        "data_seconds": 0.05, "tokens_per_second": 200.0, "data_share": pytest.approx(0.1),
+    }  # fmt: skip
+    assert (second["step"], second["tokens"], second["loss"]) == (2, 200, 5.0)
+    assert (held_out["kind"], held_out["step"], held_out["loss"]) == ("eval", 2, 5.5)
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_killed_and_resumed_equals_undisturbed(tmp_path, log_every):
+    config = MetricsConfig(log_every=log_every, tensorboard=False, progress="off")
+    report(tmp_path / "undisturbed", config, last=9, total=9)
+    # Killed in step 7, in the middle of a record; the last checkpoint was of step 3.
+    report(tmp_path / "killed", config, last=6, total=9)
+    with open(tmp_path / "killed/metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    report(tmp_path / "killed", config, first=4, last=9, total=9, start_step=3)
+    expected = recorded(tmp_path / "undisturbed")
+    assert recorded(tmp_path / "killed") == expected
+    steps = [step for kind, step, _ in expected if kind == "train"]
+    assert steps == ([1, 2, 3, 4, 5, 6, 7, 8, 9] if log_every == 1 else [1, 4, 8, 9])
+
+
+def test_records_of_the_killed_run_give_way(tmp_path):
+    report(tmp_path, last=4)
+    with Reporter(tmp_path, QUIET, total_steps=6, tokens_per_step=100, start_step=2) as reporter:
+        reporter.train(3, {"loss": 0.5})  # the same step on another mesh, say
+    trained = [(step, loss) for kind, step, loss in recorded(tmp_path) if kind == "train"]
+    assert trained == [(1, 10.0), (2, 5.0), (3, 0.5)]
+
+
+def test_each_step_once_even_if_evaluated_again(tmp_path):
+    report(tmp_path, last=4)
+    with Reporter(tmp_path, QUIET, total_steps=6, tokens_per_step=100, start_step=4) as reporter:
+        reporter.eval(4, {"loss": 99.0})
+        reporter.eval(5, {"loss": 1.0})
+    assert [r for r in recorded(tmp_path) if r[0] == "eval"] == [
+        ("eval", 2, 5.5), ("eval", 4, 2.75), ("eval", 5, 1.0),
+    ]  # fmt: skip
+
+
+def test_starting_at_zero_begins_the_file_afresh(tmp_path):
+    report(tmp_path, last=4)
+    report(tmp_path, last=1)
+    assert recorded(tmp_path) == [("train", 1, 10.0)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_broken_line_is_named(tmp_path):
+    report(tmp_path, last=3)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "oops", *lines[1:]]) + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: 'oops' is not a metrics record"):
+        report(tmp_path, first=3, start_step=2)
+    path.write_text('{"loss": 1}\n')
+    with pytest.raises(ValueError, match="jsonl:1"):
+        read_records(path)
+
+
+def test_not_finite_is_recorded_at_once_and_is_valid_json(tmp_path):
+    config = MetricsConfig(log_every=100, tensorboard=False, progress="off")
+    with Reporter(tmp_path, config, total_steps=50, tokens_per_step=1) as reporter:
+        reporter.train(3, {"loss": math.nan, "grad_norm": math.inf})
+        reporter.train(4, {"loss": 1.0})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    record = json.loads(line, parse_constant=refuse)
+    assert (record["step"], record["loss"], record["grad_norm"]) == (3, "nan", "inf")
+
+
+def test_rates(tmp_path):
+    with Reporter(
+        tmp_path, QUIET, total_steps=9, tokens_per_step=1_000_000, num_devices=4,
+        flops_per_token=6e9, chip=CHIPS["tpu7x"],
+    ) as reporter:  # fmt: skip
+        assert reporter.rates() == {}
+        for step, seconds in enumerate([2.0, 2.0, 8.0], start=1):
+            reporter.train(step, {"loss": 1.0}, step_seconds=seconds, data_seconds=0.3)
+        reporter.train(4, {"loss": 1.0})  # paused: no time of its own
+        rates = reporter.rates()
+    assert rates["tokens_per_second"] == 500_000  # the median ignores the slow step
+    assert rates["data_share"] == pytest.approx(0.9 / 12)
+    # 500k tok/s of 6 GFLOP each, over 4 devices of half a chip of 2307 TFLOP/s each.
+    assert rates["mfu"] == pytest.approx(500_000 * 6e9 / (4 * 2307e12 / 2))
+
+
+def test_plain_lines(tmp_path):
+    config = MetricsConfig(log_every=3, tensorboard=False, progress="plain")
+    printed = report(tmp_path, config, chip=CHIPS["h100_sxm"], flops_per_token=989.5e9)
+    assert [line.split("  ")[0] for line in printed] == [
+        "step 1/6", "eval at step 2:", "step 3/6", "eval at step 4:", "step 6/6", "eval at step 6:",
+    ]  # fmt: skip
+    for piece in ("loss 3.3333", "200 tok/s", "MFU 20.0%", "500 ms/step", "data 10.0%", "ETA "):
+        assert piece in printed[2], printed[2]
+    assert printed[1] == "eval at step 2:  loss 5.5000"
+
+
+def test_progress_off_keeps_evaluations_and_notes(tmp_path):
+    assert report(tmp_path, last=3) == ["eval at step 2:  loss 5.5000"]
+
+
+def test_auto_is_plain_where_stdout_is_no_terminal(tmp_path, capsys):
+    config = MetricsConfig(log_every=1, tensorboard=False, progress="auto")
+    with Reporter(tmp_path, config, total_steps=2, tokens_per_step=1) as reporter:
+        reporter.train(1, {"loss": 2.5})
+        reporter.note("saved")
+    assert capsys.readouterr().out == "step 1/2  loss 2.5000\nsaved\n"
+
+
+def test_live_line_stays_below_other_output(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    config = MetricsConfig(tensorboard=False, progress="rich")
+    stdout = sys.stdout
+    with Reporter(tmp_path, config, total_steps=8, tokens_per_step=10) as reporter:
+        reporter.note("before the first step")
+        reporter.train(2, {"loss": 2.5, "grad_norm": 1.0}, step_seconds=0.5)
+        print("a stray print")
+        reporter.eval(2, {"loss": 2.25})
+        reporter.train(8, {"loss": 1.5}, step_seconds=0.5)
+    assert sys.stdout is stdout
+    out = capsys.readouterr().out
+    before, live = out.split("\n", 1)
+    assert before == "before the first step"
+    erase = "\x1b[2K"
+    for text in ("a stray print", "eval at step 2:  loss 2.2500"):
+        assert f"{erase}{text}" in live  # written over the live line, which is drawn again below
+        assert "step 2/8" in live.split(text)[1]
+    assert "grad_norm" not in live
+    assert "100%  step 8/8  loss 1.5000" in live
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert live.index(hide) < live.index(show) < live.index("step 2/8")  # a kill leaves a cursor
+
+
+def test_step_timer():
+    timer = StepTimer()
+    timer.start()
+    with timer.data():
+        time.sleep(0.02)
+    time.sleep(0.01)
+    seconds, data_seconds = timer.lap()
+    assert 0.03 <= seconds < 1 and 0.02 <= data_seconds < seconds
+    with timer.pause():
+        time.sleep(0.02)
+    assert timer.lap() == (None, 0.0)
+    seconds, data_seconds = timer.lap()
+    assert 0 <= seconds < 0.02 and data_seconds == 0
+    time.sleep(0.02)
+    timer.start()
+    assert timer.lap()[0] < 0.02
+
+
+def test_step_timer_lets_the_end_of_data_through():
+    timer, batches = StepTimer(), iter([])
+    with pytest.raises(StopIteration), timer.data():
+        next(batches)
+
+
+def events(workdir):
+    """TensorBoard's own reading of the event files: {tag: [(step, value), ...]}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(workdir / "tensorboard"))
+    accumulator.Reload()
+    tensor_tags = accumulator.Tags()["tensors"]
+    return {
+        tag: [(event.step, event.tensor_proto.float_val[0]) for event in accumulator.Tensors(tag)]
+        for tag in tensor_tags
+    } | {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_the_events_also_after_a_resume(tmp_path):
+    config = MetricsConfig(log_every=1, tensorboard=True, progress="off")
+    report(tmp_path, config, last=5)
+    report(tmp_path, config, first=4, start_step=3)  # 4 and 5 of the first run are forgotten
+    found = events(tmp_path)
+    assert found["train/loss"] == [(s, pytest.approx(10 / s)) for s in range(1, 7)]
+    assert found["eval/loss"] == [(s, pytest.approx(11 / s)) for s in (2, 4, 6)]
+    assert {"train/tokens_per_second", "train/step_seconds"} <= found.keys()
+
+
+def test_trouble_in_the_background_is_raised(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    config = MetricsConfig(log_every=1, progress="off")
+    with pytest.raises(FileExistsError):  # at the end, where nothing more is reported
+        report(tmp_path, config, last=1)
+    reporter = Reporter(tmp_path, config, total_steps=1000, tokens_per_step=1)
+    with pytest.raises(FileExistsError):  # and soon, where training goes on
+        for step in range(1, 1000):
+            reporter.train(step, {"loss": 1.0})
+            time.sleep(0.01)
+    reporter.close()
+
+
+def test_plot(tmp_path):
+    report(tmp_path, MetricsConfig(log_every=1, tensorboard=False, progress="off", plot_every=2))
+    path = tmp_path / "loss.png"
+    drawn = path.read_bytes()  # during the run
+    assert plot_loss(tmp_path) == path
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n" == drawn[:8]
+    assert struct.unpack(">II", header[16:]) == (1200, 720)
+    assert not path.with_name("loss.png.tmp").exists()
+
+
+def test_plot_shows_the_records(tmp_path, monkeypatch):
+    with Reporter(tmp_path / "my_run", QUIET, total_steps=9, tokens_per_step=500_000) as reporter:
+        for step, loss in enumerate([4.0, math.nan, 3.0, 2.0], start=1):
+            reporter.train(step, {"loss": loss})
+        reporter.eval(4, {"loss": 2.5})
+    figures = []
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def spy(figure, *args, **options):
+        figures.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    plot_loss(tmp_path / "my_run")
+    (axes,) = figures[0].axes
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert curves == {
+        "train: 2.000 at end": [[0.5, 4.0], [1.5, 3.0], [2.0, 2.0]],
+        "held-out: 2.500 at end": [[2.0, 2.5]],
+    }
+    assert axes.get_title() == "Loss of my_run"
+    assert axes.get_xlabel() == "training tokens (millions)"
+    assert axes.get_ylabel() == "cross-entropy (nats per token)"
+
+
+def test_plot_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match="does not exist: give the --workdir of a run"):
+        plot_loss(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no step with a finite loss"):
+        plot_loss(tmp_path)
+
+
+def test_smoothing_has_no_lag():
+    line = [float(i) for i in range(1000)]
+    smooth = _smoothed(line)
+    assert smooth[:990] == pytest.approx(line[:990])  # symmetric: a straight line stays
+    assert smooth[-1] == pytest.approx(sum(line[-11:]) / 11)
+    assert _smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
+
+
+def test_durations():
+    assert [_duration(s) for s in (0.4, 59, 372, 7260, 90061)] == [
+        "0s", "59s", "6m12s", "2h01m", "1d01h",
+    ]  # fmt: skip
+
+
+def test_problems():
+    assert problems(MetricsConfig()) == []
+    bad = MetricsConfig(log_every=0, plot_every=-1, progress="fancy")
+    assert problems(bad) == [
+        "metrics.log_every=0 must be at least 1: 1 = every step",
+        "metrics.plot_every=-1 must be at least 0: 0 = at the end",
+        "metrics.progress='fancy' is unknown: use one of ('auto', 'rich', 'plain', 'off')",
+    ]
+
+
+def test_command_line(tmp_path):
+    command = [sys.executable, "-m", "llmx.metrics"]
+    report(tmp_path)
+    done = subprocess.run([*command, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "loss.png")
+    failed = subprocess.run(
+        [*command, tmp_path / "absent"], capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 2 and "does not exist" in failed.stderr
+
+
+def test_what_is_heavy_is_imported_late():
+    heavy = "{'jax', 'numpy', 'rich', 'matplotlib', 'tensorboard'}"
+    code = f"import sys, llmx.metrics; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+PROCESS = """
+import sys, jax
+from llmx.metrics import MetricsConfig, Reporter
+address, index, workdir = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(index))
+config = MetricsConfig(log_every=1, progress="plain")
+with Reporter(f"{workdir}/{index}", config, total_steps=1, tokens_per_step=8) as reporter:
+    reporter.note("hello")
+    reporter.train(1, {"loss": 1.0}, step_seconds=0.5)
+    reporter.eval(1, {"loss": 1.0})
+    assert reporter.rates()["tokens_per_second"] == 16
+"""
+
+
+@pytest.mark.slow
+def test_only_the_first_process_writes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(i), str(tmp_path)],
+            stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "hello\nstep 1/1" in outputs[0] and outputs[1] == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]

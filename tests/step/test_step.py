@@ -1,0 +1,417 @@
+"""The train step: one loss per global batch, clipping, accumulation, averages, guards, memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llmx import sharding
+from llmx.model import decoder, execution, families, precision
+from llmx.step import gradients, guard, optimizers, step
+from llmx.step.state import Setup, State
+
+# fp32 with sums in another order.
+TOLERANCE = 1e-5
+
+BATCH, LENGTH, VOCAB, DECAY = 8, 8, 50, 0.9
+CONFIG = families.preset(
+    "llama3", vocab_size=VOCAB, vocab_multiple=64, width=16, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, mlp_dim=32,
+)  # fmt: skip
+# A large epsilon: Adam's first steps divide rounding noise by its own size where gradients vanish.
+OPTIMIZER = optimizers.OptimizerConfig(
+    learning_rate=0.01, schedule="constant", warmup_steps=0, eps=1e-3, ema_decay=DECAY
+)
+MESHES = {"one": {"data": 1}, "data 8": {"data": 8}, "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2}}
+DOWN = "blocks/mlp/down/kernel"
+
+
+@functools.cache
+def make_setup(mesh_name: str, layout: str = "zero3") -> Setup:
+    sizes = MESHES[mesh_name]
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    place = sharding.Placement(
+        sharding.make_mesh(sizes, devices=devices), sharding.make_layout(layout)
+    )
+    run = execution.Execution(place=place, policy=precision.POLICIES["fp32"])
+    return step.make_setup(CONFIG, run, OPTIMIZER, total_steps=100)
+
+
+@functools.cache
+def first_state(setup: Setup) -> State:
+    return setup.init(0)
+
+
+def new_state(setup: Setup) -> State:
+    """A copy of the first state, to be donated."""
+    return jax.tree.map(jnp.copy, first_state(setup))
+
+
+@functools.cache
+def make_step(setup: Setup, *, accumulation=1, clip_norm=0.0, on_bad_step="stop", spike=0.0):
+    config = guard.GuardConfig(on_bad_step=on_bad_step, spike_factor=spike, patience=3)
+    return step.make_train_step(setup, accumulation=accumulation, clip_norm=clip_norm, guard=config)
+
+
+def numpy_batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens of two documents a row, with very unequal weights; some rows have none."""
+    generator = np.random.default_rng(seed)
+    shape = (BATCH, LENGTH)
+    segments = np.broadcast_to(np.arange(LENGTH) >= 5, shape).astype(np.int32)
+    positions = np.broadcast_to([0, 1, 2, 3, 4, 0, 1, 2], shape).astype(np.int32)
+    weights = generator.uniform(size=shape) * np.linspace(0, 2, BATCH)[:, None]
+    weights[generator.uniform(size=shape) < 0.3] = 0
+    return {
+        "tokens": generator.integers(0, VOCAB, shape).astype(np.int32),
+        "targets": generator.integers(0, VOCAB, shape).astype(np.int32),
+        "segment_ids": segments,
+        "positions": positions,
+        "weights": weights.astype(np.float32),
+    }
+
+
+def place_batch(setup, batch):
+    return jax.device_put(batch, setup.batch_sharding)
+
+
+def run_steps(setup, one_step, num: int, state=None):
+    """The state and the reports of `num` steps from seed 0."""
+    with jax.set_mesh(setup.mesh):
+        state, reports = state or new_state(setup), []
+        for seed in range(num):
+            state, report = one_step(state, place_batch(setup, numpy_batch(seed)))
+            reports.append(jax.device_get(report))
+    return state, reports
+
+
+def copied(tree):
+    """Host copies: the step donates its state."""
+    return jax.tree.map(np.array, tree)
+
+
+def global_norm(tree) -> float:
+    return float(
+        np.sqrt(sum(np.sum(np.square(np.asarray(leaf))) for leaf in jax.tree.leaves(tree)))
+    )
+
+
+def assert_near(got, want, tolerance=TOLERANCE):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+# -------------------------------------------------------------------------------- loss and updates
+
+
+@functools.cache
+def naive_loss_and_gradients():
+    """The formula for the first batch, from whole logits on one device."""
+    setup, batch = make_setup("one"), numpy_batch(0)
+
+    def loss_of(params):
+        logits_BTV = setup.apply.logits(
+            params, batch["tokens"], batch["segment_ids"], batch["positions"], setup.run
+        )
+        log_p_BTV = jax.nn.log_softmax(logits_BTV[..., :VOCAB])
+        hit_BT = jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]
+        return -(hit_BT * batch["weights"]).sum() / batch["weights"].sum()
+
+    with jax.set_mesh(setup.mesh):
+        return jax.jit(jax.value_and_grad(loss_of))(first_state(setup).params)
+
+
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_loss_is_normalised_over_the_global_batch(mesh_name):
+    batch = numpy_batch(0)
+    assert len({float(row.sum()) for row in batch["weights"]}) == BATCH  # devices differ
+    loss, gradients = naive_loss_and_gradients()
+    setup = make_setup(mesh_name)
+    _, (report,) = run_steps(setup, make_step(setup), 1)
+    np.testing.assert_allclose(report.loss, loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(report.grad_norm, global_norm(gradients), rtol=TOLERANCE)
+    np.testing.assert_allclose(report.tokens, batch["weights"].sum(), rtol=TOLERANCE)
+    assert (report.bad_leaf, report.num_bad) == (-1, 0)
+
+
+def test_z_loss_is_added_to_the_gradient_and_reported_apart():
+    setup = make_setup("one")
+    with_z = step.make_train_step(setup, z_loss=0.1)
+    _, (report,) = run_steps(setup, with_z, 1)
+    _, (without,) = run_steps(setup, make_step(setup), 1)
+    batch = numpy_batch(0)
+    with jax.set_mesh(setup.mesh):
+        log_z = jax.jit(lambda params: setup.apply.losses(params, batch, setup.run)[1])
+        log_z_BT = log_z(first_state(setup).params)
+    weights = batch["weights"] / batch["weights"].sum()
+    np.testing.assert_allclose(
+        report.z_loss, 0.1 * np.sum(np.square(log_z_BT) * weights), rtol=TOLERANCE
+    )
+    np.testing.assert_allclose(report.loss, without.loss, rtol=TOLERANCE)
+    assert abs(report.grad_norm - without.grad_norm) > 1e-3
+    assert without.z_loss == 0
+
+
+@pytest.mark.parametrize(("mesh_name", "accumulation"), [("one", 4), ("fsdp 4 x tensor 2", 2)])
+def test_accumulation_changes_nothing(mesh_name, accumulation):
+    """Losses, norms and parameters; token counts differ from microbatch to microbatch."""
+    weights = numpy_batch(0)["weights"]
+    counts = [weights[i::accumulation].sum() for i in range(accumulation)]
+    assert max(counts) > 1.05 * min(counts)
+    setup = make_setup(mesh_name)
+    state, reports = run_steps(setup, make_step(setup, accumulation=accumulation), 2)
+    one = make_setup("one")
+    whole, whole_reports = run_steps(one, make_step(one), 2)
+    assert_near(state.params, whole.params)
+    for report, expected in zip(reports, whole_reports, strict=True):
+        assert_near(report, expected)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_clipping_scales_the_global_norm_down_to_its_limit(layout):
+    """Read from Adam's first moment, which after one step is a tenth of the gradient."""
+    setup = make_setup("data 8", layout)
+    limit = 0.25
+    state, (report,) = run_steps(setup, make_step(setup, clip_norm=limit), 1)
+    assert report.grad_norm > 2 * limit  # reported before clipping
+    clipped = global_norm(state.opt_state[0].mu) / (1 - OPTIMIZER.b1)
+    np.testing.assert_allclose(clipped, limit, rtol=TOLERANCE)
+
+
+def test_gradients_below_the_limit_are_left_alone():
+    setup = make_setup("one")
+    state, (report,) = run_steps(setup, make_step(setup, clip_norm=1e3), 1)
+    unclipped = global_norm(state.opt_state[0].mu) / (1 - OPTIMIZER.b1)
+    np.testing.assert_allclose(unclipped, report.grad_norm, rtol=TOLERANCE)
+
+
+def test_ema_follows_the_parameters():
+    setup = make_setup("data 8")
+    with jax.set_mesh(setup.mesh):
+        state = new_state(setup)
+        want = copied(state.params)
+        for seed in range(3):
+            state, _ = make_step(setup)(state, place_batch(setup, numpy_batch(seed)))
+            now = copied(state.params)
+            want = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, want, now)
+    assert_near(state.ema, want)
+    assert global_norm(state.ema) != pytest.approx(global_norm(now), rel=1e-4)
+
+
+def test_evaluation_sums_losses_and_tokens():
+    setup, batch = make_setup("fsdp 4 x tensor 2"), numpy_batch(0)
+    with jax.set_mesh(setup.mesh):
+        params = first_state(setup).params
+        total, tokens = step.make_eval_step(setup)(params, place_batch(setup, batch))
+    loss, _ = naive_loss_and_gradients()
+    np.testing.assert_allclose(total / tokens, loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(tokens, batch["weights"].sum(), rtol=TOLERANCE)
+
+
+# ------------------------------------------------------------------------------------------- guard
+
+
+def bad_batch(setup):
+    batch = numpy_batch(0)
+    batch["weights"][0, 0] = np.inf
+    return place_batch(setup, batch)
+
+
+def assert_same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stop_keeps_everything_and_stays_stopped():
+    setup = make_setup("data 8")
+    one_step = make_step(setup)
+    state, _ = run_steps(setup, one_step, 1)
+    kept = (state.params, state.opt_state, state.ema)
+    before = copied(kept)
+    with jax.set_mesh(setup.mesh):
+        state, report = one_step(state, bad_batch(setup))
+        assert report.bad_leaf >= 0 and report.num_bad == 1 and state.guard.stopped
+        for seed in range(2):  # good batches do not wake it
+            assert state.step == 1
+            assert_same((state.params, state.opt_state, state.ema), before)
+            state, report = one_step(state, place_batch(setup, numpy_batch(seed)))
+        assert state.guard.stopped and report.bad_leaf == -1
+        # Released, it goes on from where it stopped.
+        state = state._replace(guard=guard.released(state.guard))
+        state, _ = one_step(state, place_batch(setup, numpy_batch(1)))
+    assert state.step == 2
+    expected, _ = run_steps(setup, one_step, 2)
+    assert_same(state.params, expected.params)
+
+
+def test_skip_goes_on_and_recovers():
+    setup = make_setup("data 8")
+    one_step = make_step(setup, on_bad_step="skip")
+    state, _ = run_steps(setup, one_step, 1)
+    before = copied((state.params, state.opt_state, state.ema))
+    with jax.set_mesh(setup.mesh):
+        for num_bad in (1, 2):
+            state, report = one_step(state, bad_batch(setup))
+            assert (report.num_bad, state.step) == (num_bad, 1 + num_bad)
+            assert report.bad_leaf >= 0 and not state.guard.stopped
+            assert_same((state.params, state.opt_state, state.ema), before)
+        state, report = one_step(state, place_batch(setup, numpy_batch(1)))
+    assert (report.num_bad, report.bad_leaf, state.step) == (0, -1, 4)
+    expected, _ = run_steps(setup, one_step, 2)
+    assert_same(state.params, expected.params)
+
+
+def test_skip_stops_when_patience_ends():
+    setup = make_setup("data 8")
+    one_step = make_step(setup, on_bad_step="skip")  # patience 3
+    with jax.set_mesh(setup.mesh):
+        state = new_state(setup)
+        stopped = []
+        for _ in range(3):
+            state, _ = one_step(state, bad_batch(setup))
+            stopped.append(bool(state.guard.stopped))
+    assert stopped == [False, False, True]
+    assert state.step == 2  # the step that stopped it is not counted
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "fsdp 4 x tensor 2"])
+def test_the_leaf_that_is_not_finite_is_named(mesh_name):
+    """Hidden values of 1e22 behind a weight of zero: only that weight's gradient overflows."""
+    setup = make_setup(mesh_name)
+    with jax.set_mesh(setup.mesh):
+        state = new_state(setup)
+        mlp = state.params["blocks"]["mlp"]
+        mlp["down"]["kernel"] = mlp["down"]["kernel"] * 0
+        mlp["gate"]["kernel"] = mlp["gate"]["kernel"] * 1e22
+        state, report = make_step(setup)(state, place_batch(setup, numpy_batch(0)))
+    assert np.isfinite(report.loss)
+    assert setup.leaf_names[int(report.bad_leaf)] == DOWN
+
+
+def test_nan_in_a_parameter_is_caught():
+    setup = make_setup("data 8")
+    with jax.set_mesh(setup.mesh):
+        state = new_state(setup)
+        state.params["norm"]["scale"] = state.params["norm"]["scale"] * jnp.nan
+        state, report = make_step(setup)(state, place_batch(setup, numpy_batch(0)))
+    assert np.isnan(report.loss) and report.bad_leaf >= 0 and state.guard.stopped
+
+
+def test_a_spike_is_not_applied_and_its_largest_leaf_named():
+    setup = make_setup("one")
+    one_step = make_step(setup, on_bad_step="skip", spike=2.0)
+    with jax.set_mesh(setup.mesh):
+        state = new_state(setup)
+        _, gradients = naive_loss_and_gradients()
+        # As after ten steps of a tenth of this one's norm.
+        usual = state.guard._replace(
+            sum_norms=jnp.float32(global_norm(gradients)), num_norms=jnp.int32(10)
+        )
+        before = copied(state.params)
+        spiked = state._replace(guard=usual)
+        state, report = one_step(spiked, place_batch(setup, numpy_batch(0)))
+    squares = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradients)]
+    assert report.bad_leaf == np.argmax(squares)
+    assert_same(state.params, before)
+    assert state.guard.num_norms == 10  # a spike does not become usual
+
+
+def judged(config, norms):
+    """Which of these gradient norms in a row are bad."""
+    state, found = guard.init(), []
+    judge = jax.jit(functools.partial(guard.judge, config))
+    for norm in map(jnp.float32, norms):
+        leaf, state = judge(state, jnp.square(norm)[None], norm, norm)
+        found.append(int(leaf) >= 0)
+    return found, state
+
+
+def test_spikes_are_told_by_the_running_mean():
+    config = guard.GuardConfig(on_bad_step="skip", spike_factor=3.0)
+    calm = [1.0] * 10
+    assert judged(config, [9.0, *calm])[0] == [False] * 11  # nothing is usual yet
+    found, state = judged(config, [*calm, 2.9, 4.0, 1.0])
+    assert found == [False] * 11 + [True, False]
+    assert state.num_norms == 12
+    found, state = judged(config, [1.0] * 300)
+    assert not any(found) and state.num_norms <= 100  # the mean forgets
+    off = guard.GuardConfig(on_bad_step="skip")
+    assert not any(judged(off, [*calm, 1e6])[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(on_bad_step="warn"), ["guard.on_bad_step='warn'", "stop", "skip"]),
+        (dict(spike_factor=0.5), ["guard.spike_factor=0.5", "above 1", "0 to switch it off"]),
+        (dict(patience=0), ["guard.patience=0", "at least 1"]),
+    ],
+)
+def test_guard_problems(changes, words):
+    (problem,) = guard.problems(guard.GuardConfig(**changes))
+    assert all(word in problem for word in words)
+    assert guard.problems(guard.GuardConfig()) == []
+
+
+# ------------------------------------------------------------------------------ memory and transfer
+
+
+@pytest.mark.parametrize("layout", sharding.LAYOUTS)
+def test_state_is_born_split(layout):
+    setup = make_setup("data 8", layout)
+    state = first_state(setup)
+    for leaf, abstract in zip(
+        jax.tree.leaves(state), jax.tree.leaves(setup.abstract), strict=True
+    ):  # fmt: skip
+        assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
+        assert leaf.shape == abstract.shape and leaf.dtype == abstract.dtype
+    ways = {
+        "ddp": (1, 1), "zero1": (1, 8), "zero2": (1, 8), "zero3": (8, 8), "hsdp": (1, 1),
+    }[layout]  # fmt: skip
+    for tree, expected in ((state.params, ways[0]), (state.opt_state[0].mu, ways[1]),
+                           (state.opt_state[0].nu, ways[1]), (state.ema, ways[1])):  # fmt: skip
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            matrix = not sharding.path_name(path).endswith("scale")
+            held = {shard.data.size for shard in leaf.addressable_shards}
+            assert held == {leaf.size // (expected if matrix else 1)}, path
+
+
+def test_gathered_bytes_are_those_of_whole_weights_in_the_compute_dtype():
+    setup = make_setup("data 8")
+    matrices = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(setup.abstract.params)
+        if leaf.ndim > 1 and path[0].key not in decoder.LOOKED_UP and "norm" not in str(path)
+    ]
+    assert gradients.gathered_bytes(setup) == sum(4 * leaf.size for leaf in matrices)
+
+
+def test_seeds_give_the_same_parameters_on_every_mesh():
+    one, split = make_setup("one").init(3), make_setup("fsdp 4 x tensor 2").init(3)
+    assert_near(split.params, one.params, 1e-6)
+    other = make_setup("one").init(4)
+    assert global_norm(other.params) != global_norm(one.params)
+
+
+def test_the_state_is_donated_and_the_loop_transfers_nothing():
+    setup = make_setup("data 8")
+    one_step = make_step(setup)
+    state, _ = run_steps(setup, one_step, 1)  # compiles
+    batch = place_batch(setup, numpy_batch(1))
+    old = jax.tree.leaves(state)
+    with jax.set_mesh(setup.mesh), jax.transfer_guard("disallow"):
+        state, report = one_step(state, batch)
+        jax.block_until_ready(state)
+    assert all(leaf.is_deleted() for leaf in old)
+    assert one_step._cache_size() == 1  # the new state is laid out as the old one was
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, report, batch)))
+
+
+def test_setup_names_the_parameter_that_does_not_divide():
+    place = sharding.Placement(
+        sharding.make_mesh({"tensor": 8}), sharding.make_layout("zero3", replicate_kv=True)
+    )
+    run = execution.Execution(place=place, policy=precision.POLICIES["fp32"])
+    with pytest.raises(ValueError, match=r"^blocks/attention/.*'heads'.*4 is not a multiple of 8"):
+        step.make_setup(CONFIG, run, OPTIMIZER, total_steps=10)

@@ -1,0 +1,292 @@
+"""Plain loops over one device's gradients, with NumPy and optax: what replicas do, by the papers.
+
+A small model with some tokens that never occur, its batches, and for each strategy a loop that
+takes each replica's gradient by itself.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+from support import packed, plain_signs
+
+from llmx import sharding
+from llmx.model import apply, execution, families, precision
+from llmx.pipeline import schedules
+from llmx.pipeline import stages as stages_lib
+from llmx.sharding import trees
+from llmx.step import gradients, optimizers, step
+from llmx.step.state import Pipeline, Setup
+from llmx.sync import strategy
+from llmx.sync import strategy as strategy_lib
+from llmx.sync.strategy import VARIANCE
+
+BATCH, LENGTH, VOCAB, STEPS, WARMUP = 16, 16, 90, 6, 2
+UNUSED = 80  # tokens from here on never occur: their rows have no gradient
+CLIP = 0.5  # gradients are longer, so that it matters who clips what
+
+# Learning rates that halve within the six steps; see tests/test_parity.py for eps.
+OPTIMIZER = optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
+# 0/1 Adam takes the signs of differences of parameters: steps are to be long against a rounding of
+# these, and to be zero where there is no gradient.
+ZERO_ONE = dataclasses.replace(OPTIMIZER, learning_rate=3e-2, weight_decay=0.0)
+LAMB = dataclasses.replace(OPTIMIZER, name="lamb", learning_rate=1e-2)
+
+
+def batches() -> list[dict]:
+    return packed.batches(STEPS, rows=BATCH, length=LENGTH, vocab=UNUSED)
+
+
+def setup_of(
+    strategy: str | None, mesh: dict | None = None, layout: str = "ddp", *, schedule: str = "",
+    accumulation: int = 1, remat: str = "none", policy: str = "fp32",
+    optimizer: optimizers.OptimizerConfig = OPTIMIZER, **values,
+) -> Setup:  # fmt: skip
+    config = families.preset(
+        "llama3", vocab_size=VOCAB, vocab_multiple=8, width=32, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, mlp_dim=64,
+    )  # fmt: skip
+    mesh = {"data": 4} if mesh is None else mesh
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    run = execution.Execution(
+        place=sharding.Placement(
+            sharding.make_mesh(mesh, devices=devices), sharding.make_layout(layout)
+        ),
+        policy=precision.POLICIES[policy],
+        remat=remat,
+    )
+    stages = None
+    if schedule:
+        table = schedules.SCHEDULES[schedule](mesh["stage"], accumulation)
+        stages = Pipeline(table, stages_lib.cut(config.num_layers, table.stage_of), (BATCH, LENGTH))
+    chosen = None if strategy is None else strategy_lib.SyncConfig(strategy, **values)
+    return step.make_setup(
+        config, run, optimizer, total_steps=STEPS, pipeline=stages, sync_config=chosen
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """One device: parameters to begin with, and gradients of any rows."""
+
+    setup: Setup
+    params: dict  # on the host
+    gradient: object  # (params, batch) -> (loss, tokens, gradients) on the host
+
+    def of_rows(self, params, batch: dict, num: int) -> list[tuple]:
+        """What each of `num` replicas has: (loss, share of the tokens, gradient of its mean).
+
+        Parameters: the same for all, or a list.
+        """
+        rows = BATCH // num
+        parts = [{k: a[i * rows : (i + 1) * rows] for k, a in batch.items()} for i in range(num)]
+        params = params if isinstance(params, list) else [params] * num
+        made = [self.gradient(p, part) for p, part in zip(params, parts, strict=True)]
+        total = sum(tokens for _, tokens, _ in made)
+        return [(loss, tokens / total, grads) for loss, tokens, grads in made]
+
+
+def make() -> Plain:
+    """The model of `setup_of`, as it begins."""
+    setup = setup_of(None, {"data": 1})
+    take = jax.jit(gradients.of_batch(setup, accumulation=1, z_loss=0.0, gather="layer"))
+
+    def gradient(params, batch):
+        with jax.set_mesh(setup.mesh):
+            to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.params)
+            batch = jax.device_put(batch, setup.batch_sharding)
+            (loss, _), tokens, grads, _ = take(jax.device_put(params, to), batch)
+        return float(loss), float(tokens), jax.device_get(grads)
+
+    return Plain(setup, jax.device_get(setup.init(0).params), gradient)
+
+
+def times(tree, factor):
+    return jax.tree.map(lambda leaf: np.float32(factor) * leaf, tree)
+
+
+def added(trees):
+    return jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype="f4"), *trees)
+
+
+def minus(tree, other, factor=1.0):
+    """tree - factor * other."""
+    return jax.tree.map(lambda a, b: a - np.float32(factor) * b, tree, other)
+
+
+def replica(tree, i: int):
+    """Of arrays [n, ...] replica i's."""
+    return jax.tree.map(lambda leaf: leaf[i], jax.device_get(tree))
+
+
+def mean_of(trees):
+    return times(added(trees), 1 / len(trees))
+
+
+def norm_of(tree) -> float:
+    return float(optax.tree.norm(tree))
+
+
+def clipped(grads):
+    return times(grads, CLIP / max(norm_of(grads), CLIP))
+
+
+def shares_of(made):
+    return [times(grads, share) for _, share, grads in made]
+
+
+def loss_of(made) -> float:
+    return sum(loss * share for loss, share, _ in made)
+
+
+@functools.cache
+def updater(name: str, total: int = STEPS):
+    """A jitted (gradient, optimizer state, parameters) -> (parameters, state)."""
+    config = {"adamw": OPTIMIZER, "lamb": LAMB}[name]
+    optimizer = optimizers.make(config, axes=AXES, total_steps=total)
+
+    def update(grads, state, params):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return optimizer, jax.jit(update)
+
+
+_, AXES = apply.abstract_parameters(setup_of(None, {"data": 1}).model)
+NAMES = {
+    sharding.path_name(path): axes
+    for path, axes in jax.tree_util.tree_leaves_with_path(
+        AXES, is_leaf=lambda leaf: isinstance(leaf, tuple)
+    )
+}
+
+
+def plain_mean(plain: Plain, steps: int, name: str = "adamw"):
+    """(losses, parameters, optimizer state) of replicas that sum their gradients."""
+    optimizer, update = updater(name)
+    params, state, losses = plain.params, optimizer.init(plain.params), []
+    for batch in batches()[:steps]:
+        made = plain.of_rows(params, batch, 4)
+        losses.append(loss_of(made))
+        params, state = update(clipped(added(shares_of(made))), state, params)
+    return losses, jax.device_get(params), jax.device_get(state)
+
+
+def chosen(fragments, num: int, new, old):
+    """`new` in these of `num` fragments of the parameters, `old` elsewhere."""
+
+    def one(path, new, old):
+        layered = path[0].key == "blocks"
+        rows = [row % num in fragments for row in range(len(new))] if layered else 0 in fragments
+        there = np.reshape(rows, (-1, *(1,) * (np.ndim(new) - 1))) if layered else rows
+        return np.where(there, new, old)
+
+    return jax.tree_util.tree_map_with_path(one, new, old)
+
+
+class PlainSigns:
+    """Exchanges of trees in signs, with the errors of four replicas and their servers."""
+
+    def __init__(self, like):
+        like = trees.named(like)
+        self.errors = {name: np.zeros((4, *leaf.shape), "f4") for name, leaf in like.items()}
+        self.server = {name: np.zeros(leaf.shape, "f4") for name, leaf in like.items()}
+
+    def __call__(self, terms: list[dict], live: dict) -> dict:
+        sums = {}
+        for name, axes in NAMES.items():
+            stacked = np.stack([np.asarray(trees.named(term)[name], "f4") for term in terms])
+            sums[name], self.errors[name], self.server[name] = plain_signs.exchanged(
+                stacked, self.errors[name], self.server[name], trees.named(live)[name], axes
+            )
+        return trees.unnamed(sums, live)
+
+
+def size_of(nu, count: int):
+    """What Adam divides by."""
+    b2 = OPTIMIZER.b2
+    return jax.tree.map(lambda v: np.sqrt(v / np.float32(1 - b2**count)) + np.float32(1e-3), nu)
+
+
+def learning_rate(config: optimizers.OptimizerConfig, count: int) -> float:
+    return float(optimizers.make_schedule(config, total_steps=STEPS)(count))
+
+
+def decayed(update, params, config: optimizers.OptimizerConfig = OPTIMIZER):
+    decay = lambda u, p, on: u + np.float32(config.weight_decay) * p if on else u  # noqa: E731
+    return jax.tree.map(decay, update, params, optimizers.decay_mask(AXES))
+
+
+def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig):
+    """1-bit Adam or LAMB: (losses, parameters, momentum, the exchange)."""
+    b1, b2 = np.float32(config.b1), np.float32(config.b2)
+    losses, params, state = plain_mean(plain, WARMUP, config.name)
+    mu, nu = state[0].mu, state[0].nu
+    fresh, signs = nu, PlainSigns(plain.params)
+    live, size = jax.tree.map(lambda v: v > 0, nu), size_of(nu, WARMUP)
+    # LAMB: the average of trust ratios so far, and the factors on it since.
+    average = trees.named(state[2].average) if config.name == "lamb" else {}
+    factor = {name: np.ones_like(ratio) for name, ratio in average.items()}
+    for number, batch in list(enumerate(batches()))[WARMUP:]:
+        made = plain.of_rows(params, batch, 4)
+        losses.append(loss_of(made))
+        norm = np.sqrt(np.mean([norm_of(grads) ** 2 for _, _, grads in made]))
+        terms = []
+        for share in shares_of(made):
+            g = times(share, CLIP / max(norm, CLIP))
+            m = jax.tree.map(lambda g, m: b1 * m / 4 + (1 - b1) * g, g, mu)
+            terms.append(jax.tree.map(np.divide, m, size))
+        direction = signs(terms, live)
+        before, mu = mu, jax.tree.map(np.multiply, direction, size)
+        update = decayed(times(direction, 1 / (1 - b1 ** (number + 1))), params)
+        if average:
+            shown = jax.tree.map(lambda m, old: (m - b1 * old) / (1 - b1), mu, before)
+            fresh = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, fresh, shown)
+            ratios = trees.named(jax.tree.map(np.divide, size, size_of(fresh, number + 1)))
+            scaled = {}
+            for name, u in trees.named(update).items():
+                inner = tuple(range(average[name].ndim, u.ndim))
+                lives = trees.named(live)[name]
+                most = np.max(np.where(lives, ratios[name], 0), axis=inner).clip(0.5, 4)
+                factor[name] = np.clip(most, 0.9 * factor[name], 1.1 * factor[name])
+                scale = average[name] * factor[name]
+                scaled[name] = u * scale.reshape(*scale.shape, *(1,) * len(inner))
+            update = trees.unnamed(scaled, update)
+        params = minus(params, update, learning_rate(config, number))
+    return losses, params, mu, signs
+
+
+def plain_zero_one(plain: Plain, table: strategy.Timetable):
+    """0/1 Adam: (losses, parameters, each replica's momentum)."""
+    b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.b2)
+    zeros = times(plain.params, 0)
+    anchor, own, mus, nu = plain.params, [plain.params] * 4, [zeros] * 4, zeros
+    signs, losses, moments, sums = PlainSigns(plain.params), [], 0, np.zeros(2)
+    for number, batch in enumerate(batches()):
+        made = plain.of_rows(own, batch, 4)
+        losses.append(loss_of(made))
+        grads = [clipped(grads) for _, _, grads in made]
+        if table.phase(number) == VARIANCE:
+            agreed = added([times(g, made[i][1]) for i, g in enumerate(grads)])
+            nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, agreed)
+            moments += 1
+        live, size = jax.tree.map(lambda v: v > 0, nu), size_of(nu, moments)
+        rate, corrected = learning_rate(ZERO_ONE, number), 1 - OPTIMIZER.b1 ** (number + 1)
+        direction = lambda m, size, on: np.where(on, m / size, np.float32(0))  # noqa: E731
+        for i, g in enumerate(grads):
+            mus[i] = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mus[i], g)
+            update = jax.tree.map(direction, times(mus[i], 1 / corrected), size, live)
+            own[i] = minus(own[i], decayed(update, own[i], ZERO_ONE), rate)
+        sums += rate, rate / corrected
+        if table.fragments_after(number):
+            bare = minus(anchor, decayed(zeros, anchor, ZERO_ONE), sums[0])
+            moved = signs([times(minus(bare, each), 1 / 4) for each in own], live)
+            where = lambda on, new, old: jax.tree.map(np.where, on, new, old)  # noqa: E731
+            anchor = where(live, minus(bare, moved), own[0])
+            own = [anchor] * 4
+            momentum = times(jax.tree.map(np.multiply, moved, size), 1 / sums[1])
+            mus = [where(live, momentum, mu) for mu in mus]
+            sums = np.zeros(2)
+    return losses, anchor, mus

@@ -1,0 +1,457 @@
+"""Strategies between replicas: what runs when, who is late, and what is kept for other replicas."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx import config, sharding
+from llmx.config import checks, describe
+from llmx.model import families
+from llmx.step import optimizers
+from llmx.sync import strategy as strategy_lib
+from llmx.sync.strategy import ALONE, COMPRESSED, MEAN, VARIANCE
+
+ROUNDING = 1e-6  # of the largest number: fp32 sums in another order
+
+
+def table(strategy: str, total: int = 20, rates=None, **values) -> strategy_lib.Timetable:
+    chosen = strategy_lib.SyncConfig(strategy, **values)
+    return strategy_lib.timetable(
+        chosen, total_steps=total, rates=np.ones(total) if rates is None else rates
+    )
+
+
+def walk(found: strategy_lib.Timetable, settled_at: int = -1) -> list[str]:
+    return [found.phase(step, settled_at) for step in range(found.total_steps)]
+
+
+# -------------------------------------------------------------------------------- what runs when
+
+COMPRESSING = ["int8", "top_k", "power_sgd", "stale", "one_bit", "one_bit_lamb"]
+GOING_ALONE = ["local_sgd", "diloco"]
+
+
+@pytest.mark.parametrize(
+    "strategy, phase",
+    [("mean", MEAN), *((s, COMPRESSED) for s in COMPRESSING), *((s, ALONE) for s in GOING_ALONE)],
+)
+def test_steps_of_mean_come_first(strategy, phase):
+    for warmup, phases in (
+        (0, (phase,)),
+        (5, (MEAN, phase)),
+        (19, (MEAN, phase)),
+        (20, (MEAN,)),
+        (100, (MEAN,)),
+    ):
+        found = table(strategy, warmup_steps=warmup)
+        assert walk(found) == ([MEAN] * min(warmup, 20) + [phase] * 20)[:20]
+        assert found.phases == ((MEAN,) if strategy == "mean" else phases)
+        for first in range(20):
+            there = set(walk(found)[first:])
+            assert found.phases_from(first, -1) == tuple(p for p in found.phases if p in there)
+
+
+@pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
+def test_the_variance_settles_and_is_frozen_from_the_second_step_on(strategy):
+    found = table(strategy, warmup_steps=-1)
+    assert found.phases == (MEAN, COMPRESSED)
+    assert walk(found) == [MEAN] * 20
+    assert walk(found, 0) == [MEAN] * 2 + [COMPRESSED] * 18
+    assert walk(found, 7) == [MEAN] * 9 + [COMPRESSED] * 11
+    assert found.phases_from(0, -1) == found.phases_from(15, -1) == (MEAN, COMPRESSED)
+    assert found.phases_from(8, 7) == (MEAN, COMPRESSED)
+    assert found.phases_from(9, 7) == (COMPRESSED,)
+
+
+@pytest.mark.parametrize("strategy", ["mean", *COMPRESSING])
+def test_nothing_is_exchanged_after_a_step_by_those_who_exchange_in_it(strategy):
+    found = table(strategy, warmup_steps=3)
+    assert all(found.fragments_after(step) == () for step in range(20))
+
+
+@pytest.mark.parametrize(
+    "strategy, warmup, every, wanted",
+    [
+        ("local_sgd", 0, 1, list(range(20))),
+        ("local_sgd", 0, 6, [5, 11, 17, 19]),
+        ("local_sgd", 4, 6, [9, 15, 19]),
+        ("local_sgd", 0, 30, [19]),
+        ("local_sgd", 20, 6, []),
+        ("diloco", 2, 9, [10, 19]),
+        ("diloco", 3, 30, [19]),
+    ],
+)
+def test_exchanges_of_parameters_and_one_at_the_end(strategy, warmup, every, wanted):
+    found = table(strategy, warmup_steps=warmup, every=every)
+    assert [step for step in range(20) if found.fragments_after(step)] == wanted
+    assert {found.fragments_after(step) for step in wanted} <= {(0,)}
+
+
+@pytest.mark.parametrize("every, fragments, warmup", [(6, 3, 0), (6, 3, 4), (4, 4, 1), (8, 2, 0)])
+def test_each_fragment_is_exchanged_once_in_every(every, fragments, warmup):
+    found = table("diloco", 60, every=every, fragments=fragments, warmup_steps=warmup)
+    due = {step: found.fragments_after(step) for step in range(warmup, 59)}
+    for begin in range(warmup, 59 - every):
+        window = [due[step] for step in range(begin, begin + every) if due[step]]
+        assert sorted(window) == [(f,) for f in range(fragments)]
+    assert found.fragments_after(59) == tuple(range(fragments))
+    # They take turns at even distances.
+    steps = [step for step, fragment in due.items() if fragment]
+    assert set(np.diff(steps)) == {every // fragments}
+
+
+def rates_of(**values) -> np.ndarray:
+    total = 400
+    optimizer = optimizers.OptimizerConfig(learning_rate=1.0, **values)
+    schedule = optimizers.make_schedule(optimizer, total_steps=total)
+    return np.asarray(jax.vmap(schedule)(jnp.arange(total)), np.float64)
+
+
+def zero_one_by_its_docstring(rates, warmup: int, every: int):
+    """(steps with an exchange, steps that update the second moment), one step after the other."""
+    peak = max(range(len(rates)), key=lambda step: (rates[step], -step))
+    meetings, moments, apart = [], [], 0
+    wait = since = 0  # steps between updates of the second moment, and since the last one
+    ended = False
+    for step in range(warmup, len(rates)):
+        interval = 1
+        while step > peak and rates[step] <= rates[peak] / (2 * interval):
+            interval *= 2
+        apart += 1
+        if apart < min(interval, every):
+            ended = True
+            continue
+        apart = 0
+        meetings.append(step)
+        since += 1
+        if not ended and since >= wait:
+            moments.append(step)
+            since, wait = 0, 2 ** (len(moments) // 16)
+    return meetings, moments
+
+
+@pytest.mark.parametrize(
+    "rates, warmup, every",
+    [
+        (rates_of(schedule="cosine", warmup_steps=50, final_fraction=0.01), 0, 30),
+        (rates_of(schedule="cosine", warmup_steps=50, final_fraction=0.01), 70, 4),
+        (rates_of(schedule="linear", warmup_steps=10, final_fraction=0.001), 3, 30),
+        (rates_of(schedule="constant", warmup_steps=10), 0, 8),
+    ],
+    ids=["cosine", "at most 4", "linear", "constant"],
+)
+def test_the_intervals_of_zero_one(rates, warmup, every):
+    found = table("zero_one", len(rates), rates, warmup_steps=warmup, every=every)
+    meetings, moments = zero_one_by_its_docstring(rates, warmup, every)
+    last = len(rates) - 1
+    exchanges = [step for step in range(len(rates)) if found.fragments_after(step)]
+    assert exchanges == sorted({*meetings, last})
+    variances = [step for step in range(len(rates)) if found.phase(step) == VARIANCE]
+    assert variances == moments and set(moments) <= set(meetings)
+    others = {found.phase(step) for step in range(warmup, len(rates)) if step not in moments}
+    assert others == {ALONE}
+    assert found.phases == (*((MEAN,) if warmup else ()), VARIANCE, ALONE)
+    assert rates[-1] == rates.max() or np.diff(exchanges).max() > 2
+
+
+def test_zero_one_may_begin_where_nobody_updates_the_second_moment():
+    """Behind the peak there are no updates of it any more, and no program for them."""
+    rates = rates_of(schedule="cosine", warmup_steps=50, final_fraction=0.01)
+    found = table("zero_one", len(rates), rates, warmup_steps=350)
+    assert found.phases == (MEAN, ALONE) and set(walk(found)[350:]) == {ALONE}
+
+
+# ------------------------------------------------------------------------------ bounded staleness
+
+
+def walk_delays(num_replicas: int, steps: int = 200, **values) -> tuple[np.ndarray, np.ndarray]:
+    chosen = strategy_lib.SyncConfig("stale", **values)
+
+    def one(lateness, taken):
+        delay, lateness = strategy_lib.delays(chosen, lateness, taken)
+        return lateness, (delay, lateness)
+
+    start = jnp.zeros((num_replicas,))
+    _, (delays, lateness) = jax.jit(lambda: jax.lax.scan(one, start, jnp.arange(steps)))()
+    return np.asarray(delays), np.asarray(lateness)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nobody_is_later_than_the_bound(staleness, asynchronous):
+    delays, lateness = walk_delays(8, staleness=staleness, asynchronous=asynchronous)
+    assert delays.min() == 0 and delays.max() == staleness
+    assert lateness.min() >= 0 and lateness.max() < staleness + 1
+    np.testing.assert_array_equal(delays, np.floor(lateness))
+    again, _ = walk_delays(8, staleness=staleness, asynchronous=asynchronous)
+    np.testing.assert_array_equal(again, delays)
+
+
+def test_who_waits_is_less_late():
+    """Behind a bound all others wait for the last; asynchronously they do not."""
+    bounded, asynchronous = (walk_delays(8, asynchronous=each)[0] for each in (False, True))
+    assert np.any(bounded != asynchronous)
+    assert bounded.mean() < asynchronous.mean()
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_what_is_late_arrives(staleness):
+    random = np.random.default_rng(0)
+    late = {"w": jnp.zeros((staleness, 3, 2))}
+    delays = random.integers(0, staleness + 1, 30)
+    sent = random.normal(size=(30, 3, 2)).astype("f4")
+    due = np.zeros((30 + staleness, 3, 2))
+    for step, delay in enumerate(delays):
+        due[step + delay] += sent[step]
+        arrived, late = strategy_lib.delayed({"w": sent[step]}, late, jnp.asarray(delay))
+        np.testing.assert_allclose(arrived["w"], due[step], atol=ROUNDING * 10)
+    np.testing.assert_allclose(late["w"], due[30:], atol=ROUNDING * 10)
+
+
+# ------------------------------------------------------------------------ onto another number
+
+SHAPES = {
+    "blocks/w": ((4, 6, 10), ("layers", "embed", "mlp")),
+    "matrix": ((8, 7), ("vocab", "embed")),
+    "norm": ((5,), ("norm",)),
+}
+SPLITS = {"blocks/w": PartitionSpec(None, "fsdp", None), "matrix": PartitionSpec("fsdp", None)}
+
+
+def state_of(strategy: str, n: int, fsdp: int = 1, splits=SPLITS, **values):
+    """The strategy's state with a number of its own in every place, and the replicas."""
+    mesh = sharding.make_mesh({"data": n, "fsdp": fsdp}, devices=jax.devices()[: n * fsdp])
+    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in SHAPES.items()}
+    specs = {name: splits.get(name, PartitionSpec()) for name in SHAPES}
+    specs = {
+        name: PartitionSpec(*spec.partitions, *(None,) * (len(SHAPES[name][0]) - len(spec)))
+        for name, spec in specs.items()
+    }
+    to = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    group = strategy_lib.replicas(
+        strategy_lib.SyncConfig(strategy, **values), mesh, shapes=shapes,
+        axes={name: axes for name, (_, axes) in SHAPES.items()}, updates=to,
+    )  # fmt: skip
+    placed = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to[name])
+        for name, leaf in shapes.items()
+    }
+    wanted = group.abstract(placed, {"mu": placed})
+    random = np.random.default_rng(n)
+
+    def numbers(leaf):
+        drawn = (
+            random.normal(size=leaf.shape) if leaf.dtype == jnp.float32 else np.full(leaf.shape, 7)
+        )
+        return jnp.asarray(drawn, leaf.dtype)
+
+    return group, jax.tree.map(numbers, wanted), wanted
+
+
+def regrouped(saved, wanted):
+    return strategy_lib.regrouped(
+        saved, wanted, {name: shape for name, (shape, _) in SHAPES.items()}
+    )
+
+
+def alike(stacked) -> np.ndarray:
+    array = np.asarray(stacked)
+    np.testing.assert_array_equal(array, np.broadcast_to(array[:1], array.shape))
+    return array
+
+
+def all_errors(state: strategy_lib.Sync) -> dict[str, np.ndarray]:
+    found = {}
+    for name, error in state.kept.errors.items():
+        found[name] = np.asarray(error, np.float64).sum(0)
+        if name in state.kept.server:
+            found[name] = found[name] + whole_by_hand(name, state.kept.server[name])
+    return found
+
+
+def whole_by_hand(name: str, server) -> np.ndarray:
+    """[n, L, parts..., Q] in the parameter's shape, one number after the other."""
+    shape, axes = SHAPES[name]
+    server = np.asarray(server, np.float64)
+    layered = axes[0] == "layers"
+    rows, inner = (shape[0], shape[1:]) if layered else (1, shape)
+    parts = server.shape[2:-1]
+    size = [dim // part for dim, part in zip(inner, parts, strict=True)]
+    found = np.zeros((rows, *inner))
+    for row, place in itertools.product(range(rows), np.ndindex(*inner)):
+        part = tuple(i // s for i, s in zip(place, size, strict=True))
+        at = int(np.ravel_multi_index([i % s for i, s in zip(place, size, strict=True)], size))
+        replica, rest = divmod(at, server.shape[-1])
+        found[(row, *place)] = server[(replica, row, *part, rest)]
+    return found.reshape(shape)
+
+
+@pytest.mark.parametrize(
+    "split", [PartitionSpec(), PartitionSpec("fsdp"), PartitionSpec(None, "tensor", "fsdp")]
+)
+@pytest.mark.parametrize("n", [2, 3])
+def test_servers_parts_make_the_parameter_whole(split, n):
+    name, (shape, _) = "blocks/w", SHAPES["blocks/w"]
+    ways = [2 if axis else 1 for axis in (*split.partitions, None, None, None)[:3]]
+    length = (shape[1] // ways[1]) * (shape[2] // ways[2])
+    q = -(-length // (8 * n)) * 8
+    server = np.random.default_rng(0).normal(size=(n, shape[0], *ways[1:], q)).astype("f4")
+    np.testing.assert_array_equal(strategy_lib.whole(server, shape), whole_by_hand(name, server))
+
+
+@pytest.mark.parametrize("n", [2, 8, 3])
+@pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k", "power_sgd"])
+def test_what_was_not_sent_is_split_among_the_new_replicas(strategy, n):
+    _, saved, _ = state_of(strategy, 4, fsdp=2, rank=2)
+    _, _, wanted = state_of(strategy, n, rank=2)
+    found = regrouped(saved, wanted)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    before, after = all_errors(saved), all_errors(found)
+    assert after.keys() == before.keys() and len(after) > 0
+    for name, total in before.items():
+        alike(found.kept.errors[name])
+        np.testing.assert_allclose(after[name], total, atol=ROUNDING * np.abs(total).max())
+    assert not any(
+        np.any(leaf) for leaf in (*found.kept.server.values(), *found.kept.queries.values())
+    )
+    assert (int(found.taken), int(found.updates)) == (7, 7)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_another_split_of_as_many_replicas_keeps_the_errors_too(fsdp):
+    _, saved, _ = state_of("one_bit", 4, fsdp=3 - fsdp)
+    _, _, wanted = state_of("one_bit", 4, fsdp=fsdp)
+    before, after = all_errors(saved), all_errors(regrouped(saved, wanted))
+    for name, total in before.items():
+        np.testing.assert_allclose(after[name], total, atol=ROUNDING * np.abs(total).max())
+
+
+@pytest.mark.parametrize("n", [2, 8, 3])
+def test_what_is_on_its_way_still_arrives_in_its_turn(n):
+    _, saved, _ = state_of("stale", 4, staleness=3)
+    _, _, wanted = state_of("stale", n, staleness=3)
+    found = regrouped(saved, wanted)
+    for name, late in found.late.items():
+        total = np.asarray(saved.late[name]).sum(0)
+        assert alike(late).shape == (n, 3, *SHAPES[name][0])
+        np.testing.assert_allclose(late.sum(0), total, atol=ROUNDING * np.abs(total).max())
+    assert found.lateness.shape == (n,) and not np.any(found.lateness)
+
+
+@pytest.mark.parametrize("n", [2, 8, 3])
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "zero_one"])
+def test_replicas_of_their_own_begin_again_at_the_mean(strategy, n):
+    _, saved, _ = state_of(strategy, 4)
+    _, _, wanted = state_of(strategy, n)
+    found = regrouped(saved, wanted)
+    for old, new in zip(
+        jax.tree.leaves((saved.params, saved.opt_state)),
+        jax.tree.leaves((found.params, found.opt_state)), strict=True,
+    ):  # fmt: skip
+        assert alike(new).shape == (n, *old.shape[1:])
+        np.testing.assert_allclose(new[0], np.asarray(old).mean(0), atol=ROUNDING)
+    for name, momentum in saved.outer.items():
+        np.testing.assert_array_equal(found.outer[name], momentum)
+    assert bool(saved.outer) == (strategy == "diloco")
+    np.testing.assert_array_equal(found.rates, saved.rates)
+
+
+def test_layers_go_into_their_new_order():
+    _, saved, _ = state_of("one_bit", 4)
+    _, _, wanted = state_of("one_bit", 2)
+    order = np.array([2, 0, 3, 1])
+    ordered = lambda name, array: array[order] if name.startswith("blocks") else array  # noqa: E731
+    shapes = {name: shape for name, (shape, _) in SHAPES.items()}
+    found = strategy_lib.regrouped(saved, wanted, shapes, ordered)
+    before, after = all_errors(saved), all_errors(found)
+    np.testing.assert_allclose(after["blocks/w"], before["blocks/w"][order], atol=10 * ROUNDING)
+    np.testing.assert_allclose(after["matrix"], before["matrix"], atol=10 * ROUNDING)
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(strategy="one_bits"), ["'one_bits'", "one_bit,", "did you mean 'one_bit'"]),
+        (dict(strategy="xyz"), ["'xyz'", "use one of mean, int8"]),
+        (dict(strategy="int8", warmup_steps=-2), ["warmup_steps=-2", "at least -1"]),
+        (dict(strategy="int8", warmup_steps=-1), ["warmup_steps=-1", "'int8'", "use a number"]),
+        (dict(strategy="zero_one", warmup_steps=-1), ["warmup_steps=-1", "use a number"]),
+        (dict(strategy="one_bit"), ["warmup_steps=0", "'one_bit'", "15% of the steps, or -1"]),
+        (dict(strategy="one_bit_lamb"), ["warmup_steps=0", "15% of the steps, or -1"]),
+        (dict(strategy="power_sgd", rank=0), ["rank=0", "at least 1"]),
+        (dict(strategy="top_k", fraction=0.0), ["fraction=0.0", "above 0 and at most 1"]),
+        (dict(strategy="top_k", fraction=1.5), ["fraction=1.5", "above 0 and at most 1"]),
+        (dict(strategy="int8", bucket_mib=0.0), ["bucket_mib=0.0", "above 0"]),
+        (dict(strategy="local_sgd", every=0), ["every=0", "at least 1"]),
+        (dict(strategy="diloco", fragments=0), ["fragments=0", "at least 1"]),
+        (dict(strategy="diloco", every=10, fragments=4),
+         ["fragments=4", "every=10", "use a divisor"]),
+        (dict(strategy="stale", staleness=-1), ["staleness=-1", "at least 0"]),
+        (dict(strategy="diloco", outer_learning_rate=10.0),
+         ["outer_learning_rate=10.0", "below 10"]),
+        (dict(strategy="diloco", outer_momentum=1.0), ["outer_momentum=1.0", "below 1"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_problems_name_value_limit_and_remedy(values, words):
+    [found] = strategy_lib.problems(strategy_lib.SyncConfig(**values))
+    for word in words:
+        assert word in found, f"{word!r} is not in: {found}"
+
+
+def test_all_problems_are_told_and_the_defaults_have_none():
+    assert strategy_lib.problems(strategy_lib.SyncConfig()) == []
+    for name in strategy_lib.STRATEGIES:
+        assert strategy_lib.problems(strategy_lib.SyncConfig(name, warmup_steps=1)) == []
+    wrong = strategy_lib.SyncConfig("diloco", every=0, fraction=2.0, outer_momentum=-1.0)
+    assert len(strategy_lib.problems(wrong)) == 3
+
+
+def resolved(num_devices: int = 2, **values) -> config.Config:
+    run = config.default()
+    run.model = families.preset("llama3")
+    for key, value in values.items():
+        config.set_value(run, key.replace("__", "."), value)
+    return checks.resolve(run, num_devices)
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(sync__strategy="one_bit", sync__warmup_steps=9, optimizer__name="lion"),
+         ["'one_bit'", "a form of adamw", "optimizer.name='lion'", "set optimizer.name='adamw'"]),
+        (dict(sync__strategy="one_bit_lamb", sync__warmup_steps=9),
+         ["'one_bit_lamb'", "optimizer.name='adamw'", "set optimizer.name='lamb'"]),
+        (dict(sync__strategy="zero_one", optimizer__name="muon"),
+         ["'zero_one'", "set optimizer.name='adamw'"]),
+        (dict(sync__strategy="diloco", optimizer__ema_decay=0.9),
+         ["ema_decay=0.9", "'diloco'", "set it to 0"]),
+        (dict(sync__strategy="one_bit"), ["sync.warmup_steps=0", "'one_bit'"]),
+        (dict(sync__strategy="one_bit", sync__warmup_steps=9, mesh__stage=2,
+              batch__accumulation=4, pipeline__schedule="pipedream_2bw"),
+         ["'one_bit'", "'pipedream_2bw'", "another schedule, or strategy 'mean'"]),
+    ],
+    ids=["lion", "adamw", "muon", "average", "no warm-up", "2bw"],
+)  # fmt: skip
+def test_strategies_and_the_rest_of_the_config(values, words):
+    with pytest.raises(config.ConfigError) as error:
+        resolved(4 if "mesh__stage" in values else 2, **values)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+@pytest.mark.parametrize("strategy", strategy_lib.STRATEGIES)
+def test_strategies_that_resolve_and_how_they_are_told(strategy):
+    values = dict(sync__strategy=strategy, sync__warmup_steps=9)
+    if strategy == "one_bit_lamb":
+        values["optimizer__name"] = "lamb"
+    run = resolved(**values)
+    wanted = "" if strategy == "mean" else f"{strategy} between 2 replicas, after 9 steps of 'mean'"
+    assert describe.sync_text(run) == wanted
