@@ -1,0 +1,69 @@
+"""The types that rooms hand each other: the state of a run, gradients, and what a technique is.
+
+A technique is a value of one of these types, made by the file that it lives in. The train step
+(`llmx.step.step`) composes them and asks for none by name. What a technique keeps from step to step
+is a NamedTuple of its own inside `State`; `()` means that it keeps nothing.
+
+Letters: B batch, T positions, n replicas along the mesh axis `data`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
+
+
+class State(NamedTuple):
+    """All that a run is: what a checkpoint holds."""
+
+    step: jax.Array  # batches taken, int32 []
+    params: PyTree  # nested dict, master dtype
+    opt_state: PyTree
+    ema: PyTree  # average of params, or ()
+    guard: PyTree  # `step.guard.GuardState`
+    sync: PyTree  # of the strategy
+    in_flight: PyTree  # of the gradient
+
+
+class Gradients(NamedTuple):
+    """Gradients of one batch, with what the guard, clipping and the report look at."""
+
+    loss: jax.Array  # fp32 [], nats per token of the global batch
+    z_loss: jax.Array  # fp32 [], what the z-loss adds
+    tokens: jax.Array  # fp32 [], predicted tokens; [n] before replicas have reduced theirs
+    tree: PyTree  # as the parameters, in the gradient shardings; [n, ...] if one per replica
+    squares: jax.Array  # fp32 [leaves], squared norm of each leaf
+    norms: jax.Array  # fp32 [] or [n], global norms
+
+
+class Gradient(NamedTuple):
+    """How the gradient of a batch is taken: `step.gradients.whole_batch`, `pipeline.staged`."""
+
+    init: Callable  # params -> in_flight: what is under way before the first batch
+    take: Callable  # (params, batch, in_flight) -> (Gradients, in_flight)
+    loss: Callable  # (params, batch) -> (sum of nats, number of tokens), for evaluation
+
+
+class Phase(NamedTuple):
+    """One compiled train step. A strategy has one to three."""
+
+    params: Callable  # State -> the parameters to differentiate at
+    gradient: Gradient
+    reduce: Callable  # (Gradients, sync) -> (Gradients, sync); communicates over `data`
+    update: Callable  # (Gradients, State, sync, accepted) -> State
+
+
+class Strategy(NamedTuple):
+    """How replicas along `data` synchronize: `llmx.sync.strategy.STRATEGIES`."""
+
+    init: Callable  # params -> sync state
+    phases: Mapping[str, Phase]
+    phase_of: Callable  # (step, freeze_step) -> name of the step's phase; on the host
+    enter: Callable  # (State, name) -> State; on the host, once, before a phase's first step
+    outer: Mapping[tuple, Callable]  # model fragments -> (State -> State) between steps; {} = none
+    outer_after: Callable  # step -> the fragments to synchronize after it, () = none
+    scalars: Callable  # sync state -> {"freeze_step": ...} for the report
+    reshard: Callable  # (saved sync state, how it was saved) -> that of these replicas
