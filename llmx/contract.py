@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 PyTree = Any
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
@@ -33,10 +34,11 @@ class Gradients(NamedTuple):
 
     loss: jax.Array  # fp32 [], nats per token of the global batch
     z_loss: jax.Array  # fp32 [], what the z-loss adds
-    tokens: jax.Array  # fp32 [], predicted tokens; [n] before replicas have reduced theirs
+    tokens: jax.Array  # fp32 [], predicted tokens of the global batch; 0: there is no gradient yet
     tree: PyTree  # as the parameters, in the gradient shardings; [n, ...] if one per replica
     squares: jax.Array  # fp32 [leaves], squared norm of each leaf
-    norms: jax.Array  # fp32 [] or [n], global norms
+    norms: jax.Array  # fp32 [], the global norm; [n] where each replica clips its own gradient
+    shares: PyTree = ()  # fp32 [n], each replica's share of the tokens, if there is one per replica
 
 
 class Gradient(NamedTuple):
@@ -45,6 +47,14 @@ class Gradient(NamedTuple):
     init: Callable  # params -> in_flight: what is under way before the first batch
     take: Callable  # (params, batch, in_flight) -> (Gradients, in_flight)
     loss: Callable  # (params, batch) -> (sum of nats, number of tokens), for evaluation
+
+
+class Optimizer(NamedTuple):
+    """An optax optimizer. Adam and LAMB are a head, Adam's direction, and a tail behind it."""
+
+    whole: optax.GradientTransformation
+    tail: optax.GradientTransformationExtraArgs | None  # None: it has no such parts
+    schedule: optax.Schedule  # learning rate by number of updates
 
 
 class Phase(NamedTuple):
@@ -59,11 +69,13 @@ class Phase(NamedTuple):
 class Strategy(NamedTuple):
     """How replicas along `data` synchronize: `llmx.sync.strategy.STRATEGIES`."""
 
-    init: Callable  # params -> sync state
+    abstract: tuple[PyTree, PyTree]  # shapes with shardings of (State.opt_state, State.sync)
+    init: Callable  # params -> (opt_state, sync)
     phases: Mapping[str, Phase]
     phase_of: Callable  # (step, freeze_step) -> name of the step's phase; on the host
-    enter: Callable  # (State, name) -> State; on the host, once, before a phase's first step
+    enter: Callable  # (State, previous phase, phase) -> State; on the host, at a change of phase
     outer: Mapping[tuple, Callable]  # model fragments -> (State -> State) between steps; {} = none
-    outer_after: Callable  # step -> the fragments to synchronize after it, () = none
-    scalars: Callable  # sync state -> {"freeze_step": ...} for the report
-    reshard: Callable  # (saved sync state, how it was saved) -> that of these replicas
+    outer_after: Callable  # step -> the fragments to synchronize after it; () = none
+    scalars: Callable  # sync -> {"freeze_step": ...} for the report
+    reshard: Callable  # (saved sync, ...) -> sync of another number of replicas
+    sent: Callable  # phase name, or fragments -> what one replica's devices send, in bytes

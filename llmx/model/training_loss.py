@@ -1,0 +1,184 @@
+"""What training minimises: the loss of a model on a mesh, and where its gradient is added up.
+
+The loss is a sum over tokens divided once by the token count of the global batch. Each matrix's
+gradient is summed over devices at once, behind the next layer's work; what can be summed once per
+step is summed once (`TrainingLoss.buffers`).
+
+Letters: B batch, T positions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from llmx import sharding
+from llmx.contract import Batch
+from llmx.model import apply as apply_lib
+from llmx.model import decoder, dot, families
+from llmx.model.execution import Execution
+
+TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
+BATCH_DTYPES = {
+    "tokens": "int32",
+    "targets": "int32",
+    "segment_ids": "int32",
+    "positions": "int32",
+    "weights": "float32",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingLoss:
+    """A model on a mesh, with the shapes and shardings of its parameters and gradients."""
+
+    apply: apply_lib.Apply
+    execution: Execution
+    params: Any  # shapes with shardings
+    axes: Any  # logical axes of the parameters
+    gradients: Any  # shardings of gradients
+    updates: Any  # shardings of parameters while the optimizer updates them
+    z_loss: float = 0.0  # factor of log(Z)^2
+    gather: str = "layer"  # one of `sharding.GATHERS`
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.execution.place.mesh
+
+    def weighted(self, loss_BT, log_z_BT, share_BT) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sums over tokens: of all that is minimised, of the loss, of the z-loss.
+
+        `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count.
+        """
+        loss = jnp.sum(loss_BT * share_BT)
+        z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
+        return loss + z, loss, z
+
+    def summed(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(sum of losses in nats, number of tokens) of a global batch, for evaluation."""
+        with self.execution.policy.products():
+            loss_BT, _ = self.apply.losses(params, batch, self.execution)
+        return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
+
+    def per_replica(self, axes: tuple[str, ...]) -> "TrainingLoss":
+        """The same of one of the replicas along `axes`: nothing communicates over these."""
+        place = self.execution.place.alone(axes)
+        return dataclasses.replace(self, execution=dataclasses.replace(self.execution, place=place))
+
+    def buffers(self, accumulation: int) -> Any:
+        """The type of each parameter's gradient buffer, for so many microbatches.
+
+        Matrices: in the reduce dtype, summed over the devices at once, behind the next layer's
+        work; but over axes that do not split the gradient only after the last microbatch. Norms and
+        biases: in fp32, and summed after the last layer, all layers together.
+        """
+        place, policy = self.execution.place, self.execution.policy
+
+        def one(leaf, to: NamedSharding, axes) -> jax.ShapeDtypeStruct:
+            small = "embed" not in axes
+            later = [
+                axis
+                for axis in place.token_axes
+                if axis not in sharding.used_axes(to.spec) and (small or accumulation > 1)
+            ]
+            spec = sharding.reduced(to.spec, later)
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype if small else policy.reduce,
+                sharding=NamedSharding(place.mesh, spec),
+            )  # fmt: skip
+
+        return jax.tree.map(one, self.params, self.gradients, self.axes)
+
+    def gathered(self, params: Any) -> Any:
+        """Parameters as the whole step uses them.
+
+        With gather="step": the weights of products whole over the batch axes, in the compute dtype;
+        communicates over them. The tables that are looked up stay split: token ids and results
+        travel in their place.
+        """
+        if self.gather != "step":
+            return params
+
+        def one(path, leaf, axes):
+            if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
+                return leaf
+            return dot.gathered(leaf, self.execution.policy.compute)
+
+        return jax.tree_util.tree_map_with_path(one, params, self.axes)
+
+    def gathered_bytes(self) -> int:
+        """Bytes per device of the weights that gather="step" keeps whole."""
+        with jax.set_mesh(self.mesh):
+            gathered = jax.eval_shape(self.gathered, self.params)
+        split = jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)
+        leaves = zip(jax.tree.leaves(gathered), jax.tree.leaves(split), strict=True)
+        return sharding.device_bytes([leaf for leaf, to in leaves if leaf.sharding.spec != to])
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, self.execution.place.activation(TOKEN_AXES))
+
+    def abstract_batch(self, shape: Sequence[int]) -> Batch:
+        """Shapes with shardings of a global batch [B, T]."""
+        return {
+            name: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.batch_sharding)
+            for name, dtype in BATCH_DTYPES.items()
+        }
+
+
+def make(
+    config: families.ModelConfig,
+    execution: Execution,
+    *,
+    arrange: Callable[[Any], Any] | None = None,
+    z_loss: float = 0.0,
+    gather: str = "layer",
+) -> TrainingLoss:
+    """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
+
+    `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.
+
+    Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
+    """
+    place = execution.place
+    shapes, axes = apply_lib.abstract_parameters(config)
+    dtype = execution.policy.param
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    if arrange is not None:
+        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+    to = {
+        table: sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
+        for table in ("parameters", "gradients", "optimizer")
+    }
+    return TrainingLoss(
+        apply=apply_lib.Apply(config), execution=execution,
+        params=jax.tree.map(placed, shapes, to["parameters"]), axes=axes,
+        gradients=to["gradients"], updates=to["optimizer"], z_loss=z_loss, gather=gather,
+    )  # fmt: skip
+
+
+def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf, with this sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
+
+
+def squared_norms(tree: Any) -> jax.Array:
+    """The squared norm of each leaf, fp32 [leaves]."""
+    return jnp.stack([
+        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
+    ])  # fmt: skip
+
+
+def microbatches(batch: Batch, num: int) -> Batch:
+    """[B, T] as [num, B/num, T], every num-th row together, so that no row leaves its device."""
+
+    def split(array):
+        rows, *rest = jax.typeof(array).sharding.spec
+        shape = (array.shape[0] // num, num, *array.shape[1:])
+        array = jnp.reshape(array, shape, out_sharding=PartitionSpec(rows, None, *rest))
+        return jnp.swapaxes(array, 0, 1)
+
+    return jax.tree.map(split, batch)
