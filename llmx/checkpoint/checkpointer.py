@@ -380,7 +380,7 @@ def _restore_newest(
             like = abstract(document) if callable(abstract) else abstract
             wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
             stored = reshard.stored(wanted, order=order, saved=document.order)
-            tree = _read_arrays(root / str(candidate) / STATE, stored)
+            tree = _read_arrays(root / str(candidate) / STATE, stored, document.saved_names)
         except VERDICTS[1:] as error:
             verdict, reason = type(error), str(error)
         verdict, reason = _agree_on_verdict(verdict, reason)
@@ -417,15 +417,20 @@ def _restore_newest(
     return None
 
 
-def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """This process's shards of the wanted arrays. No barrier inside, so that one process may fail
-    alone.
+def _read_arrays(
+    path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]
+) -> dict[str, jax.Array]:
+    """This process's shards of the wanted arrays, each read under its saved name. It has no
+    barrier: a single process may fail.
     """
     if not wanted:
         return {}
     import orbax.checkpoint as ocp
 
-    abstract = trees.nest({name: manifest.as_stored(name, leaf) for name, leaf in wanted.items()})
+    on_disk = {name: saved_names.get(name, name) for name in wanted}
+    abstract = trees.nest(
+        {on_disk[name]: manifest.as_stored(name, leaf) for name, leaf in wanted.items()}
+    )
     args = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -434,7 +439,7 @@ def _read_arrays(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     try:
         with jax.transfer_guard("allow"):
             tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
-            arrays = {name: _look_up(tree, name) for name in wanted}
+            arrays = {name: _look_up(tree, saved) for name, saved in on_disk.items()}
             jax.block_until_ready(arrays)
     # Torn files show as whatever error the layer that met them raises: tensorstore, JSON, Orbax,
     # the file system.

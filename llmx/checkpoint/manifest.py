@@ -1,13 +1,14 @@
-"""What a checkpoint says of itself: for every leaf its shape, dtype and checksum, the order of its
-layers, and what the program that wrote it added.
+"""The JSON document of a checkpoint: shape, dtype and checksum of every leaf, the layer
+permutation, and the `meta` of the caller.
 
-One JSON document with a checksum of its own. It is read before any array, and tells whether the
-arrays are those that are wanted.
+It has a checksum of its own and is read before any array, to decide whether the arrays match what
+the caller wants to restore.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,13 @@ from llmx.checkpoint import checksums, reshard
 from llmx.pipeline import stages
 from llmx.sharding import trees
 
-# 2: the layers lie in an order of their own; all others are written as 1, for older programs too.
+# 2: the layers are permuted. Other checkpoints are written as 1, which older programs read too.
 FORMAT = 2
+
+# State leaves that were renamed: (regular expression on a saved leaf name, its replacement), oldest
+# first. Append only: a document states how many rows existed when it was written, and only later
+# rows are applied to it. Arrays stay on disk under the names of their save.
+RENAMED: tuple[tuple[str, str], ...] = ()
 
 
 class Corrupt(Exception):
@@ -31,13 +37,21 @@ class Mismatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The document of checkpoint `step`; `leaves` by path name: their type, and value or shape,
-    dtype and checksum."""
+    """The document of checkpoint `step`.
+
+    Attributes:
+      step: steps taken.
+      leaves: by current path name: the type, and the value or the shape, dtype and checksum.
+      meta: what the caller of the save added.
+      order: the permutation of the layers; () = the model's order.
+      saved_names: {current name: name on disk} of the leaves that `RENAMED` has renamed.
+    """
 
     step: int
     leaves: dict[str, dict]
     meta: dict
     order: stages.Order = ()
+    saved_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def holds(self, prefix: str) -> bool:
         """Whether there is any leaf under `prefix`."""
@@ -97,6 +111,7 @@ class Document:
             for name, leaf in self.leaves.items()
         }
         document = {"format": 1, "step": self.step, "leaves": leaves, "meta": self.meta}
+        document["renamed"] = len(RENAMED)
         if self.order:
             document |= {"format": 2, "order": list(self.order)}
         return checksums.seal(document)
@@ -193,8 +208,25 @@ def read(path: Any) -> Document:
             f"{path} has format {document['format']}, this program reads up to {FORMAT}: "
             "use a newer llmx"
         )
+    leaves, saved_names = _renamed(document["leaves"], RENAMED[document.get("renamed", 0) :])
     order = tuple(document.get("order", ()))
-    return Document(document["step"], document["leaves"], document["meta"], order)
+    return Document(document["step"], leaves, document["meta"], order, saved_names)
+
+
+def _renamed(
+    saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]
+) -> tuple[dict[str, dict], dict[str, str]]:
+    """`saved` under the current names, and {current name: saved name} where they differ."""
+    leaves, saved_names = {}, {}
+    for saved_name, leaf in saved.items():
+        name = saved_name
+        for pattern, replacement in rows:
+            name = re.sub(pattern, replacement, name)
+        assert name not in leaves, f"RENAMED gives two saved leaves the name {name!r}"
+        leaves[name] = leaf
+        if name != saved_name:
+            saved_names[name] = saved_name
+    return leaves, saved_names
 
 
 def is_key(leaf: Any) -> bool:

@@ -370,6 +370,41 @@ def test_another_structure_is_an_error_and_not_corruption(tmp_path, mismatch):
     assert names(tmp_path) == ["1", "2"]
 
 
+RENAMED = (r"^opt/mu$", "moments/first"), (r"^(params)/w$", r"\1/dense/kernel")
+
+
+def renamed(state):
+    return {
+        "params": {"dense": {"kernel": state["params"]["w"]}},
+        "moments": {"first": state["opt"]["mu"]},
+    }
+
+
+def test_renamed_leaves_are_restored_under_their_current_names(tmp_path, monkeypatch):
+    write(tmp_path, [1, 2])
+    monkeypatch.setattr(manifest, "RENAMED", (*manifest.RENAMED, *RENAMED))
+    flip_data(tmp_path / "2")
+    said = []
+    with reopen(tmp_path, said.append) as checkpoints:
+        restored = checkpoints.restore(renamed(small_abstract()))
+        assert_same(restored.state, renamed(small_state(1)))
+        assert "checkpoint 2 is corrupt" in said[0]
+        # The checksums of the renamed leaves are compared too, by their current names.
+        exchange = tmp_path / "1/meta/metadata"
+        sealed = json.loads(exchange.read_text())
+        sealed["document"]["leaves"]["opt/mu"]["checksum"] += 1
+        exchange.write_text(json.dumps(checksums.seal(sealed["document"])))
+        with pytest.raises(RuntimeError, match="checksum differs in leaf moments/first"):
+            checkpoints.restore(renamed(small_abstract()), 1)
+
+
+def test_rows_of_renamed_leaves_apply_to_older_checkpoints_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "RENAMED", (*manifest.RENAMED, *RENAMED))
+    write(tmp_path, [1])
+    with reopen(tmp_path) as checkpoints:
+        assert_same(checkpoints.restore(small_abstract()).state, small_state(1))
+
+
 def test_a_checkpoint_of_a_newer_format_is_left_alone(tmp_path, monkeypatch):
     write(tmp_path, [1])
     monkeypatch.setattr(manifest, "FORMAT", 0)
@@ -495,13 +530,13 @@ def test_due_and_problems():
 
 
 def test_importing_does_not_load_orbax():
-    code = "import sys, llmx.checkpoint; sys.exit('orbax' in sys.modules)"
+    code = "import sys, llmx.checkpoint.checkpointer; sys.exit('orbax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 KILLED = """
     import sys, numpy as np, jax
-    from llmx.checkpoint import Checkpointer, CheckpointConfig
+    from llmx.checkpoint.checkpointer import Checkpointer, CheckpointConfig
     c = Checkpointer(sys.argv[1], CheckpointConfig(keep_last=9), log=print)
     rng = np.random.RandomState(0)
     for step in range(1, 100):
@@ -536,7 +571,8 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path):
 SHARDED = """
     import sys, numpy as np, jax, jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from llmx import checkpoint, launch
+    from llmx.checkpoint import checkpointer
+    from llmx.runtime import launch
     directory, what = sys.argv[1:]
     launch.start(launch.LaunchConfig(platform="cpu", compile_cache=""))
     assert jax.device_count() == 4
@@ -554,8 +590,8 @@ SHARDED = """
     def place(step):
         return {name: put(value, shardings[name]) for name, value in values(step).items()}
     log = lambda text: launch.log("said: " + text)
-    config = checkpoint.CheckpointConfig(keep_last=2)
-    with checkpoint.Checkpointer(directory, config, log=log) as checkpoints, jax.set_mesh(mesh):
+    config = checkpointer.CheckpointConfig(keep_last=2)
+    with checkpointer.Checkpointer(directory, config, log=log) as checkpoints, jax.set_mesh(mesh):
         if what == "save":
             for step in (1, 2, 3):
                 checkpoints.save(step, place(step), meta={"step": step})
