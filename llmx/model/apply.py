@@ -52,54 +52,63 @@ class Apply:
 
     model: families.ModelConfig
 
-    def losses(self, params: dict, batch: dict, run: Execution, sinks: dict | None = None):
+    def losses(
+        self, params: dict, batch: dict, execution: Execution, grad_buffers: dict | None = None
+    ):
         """Per-token loss and log Z, [B, T] fp32, of tokens, targets, segment_ids and positions.
 
-        `sinks`: where gradients go when they are split otherwise than `params`: see
-        `route_gradient`.
+        `grad_buffers`: where gradients go when they are split otherwise than `params`: see
+        `sharding.accumulate_into`.
         """
-        if sinks is not None:
+        if grad_buffers is not None:
             # The blocks' gradients are routed inside the scan, so that each leaves as its layer is
             # done.
             top = {name: leaf for name, leaf in params.items() if name != "blocks"}
-            top_sinks = {name: sinks[name] for name in top}
-            params = run.place.routed(top, top_sinks) | {"blocks": params["blocks"]}
+            top_buffers = {name: grad_buffers[name] for name in top}
+            params = execution.place.with_grad_buffers(top, top_buffers) | {
+                "blocks": params["blocks"]
+            }
         names = ("tokens", "targets", "segment_ids", "positions")
-        tokens_BT, targets_BT, *rows = self.split_rows([batch[name] for name in names], run)
-        blocks_sinks = None if sinks is None else sinks["blocks"]
-        mask = self_mask(*rows, run)
-        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, run)
-        x_BTD, _ = self.through(params["blocks"], x_BTD, mask, run, sinks=blocks_sinks)
-        found = self.last_losses(params, x_BTD, targets_BT, run)
-        return tuple(self.split_rows(found, run, back=True))
+        tokens_BT, targets_BT, *rows = self.split_rows([batch[name] for name in names], execution)
+        block_buffers = None if grad_buffers is None else grad_buffers["blocks"]
+        mask = self_mask(*rows, execution)
+        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
+        x_BTD, _ = self.apply_layers(
+            params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers
+        )
+        found = self.last_losses(params, x_BTD, targets_BT, execution)
+        return tuple(self.split_rows(found, execution, back=True))
 
-    def last_losses(self, params: dict, x_BTD, targets_BT, run: Execution):
-        """Loss and log Z, [B, T] fp32, of what the last layer gives; rows as `run.split` says."""
+    def last_losses(self, params: dict, x_BTD, targets_BT, execution: Execution):
+        """Loss and log Z, [B, T] fp32, of the last layer's output; rows as in `execution.split`."""
         return losses.token_losses(
             self._normed(params, x_BTD), self._head_weight(params), targets_BT,
             num_real=self.model.vocab_size, softcap=self.model.logit_softcap,
-            chunks=run.loss_chunks, place=run.place, policy=run.policy,
+            chunks=execution.loss_chunks, place=execution.place, policy=execution.policy,
         )  # fmt: skip
 
     def logits(
-        self, params: dict, tokens_BT, segments_BT, positions_BT, run: Execution
+        self, params: dict, tokens_BT, segments_BT, positions_BT, execution: Execution
     ) -> Float[Array, "B T V"]:
         """fp32 logits; those of padding are -inf. For tests and sampling: they exist whole."""
-        tokens_BT, *rows = self.split_rows((tokens_BT, segments_BT, positions_BT), run)
-        x_BTD, _ = self._hidden(params, tokens_BT, self_mask(*rows, run), run)
-        return self.split_rows([self._head(params, x_BTD, run)], run, back=True)[0]
+        tokens_BT, *rows = self.split_rows((tokens_BT, segments_BT, positions_BT), execution)
+        x_BTD, _ = self._hidden(params, tokens_BT, self_mask(*rows, execution), execution)
+        return self.split_rows([self._head(params, x_BTD, execution)], execution, back=True)[0]
 
-    def split_rows(self, arrays, run: Execution, *, back: bool = False) -> list[Array]:
-        """Arrays [B, T, ...] from the order of their rows to that of `run.split`, or back."""
-        return [split.reorder(array, run.split, run.place.mesh, back=back) for array in arrays]
+    def split_rows(self, arrays, execution: Execution, *, back: bool = False) -> list[Array]:
+        """Arrays [B, T, ...] from the order of their rows to that of `execution.split`, or back."""
+        return [
+            split.reorder(array, execution.split, execution.place.mesh, back=back)
+            for array in arrays
+        ]
 
-    def empty_cache(self, batch: int, length: int, run: Execution) -> dict:
+    def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
         """A cache of at least `length` slots in which nothing is visible (segment -1)."""
-        model, place = self.model, run.place
+        model, place = self.model, execution.place
         ways = place.size(sharding.mesh_axes(place.activation(("cache",))[0]))
         length = -(-length // ways) * ways
         shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
-        zeros = place.constrain(jnp.zeros(shape, run.policy.compute), CACHE)
+        zeros = place.constrain(jnp.zeros(shape, execution.policy.compute), CACHE)
         unseen_BS = jnp.full((batch, length), -1, jnp.int32)
         return {
             "key": zeros,
@@ -108,23 +117,25 @@ class Apply:
             "positions": place.constrain(jnp.zeros_like(unseen_BS), ("batch", "cache")),
         }
 
-    def decode(self, params: dict, cache: dict, tokens_BT, segments_BT, positions_BT, now, run):
+    def decode(
+        self, params: dict, cache: dict, tokens_BT, segments_BT, positions_BT, now, execution
+    ):
         """Logits of T more tokens written into the cache at slots now..now+T, and the new cache.
 
-        `run.place` must not split positions, as one token cannot be. It may split the cache.
+        `execution.place` must not split positions, as one token cannot be. It may split the cache.
         """
         tokens_BT, segments_BT, positions_BT = (
-            run.place.constrain(array, ("batch", "sequence"))
+            execution.place.constrain(array, ("batch", "sequence"))
             for array in (tokens_BT, segments_BT, positions_BT)
         )
-        segments_BS = attend.written(cache["segments"], segments_BT, now, place=run.place)
-        positions_BS = attend.written(cache["positions"], positions_BT, now, place=run.place)
+        segments_BS = attend.written(cache["segments"], segments_BT, now, place=execution.place)
+        positions_BS = attend.written(cache["positions"], positions_BT, now, place=execution.place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
         past = (cache["key"], cache["value"])
-        x_BTD, past = self._hidden(params, tokens_BT, mask, run, cache=past, now=now)
+        x_BTD, past = self._hidden(params, tokens_BT, mask, execution, cache=past, now=now)
         cache = dict(zip(("key", "value"), past, strict=True))
         cache |= {"segments": segments_BS, "positions": positions_BS}
-        return self._head(params, x_BTD, run), cache
+        return self._head(params, x_BTD, execution), cache
 
     @functools.cached_property
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
@@ -139,27 +150,29 @@ class Apply:
     def _head_weight(self, params: dict) -> Float[Array, "V D"]:
         return params["embedding" if self.model.tied_head else "head"]
 
-    def _head(self, params: dict, x_BTD, run: Execution) -> Float[Array, "B T V"]:
+    def _head(self, params: dict, x_BTD, execution: Execution) -> Float[Array, "B T V"]:
         model, head_VD = self.model, self._head_weight(params)
-        x_BTD = run.place.constrain(x_BTD, INSIDE)
-        to = run.place.activation(("batch", "sequence", "vocab"))
-        with run.policy.products():
-            logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=run.policy)
+        x_BTD = execution.place.constrain(x_BTD, INSIDE)
+        to = execution.place.activation(("batch", "sequence", "vocab"))
+        with execution.policy.products():
+            logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=execution.policy)
         logits_BTV = logits_BTV.astype(jnp.float32)
         if model.logit_softcap:
             logits_BTV = model.logit_softcap * jnp.tanh(logits_BTV / model.logit_softcap)
         real_V = np.arange(model.padded_vocab) < model.vocab_size
         return jnp.where(real_V, logits_BTV, -jnp.inf)
 
-    def _hidden(self, params, tokens_BT, mask, run: Execution, cache=None, now=None):
-        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, run)
-        x_BTD, cache = self.through(params["blocks"], x_BTD, mask, run, cache=cache, now=now)
+    def _hidden(self, params, tokens_BT, mask, execution: Execution, cache=None, now=None):
+        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
+        x_BTD, cache = self.apply_layers(
+            params["blocks"], x_BTD, mask, execution, cache=cache, now=now
+        )
         return self._normed(params, x_BTD), cache
 
-    def embedded(self, params: dict, tokens_BT, positions_BT, run: Execution):
+    def embedded(self, params: dict, tokens_BT, positions_BT, execution: Execution):
         """What the first layer takes, [B, T, D]."""
         model = self.model
-        look_up = functools.partial(embedding.embed, place=run.place, policy=run.policy)
+        look_up = functools.partial(embedding.embed, place=execution.place, policy=execution.policy)
         x_BTD = look_up(tokens_BT, params["embedding"])
         if model.embedding_scale:
             x_BTD = x_BTD * jnp.asarray(math.sqrt(model.width), x_BTD.dtype)
@@ -176,9 +189,9 @@ class Apply:
             k: rope.rotation_of(positions_BT, rope.rope_frequencies(self.model, k)) for k in kinds
         }
 
-    def through(
-        self, blocks: dict, x_BTD, mask: Mask, run: Execution, *, kinds=None, sinks=None,
-        rotations=None, cache=None, now=None,
+    def apply_layers(
+        self, blocks: dict, x_BTD, mask: Mask, execution: Execution, *, kinds=None,
+        grad_buffers=None, rotations=None, cache=None, now=None,
     ):  # fmt: skip
         """x after layers with these stacked weights, and their cache.
 
@@ -189,7 +202,7 @@ class Apply:
         Args:
           kinds: of the layers, by default those of the model; or an int array of indices into
             `kind_names`, if they are known at run time only: -1 is no layer.
-          sinks: where the gradients of `blocks` go: see `route_gradient`.
+          grad_buffers: where the gradients of `blocks` go: see `sharding.accumulate_into`.
           rotations: of `mask.positions_BT`, by default made here.
         """
         model, definition = self.model, self._definitions[0]
@@ -197,15 +210,15 @@ class Apply:
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
 
         def layer(kind: str) -> Callable:
-            def apply(x_BTD, weights_sinks_cache):
-                weights, sinks, cache = weights_sinks_cache
-                if sinks is not None:
-                    weights = dot.routed(run.place, weights, sinks)
+            def apply(x_BTD, layer_arrays):
+                weights, grad_buffers, cache = layer_arrays
+                if grad_buffers is not None:
+                    weights = dot.with_grad_buffers(execution.place, weights, grad_buffers)
                 window = model.window if kind == families.LOCAL else 0
                 block = nnx.merge(definition, weights)
-                return block(x_BTD, rotations.get(kind), mask, window, run, cache, now)
+                return block(x_BTD, rotations.get(kind), mask, window, execution, cache, now)
 
-            return remat.checkpointed(apply, run.remat)
+            return remat.checkpointed(apply, execution.remat)
 
         layers = {kind: layer(kind) for kind in self.kind_names}
 
@@ -220,8 +233,8 @@ class Apply:
                 first = end
             return x_BTD, jax.tree.map(lambda *each: jnp.concatenate(each), *caches)
 
-        stacked = (blocks, sinks, cache)
-        with run.policy.products():
+        stacked = (blocks, grad_buffers, cache)
+        with execution.policy.products():
             if not isinstance(kinds, tuple):
                 # A stage has layers of other kinds at the same places, or none, than the next.
                 branches = [lambda x_BTD, _: (x_BTD, None), *layers.values()]
@@ -254,8 +267,13 @@ def _period(kinds: tuple[str, ...]) -> int:
     )
 
 
-def self_mask(segments_BT, positions_BT, run: Execution) -> Mask:
-    """Of rows of tokens, in the order of `run.split`."""
+def self_mask(segments_BT, positions_BT, execution: Execution) -> Mask:
+    """Of rows of tokens, in the order of `execution.split`."""
     return Mask(
-        segments_BT, positions_BT, segments_BT, positions_BT, ahead=0, one_document=not run.packed
+        segments_BT,
+        positions_BT,
+        segments_BT,
+        positions_BT,
+        ahead=0,
+        one_document=not execution.packed,
     )

@@ -78,11 +78,11 @@ class Projection(nnx.Module):
         axes = tuple("norm" if axis == "embed" else axis for axis in axes[contracted:])
         self.bias = _constant(0.0, shape[contracted:], axes) if bias else None
 
-    def __call__(self, expression: str, x: Array, out: tuple, run: Execution) -> Array:
-        to = run.place.activation(out)
+    def __call__(self, expression: str, x: Array, out: tuple, execution: Execution) -> Array:
+        to = execution.place.activation(out)
         y = dot.dot(
-            expression, x, self.kernel.get_value(), out=to, policy=run.policy,
-            recomputed=run.remat != "none",
+            expression, x, self.kernel.get_value(), out=to, policy=execution.policy,
+            recomputed=execution.remat != "none",
         )  # fmt: skip
         return y if self.bias is None else dot.shifted(y, self.bias[...])
 
@@ -109,12 +109,12 @@ class Attention(nnx.Module):
         # Adam's division.
         self.constant_key_bias = bias and model.positions == "learned" and not self.softcap
 
-    def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache, now):
-        query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, QUERY, run)
+    def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
+        query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, QUERY, execution)
         if self.constant_key_bias:
             self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
-        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, KEY, run)
-        value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, KEY, run)
+        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, KEY, execution)
+        value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, KEY, execution)
         if self.query_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotation is not None:
@@ -127,16 +127,17 @@ class Attention(nnx.Module):
         value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
         if cache is not None:
             cache = tuple(
-                attend.written(old, new, now, place=run.place)
+                attend.written(old, new, now, place=execution.place)
                 for old, new in zip(cache, (key_BTKH, value_BTKH), strict=True)
             )
             key_BTKH, value_BTKH = cache
         out_BTNH = attend.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,
             Scores(scale=self.scale, softcap=self.softcap, window=window),
-            config=run.attention, place=run.place, keys="sequence" if cache is None else "cache",
+            config=execution.attention, place=execution.place,
+            keys="sequence" if cache is None else "cache",
         )  # fmt: skip
-        return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, run), cache
+        return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution), cache
 
 
 class Mlp(nnx.Module):
@@ -153,14 +154,16 @@ class Mlp(nnx.Module):
         )  # fmt: skip
         self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
 
-    def __call__(self, x_BTD, run: Execution):
-        up_BTF = checkpoint_name(self.up("BTD,DF->BTF", x_BTD, HIDDEN, run), remat.MLP)
+    def __call__(self, x_BTD, execution: Execution):
+        up_BTF = checkpoint_name(self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution), remat.MLP)
         if self.gate is None:
             hidden_BTF = self.activation(up_BTF)
         else:
-            gate_BTF = checkpoint_name(self.gate("BTD,DF->BTF", x_BTD, HIDDEN, run), remat.MLP)
+            gate_BTF = checkpoint_name(
+                self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution), remat.MLP
+            )
             hidden_BTF = self.activation(gate_BTF) * up_BTF
-        return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, run)
+        return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, execution)
 
 
 class Block(nnx.Module):
@@ -173,16 +176,16 @@ class Block(nnx.Module):
         self.attention_post_norm = Norm(model, model.width) if post else None
         self.mlp_post_norm = Norm(model, model.width) if post else None
 
-    def __call__(self, x_BTD, rotation, mask, window, run: Execution, cache=None, now=None):
+    def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None):
         # Between blocks positions are split over `tensor` too; inside, every shard needs them all.
         y_BTD = self.attention_norm(x_BTD)
-        y_BTD = run.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
-        y_BTD, cache = self.attention(y_BTD, rotation, mask, window, run, cache, now)
+        y_BTD = execution.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
+        y_BTD, cache = self.attention(y_BTD, rotation, mask, window, execution, cache, now)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + y_BTD
-        y_BTD = run.place.constrain(self.mlp_norm(x_BTD), INSIDE, multiplied_into=("mlp",))
-        y_BTD = self.mlp(y_BTD, run)
+        y_BTD = execution.place.constrain(self.mlp_norm(x_BTD), INSIDE, multiplied_into=("mlp",))
+        y_BTD = self.mlp(y_BTD, execution)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
         return x_BTD + y_BTD, cache

@@ -56,11 +56,11 @@ class _Plan:
         return PartitionSpec(*(split[letter] for letter in out))
 
 
-class Factors(NamedTuple):
-    """A sink (see `sharding.route_gradient`) for a weight gradient that is not multiplied out yet.
+class WeightGradOperands(NamedTuple):
+    """The buffer of a deferred weight gradient (W): instead of the gradient its two operands.
 
-    Its gradient are the two factors: what the weight was multiplied with, and the gradient of the
-    product. `Noted.gradient` multiplies them.
+    These are what the weight was multiplied with, and the gradient of the product.
+    `WeightGradRecord.gradient` multiplies them.
     """
 
     x: jax.Array
@@ -68,39 +68,39 @@ class Factors(NamedTuple):
 
 
 @jax.tree_util.register_static
-class Noted:
-    """A sink that notes, while a program is traced, what the `Factors` of its weight will be."""
+class WeightGradRecord:
+    """A buffer that records, while a program is traced, the types of its weight's operands."""
 
     plan: _Plan | None = None
-    types: Factors | None = None
+    types: WeightGradOperands | None = None
 
-    def gradient(self, factors: Factors) -> jax.Array:
+    def gradient(self, factors: WeightGradOperands) -> jax.Array:
         """The weight gradient, each device's term of its sum where the weight is `reduced`."""
         return _weight_gradient(self.plan, *factors)
 
 
-class Deferred(NamedTuple):
-    """A weight with such a sink."""
+class DeferredWeight(NamedTuple):
+    """A weight whose gradient is deferred, with its buffer."""
 
     weight: jax.Array
-    sink: Factors | Noted
+    buffer: WeightGradOperands | WeightGradRecord
 
 
-def routed(place: sharding.Placement, params: Any, sinks: Any) -> Any:
-    """Each parameter with its gradient routed to its sink, which may be `Factors` or `Noted`."""
+def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> Any:
+    """`Placement.with_grad_buffers`, where buffers may be `WeightGradOperands` or a record."""
 
-    def one(array, sink):
-        if isinstance(sink, Factors | Noted):
-            return Deferred(place.with_terms(array), sink)
-        return place.routed(array, sink)
+    def one(array, buffer):
+        if isinstance(buffer, WeightGradOperands | WeightGradRecord):
+            return DeferredWeight(place.with_unreduced_grad(array), buffer)
+        return place.with_grad_buffers(array, buffer)
 
-    return jax.tree.map(one, params, sinks)
+    return jax.tree.map(one, params, buffers)
 
 
 def dot(
     expression: str,
     x: jax.Array,
-    weight: jax.Array | Deferred,
+    weight: jax.Array | DeferredWeight,
     *,
     out: PartitionSpec,
     policy: precision.Policy,
@@ -112,7 +112,7 @@ def dot(
       expression: an einsum over x and weight, e.g. "BTD,DNH->BTNH"; no letter may be summed within
         one operand.
       x: activations, in the compute dtype.
-      weight: a master parameter in any layout, or as `routed` gives it.
+      weight: a master parameter in any layout, or as `with_grad_buffers` gives it.
       out: PartitionSpec of the result.
       policy: the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
@@ -120,9 +120,9 @@ def dot(
 
     Returns the product in the compute dtype.
     """
-    sink = None
-    if isinstance(weight, Deferred):
-        weight, sink = weight
+    buffer = None
+    if isinstance(weight, DeferredWeight):
+        weight, buffer = weight
     plan = _Plan(
         expression=expression,
         x=jax.typeof(x).sharding.spec,
@@ -132,13 +132,17 @@ def dot(
         reduce=policy.reduce,
         recomputed=recomputed,
     )
-    if isinstance(sink, Noted):
-        sink.plan, sink.types = (
+    if isinstance(buffer, WeightGradRecord):
+        buffer.plan, buffer.types = (
             plan,
             jax.eval_shape(lambda x, weight: _factors(plan, x, _dot(plan, x, weight)), x, weight),
         )
-        weight, sink = jax.lax.stop_gradient(weight), None
-    return _dot(plan, x, weight) if sink is None else _deferred_dot(plan, x, weight, sink)
+        weight, buffer = jax.lax.stop_gradient(weight), None
+    return (
+        _dot(plan, x, weight)
+        if buffer is None
+        else _dot_deferring_weight_grad(plan, x, weight, buffer)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,11 +208,13 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _deferred_dot(plan: _Plan, x: jax.Array, weight: jax.Array, sink: Factors) -> jax.Array:
+def _dot_deferring_weight_grad(
+    plan: _Plan, x: jax.Array, weight: jax.Array, buffer: WeightGradOperands
+) -> jax.Array:
     return _dot_forward(plan, x, weight)[0]
 
 
-def _deferred_forward(plan, x, weight, sink):
+def _deferred_forward(plan, x, weight, buffer):
     return _dot_forward(plan, x, weight)
 
 
@@ -218,12 +224,12 @@ def _deferred_backward(plan, residuals, gradient):
     return gradient_x, None, _factors(plan, x, gradient)
 
 
-_deferred_dot.defvjp(_deferred_forward, _deferred_backward)
+_dot_deferring_weight_grad.defvjp(_deferred_forward, _deferred_backward)
 
 
-def _factors(plan, x, gradient) -> Factors:
+def _factors(plan, x, gradient) -> WeightGradOperands:
     x = jax.sharding.reshard(x, sharding.split_only(plan.x))
-    return Factors(x, jax.sharding.reshard(gradient, plan.whole_out))
+    return WeightGradOperands(x, jax.sharding.reshard(gradient, plan.whole_out))
 
 
 def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, dtype) -> jax.Array:

@@ -24,7 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from llmx import sharding
-from llmx.model import apply, execution, families
+from llmx.model import families
+from llmx.model.apply import Apply
+from llmx.model.execution import Execution
 
 # Segments in the cache: the row's text, and what fills the row up. Empty slots are -1.
 TEXT, FILLING = 0, -2
@@ -85,9 +87,9 @@ def _tempered(logits_BV, temperature):
 
 
 def generate(
-    apply: apply.Apply,
+    apply: Apply,
     params: dict,
-    run: execution.Execution,
+    execution: Execution,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
@@ -100,7 +102,7 @@ def generate(
     """Continues each prompt by up to `max_tokens` tokens; the prompts themselves are not returned.
 
     Args:
-      apply, params, run: a decoder, its parameters as they lie on `run.place.mesh`, and how to run
+      apply, params, execution: a decoder, its parameters on `execution.place.mesh`, and how to run
         it; any mesh and layout: rows are split over the batch axes where their number divides,
         positions are not split.
       prompts: token ids, at least one in each.
@@ -139,11 +141,13 @@ def generate(
         "top_k": np.array(top_k, np.int32),
         "top_p": np.array(top_p, np.float32),
     }
-    mesh = run.place.mesh
+    mesh = execution.place.mesh
     whole = NamedSharding(mesh, PartitionSpec())
     # One sharding per program: batches that divide over the batch axes, and the others.
-    split = num_rows % run.place.size([a for a in sharding.BATCH_AXES if a in mesh.shape]) == 0
-    program = _make_program(apply, run, split)
+    split = (
+        num_rows % execution.place.size([a for a in sharding.BATCH_AXES if a in mesh.shape]) == 0
+    )
+    program = _make_program(apply, execution, split)
     with jax.set_mesh(mesh):
         out = program(params, jax.device_put(inputs, whole), num_slots=_bucket(max_tokens))
     texts_BM, counts_B = jax.device_get(out)
@@ -218,14 +222,14 @@ def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Place
 
 # Functions are compiled once for as long as the model and its execution are the same objects.
 @functools.lru_cache(maxsize=8)
-def _make_program(apply: apply.Apply, run: execution.Execution, split_batch: bool) -> Callable:
+def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Callable:
     """The jitted (params, inputs, num_slots=) -> (tokens [B, num_slots], how many of them [B])."""
-    place = placement(run.place, split_batch=split_batch)
-    run = dataclasses.replace(run, place=place, remat="none")
+    place = placement(execution.place, split_batch=split_batch)
+    execution = dataclasses.replace(execution, place=place, remat="none")
 
     def decode(params, cache, tokens_BT, segments_BT, positions_BT, now):
         logits_BTV, cache = apply.decode(
-            params, cache, tokens_BT, segments_BT, positions_BT, now, run
+            params, cache, tokens_BT, segments_BT, positions_BT, now, execution
         )
         logits_BTV = sharding.constrain(logits_BTV, place.mesh, PartitionSpec())
         # Padding is cut off: what does not exist cannot be picked.
@@ -236,7 +240,7 @@ def _make_program(apply: apply.Apply, run: execution.Execution, split_batch: boo
         lengths_B = inputs["lengths_B"]
         slots_BP = jnp.broadcast_to(jnp.arange(num_prompt), (num_rows, num_prompt))
         is_text_BP = slots_BP < lengths_B[:, None]
-        cache = apply.empty_cache(num_rows, num_prompt + num_slots, run)
+        cache = apply.empty_cache(num_rows, num_prompt + num_slots, execution)
         # Their logits are not used, and so never computed.
         _, cache = decode(
             params, cache, inputs["tokens_BP"], jnp.where(is_text_BP, TEXT, FILLING),

@@ -48,7 +48,7 @@ class Pieces:
     """A model in pieces, as functions of one microbatch's rows (a dict of arrays [B, T]).
 
     `outer` are the parameters of embedding and head by name, `weights` those of one part's layers,
-    each with sinks for their gradients (see `sharding.route_gradient`); None = not differentiated.
+    each with sinks for their gradients (see `sharding.accumulate_into`); None = not differentiated.
 
       embed(outer, sinks, rows) -> x                 the first part's input
       beside(rows) -> tree                           what every part takes beside x
@@ -68,7 +68,7 @@ class Pieces:
 
 def inside(place: sharding.Placement) -> sharding.Placement:
     """The placement of what a stage does by itself."""
-    return dataclasses.replace(place, hidden=(*STAGE, *place.hidden))
+    return dataclasses.replace(place, local_axes=(*STAGE, *place.local_axes))
 
 
 class Gradient(NamedTuple):
@@ -92,7 +92,7 @@ class _Made(NamedTuple):
 
     sent: jax.Array  # the part's output, or the gradient of its input
     kept: tuple[jax.Array, ...] = ()
-    products: tuple[dot.Factors, ...] = ()
+    products: tuple[dot.WeightGradOperands, ...] = ()
     blocks: tuple[jax.Array | None, ...] = ()  # gradients of one part's weights
 
 
@@ -102,7 +102,7 @@ class _Carry(NamedTuple):
     inputs: jax.Array | None
     gradients: jax.Array | None
     kept: tuple[jax.Array, ...]
-    products: tuple[dot.Factors, ...]
+    products: tuple[dot.WeightGradOperands, ...]
     blocks: tuple[jax.Array, ...]  # sums of gradients
     outer: Any
     losses: tuple[jax.Array, ...]
@@ -121,7 +121,7 @@ class _Run:
     outer: tuple
     batch: dict[str, jax.Array]  # [M, B, T], then the step before's
     # Types of the gradients of this stage's layers; None = forward operations only. Those that the
-    # backward operation makes may be `dot.Factors`.
+    # backward operation makes may be `dot.WeightGradOperands`.
     sinks: Any
     backward_sinks: Any
     outer_sinks: Any
@@ -346,7 +346,9 @@ def _landed(flight: Flight, carry: _Carry, mesh: jax.sharding.Mesh) -> dict[str,
     return jax.tree.map(one, flight, buffers)._asdict()
 
 
-def _buffers(run: _Run, kept: _Kept | None, noted: tuple[dot.Noted, ...]) -> dict[str, Any]:
+def _buffers(
+    run: _Run, kept: _Kept | None, noted: tuple[dot.WeightGradRecord, ...]
+) -> dict[str, Any]:
     """Empty places for everything that waits."""
     places = run.program.places
     of = lambda name: _buffer(run.x_type, places[name]) if places[name] else None  # noqa: E731
@@ -428,7 +430,7 @@ def _present(program: Program, ticks: slice) -> dict[str, Any]:
 def _tick(
     run: _Run,
     kept: _Kept | None,
-    noted: tuple[dot.Noted, ...],
+    noted: tuple[dot.WeightGradRecord, ...],
     present: dict[str, Any],
     carry: _Carry,
     row,
@@ -604,7 +606,7 @@ def _plus(total: jax.Array, new: jax.Array, at) -> jax.Array:
 
 
 def _is_factors(leaf: Any) -> bool:
-    return isinstance(leaf, dot.Factors)
+    return isinstance(leaf, dot.WeightGradOperands)
 
 
 def _row(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -614,11 +616,13 @@ def _row(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=to)
 
 
-def _noted(run: _Run) -> tuple[tuple[dot.Noted, ...], Any]:
+def _noted(run: _Run) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
     """The products of a part, with types over its layers, and sinks that leave their gradients."""
     size = run.parts.size
     sinks = jax.tree.map(
-        lambda leaf, product: dot.Noted() if product else leaf, run.sinks, run.pieces.products
+        lambda leaf, product: dot.WeightGradRecord() if product else leaf,
+        run.sinks,
+        run.pieces.products,
     )
 
     def trace(x_BTD):
@@ -627,7 +631,7 @@ def _noted(run: _Run) -> tuple[tuple[dot.Noted, ...], Any]:
         return run.pieces.part(weights, given, x_BTD, beside, kinds)
 
     jax.eval_shape(trace, run.x_type)
-    is_note = lambda leaf: isinstance(leaf, dot.Noted)  # noqa: E731
+    is_note = lambda leaf: isinstance(leaf, dot.WeightGradRecord)  # noqa: E731
     notes = [leaf for leaf in jax.tree.leaves(sinks, is_leaf=is_note) if is_note(leaf)]
     for note in notes:
         note.types = jax.tree.map(lambda leaf: _stacked(leaf, size), note.types)

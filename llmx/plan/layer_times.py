@@ -101,7 +101,7 @@ def _block(model: ModelConfig, kind: str, shape, run: execution.Execution, runs:
 
     def block(blocks, x_BTD):
         mask = apply.self_mask(segments_BT, positions_BT, run)
-        return apply.Apply(one).through(blocks, x_BTD, mask, run)[0]
+        return apply.Apply(one).apply_layers(blocks, x_BTD, mask, run)[0]
 
     return _seconds(block, (blocks, _stream(model.width, shape, run)), runs)
 

@@ -35,42 +35,42 @@ def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def accumulate_into(axes: tuple[str, ...], array: jax.Array, sink: jax.Array) -> jax.Array:
-    """`array`, whose gradient goes to `sink` instead: in its dtype, and split and summed as it is.
+def accumulate_into(axes: tuple[str, ...], array: jax.Array, buffer: jax.Array) -> jax.Array:
+    """`array`, whose gradient goes to `buffer`: in its dtype, and split and summed as it is.
 
     A gradient must have the type of what it is the gradient of. ZeRO-2 keeps whole parameters and
     split gradients, mixed precision sums gradients of fp32 parameters in bf16: so `array` is held
-    constant and the gradient is taken by `sink`, an array of the same shape whose value is not
-    used. Where the type of `sink` is `reduced` along an axis, its gradient is not summed over it.
+    constant and the gradient is taken by `buffer`, an array of the same shape whose value is not
+    used. Where the type of `buffer` is `reduced` along an axis, its gradient is not summed over it.
 
     Args:
       axes: the mesh axes along which devices see different tokens (`Placement.token_axes`).
       array: a parameter.
-      sink: any array of its shape.
+      buffer: any array of its shape.
     """
     # A gathered weight has the compute dtype, and its gradient the dtype that it is summed in.
-    return with_terms(axes, array.astype(jnp.promote_types(array.dtype, sink.dtype)))
+    return with_unreduced_grad(axes, array.astype(jnp.promote_types(array.dtype, buffer.dtype)))
 
 
-def with_terms(axes: Sequence[str], array: jax.Array) -> jax.Array:
+def with_unreduced_grad(axes: Sequence[str], array: jax.Array) -> jax.Array:
     to = jax.typeof(array).sharding.spec
     return jax.sharding.reshard(
         array, specs.reduced(to, [a for a in axes if a not in specs.used_axes(to)])
     )
 
 
-def to_buffer(gradient: jax.Array, sink: Any) -> jax.Array:
-    """The gradient of a parameter `with_terms`, in the type of its sink."""
-    to = sink.sharding.spec
-    return jax.sharding.reshard(gradient.astype(sink.dtype), specs.unreduced(to, to.reduced))
+def to_buffer(gradient: jax.Array, buffer: Any) -> jax.Array:
+    """The gradient of a parameter `with_unreduced_grad`, in the type of its buffer."""
+    to = buffer.sharding.spec
+    return jax.sharding.reshard(gradient.astype(buffer.dtype), specs.unreduced(to, to.reduced))
 
 
-def _route_forward(axes, array, sink):
-    return accumulate_into(axes, array, sink), sink
+def _route_forward(axes, array, buffer):
+    return accumulate_into(axes, array, buffer), buffer
 
 
-def _route_backward(axes, sink, gradient):
-    return None, to_buffer(gradient, jax.typeof(sink))
+def _route_backward(axes, buffer, gradient):
+    return None, to_buffer(gradient, jax.typeof(buffer))
 
 
 accumulate_into.defvjp(_route_forward, _route_backward)

@@ -33,7 +33,7 @@ def to_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def from_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """The reverse of `hide`."""
+    """The reverse of `to_local`."""
     to = jax.typeof(array).sharding.spec
     return jax.shard_map(
         lambda local: local, mesh=mesh, in_specs=to,

@@ -57,7 +57,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
             )
         sizes[open_axes[0]] = num_devices // known
     elif known != num_devices:
-        shown = mesh_text(sizes, alone="of one device")
+        shown = mesh_text(sizes, if_single="of one device")
         raise ValueError(
             f"mesh {shown} needs {known} devices and there are {num_devices}: "
             f"set one axis to -1, or change their product to {num_devices}"
@@ -113,9 +113,9 @@ def _slice_index(device: jax.Device) -> int:
     return device.slice_index if hasattr(device, "slice_index") else 0
 
 
-def mesh_text(sizes: Mapping[str, int], *, alone: str = "one device") -> str:
-    """ "data2 x tensor4": mesh axes with their sizes, or `alone` where all are 1."""
-    return " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or alone
+def mesh_text(sizes: Mapping[str, int], *, if_single: str = "one device") -> str:
+    """ "data2 x tensor4": mesh axes with their sizes, or `if_single` where all are 1."""
+    return " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or if_single
 
 
 # ------------------------------------------------------------------- batches from processes

@@ -20,8 +20,8 @@ class Placement:
 
     mesh: Mesh
     layout: Layout
-    # Mesh axes along which arrays differ although their types call them whole: see `hide`.
-    hidden: tuple[str, ...] = ()
+    # Mesh axes along which arrays differ although their types call them whole: see `to_local`.
+    local_axes: tuple[str, ...] = ()
 
     def activation(self, axes: Sequence[str | None], shape: Sequence[int] | None = None):
         """PartitionSpec of an activation with these logical axes."""
@@ -45,15 +45,17 @@ class Placement:
         return specs.constrain(array, self.mesh, to)
 
     def manual(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """`function` of one device's parts: `jax.shard_map`, differentiable under `hidden` axes.
+        """`function` of one device's parts: `jax.shard_map`, differentiable under `local_axes`.
 
         The gradient of what `in_specs` calls whole along an axis is a sum over it; along hidden
         axes it is not.
         """
         apply = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        if not self.hidden:
+        if not self.local_axes:
             return apply(function, in_specs=in_specs, out_specs=out_specs)
-        shown = lambda specs: jax.tree.map(functools.partial(local_view.shown, self.hidden), specs)  # noqa: E731
+        shown = functools.partial(
+            jax.tree.map, functools.partial(local_view.shown, self.local_axes)
+        )
 
         def local(*arrays):
             out = function(*jax.tree.map(lambda array: array[0], arrays))
@@ -64,10 +66,12 @@ class Placement:
         def revealed(*arrays):
             out = region(
                 *jax.tree.map(
-                    lambda a: local_view.from_local(self.mesh, self.hidden, a[None]), arrays
+                    lambda a: local_view.from_local(self.mesh, self.local_axes, a[None]), arrays
                 )
             )
-            return jax.tree.map(lambda a: local_view.to_local(self.mesh, self.hidden, a)[0], out)
+            return jax.tree.map(
+                lambda a: local_view.to_local(self.mesh, self.local_axes, a)[0], out
+            )
 
         return revealed
 
@@ -79,23 +83,23 @@ class Placement:
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes along which tokens differ: weight gradients are sums over them."""
         sizes = self.mesh.shape
-        return tuple(a for a in TOKEN_AXES if sizes.get(a, 1) > 1 and a not in self.hidden)
+        return tuple(a for a in TOKEN_AXES if sizes.get(a, 1) > 1 and a not in self.local_axes)
 
-    def routed(self, params: Any, sinks: Any) -> Any:
-        """Each parameter with its gradient routed to its sink: see `route_gradient`."""
-        route = functools.partial(grad_buffers.accumulate_into, self.token_axes)
-        return jax.tree.map(route, params, sinks)
+    def with_grad_buffers(self, params: Any, buffers: Any) -> Any:
+        """Each parameter, its gradient accumulated into its buffer: see `accumulate_into`."""
+        accumulate = functools.partial(grad_buffers.accumulate_into, self.token_axes)
+        return jax.tree.map(accumulate, params, buffers)
 
-    def with_terms(self, array: jax.Array) -> jax.Array:
+    def with_unreduced_grad(self, array: jax.Array) -> jax.Array:
         """A parameter whose gradient is left as terms of a sum over the devices that see different
         tokens."""
-        return grad_buffers.with_terms(self.token_axes, array)
+        return grad_buffers.with_unreduced_grad(self.token_axes, array)
 
-    def alone(self, axes: tuple[str, ...]) -> "Placement":
+    def per_replica(self, axes: tuple[str, ...]) -> "Placement":
         """Of one of the replicas along `axes`, which knows of no other: arrays have types as on a
         mesh without these axes, and what communicates does so within the replica."""
         layout = self.layout.without(axes, "parameters", "gradients", "optimizer", "activations")
-        return dataclasses.replace(self, layout=layout, hidden=(*self.hidden, *axes))
+        return dataclasses.replace(self, layout=layout, local_axes=(*self.local_axes, *axes))
 
     def size(self, axes: Sequence[str]) -> int:
         """The number of devices along these mesh axes together."""

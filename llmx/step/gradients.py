@@ -91,11 +91,11 @@ def of_replicas(setup: Setup, *, accumulation: int, z_loss: float, gather: str):
     means over its own tokens, in fp32.
 
     A replica's part of the program is the text of `of_batch` on a mesh without `data`, so that it
-    communicates within the replica only. Parameters: of each replica, hidden (`sharding.hide`).
+    communicates within the replica only. Parameters: of each replica, hidden (`sharding.to_local`).
     """
     axes = (strategy.AXIS,)
     inside = dataclasses.replace(
-        setup, run=dataclasses.replace(setup.run, place=setup.run.place.alone(axes))
+        setup, run=dataclasses.replace(setup.run, place=setup.run.place.per_replica(axes))
     )
     make = of_batch if setup.pipeline is None else of_batch_in_stages
     gradient_of = make(inside, accumulation=accumulation, z_loss=z_loss, gather=gather)
@@ -173,7 +173,7 @@ def run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, f
     def routed(outer, sinks):
         if sinks is None:
             return outer
-        return outer | run.place.routed({name: outer[name] for name in sinks}, sinks)
+        return outer | run.place.with_grad_buffers({name: outer[name] for name in sinks}, sinks)
 
     def embed(outer, sinks, rows):
         return apply.embedded(routed(outer, sinks), rows["tokens"], rows["positions"], run)
@@ -184,8 +184,8 @@ def run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, f
 
     def part(weights, sinks, x_BTD, beside, kinds):
         mask, rotations = beside
-        return apply.through(
-            weights, x_BTD, mask, inside, kinds=kinds, sinks=sinks, rotations=rotations
+        return apply.apply_layers(
+            weights, x_BTD, mask, inside, kinds=kinds, grad_buffers=sinks, rotations=rotations
         )[0]
 
     def losses(outer, sinks, x_BTD, rows):

@@ -273,7 +273,7 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
     def pull(params, x_BTD, ids_BT):
         def blocks(params, x_BTD):
             mask = apply.self_mask(ids_BT, ids_BT, run)
-            return apply.Apply(model).through(params["blocks"], x_BTD, mask, run)[0]
+            return apply.Apply(model).apply_layers(params["blocks"], x_BTD, mask, run)[0]
 
         return jax.vjp(blocks, params, x_BTD)[1]
 

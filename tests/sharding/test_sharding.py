@@ -441,7 +441,7 @@ def test_constrain_on_explicit_and_auto_axes(axis_type):
 
 
 @pytest.mark.parametrize(
-    ("weight_to", "sink_to", "later"),
+    ("weight_to", "buffer_to", "later"),
     [
         ((None, None), (None, None), ()),  # DDP: an all-reduce in the layer
         ((None, None), (None, None), ("data", "fsdp")),  # ... or after the last microbatch
@@ -451,34 +451,34 @@ def test_constrain_on_explicit_and_auto_axes(axis_type):
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_route_gradient_sends_it_to_the_sink(weight_to, sink_to, later, dtype):
+def test_accumulate_into_sends_the_gradient_to_the_buffer(weight_to, buffer_to, later, dtype):
     mesh = sharding.make_mesh({"data": 2, "fsdp": 4})
     rows = ("data", "fsdp")
     put = lambda array, to: jax.device_put(array, NamedSharding(mesh, to))  # noqa: E731
     weight = put(jnp.arange(16.0).reshape(8, 2), PartitionSpec(*weight_to))
-    to = PartitionSpec(*sink_to)
+    to = PartitionSpec(*buffer_to)
     x = put(jnp.arange(64.0).reshape(8, 8) / 8, PartitionSpec(rows, None))
 
-    def loss(sink, weight, x):
-        weight = sharding.accumulate_into(rows, weight, sink)
+    def loss(buffer, weight, x):
+        weight = sharding.accumulate_into(rows, weight, buffer)
         y = dot.dot("BD,DF->BF", x, weight, out=PartitionSpec(rows, None), policy=POLICY)
         return jnp.sum(jnp.square(y))
 
     def step(weight, x):
-        sink = jnp.full((8, 2), jnp.nan, dtype, out_sharding=sharding.reduced(to, later))
-        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(sink, weight, x)
+        buffer = jnp.full((8, 2), jnp.nan, dtype, out_sharding=sharding.reduced(to, later))
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(buffer, weight, x)
         assert jax.typeof(gradients[0]).sharding.spec.unreduced == frozenset(later)
         return value, jax.sharding.reshard(gradients[0], to), gradients[1]
 
     with jax.set_mesh(mesh):
-        value, to_sink, to_weight = jax.jit(step)(weight, x)
+        value, to_buffer, to_weight = jax.jit(step)(weight, x)
     plain = jax.value_and_grad(lambda w, x: jnp.sum(jnp.square(x @ w)))
     want_value, want = plain(np.asarray(weight), np.asarray(x))
     np.testing.assert_allclose(value, want_value, rtol=LOSS_TOLERANCE)
-    assert to_sink.dtype == dtype
-    assert to_sink.sharding.spec == to
+    assert to_buffer.dtype == dtype
+    assert to_buffer.sharding.spec == to
     tolerance = LOSS_TOLERANCE if dtype == "float32" else 1e-2
-    np.testing.assert_allclose(to_sink.astype("float32"), want, rtol=tolerance)
+    np.testing.assert_allclose(to_buffer.astype("float32"), want, rtol=tolerance)
     np.testing.assert_array_equal(to_weight, 0)
 
 

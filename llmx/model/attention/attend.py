@@ -107,7 +107,7 @@ def attend(
     else:
         over = ulysses.attention_over(
             kernel, axis="sequence", split=split_of(config, place),
-            device_kind=device.device_kind, apart="stage" in place.hidden,
+            device_kind=device.device_kind, apart="stage" in place.local_axes,
         )  # fmt: skip
 
     def local(query_BTNH, key_BSKH, value_BSKH, mask):

@@ -77,7 +77,7 @@ def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Ar
 
 
 # The gradient goes the other way: what differentiates a region by itself would add up the gradients
-# of replicas that know nothing of each other (`sharding.hide`).
+# of replicas that know nothing of each other (`sharding.to_local`).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _reordered(split: Split, mesh: Mesh, back: bool, array: Array) -> Array:
     order = split.order(array.shape[1])
