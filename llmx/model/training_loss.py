@@ -65,7 +65,7 @@ class TrainingLoss:
 
     def per_replica(self, axes: tuple[str, ...]) -> "TrainingLoss":
         """The same of one of the replicas along `axes`: nothing communicates over these."""
-        place = self.execution.place.alone(axes)
+        place = self.execution.place.per_replica(axes)
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, place=place))
 
     def buffers(self, accumulation: int) -> Any:
