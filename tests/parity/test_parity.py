@@ -10,15 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support import packed
-
-from llmx import sharding
-from llmx.model import execution, families, precision
-from llmx.model.attention.attend import AttentionConfig
-from llmx.pipeline import schedules
-from llmx.pipeline import stages as stages_lib
-from llmx.step import optimizers, step
-from llmx.step.state import Pipeline, Setup, State
+from support import compare, packed, runs
 
 TOLERANCE = 1e-5  # relative; the contract of docs/architecture.md, seen: below 3e-6
 BF16_TOLERANCE = 1e-2  # bf16 has 8 bits: 4e-3 for one number
@@ -113,45 +105,33 @@ def batches() -> list[dict]:
     return packed.batches(STEPS, rows=BATCH, length=LENGTH, vocab=257)
 
 
-def make_setup(
+def make_recipe(
     family: str, cell: Cell, remat: str, policy: str = "fp32", attention: str = "auto",
     accumulation: int = 1,
-) -> Setup:  # fmt: skip
-    config = families.preset(family, vocab_size=257, **MODELS[family])
-    devices = jax.devices()[: int(np.prod(list(cell.mesh.values())))]
-    layout = sharding.make_layout(
-        cell.layout, sequence_parallel=cell.sequence_parallel, replicate_kv=cell.replicate_kv
+):  # fmt: skip
+    return runs.make_recipe(
+        runs.make_config(
+            family,
+            model=dict(vocab_size=257) | MODELS[family],
+            mesh=cell.mesh,
+            precision=policy,
+            remat=remat,
+            batch__size=BATCH,
+            batch__sequence_length=LENGTH,
+            batch__accumulation=accumulation,
+            sharding__layout=cell.layout,
+            sharding__sequence_parallel=cell.sequence_parallel,
+            sharding__replicate_kv=cell.replicate_kv,
+            sharding__gather=cell.gather,
+            loss__chunks=cell.chunks,
+            loss__z_loss=1e-4,
+            attention__implementation=attention,
+            attention__ulysses=cell.ulysses,
+            attention__zigzag=cell.zigzag,
+            pipeline__schedule=cell.schedule,
+            **runs.PARITY_OPTIMIZER,
+        )
     )
-    run = execution.Execution(
-        place=sharding.Placement(sharding.make_mesh(cell.mesh, devices=devices), layout),
-        policy=precision.POLICIES[policy],
-        remat=remat,
-        attention=AttentionConfig(attention, cell.ulysses, cell.zigzag),
-        loss_chunks=cell.chunks,
-    )
-    # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, eps
-    # keeps its rounding noise from being divided by itself. Parameters still move by about the
-    # learning rate.
-    optimizer = optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
-    stages = None
-    if num := cell.mesh.get("stage"):
-        table = schedules.SCHEDULES[cell.schedule](num, accumulation)
-        stages = Pipeline(table, stages_lib.cut(config.num_layers, table.stage_of))
-    return step.make_setup(config, run, optimizer, total_steps=10, pipeline=stages)
-
-
-def train(setup: Setup, state: State, accumulation: int, gather: str = "layer"):
-    """(losses, gradient norms, parameters) of the first steps."""
-    train_step = step.make_train_step(
-        setup, accumulation=accumulation, z_loss=1e-4, clip_norm=1.0, gather=gather
-    )
-    losses, norms = [], []
-    with jax.set_mesh(setup.mesh):
-        for batch in batches():
-            state, report = train_step(state, jax.device_put(batch, setup.batch_sharding))
-            losses.append(float(report.loss))
-            norms.append(float(report.grad_norm))
-    return np.array(losses), np.array(norms), jax.device_get(state.params)
 
 
 ONE_DEVICE = Cell({"data": 1}, "ddp")
@@ -164,39 +144,24 @@ def references():
 
     def get(family: str):
         if family not in made:
-            setup = make_setup(family, ONE_DEVICE, "none", attention="reference")
-            state = setup.init(0)
+            recipe = make_recipe(family, ONE_DEVICE, "none", attention="reference")
+            state = recipe.init(0)
             initial = jax.device_get(state)
-            made[family] = initial, train(setup, state, 1)
+            made[family] = initial, runs.train(recipe, batches(), state)
         return made[family]
 
     return get
 
 
-def relative(got: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-
-
 @pytest.mark.parametrize("family, cell, accumulation, remat", list(grid()))
 def test_parity(references, family, cell, accumulation, remat):
-    initial, (losses, norms, params) = references(family)
-    setup = make_setup(family, cell, remat, accumulation=accumulation)
-    if (cell.mesh == {"data": 8} and accumulation == 1) or setup.pipeline:
-        state = setup.init(0)  # born split: the same numbers
+    initial, wanted = references(family)
+    recipe = make_recipe(family, cell, remat, accumulation=accumulation)
+    if (cell.mesh == {"data": 8} and accumulation == 1) or "stage" in cell.mesh:
+        state = recipe.init(0)  # born split: the same numbers
     else:
-        to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract)
-        state = jax.device_put(initial, to)
-    got_losses, got_norms, got_params = train(setup, state, accumulation, cell.gather)
-    if setup.pipeline:
-        got_params["blocks"] = setup.pipeline.parts.unstaged(got_params["blocks"])
-    np.testing.assert_allclose(got_losses, losses, rtol=TOLERANCE)
-    np.testing.assert_allclose(got_norms, norms, rtol=TOLERANCE)
-    wanted = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), got in zip(wanted, jax.tree.leaves(got_params), strict=True):
-        if np.any(leaf):  # the key bias stays zero
-            assert relative(got, leaf) < TOLERANCE, sharding.path_name(path)
-        else:
-            assert not np.any(got), sharding.path_name(path)
+        state = runs.put_state(recipe, initial)
+    compare.assert_trained_alike(runs.train(recipe, batches(), state), wanted, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +176,8 @@ def test_parity(references, family, cell, accumulation, remat):
 def test_parity_of_bf16(references, cell):
     """In bf16 the same losses to bf16's own precision, and fp32 master parameters."""
     initial, (losses, norms, _) = references("llama3")
-    setup = make_setup("llama3", cell, "full", policy="bf16")
-    state = jax.device_put(initial, jax.tree.map(lambda leaf: leaf.sharding, setup.abstract))
-    got_losses, got_norms, params = train(setup, state, 2, cell.gather)
-    np.testing.assert_allclose(got_losses, losses, rtol=BF16_TOLERANCE)
-    np.testing.assert_allclose(got_norms, norms, rtol=5 * BF16_TOLERANCE)
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
+    recipe = make_recipe("llama3", cell, "full", policy="bf16", accumulation=2)
+    got = runs.train(recipe, batches(), runs.put_state(recipe, initial))
+    np.testing.assert_allclose(got.losses, losses, rtol=BF16_TOLERANCE)
+    np.testing.assert_allclose(got.norms, norms, rtol=5 * BF16_TOLERANCE)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(got.params))

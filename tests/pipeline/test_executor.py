@@ -10,16 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import packed
+from support import compare, packed, runs
 
-from llmx import sharding
 from llmx.aot import program
-from llmx.model import execution, families, precision
 from llmx.pipeline import schedule, schedules, stages, ticks
 from llmx.pipeline import schedule as schedule_lib
-from llmx.pipeline import stages as stages_lib
-from llmx.step import gradients, optimizers, step
-from llmx.step.state import Pipeline, Setup, State
 
 TOLERANCE = 1e-5
 BATCH, LENGTH, STEPS = 32, 16, 3
@@ -59,7 +54,7 @@ class Cell:
     @property
     def sizes(self) -> dict[str, int]:
         others = {name[:-1]: int(name[-1]) for name in self.mesh.split()}
-        return dict.fromkeys(sharding.AXES, 1) | {"stage": self.stages} | others
+        return {"stage": self.stages} | others
 
 
 def batches() -> list[dict]:
@@ -69,46 +64,29 @@ def batches() -> list[dict]:
 EMPTY = {name: np.zeros_like(array) for name, array in batches()[0].items()}
 
 
-def make_setup(cell: Cell, table: schedule.Table | None = None, **changes) -> Setup:
-    changes = dict(vocab_size=90, num_layers=cell.num_layers) | MODELS[cell.family] | changes
-    config = families.preset(cell.family, **changes)
-    devices = jax.devices()[: int(np.prod(list(cell.sizes.values())))]
-    mesh = sharding.make_mesh(cell.sizes, devices=devices)
-    run = execution.Execution(
-        place=sharding.Placement(mesh, sharding.make_layout(cell.layout)),
-        policy=precision.POLICIES[cell.policy],
-        remat=cell.remat,
-    )
-    # See tests/test_parity.py for eps.
-    optimizer = optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
-    stages = None
+def make_recipe(cell: Cell, model: dict | None = None, **keys):
+    model = dict(vocab_size=257, num_layers=cell.num_layers) | MODELS[cell.family] | (model or {})
     if cell.stages > 1:
-        table = table or schedules.SCHEDULES[cell.schedule](cell.stages, cell.microbatches)
-        cut = stages_lib.cut(cell.num_layers, table.stage_of, cell.layers)
-        stages = Pipeline(table, cut, (BATCH, LENGTH))
-    return step.make_setup(config, run, optimizer, total_steps=10, pipeline=stages)
-
-
-def train(setup: Setup, cell: Cell, given: list[dict], state: State | None = None):
-    """(losses, gradient norms, parameters in the model's order) of a step per batch."""
-    train_step = step.make_train_step(
-        setup, accumulation=cell.microbatches, z_loss=1e-4, clip_norm=1.0, gather=cell.gather
+        keys = dict(pipeline__schedule=cell.schedule, pipeline__layers=cell.layers) | keys
+    keys = dict(batch__size=BATCH, loss__z_loss=1e-4, sharding__gather=cell.gather) | keys
+    return runs.make_recipe(
+        runs.make_config(
+            cell.family,
+            model=model,
+            mesh=cell.sizes,
+            precision=cell.policy,
+            remat=cell.remat,
+            batch__sequence_length=LENGTH,
+            batch__accumulation=cell.microbatches,
+            sharding__layout=cell.layout,
+            **runs.PARITY_OPTIMIZER,
+            **keys,
+        )
     )
-    losses, norms = [], []
-    with jax.set_mesh(setup.mesh):
-        state = setup.init(0) if state is None else state
-        for batch in given:
-            state, report = train_step(state, jax.device_put(batch, setup.batch_sharding))
-            losses.append(float(report.loss))
-            norms.append(float(report.grad_norm))
-    return np.array(losses), np.array(norms), in_order(setup, state.params)
 
 
-def in_order(setup: Setup, params: dict) -> dict:
-    params = jax.device_get(params)
-    if setup.pipeline is None:
-        return params
-    return params | {"blocks": jax.device_get(setup.pipeline.parts.unstaged(params["blocks"]))}
+def train(cell: Cell, given: list[dict], **keys) -> runs.Trained:
+    return runs.train(make_recipe(cell, **keys), given)
 
 
 ONE_DEVICE = Cell("", 1, 1, layout="ddp", remat="none")
@@ -118,21 +96,11 @@ ONE_DEVICE = Cell("", 1, 1, layout="ddp", remat="none")
 def reference(family: str, num_layers: int):
     """What one device does."""
     cell = dataclasses.replace(ONE_DEVICE, family=family, num_layers=num_layers)
-    return train(make_setup(cell), cell, batches())
+    return train(cell, batches())
 
 
-def assert_equal(got, wanted, tolerance=TOLERANCE):
-    losses, norms, params = wanted
-    np.testing.assert_allclose(got[0], losses, rtol=tolerance)
-    np.testing.assert_allclose(got[1], norms, rtol=tolerance)
-    for (path, leaf), found in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(got[2]), strict=True
-    ):
-        if np.any(leaf):  # the key bias stays zero
-            distance = np.linalg.norm(found - leaf) / np.linalg.norm(leaf)
-            assert distance < tolerance, sharding.path_name(path)
-        else:
-            assert not np.any(found), sharding.path_name(path)
+def assert_equal(got, wanted):
+    compare.assert_trained_alike(got, wanted, TOLERANCE)
 
 
 # Every schedule, number of stages, number of microbatches (below, equal to, above and not divisible
@@ -173,8 +141,7 @@ SLOW = [
     "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW)], ids=str
 )
 def test_stages_train_as_one_device(cell):
-    found = train(make_setup(cell), cell, batches())
-    assert_equal(found, reference(cell.family, cell.num_layers))
+    assert_equal(train(cell, batches()), reference(cell.family, cell.num_layers))
 
 
 @pytest.mark.slow
@@ -184,15 +151,14 @@ def test_microbatches_that_stages_do_not_divide(microbatches, stages):
     cell = Cell("1f1b", stages, microbatches)
     rows = BATCH // microbatches * microbatches
     given = [{name: array[:rows] for name, array in batch.items()} for batch in batches()]
-    setup = make_setup(cell)
     one = dataclasses.replace(ONE_DEVICE, family=cell.family)
-    assert_equal(train(setup, cell, given), train(make_setup(one), one, given))
+    assert_equal(*(train(each, given, batch__size=rows) for each in (cell, one)))
 
 
 @pytest.mark.slow
 def test_bf16():
     cell = Cell("1f1b", 2, 4, "fsdp2 tensor2", policy="bf16")
-    losses, norms, params = train(make_setup(cell), cell, batches())
+    losses, norms, params = train(cell, batches())
     wanted = reference(cell.family, cell.num_layers)
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-2)
     np.testing.assert_allclose(norms, wanted[1], rtol=5e-2)
@@ -209,26 +175,25 @@ def test_a_table_from_a_file(tmp_path):
         [*warm[1], (backward, 0, 1), (forward, 1, 1), (backward, 1, 1), (forward, 2, 1),
          (backward, 2, 1), (forward, 3, 1), (backward, 3, 1)],
     ]  # fmt: skip
-    schedule.write_csv(schedule.schedule_asap("classic", orders), tmp_path / "classic.csv")
-    table = schedule.read_csv(tmp_path / "classic.csv")
+    path = tmp_path / "classic.csv"
+    schedule.write_csv(schedule.schedule_asap("classic", orders), path)
+    table = schedule.read_csv(path)
     assert schedule.check(table).peak_stash.tolist() == [2, 1]
-    cell = Cell("", 2, 4, "fsdp2", num_layers=3)
+    cell = Cell("1f1b", 2, 4, "fsdp2", num_layers=3)
     assert ticks.program(table).places["kept"] == 2 + 1  # one to write to without an operation
-    assert_equal(train(make_setup(cell, table), cell, batches()), reference("llama3", 3))
+    trained = train(cell, batches(), pipeline__table=str(path))
+    assert_equal(trained, reference("llama3", 3))
 
 
 def test_evaluation():
     cell = Cell("zb_v", 2, 4, "fsdp2", "gemma3", num_layers=7)
-    setup, one = (
-        make_setup(cell),
-        make_setup(dataclasses.replace(ONE_DEVICE, family="gemma3", num_layers=7)),
-    )
     found = []
-    for each in (setup, one):
-        with jax.set_mesh(each.mesh):
-            batch = jax.device_put(batches()[0], each.batch_sharding)
-            evaluate = step.make_eval_step(each)
-            found.append(jax.device_get(evaluate(each.init(0).params, batch)))
+    for each in (cell, dataclasses.replace(ONE_DEVICE, family="gemma3", num_layers=7)):
+        recipe = make_recipe(each)
+        with jax.set_mesh(recipe.mesh):
+            batch = runs.put_batch(recipe, batches()[0])
+            sums = runs.make_evaluation(recipe)(recipe.init(0).params, batch)
+            found.append(jax.device_get(sums))
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
 
 
@@ -239,24 +204,19 @@ def delayed(family: str, num_layers: int, given: list[dict]):
     """One device: to W(t) the gradient of the batch before is applied, taken at W(t-1), which was
     the newest when that batch came."""
     cell = dataclasses.replace(ONE_DEVICE, family=family, num_layers=num_layers)
-    setup = make_setup(cell)
-    take = gradients.of_batch(setup, accumulation=1, z_loss=1e-4, gather="layer")
-    differentiate = jax.jit(take)
-    update = jax.jit(lambda state, grads: step._update(setup, state, grads, True, setup.optimizer))
+    recipe = make_recipe(cell)
+    differentiate, update = runs.make_gradient(recipe), runs.make_update(recipe)
     losses, norms = [], []
-    with jax.set_mesh(setup.mesh):
-        state = setup.init(0)
+    with jax.set_mesh(recipe.mesh):
+        state = recipe.init(0)
         before = jax.tree.map(jnp.copy, state.params)
         for batch in given:
-            placed = jax.device_put(batch, setup.batch_sharding)
-            (loss, _), _, grads, _ = differentiate(before, placed)
+            loss, _, grads = differentiate(before, runs.put_batch(recipe, batch))
             norm = float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))))
             grads = jax.tree.map(lambda leaf: leaf / max(norm, 1.0), grads)  # noqa: B023
             losses.append(float(loss))
             norms.append(norm)
-            params, opt_state, _ = update(state, grads)
-            before = state.params
-            state = state._replace(params=params, opt_state=opt_state, step=state.step + 1)
+            before, state = state.params, update(state, grads)
     return np.array(losses), np.array(norms), jax.device_get(state.params)
 
 
@@ -275,7 +235,7 @@ TWO_VERSIONS = [
 @pytest.mark.parametrize("cell", TWO_VERSIONS, ids=str)
 def test_pipedream_2bw_is_gradients_of_delay_one(cell):
     """A batch is reported, and its gradient applied, in the step after the one that took it in."""
-    losses, norms, params = train(make_setup(cell), cell, [*batches(), EMPTY])
+    losses, norms, params = train(cell, [*batches(), EMPTY])
     assert losses[0] == norms[0] == 0
     wanted = delayed(cell.family, cell.num_layers, batches())
     assert_equal((losses[1:], norms[1:], params), wanted)
@@ -287,34 +247,29 @@ def test_one_version_from_first_to_last_stage():
     While batch 0 is under way, the newest weights are made useless: what is reported of it stays.
     """
     cell = Cell("pipedream_2bw", 4, 8, num_layers=4)
-    setup = make_setup(cell)
+    recipe = make_recipe(cell)
+    train_step = runs.make_train_step(recipe)
     found = []
     for spoiled in (False, True):
-        train_step = step.make_train_step(setup, accumulation=cell.microbatches)
-        with jax.set_mesh(setup.mesh):
-            state = setup.init(0)
-            put = lambda batch: jax.device_put(batch, setup.batch_sharding)  # noqa: E731
-            state, _ = train_step(state, put(batches()[0]))
+        with jax.set_mesh(recipe.mesh):
+            state, _ = train_step(recipe.init(0), runs.put_batch(recipe, batches()[0]))
             if spoiled:
                 state = state._replace(params=jax.tree.map(lambda a: a * 3, state.params))
-            _, report = train_step(state, put(batches()[1]))
+            _, report = train_step(state, runs.put_batch(recipe, batches()[1]))
             found.append((float(report.loss), float(report.grad_norm)))
     assert found[0] == found[1]
     one = dataclasses.replace(ONE_DEVICE, num_layers=4)
-    losses, norms, _ = train(make_setup(one), one, batches()[:1])
-    np.testing.assert_allclose(found[0][0], losses[0], rtol=2e-5)  # without its z-loss
-    assert norms[0] > 0
+    losses, norms, _ = train(one, batches()[:1])
+    np.testing.assert_allclose(found[0], (losses[0], norms[0]), rtol=TOLERANCE)
 
 
 # ------------------------------------------------------------------------- what a program executes
 
 
-def compiled(cell: Cell, config_changes: dict | None = None) -> tuple[Setup, program.Program]:
-    setup = make_setup(cell, **(config_changes or {}))
-    train_step = step.make_train_step(setup, accumulation=cell.microbatches)
-    with jax.set_mesh(setup.mesh):
-        lowered = train_step.lower(setup.abstract, setup.abstract_batch(BATCH, LENGTH))
-    return setup, program.read(lowered.compile().as_text(), list(setup.mesh.shape.items()))
+def compiled(cell: Cell, model: dict | None = None):
+    recipe = make_recipe(cell, model)
+    text = runs.lower(recipe).compile().as_text()
+    return recipe, program.read(text, list(recipe.mesh.shape.items()))
 
 
 @pytest.mark.parametrize(
@@ -329,12 +284,12 @@ def test_the_program_takes_the_ticks_of_the_table(schedule):
     most: in units of a stage's forward pass they are the length of the table, idle stages
     included."""
     cell = Cell(schedule, 4, 16, remat="none", layout="ddp")
-    setup, program = compiled(cell, {"mlp_dim": 4096})
+    recipe, program = compiled(cell, {"mlp_dim": 4096})
     kernels = [
-        leaf.size for leaf in jax.tree.leaves(setup.abstract.params["blocks"]) if leaf.ndim > 2
+        leaf.size for leaf in jax.tree.leaves(recipe.abstract.params["blocks"]) if leaf.ndim > 2
     ]
     forward = 2 * sum(kernels) / cell.stages * (BATCH * LENGTH / cell.microbatches)
-    length = schedule_lib.check(setup.pipeline.table).length
+    length = schedule_lib.check(schedules.SCHEDULES[schedule](4, 16)).length
     assert program.flops / forward == pytest.approx(length, rel=0.02)
 
 

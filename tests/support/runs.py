@@ -1,0 +1,176 @@
+"""Configs of small models, and the programs that llmx makes of them.
+
+Every test that initializes or trains a model comes through here, so that one file knows how a
+config becomes a program:
+
+    config = make_config("llama3", mesh={"fsdp": 4}, batch__size=8, batch__sequence_length=16)
+    recipe = make_recipe(config)
+    losses, norms, params = train(recipe, batches)
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llmx import config as config_lib
+from llmx import sharding
+from llmx.config import checks
+from llmx.config import recipe as recipe_lib
+from llmx.model import families
+from llmx.step import gradients, step
+
+# Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, a large eps
+# keeps its rounding noise from being divided by itself. Parameters still move by about the
+# learning rate.
+PARITY_OPTIMIZER = dict(
+    optimizer__learning_rate=1e-3, optimizer__warmup_steps=1, optimizer__eps=1e-3
+)
+_configs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def make_config(
+    family: str | families.ModelConfig = "llama3",
+    *,
+    model: Mapping[str, Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    **keys: Any,
+) -> config_lib.Config:
+    """A resolved fp32 config.
+
+    Args:
+      family: a preset, or the whole model.
+      model: what differs from the preset.
+      mesh: sizes of the mesh axes that are not 1.
+      keys: other values of the config, with "__" in the place of dots: `batch__size=8`.
+
+    Raises ConfigError where the values do not fit together.
+    """
+    config = config_lib.default()
+    preset = isinstance(family, str)
+    config.model = families.preset(family, **(model or {})) if preset else family
+    config.workdir, config.steps, config.precision = "unused", 10, "fp32"
+    sizes = dict.fromkeys(sharding.AXES, 1) | dict(mesh or {})
+    for axis, size in sizes.items():
+        setattr(config.mesh, axis, size)
+    for key, value in keys.items():
+        config_lib.set_value(config, key.replace("__", "."), value)
+    return checks.resolve(config, math.prod(sizes.values()))
+
+
+def num_devices(config: config_lib.Config) -> int:
+    return math.prod(vars(config.mesh)[axis] for axis in sharding.AXES)
+
+
+def make_recipe(config: config_lib.Config, devices: Sequence[jax.Device] | None = None):
+    """The program of a resolved config, on the first of these devices; nothing is allocated."""
+    devices = (jax.devices() if devices is None else devices)[: num_devices(config)]
+    recipe = recipe_lib.make_setup(config, devices=devices)
+    _configs[recipe] = config
+    return recipe
+
+
+def make_train_step(recipe, phase: str = "mean") -> Callable:
+    """The jitted (State, Batch) -> (State, Report)."""
+    return recipe_lib.make_train_step(_configs[recipe], recipe, phase=phase)
+
+
+def make_outer_steps(recipe) -> dict[tuple[int, ...], Callable]:
+    """By fragments: jitted State -> State, what replicas exchange between steps."""
+    return step.make_meetings(recipe)
+
+
+def make_evaluation(recipe) -> Callable:
+    """The jitted (params, batch) -> (sum of nats, number of tokens)."""
+    return step.make_eval_step(recipe)
+
+
+def make_gradient(recipe) -> Callable:
+    """The jitted (params, batch) -> (loss, tokens, gradients), before clipping."""
+    config = _configs[recipe]
+    take = gradients.of_batch(
+        recipe,
+        accumulation=config.batch.accumulation,
+        z_loss=config.loss.z_loss,
+        gather=config.sharding.gather,
+    )
+
+    def gradient(params, batch):
+        (loss, _), tokens, tree, _ = take(params, batch)
+        return loss, tokens, tree
+
+    return jax.jit(gradient)
+
+
+def make_update(recipe) -> Callable:
+    """The jitted (State, gradients) -> State after an accepted update, at the next step."""
+
+    def update(state, grads):
+        params, opt_state, ema = step._update(recipe, state, grads, True, recipe.optimizer)
+        return state._replace(params=params, opt_state=opt_state, ema=ema, step=state.step + 1)
+
+    return jax.jit(update)
+
+
+def execution(recipe):
+    """How the model's functions are run."""
+    return recipe.run
+
+
+def abstract_batch(recipe) -> dict[str, jax.ShapeDtypeStruct]:
+    batch = _configs[recipe].batch
+    return recipe.abstract_batch(batch.size, batch.sequence_length)
+
+
+def lower(recipe, phase: str = "mean") -> jax.stages.Lowered:
+    """The train step, lowered."""
+    with jax.set_mesh(recipe.mesh):
+        return make_train_step(recipe, phase).lower(recipe.abstract, abstract_batch(recipe))
+
+
+def put_batch(recipe, batch: dict) -> dict[str, jax.Array]:
+    return jax.device_put(batch, recipe.batch_sharding)
+
+
+def put_state(recipe, state):
+    """A state on the host, on the recipe's devices."""
+    return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract))
+
+
+def in_stages(recipe, params: dict) -> dict:
+    """Parameters with their layers in the order in which the recipe's stages hold them."""
+    if recipe.pipeline is None:
+        return params
+    return params | {"blocks": recipe.pipeline.parts.staged(params["blocks"])}
+
+
+def in_order(recipe, params: dict) -> dict:
+    """On the host, with layers in the model's order: the inverse of `in_stages`."""
+    params = jax.device_get(params)
+    if recipe.pipeline is None:
+        return params
+    return params | {"blocks": jax.device_get(recipe.pipeline.parts.unstaged(params["blocks"]))}
+
+
+class Trained(NamedTuple):
+    """What a few steps leave, on the host."""
+
+    losses: np.ndarray
+    norms: np.ndarray  # of gradients, before clipping
+    params: dict  # in the model's order
+
+
+def train(recipe, batches: Sequence[dict], state=None) -> Trained:
+    """A step per batch, from this state or from seed 0. The state is donated."""
+    train_step = make_train_step(recipe)
+    losses, norms = [], []
+    with jax.set_mesh(recipe.mesh):
+        state = recipe.init(0) if state is None else state
+        for batch in batches:
+            state, report = train_step(state, put_batch(recipe, batch))
+            losses.append(float(report.loss))
+            norms.append(float(report.grad_norm))
+    return Trained(np.array(losses), np.array(norms), in_order(recipe, state.params))
