@@ -1,4 +1,4 @@
-"""A 0.9M-parameter Llama learns the text of Python's standard library, byte by byte.
+"""A Llama of 0.8M parameters learns the text of Python's standard library, byte by byte.
 
     python -m llmx.train --config configs/quickstart.py
     python -m llmx.aot --config configs/quickstart.py --topology v5e:1x1
