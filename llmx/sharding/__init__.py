@@ -5,14 +5,14 @@ parameters, gradients, optimizer state and activations, which *mesh axes* each l
 over. Data parallelism, ZeRO-1/2/3, HSDP, tensor parallelism and sequence parallelism differ in
 these tables only; the model and the train step are one text.
 
-This package needs jax and numpy only, and works on any pytree: see docs/sharding.md for its use in
-other JAX code. Its names are public here; the files are an internal matter.
+This package needs jax and numpy only, and works on any pytree: docs/sharding.md shows its use in
+other JAX code. Its names are public here; the files are internal.
 
 Sources: ZeRO (arXiv 1910.02054), Megatron tensor and sequence parallelism (arXiv 1909.08053,
 2205.05198), HSDP (arXiv 2304.11277), logical axes (GSPMD, arXiv 2105.04663).
 """
 
-from llmx.sharding.grad_buffers import accumulate_into, empty_sum, regrouped, to_buffer, zeros
+from llmx.sharding.grad_buffers import accumulate_into, empty_sum, to_buffer, zeros
 from llmx.sharding.layouts import GATHERS, LAYOUTS, Layout, ShardingConfig, make_layout, spec
 from llmx.sharding.local_view import from_local, local_part, to_local
 from llmx.sharding.mesh import (
@@ -25,7 +25,7 @@ from llmx.sharding.mesh import (
     mesh_text,
     process_rows,
     resolve_sizes,
-)
+)  # fmt: skip
 from llmx.sharding.placement import Placement
 from llmx.sharding.pytrees import logical_axes, shardings
 from llmx.sharding.specs import (
@@ -33,51 +33,21 @@ from llmx.sharding.specs import (
     device_bytes,
     mesh_axes,
     reduced,
+    regrouped,
     split_as,
     split_only,
     unreduced,
     used_axes,
     ways,
     without,
-)
+)  # fmt: skip
 from llmx.sharding.trees import path_name
 
 __all__ = [
-    "AXES",
-    "BATCH_AXES",
-    "GATHERS",
-    "LAYOUTS",
-    "TOKEN_AXES",
-    "Layout",
-    "MeshConfig",
-    "Placement",
-    "ShardingConfig",
-    "accumulate_into",
-    "assemble",
-    "constrain",
-    "device_bytes",
-    "empty_sum",
-    "from_local",
-    "local_part",
-    "logical_axes",
-    "make_layout",
-    "make_mesh",
-    "mesh_axes",
-    "mesh_text",
-    "path_name",
-    "process_rows",
-    "reduced",
-    "regrouped",
-    "resolve_sizes",
-    "shardings",
-    "spec",
-    "split_as",
-    "split_only",
-    "to_buffer",
-    "to_local",
-    "unreduced",
-    "used_axes",
-    "ways",
-    "without",
-    "zeros",
-]
+    "AXES", "BATCH_AXES", "GATHERS", "LAYOUTS", "TOKEN_AXES", "Layout", "MeshConfig", "Placement",
+    "ShardingConfig", "accumulate_into", "assemble", "constrain", "device_bytes", "empty_sum",
+    "from_local", "local_part", "logical_axes", "make_layout", "make_mesh", "mesh_axes",
+    "mesh_text", "path_name", "process_rows", "reduced", "regrouped", "resolve_sizes", "shardings",
+    "spec", "split_as", "split_only", "to_buffer", "to_local", "unreduced", "used_axes", "ways",
+    "without", "zeros",
+]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Gradient buffers: in which dtype a parameter's gradient is added up, how it is split, and when it
-is summed over devices.
+"""Gradient buffers: the dtype in which a parameter's gradient is accumulated, how it is split, and
+when it is summed over devices.
 """
 
 import functools
@@ -13,22 +13,14 @@ from jax.sharding import NamedSharding
 from llmx.sharding import specs
 
 
-def regrouped(stacked: jax.Array, size: int) -> jax.Array:
-    """[num * size, ...] as [num, size, ...], the other dimensions split as they were."""
-    to = jax.typeof(stacked).sharding.spec
-    grouped = specs.split_as(to, None, *to.partitions)
-    shape = (stacked.shape[0] // size, size, *stacked.shape[1:])
-    return jnp.reshape(stacked, shape, out_sharding=grouped)
-
-
 def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
-    """Zeros of a type, the first dimension replaced by `leading` if it is given."""
+    """Zeros of a type; with `leading`, these sizes stand in the place of its first dimension."""
     shape = (*leading, *leaf.shape[1:]) if leading else leaf.shape
     return jnp.zeros(shape, leaf.dtype, out_sharding=leaf.sharding)
 
 
 def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros in fp32 to add up gradients of a type in, each device its own terms."""
+    """fp32 zeros to accumulate gradients in, where each device keeps its own terms of the sum."""
     spec = leaf.sharding.spec
     to = NamedSharding(leaf.sharding.mesh, specs.unreduced(spec, spec.reduced))
     return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
@@ -47,12 +39,15 @@ def accumulate_into(axes: tuple[str, ...], array: jax.Array, buffer: jax.Array) 
       axes: the mesh axes along which devices see different tokens (`Placement.token_axes`).
       array: a parameter.
       buffer: any array of its shape.
+
+    Communicates, in the backward pass, over those of `axes` over which the buffer is not `reduced`.
     """
     # A gathered weight has the compute dtype, and its gradient the dtype that it is summed in.
     return with_unreduced_grad(axes, array.astype(jnp.promote_types(array.dtype, buffer.dtype)))
 
 
 def with_unreduced_grad(axes: Sequence[str], array: jax.Array) -> jax.Array:
+    """A parameter whose gradient stays a sum of terms, one on each device along `axes`."""
     to = jax.typeof(array).sharding.spec
     return jax.sharding.reshard(
         array, specs.reduced(to, [a for a in axes if a not in specs.used_axes(to)])
@@ -60,17 +55,15 @@ def with_unreduced_grad(axes: Sequence[str], array: jax.Array) -> jax.Array:
 
 
 def to_buffer(gradient: jax.Array, buffer: Any) -> jax.Array:
-    """The gradient of a parameter `with_unreduced_grad`, in the type of its buffer."""
+    """The gradient of a parameter `with_unreduced_grad`, in the type of its buffer.
+
+    Communicates over the mesh axes along which `gradient` has terms and `buffer` is not `reduced`.
+    """
     to = buffer.sharding.spec
     return jax.sharding.reshard(gradient.astype(buffer.dtype), specs.unreduced(to, to.reduced))
 
 
-def _route_forward(axes, array, buffer):
-    return accumulate_into(axes, array, buffer), buffer
-
-
-def _route_backward(axes, buffer, gradient):
-    return None, to_buffer(gradient, jax.typeof(buffer))
-
-
-accumulate_into.defvjp(_route_forward, _route_backward)
+accumulate_into.defvjp(
+    lambda axes, array, buffer: (accumulate_into(axes, array, buffer), buffer),
+    lambda axes, buffer, gradient: (None, to_buffer(gradient, jax.typeof(buffer))),
+)

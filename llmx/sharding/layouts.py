@@ -1,5 +1,6 @@
-"""Layouts: tables from logical axis to mesh axes. DDP, ZeRO-1/2/3 and HSDP differ in these tables
-only.
+"""Layouts: tables from logical axis to mesh axes, and the PartitionSpec that one gives an array.
+
+DDP, ZeRO-1/2/3 and HSDP differ in these tables only.
 """
 
 import dataclasses
@@ -40,10 +41,8 @@ class Layout:
         )
 
 
-# ------------------------------------------------------------------------------------------ layouts
-
 # Tensor and pipeline parallelism: which logical axes of a parameter go to which mesh axes, in every
-# layout. Every stage has an equal share of embedding and head: see `llmx.pipeline.executor`.
+# layout. Each stage has an equal share of embedding and head: see `llmx.pipeline.executor`.
 _MODEL = {
     "vocab": ("stage", "tensor"),
     "heads": ("tensor",),
@@ -71,30 +70,38 @@ _ACTIVATIONS = {
 }
 
 
-def _split(over: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Parameters split over the replicas `over` too, along the width, which every matrix has."""
-    return _MODEL | {"embed": over}
+def _layout(*over: tuple[str, ...]) -> Layout:
+    """Parameters, gradients and optimizer state each split over these replicas too.
+
+    They are split along the width, which every matrix has.
+    """
+    return Layout(*(_MODEL | {"embed": axes} for axes in over), _ACTIVATIONS)
 
 
-def _layout(parameters, gradients, optimizer) -> Layout:
-    return Layout(_split(parameters), _split(gradients), _split(optimizer), _ACTIVATIONS)
-
-
-# The devices of `sequence` are replicas too, of the parameters: of a row they have other tokens.
+# The devices of `sequence` are replicas of the parameters too: they have other tokens of a row.
 _ALL, _FAST, _NONE = ("data", "fsdp", "sequence"), ("fsdp", "sequence"), ()
 
 #                     parameters  gradients  optimizer state
 LAYOUTS = {
-    "ddp": _layout(_NONE, _NONE, _NONE),  # replicas are whole; gradients are all-reduced
+    "ddp": _layout(_NONE, _NONE, _NONE),  # parameters are replicated; gradients are all-reduced
     "zero1": _layout(_NONE, _NONE, _ALL),  # each replica updates its share, then all gather it
     "zero2": _layout(_NONE, _ALL, _ALL),  # gradients are reduce-scattered
     "zero3": _layout(_ALL, _ALL, _ALL),  # parameters are gathered layer by layer (FSDP)
-    "hsdp": _layout(_FAST, _FAST, _FAST),  # zero3 over `fsdp`, whole replicas over `data`
+    "hsdp": _layout(_FAST, _FAST, _FAST),  # zero3 over `fsdp`, replicated over `data`
 }
+
+# When split weights are gathered: in every layer of every pass, so that few exist at a time; or all
+# at once before the first microbatch, kept whole in the compute dtype for the whole step.
+GATHERS = ("layer", "step")
 
 
 def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool = False) -> Layout:
-    """`LAYOUTS[name]`, with sequence-parallel norms switched off or K/V heads kept whole if asked.
+    """`LAYOUTS[name]`, with sequence-parallel norms switched off or K/V heads kept whole.
+
+    Args:
+      name: a key of `LAYOUTS`.
+      sequence_parallel: between blocks, positions are split over `tensor` too.
+      replicate_kv: each device of `tensor` keeps all K/V heads.
 
     Raises ValueError for an unknown name.
     """
@@ -105,15 +112,9 @@ def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool
         whole = dict(layout.activations) | {"block_sequence": ("sequence",)}
         layout = dataclasses.replace(layout, activations=whole)
     if replicate_kv:
-        tables = {
-            field.name: dict(vars(layout)[field.name]) | {"kv_heads": ()}
-            for field in dataclasses.fields(layout)
-        }
-        layout = Layout(**tables)
+        tables = vars(layout).items()
+        layout = Layout(**{name: dict(table) | {"kv_heads": ()} for name, table in tables})
     return layout
-
-
-# -------------------------------------------------------------------------- from names to shardings
 
 
 def spec(
@@ -160,8 +161,3 @@ def spec(
             )
         entries.append(None if not over else over[0] if len(over) == 1 else over)
     return PartitionSpec(*entries)
-
-
-# When split weights are gathered: in every layer of every pass, so that few exist at a time; or all
-# at once before the first microbatch, kept whole in the compute dtype for the whole step.
-GATHERS = ("layer", "step")

@@ -1,4 +1,12 @@
-"""Local views: arrays that differ along a mesh axis which their types do not name."""
+"""Local views: arrays that differ along a mesh axis which their types do not name.
+
+The stages of a pipeline do different things at the same time: one a forward pass, another a
+backward pass, a third nothing. A program of explicit axes can say that if the axis `stage` is
+local: an array that differs from stage to stage has a type that does not name the axis, as if the
+array were whole along it. Products, gathers and sums over the other axes then stay within a stage,
+and a conditional takes the branch that its stage's predicate says. Only manual regions communicate
+between stages. Replicas that take gradients of their own are local along `data` in the same way.
+"""
 
 import functools
 
@@ -7,50 +15,45 @@ from jax.sharding import Mesh, PartitionSpec
 
 from llmx.sharding import specs
 
-# ------------------------------------------------------------------------------------- hidden axes
-#
-# Stages of a pipeline do different things at one time: this one a forward pass, that one a backward
-# pass, or nothing. A program of explicit axes can say that if the axis `stage` is hidden: arrays
-# that differ from stage to stage have types that do not name it, as if they were whole along it.
-# Products, gathers and sums over the other axes then stay within a stage, and a conditional takes
-# the branch that its stage's predicate says. Between stages only manual regions communicate.
 
-
-def shown(axes: tuple[str, ...], to: PartitionSpec) -> PartitionSpec:
+def leading(axes: tuple[str, ...], to: PartitionSpec) -> PartitionSpec:
+    """`to` with a new first dimension, split over `axes`."""
     return PartitionSpec(axes[0] if len(axes) == 1 else axes, *to.partitions)
+
+
+def _relabel(mesh: Mesh, array: jax.Array, in_specs, out_specs) -> jax.Array:
+    """The same data on each device, under another type."""
+    return jax.shard_map(
+        lambda local: local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )(array)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def to_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """[n * ways, ...] split over `axes`, as [n, ...] of which each device keeps its own."""
-    to = jax.typeof(array).sharding.spec
-    rest = PartitionSpec(None, *to.partitions[1:])
-    return jax.shard_map(
-        lambda local: local, mesh=mesh, in_specs=shown(axes, PartitionSpec(*to.partitions[1:])),
-        out_specs=rest, check_vma=False,
-    )(array)  # fmt: skip
+    """[n * ways, ...], split over `axes` along the first dimension, as a local view [n, ...].
+
+    `ways` is the number of devices along `axes`. Each device keeps its own part; nothing is
+    communicated, also not by the gradient, which goes back by `from_local`.
+    """
+    rest = jax.typeof(array).sharding.spec.partitions[1:]
+    split = leading(axes, PartitionSpec(*rest))
+    return _relabel(mesh, array, split, PartitionSpec(None, *rest))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def from_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """The reverse of `to_local`."""
+    """The reverse of `to_local`: a local view [n, ...] as [n * ways, ...] split over `axes`."""
     to = jax.typeof(array).sharding.spec
-    return jax.shard_map(
-        lambda local: local, mesh=mesh, in_specs=to,
-        out_specs=shown(axes, PartitionSpec(*to.partitions[1:])), check_vma=False,
-    )(array)  # fmt: skip
+    return _relabel(mesh, array, to, leading(axes, PartitionSpec(*to.partitions[1:])))
 
 
 def local_part(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """Each device's part along `axes` of an array that they split, as an array of its own."""
+    """Each device's part of an array that `axes` split, in any dimensions, as a local view.
+
+    Nothing is communicated. Not differentiable.
+    """
     to = jax.typeof(array).sharding.spec
-    return jax.shard_map(
-        lambda local: local,
-        mesh=mesh,
-        in_specs=to,
-        out_specs=specs.without(to, axes),
-        check_vma=False,
-    )(array)
+    return _relabel(mesh, array, to, specs.without(to, axes))
 
 
 to_local.defvjp(

@@ -32,9 +32,6 @@ class MeshConfig:
     across_slices: tuple[str, ...] = ()  # axes that cross the network between slices or nodes
 
 
-# ------------------------------------------------------------------------------------------- meshes
-
-
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """Mesh axis sizes with -1 filled in, so that their product is `num_devices`.
 
@@ -118,11 +115,8 @@ def mesh_text(sizes: Mapping[str, int], *, if_single: str = "one device") -> str
     return " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size != 1) or if_single
 
 
-# ------------------------------------------------------------------- batches from processes
-
-
 def process_rows(to: NamedSharding, shape: Sequence[int]) -> list[int]:
-    """The rows of a global array of `shape` that this process's devices hold, in order."""
+    """Indices of the rows of a global array of `shape` that this process holds, in order."""
     rows = set()
     for index in to.addressable_devices_indices_map(tuple(shape)).values():
         rows.update(range(*index[0].indices(shape[0])))
@@ -130,22 +124,22 @@ def process_rows(to: NamedSharding, shape: Sequence[int]) -> list[int]:
 
 
 def assemble(local: np.ndarray, rows: Sequence[int], to: NamedSharding, num_rows: int) -> jax.Array:
-    """The global array of which this process holds `rows`; each process calls it with its own.
+    """The global array of which this process holds `rows`; each process gives its own rows.
 
     Args:
-      local: [len(rows), ...], the rows that `process_rows` asked for, in that order.
-      rows: their global indices.
+      local: [len(rows), ...], the rows of this process, in the order of `rows`.
+      rows: their global indices: what `process_rows` returns.
       to: sharding of the result.
       num_rows: rows of the global array.
     """
     if jax.process_count() == 1:
         return jax.device_put(local, to)
-    place_of = {row: i for i, row in enumerate(rows)}
+    local_index = {row: i for i, row in enumerate(rows)}
     shape = (num_rows, *local.shape[1:])
 
     def part(index):
         start, stop, _ = index[0].indices(num_rows)
-        first = place_of[start]
+        first = local_index[start]
         return local[(slice(first, first + stop - start), *index[1:])]
 
     return jax.make_array_from_callback(shape, to, part)

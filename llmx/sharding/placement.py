@@ -1,4 +1,4 @@
-"""A mesh and a layout together: what model code needs to name logical axes only."""
+"""A mesh and a layout together: with it, model code names logical axes only."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from llmx.sharding import grad_buffers, layouts, local_view, specs
 from llmx.sharding.layouts import Layout
@@ -16,68 +16,54 @@ from llmx.sharding.mesh import TOKEN_AXES
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """A mesh and a layout together: what code needs to name logical axes only."""
+    """A mesh and a layout together: with it, code names logical axes only."""
 
     mesh: Mesh
     layout: Layout
-    # Mesh axes along which arrays differ although their types call them whole: see `to_local`.
+    # Mesh axes along which arrays differ although their types do not name them: see `to_local`.
     local_axes: tuple[str, ...] = ()
 
-    def activation(self, axes: Sequence[str | None], shape: Sequence[int] | None = None):
-        """PartitionSpec of an activation with these logical axes."""
+    def activation(
+        self, axes: Sequence[str | None], shape: Sequence[int] | None = None
+    ) -> PartitionSpec:
+        """PartitionSpec of an activation with these logical axes; errors are those of `spec`."""
         return layouts.spec(axes, self.layout.activations, self.mesh, shape=shape)
 
     def constrain(
-        self,
-        array: jax.Array,
-        axes: Sequence[str | None],
-        *,
-        multiplied_into: Sequence[str] = (),
+        self, array: jax.Array, axes: Sequence[str | None], *, multiplied_into: Sequence[str] = ()
     ) -> jax.Array:
-        """`array` placed as an activation with these logical axes; communicates if it must.
+        """`array` placed as an activation with these logical axes.
 
-        Where products turn it into axes `multiplied_into`, each device along their mesh axes has
-        one term of its gradient: these are added up once, here, and not after every product.
+        Communicates over the mesh axes that split it otherwise. Where products turn the array into
+        axes `multiplied_into`, each device along their mesh axes has one term of its gradient:
+        these are added up once, here, and not after every product.
         """
         to = self.activation(axes, array.shape)
-        if summed := [a for a in self._mesh_axes(multiplied_into) if a not in specs.used_axes(to)]:
+        table = self.layout.activations
+        over = [a for name in multiplied_into for a in table[name] if self.mesh.shape.get(a, 1) > 1]
+        if summed := [axis for axis in over if axis not in specs.used_axes(to)]:
             to = specs.reduced(to, summed)
         return specs.constrain(array, self.mesh, to)
 
     def manual(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """`function` of one device's parts: `jax.shard_map`, differentiable under `local_axes`.
+        """`jax.shard_map` of `function`, also differentiable under `local_axes`.
 
-        The gradient of what `in_specs` calls whole along an axis is a sum over it; along hidden
-        axes it is not.
+        The gradient of an input that `in_specs` calls whole along an axis is a sum over that axis,
+        but not over local axes.
         """
-        apply = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        if not self.local_axes:
-            return apply(function, in_specs=in_specs, out_specs=out_specs)
-        shown = functools.partial(
-            jax.tree.map, functools.partial(local_view.shown, self.local_axes)
-        )
+        region = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
+        if not (axes := self.local_axes):
+            return region(function, in_specs=in_specs, out_specs=out_specs)
+        split = functools.partial(jax.tree.map, functools.partial(local_view.leading, axes))
+        to_local = lambda array: local_view.to_local(self.mesh, axes, array)[0]  # noqa: E731
+        from_local = lambda array: local_view.from_local(self.mesh, axes, array[None])  # noqa: E731
 
         def local(*arrays):
             out = function(*jax.tree.map(lambda array: array[0], arrays))
             return jax.tree.map(lambda array: array[None], out)
 
-        region = apply(local, in_specs=shown(in_specs), out_specs=shown(out_specs))
-
-        def revealed(*arrays):
-            out = region(
-                *jax.tree.map(
-                    lambda a: local_view.from_local(self.mesh, self.local_axes, a[None]), arrays
-                )
-            )
-            return jax.tree.map(
-                lambda a: local_view.to_local(self.mesh, self.local_axes, a)[0], out
-            )
-
-        return revealed
-
-    def _mesh_axes(self, axes: Sequence[str]) -> list[str]:
-        table, sizes = self.layout.activations, self.mesh.shape
-        return [over for axis in axes for over in table[axis] if sizes.get(over, 1) > 1]
+        inner = region(local, in_specs=split(in_specs), out_specs=split(out_specs))
+        return lambda *arrays: jax.tree.map(to_local, inner(*jax.tree.map(from_local, arrays)))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -91,13 +77,15 @@ class Placement:
         return jax.tree.map(accumulate, params, buffers)
 
     def with_unreduced_grad(self, array: jax.Array) -> jax.Array:
-        """A parameter whose gradient is left as terms of a sum over the devices that see different
-        tokens."""
+        """A parameter whose gradient stays a sum of terms, one on each device of `token_axes`."""
         return grad_buffers.with_unreduced_grad(self.token_axes, array)
 
     def per_replica(self, axes: tuple[str, ...]) -> "Placement":
-        """Of one of the replicas along `axes`, which knows of no other: arrays have types as on a
-        mesh without these axes, and what communicates does so within the replica."""
+        """The placement of one replica along `axes`.
+
+        Arrays have types as on a mesh without these axes, and all communication stays within the
+        replica.
+        """
         layout = self.layout.without(axes, "parameters", "gradients", "optimizer", "activations")
         return dataclasses.replace(self, layout=layout, local_axes=(*self.local_axes, *axes))
 

@@ -16,7 +16,7 @@ _METADATA_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
 
 
 def logical_axes(tree: Any, rules: Any = None) -> Any:
-    """The logical axes of every leaf of `tree`: a tree of the same structure, leaves are tuples.
+    """The logical axes of every leaf of `tree`, as a tree of tuples in the same structure.
 
     `rules` is one of
       None: read Flax metadata, of NNX variables (metadata "axes", "out_sharding", "sharding_names"
@@ -38,18 +38,11 @@ def logical_axes(tree: Any, rules: Any = None) -> Any:
     tree = jax.tree.map(_unboxed, tree, is_leaf=_is_boxed)
     if _is_rule_list(rules):
         return jax.tree_util.tree_map_with_path(functools.partial(_axes_from_rules, rules), tree)
-    structure = jax.tree.structure(tree)
-    names = structure.flatten_up_to(rules)
-    return structure.unflatten([tuple(axes) for axes in names])
+    return jax.tree.map(lambda _, axes: tuple(axes), tree, rules)
 
 
 def shardings(
-    abstract_tree: Any,
-    mesh: Mesh,
-    layout: Layout,
-    *,
-    rules: Any = None,
-    table: str = "parameters",
+    abstract_tree: Any, mesh: Mesh, layout: Layout, *, rules: Any = None, table: str = "parameters"
 ) -> Any:
     """NamedShardings for every leaf of a tree of arrays or ShapeDtypeStructs.
 
@@ -63,14 +56,14 @@ def shardings(
     Raises ValueError, naming the leaf, for whatever `spec` refuses.
     """
     axes = logical_axes(abstract_tree, rules)
-    chosen = vars(layout)[table]
+    over = vars(layout)[table]
     tree = jax.tree.map(_unboxed, abstract_tree, is_leaf=_is_boxed)
 
     def one(path, leaf, names):
         try:
             # Leaves without names (scalars, counters) are not split.
             names = names if names else (None,) * len(leaf.shape)
-            return NamedSharding(mesh, layouts.spec(names, chosen, mesh, shape=leaf.shape))
+            return NamedSharding(mesh, layouts.spec(names, over, mesh, shape=leaf.shape))
         except ValueError as error:
             raise ValueError(f"{trees.path_name(path)}: {error}") from None
 
@@ -78,7 +71,7 @@ def shardings(
 
 
 def _is_boxed(leaf: Any) -> bool:
-    """Whether `leaf` is an NNX variable or a Linen box, told by its methods, without Flax."""
+    """Whether `leaf` has the methods of an NNX variable or a Linen box; Flax is not imported."""
     return hasattr(leaf, "get_metadata") or (hasattr(leaf, "names") and hasattr(leaf, "unbox"))
 
 
@@ -91,19 +84,15 @@ def _unboxed(leaf: Any) -> Any:
 def _axes_from_metadata(leaf: Any) -> tuple[str | None, ...]:
     if hasattr(leaf, "get_metadata"):
         metadata = leaf.get_metadata()
-        found = [metadata[key] for key in _METADATA_KEYS if metadata.get(key)]
-        return tuple(found[0]) if found else ()
+        return tuple(next((metadata[key] for key in _METADATA_KEYS if metadata.get(key)), ()))
     return tuple(leaf.names) if hasattr(leaf, "names") else ()
 
 
 def _is_rule_list(rules: Any) -> bool:
-    return isinstance(rules, Sequence) and all(
-        isinstance(rule, tuple)
-        and len(rule) == 2
-        and isinstance(rule[0], str)
-        and isinstance(rule[1], tuple)
-        for rule in rules
-    )
+    def is_rule(rule):
+        return isinstance(rule, tuple) and list(map(type, rule)) == [str, tuple]
+
+    return isinstance(rules, Sequence) and all(map(is_rule, rules))
 
 
 def _axes_from_rules(rules: Sequence[tuple[str, tuple]], path: Sequence[Any], leaf: Any) -> tuple:

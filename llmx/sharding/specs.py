@@ -1,27 +1,34 @@
-"""PartitionSpecs: what their entries say, and sums over devices that are not done yet."""
+"""PartitionSpecs: what their entries say, and sums over devices that are not done yet.
+
+On explicit axes a type can say that each device holds one term of a sum over some mesh axes
+(`unreduced`), and that an array's gradient will be such a sum (`reduced`). So each sum is done once
+and at a chosen time: a reduce-scatter in the layer, or one all-reduce after the last microbatch.
+"""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-
-def constrain(array: jax.Array, mesh: Mesh, to: PartitionSpec) -> jax.Array:
-    """`array` with sharding `to`: a reshard on Explicit axes, a compiler hint on Auto ones."""
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(array, NamedSharding(mesh, to))
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, to))
+# What stands in a PartitionSpec for one dimension.
+Entry = str | tuple[str, ...] | None
 
 
-def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def mesh_axes(entry: Entry) -> tuple[str, ...]:
     """The mesh axes in one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def ways(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
-    """Into how many parts one entry of a PartitionSpec splits."""
+def used_axes(to: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that split some dimension of `to`."""
+    return tuple(axis for entry in to.partitions for axis in mesh_axes(entry))
+
+
+def ways(mesh: Mesh, entry: Entry) -> int:
+    """The number of parts into which one entry of a PartitionSpec splits."""
     return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
 
 
@@ -29,21 +36,6 @@ def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """`to` with these mesh axes removed: what a parameter looks like gathered over them."""
     kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to.partitions]
     return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes that each device holds of the arrays of `tree`, or of shapes with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
-# ----------------------------------------------------------------------- sums that are not done yet
-#
-# On explicit axes a type can say that every device holds one term of a sum over some mesh axes
-# (`unreduced`), and that an array's gradient will be such a sum (`reduced`). So each sum is done
-# once, where we say: a reduce-scatter in the layer, or one all-reduce after the last microbatch.
 
 
 def unreduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
@@ -56,16 +48,33 @@ def reduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*to.partitions, reduced=frozenset(axes))
 
 
-def split_as(to: PartitionSpec, *entries: str | tuple[str, ...] | None) -> PartitionSpec:
-    """Other entries, with what `to` says of sums."""
+def split_as(to: PartitionSpec, *entries: Entry) -> PartitionSpec:
+    """Other entries, with the unreduced and reduced axes of `to`."""
     return PartitionSpec(*entries, unreduced=to.unreduced, reduced=to.reduced)
 
 
 def split_only(to: PartitionSpec) -> PartitionSpec:
-    """`to` without what it says of sums."""
+    """`to` without its unreduced and reduced axes."""
     return PartitionSpec(*to.partitions)
 
 
-def used_axes(to: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that split some dimension of `to`."""
-    return tuple(axis for entry in to.partitions for axis in mesh_axes(entry))
+def constrain(array: jax.Array, mesh: Mesh, to: PartitionSpec) -> jax.Array:
+    """`array` with sharding `to`: a reshard on Explicit axes, a compiler hint on Auto ones."""
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(array, NamedSharding(mesh, to))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, to))
+
+
+def regrouped(stacked: jax.Array, size: int) -> jax.Array:
+    """[num * size, ...] as [num, size, ...], the other dimensions split as they were."""
+    to = jax.typeof(stacked).sharding.spec
+    shape = (stacked.shape[0] // size, size, *stacked.shape[1:])
+    return jnp.reshape(stacked, shape, out_sharding=split_as(to, None, *to.partitions))
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that each device holds of the arrays of `tree`, or of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

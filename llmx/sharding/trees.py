@@ -7,18 +7,24 @@ import jax
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """{"params/layers/w": leaf}: the path of every leaf, whatever the containers."""
-    found: dict[str, Any] = {}
+    """{"params/layers/w": leaf}: every leaf by its path, whatever the containers.
+
+    Raises ValueError where two leaves have the same path.
+    """
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
-        if name in found:
+        name = path_name(path) or "value"
+        if name in leaves:
             raise ValueError(f"two leaves of the state have the path {name!r}: rename one of them")
-        found[name] = leaf
-    return found
+        leaves[name] = leaf
+    return leaves
 
 
 def nest(leaves: Mapping[str, Any]) -> dict:
-    """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk."""
+    """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk.
+
+    Raises ValueError where a path is also the beginning of another.
+    """
     tree: dict = {}
     for name, leaf in leaves.items():
         *parents, last = name.split("/")
