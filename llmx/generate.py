@@ -16,6 +16,7 @@ from llmx.checkpoint import checkpointer, reshard
 from llmx.config import recipe
 from llmx.data import tokenizers
 from llmx.model import execution, sampling
+from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import launch
 from llmx.sharding import trees
 from llmx.step.state import Setup
@@ -39,13 +40,13 @@ def without_stages(setup: Setup, params: Any) -> tuple[execution.Execution, Any]
     place = sharding.Placement(
         jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), layout
     )
-    wanted = reshard.stored(trees.named(setup.abstract.params), order=setup.order, saved=())
+    wanted = reshard.stored(trees.named(setup.abstract.params), order=setup.order, saved=IDENTITY)
     structure = jax.tree.structure(params)
     to = sharding.shardings(
         jax.tree.unflatten(structure, wanted.values()), place.mesh, layout, rules=setup.axes
     )
     arrays = trees.named(params)
-    reshard.move(arrays, wanted, order=(), saved=setup.order)
+    reshard.move(arrays, wanted, order=IDENTITY, saved=setup.order)
     plain = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
     return dataclasses.replace(run, place=place), jax.device_put(plain, to)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from llmx.checkpoint import checksums, manifest, reshard
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
-from llmx.pipeline import stages
+from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 
 STATE, META = "state", "meta"
@@ -126,7 +126,7 @@ class Checkpointer:
         state: Any,
         *,
         meta: Mapping[str, Any],
-        order: stages.Order = (),
+        order: LayerPermutation = IDENTITY,
         wait: bool = False,
     ) -> bool:
         """Save `state` and `meta` as checkpoint `step`; returns when the arrays are copied, and
@@ -175,7 +175,7 @@ class Checkpointer:
         abstract_state: Any | Callable[[Document], Any],
         step: int | None = None,
         *,
-        order: stages.Order = (),
+        order: LayerPermutation = IDENTITY,
         ignored: str = "",
     ) -> Restored | None:
         """The newest good checkpoint (or exactly `step`) in the shapes and shardings of
@@ -314,7 +314,7 @@ def restore_part(
     abstract: Any,
     *,
     prefix: str,
-    order: stages.Order = (),
+    order: LayerPermutation = IDENTITY,
     step: int | None = None,
     log: Callable[[str], None],
 ) -> Restored | None:
@@ -360,7 +360,7 @@ def _restore_newest(
     abstract: Any,
     *,
     prefix: str,
-    order: stages.Order,
+    order: LayerPermutation,
     step: int | None,
     log: Callable[[str], None],
     ignored: str = "",

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from llmx.checkpoint import checksums, reshard
-from llmx.pipeline import stages
+from llmx.checkpoint import checksums
+from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 
 # 2: the layers are permuted. Other checkpoints are written as 1, which older programs read too.
@@ -43,14 +43,14 @@ class Document:
       step: steps taken.
       leaves: by current path name: the type, and the value or the shape, dtype and checksum.
       meta: what the caller of the save added.
-      order: the permutation of the layers; () = the model's order.
+      order: the permutation in which arrays over layers are stored.
       saved_names: {current name: name on disk} of the leaves that `RENAMED` has renamed.
     """
 
     step: int
     leaves: dict[str, dict]
     meta: dict
-    order: stages.Order = ()
+    order: LayerPermutation = IDENTITY
     saved_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def holds(self, prefix: str) -> bool:
@@ -70,7 +70,7 @@ class Document:
         }
 
     def wanted(
-        self, abstract: Any, *, prefix: str, order: stages.Order, ignored: str = ""
+        self, abstract: Any, *, prefix: str, order: LayerPermutation, ignored: str = ""
     ) -> dict[str, Any]:
         """{saved name: abstract array} of what is wanted, with its layers in `order`.
 
@@ -112,12 +112,12 @@ class Document:
         }
         document = {"format": 1, "step": self.step, "leaves": leaves, "meta": self.meta}
         document["renamed"] = len(RENAMED)
-        if self.order:
-            document |= {"format": 2, "order": list(self.order)}
+        if not self.order.is_identity:
+            document |= {"format": 2, "order": list(self.order.slots)}
         return checksums.seal(document)
 
     def _compared(
-        self, abstract: Any, prefix: str, order: stages.Order, ignored: str
+        self, abstract: Any, prefix: str, order: LayerPermutation, ignored: str
     ) -> tuple[dict[str, Any], list[str]]:
         """{saved name: abstract array}, and the differences as texts."""
         lead = f"{prefix}/" if prefix else ""
@@ -150,7 +150,7 @@ class Document:
 
 
 def describe(
-    step: int, state: Any, meta: Mapping[str, Any], order: stages.Order
+    step: int, state: Any, meta: Mapping[str, Any], order: LayerPermutation
 ) -> tuple[dict[str, jax.Array], Document]:
     """The arrays to write by path name, keys as integers, and the document, without checksums.
 
@@ -209,7 +209,7 @@ def read(path: Any) -> Document:
             "use a newer llmx"
         )
     leaves, saved_names = _renamed(document["leaves"], RENAMED[document.get("renamed", 0) :])
-    order = tuple(document.get("order", ()))
+    order = LayerPermutation(tuple(document.get("order", ())))
     return Document(document["step"], leaves, document["meta"], order, saved_names)
 
 
@@ -262,5 +262,5 @@ def _wrap_key(data: jax.Array, like: Any) -> jax.Array:
     return wrap(data)
 
 
-def _text(name: str, dtype: Any, shape: Any, order: stages.Order) -> str:
-    return f"{dtype}{reshard.plain_shape(name, shape, order)}"
+def _text(name: str, dtype: Any, shape: Any, order: LayerPermutation) -> str:
+    return f"{dtype}{order.plain_shape(name, shape)}"

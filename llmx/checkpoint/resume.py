@@ -14,7 +14,7 @@ import numpy as np
 from llmx import sharding
 from llmx.checkpoint import checkpointer, reshard
 from llmx.checkpoint.manifest import Document, Mismatch
-from llmx.pipeline import stages
+from llmx.pipeline.permutation import LayerPermutation
 from llmx.sharding import trees
 from llmx.step import guard
 from llmx.step.state import State
@@ -130,7 +130,7 @@ def _as_saved(wanted: strategy.Sync, shapes: Mapping[str, Sequence[int]]) -> str
     return jax.tree_util.tree_map_with_path(one, wanted)
 
 
-def _regrouped(setup, saved: strategy.Sync, order: stages.Order) -> strategy.Sync:
+def _regrouped(setup, saved: strategy.Sync, order: LayerPermutation) -> strategy.Sync:
     """`sync.regrouped` on the mesh; `order`: that of the layers as they were saved."""
     wanted = setup.abstract.sync
     shapes = trees.named(setup.abstract.params)
@@ -140,7 +140,8 @@ def _regrouped(setup, saved: strategy.Sync, order: stages.Order) -> strategy.Syn
     }
 
     def ordered(name, array):
-        return reshard.ordered(name, array, order=setup.order, saved=order)
+        moves = order.moves(name, array.shape, setup.order)
+        return order.convert(array, setup.order) if moves else array
 
     to = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     make = lambda saved: strategy.regrouped(saved, wanted, before, ordered)  # noqa: E731

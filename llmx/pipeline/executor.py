@@ -36,8 +36,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.model import dot
+from llmx.pipeline.permutation import EMPTY
 from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
-from llmx.pipeline.stages import EMPTY, Parts
+from llmx.pipeline.stages import ModelChunks
 from llmx.pipeline.ticks import Program
 
 STAGE = ("stage",)
@@ -114,7 +115,7 @@ class _Run:
     """What does not change from tick to tick."""
 
     program: Program
-    parts: Parts
+    parts: ModelChunks
     pieces: Pieces
     place: sharding.Placement  # `stage` is hidden
     weights: tuple  # of this stage's layers: those that this step began with, the step before's
@@ -149,7 +150,7 @@ class _Run:
         size = self.parts.size
 
         def share(tree):
-            if self.parts.chunks == 1:
+            if self.parts.per_stage == 1:
                 return tree
             take = lambda array: jax.lax.dynamic_slice_in_dim(array, chunk * size, size)  # noqa: E731
             return jax.tree.map(take, tree)
@@ -229,7 +230,7 @@ class _Run:
 
 def run_table(
     program: Program,
-    parts: Parts,
+    parts: ModelChunks,
     pieces: Pieces,
     place: sharding.Placement,
     *,
@@ -395,9 +396,9 @@ def _longer(leaf: jax.ShapeDtypeStruct, times: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _kinds(parts: Parts, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.Array:
+def _kinds(parts: ModelChunks, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.Array:
     """The kinds of every part's layers, or int[places of this stage] where parts differ."""
-    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in parts.order]
+    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in parts.slots]
     by_part = {tuple(at[i : i + parts.size]) for i in range(0, len(at), parts.size)}
     if len(by_part) == 1:
         return by_part.pop()
@@ -591,7 +592,7 @@ def _with(run: _Run, total: Any, new: Any, microbatch) -> Any:
 
 def _added(run: _Run, total: tuple, gradients: tuple, chunk, microbatch) -> tuple:
     """`total`, over a stage's layers, with the gradients of one part; None is not added."""
-    at = (run.age(microbatch) * run.parts.chunks + chunk) * run.parts.size
+    at = (run.age(microbatch) * run.parts.per_stage + chunk) * run.parts.size
     each = zip(total, gradients, strict=True)
     return tuple(old if new is None else _plus(old, new, at) for old, new in each)
 

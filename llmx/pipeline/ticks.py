@@ -13,7 +13,7 @@ import numpy as np
 
 from llmx.pipeline import schedule
 from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Table
-from llmx.pipeline.stages import Parts
+from llmx.pipeline.stages import ModelChunks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ def program(table: Table) -> Program:
     """Places for all values of a table."""
     ticks, stages = table.kind.shape
     stage_of, last = table.stage_of, table.num_parts - 1
-    chunk_of = Parts((1,) * table.num_parts, tuple(stage_of)).chunk_of
+    chunk_of = ModelChunks((1,) * table.num_parts, tuple(stage_of)).local_index
     # (kind, microbatch, part) -> tick; of a periodic table, from the beginning of the period in
     # which the microbatch enters.
     counted = schedule.operation_ticks(table)

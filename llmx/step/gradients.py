@@ -167,7 +167,7 @@ def _finished(setup: Setup, types, made: executor.Gradient) -> list:
 def run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, flight=None):
     """What `executor.run_table` returns for (parameters, batch) of this step, and of the step
     before; losses are all, of the tokens, of z."""
-    apply, run, parts = setup.apply, setup.run, setup.pipeline.parts
+    apply, run, parts = setup.apply, setup.run, setup.pipeline.chunks
     inside = dataclasses.replace(run, place=executor.inside(run.place))
 
     def routed(outer, sinks):

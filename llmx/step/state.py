@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from llmx import sharding
 from llmx.model import apply, execution, families
 from llmx.pipeline import executor
+from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.pipeline.schedule import Table
-from llmx.pipeline.stages import Order, Parts
+from llmx.pipeline.stages import ModelChunks
 from llmx.sharding import trees
 from llmx.step import guard, optimizers
 from llmx.sync.strategy import PARAMETERS, Replicas, Sync, Timetable
@@ -74,13 +75,13 @@ class Report(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipeline:
-    """What the stages of a mesh do: a legal table, and which of its parts has which layers.
+    """What the stages of a mesh do: a legal table, and which of its model chunks has which layers.
 
     `rows`: (sequences, tokens) of a batch, needed for a periodic table.
     """
 
     table: Table
-    parts: Parts
+    chunks: ModelChunks
     rows: tuple[int, int] = (0, 0)
 
 
@@ -120,11 +121,9 @@ class Setup:
         return list(trees.named(self.abstract.params))
 
     @property
-    def order(self) -> Order:
+    def order(self) -> LayerPermutation:
         """In which order the state has the layers: what its checkpoints need to know."""
-        if self.pipeline is None or self.pipeline.parts.in_order:
-            return ()
-        return tuple(self.pipeline.parts.order.tolist())
+        return IDENTITY if self.pipeline is None else self.pipeline.chunks.permutation
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -144,7 +143,7 @@ class Setup:
         def make() -> State:
             params = apply.init_parameters(self.model, seed)
             if self.pipeline is not None:
-                params["blocks"] = self.pipeline.parts.staged(params["blocks"])
+                params["blocks"] = self.pipeline.chunks.permutation.apply(params["blocks"])
             return State(
                 step=jnp.zeros((), jnp.int32),
                 params=params,

@@ -59,7 +59,7 @@ def make_setup(
     place = run.place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, run.policy.param), shapes)
     if pipeline is not None:
-        shapes["blocks"] = jax.eval_shape(pipeline.parts.staged, shapes["blocks"])
+        shapes["blocks"] = jax.eval_shape(pipeline.chunks.permutation.apply, shapes["blocks"])
     of = {
         table: sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
         for table in ("parameters", "gradients", "optimizer")

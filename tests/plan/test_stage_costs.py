@@ -71,7 +71,7 @@ def drawn(setup, num_layers: int) -> dict[str, np.ndarray]:
     random, found = np.random.default_rng(0), {}
     for name, leaf in trees.named(setup.abstract).items():
         shape = leaf.shape
-        if "blocks" in name and shape[:1] == (len(setup.order) or num_layers,):
+        if "blocks" in name and shape[:1] == (len(setup.order.slots) or num_layers,):
             shape = (num_layers, *shape[1:])
         found[name] = random.integers(1, 2**31, shape).astype(leaf.dtype)
     return found
@@ -81,9 +81,9 @@ def as_staged(setup, values: dict[str, np.ndarray], num_layers: int, empty: int)
     """The state of such values on the setup's mesh, with `empty` in places without a layer."""
 
     def one(name, value):
-        if not setup.order or "blocks" not in name or value.shape[:1] != (num_layers,):
+        if setup.order.is_identity or "blocks" not in name or value.shape[:1] != (num_layers,):
             return value
-        rows = [np.full_like(value[0], empty) if i < 0 else value[i] for i in setup.order]
+        rows = [np.full_like(value[0], empty) if i < 0 else value[i] for i in setup.order.slots]
         return np.stack(rows)
 
     to = trees.named(setup.abstract)

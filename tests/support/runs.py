@@ -144,7 +144,7 @@ def in_stages(recipe, params: dict) -> dict:
     """Parameters with their layers in the order in which the recipe's stages hold them."""
     if recipe.pipeline is None:
         return params
-    return params | {"blocks": recipe.pipeline.parts.staged(params["blocks"])}
+    return params | {"blocks": recipe.pipeline.chunks.permutation.apply(params["blocks"])}
 
 
 def in_order(recipe, params: dict) -> dict:
@@ -152,7 +152,9 @@ def in_order(recipe, params: dict) -> dict:
     params = jax.device_get(params)
     if recipe.pipeline is None:
         return params
-    return params | {"blocks": jax.device_get(recipe.pipeline.parts.unstaged(params["blocks"]))}
+    return params | {
+        "blocks": jax.device_get(recipe.pipeline.chunks.permutation.inverse(params["blocks"]))
+    }
 
 
 class Trained(NamedTuple):

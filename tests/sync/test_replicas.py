@@ -85,7 +85,7 @@ def begun(setup: Setup, params, opt_state=None) -> State:
     zeros = lambda tree: jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)  # noqa: E731
     state = zeros(setup.abstract)
     if setup.pipeline is not None:
-        params = params | {"blocks": setup.pipeline.parts.staged(params["blocks"])}
+        params = params | {"blocks": setup.pipeline.chunks.permutation.apply(params["blocks"])}
     state = state._replace(params=params)
     if state.opt_state is not None:
         opt_state = setup.optimizer.init(params) if opt_state is None else opt_state
@@ -380,7 +380,7 @@ def test_however_a_replica_is_split_it_is_the_same(whole_replicas, strategy, mes
     np.testing.assert_allclose(trained.norms, whole.norms, rtol=TOLERANCE)
     got = jax.device_get(state.params)
     if setup.pipeline is not None:
-        got = got | {"blocks": setup.pipeline.parts.unstaged(got["blocks"])}
+        got = got | {"blocks": setup.pipeline.chunks.permutation.inverse(got["blocks"])}
     assert_near(got, wanted.params, TOLERANCE)
     if strategy == "diloco":
         return
