@@ -285,8 +285,8 @@ def source_of(instruction: Instruction) -> str:
     return f"{short[:_HEAD_OF_SOURCE]}...{short[_HEAD_OF_SOURCE + 3 - _LONGEST_SOURCE :]}"
 
 
-def told(instruction: Instruction) -> str:
-    """An instruction as a reader of the text and of the program would know it."""
+def label(instruction: Instruction) -> str:
+    """The instruction's name in the text and its operation in the traced program."""
     source = source_of(instruction)
     return f"{instruction.name} ({source})" if source else instruction.name
 

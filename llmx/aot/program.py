@@ -1,13 +1,12 @@
-"""The bill of a compiled program: what one step computes, moves and waits for, on each device.
+"""The cost report of a compiled program: what one step computes, moves and waits for, per device.
 
 `read` takes the text of a compiled, partitioned and scheduled XLA program (`compiled.as_text()`
-for CPU, GPU or TPU; no such device is needed) and gives every collective with its kind, mesh axes,
-bytes and executions per step, and FLOPs, memory traffic and kernels. Loops are multiplied in, which
-`compiled.cost_analysis()` does not do. What the text does not tell is said in `Program.unknown`,
-and figures that depend on it are None.
+for CPU, GPU or TPU; no such device is needed). It lists every collective with its kind, mesh axes,
+bytes and executions per step, and adds up FLOPs, memory traffic and kernels. Loops are multiplied
+in, which `compiled.cost_analysis()` does not do. A figure that the text does not contain is None,
+and `CostReport.unknown` says why.
 
-What counts as a FLOP and as a byte read or written: see `hlo_costs`; as bytes on the wire: see
-`hlo_collectives`.
+`instruction_costs` defines FLOPs and bytes, `collectives` the bytes on the wire.
 """
 
 import collections
@@ -17,8 +16,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from llmx.aot import collectives, hlo_text, instruction_costs
-from llmx.aot.collectives import Collective, Reading
-from llmx.aot.hlo_text import Frame, Instruction, collective_kind, source_of, told
+from llmx.aot.collectives import Analysis, Collective
+from llmx.aot.hlo_text import Frame, Instruction, collective_kind, label, source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +27,20 @@ class Kernel:
     name: str
     target: str  # what is called
     count: int | None  # executions per step; None: a trip count is unknown
-    flops: float | None  # per execution, as the call itself estimates; None: it does not
+    flops: float | None  # per execution, as the call itself estimates; None: no estimate
     source: str  # the operation of the traced program
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The bill of one execution, per device."""
+class CostReport:
+    """What some instructions cost, executed once, per device."""
 
-    collectives: tuple[Collective, ...]
-    kernels: tuple[Kernel, ...]
-    flops: float | None  # of matrix products and convolutions; without kernels
-    bytes: float | None  # that operations read and write; a fusion is one operation
-    estimated_cycles: float | None  # on TPU, by XLA's own estimate; without collectives and kernels
-    unknown: tuple[str, ...]  # what the text does not tell, in words
+    collectives: tuple[Collective, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    flops: float | None = 0.0  # of matrix products and convolutions; without kernels
+    bytes: float | None = 0.0  # that operations read and write; a fusion is one operation
+    estimated_cycles: float | None = 0.0  # XLA's estimate on TPU; no collectives, no kernels
+    unknown: tuple[str, ...] = ()  # what the text does not contain, in words
 
     def select(
         self,
@@ -57,48 +56,18 @@ class Program:
         kinds = {kind} if isinstance(kind, str) else kind
         wanted = {axes} if isinstance(axes, str) else None if axes is None else set(axes)
         return tuple(
-            each
-            for each in self.collectives
-            if (kinds is None or each.kind in kinds)
-            and (wanted is None or (each.axes is not None and set(each.axes) == wanted))
-            and (across is None or (each.axes is not None and across in each.axes))
+            one
+            for one in self.collectives
+            if (kinds is None or one.kind in kinds)
+            and (wanted is None or (one.axes is not None and set(one.axes) == wanted))
+            and (across is None or (one.axes is not None and across in one.axes))
         )
-
-    def executions(
-        self,
-        *,
-        kind: str | Collection[str] | None = None,
-        axes: str | Collection[str] | None = None,
-        across: str | None = None,
-    ) -> int | None:
-        """Executions in a step of what `select` finds; None: a trip count is unknown."""
-        return executions(self.select(kind=kind, axes=axes, across=across))
-
-    def total_bytes(
-        self,
-        *,
-        kind: str | Collection[str] | None = None,
-        axes: str | Collection[str] | None = None,
-        across: str | None = None,
-    ) -> int | None:
-        """Bytes in a step of the whole arrays of what `select` finds; None: as above."""
-        return total_bytes(self.select(kind=kind, axes=axes, across=across))
-
-    def wire_bytes(
-        self,
-        *,
-        kind: str | Collection[str] | None = None,
-        axes: str | Collection[str] | None = None,
-        across: str | None = None,
-    ) -> int | None:
-        """Bytes that one device sends in a step for what `select` finds; None: as above."""
-        return wire_bytes(self.select(kind=kind, axes=axes, across=across))
 
 
 def read(
     text: str, mesh: Sequence[tuple[str, int]], *, across_slices: Sequence[str] = ()
-) -> Program:
-    """The bill of a compiled program.
+) -> CostReport:
+    """The cost report of a compiled program.
 
     Args:
       text: `compiled.as_text()`.
@@ -109,43 +78,37 @@ def read(
     Raises ValueError where the text is not that of a compiled program, or not of this mesh.
     """
     module = hlo_text.parse(text)
-    place = collectives.place_of(module, mesh, across_slices)
-    reading = Reading(module, place, fused={}, met=set())
-    bill = _walk(reading, Frame(module.entry))
-    silent = collections.Counter(each.name for each in bill.kernels if each.flops is None)
-    unknown = [*dict.fromkeys(bill.unknown), *_missed(reading)]
+    mesh = collectives.sliced_mesh(module, mesh, across_slices)
+    analysis = Analysis(module, mesh, fusions={}, visited=set())
+    report = _computation(analysis, Frame(module.entry))
+    unknown = [*dict.fromkeys(report.unknown), *_not_visited(analysis)]
+    silent = collections.Counter(one.name for one in report.kernels if one.flops is None)
     if silent:
-        unknown.append(f"FLOPs of kernels that do not say: {', '.join(silent)}")
-    return Program(
-        collectives=bill.collectives,
-        kernels=bill.kernels,
-        flops=bill.flops,
-        bytes=bill.bytes,
-        estimated_cycles=bill.cycles if "estimated_cycles" in text else None,
-        unknown=tuple(unknown),
-    )
+        unknown.append(f"FLOPs of kernels without an estimate: {', '.join(silent)}")
+    cycles = report.estimated_cycles if "estimated_cycles" in text else None
+    return dataclasses.replace(report, estimated_cycles=cycles, unknown=tuple(unknown))
 
 
-def _missed(reading: Reading) -> list[str]:
-    """What the walk did not come to: something runs it in a way that is not known here."""
-    missed = [
-        each.name
-        for computation in reading.module.computations.values()
-        for each in computation.instructions
-        if (collective_kind(each) or instruction_costs.is_product(each))
-        and each.name not in reading.met
+def _not_visited(analysis: Analysis) -> list[str]:
+    """Collectives and products in computations that no visited instruction is known to run."""
+    names = [
+        instruction.name
+        for computation in analysis.module.computations.values()
+        for instruction in computation.instructions
+        if (collective_kind(instruction) or instruction_costs.is_product(instruction))
+        and instruction.name not in analysis.visited
     ]
-    if not missed:
+    if not names:
         return []
-    names = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
-    return [f"executions of {names}: nothing is known to run the computations that they are in"]
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return [f"executions of {listed}: no instruction is known to run their computations"]
 
 
-# ------------------------------------------------------------------- sums of what may be unknown
+# ----------------------------------------------------------------------- sums of optional numbers
 
 
 def times(count: float | None, value: float | None) -> float | None:
-    """count * value, None where one is None; nothing remains nothing, however often."""
+    """count * value; None where one is None, but 0 times an unknown count is 0."""
     if value == 0:
         return 0
     return None if count is None or value is None else count * value
@@ -154,183 +117,170 @@ def times(count: float | None, value: float | None) -> float | None:
 def total(values: Iterable[float | None]) -> float | None:
     """The sum; None where a value is None."""
     values = list(values)
-    return None if any(value is None for value in values) else sum(values)
+    return None if None in values else sum(values)
 
 
 def executions(chosen: Iterable[Collective]) -> int | None:
     """Executions of these collectives in a step."""
-    return total(each.count for each in chosen)
+    return total(one.count for one in chosen)
 
 
 def total_bytes(chosen: Iterable[Collective]) -> int | None:
     """Bytes in a step of the whole arrays of these collectives."""
-    return total(times(each.count, each.bytes) for each in chosen)
+    return total(times(one.count, one.bytes) for one in chosen)
 
 
 def wire_bytes(chosen: Iterable[Collective]) -> int | None:
     """Bytes that one device sends in a step for these collectives."""
-    return total(times(each.count, each.wire_bytes) for each in chosen)
+    return total(times(one.count, one.wire_bytes) for one in chosen)
 
 
-# -------------------------------------------------------------------------------------------- bills
-
-
-@dataclasses.dataclass(frozen=True)
-class _Costs:
-    """What some instructions cost, executed once."""
-
-    collectives: tuple[Collective, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    flops: float | None = 0.0
-    bytes: float | None = 0.0
-    cycles: float | None = 0.0
-    unknown: tuple[str, ...] = ()
-
-
-def _add(bills: Iterable[_Costs]) -> _Costs:
-    bills = list(bills)
-    return _Costs(
-        collectives=tuple(each for bill in bills for each in bill.collectives),
-        kernels=tuple(each for bill in bills for each in bill.kernels),
-        flops=total(bill.flops for bill in bills),
-        bytes=total(bill.bytes for bill in bills),
-        cycles=total(bill.cycles for bill in bills),
-        unknown=tuple(each for bill in bills for each in bill.unknown),
+def _sum(reports: Sequence[CostReport]) -> CostReport:
+    return CostReport(
+        collectives=tuple(one for report in reports for one in report.collectives),
+        kernels=tuple(kernel for report in reports for kernel in report.kernels),
+        flops=total(report.flops for report in reports),
+        bytes=total(report.bytes for report in reports),
+        estimated_cycles=total(report.estimated_cycles for report in reports),
+        unknown=tuple(note for report in reports for note in report.unknown),
     )
 
 
-def _repeated(bill: _Costs, trips: int | None) -> _Costs:
-    """The bill of what is in a loop, executed that often; None: as often as nobody knows."""
-    return _Costs(
+def _repeated(report: CostReport, trips: int | None) -> CostReport:
+    """The costs of the body of a loop; `trips` None: unknown."""
+    replace = dataclasses.replace
+    return replace(
+        report,
         collectives=tuple(
-            dataclasses.replace(each, count=times(trips, each.count), in_loop=each.in_loop + 1)
-            for each in bill.collectives
+            replace(one, count=times(trips, one.count), in_loop=one.in_loop + 1)
+            for one in report.collectives
         ),
-        kernels=tuple(
-            dataclasses.replace(each, count=times(trips, each.count)) for each in bill.kernels
-        ),
-        flops=times(trips, bill.flops),
-        bytes=times(trips, bill.bytes),
-        cycles=times(trips, bill.cycles),
-        unknown=bill.unknown,
+        kernels=tuple(replace(one, count=times(trips, one.count)) for one in report.kernels),
+        flops=times(trips, report.flops),
+        bytes=times(trips, report.bytes),
+        estimated_cycles=times(trips, report.estimated_cycles),
     )
 
 
-# ----------------------------------------------------------------------------------------- the walk
+# -------------------------------------------------------------------------------- computations
 
 
-def _walk(reading: Reading, frame: Frame) -> _Costs:
-    """The bill of a computation executed once."""
-    chained, notes, firsts = collectives.read_chains(reading, frame)
-    moved = sum(instruction_costs.bytes_of(reading.module, *first) for first in firsts)
-    bills = [_Costs(collectives=tuple(chained), bytes=moved, unknown=tuple(notes))]
-    for each in frame.computation.instructions:
-        moved = instruction_costs.bytes_of(reading.module, frame.computation, each)
-        bills += [_Costs(bytes=moved), _cycles(each), _costs_of(reading, frame, each)]
-    return _add(bills)
+def _computation(analysis: Analysis, frame: Frame) -> CostReport:
+    """The costs of a computation executed once."""
+    chained, notes, firsts = collectives.read_chains(analysis, frame)
+    moved = sum(instruction_costs.bytes_of(analysis.module, *first) for first in firsts)
+    reports = [CostReport(collectives=tuple(chained), bytes=moved, unknown=tuple(notes))]
+    for instruction in frame.computation.instructions:
+        moved = instruction_costs.bytes_of(analysis.module, frame.computation, instruction)
+        reports += [
+            CostReport(bytes=moved),
+            _cycles(instruction),
+            _instruction(analysis, frame, instruction),
+        ]
+    return _sum(reports)
 
 
-def _costs_of(reading: Reading, frame: Frame, each: Instruction) -> _Costs:
-    """The bill of one instruction, without its cycles and what it reads and writes itself."""
-    if each.op == "while":
-        return _loop(reading, frame, each)
-    if each.op == "conditional":
-        return _branches(reading, frame, each)
-    if each.op == "call":
-        (computation,) = reading.module.called(each)
-        return _walk(reading, Frame(computation, each, frame))
-    if each.op in ("call-start", "async-start"):
-        return _beside(reading, frame, each)
-    if each.op in ("fusion", "fusion-start"):
-        return _fusion(reading, frame, each)
-    if instruction_costs.is_product(each):
-        reading.met.add(each.name)
-        flops = instruction_costs.flops_of(frame.computation, each)
-        return _products(flops or 0.0, [] if flops is not None else [each.name])
-    if instruction_costs.is_kernel(each):
-        return _kernel(each)
+def _instruction(analysis: Analysis, frame: Frame, instruction: Instruction) -> CostReport:
+    """The costs of one instruction, without its cycles and the bytes that it reads and writes."""
+    if instruction.op == "while":
+        return _loop(analysis, frame, instruction)
+    if instruction.op == "conditional":
+        return _branches(analysis, frame, instruction)
+    if instruction.op == "call":
+        (computation,) = analysis.module.called(instruction)
+        return _computation(analysis, Frame(computation, instruction, frame))
+    if instruction.op in ("call-start", "async-start"):
+        return _asynchronous(analysis, frame, instruction)
+    if instruction.op in ("fusion", "fusion-start"):
+        return _fusion(analysis, frame, instruction)
+    if instruction_costs.is_product(instruction):
+        analysis.visited.add(instruction.name)
+        flops = instruction_costs.flops_of(frame.computation, instruction)
+        return _products(flops or 0.0, [] if flops is not None else [instruction.name])
+    if instruction_costs.is_kernel(instruction):
+        return _kernel(instruction)
     found, notes = [], []
-    if each.op == "send":
-        found, notes = collectives.read_send(reading, frame.computation, each)
-    elif collective_kind(each):
-        found, notes = collectives.read_collective(reading, frame, each)
-    return _Costs(collectives=tuple(found), unknown=tuple(notes))
+    if instruction.op == "send":
+        found, notes = collectives.read_send(analysis, frame.computation, instruction)
+    elif collective_kind(instruction):
+        found, notes = collectives.read_collective(analysis, frame, instruction)
+    return CostReport(collectives=tuple(found), unknown=tuple(notes))
 
 
-def _fusion(reading: Reading, frame: Frame, fusion: Instruction) -> _Costs:
-    fused = collectives.fused_of(reading, fusion)
-    bills = [_products(fused.flops, fused.unread)]
-    parts = list(fused.chains().values())
-    for computation, each in fused.collectives:
-        if (computation, each) in parts:
-            continue  # counted where it begins
+def _fusion(analysis: Analysis, frame: Frame, fusion: Instruction) -> CostReport:
+    contents = collectives.fusion_contents(analysis, fusion)
+    reports = [_products(contents.flops, contents.unread)]
+    chained = list(contents.chains().values())
+    for computation, instruction in contents.collectives:
+        if (computation, instruction) in chained:
+            continue  # counted where the chain begins
         inner = Frame(computation, fusion, frame)
-        found, notes = collectives.read_collective(reading, inner, each, fusion=fusion)
-        moved = instruction_costs.bytes_of(reading.module, computation, each)
-        bills.append(_Costs(collectives=tuple(found), bytes=moved, unknown=tuple(notes)))
-    return _add(bills)
+        found, notes = collectives.read_collective(analysis, inner, instruction, fusion=fusion)
+        moved = instruction_costs.bytes_of(analysis.module, computation, instruction)
+        reports.append(CostReport(collectives=tuple(found), bytes=moved, unknown=tuple(notes)))
+    return _sum(reports)
 
 
-def _products(flops: float, unread: Sequence[str]) -> _Costs:
-    """A bill of matrix products; `unread` are those whose text is not understood."""
-    return _Costs(
+def _products(flops: float, unread: Sequence[str]) -> CostReport:
+    """The costs of matrix products; `unread`: those whose dimensions cannot be parsed."""
+    return CostReport(
         flops=None if unread else flops,
-        unknown=tuple(f"FLOPs of {name}: its dimensions are not understood" for name in unread),
+        unknown=tuple(f"FLOPs of {name}: its dimensions cannot be parsed" for name in unread),
     )
 
 
-def _beside(reading: Reading, frame: Frame, start: Instruction) -> _Costs:
-    """The bill of a computation that runs while others do, often on a core of its own."""
-    (computation,) = reading.module.called(start)
-    bill = _walk(reading, Frame(computation, start, frame))
-    waits = collectives.waits_of(reading, frame.computation, start)
+def _asynchronous(analysis: Analysis, frame: Frame, start: Instruction) -> CostReport:
+    """The costs of a computation that runs beside others, often on a core of its own."""
+    (computation,) = analysis.module.called(start)
+    report = _computation(analysis, Frame(computation, start, frame))
+    overlap = collectives.overlap_of(analysis, frame.computation, start)
     return dataclasses.replace(
-        bill,
-        collectives=tuple(dataclasses.replace(each, **waits) for each in bill.collectives),
-        cycles=0.0,  # of another core
-        unknown=tuple(note for note in bill.unknown if not note.startswith(_NO_CYCLES)),
+        report,
+        collectives=tuple(dataclasses.replace(one, **overlap) for one in report.collectives),
+        estimated_cycles=0.0,  # of another core
+        unknown=tuple(note for note in report.unknown if not note.startswith(_NO_CYCLES)),
     )
 
 
-def _loop(reading: Reading, frame: Frame, loop: Instruction) -> _Costs:
-    trips = hlo_text.trip_count(reading.module, frame, loop)
+def _loop(analysis: Analysis, frame: Frame, loop: Instruction) -> CostReport:
+    trips = hlo_text.trip_count(analysis.module, frame, loop)
+    computations = analysis.module.computations
     body, condition = (
-        _walk(reading, Frame(reading.module.computations[loop.attribute(name)], loop, frame))
+        _computation(analysis, Frame(computations[loop.attribute(name)], loop, frame))
         for name in ("body", "condition")
     )
-    checks = None if trips is None else trips + 1
-    bill = _add([_repeated(body, trips), _repeated(condition, checks)])
     if trips is not None:
-        return bill
-    note = f"trip count of the loop {told(loop)}: its end depends on data"
-    return dataclasses.replace(bill, unknown=(*bill.unknown, note))
+        return _sum([_repeated(body, trips), _repeated(condition, trips + 1)])
+    note = f"trip count of the loop {label(loop)}: its end depends on data"
+    return _sum([_repeated(body, None), _repeated(condition, None), CostReport(unknown=(note,))])
 
 
-def _branches(reading: Reading, frame: Frame, choice: Instruction) -> _Costs:
-    """The larger bill of a conditional's branches: the text does not tell which is taken."""
-    bills = [
-        _walk(reading, Frame(computation, choice, frame))
-        for computation in reading.module.called(choice)
+def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> CostReport:
+    """The largest costs of a conditional's branches: which one is taken depends on data."""
+    reports = [
+        _computation(analysis, Frame(computation, conditional, frame))
+        for computation in analysis.module.called(conditional)
     ]
-    wires = [wire_bytes(bill.collectives) for bill in bills]
-    flops = [bill.flops for bill in bills]
-    calls = [len(bill.kernels) for bill in bills]
-    unknown = [note for bill in bills for note in bill.unknown]
-    differ = [
+    wires = [wire_bytes(report.collectives) for report in reports]
+    flops = [report.flops for report in reports]
+    calls = [len(report.kernels) for report in reports]
+    unknown = [note for report in reports for note in report.unknown]
+    differing = [
         f"{_either(values)} {what}"
         for values, what in ((wires, "bytes sent"), (flops, "FLOPs"), (calls, "kernels"))
         if len(set(values)) > 1
     ]
-    if differ:
+    if differing:
         unknown.append(
-            f"branch that {told(choice)} takes: {', '.join(differ)}; the most of each is counted"
+            f"branch that {label(conditional)} takes: {', '.join(differing)}; "
+            "the most of each is counted"
         )
-    return _Costs(
-        collectives=bills[wires.index(_most(wires))].collectives,
-        kernels=bills[calls.index(max(calls))].kernels,
+    return CostReport(
+        collectives=reports[wires.index(_most(wires))].collectives,
+        kernels=reports[calls.index(max(calls))].kernels,
         flops=_most(flops),
-        bytes=_most([bill.bytes for bill in bills]),
-        cycles=_most([bill.cycles for bill in bills]),
+        bytes=_most([report.bytes for report in reports]),
+        estimated_cycles=_most([report.estimated_cycles for report in reports]),
         unknown=tuple(unknown),
     )
 
@@ -348,18 +298,19 @@ _NO_ESTIMATE = 2**63 - 1
 _NO_CYCLES = "cycles of "
 
 
-def _cycles(each: Instruction) -> _Costs:
-    cycles = int(each.configured("estimated_cycles") or 0)
+def _cycles(instruction: Instruction) -> CostReport:
+    cycles = int(instruction.configured("estimated_cycles") or 0)
     if cycles < _NO_ESTIMATE:
-        return _Costs(cycles=float(cycles))
-    return _Costs(cycles=None, unknown=(f"{_NO_CYCLES}{told(each)}: XLA has no estimate",))
+        return CostReport(estimated_cycles=float(cycles))
+    note = f"{_NO_CYCLES}{label(instruction)}: XLA has no estimate"
+    return CostReport(estimated_cycles=None, unknown=(note,))
 
 
-def _kernel(call: Instruction) -> _Costs:
+def _kernel(call: Instruction) -> CostReport:
     estimate = re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config)
     named = re.search(r', name = "([\w.\-]+)"', call.config)  # Pallas on GPU
     name = named.group(1) if named else re.sub(r"\.\d+$", "", call.name)
-    talks = '"has_communication":true' in call.config
+    communicates = '"has_communication":true' in call.config
     kernel = Kernel(
         name=name,
         target=call.quoted("custom_call_target"),
@@ -367,7 +318,5 @@ def _kernel(call: Instruction) -> _Costs:
         flops=float(estimate.group(1)) if estimate else None,
         source=source_of(call),
     )
-    return _Costs(
-        kernels=(kernel,),
-        unknown=(f"bytes that the kernel {name} sends to other devices",) if talks else (),
-    )
+    unknown = (f"bytes that the kernel {name} sends to other devices",) if communicates else ()
+    return CostReport(kernels=(kernel,), unknown=unknown)

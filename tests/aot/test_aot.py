@@ -1,4 +1,4 @@
-"""Compilation for machines that are not here: the bill adds up; what is wrong is told early."""
+"""Ahead-of-time compilation: the cost report adds up, and errors are reported early."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +12,8 @@ import pytest
 
 from llmx import config
 from llmx.aot import __main__ as command
-from llmx.aot import collectives, compiler, peak_memory, program, report, suggest, topologies
+from llmx.aot import collectives, compiler, peak_memory, report, suggest, topologies
+from llmx.aot import program as program_lib
 from llmx.model import costs, families
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -84,16 +85,16 @@ def test_a_refusal_is_short():
     assert text.endswith("... and 88 more lines") and len(text.splitlines()) == 14
 
 
-def test_all_that_is_wrong_is_told_at_once(capsys):
+def test_all_problems_are_reported_together(capsys):
     code = command.main(
         ["--config", QUICKSTART, "--topology", "v5e:16x32", "--config.remat=ful",
          "--config.batch.sise=3"]
     )  # fmt: skip
-    told = capsys.readouterr()
-    assert code == command.WRONG and told.out == ""
-    assert "3 problems" in told.err
+    printed = capsys.readouterr()
+    assert code == command.WRONG and printed.out == ""
+    assert "3 problems" in printed.err
     for words in ("nearest are v5e:16x16", "did you mean 'full'?", "did you mean batch.size?"):
-        assert words in told.err
+        assert words in printed.err
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def made_up(*, peak: int = 10 * GIB, limit: int = 16 * GIB) -> report.Result:
     permute = dataclasses.replace(
         gather, kind="collective-permute", count=10, wire_bytes=90, hidden_by=0
     )
-    kernel = program.Kernel("splash_attention_forward", "tpu_custom_call", 64, 2e12, "forward")
+    kernel = program_lib.Kernel("splash_attention_forward", "tpu_custom_call", 64, 2e12, "forward")
     array = peak_memory.Buffer(
         3 * GIB, 2, "bf16[32,1,8192,4096]", "backward/recomputed/" + "very_long/" * 20 + "end",
         "model.py:404", False,
@@ -163,14 +164,14 @@ def made_up(*, peak: int = 10 * GIB, limit: int = 16 * GIB) -> report.Result:
             arguments=GIB, outputs=5000, temporaries=9 * GIB, peak=peak, limit=limit, host=None
         ),
         largest=(array,) * 20,
-        program=program.Program((gather, reduce, permute), (kernel,), 1e15, 1e12, None, ()),
+        program=program_lib.CostReport((gather, reduce, permute), (kernel,), 1e15, 1e12, None, ()),
         state={"parameters": GIB, "batch": 100}, num_parameters=123, model_flops=1e15,
         lower_seconds=1.0, compile_seconds=2.0, versions={"jax": "1"}, unknown=("the weather",),
         before="", after="",
     )  # fmt: skip
 
 
-def test_the_bill_for_people():
+def test_the_cost_report_as_text():
     text = report.text(made_up())
     lines = text.splitlines()
     assert max(map(len, lines)) <= report.WIDTH
@@ -195,7 +196,7 @@ def test_notes_that_differ_in_names_alone_are_counted():
     assert "  FLOPs of a kernel" in text.splitlines()
 
 
-def test_the_bill_of_what_does_not_fit():
+def test_the_cost_report_of_what_does_not_fit():
     trials = [
         report.Trial(("--config.remat=full",), 12 * GIB, True, 3.0),
         report.Trial(("--config.remat=dots",), None, False, 0.0, "INTERNAL: no"),
@@ -207,14 +208,14 @@ def test_the_bill_of_what_does_not_fit():
     assert "nothing is left to try" in report.text(made_up(peak=18 * GIB), [])
 
 
-def test_the_bill_as_json():
+def test_the_cost_report_as_json():
     result = made_up()
-    told = report.to_json(result, [report.Trial(("--config.remat=full",), GIB, True, 3.0)])
-    assert json.loads(json.dumps(told)) == told
-    assert told["fits"] and told["memory"]["headroom"] == 6 * GIB
-    assert config.from_json(told["config"]) == config.from_json(config.to_json(result.run))
-    assert told["program"]["collectives"][1]["axes"] is None
-    assert told["suggestions"] == [
+    document = report.to_json(result, [report.Trial(("--config.remat=full",), GIB, True, 3.0)])
+    assert json.loads(json.dumps(document)) == document
+    assert document["fits"] and document["memory"]["headroom"] == 6 * GIB
+    assert config.from_json(document["config"]) == config.from_json(config.to_json(result.run))
+    assert document["program"]["collectives"][1]["axes"] is None
+    assert document["suggestions"] == [
         {"flags": ["--config.remat=full"], "peak": GIB, "fits": True, "compile_seconds": 3.0,
          "problem": ""}
     ]  # fmt: skip
@@ -251,7 +252,7 @@ def test_every_family_compiles(name):
     assert {axis for each in program.collectives for axis in each.axes} == {"data"}
     # ZeRO-3 gathers every weight at least once per pass, in bf16.
     weights = 2 * costs.num_stored_parameters(run.model)
-    assert program.total_bytes() > 2 * weights
+    assert program_lib.total_bytes(program.collectives) > 2 * weights
     assert result.before and result.after and result.lower_seconds > 0 < result.compile_seconds
     # Peaks of a few MiB may be those of vector memory, and are not compared with the arrays.
     assert result.largest
@@ -280,7 +281,7 @@ def test_slices():
     assert between and within
     # Between slices a device's share of the gradients travels, not the whole.
     share = 4 * costs.num_stored_parameters(result.run.model) // 4
-    assert program.total_bytes(across="data") <= 2.1 * share
+    assert program_lib.total_bytes(program.select(across="data")) <= 2.1 * share
     assert result.state["parameters"] == compiler.compile(tiny(), "v5e:2x2").state["parameters"]
 
 
@@ -291,19 +292,23 @@ def test_too_large_is_a_result(topology, tmp_path, capsys):
         ["--config", QUICKSTART, "--topology", topology, "--config.precision=bf16", "--json",
          "--config.batch.size=8192", "--save-hlo", str(tmp_path / "hlo")]
     )  # fmt: skip
-    told = json.loads(capsys.readouterr().out)
-    assert code == command.DOES_NOT_FIT and not told["fits"]
-    memory = told["memory"]
+    document = json.loads(capsys.readouterr().out)
+    assert code == command.DOES_NOT_FIT and not document["fits"]
+    memory = document["memory"]
     assert memory["headroom"] == memory["limit"] - memory["peak"] < 0
     assert memory["limit"] == pytest.approx(topologies.parse(topology).hbm_bytes, abs=0.011 * GIB)
-    temporary = [each for each in told["largest"] if not each["argument"]]
+    temporary = [each for each in document["largest"] if not each["argument"]]
     assert temporary[0]["bytes"] > GIB and "[" in temporary[0]["shape"]
-    assert temporary[0]["source"].startswith(("attention.py:", "model.py:", "dot.py:"))
-    assert sum(each["bytes"] for each in told["largest"]) == pytest.approx(memory["peak"], rel=0.01)
-    assert told["program"]["collectives"]
-    assert not [words for words in told["unknown"] if "which peak is right" in words]
-    written = json.loads((tmp_path / "hlo" / "bill.json").read_text())
-    assert written == told
+    assert temporary[0]["source"].startswith(
+        ("attend.py:", "reference.py:", "blockwise.py:", "decoder.py:", "dot.py:")
+    )
+    assert sum(each["bytes"] for each in document["largest"]) == pytest.approx(
+        memory["peak"], rel=0.01
+    )
+    assert document["program"]["collectives"]
+    assert not [words for words in document["unknown"] if "which peak is right" in words]
+    written = json.loads((tmp_path / "hlo" / "cost_report.json").read_text())
+    assert written == document
     for name in ("before_optimization.txt", "after_optimization.txt"):
         assert (tmp_path / "hlo" / name).read_text().startswith("HloModule jit_train_step")
 
@@ -346,12 +351,12 @@ def test_what_fits_is_made_faster(monkeypatch):
 def test_only_json_on_stdout():
     done = run_command("--config", QUICKSTART, "--topology", "v5e:2x2", "--json")
     assert done.returncode == command.FITS
-    told = json.loads(done.stdout)
-    assert told["topology"] == {
+    document = json.loads(done.stdout)
+    assert document["topology"] == {
         "name": "v5e:2x2", "platform": "tpu", "chip": "TPU v5e", "device_kind": "TPU v5 lite",
         "num_devices": 4, "num_slices": 1,
     }  # fmt: skip
-    assert told["seconds"]["compile"] > 0 and told["versions"]["libtpu"]
+    assert document["seconds"]["compile"] > 0 and document["versions"]["libtpu"]
     # libtpu's warnings about a machine that is not there are no news.
     assert done.stderr.splitlines() == ["compiling for 2x2 TPU v5e, 4 devices", "attention: splash"]
 
@@ -365,22 +370,24 @@ def test_other_refusals_are_errors(monkeypatch, capsys):
 
     monkeypatch.setattr(topologies, "compile", refuse)
     assert command.main(["--config", QUICKSTART, "--topology", "v5e:2x2"]) == command.WRONG
-    told = capsys.readouterr()
-    assert "the compiler refuses the program:\nINTERNAL: Mosaic failed to compile" in told.err
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert "the compiler refuses the program:\nINTERNAL: Mosaic failed to compile" in printed.err
+    assert printed.out == ""
 
 
 # Shapes alone: 405 B parameters and their moments are 4.9 TB, of which nothing may be allocated.
 LARGE = """
 import resource, sys
-from llmx import aot, config, families
+from llmx import config
+from llmx.aot import compiler
+from llmx.model import families
 run = config.default()
 run.model = families.preset("llama3_405b")
 run.model.max_positions = max(run.model.max_positions, 2048)
 run.batch.size, run.batch.sequence_length, run.remat = 512, 2048, "full"
 run.mesh.data, run.mesh.fsdp, run.mesh.tensor = 1, 64, 8
 run.sharding.layout = "zero3"
-result = aot.compile(run, "v5p:8x8x8")
+result = compiler.compile(run, "v5p:8x8x8")
 print(result.memory.peak, sum(result.state.values()))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

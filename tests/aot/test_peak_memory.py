@@ -44,15 +44,15 @@ def test_a_scan_that_saves(tmp_path):
     assert saved.bytes == L * ROW and not saved.argument
     assert "dynamic_update_slice" in saved.operation
     line = saves_its_inputs.__code__.co_firstlineno + 4
-    assert saved.source == f"test_buffers.py:{line}"
+    assert saved.source == f"test_peak_memory.py:{line}"
     # Beside them two layers' activations and perhaps one matrix.
     least = L * MATRIX + ROW + L * ROW + 2 * ROW
     assert least <= peak.bytes <= least + MATRIX + ROW + SLACK
-    told = program.memory_analysis()
-    assert peak.bytes <= told.argument_size_in_bytes + told.temp_size_in_bytes + SLACK
+    analysis = program.memory_analysis()
+    assert peak.bytes <= analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + SLACK
 
 
-def test_equal_arrays_are_told_together(tmp_path):
+def test_equal_arrays_are_grouped(tmp_path):
     def two_squares(x, y):
         a, b = jnp.sin(x) @ jnp.cos(x), jnp.sin(y) @ jnp.cos(y)
         return a @ b
@@ -68,7 +68,7 @@ def test_equal_arrays_are_told_together(tmp_path):
     assert peak.buffers == tuple(sorted(peak.buffers, key=lambda each: -each.bytes))
 
 
-def test_memory_that_is_given_on_counts_once():
+def test_reused_memory_counts_once():
     assignment = """BufferAssignment:
 allocation 0: size 100, parameter 0, shape |f32[25]| at ShapeIndex {}, maybe-live-out:
  value: <1 state @0> (size=100,offset=0): f32[25]{0}
@@ -108,7 +108,7 @@ allocation 3: size 8, thread-local:
     assert peak.buffers[0].operation == "backward/zeros"
 
 
-def test_without_a_dump_nothing_is_told(tmp_path):
+def test_without_a_dump_there_is_no_peak(tmp_path):
     assert peak_memory.at_peak(peak_memory.read_dump(tmp_path, "anything")) is None
 
 

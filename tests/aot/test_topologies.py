@@ -203,9 +203,9 @@ def test_flags_reach_the_gpu_compiler(tmp_path, monkeypatch):
 
     wanted = launch.XLA_FLAGS["gpu"]
     threshold = wanted["xla_gpu_all_gather_combine_threshold_bytes"]
-    told = options(tmp_path / "llmx")
-    assert "xla_gpu_autotune_level: 0" in told
-    assert f"xla_gpu_all_gather_combine_threshold_bytes: {threshold}" in told
+    written = options(tmp_path / "llmx")
+    assert "xla_gpu_autotune_level: 0" in written
+    assert f"xla_gpu_all_gather_combine_threshold_bytes: {threshold}" in written
     # What the user says goes first.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=12345")
     assert f"threshold_bytes: {threshold}" not in options(tmp_path / "user").partition("reduce")[0]

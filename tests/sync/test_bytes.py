@@ -36,7 +36,7 @@ FORMULA = 1.02
 @functools.cache
 def program(
     platform: str, strategy: str, policy: str = "fp32", phase: str = ""
-) -> tuple[program_lib.Program, Setup]:
+) -> tuple[program_lib.CostReport, Setup]:
     devices = topologies.devices(TOPOLOGIES[platform])
     place = sharding.Placement(
         sharding.make_mesh(dict(MESH), devices=devices), sharding.make_layout("hsdp")
@@ -64,13 +64,13 @@ def program(
 def sent(platform: str, *args, **kwargs) -> int:
     """Bytes that a device sends over `data` in a step."""
     found, _ = program(platform, *args, **kwargs)
-    return found.wire_bytes(across="data")
+    return program_lib.wire_bytes(found.select(across="data"))
 
 
 def inner(platform: str, *args, **kwargs) -> int:
     """Bytes that it sends within its replica."""
     found, _ = program(platform, *args, **kwargs)
-    return found.wire_bytes(axes="fsdp")
+    return program_lib.wire_bytes(found.select(axes="fsdp"))
 
 
 # Programs are compiled once for each: one worker has all tests of a platform.

@@ -165,7 +165,7 @@ def test_the_backward_primitive_is_called_as_jax_calls_it(cudnn, window):
 
 def compiled(
     case: Case, length: int, sizes: dict | None = None, *, policy: str = "none", topology="h100:8"
-) -> tuple[str, program.Program]:
+) -> tuple[str, program.CostReport]:
     """Value and gradients of two layers of bf16 attention through "auto"."""
     sizes = sizes or {"fsdp": 1}
     devices = topologies.devices(topology)[: math.prod(sizes.values())]
@@ -226,7 +226,7 @@ def calls(text: str) -> set[Call]:
     return found
 
 
-def executions(program: program.Program, target: str) -> int:
+def executions(program: program.CostReport, target: str) -> int:
     return sum(each.count for each in program.kernels if each.target == target)
 
 
