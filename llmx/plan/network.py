@@ -19,8 +19,7 @@ Letters: n replicas, L rows of a tensor (its layers), Q numbers of a row that a 
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
@@ -29,11 +28,9 @@ from llmx import sharding
 from llmx.model import apply, costs
 from llmx.model.families import ModelConfig
 from llmx.runtime import hardware
-from llmx.sync import compressors, strategy
-from llmx.sync.compressors import Group, Tensor
+from llmx.sync import buckets, strategy
+from llmx.sync.compressors import FP32, Tensor
 from llmx.sync.strategy import Replicas, Timetable
-
-FP32 = 4
 
 
 class Sent(NamedTuple):
@@ -46,107 +43,55 @@ class Sent(NamedTuple):
         return Sent(self.bytes * factor, self.hops * factor)
 
 
-def together(parts: Sequence[Sent]) -> Sent:
-    """All of it, one after the other."""
-    return Sent(sum(part.bytes for part in parts), sum(part.hops for part in parts))
+def in_sequence(messages: Iterable[Sent]) -> Sent:
+    """All messages, one after the other."""
+    messages = list(messages)
+    return Sent(sum(sent.bytes for sent in messages), sum(sent.hops for sent in messages))
 
 
-def summed(num_bytes: float, n: int) -> Sent:
+def all_reduce(num_bytes: float, n: int) -> Sent:
     """A ring all-reduce of `num_bytes` on each device."""
     return Sent(2 * (n - 1) / n * num_bytes, 2 * (n - 1)) if num_bytes else Sent()
 
 
-def to_servers(num_bytes: float, n: int) -> Sent:
+def all_to_all(num_bytes: float, n: int) -> Sent:
     """An all-to-all of `num_bytes` on each device."""
     return Sent((n - 1) / n * num_bytes, n - 1)
 
 
-def gathered(num_bytes: float, n: int) -> Sent:
+def all_gather(num_bytes: float, n: int) -> Sent:
     """An all-gather of which `num_bytes` are each device's own."""
     return Sent((n - 1) * num_bytes, n - 1)
 
 
-# -------------------------------------------------------------------------------- of an exchange
-
-
-def _in_buckets(travel: Callable, sizes: Sequence[int], group: Group) -> Sent:
-    """`travel` of what there is of each tensor, neighbours in one message."""
-    fused = compressors.buckets(sizes, group.bucket_bytes)
-    return together([travel(sum(sizes[i] for i in bucket), group.size) for bucket in fused])
-
-
-def _of_mean(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
-    return summed(number_bytes * sum(each.rows * each.length for each in tensors), group.size)
-
-
-def _of_signs(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
-    """Bits and a scale per row to the servers, their scales' sums, bits from the servers."""
-    del number_bytes
-    n = group.size
-    bits = [each.rows * compressors.share(each.length, n, 8) // 8 for each in tensors]
-    first = [n * (own + FP32 * each.rows) for own, each in zip(bits, tensors, strict=True)]
-    # Sums of two numbers per row; those over the same axes are one message at best.
-    scales: dict[tuple[str, ...], int] = {}
-    for each in tensors:
-        scales[each.over] = scales.get(each.over, 0) + 2 * FP32 * each.rows
-    return together([
-        _in_buckets(to_servers, first, group),
-        *[summed(size, n) for size in scales.values()],
-        _in_buckets(gathered, bits, group),
-    ])  # fmt: skip
-
-
-def _of_int8(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
-    """Bytes and a scale per block, to the servers and back."""
-    del number_bytes
-    n, own = group.size, []
-    for each in tensors:
-        block = compressors.int8_block(each.length, n)
-        q = compressors.share(each.length, n, block)
-        own.append(each.rows * (q + FP32 * q // block))
-    return together([
-        _in_buckets(to_servers, [n * size for size in own], group),
-        _in_buckets(gathered, own, group),
-    ])  # fmt: skip
-
-
-def _of_top_k(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
-    """Values in fp32 and positions in 16 bits, to every other replica."""
-    del number_bytes
-    own = []
-    for each in tensors:
-        blocks = each.rows * math.ceil(each.length / compressors.top_block(each.length))
-        own.append(blocks * compressors.num_top(each.length, group.fraction) * (FP32 + 2))
-    return _in_buckets(gathered, own, group)
-
-
-def _of_low_rank(tensors: Sequence[Tensor], group: Group, number_bytes: int) -> Sent:
-    """Both factors of each matrix, one after the other; what is no matrix as it is."""
-    del number_bytes
-    flat, lefts, rights = 0, 0, 0
-    for each in tensors:
-        if rank := compressors.rank_of(each, group.rank):
-            layers, a, b = each.matrix
-            lefts, rights = lefts + layers * a * rank, rights + layers * b * rank
-        else:
-            flat += each.rows * each.length
-    # The vectors need not wait for anything: they travel with the first factors.
-    return together([summed(FP32 * (flat + lefts), group.size), summed(FP32 * rights, group.size)])
-
-
-EXCHANGES: dict[str, Callable[[Sequence[Tensor], Group, int], Sent]] = {
-    "mean": _of_mean,
-    "signs": _of_signs,
-    "int8": _of_int8,
-    "top_k": _of_top_k,
-    "low_rank": _of_low_rank,
+# By `compressors.Message.collective`.
+COLLECTIVES: dict[str, Callable[[float, int], Sent]] = {
+    "all_reduce": all_reduce,
+    "all_to_all": all_to_all,
+    "all_gather": all_gather,
 }
 
 
-def of_exchange(replicas: Replicas, number_bytes: int = FP32) -> Sent:
-    """One exchange of all tensors in the strategy's way; `number_bytes`: of a full sum."""
-    tensors = list(replicas.tensors.values())
-    return EXCHANGES[replicas.strategy.exchange](tensors, replicas.group, number_bytes)
+def of_exchange(replicas: Replicas) -> Sent:
+    """One exchange of all tensors by the strategy's compressor."""
+    group, compressor = replicas.group, replicas.compressor
+    sizes: dict[tuple, list[int]] = {}
+    for tensor in replicas.tensors.values():
+        for phase, message in enumerate(compressor.messages(tensor, group)):
+            sizes.setdefault((phase, message.collective, message.over), []).append(message.bytes)
+    messages = []
+    for (_, collective, _), of_tensors in sorted(sizes.items()):
+        fused = [of_tensors]  # all-reduces over the same axes are one message at best
+        if collective != "all_reduce":
+            limit = group.bucket_bytes
+            fused = [[of_tensors[i] for i in b] for b in buckets.fuse(of_tensors, limit)]
+        messages += [COLLECTIVES[collective](sum(bucket), group.size) for bucket in fused]
+    return in_sequence(messages)
+
+
+def in_full(tensors: Iterable[Tensor], number_bytes: int, n: int) -> Sent:
+    """An all-reduce of all numbers of some tensors."""
+    return all_reduce(number_bytes * sum(tensor.rows * tensor.length for tensor in tensors), n)
 
 
 # ------------------------------------------------------------------------------ of a step, a run
@@ -158,14 +103,14 @@ def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
     `reduce_bytes`: of a number of a matrix's gradient in the mean (`precision.Policy.reduce`);
     those of vectors are in fp32, as is all that replicas which take their own gradients sum.
     """
-    tensors, group = list(replicas.tensors.values()), replicas.group
+    tensors, n = replicas.tensors.values(), replicas.size
     if phase == strategy.MEAN:
-        matrices = [each for each in tensors if each.matrix]
-        vectors = [each for each in tensors if not each.matrix]
-        small = _of_mean(vectors, group, FP32)._replace(hops=0)  # beside the rest
-        return together([_of_mean(matrices, group, reduce_bytes), small])
+        matrices = [tensor for tensor in tensors if tensor.matrix]
+        vectors = [tensor for tensor in tensors if not tensor.matrix]
+        small = in_full(vectors, FP32, n)._replace(hops=0)  # at the same time
+        return in_sequence([in_full(matrices, reduce_bytes, n), small])
     if phase == strategy.VARIANCE:
-        return _of_mean(tensors, group, FP32)
+        return in_full(tensors, FP32, n)
     return Sent() if phase == strategy.ALONE else of_exchange(replicas)
 
 
@@ -179,7 +124,7 @@ def of_meeting(replicas: Replicas, fragments: Sequence[int], num_fragments: int)
     for each in replicas.tensors.values():
         rows = sum(len(range(f, each.rows, num_fragments)) for f in fragments)
         numbers += each.length * (rows if each.layered else int(0 in fragments))
-    return summed(FP32 * numbers, replicas.size)
+    return all_reduce(FP32 * numbers, replicas.size)
 
 
 class Part(NamedTuple):
@@ -214,8 +159,8 @@ def of_run(
 
 def per_step(parts: Sequence[Part]) -> Sent:
     """The mean over all steps."""
-    all_ = together([together([part.step, part.meeting]).times(part.steps) for part in parts])
-    return all_.times(1 / sum(part.steps for part in parts))
+    total = in_sequence(in_sequence([part.step, part.meeting]).times(part.steps) for part in parts)
+    return total.times(1 / sum(part.steps for part in parts))
 
 
 # ---------------------------------------------------------------------------------- step times

@@ -1,49 +1,45 @@
-"""Sums over replicas that send less than the numbers: signs, int8, the largest, low rank.
+"""Compressors: sums over replicas that send fewer bytes than the numbers themselves.
 
-For use inside manual regions (`jax.shard_map`) over the mesh axis that crosses the slow network.
-Each device has a shard of every tensor, and its replica's term of the sum; every device along the
-axis ends with the same sum. What compression leaves out is kept as *error* and goes in with the
-next sum (error feedback, arXiv 1901.09847), so that in the long run all that came in is sent:
+Sums run inside a manual region (`jax.shard_map`) over the mesh axis that crosses the slow network.
+Each device has a shard of every tensor and its replica's term of the sum; afterwards every device
+along the axis has the same sum. What compression leaves out is an error-feedback residual and is
+added to the next term (arXiv 1901.09847), so that everything is sent in the end:
 
-    sent + errors afterwards = what came in + errors before
+    sent + residuals afterwards = terms + residuals before
 
-Two-phase sums (`signs`, `int8`) are an all-to-all, in which each device becomes the *server* of
-1/n of every tensor, and an all-gather of what the servers made of it; servers compress too and keep
-errors of their own (arXiv 2102.02888, figure 1). What is compressed travels as bytes, the
-tensors fused into buckets.
+The two-phase sums (signs, int8) are an all-to-all, in which each device becomes the *server* of 1/n
+of every tensor, and an all-gather of the servers' sums; servers compress too and have residuals of
+their own (arXiv 2102.02888, figure 1). Compressed tensors travel as bytes, fused into buckets.
 
-A tensor is seen as rows [L, R]: one row per layer where layers are stacked, else one row.
-
-Letters: L rows, R numbers of a row on this device, n replicas, Q = R/n rounded up, the server's
-share.
+Letters: L rows of a tensor (its layers where they are stacked, else 1), R numbers of a row on this
+device, n replicas, Q = R/n rounded up, a server's share of a row.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from llmx.sharding import mesh_axes
+from llmx.sync import buckets
 
+FP32 = 4  # bytes
 INT8_BLOCK = 256  # numbers that share a scale
-TOP_BLOCK = 4096  # numbers of which the largest are taken; positions fit 16 bits
+TOP_BLOCK = 4096  # numbers among which `top_k` chooses; positions fit into 16 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What a device has of one tensor."""
+    """The shard of one tensor on a device."""
 
     name: str
     shape: tuple[int, ...]  # of the shard
     layered: bool  # the first dimension counts layers
-    # Mesh axes that split a row, and into how many parts they do.
-    over: tuple[str, ...] = ()
-    ways: int = 1
-    # First dimension of the columns when the tensor is multiplied as a matrix; 0 = it is none.
-    columns: int = 0
+    over: tuple[str, ...] = ()  # mesh axes that split a row
+    columns: int = 0  # first dimension of the columns as a matrix; 0 = not a matrix
 
     @property
     def rows(self) -> int:
@@ -55,49 +51,93 @@ class Tensor:
 
     @property
     def matrix(self) -> tuple[int, int, int] | None:
-        """[layers, a, b]; None for what has one dimension."""
+        """[layers, a, b], or None for a tensor that is not a matrix."""
         if not self.columns:
             return None
         dims = self.shape[1:] if self.layered else self.shape
-        at = self.columns - 1 if self.layered else self.columns
-        return self.rows, math.prod(dims[:at]), math.prod(dims[at:])
+        split = self.columns - 1 if self.layered else self.columns
+        return self.rows, math.prod(dims[:split]), math.prod(dims[split:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The replicas that sum, and how."""
+    """The replicas that sum, and the settings of `SyncConfig` that compressors read."""
 
-    axis: str
-    size: int
-    feedback: bool = True  # errors are kept
-    bucket_bytes: int = 32 * 2**20  # of what one device sends in one message
-    fraction: float = 0.01  # of the numbers that `top_k` sends
-    rank: int = 4  # of `low_rank`
-
-
-class Kept(NamedTuple):
-    """What an exchange keeps for the next, by tensor name; a tensor without it is left out."""
-
-    errors: dict[str, jax.Array]  # what this replica has not sent, in the tensor's shape
-    server: dict[str, jax.Array]  # what this device has not passed on as a server, [L, Q]
-    queries: dict[str, jax.Array]  # low_rank: where the next power iteration begins, [L, b, r]
+    axis: str  # mesh axis
+    size: int  # n
+    feedback: bool = True  # keep error-feedback residuals
+    bucket_bytes: int = 32 * 2**20  # of one device, per message
+    fraction: float = 0.01  # top_k: share of the numbers that is sent
+    rank: int = 4  # low_rank
 
 
-def tensor(
+class Residuals(NamedTuple):
+    """What compressors keep between sums, fp32 by tensor name; tensors without one are left out."""
+
+    errors: dict[str, jax.Array]  # not yet sent by this replica, in the tensor's shape
+    server: dict[str, jax.Array]  # not yet passed on by this device as a server, [L, Q]
+    queries: dict[str, jax.Array]  # low_rank: start of the next power iteration, [L, b, rank]
+
+
+class ResidualShape(NamedTuple):
+    """The shape of one residual of a tensor on one device."""
+
+    row: tuple[int, ...] | None = None  # [L, *row]; None: the tensor's own shape
+    per_replica: bool = True  # each replica has its own; otherwise all have the same
+
+
+class Message(NamedTuple):
+    """What one collective along the group's axis moves of one tensor.
+
+    Messages at the same position of their tensors travel together: fused into buckets, or, of
+    all-reduces over the same axes, as one.
+    """
+
+    collective: str  # "all_to_all", "all_gather" or "all_reduce"
+    bytes: int  # of the operand on one device
+    over: tuple[str, ...] = ()  # all_reduce: further mesh axes that it sums over
+
+
+class Compressor(NamedTuple):
+    """One way to sum over replicas: a row of `COMPRESSORS`.
+
+    `reduce(tensors, terms, residuals, group, live=None) -> (sums, residuals)` is the sum, for use
+    in a manual region over the whole mesh. Communicates over `group.axis`; signs also over the axes
+    that split a row, a scale per row.
+
+        tensors: all that are summed, a sequence of Tensor.
+        terms: by name, this replica's terms in the shape of the shard, any float dtype.
+        residuals: of the sum before, or zeros; any shapes with as many numbers, which are kept.
+        live: by name, bool in the shape of the shard and the same on all replicas; None = all.
+            Numbers that are not live are zero in the sums and in the residuals.
+        sums: by name, in the shape of the shard; fp32, of "mean" in the dtype of the terms.
+
+    `state` gives the residuals of one tensor by field of `Residuals`, `messages` what is sent of
+    it, in order.
+    """
+
+    reduce: Callable[..., tuple[dict[str, jax.Array], Residuals]]
+    state: Callable[[Tensor, Group], dict[str, ResidualShape]]
+    messages: Callable[[Tensor, Group], tuple[Message, ...]]
+
+
+def local_tensor(
     name: str,
     shape: Sequence[int],
     axes: Sequence[str],
     spec: jax.sharding.PartitionSpec,
-    sizes: dict[str, int],
+    sizes: Mapping[str, int],
 ) -> Tensor:
-    """The shard of a tensor of global `shape` with logical `axes`, split as `spec` over a mesh."""
+    """The shard of a tensor of global `shape` with logical `axes`, split by `spec`.
+
+    `sizes`: of the mesh axes.
+    """
     entries = [mesh_axes(entry) for entry in spec.partitions]
     entries += [()] * (len(shape) - len(entries))
-    ways = [math.prod(sizes[axis] for axis in over) for over in entries]
+    ways = [math.prod(sizes[axis] for axis in entry) for entry in entries]
     layered = bool(axes) and axes[0] == "layers"
     first = 1 if layered else 0
-    over = tuple(axis for entry in entries[first:] for axis in entry)
-    # The model's width on one side of the matrix, all else on the other.
+    # The model's width on one side of the matrix, all other dimensions on the other.
     columns = 0
     if "embed" in axes and len(shape) - first > 1:
         columns = len(shape) - 1 if axes[-1] == "embed" else first + 1
@@ -105,97 +145,52 @@ def tensor(
         name=name,
         shape=tuple(dim // way for dim, way in zip(shape, ways, strict=True)),
         layered=layered,
-        over=over,
-        ways=math.prod(ways[first:]),
+        over=tuple(axis for entry in entries[first:] for axis in entry),
         columns=columns,
     )
 
 
-# --------------------------------------------------------------------------------- numbers as bytes
-
-_PLACES = tuple(1 << bit for bit in range(8))
+# ---------------------------------------------------------------------- what compressors share
 
 
-def pack(positive: jax.Array) -> jax.Array:
-    """bool [..., 8 k] as uint8 [..., k]."""
-    bits = positive.reshape(*positive.shape[:-1], -1, 8)
-    return jnp.sum(jnp.where(bits, jnp.array(_PLACES, jnp.uint8), jnp.uint8(0)), -1, jnp.uint8)
+def _masked(live: Mapping[str, jax.Array] | None, name: str, array: jax.Array) -> jax.Array:
+    return array if live is None else jnp.where(live[name].reshape(array.shape), array, 0)
 
 
-def unpack(packed: jax.Array) -> jax.Array:
-    """uint8 [..., k] as +1 and -1 in fp32 [..., 8 k]."""
-    bits = packed[..., None] & jnp.array(_PLACES, jnp.uint8)
-    signs = jnp.where(bits > 0, jnp.float32(1), jnp.float32(-1))
-    return signs.reshape(*packed.shape[:-1], -1)
+def _with_errors(tensors, terms, residuals: Residuals, live) -> list[jax.Array]:
+    """fp32 [L, R] of each tensor: its term, and what was not sent of the terms before."""
+    inputs = []
+    for tensor in tensors:
+        x_LR = terms[tensor.name].astype(jnp.float32).reshape(tensor.rows, tensor.length)
+        if tensor.name in residuals.errors:
+            x_LR = x_LR + residuals.errors[tensor.name].reshape(x_LR.shape)
+        inputs.append(_masked(live, tensor.name, x_LR))
+    return inputs
 
 
-def _bytes(array: jax.Array, leading: int) -> jax.Array:
-    """Any array as uint8 [leading, ...]."""
-    if array.dtype.itemsize > 1 or array.dtype != jnp.uint8:
-        array = jax.lax.bitcast_convert_type(array, jnp.uint8)
-    return array.reshape(leading, -1)
+def _updated(old: Residuals, errors: dict, server: dict | None = None) -> Residuals:
+    """New residuals of those that are kept, in the shapes of the old ones."""
+    shaped = lambda new, old: {name: new[name].reshape(old[name].shape) for name in old}  # noqa: E731
+    return old._replace(errors=shaped(errors, old.errors), server=shaped(server or {}, old.server))
 
 
-def _numbers(raw: jax.Array, dtype: jnp.dtype, shape: Sequence[int]) -> jax.Array:
-    """The reverse of `_bytes`."""
-    size = jnp.dtype(dtype).itemsize
-    raw = raw.reshape(*shape, size) if size > 1 else raw.reshape(shape)
-    return jax.lax.bitcast_convert_type(raw, dtype)
+def _all_to_all(group: Group, arrays) -> list[list[jax.Array]]:
+    return buckets.exchange("all_to_all", arrays, group.axis, group.bucket_bytes)
 
 
-def buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Which tensors travel together: neighbours, up to `limit` bytes; a larger one goes alone."""
-    found: list[list[int]] = []
-    room = 0
-    for i, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
-            room = limit
-        found[-1].append(i)
-        room -= size
-    return found
+def _all_gather(group: Group, arrays) -> list[list[jax.Array]]:
+    return buckets.exchange("all_gather", arrays, group.axis, group.bucket_bytes)
 
 
-def _in_buckets(
-    messages: Sequence[Sequence[jax.Array]], travel: Callable, leading: int, limit: int
-) -> list[list[jax.Array]]:
-    """Each tensor's arrays [leading, ...] sent by `travel`, which takes and gives uint8 [n, bytes].
-
-    Returns the arrays [n, ...] as they arrive.
-    """
-    flat = [[_bytes(array, leading) for array in message] for message in messages]
-    sizes = [sum(array.size for array in message) for message in flat]
-    arrived: list[list[jax.Array]] = [[] for _ in messages]
-    for bucket in buckets(sizes, limit):
-        parts = [array for i in bucket for array in flat[i]]
-        got = travel(jnp.concatenate(parts, axis=1))
-        at = 0
-        for i in bucket:
-            for array, part in zip(messages[i], flat[i], strict=True):
-                width = part.shape[1]
-                shape = (got.shape[0], *array.shape[1:])
-                arrived[i].append(_numbers(got[:, at : at + width], array.dtype, shape))
-                at += width
-    return arrived
+def _feedback(group: Group, **shapes: ResidualShape) -> dict[str, ResidualShape]:
+    return shapes if group.feedback else {}
 
 
-def _to_servers(group: Group, messages):
-    """[n, ...] of each tensor, of which row j goes to server j; [n, ...], row i from replica i."""
-    swap = lambda raw: jax.lax.all_to_all(raw, group.axis, 0, 0, tiled=True)  # noqa: E731
-    return _in_buckets(messages, swap, group.size, group.bucket_bytes)
+# ------------------------------------------------------------------------------------------- signs
 
 
-def _from_all(group: Group, messages):
-    """[1, ...] of each tensor, sent to all; [n, ...], row i from device i."""
-    gather = lambda raw: jax.lax.all_gather(raw, group.axis, axis=0, tiled=True)  # noqa: E731
-    return _in_buckets(messages, gather, 1, group.bucket_bytes)
-
-
-# ----------------------------------------------------------------------------------- two-phase sums
-
-
-def share(length: int, group_size: int, multiple: int) -> int:
-    """Q: a server's numbers of a row of `length`."""
+def _share(length: int, group_size: int, multiple: int) -> int:
+    """Q of a row of `length` numbers, a multiple of `multiple`."""
     return -(-length // (group_size * multiple)) * multiple
 
 
@@ -207,93 +202,97 @@ def _chunks(array_LR: jax.Array, size: int, q: int) -> jax.Array:
 
 
 def _rows(chunks_nLQ: jax.Array, length: int) -> jax.Array:
+    """The reverse of `_chunks`: [L, R] without the padding."""
     size, rows, q = chunks_nLQ.shape
     return chunks_nLQ.swapaxes(0, 1).reshape(rows, size * q)[:, :length]
 
 
-def _with_errors(tensors, terms, errors):
-    """fp32 [L, R]: terms, and what was not sent of the ones before."""
-    found = []
-    for each in tensors:
-        x_LR = terms[each.name].astype(jnp.float32).reshape(each.rows, each.length)
-        if each.name in errors:
-            x_LR = x_LR + errors[each.name].reshape(x_LR.shape)
-        found.append(x_LR)
-    return found
+def _magnitude(tensor: Tensor, over: Sequence[str], x_LR, live_LR) -> jax.Array:
+    """Mean absolute value of the live numbers of each whole row, fp32 [L].
 
-
-def _sum_over(over: Sequence[str], array: jax.Array) -> jax.Array:
-    return jax.lax.psum(array, tuple(over)) if over else array
-
-
-def _magnitude(each: Tensor, over: Sequence[str], x_LR, live_LR) -> jax.Array:
-    """Mean size of the live numbers of each whole row [L]."""
+    Sums over the mesh axes `over` and those that split a row.
+    """
     total, count = jnp.abs(x_LR).sum(1), live_LR.sum(1, dtype=jnp.float32)
-    total, count = _sum_over((*over, *each.over), jnp.stack([total, count]))
+    both = jnp.stack([total, count])
+    if axes := (*over, *tensor.over):
+        both = jax.lax.psum(both, axes)
+    total, count = both
     return total / jnp.maximum(count, 1)
 
 
-def signs(
-    tensors: Sequence[Tensor],
-    terms: dict[str, jax.Array],
-    kept: Kept,
-    group: Group,
-    live: dict[str, jax.Array] | None = None,
-) -> tuple[dict[str, jax.Array], Kept]:
-    """Each number as its sign, and one scale per row: the mean size of its numbers.
+def _signs_q(tensor: Tensor, group: Group) -> int:
+    return _share(tensor.length, group.size, 8)
 
-    `live`: bool in the shape of a tensor, the same on all replicas; numbers that are not live stay
-    zero, in the sum and in the errors. Sends 1/8 byte per number and phase.
 
-    Scales are of whole rows, whatever splits them: results do not depend on how a replica is split.
+def _signs(tensors, terms, residuals: Residuals, group: Group, live=None):
+    """Signs, and one scale per row: the mean absolute value of its numbers (arXiv 2102.02888).
+
+    Sends 1/8 byte per number and phase. Scales are of whole rows, so that the result does not
+    depend on how a replica splits them.
     """
-    n, me = group.size, jax.lax.axis_index(group.axis)
-    xs_LR = _with_errors(tensors, terms, kept.errors)
+    n, index = group.size, jax.lax.axis_index(group.axis)
+    inputs = _with_errors(tensors, terms, residuals, None)
     messages, errors, masks = [], {}, []
-    for each, in_LR in zip(tensors, xs_LR, strict=True):
+    for tensor, in_LR in zip(tensors, inputs, strict=True):
         live_LR = jnp.ones(in_LR.shape, bool)
         if live is not None:
-            live_LR = live[each.name].reshape(in_LR.shape)
+            live_LR = live[tensor.name].reshape(in_LR.shape)
         x_LR = jnp.where(live_LR, in_LR, 0)
         positive_LR = x_LR >= 0
-        scale_L = _magnitude(each, (), x_LR, live_LR)
+        scale_L = _magnitude(tensor, (), x_LR, live_LR)
         sent_LR = jnp.where(positive_LR, scale_L[:, None], -scale_L[:, None])
-        errors[each.name] = jnp.where(live_LR, x_LR - sent_LR, 0)
-        q = share(each.length, n, 8)
-        bits = pack(_chunks(positive_LR, n, q))
-        messages.append([bits, jnp.broadcast_to(scale_L, (n, each.rows))])
-        masks.append(_chunks(live_LR, n, q)[me])
-    answers, server = [], {}
-    for each, live_LQ, (bits, scales_nL) in zip(
-        tensors, masks, _to_servers(group, messages), strict=True
-    ):
-        sum_LQ = jnp.sum(scales_nL[..., None] * unpack(bits), axis=0)
-        if each.name in kept.server:
-            sum_LQ = sum_LQ + kept.server[each.name].reshape(sum_LQ.shape)
+        errors[tensor.name] = jnp.where(live_LR, x_LR - sent_LR, 0)
+        q = _signs_q(tensor, group)
+        bits = buckets.pack(_chunks(positive_LR, n, q))
+        messages.append([bits, jnp.broadcast_to(scale_L, (n, tensor.rows))])
+        masks.append(_chunks(live_LR, n, q)[index])
+    arrived = _all_to_all(group, messages)
+    answers, scales, server = [], [], {}
+    for tensor, live_LQ, (bits, scales_nL) in zip(tensors, masks, arrived, strict=True):
+        sum_LQ = jnp.sum(scales_nL[..., None] * buckets.unpack(bits), axis=0)
+        if tensor.name in residuals.server:
+            sum_LQ = sum_LQ + residuals.server[tensor.name].reshape(sum_LQ.shape)
         sum_LQ = jnp.where(live_LQ, sum_LQ, 0)
-        scale_L = _magnitude(each, (group.axis,), sum_LQ, live_LQ)
+        scale_L = _magnitude(tensor, (group.axis,), sum_LQ, live_LQ)
         positive_LQ = sum_LQ >= 0
         sent_LQ = jnp.where(positive_LQ, scale_L[:, None], -scale_L[:, None])
-        server[each.name] = jnp.where(live_LQ, sum_LQ - sent_LQ, 0)
-        answers.append(([pack(positive_LQ)[None]], scale_L))
+        server[tensor.name] = jnp.where(live_LQ, sum_LQ - sent_LQ, 0)
+        answers.append([buckets.pack(positive_LQ)[None]])
+        scales.append(scale_L)
     sums = {}
-    gathered = _from_all(group, [message for message, _ in answers])
-    for each, (_, scale_L), (bits,) in zip(tensors, answers, gathered, strict=True):
-        sum_LR = scale_L[:, None] * _rows(unpack(bits), each.length)
-        if live is not None:
-            sum_LR = jnp.where(live[each.name].reshape(sum_LR.shape), sum_LR, 0)
-        sums[each.name] = sum_LR.reshape(each.shape)
-    return sums, _kept(group, kept, errors, server)
+    for tensor, scale_L, (bits,) in zip(tensors, scales, _all_gather(group, answers), strict=True):
+        sum_LR = scale_L[:, None] * _rows(buckets.unpack(bits), tensor.length)
+        sums[tensor.name] = _masked(live, tensor.name, sum_LR).reshape(tensor.shape)
+    return sums, _updated(residuals, errors, server)
 
 
-def int8_block(length: int, group_size: int) -> int:
-    """Numbers that share a scale: fewer where a server's share is small."""
-    q = -(-length // group_size)
-    return min(INT8_BLOCK, max(8, 1 << (q - 1).bit_length()))
+def _signs_state(tensor: Tensor, group: Group) -> dict[str, ResidualShape]:
+    server = ResidualShape((_signs_q(tensor, group),))
+    return _feedback(group, errors=ResidualShape(), server=server)
+
+
+def _signs_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
+    """Bits and a scale per row to the servers, the sums of their scales, bits from the servers."""
+    bits = tensor.rows * _signs_q(tensor, group) // 8
+    return (
+        Message("all_to_all", group.size * (bits + FP32 * tensor.rows)),
+        Message("all_reduce", 2 * FP32 * tensor.rows, tensor.over),
+        Message("all_gather", bits),
+    )
+
+
+# -------------------------------------------------------------------------------------------- int8
+
+
+def _int8_sizes(tensor: Tensor, group: Group) -> tuple[int, int]:
+    """Numbers that share a scale, fewer where a server's share is small, and Q."""
+    q = -(-tensor.length // group.size)
+    block = min(INT8_BLOCK, max(8, 1 << (q - 1).bit_length()))
+    return block, _share(tensor.length, group.size, block)
 
 
 def _quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """int8 [..., Q], scales [..., Q / block], and what they stand for."""
+    """int8 [..., Q], scales [..., Q / block], and the numbers that they stand for [..., Q]."""
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scale = jnp.max(jnp.abs(blocks), axis=-1) / 127
     steps = blocks / jnp.where(scale > 0, scale, 1)[..., None]
@@ -306,137 +305,150 @@ def _dequantized(whole: jax.Array, scale: jax.Array) -> jax.Array:
     return blocks.reshape(whole.shape)
 
 
-def int8(tensors, terms, kept: Kept, group: Group) -> tuple[dict[str, jax.Array], Kept]:
-    """Each number as a multiple of 1/127 of the largest of its block (arXiv 1511.04561).
+def _int8(tensors, terms, residuals: Residuals, group: Group, live=None):
+    """Multiples of 1/127 of the largest number of a block (arXiv 1511.04561).
 
     Sends 1 byte per number and phase, and 4 per block.
     """
-    n = group.size
     messages, errors = [], {}
-    for each, x_LR in zip(tensors, _with_errors(tensors, terms, kept.errors), strict=True):
-        block = int8_block(each.length, n)
-        x_nLQ = _chunks(x_LR, n, share(each.length, n, block))
+    inputs = _with_errors(tensors, terms, residuals, live)
+    for tensor, x_LR in zip(tensors, inputs, strict=True):
+        block, q = _int8_sizes(tensor, group)
+        x_nLQ = _chunks(x_LR, group.size, q)
         whole, scale, sent = _quantized(x_nLQ, block)
-        errors[each.name] = _rows(x_nLQ - sent, each.length)
+        errors[tensor.name] = _rows(x_nLQ - sent, tensor.length)
         messages.append([whole, scale])
     answers, server = [], {}
-    for each, arrived in zip(tensors, _to_servers(group, messages), strict=True):
+    for tensor, arrived in zip(tensors, _all_to_all(group, messages), strict=True):
         sum_LQ = jnp.sum(_dequantized(*arrived), axis=0)
-        if each.name in kept.server:
-            sum_LQ = sum_LQ + kept.server[each.name].reshape(sum_LQ.shape)
-        whole, scale, sent = _quantized(sum_LQ, int8_block(each.length, n))
-        server[each.name] = sum_LQ - sent
+        if tensor.name in residuals.server:
+            sum_LQ = sum_LQ + residuals.server[tensor.name].reshape(sum_LQ.shape)
+        whole, scale, sent = _quantized(sum_LQ, _int8_sizes(tensor, group)[0])
+        server[tensor.name] = sum_LQ - sent
         answers.append([whole[None], scale[None]])
     sums = {}
-    for each, (whole, scale) in zip(tensors, _from_all(group, answers), strict=True):
-        sum_LR = _rows(_dequantized(whole, scale), each.length)
-        sums[each.name] = sum_LR.reshape(each.shape)
-    return sums, _kept(group, kept, errors, server)
+    for tensor, (whole, scale) in zip(tensors, _all_gather(group, answers), strict=True):
+        sum_LR = _rows(_dequantized(whole, scale), tensor.length)
+        sums[tensor.name] = sum_LR.reshape(tensor.shape)
+    return sums, _updated(residuals, errors, server)
 
 
-def _kept(group: Group, before: Kept, errors: dict, server: dict) -> Kept:
-    """What is kept, each in the shape in which it was."""
-    if not group.feedback:
-        return before
-    shaped = lambda new, old: {name: new[name].reshape(old[name].shape) for name in old}  # noqa: E731
-    return before._replace(
-        errors=shaped(errors, before.errors), server=shaped(server, before.server)
-    )
+def _int8_state(tensor: Tensor, group: Group) -> dict[str, ResidualShape]:
+    server = ResidualShape((_int8_sizes(tensor, group)[1],))
+    return _feedback(group, errors=ResidualShape(), server=server)
 
 
-# ----------------------------------------------------------------------------------- one-phase sums
+def _int8_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
+    """Bytes and a scale per block, to the servers and back."""
+    block, q = _int8_sizes(tensor, group)
+    own = tensor.rows * (q + FP32 * q // block)
+    return Message("all_to_all", group.size * own), Message("all_gather", own)
 
 
-def mean(tensors, terms, kept: Kept, group: Group) -> tuple[dict[str, jax.Array], Kept]:
-    """All that came in, in its own dtype."""
-    names = [each.name for each in tensors]
-    sums = jax.lax.psum([terms[name] for name in names], group.axis)
-    return dict(zip(names, sums, strict=True)), kept
+# ------------------------------------------------------------------------------------------- top_k
 
 
-def top_block(length: int) -> int:
-    """Numbers of which `top_k` takes the largest."""
-    return min(TOP_BLOCK, length)
+def _top_sizes(tensor: Tensor, group: Group) -> tuple[int, int, int]:
+    """Numbers of a block, blocks of a row, and numbers that are sent of each block."""
+    block = min(TOP_BLOCK, tensor.length)
+    return block, -(-tensor.length // block), max(1, round(group.fraction * block))
 
 
-def num_top(length: int, fraction: float) -> int:
-    """How many it takes of each."""
-    return max(1, round(fraction * top_block(length)))
-
-
-def top_k(tensors, terms, kept: Kept, group: Group) -> tuple[dict[str, jax.Array], Kept]:
+def _top_k(tensors, terms, residuals: Residuals, group: Group, live=None):
     """The largest numbers of each block with their positions (arXiv 1712.01887).
 
-    Sends 6 bytes for each number that is taken, to every other replica.
+    Sends 6 bytes for each number that is chosen, to every other replica.
     """
     messages, errors = [], {}
-    for each, x_LR in zip(tensors, _with_errors(tensors, terms, kept.errors), strict=True):
-        block = top_block(each.length)
-        rows = -(-each.length // block)
-        padded = jnp.pad(x_LR, ((0, 0), (0, rows * block - each.length)))
+    inputs = _with_errors(tensors, terms, residuals, live)
+    for tensor, x_LR in zip(tensors, inputs, strict=True):
+        block, num_blocks, count = _top_sizes(tensor, group)
+        padded = jnp.pad(x_LR, ((0, 0), (0, num_blocks * block - tensor.length)))
         blocks = padded.reshape(-1, block)
-        _, places = jax.lax.top_k(jnp.abs(blocks), num_top(each.length, group.fraction))
-        values = jnp.take_along_axis(blocks, places, axis=1)
-        left = jnp.put_along_axis(blocks, places, 0.0, axis=1, inplace=False)
-        errors[each.name] = left.reshape(each.rows, -1)[:, : each.length]
-        messages.append([values[None], places.astype(jnp.uint16)[None]])
+        _, positions = jax.lax.top_k(jnp.abs(blocks), count)
+        values = jnp.take_along_axis(blocks, positions, axis=1)
+        left = jnp.put_along_axis(blocks, positions, 0.0, axis=1, inplace=False)
+        errors[tensor.name] = left.reshape(tensor.rows, -1)[:, : tensor.length]
+        messages.append([values[None], positions.astype(jnp.uint16)[None]])
     sums = {}
-    for each, (values, places) in zip(tensors, _from_all(group, messages), strict=True):
-        block = top_block(each.length)
+    for tensor, (values, positions) in zip(tensors, _all_gather(group, messages), strict=True):
 
-        def add(total, taken, block=block):
-            # One replica after the other: no two of its positions are the same, so that the sum is
-            # taken in the same order on all devices.
-            values, places = taken
+        def add(total, of_replica):
+            # One replica after the other: the positions of one replica are distinct, so that all
+            # devices add in the same order.
+            values, positions = of_replica
             rows = jnp.arange(values.shape[0])[:, None]
-            return total.at[rows, places.astype(jnp.int32)].add(values), None
+            return total.at[rows, positions.astype(jnp.int32)].add(values), None
 
-        start = jnp.zeros((values.shape[1], block), jnp.float32)
-        total, _ = jax.lax.scan(add, start, (values, places))
-        total = total.reshape(each.rows, -1)[:, : each.length]
-        sums[each.name] = total.reshape(each.shape)
-    return sums, _kept(group, kept, errors, {})
+        start = jnp.zeros((values.shape[1], _top_sizes(tensor, group)[0]), jnp.float32)
+        total, _ = jax.lax.scan(add, start, (values, positions))
+        total = total.reshape(tensor.rows, -1)[:, : tensor.length]
+        sums[tensor.name] = total.reshape(tensor.shape)
+    return sums, _updated(residuals, errors)
 
 
-def rank_of(each: Tensor, rank: int) -> int:
-    """The rank at which a tensor is sent; 0 = as it is, which is not more."""
-    if each.matrix is None:
+def _top_k_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
+    """Values in fp32 and positions in 16 bits."""
+    _, num_blocks, count = _top_sizes(tensor, group)
+    return (Message("all_gather", tensor.rows * num_blocks * count * (FP32 + 2)),)
+
+
+# ------------------------------------------------------------------------------ mean and low_rank
+
+
+def _mean(tensors, terms, residuals: Residuals, group: Group, live=None):
+    """Everything, in its own dtype."""
+    names = [tensor.name for tensor in tensors]
+    own = [_masked(live, name, terms[name]) for name in names]
+    return dict(zip(names, jax.lax.psum(own, group.axis), strict=True)), residuals
+
+
+def _mean_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
+    return (Message("all_reduce", FP32 * tensor.rows * tensor.length),)
+
+
+def _rank(tensor: Tensor, group: Group) -> int:
+    """The rank at which a tensor is sent; 0 = in full, where that is not more."""
+    if tensor.matrix is None:
         return 0
-    _, a, b = each.matrix
-    return rank if rank * (a + b) < a * b else 0
+    _, a, b = tensor.matrix
+    return group.rank if group.rank * (a + b) < a * b else 0
 
 
-def low_rank(tensors, terms, kept: Kept, group: Group) -> tuple[dict[str, jax.Array], Kept]:
-    """PowerSGD (arXiv 1905.13727): one step of a power iteration from where the last one ended.
+def _low_rank(tensors, terms, residuals: Residuals, group: Group, live=None):
+    """PowerSGD (arXiv 1905.13727): a step of the power iteration that the last sum ended with.
 
-    Of each shard [a, b] of a matrix r (a + b) numbers are summed; what is no matrix is summed as it
-    is.
+    Sums rank (a + b) numbers of each shard [a, b] of a matrix, and other tensors in full.
     """
-    flat = [each for each in tensors if not rank_of(each, group.rank)]
-    matrices = [each for each in tensors if rank_of(each, group.rank)]
-    sums, _ = mean(flat, {e.name: terms[e.name].astype(jnp.float32) for e in flat}, kept, group)
+    full = [tensor for tensor in tensors if not _rank(tensor, group)]
+    matrices = [tensor for tensor in tensors if _rank(tensor, group)]
+    in_fp32 = {tensor.name: terms[tensor.name].astype(jnp.float32) for tensor in full}
+    sums, _ = _mean(full, in_fp32, residuals, group, live)
     xs = {}
-    for each, x_LR in zip(matrices, _with_errors(matrices, terms, kept.errors), strict=True):
-        xs[each.name] = x_LR.reshape(each.matrix)
+    for tensor, x_LR in zip(matrices, _with_errors(matrices, terms, residuals, live), strict=True):
+        xs[tensor.name] = x_LR.reshape(tensor.matrix)
     with jax.default_matmul_precision("highest"):
-        multiply = lambda each: xs[each.name] @ _query(each, kept, group)  # noqa: E731
-        lefts = jax.lax.psum([multiply(each) for each in matrices], group.axis)
-        lefts = [_orthonormal(left) for left in lefts]
-        turn = lambda each, left: xs[each.name].swapaxes(1, 2) @ left  # noqa: E731
-        own = [turn(each, left) for each, left in zip(matrices, lefts, strict=True)]
+        lefts = [xs[tensor.name] @ _query(tensor, residuals, group) for tensor in matrices]
+        lefts = [_orthonormal(left) for left in jax.lax.psum(lefts, group.axis)]
+        own = [
+            xs[tensor.name].swapaxes(1, 2) @ left
+            for tensor, left in zip(matrices, lefts, strict=True)
+        ]
         rights = jax.lax.psum(own, group.axis)
         errors, queries = {}, {}
-        for each, left, mine, right in zip(matrices, lefts, own, rights, strict=True):
-            sums[each.name] = (left @ right.swapaxes(1, 2)).reshape(each.shape)
-            errors[each.name] = xs[each.name] - left @ mine.swapaxes(1, 2)
-            queries[each.name] = right.reshape(kept.queries[each.name].shape)
-    return sums, _kept(group, kept._replace(queries=queries), errors, {})
+        for tensor, left, mine, right in zip(matrices, lefts, own, rights, strict=True):
+            name = tensor.name
+            sums[name] = _masked(live, name, (left @ right.swapaxes(1, 2)).reshape(tensor.shape))
+            errors[name] = xs[name] - _masked(live, name, left @ mine.swapaxes(1, 2))
+            queries[name] = right.reshape(residuals.queries[name].shape)
+    return sums, _updated(residuals._replace(queries=queries), errors)
 
 
-def _query(each: Tensor, kept: Kept, group: Group) -> jax.Array:
-    layers, _, b = each.matrix
-    query = kept.queries[each.name].reshape(layers, b, -1)
-    # Where nothing has been seen of a matrix, any columns will do.
+def _query(tensor: Tensor, residuals: Residuals, group: Group) -> jax.Array:
+    """Where the power iteration starts, [L, b, rank]."""
+    layers, _, b = tensor.matrix
+    query = residuals.queries[tensor.name].reshape(layers, b, -1)
+    # Before the first sum there is nothing to start from, and any columns will do.
     start = jnp.cos(jnp.arange(b * group.rank, dtype=jnp.float32) ** 2).reshape(b, group.rank)
     empty = jnp.sum(jnp.abs(query), axis=(1, 2), keepdims=True) == 0
     return jnp.where(empty, start, query)
@@ -447,33 +459,35 @@ def _orthonormal(matrix: jax.Array) -> jax.Array:
     columns: list[jax.Array] = []
     for i in range(matrix.shape[-1]):
         column = matrix[..., i]
-        # Twice: after once, columns that were nearly parallel keep a rounding of each other.
-        for done in columns * 2:
-            column = column - jnp.sum(column * done, -1, keepdims=True) * done
+        # Twice: after one pass nearly parallel columns keep rounding errors of each other.
+        for before in columns * 2:
+            column = column - jnp.sum(column * before, -1, keepdims=True) * before
         norm = jnp.sqrt(jnp.sum(jnp.square(column), -1, keepdims=True))
         columns.append(column / jnp.where(norm > 1e-30, norm, jnp.inf))
     return jnp.stack(columns, axis=-1)
 
 
-def message_bytes(exchange: str, each: Tensor, group: Group) -> int:
-    """Bytes of a tensor in the first message of an exchange; 0 = it does not travel as bytes."""
-    n, rows = group.size, each.rows
-    if exchange == "signs":
-        return n * rows * (share(each.length, n, 8) // 8 + 4)
-    if exchange == "int8":
-        block = int8_block(each.length, n)
-        q = share(each.length, n, block)
-        return n * rows * (q + 4 * (q // block))
-    if exchange == "top_k":
-        blocks = rows * -(-each.length // top_block(each.length))
-        return 6 * blocks * num_top(each.length, group.fraction)
-    return 0
+def _low_rank_state(tensor: Tensor, group: Group) -> dict[str, ResidualShape]:
+    if not (rank := _rank(tensor, group)):
+        return {}
+    query = ResidualShape((tensor.matrix[2], rank), per_replica=False)
+    return _feedback(group, errors=ResidualShape()) | {"queries": query}
 
 
-EXCHANGES: dict[str, Callable] = {
-    "mean": mean,
-    "signs": signs,
-    "int8": int8,
-    "top_k": top_k,
-    "low_rank": low_rank,
+def _low_rank_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
+    """Both factors of a matrix, one after the other."""
+    if not (rank := _rank(tensor, group)):
+        return _mean_messages(tensor, group)
+    layers, a, b = tensor.matrix
+    return tuple(Message("all_reduce", FP32 * layers * side * rank) for side in (a, b))
+
+
+COMPRESSORS: dict[str, Compressor] = {
+    "mean": Compressor(_mean, lambda tensor, group: {}, _mean_messages),
+    "signs": Compressor(_signs, _signs_state, _signs_messages),
+    "int8": Compressor(_int8, _int8_state, _int8_messages),
+    "top_k": Compressor(
+        _top_k, lambda tensor, group: _feedback(group, errors=ResidualShape()), _top_k_messages
+    ),
+    "low_rank": Compressor(_low_rank, _low_rank_state, _low_rank_messages),
 }

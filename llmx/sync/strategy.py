@@ -26,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.sharding import trees
-from llmx.sync import compressors
-from llmx.sync.compressors import Group, Kept, Tensor
+from llmx.sync import buckets, compressors
+from llmx.sync.compressors import COMPRESSORS, Compressor, Group, Residuals, Tensor
 
 AXIS = "data"
 
@@ -62,7 +62,7 @@ class Strategy:
     """What replicas agree on, by which exchange, and under which optimizer ("" = any)."""
 
     agrees_on: str
-    exchange: str  # a name in collectives.EXCHANGES
+    exchange: str  # a name in COMPRESSORS
     optimizer: str = ""
 
 
@@ -89,7 +89,7 @@ class Sync(NamedTuple):
     # one_bit: updates that the frozen variance has seen; zero_one: updates so far; int32.
     updates: jax.Array
     fresh: dict[str, jax.Array]  # one_bit_lamb: the variance, as the exchanged momentum shows it
-    kept: Kept  # of the exchange, by parameter name
+    kept: Residuals  # of the exchange, by parameter name
     late: dict[str, jax.Array]  # stale: shares that arrive 1, 2, ... steps later, [n, s, ...]
     lateness: jax.Array | None  # stale: by how many steps each replica is behind, fp32 [n]
     # Replicas that go on alone; a leading dimension n: their parameters and optimizer state.
@@ -259,20 +259,21 @@ class Replicas:
         """The split of an array of all replicas, [n, ...]."""
         return PartitionSpec(AXIS, *self.specs[name].partitions)
 
-    def exchange(self, terms, kept: Kept, live=None):
-        """The sum of all replicas' terms, for use inside a manual region."""
-        run = compressors.EXCHANGES[self.strategy.exchange]
-        extra = {} if live is None else {"live": live}
-        return run(list(self.tensors.values()), terms, kept, self.group, **extra)
+    @property
+    def compressor(self) -> Compressor:
+        return COMPRESSORS[self.strategy.exchange]
+
+    def exchange(self, terms, residuals: Residuals, live=None):
+        """The sum of all replicas' terms, for use inside a manual region; see `Compressor`."""
+        tensors = list(self.tensors.values())
+        return self.compressor.reduce(tensors, terms, residuals, self.group, live)
 
     def messages(self) -> tuple[int, tuple[int, ...]]:
         """How many tensors are compressed into bytes, and the bytes of each message of the first
         phase of an exchange that a device fuses them into."""
-        sizes = []
-        for each in self.tensors.values():
-            sizes.append(compressors.message_bytes(self.strategy.exchange, each, self.group))
-        sizes = [each for each in sizes if each]
-        fused = compressors.buckets(sizes, self.group.bucket_bytes)
+        first = [self.compressor.messages(each, self.group)[0] for each in self.tensors.values()]
+        sizes = [message.bytes for message in first if message.collective != "all_reduce"]
+        fused = buckets.fuse(sizes, self.group.bucket_bytes)
         return len(sizes), tuple(sum(sizes[i] for i in bucket) for bucket in fused)
 
     def region(self, function, *, in_specs, out_specs):
@@ -281,23 +282,20 @@ class Replicas:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def kept_specs(self) -> Kept:
+    def kept_specs(self) -> Residuals:
         return jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_kept())
 
-    def abstract_kept(self) -> Kept:
+    def abstract_kept(self) -> Residuals:
         """Shapes with shardings of what the exchange keeps."""
-        chosen, kept = self.strategy.exchange, Kept({}, {}, {})
-        for name, each in self.tensors.items():
-            matrix = compressors.rank_of(each, self.config.rank) if chosen == "low_rank" else 0
-            if self.config.error_feedback and (chosen in ("signs", "int8", "top_k") or matrix):
-                kept.errors[name] = self._placed((self.size, *self.shape(name)), self.stacked(name))
-            if self.config.error_feedback and chosen in ("signs", "int8"):
-                block = 8 if chosen == "signs" else compressors.int8_block(each.length, self.size)
-                q = compressors.share(each.length, self.size, block)
-                kept.server[name] = self._by_shard(name, (q,), leading=(AXIS,))
-            if matrix:
-                kept.queries[name] = self._by_shard(name, (each.matrix[2], matrix))
-        return kept
+        residuals = {field: {} for field in Residuals._fields}
+        for name, tensor in self.tensors.items():
+            for field, (row, per_replica) in self.compressor.state(tensor, self.group).items():
+                if row is None:
+                    shape = self._placed((self.size, *self.shape(name)), self.stacked(name))
+                else:
+                    shape = self._by_shard(name, row, leading=(AXIS,) if per_replica else ())
+                residuals[field][name] = shape
+        return Residuals(**residuals)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of a parameter."""
@@ -373,7 +371,7 @@ def replicas(config: SyncConfig, mesh: Mesh, *, shapes: Any, axes: Any, updates:
     specs = {name: to.spec for name, to in trees.named(updates).items()}
     logical = jax.tree.structure(shapes).flatten_up_to(axes)
     tensors = {
-        name: compressors.tensor(name, leaf.shape, of, specs[name], dict(mesh.shape))
+        name: compressors.local_tensor(name, leaf.shape, of, specs[name], dict(mesh.shape))
         for (name, leaf), of in zip(trees.named(shapes).items(), logical, strict=True)
     }
     return Replicas(config, mesh, tensors, specs)
@@ -481,7 +479,7 @@ def regrouped(
     return saved._replace(
         fresh=placed(saved.fresh),
         outer=placed(saved.outer),
-        kept=Kept(errors, zeros(wanted.kept.server), zeros(wanted.kept.queries)),
+        kept=Residuals(errors, zeros(wanted.kept.server), zeros(wanted.kept.queries)),
         late={name: waiting(name, like) for name, like in wanted.late.items()},
         lateness=None if lateness is None else jnp.zeros(lateness.shape, lateness.dtype),
         params=jax.tree_util.tree_map_with_path(middle, saved.params, wanted.params),

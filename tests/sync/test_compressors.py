@@ -17,7 +17,7 @@ from support import plain_signs
 from llmx import sharding
 from llmx.sync import compressors, strategy
 from llmx.sync import strategy as strategy_lib
-from llmx.sync.compressors import Kept
+from llmx.sync.compressors import Residuals
 
 ORACLE = 1e-6  # of the largest number: fp32 sums and means, in another order
 IDENTITY = 1e-4  # of what came in: fp32 sums of 50 steps, some of them of errors that have grown
@@ -78,7 +78,7 @@ def exchange_of(replicas: strategy.Replicas):
     return exchange
 
 
-def nothing_kept(replicas: strategy.Replicas) -> Kept:
+def nothing_kept(replicas: strategy.Replicas) -> Residuals:
     zeros = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # noqa: E731
     return jax.tree.map(zeros, replicas.abstract_kept())
 
@@ -106,7 +106,7 @@ def assert_near(got, wanted, tolerance: float, size=None):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * largest)
 
 
-def of_servers(kept: Kept, shapes=SHAPES) -> dict[str, np.ndarray]:
+def of_servers(kept: Residuals, shapes=SHAPES) -> dict[str, np.ndarray]:
     return {
         name: np.asarray(strategy.whole(jnp.asarray(np.asarray(array)), shapes[name][0]))
         for name, array in kept.server.items()
@@ -206,6 +206,21 @@ def test_what_does_not_live_stays_zero_and_has_no_part_in_the_scale():
     rounds(make("one_bit", n), n, oracle, live)
 
 
+@pytest.mark.parametrize("strategy", ["mean", "int8", "top_k", "power_sgd"])
+def test_other_compressors_leave_out_what_does_not_live(strategy):
+    n, random = 2, np.random.default_rng(9)
+    live = {name: random.random(shape) < 0.6 for name, (shape, _) in SHAPES.items()}
+    replicas, terms = make(strategy, n, fraction=0.1, rank=2), terms_of(n, 0)
+    sums, kept = exchange_of(replicas)(terms, nothing_kept(replicas), live)
+    servers = of_servers(kept)
+    for name, (shape, _) in SHAPES.items():
+        errors = np.asarray(kept.errors.get(name, np.zeros((n, *shape), "f4")))
+        left = errors.sum(0) + servers.get(name, 0)
+        got = the_same(sums[name])
+        assert not np.any(got[~live[name]]) and not np.any(left[~live[name]])
+        assert_near(got + left, np.where(live[name], terms[name].sum(0), 0), ORACLE, terms[name])
+
+
 def test_signs_without_feedback_begin_anew_each_time():
     def oracle(name, terms, errors, server, axes):
         return plain_signs.exchanged(terms, errors, server, np.ones(terms.shape[1:], bool), axes)
@@ -303,10 +318,14 @@ def test_a_sum_of_low_rank_arrives_whole(n):
 
 
 def test_a_rank_that_would_send_more_sends_the_matrix():
-    each = make("power_sgd", 2).tensors["matrix"]
-    assert each.matrix == (1, 7, 13)
-    assert compressors.rank_of(each, 4) == 4 and compressors.rank_of(each, 5) == 0
-    assert compressors.rank_of(make("power_sgd", 2).tensors["norm"], 1) == 0
+    for rank, low in ((4, True), (5, False)):
+        replicas = make("power_sgd", 2, rank=rank)
+        each, group = replicas.tensors["matrix"], replicas.group
+        assert each.matrix == (1, 7, 13)
+        sizes = [message.bytes for message in replicas.compressor.messages(each, group)]
+        assert sizes == ([4 * 7 * rank, 4 * 13 * rank] if low else [4 * 7 * 13])
+        assert ("matrix" in replicas.abstract_kept().queries) == low
+        assert "norm" not in replicas.abstract_kept().queries
 
 
 # --------------------------------------------------------------------------------- nothing is lost
@@ -357,7 +376,7 @@ def test_signs_do_not_depend_on_how_a_replica_is_split(masked):
         live = {name: random.random(shape) < 0.5 for name, (shape, _) in shapes.items()}
     whole = make("one_bit", n, shapes=shapes)
     split = make("one_bit", n, shapes=shapes, splits=splits, fsdp=2)
-    assert split.tensors["matrix"].shape == (6, 5) and split.tensors["matrix"].ways == 2
+    assert split.tensors["matrix"].shape == (6, 5)
     kepts = [nothing_kept(replicas) for replicas in (whole, split)]
     exchanges = [exchange_of(replicas) for replicas in (whole, split)]
     for seed in range(3):
@@ -389,31 +408,7 @@ def test_layers_that_are_split_keep_a_scale_each():
     assert_near(servers[1], servers[0], ORACLE)
 
 
-# ------------------------------------------------------------------------------------------- pieces
-
-
-def test_eight_signs_to_a_byte_and_back():
-    positive = np.random.default_rng(0).random((3, 5, 16)) < 0.5
-    packed = compressors.pack(jnp.asarray(positive))
-    assert packed.shape == (3, 5, 2) and packed.dtype == jnp.uint8
-    np.testing.assert_array_equal(packed, np.packbits(positive, axis=-1, bitorder="little"))
-    np.testing.assert_array_equal(compressors.unpack(packed), np.where(positive, 1, -1))
-
-
-@pytest.mark.parametrize(
-    "sizes, limit, wanted",
-    [
-        ([], 10, []),
-        ([3, 3, 3], 10, [[0, 1, 2]]),
-        ([3, 3, 3], 9, [[0, 1, 2]]),
-        ([3, 3, 3], 8, [[0, 1], [2]]),
-        ([4, 20, 4, 4], 8, [[0], [1], [2, 3]]),
-        ([20, 20], 8, [[0], [1]]),
-        ([1, 2, 3], 0, [[0], [1], [2]]),
-    ],
-)
-def test_neighbours_share_a_bucket_up_to_its_limit(sizes, limit, wanted):
-    assert compressors.buckets(sizes, limit) == wanted
+# ------------------------------------------------------------------------------------------ shards
 
 
 @pytest.mark.parametrize(
@@ -421,17 +416,17 @@ def test_neighbours_share_a_bucket_up_to_its_limit(sizes, limit, wanted):
     [
         (
             (4, 6, 8), ("layers", "embed", "mlp"), PartitionSpec("stage", None, ("fsdp", "tensor")),
-            dict(shape=(2, 6, 2), layered=True, over=("fsdp", "tensor"), ways=4, columns=2,
+            dict(shape=(2, 6, 2), layered=True, over=("fsdp", "tensor"), columns=2,
                  rows=2, length=12, matrix=(2, 6, 2)),
         ),
         (
             (4, 2, 3, 8), ("layers", "heads", "head_dim", "embed"), PartitionSpec(),
-            dict(shape=(4, 2, 3, 8), over=(), ways=1, columns=3, rows=4, length=48,
+            dict(shape=(4, 2, 3, 8), over=(), columns=3, rows=4, length=48,
                  matrix=(4, 6, 8)),
         ),
         (
             (9, 8), ("vocab", "embed"), PartitionSpec(None, "fsdp"),
-            dict(shape=(9, 4), layered=False, over=("fsdp",), ways=2, columns=1, rows=1,
+            dict(shape=(9, 4), layered=False, over=("fsdp",), columns=1, rows=1,
                  length=36, matrix=(1, 9, 4)),
         ),
         (
@@ -442,7 +437,7 @@ def test_neighbours_share_a_bucket_up_to_its_limit(sizes, limit, wanted):
 )  # fmt: skip
 def test_what_a_device_has_of_a_tensor(shape, axes, spec, wanted):
     sizes = {"stage": 2, "fsdp": 2, "tensor": 2}
-    found = compressors.tensor("w", shape, axes, spec, sizes)
+    found = compressors.local_tensor("w", shape, axes, spec, sizes)
     properties = {name: getattr(found, name) for name in ("rows", "length", "matrix")}
     found = dataclasses.asdict(found) | properties
     assert {name: found[name] for name in wanted} == wanted
