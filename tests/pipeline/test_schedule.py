@@ -768,7 +768,7 @@ def test_options_of_a_config_need_one(capsys):
 
 def test_the_example_of_the_page_is_a_schedule_that_a_config_takes(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "pipeline.md").read_text()
-    blocks = r"```python\n(from llmx import pipeline\n.*?)```\n\n```\n(.*?)```"
+    blocks = r"```python\n(from llmx.pipeline import.*?)```\n\n```\n(.*?)```"
     example, printed = re.search(blocks, page, re.S).groups()
     monkeypatch.chdir(tmp_path)
     with contextlib.redirect_stdout(io.StringIO()) as out:
