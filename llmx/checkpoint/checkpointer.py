@@ -25,6 +25,8 @@ import numpy as np
 from llmx.checkpoint import checksums, manifest, reshard
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
+from llmx.runtime import bounds
+from llmx.runtime.bounds import bounded
 from llmx.sharding import trees
 
 STATE, META = "state", "meta"
@@ -35,29 +37,17 @@ DELETED = ".deleted"
 @dataclasses.dataclass
 class CheckpointConfig:
     # steps between checkpoints; 0 = only at the end of the run
-    every: int = 500
+    every: int = bounded(500, at_least=0, remedy="0 for the end only")
     # newest checkpoints kept; with 1 there is nothing to fall back to
-    keep_last: int = 3
+    keep_last: int = bounded(3, at_least=1)
     # also keep for ever each checkpoint whose step is a multiple of this; 0 = off
-    keep_every: int = 0
+    keep_every: int = bounded(0, at_least=0, remedy="0 for off")
 
 
 def problems(config: CheckpointConfig) -> list[str]:
     """All that is wrong with `config`, as texts."""
-    found = []
-    if config.every < 0:
-        found.append(
-            f"checkpoint.every={config.every} is negative: "
-            "use a number of steps, or 0 for the end only"
-        )
-    if config.keep_last < 1:
-        found.append(f"checkpoint.keep_last={config.keep_last} would keep nothing: use at least 1")
-    if config.keep_every < 0:
-        found.append(
-            f"checkpoint.keep_every={config.keep_every} is negative: "
-            "use a number of steps, or 0 for off"
-        )
-    elif config.every > 0 and config.keep_every % config.every:
+    found = bounds.problems(config, "checkpoint.")
+    if config.every > 0 and config.keep_every > 0 and config.keep_every % config.every:
         multiple = -(-config.keep_every // config.every) * config.every
         found.append(
             f"checkpoint.keep_every={config.keep_every} is not a multiple of "

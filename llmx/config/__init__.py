@@ -15,10 +15,12 @@ from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.data.config import DataConfig
+from llmx.model import precision, remat
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
 from llmx.pipeline.schedules import PipelineConfig
+from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.metrics import MetricsConfig
 from llmx.sharding import MeshConfig, ShardingConfig
@@ -31,17 +33,19 @@ from llmx.sync.strategy import SyncConfig
 class BatchConfig:
     """What one step takes."""
 
-    size: int = 32  # sequences per step, over all devices and microbatches
-    sequence_length: int = 256  # tokens per sequence
-    accumulation: int = 1  # microbatches that the step is done in, one after the other
+    size: int = bounded(32, at_least=1)  # sequences per step, over all devices and microbatches
+    sequence_length: int = bounded(256, at_least=1)  # tokens per sequence
+    # microbatches that the step is done in, one after the other
+    accumulation: int = bounded(1, at_least=1)
 
 
 @dataclasses.dataclass
 class EvaluationConfig:
     """Loss on the held-out split."""
 
-    every: int = 0  # steps between evaluations; 0 = only at the end
-    batches: int = 8  # batches of one evaluation; 0 = the whole held-out split
+    every: int = bounded(0, at_least=0)  # steps between evaluations; 0 = only at the end
+    # batches of one evaluation; 0 = the whole held-out split
+    batches: int = bounded(8, at_least=0)
 
 
 @dataclasses.dataclass
@@ -49,18 +53,20 @@ class SampleConfig:
     """The continuation printed when training ends, and the defaults of `llmx.generate`."""
 
     prompt: str = ""  # "" = no sample at the end
-    max_tokens: int = 200  # tokens to add
-    temperature: float = 0.8  # 0 = always the likeliest token
-    top_k: int = 0  # sample from this many likeliest tokens; 0 = all
-    top_p: float = 0.95  # sample from the fewest tokens that have this probability together
+    max_tokens: int = bounded(200, at_least=1)  # tokens to add
+    temperature: float = bounded(0.8, at_least=0)  # 0 = always the likeliest token
+    # sample from this many likeliest tokens; 0 = all
+    top_k: int = bounded(0, at_least=0)
+    # sample from the fewest tokens that have this probability together
+    top_p: float = bounded(0.95, above=0, at_most=1, remedy="1 = off")
 
 
 @dataclasses.dataclass
 class ProfileConfig:
     """A window of steps that jax.profiler records into WORKDIR/profile."""
 
-    first_step: int = 0  # 0 = no profile
-    num_steps: int = 3  # steps in the window
+    first_step: int = bounded(0, at_least=0)  # 0 = no profile
+    num_steps: int = bounded(3, at_least=1)  # steps in the window
 
 
 @dataclasses.dataclass
@@ -69,10 +75,10 @@ class Config:
 
     workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
     start_from: str = ""  # a new run begins with the parameters of the run in this workdir
-    seed: int = 0  # of parameters and data order
-    steps: int = 1000  # updates in the whole run
-    precision: str = "bf16"  # a name in precision.POLICIES
-    remat: str = "none"  # a name in remat.POLICIES
+    seed: int = bounded(0, at_least=0)  # of parameters and data order
+    steps: int = bounded(1000, at_least=1)  # updates in the whole run
+    precision: str = choice("bf16", precision.POLICIES)  # a name in precision.POLICIES
+    remat: str = choice("none", remat.POLICIES)  # a name in remat.POLICIES
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

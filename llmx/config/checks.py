@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import pathlib
 import types
 import typing
@@ -15,14 +14,12 @@ from llmx.checkpoint import checkpointer
 from llmx.config import Config, ConfigError
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
-from llmx.model import families, precision, remat
-from llmx.model.attention import attend
+from llmx.model import families
 from llmx.model.attention import split as split_lib
 from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
-from llmx.runtime import launch, metrics
-from llmx.step import guard, optimizers
+from llmx.runtime import bounds, launch
 from llmx.sync import strategy
 from llmx.sync import strategy as strategy_lib
 
@@ -102,52 +99,39 @@ def type_name(hint: Any) -> str:
 
 
 def _sections(config: Config) -> list[str]:
-    """Each section by itself; fills in the vocabulary where the tokenizer says it."""
-    found = data_config.problems(config.data)
-    if not found:
-        num_tokens = _vocab_size(config.data)
-        if not config.model.vocab_size:
-            config.model.vocab_size = num_tokens
-        elif 1 <= config.model.vocab_size < num_tokens:
-            found.append(
-                f"model.vocab_size={config.model.vocab_size} is less than the {num_tokens} tokens "
-                "of the tokenizer: set it to at least that, or to 0 to follow the tokenizer"
-            )
-    found += families.problems(config.model)
-    found += optimizers.problems(config.optimizer)
-    found += guard.problems(config.guard)
-    found += _agreement(config)
-    found += checkpointer.problems(config.checkpoint)
-    found += metrics.problems(config.metrics)
-    found += launch.problems(config.launch)
-    for key, table in (
-        ("precision", precision.POLICIES),
-        ("remat", remat.POLICIES),
-        ("sharding.layout", sharding.LAYOUTS),
-        ("sharding.gather", sharding.GATHERS),
-        ("pipeline.schedule", schedules.SCHEDULES),
-        ("attention.implementation", ("auto", *attend.IMPLEMENTATIONS)),
-    ):
-        if (value := config_lib.get_value(config, key)) not in table:
-            near = difflib.get_close_matches(value, list(table), n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            found.append(f"{key}={value!r} is unknown: use one of {', '.join(table)}{hint}")
-    for key, least in (
-        ("steps", 1), ("seed", 0), ("batch.size", 1), ("batch.sequence_length", 1),
-        ("batch.accumulation", 1), ("evaluation.every", 0), ("evaluation.batches", 0),
-        ("sample.max_tokens", 1), ("sample.temperature", 0), ("sample.top_k", 0),
-        ("profile.first_step", 0), ("profile.num_steps", 1), ("loss.z_loss", 0), ("loss.chunks", 0),
-        ("attention.ulysses", 1),
-    ):  # fmt: skip
-        if (value := config_lib.get_value(config, key)) < least:
-            found.append(f"{key}={value} must be at least {least}")
-    if not 0 < config.sample.top_p <= 1:
-        found.append(f"sample.top_p={config.sample.top_p} must be above 0 and at most 1 (1 = off)")
+    """Each section by itself: the bounds of its values, and how they fit each other."""
+    found = bounds.problems(config, "")
+    # Sections whose values must also fit each other; of the others only the bounds are checked.
+    checked = {
+        "data": _data(config),
+        "model": families.problems(config.model),
+        "sync": _agreement(config),
+        "checkpoint": checkpointer.problems(config.checkpoint),
+        "launch": launch.problems(config.launch),
+    }
+    for name, section in vars(config).items():
+        if dataclasses.is_dataclass(section):
+            found += checked[name] if name in checked else bounds.problems(section, f"{name}.")
     if config.batch.sequence_length > config.model.max_positions:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "
             f"model.max_positions={config.model.max_positions}: use shorter sequences, or raise "
             "max_positions (a trained model then meets positions that it never saw)"
+        )
+    return found
+
+
+def _data(config: Config) -> list[str]:
+    """The data section; fills in the vocabulary from the tokenizer."""
+    if found := [*bounds.problems(config.data, "data."), *data_config.problems(config.data)]:
+        return found
+    num_tokens = _vocab_size(config.data)
+    if not config.model.vocab_size:
+        config.model.vocab_size = num_tokens
+    elif 1 <= config.model.vocab_size < num_tokens:
+        found.append(
+            f"model.vocab_size={config.model.vocab_size} is less than the {num_tokens} tokens "
+            "of the tokenizer: set it to at least that, or to 0 to follow the tokenizer"
         )
     return found
 
@@ -226,9 +210,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
 def _mesh_axes(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     for axis in config.mesh.across_slices:
         if axis not in sizes:
-            near = difflib.get_close_matches(axis, sharding.AXES, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            yield f"mesh.across_slices names {axis!r}: use axes of {sharding.AXES}{hint}"
+            yield f"mesh.across_slices names {axis!r}: {bounds.use_one_of(axis, sharding.AXES)}"
 
 
 def _stages(config: Config, stages: int) -> Iterator[str]:

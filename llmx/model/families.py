@@ -10,6 +10,9 @@ Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, V vocab_si
 import dataclasses
 import math
 
+from llmx.runtime import bounds
+from llmx.runtime.bounds import bounded, choice
+
 # Attention kinds, one per layer, repeated along the depth: every layer, or a sliding window in some
 # of them.
 GLOBAL, LOCAL = "global", "local"
@@ -20,38 +23,46 @@ class ModelConfig:
     """One decoder-only transformer. `problems()` says what does not fit together."""
 
     family: str = "llama3"  # where the values come from; the model itself never asks
-    vocab_size: int = 0  # V, real tokens; 0 = the tokenizer's
-    vocab_multiple: int = 128  # V is padded up to a multiple of this, without probability
-    width: int = 256  # D
-    num_layers: int = 4  # L
-    num_heads: int = 4  # N
-    num_kv_heads: int = 4  # K; N = K is multi-head, K < N grouped-query attention
-    head_dim: int = 64  # H
-    mlp_dim: int = 1024  # F
-    max_positions: int = 8192  # longest sequence; also the size of a learned position table
-    positions: str = "rope"  # "rope" | "learned"
-    rope_theta: float = 10_000.0  # base of the rotary frequencies (global layers)
+    # V, real tokens; 0 = the tokenizer's
+    vocab_size: int = bounded(0, at_least=0, remedy="0 follows the tokenizer")
+    # V is padded up to a multiple of this, without probability
+    vocab_multiple: int = bounded(128, at_least=1)
+    width: int = bounded(256, at_least=1)  # D
+    num_layers: int = bounded(4, at_least=1)  # L
+    num_heads: int = bounded(4, at_least=1)  # N
+    # K; N = K is multi-head, K < N grouped-query attention
+    num_kv_heads: int = bounded(4, at_least=1)
+    head_dim: int = bounded(64, at_least=1)  # H
+    mlp_dim: int = bounded(1024, at_least=1)  # F
+    # longest sequence; also the size of a learned position table
+    max_positions: int = bounded(8192, at_least=1)
+    positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
+    rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
     rope_theta_local: float = 0.0  # base in local layers; 0 = the same
-    rope_scaling: str = "none"  # "none" | "llama3" | "linear" (global layers only)
-    rope_factor: float = 1.0  # by how much the context was stretched
+    # "none" | "llama3" | "linear" (global layers only)
+    rope_scaling: str = choice("none", ("none", "llama3", "linear"))
+    rope_factor: float = bounded(1.0, above=0)  # by how much the context was stretched
     rope_low_freq: float = 1.0  # llama3: fewer turns than this in the old context stretch fully
     rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
     rope_old_context: int = 8192  # llama3 scaling: context before stretching
-    norm: str = "rms"  # "rms" | "layer"
-    norm_eps: float = 1e-5  # epsilon inside the square root
+    norm: str = choice("rms", ("rms", "layer"))  # "rms" | "layer"
+    norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
     post_norms: bool = False  # also normalise what attention and MLP return (gemma)
     qk_norm: bool = False  # RMS-normalise queries and keys per head (qwen3, gemma3)
-    activation: str = "silu"  # "silu" | "gelu" (tanh form)
+    activation: str = choice("silu", ("silu", "gelu"))  # "silu" | "gelu" (tanh form)
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
     bias: bool = False  # biases in every projection (gpt2)
     tied_head: bool = False  # the output head is the embedding table
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
-    query_scale: float = 0.0  # multiplies q.k; 0 = 1/sqrt(H)
+    query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
     layer_pattern: tuple[str, ...] = (GLOBAL,)  # attention kinds, repeated along the depth
-    window: int = 0  # local layers: how many positions back, the token itself counted
-    attention_softcap: float = 0.0  # c*tanh(score/c) before the softmax; 0 = off (gemma2)
-    logit_softcap: float = 0.0  # c*tanh(logit/c) on the output; 0 = off (gemma2)
+    # local layers: how many positions back, the token itself counted
+    window: int = bounded(0, at_least=0)
+    # c*tanh(score/c) before the softmax; 0 = off (gemma2)
+    attention_softcap: float = bounded(0.0, at_least=0)
+    # c*tanh(logit/c) on the output; 0 = off (gemma2)
+    logit_softcap: float = bounded(0.0, at_least=0)
 
     @property
     def padded_vocab(self) -> int:
@@ -69,12 +80,6 @@ class ModelConfig:
         return tuple(
             self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers)
         )
-
-
-POSITIONS = ("rope", "learned")
-ROPE_SCALINGS = ("none", "llama3", "linear")
-NORMS = ("rms", "layer")
-ACTIVATIONS = ("silu", "gelu")
 
 
 def _gpt2(**values) -> ModelConfig:
@@ -186,55 +191,27 @@ def preset(name: str, **changes) -> ModelConfig:
 
 def problems(model: ModelConfig) -> list[str]:
     """All that is wrong with a model by itself, each with its remedy."""
-    found = []
-
-    def check(ok: bool, text: str):
-        if not ok:
-            found.append(text)
-
-    sizes = ("vocab_multiple", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-             "mlp_dim", "max_positions")  # fmt: skip
-    for name in sizes:
-        value = vars(model)[name]
-        check(value >= 1, f"model.{name}={value} must be at least 1")
-    check(
-        model.vocab_size >= 0,
-        f"model.vocab_size={model.vocab_size} must not be negative: 0 follows the tokenizer",
-    )
-    if found:
-        return found
-    check(
-        model.num_heads % model.num_kv_heads == 0,
-        f"model.num_heads={model.num_heads} is not a multiple of "
-        f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of query "
-        f"heads; use num_kv_heads in {_divisors(model.num_heads)}",
-    )
-    for name, allowed in (
-        ("positions", POSITIONS), ("rope_scaling", ROPE_SCALINGS), ("norm", NORMS),
-        ("activation", ACTIVATIONS),
-    ):  # fmt: skip
-        value = vars(model)[name]
-        check(value in allowed, f"model.{name}={value!r} is unknown: use one of {allowed}")
-    check(
-        model.positions != "rope" or model.head_dim % 2 == 0,
-        f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers",
-    )
+    found = bounds.problems(model, "model.")
+    if model.num_kv_heads >= 1 and model.num_heads % model.num_kv_heads:
+        found.append(
+            f"model.num_heads={model.num_heads} is not a multiple of "
+            f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of "
+            f"query heads; use num_kv_heads in {_divisors(model.num_heads)}"
+        )
+    if model.positions == "rope" and model.head_dim % 2:
+        found.append(
+            f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers"
+        )
     kinds = set(model.layer_pattern)
-    check(
-        bool(kinds) and kinds <= {GLOBAL, LOCAL},
-        f"model.layer_pattern={model.layer_pattern} must be a non-empty tuple of "
-        f"{GLOBAL!r} and {LOCAL!r}",
-    )
-    check(
-        LOCAL not in kinds or model.window >= 1,
-        f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}",
-    )
-    for name in ("attention_softcap", "logit_softcap", "query_scale", "window"):
-        value = vars(model)[name]
-        check(value >= 0, f"model.{name}={value} must not be negative: 0 switches it off")
-    for name in ("norm_eps", "rope_theta", "rope_factor"):
-        value = vars(model)[name]
-        check(value > 0, f"model.{name}={value} must be positive")
+    if not kinds or kinds - {GLOBAL, LOCAL}:
+        found.append(
+            f"model.layer_pattern={model.layer_pattern} must be a non-empty tuple of "
+            f"{GLOBAL!r} and {LOCAL!r}"
+        )
+    if LOCAL in kinds and model.window == 0:
+        found.append(
+            f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}"
+        )
     return found
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from llmx import sharding
 from llmx.model import dot, precision
+from llmx.runtime.bounds import bounded
 from llmx.sharding import mesh_axes
 
 # Automatic chunks: local logits of a chunk stay under this many bytes and rows.
@@ -34,8 +35,10 @@ CHUNK_ROWS = 32 * 1024
 class LossConfig:
     """The training loss."""
 
-    z_loss: float = 0.0  # times log(Z)^2, keeps logits from drifting; 1e-4 is common
-    chunks: int = 0  # parts of the vocabulary in which logits are made; 0 = by their size
+    # times log(Z)^2, keeps logits from drifting; 1e-4 is common
+    z_loss: float = bounded(0.0, at_least=0)
+    # parts of the vocabulary in which logits are made; 0 = by their size
+    chunks: int = bounded(0, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)

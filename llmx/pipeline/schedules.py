@@ -9,15 +9,17 @@ import numpy as np
 
 from llmx.pipeline import schedule
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Pairs, Table
+from llmx.runtime.bounds import bounded, choice
 
 
 @dataclasses.dataclass
 class PipelineConfig:
     """What the stages of a mesh do; its microbatches are `batch.accumulation`."""
 
-    schedule: str = "1f1b"  # a name in pipeline.SCHEDULES
+    schedule: str = choice("1f1b", lambda: SCHEDULES)  # a name in pipeline.SCHEDULES
     table: str = ""  # a CSV file with a schedule of your own, in place of `schedule`
-    virtual_stages: int = 0  # parts of the model on each stage; 0 = the schedule's least
+    # parts of the model on each stage; 0 = the schedule's least
+    virtual_stages: int = bounded(0, at_least=0)
     layers: tuple[int, ...] = ()  # of each part, in the model's order; () = as equal as possible
 
 

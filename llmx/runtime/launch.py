@@ -18,6 +18,9 @@ from pathlib import Path
 
 import jax
 
+from llmx.runtime import bounds
+from llmx.runtime.bounds import bounded, choice
+
 # XLA aborts on a flag that it does not know: tests/test_launch.py tries each of these.
 XLA_FLAGS: dict[str, dict[str, str]] = {
     # Several devices in one process on few cores: collectives of one program otherwise start in
@@ -44,15 +47,17 @@ XLA_FLAGS: dict[str, dict[str, str]] = {
 
 @dataclasses.dataclass
 class LaunchConfig:
-    platform: str = ""  # cpu | gpu | tpu; "" = the best that JAX finds
-    cpu_devices: int = 0  # fake CPU devices in this process; 0 = as JAX has it (one)
+    platform: str = choice("", (*XLA_FLAGS, ""))  # cpu | gpu | tpu; "" = the best that JAX finds
+    # fake CPU devices in this process; 0 = as JAX has it (one)
+    cpu_devices: int = bounded(0, at_least=0)
     # host:port of process 0; "" = from the environment, "auto" = ask JAX's detection
     coordinator: str = ""
-    num_processes: int = 0  # with a coordinator; 0 = from the environment
+    num_processes: int = bounded(0, at_least=0)  # with a coordinator; 0 = from the environment
     process_id: int = -1  # with a coordinator; -1 = from the environment
-    heartbeat_seconds: int = 30  # a process not heard of for this long ends the run
+    # a process not heard of for this long ends the run
+    heartbeat_seconds: int = bounded(30, at_least=5, remedy="a busy host may pause; use 30")
     # no step for this long (evaluations and saves included): print all stacks, exit 75; 0 = off
-    watchdog_seconds: int = 0
+    watchdog_seconds: int = bounded(0, at_least=0, remedy="0 is off")
     # compiled programs of earlier launches; "" = none. JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
     compiler_options: tuple[str, ...] = ()  # of XLA for the train step: ("xla_name=value", ...)
@@ -60,26 +65,12 @@ class LaunchConfig:
 
 def problems(config: LaunchConfig) -> list[str]:
     """All that is wrong with `config`, as texts."""
-    found = []
-    if config.platform not in ("", *XLA_FLAGS):
-        found.append(
-            f"launch.platform={config.platform!r} is unknown: use one of {', '.join(XLA_FLAGS)}, "
-            "or '' for the best that JAX finds"
-        )
-    if config.cpu_devices < 0:
-        found.append(f"launch.cpu_devices={config.cpu_devices} is negative: use 0 for JAX's own")
+    found = bounds.problems(config, "launch.")
     if config.cpu_devices and config.platform in ("gpu", "tpu"):
         found.append(
             f"launch.cpu_devices={config.cpu_devices} has no effect on "
             f"launch.platform={config.platform!r}: use 0, or platform cpu"
         )
-    if config.heartbeat_seconds < 5:
-        found.append(
-            f"launch.heartbeat_seconds={config.heartbeat_seconds} is below 5: "
-            "a busy host would be taken for dead; use 30"
-        )
-    if config.watchdog_seconds < 0:
-        found.append(f"launch.watchdog_seconds={config.watchdog_seconds} is negative: 0 is off")
     for option in config.compiler_options:
         name, equals, _ = option.partition("=")
         if not equals or not name.startswith("xla_"):

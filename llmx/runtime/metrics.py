@@ -27,10 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from llmx.runtime import plot
+from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.hardware import Chip
 from llmx.runtime.records import EVENTS, RECORDS, EventFile, RecordFile
 
-PROGRESS = ("auto", "rich", "plain", "off")
 REFRESH_SECONDS = 0.25  # of the live line: 4 a second reads as live and costs 0.1% of a core
 RECENT = 64  # steps that the shown rates are taken over
 
@@ -39,22 +39,13 @@ RECENT = 64  # steps that the shown rates are taken over
 class MetricsConfig:
     """What is reported, how often."""
 
-    log_every: int = 10  # steps between records, and between lines where there is no live one
+    # steps between records, and between lines where there is no live one
+    log_every: int = bounded(10, at_least=1, remedy="1 = every step")
     tensorboard: bool = True  # also write event files for TensorBoard
-    progress: str = "auto"  # "rich" (a live line) | "plain" | "off"; auto: rich on a terminal
-    plot_every: int = 0  # steps between drawings of loss.png; 0 = when training ends
-
-
-def problems(config: MetricsConfig) -> list[str]:
-    """All that is wrong with the section, each with its remedy."""
-    found = []
-    if config.log_every < 1:
-        found.append(f"metrics.log_every={config.log_every} must be at least 1: 1 = every step")
-    if config.plot_every < 0:
-        found.append(f"metrics.plot_every={config.plot_every} must be at least 0: 0 = at the end")
-    if config.progress not in PROGRESS:
-        found.append(f"metrics.progress={config.progress!r} is unknown: use one of {PROGRESS}")
-    return found
+    # "rich" (a live line) | "plain" | "off"; auto: rich on a terminal
+    progress: str = choice("auto", ("auto", "rich", "plain", "off"))
+    # steps between drawings of loss.png; 0 = when training ends
+    plot_every: int = bounded(0, at_least=0)
 
 
 class StepTimer:
@@ -271,7 +262,7 @@ class Reporter:
 
 
 def _make_display(progress: str, log: Callable[[str], None]):
-    """The display of a kind in PROGRESS."""
+    """The display of a kind that `metrics.progress` names."""
     if progress == "auto":
         progress = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     return {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress](log)

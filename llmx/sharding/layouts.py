@@ -17,10 +17,12 @@ from llmx.sharding.mesh import BATCH_AXES
 class ShardingConfig:
     """Which layout, and its variations."""
 
-    layout: str = "zero3"  # ddp | zero1 | zero2 | zero3 | hsdp
+    # ddp | zero1 | zero2 | zero3 | hsdp
+    layout: str = dataclasses.field(default="zero3", metadata={"choices": lambda: LAYOUTS})
     sequence_parallel: bool = True  # between blocks, split the sequence over `tensor` too
     replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
-    gather: str = "layer"  # split weights are gathered per "layer" and pass, or once per "step"
+    # split weights are gathered per "layer" and pass, or once per "step"
+    gather: str = dataclasses.field(default="layer", metadata={"choices": lambda: GATHERS})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-POLICIES = ("stop", "skip")
+from llmx.runtime.bounds import bounded, choice
 
 # The running mean of gradient norms: trusted from the first number on, and halved at the second.
 _FEWEST, _MOST = 10, 100
@@ -20,9 +20,12 @@ _FEWEST, _MOST = 10, 100
 class GuardConfig:
     """What happens to an update that would do harm."""
 
-    on_bad_step: str = "stop"  # "stop" | "skip", when a gradient is not finite or a spike
-    spike_factor: float = 0.0  # a spike: gradient norm above this times its running mean; 0 = off
-    patience: int = 20  # with "skip": stop after this many skipped steps in a row
+    # "stop" | "skip", when a gradient is not finite or a spike
+    on_bad_step: str = choice("stop", ("stop", "skip"))
+    # a spike: gradient norm above this times its running mean; 0 = off
+    spike_factor: float = bounded(0.0, above=1, unless=0, remedy="0 to switch it off")
+    # with "skip": stop after this many skipped steps in a row
+    patience: int = bounded(20, at_least=1)
 
 
 class Guard(NamedTuple):
@@ -85,18 +88,3 @@ def forgotten(guard: Guard) -> Guard:
 def released(guard: Guard) -> Guard:
     """The state with which a stopped run goes on: what is usual stays known."""
     return guard._replace(num_bad=guard.num_bad * 0, stopped=guard.stopped & False)
-
-
-def problems(config: GuardConfig) -> list[str]:
-    """All that is wrong with the section, each with its remedy."""
-    found = []
-    if config.on_bad_step not in POLICIES:
-        found.append(f"guard.on_bad_step={config.on_bad_step!r} is unknown: use one of {POLICIES}")
-    if config.spike_factor and config.spike_factor <= 1:
-        found.append(
-            f"guard.spike_factor={config.spike_factor} must be above 1, or 0 to switch it off: it "
-            "multiplies the usual gradient norm"
-        )
-    if config.patience < 1:
-        found.append(f"guard.patience={config.patience} must be at least 1")
-    return found

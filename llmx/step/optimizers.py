@@ -18,24 +18,33 @@ import optax
 from optax import contrib
 
 from llmx import sharding
+from llmx.runtime.bounds import bounded, choice
 
 
 @dataclasses.dataclass
 class OptimizerConfig:
     """Optimizer, schedule and what is done to gradients before them."""
 
-    name: str = "adamw"  # a name in OPTIMIZERS
-    learning_rate: float = 3e-4  # peak
-    schedule: str = "cosine"  # a name in SCHEDULES
-    warmup_steps: int = 100  # linear from 0
-    decay_steps: int = 0  # wsd: steps of the final decay; 0 = a fifth of the run
-    final_fraction: float = 0.1  # learning rate at the end, as a fraction of the peak
-    b1: float = 0.9  # momentum
-    b2: float = 0.95  # second moment (adamw, muon's adamw; lion's second)
-    eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.1  # decoupled, on matrices only
-    clip_norm: float = 1.0  # global norm that gradients are scaled down to; 0 = off
-    ema_decay: float = 0.0  # keep an average of parameters with this decay; 0 = off
+    # A warm-up longer than the run is no error: short trials of a long run have one.
+
+    name: str = choice("adamw", lambda: OPTIMIZERS)  # a name in OPTIMIZERS
+    learning_rate: float = bounded(3e-4, at_least=0, at_most=1000)  # peak
+    schedule: str = choice("cosine", lambda: SCHEDULES)  # a name in SCHEDULES
+    warmup_steps: int = bounded(100, at_least=0)  # linear from 0
+    # wsd: steps of the final decay; 0 = a fifth of the run
+    decay_steps: int = bounded(0, at_least=0, remedy="0 = a fifth of the run")
+    # learning rate at the end, as a fraction of the peak
+    final_fraction: float = bounded(0.1, at_least=0, at_most=1)
+    b1: float = bounded(0.9, at_least=0, below=1)  # momentum
+    # second moment (adamw, muon's adamw; lion's second)
+    b2: float = bounded(0.95, at_least=0, below=1)
+    # added to the root of the second moment
+    eps: float = bounded(1e-8, at_least=0, at_most=1)
+    weight_decay: float = bounded(0.1, at_least=0, at_most=1000)  # decoupled, on matrices only
+    # global norm that gradients are scaled down to; 0 = off
+    clip_norm: float = bounded(1.0, at_least=0, at_most=1e9)
+    # keep an average of parameters with this decay; 0 = off
+    ema_decay: float = bounded(0.0, at_least=0, below=1)
 
 
 # ---------------------------------------------------------------------------------------- schedules
@@ -402,26 +411,3 @@ def state_shardings(
 
     state = jax.eval_shape(optimizer.init, abstract_parameters)
     return jax.tree_util.tree_map_with_path(one, state)
-
-
-def problems(config: OptimizerConfig) -> list[str]:
-    """All that is wrong with the section, each with its remedy."""
-    found = []
-    for key, table in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
-        if (value := vars(config)[key]) not in table:
-            found.append(f"optimizer.{key}={value!r} is unknown: use one of {', '.join(table)}")
-    for key, low, high in (
-        ("learning_rate", 0, 1e3), ("final_fraction", 0, 1), ("b1", 0, 1), ("b2", 0, 1),
-        ("eps", 0, 1), ("weight_decay", 0, 1e3), ("clip_norm", 0, 1e9), ("ema_decay", 0, 1),
-    ):  # fmt: skip
-        value = vars(config)[key]
-        if not low <= value <= high or (key in ("b1", "b2", "ema_decay") and value == 1):
-            found.append(f"optimizer.{key}={value} must be at least {low} and below {high}")
-    # A warm-up longer than the run is no mistake: short trials of a long run's config have one.
-    if config.warmup_steps < 0:
-        found.append(f"optimizer.warmup_steps={config.warmup_steps} must be at least 0")
-    if config.decay_steps < 0:
-        found.append(
-            f"optimizer.decay_steps={config.decay_steps} must not be negative; 0 = a fifth"
-        )
-    return found

@@ -14,7 +14,6 @@ A run begins with `warmup_steps` of "mean"; the step has one program for each *p
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
+from llmx.runtime import bounds
+from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
 from llmx.sync import buckets, compressors
 from llmx.sync.compressors import COMPRESSORS, Compressor, Group, Residuals, Tensor
@@ -43,17 +44,25 @@ GRADIENTS, MOMENTUM, PARAMETERS = "gradients", "momentum", "parameters"
 class SyncConfig:
     """How the replicas on `data` agree."""
 
-    strategy: str = "mean"  # a name in STRATEGIES
-    warmup_steps: int = 0  # steps of "mean" first; -1 (one_bit): until the variance has settled
+    strategy: str = choice("mean", lambda: STRATEGIES)  # a name in STRATEGIES
+    # steps of "mean" first; -1 (one_bit): until the variance has settled
+    warmup_steps: int = bounded(0, at_least=-1)
     error_feedback: bool = True  # what compression leaves out goes in with the next exchange
-    bucket_mib: float = 32.0  # compressed tensors are fused into messages of this size
-    rank: int = 4  # power_sgd
-    fraction: float = 0.01  # top_k: of the numbers, how many are sent
-    every: int = 30  # local_sgd, diloco: steps between exchanges; zero_one: at most this many
-    fragments: int = 1  # diloco: parts of the model that are exchanged at different steps
-    outer_learning_rate: float = 0.7  # diloco: of the optimizer between replicas
-    outer_momentum: float = 0.9  # diloco: its Nesterov momentum
-    staleness: int = 2  # stale: steps that a gradient may come late; 0 = none
+    # compressed tensors are fused into messages of this size
+    bucket_mib: float = bounded(32.0, above=0)
+    rank: int = bounded(4, at_least=1)  # power_sgd
+    # top_k: of the numbers, how many are sent
+    fraction: float = bounded(0.01, above=0, at_most=1)
+    # local_sgd, diloco: steps between exchanges; zero_one: at most this many
+    every: int = bounded(30, at_least=1)
+    # diloco: parts of the model that are exchanged at different steps
+    fragments: int = bounded(1, at_least=1)
+    # diloco: of the optimizer between replicas
+    outer_learning_rate: float = bounded(0.7, at_least=0, below=10)
+    # diloco: its Nesterov momentum
+    outer_momentum: float = bounded(0.9, at_least=0, below=1)
+    # stale: steps that a gradient may come late; 0 = none
+    staleness: int = bounded(2, at_least=0)
     asynchronous: bool = False  # stale: nobody waits for a replica that is later still
 
 
@@ -492,20 +501,10 @@ def regrouped(
 
 def problems(config: SyncConfig) -> list[str]:
     """All that is wrong with the section, each with its remedy."""
+    found = bounds.problems(config, "sync.")
     if config.strategy not in STRATEGIES:
-        near = difflib.get_close_matches(config.strategy, STRATEGIES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return [
-            f"sync.strategy={config.strategy!r} is unknown: use one of "
-            f"{', '.join(STRATEGIES)}{hint}"
-        ]
-    found = []
+        return found
     strategy = STRATEGIES[config.strategy]
-    for key, least in (
-        ("warmup_steps", -1), ("rank", 1), ("every", 1), ("fragments", 1), ("staleness", 0),
-    ):  # fmt: skip
-        if (value := vars(config)[key]) < least:
-            found.append(f"sync.{key}={value} must be at least {least}")
     if config.warmup_steps == -1 and strategy.agrees_on != MOMENTUM:
         found.append(
             f"sync.warmup_steps=-1 waits for the variance of Adam to settle, which strategy "
@@ -516,17 +515,9 @@ def problems(config: SyncConfig) -> list[str]:
             f"sync.warmup_steps=0 leaves {config.strategy!r} without a variance to freeze: use "
             "about 15% of the steps, or -1 = until the variance has settled"
         )
-    if not 0 < config.fraction <= 1:
-        found.append(f"sync.fraction={config.fraction} must be above 0 and at most 1 (all)")
-    if not config.bucket_mib > 0:
-        found.append(f"sync.bucket_mib={config.bucket_mib} must be above 0")
     if config.strategy == "diloco" and config.fragments >= 1 and config.every % config.fragments:
         found.append(
             f"sync.fragments={config.fragments} does not divide sync.every={config.every}: each "
             "fragment is exchanged once in that many steps; use a divisor"
         )
-    for key, low, high in (("outer_learning_rate", 0, 10), ("outer_momentum", 0, 1)):
-        value = vars(config)[key]
-        if not low <= value < high:
-            found.append(f"sync.{key}={value} must be at least {low} and below {high}")
     return found

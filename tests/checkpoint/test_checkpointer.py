@@ -520,7 +520,7 @@ def test_due_and_problems():
     assert checkpointer.problems(CheckpointConfig()) == []
     for config, words in [
         (CheckpointConfig(every=-1), "checkpoint.every=-1"),
-        (CheckpointConfig(keep_last=0), "use at least 1"),
+        (CheckpointConfig(keep_last=0), "keep_last=0 must be at least 1"),
         (CheckpointConfig(keep_every=-2), "0 for off"),
         (CheckpointConfig(every=100, keep_every=250), "use 300"),
     ]:

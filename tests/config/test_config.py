@@ -162,7 +162,19 @@ BAD = [
     (dict(checkpoint__keep_last=0), 1, ["keep_last=0", "at least 1"]),
     (dict(metrics__progress="loud"), 1, ["progress='loud'", "plain"]),
     (dict(data__sources=("/nowhere/at/all",)), 1, ["/nowhere/at/all"]),
-    (dict(data__held_out=0.9), 1, ["held_out=0.9", "0.5"]),
+    (dict(data__sources=(3,)), 1, ["data.sources=(3,)", "a tuple of texts"]),
+    (dict(data__weights=("1",)), 1, ["data.weights=('1',)", "a tuple of numbers"]),
+    (dict(data__weights=1.0), 1, ["data.weights=1.0", "a tuple of numbers"]),
+    (dict(data__tokenizer=3), 1, ["data.tokenizer=3", "a text"]),
+    (dict(data__train_tokenizer=100), 1, ["train_tokenizer=100", "at least 257", "0 trains none"]),
+    (dict(data__train_tokenizer=True), 1, ["train_tokenizer=True", "a whole number"]),
+    (dict(data__held_out=0.9), 1, ["data.held_out=0.9", "at least 0 and at most 0.5"]),
+    (dict(data__held_out=-0.1), 1, ["data.held_out=-0.1", "at least 0"]),
+    (dict(data__held_out="5%"), 1, ["data.held_out='5%'", "a number"]),
+    (dict(data__shuffle=1), 1, ["data.shuffle=1", "True or False"]),
+    (dict(data__pack="yes"), 1, ["data.pack='yes'", "True or False"]),
+    (dict(data__num_threads=-1), 1, ["data.num_threads=-1", "at most 64"]),
+    (dict(data__prefetch=1.5), 1, ["data.prefetch=1.5", "a whole number"]),
     (dict(sample__top_p=0.0), 1, ["top_p=0.0", "above 0"]),
     (dict(launch__platform="npu"), 1, ["platform='npu'", "cpu"]),
     (dict(steps=0), 1, ["steps=0", "at least 1"]),
@@ -220,9 +232,9 @@ def test_nothing_is_allocated_before_the_checks():
     """resolve needs no device at all: it works where jax has no backend."""
     code = (
         "import os; os.environ['JAX_PLATFORMS'] = 'none'\n"
-        "from llmx import config\n"
+        "from llmx import config\nfrom llmx.config import checks\n"
         "run = config.default(); run.remat = 'x'\n"
-        "try: config.resolve(run, 8)\n"
+        "try: checks.resolve(run, 8)\n"
         "except config.ConfigError as error: print('told:', error)\n"
     )
     done = subprocess.run(
@@ -234,7 +246,7 @@ def test_nothing_is_allocated_before_the_checks():
 def write(tmp_path, body: str = "") -> str:
     path = tmp_path / "run.py"
     path.write_text(
-        "from llmx import config, families\n\n\ndef get_config():\n"
+        "from llmx import config\nfrom llmx.model import families\n\n\ndef get_config():\n"
         "    run = config.default()\n    run.model = families.preset('llama3')\n"
         f"{body}    return run\n"
     )

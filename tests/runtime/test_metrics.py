@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from llmx.runtime import bounds
 from llmx.runtime.hardware import CHIPS
-from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration, problems
+from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration
 from llmx.runtime.plot import _smoothed, plot_loss
 from llmx.runtime.records import read_records
 
@@ -302,12 +303,12 @@ def test_durations():
 
 
 def test_problems():
-    assert problems(MetricsConfig()) == []
+    assert bounds.problems(MetricsConfig(), "metrics.") == []
     bad = MetricsConfig(log_every=0, plot_every=-1, progress="fancy")
-    assert problems(bad) == [
+    assert bounds.problems(bad, "metrics.") == [
         "metrics.log_every=0 must be at least 1: 1 = every step",
-        "metrics.plot_every=-1 must be at least 0: 0 = at the end",
-        "metrics.progress='fancy' is unknown: use one of ('auto', 'rich', 'plain', 'off')",
+        "metrics.progress='fancy' is unknown: use one of auto, rich, plain, off",
+        "metrics.plot_every=-1 must be at least 0",
     ]
 
 

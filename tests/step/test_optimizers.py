@@ -10,6 +10,7 @@ from optax import contrib
 
 from llmx import sharding
 from llmx.model import apply, families
+from llmx.runtime import bounds
 from llmx.sharding import trees
 from llmx.step import optimizers
 
@@ -316,9 +317,9 @@ def test_eight_devices_update_as_one(name):
     ],
 )
 def test_problems_name_value_limit_and_remedy(changes, words):
-    (problem,) = optimizers.problems(optimizers.OptimizerConfig(**changes))
+    (problem,) = bounds.problems(optimizers.OptimizerConfig(**changes), "optimizer.")
     assert all(word in problem for word in words), problem
 
 
 def test_the_defaults_have_no_problems():
-    assert optimizers.problems(optimizers.OptimizerConfig()) == []
+    assert bounds.problems(optimizers.OptimizerConfig(), "optimizer.") == []

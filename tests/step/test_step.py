@@ -9,6 +9,7 @@ import pytest
 
 from llmx import sharding
 from llmx.model import decoder, execution, families, precision
+from llmx.runtime import bounds
 from llmx.step import gradients, guard, optimizers, step
 from llmx.step.state import Setup, State
 
@@ -349,9 +350,9 @@ def test_spikes_are_told_by_the_running_mean():
     ],
 )
 def test_guard_problems(changes, words):
-    (problem,) = guard.problems(guard.GuardConfig(**changes))
+    (problem,) = bounds.problems(guard.GuardConfig(**changes), "guard.")
     assert all(word in problem for word in words)
-    assert guard.problems(guard.GuardConfig()) == []
+    assert bounds.problems(guard.GuardConfig(), "guard.") == []
 
 
 # ------------------------------------------------------------------------------ memory and transfer

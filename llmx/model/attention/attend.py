@@ -24,6 +24,7 @@ from llmx.model.attention.masks import Mask, Scores
 from llmx.model.attention.reference import REFERENCE
 from llmx.model.attention.splash import SPLASH
 from llmx.runtime import launch
+from llmx.runtime.bounds import bounded, choice
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     "reference": REFERENCE,
@@ -41,10 +42,11 @@ OTHERWISE = ("blockwise",)
 class AttentionConfig:
     """Which implementation of attention, and how split positions see each other."""
 
-    implementation: str = "auto"  # a name in IMPLEMENTATIONS; auto = the best for the platform
+    # a name in IMPLEMENTATIONS; auto = the best for the platform
+    implementation: str = choice("auto", lambda: ("auto", *IMPLEMENTATIONS))
     # Neighbours on the mesh axis `sequence` that exchange heads (Ulysses); such groups form rings.
     # 1 = one ring, sequence = no ring.
-    ulysses: int = 1
+    ulysses: int = bounded(1, at_least=1)
     zigzag: bool = True  # positions are dealt out so that a ring's devices have equal causal work
 
 

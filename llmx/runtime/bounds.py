@@ -1,0 +1,78 @@
+"""Bounds and choices of config values, kept as metadata of their dataclass fields.
+
+    size: int = bounded(32, at_least=1)  # sequences per step
+    norm: str = choice("rms", ("rms", "layer"))  # kind of normalisation
+
+`problems` checks a section against them. The metadata are plain dicts, so that the rooms beside
+this one write them without an import: {"limits": {"at least": 1}} or {"choices": table}.
+"""
+
+import dataclasses
+import difflib
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
+         "below": operator.lt}  # fmt: skip
+
+
+def bounded(
+    default: float,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    unless: float | None = None,
+    remedy: str = "",
+) -> Any:
+    """A field with a number within bounds.
+
+    Args:
+      default: the field's default.
+      at_least, above: lower bound, itself allowed or not.
+      at_most, below: upper bound, itself allowed or not.
+      unless: one value that is allowed outside the bounds.
+      remedy: what to use instead, appended to the error.
+    """
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    limits = {name: limit for name, limit in bounds.items() if limit is not None}
+    metadata = {"limits": limits, "unless": unless, "remedy": remedy}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def choice(default: str, choices: Iterable[str] | Callable[[], Iterable[str]]) -> Any:
+    """A field with one of several names; `choices` is a function where the table stands below."""
+    return dataclasses.field(default=default, metadata={"choices": choices})
+
+
+def problems(section: Any, prefix: str) -> list[str]:
+    """The values of a section that are out of bounds or unknown, each with its limit and remedy.
+
+    Args:
+      section: a dataclass; sections inside it are not looked at.
+      prefix: of the section's keys, as "batch.".
+    """
+    found = []
+    for field in dataclasses.fields(section):
+        key, value, rules = prefix + field.name, vars(section)[field.name], field.metadata
+        if choices := rules.get("choices"):
+            names = list(choices() if callable(choices) else choices)
+            if value not in names:
+                found.append(f"{key}={value!r} is unknown: {use_one_of(value, names)}")
+        limits, unless = rules.get("limits", {}), rules.get("unless")
+        if value != unless and not all(HOLDS[name](value, limits[name]) for name in limits):
+            text = " and ".join(f"{name} {limit}" for name, limit in limits.items())
+            text += "" if unless is None else f", or {unless}"
+            remedy = f": {rules['remedy']}" if rules.get("remedy") else ""
+            found.append(f"{key}={value} must be {text}{remedy}")
+    return found
+
+
+def use_one_of(value: str, names: Iterable[str]) -> str:
+    """The remedy for an unknown name: all names, and the one that was probably meant."""
+    names = list(names)
+    near = difflib.get_close_matches(value, names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"use one of {', '.join(name or repr(name) for name in names)}{hint}"
