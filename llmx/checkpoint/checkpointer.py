@@ -36,6 +36,8 @@ DELETED = ".deleted"
 
 @dataclasses.dataclass
 class CheckpointConfig:
+    """When checkpoints are written, and which of them are kept."""
+
     # steps between checkpoints; 0 = only at the end of the run
     every: int = bounded(500, at_least=0, remedy="0 for the end only")
     # newest checkpoints kept; with 1 there is nothing to fall back to

@@ -47,6 +47,8 @@ XLA_FLAGS: dict[str, dict[str, str]] = {
 
 @dataclasses.dataclass
 class LaunchConfig:
+    """Platform, processes and compiler of a run."""
+
     platform: str = choice("", (*XLA_FLAGS, ""))  # cpu | gpu | tpu; "" = the best that JAX finds
     # fake CPU devices in this process; 0 = as JAX has it (one)
     cpu_devices: int = bounded(0, at_least=0)

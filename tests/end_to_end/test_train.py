@@ -21,7 +21,8 @@ RESUME_ELSEWHERE = 1e-5  # relative: on another mesh sums are taken in another o
 OTHER_REPLICAS = 0.1  # relative, of losses: compression of other parts leaves other things out
 
 CONFIG = """
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 def get_config():
     run = config.default()

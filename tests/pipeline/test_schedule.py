@@ -587,7 +587,8 @@ MICROBATCHES_8 = ["--microbatches=8", "--config.batch.size=64"]
 
 # One layer sees the whole row, the others eight tokens of it.
 UNEVEN = """
-from llmx import config, families
+from llmx import config
+from llmx.model import families
 
 
 def get_config():
