@@ -2,9 +2,9 @@
 
     python scripts/bench_aot.py [--rows 1 4] [--config.section.key=value ...]
 
-Prints the table of docs/performance.md, one compilation after the other, each in a process of its
-own. Overrides go to every row. Beside each figure stands its bound; the goal is 0.85 of the peak
-of the strongest public JAX trainer on the same model, machine and batch.
+Prints the table of docs/performance.md, one compilation after the other, each in its own process.
+Overrides apply to every row. Each figure is printed with its bound; the goal is 0.85 of the peak of
+the strongest public JAX trainer on the same model, machine and batch.
 """
 
 import argparse
@@ -56,7 +56,7 @@ HEADER = (
 
 
 def measure(row: Row, overrides: list[str]) -> dict:
-    """What `llmx.aot --json` says."""
+    """The JSON of `llmx.aot --json`."""
     flags = [f"--config.{flag}" for flag in row.flags] + overrides
     done = subprocess.run(
         [sys.executable, "-m", "llmx.aot", "--json", "--config", row.config,
@@ -68,11 +68,11 @@ def measure(row: Row, overrides: list[str]) -> dict:
     return json.loads(done.stdout)
 
 
-def moved(told: dict, axis: str, *, sliced: bool = False) -> float:
-    """GiB of the arrays of all collectives over `axis`, or of those all-reduced to be sliced."""
-    chosen = [each for each in told["program"]["collectives"] if axis in (each["axes"] or ())]
+def moved(report: dict, axis: str, *, sliced: bool = False) -> float:
+    """GiB of the arrays of all collectives over `axis`; `sliced`: of those all-reduced and sliced."""
+    chosen = [one for one in report["program"]["collectives"] if axis in (one["axes"] or ())]
     key = "sliced_bytes" if sliced else "bytes"
-    return sum(each["count"] * each[key] for each in chosen) / GIB
+    return sum(one["count"] * one[key] for one in chosen) / GIB
 
 
 def weights_formula(run: config.Config) -> float:
@@ -91,27 +91,27 @@ def activations_formula(run: config.Config) -> float:
     if run.mesh.tensor == 1:
         return 0.0
     rows = run.batch.size / (run.mesh.data * run.mesh.fsdp)
-    each = 2 * rows * run.batch.sequence_length * run.model.width
+    array = 2 * rows * run.batch.sequence_length * run.model.width
     passes = 3 if run.remat == "full" else 2
-    return passes * 4 * run.model.num_layers * each / GIB
+    return passes * 4 * run.model.num_layers * array / GIB
 
 
-def line(number: int, row: Row, told: dict) -> str:
-    run = config.from_json(told["config"])
+def line(number: int, row: Row, report: dict) -> str:
+    run = config.from_json(report["config"])
     batch = f"{run.batch.size} x {run.batch.sequence_length}"
     if run.batch.accumulation > 1:
         batch += f" in {run.batch.accumulation}, gathered per {run.sharding.gather}"
-    mesh = sharding.mesh_text(told["mesh"])
-    name = f"{told['num_parameters'] / 1e9:.0f}B, {row.topology}, {mesh}, {batch}"
-    peak = told["memory"]["peak"] / GIB
-    tensor = moved(told, "tensor") if run.mesh.tensor > 1 else 0.0
+    mesh = sharding.mesh_text(report["mesh"])
+    name = f"{report['num_parameters'] / 1e9:.0f}B, {row.topology}, {mesh}, {batch}"
+    peak = report["memory"]["peak"] / GIB
+    tensor = moved(report, "tensor") if run.mesh.tensor > 1 else 0.0
     cells = [
         str(number), name, f"{peak:.2f}",
         f"{row.bound}" if row.bound else "", f"{GOAL * row.theirs:.2f}" if row.theirs else "",
-        f"{told['seconds']['lower'] + told['seconds']['compile']:.0f}",
+        f"{report['seconds']['lower'] + report['seconds']['compile']:.0f}",
         f"{row.seconds:.0f}" if row.seconds else "",
-        f"{moved(told, 'fsdp'):.2f}", f"{weights_formula(run):.2f}",
-        f"{moved(told, 'fsdp', sliced=True):.2f}",
+        f"{moved(report, 'fsdp'):.2f}", f"{weights_formula(run):.2f}",
+        f"{moved(report, 'fsdp', sliced=True):.2f}",
         f"{tensor:.1f}", f"{activations_formula(run):.1f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"

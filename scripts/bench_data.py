@@ -1,7 +1,7 @@
 """Tokens per second of the data pipeline alone: python scripts/bench_data.py [--source stdlib].
 
 Prints the time to open the dataset cold (tokenising) and warm (from the cache), and the rate of a
-Loader that nobody else uses, per batch size. Nothing of the model runs.
+Loader alone, per batch size. The model does not run.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from llmx.data import config, dataset, loader
 
 
 def measure(opened: dataset.Dataset, *, batch_size: int, seconds: float) -> float:
-    """Tokens per second over the given time, the first batches apart."""
+    """Tokens per second over the given time, without the first batches."""
     batches = loader.Loader(opened, batch_size=batch_size, rows=range(batch_size))
     for _ in range(10):
         next(batches)

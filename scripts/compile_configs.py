@@ -1,10 +1,10 @@
-"""Compiles every config of configs/ for the machines that its docstring names.
+"""Compiles every config of configs/ for the machines in its docstring.
 
     python scripts/compile_configs.py [NAME ...]
 
 A docstring names a machine by its line `python -m llmx.aot --config configs/NAME.py --topology
-TOPOLOGY`. Each is compiled in a process of its own; prints one line each, and exits with 1 if one
-does not compile or does not fit.
+TOPOLOGY`. Each is compiled in its own process and printed as one line. Exit code 1 if one does not
+compile or does not fit.
 """
 
 import argparse
@@ -21,8 +21,8 @@ GIB = 2**30
 
 def topologies_of(path: pathlib.Path) -> list[str]:
     """The topologies in the docstring of a config file."""
-    told = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return re.findall(rf"-m llmx\.aot --config configs/{path.stem}\.py --topology (\S+)", told)
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return re.findall(rf"-m llmx\.aot --config configs/{path.stem}\.py --topology (\S+)", text)
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     args = command.parse_args()
     known = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
     if unknown := set(args.names) - set(known):
-        command.error(f"no config is called {sorted(unknown)}: there are {', '.join(known)}")
+        command.error(f"unknown config {sorted(unknown)}: use one of {', '.join(known)}")
     good = True
     for name in args.names or known:
         for topology in topologies_of(known[name]):
@@ -48,12 +48,12 @@ def main() -> int:
 def _outcome(done: subprocess.CompletedProcess) -> str:
     if done.returncode not in (0, 1):
         return f"exit {done.returncode}: {done.stderr.strip()}"
-    bill = json.loads(done.stdout)
-    memory = bill["memory"]
+    report = json.loads(done.stdout)
+    memory = report["memory"]
     verdict = "fits" if done.returncode == 0 else "DOES NOT FIT"
     return (
         f"{verdict}: peak {memory['peak'] / GIB:.2f} of {memory['limit'] / GIB:.2f} GiB, "
-        f"compiled in {bill['seconds']['compile']:.0f} s"
+        f"compiled in {report['seconds']['compile']:.0f} s"
     )
 
 

@@ -3,9 +3,9 @@
     python scripts/local_cluster.py -n 4 -- python -m llmx.train --config configs/quickstart.py
 
 Each process gets LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID, which
-`llmx.runtime.launch.start` reads. Process 0 writes to this terminal as it is; the lines of the
-others begin with [1], [2], ... Ctrl-C and SIGTERM are passed on. When one process fails, the others
-get a few seconds and are ended. Exit code: the first failure's (128 + signal if it was killed),
+`llmx.runtime.launch.start` reads. Process 0 writes to this terminal directly; lines of the others
+begin with [1], [2], ... Ctrl-C and SIGTERM are forwarded. When one process fails, the others are
+killed after a few seconds. Exit code: that of the first failure (128 + signal if it was killed),
 else 0.
 """
 
@@ -22,7 +22,7 @@ GRACE_SECONDS = 5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Start the processes, pass signals on, and wait for all."""
+    """Starts the processes, forwards signals, and waits for all."""
     options = parse(argv)
     processes: list[subprocess.Popen] = []
 
@@ -68,16 +68,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def start(options: argparse.Namespace, rank: int, port: int) -> subprocess.Popen:
-    """Process `rank`, in a session of its own so that the terminal's Ctrl-C reaches it through us
-    alone.
-    """
+    """Process `rank`, in its own session: the terminal's Ctrl-C reaches it only through `main`."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         **os.environ,
@@ -88,13 +86,13 @@ def start(options: argparse.Namespace, rank: int, port: int) -> subprocess.Popen
     }
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     if rank == 0:
-        # It may draw on a terminal; into a file or pipe its lines go whole, as those of the others.
+        # It may draw on a terminal; into a file or pipe, whole lines are copied.
         output = {} if sys.stdout.isatty() else {"stdout": subprocess.PIPE}
     return subprocess.Popen(options.command, env=environment, start_new_session=True, **output)
 
 
 def copy_lines(process: subprocess.Popen, rank: int) -> None:
-    """The lines of one process, with its rank before each but for process 0."""
+    """Copies the lines of one process, prefixed with its rank unless that is 0."""
     prefix = f"[{rank}] ".encode() if rank else b""
     for line in process.stdout:
         sys.stdout.buffer.write(prefix + line)
@@ -102,8 +100,9 @@ def copy_lines(process: subprocess.Popen, rank: int) -> None:
 
 
 def wait(processes: list[subprocess.Popen]) -> int:
-    """Until all have ended; the exit code of the first that failed, whose fall the others do not
-    outlive long.
+    """Waits until all have ended, and kills the others `GRACE_SECONDS` after the first failure.
+
+    Returns the exit code of the first that failed, else 0.
     """
     first_failure, deadline = 0, None
     while None in (codes := [process.poll() for process in processes]):

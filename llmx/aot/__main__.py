@@ -1,10 +1,10 @@
-"""Compiles the train step for a machine that is not here, and shows the bill:
+"""Compiles the train step for a machine that is not here, and prints its cost report:
 
     python -m llmx.aot --config configs/llama3_8b.py --topology v5p:2x2x2 [--suggest] [--json]
 
 The step is the one that `llmx.train` runs, compiled by the compiler that would compile it there;
-state and batch are shapes only. A program that does not fit is a result too. Exit codes: 0 the
-program fits, 1 it does not, 2 the config or topology is wrong, or the compiler refuses the program.
+state and batch are shapes only. Exit codes: 0 the program fits, 1 it does not, 2 the config or the
+topology is wrong, or the compiler refuses the program.
 """
 
 import argparse
@@ -23,7 +23,7 @@ FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the bill; returns the exit code."""
+    """Prints the cost report; returns the exit code."""
     command = flags.parser("llmx.aot", "Compile the train step for a machine that is not here.")
     _add_arguments(command)
     try:
@@ -54,7 +54,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument(
         "--suggest", action="store_true",
-        help="compile variants: that fit, or if it fits already, faster ones that still do",
+        help="compile variants that fit; if the config fits, faster ones that fit too",
     )  # fmt: skip
     command.add_argument(
         "--phase", default="",
@@ -62,16 +62,17 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--save-hlo", metavar="DIR", default="",
-        help="write the program before and after optimisation, and bill.json",
+        help="write the program before and after optimisation, and cost_report.json",
     )  # fmt: skip
 
 
 def save(result: Result, folder: pathlib.Path, trials: Sequence[Trial] | None = None) -> None:
-    """Writes the program before and after optimisation, and the bill as JSON."""
+    """Writes the program before and after optimisation, and the cost report as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "before_optimization.txt").write_text(result.before)
     (folder / "after_optimization.txt").write_text(result.after)
-    (folder / "bill.json").write_text(json.dumps(report.to_json(result, trials), indent=2) + "\n")
+    document = json.dumps(report.to_json(result, trials), indent=2)
+    (folder / "cost_report.json").write_text(f"{document}\n")
 
 
 if __name__ == "__main__":

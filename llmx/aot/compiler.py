@@ -1,4 +1,8 @@
-"""The train step of a run compiled for a machine, and what that compiler says of it."""
+"""Compiles the train step of a run for a machine that is not here.
+
+State and batch are shapes only. A program that does not fit is a `Result` like any other: TPU
+compilers refuse it, but report the two amounts of memory and write the buffers down first.
+"""
 
 import copy
 import dataclasses
@@ -15,18 +19,25 @@ from llmx.aot import program as program_lib
 from llmx.aot.report import Memory, Result
 from llmx.config import checks
 
+EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
+
 
 class CompileError(RuntimeError):
     """The compiler refuses the program, for another reason than its size."""
 
 
-# ------------------------------------------------------------------------------------- compiling
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """What XLA:TPU reports of a program that does not fit, in bytes of one device."""
+
+    needed: int
+    available: int
 
 
 def resolve(
     run: config.Config, topology: topologies.Topology, *, problems: Sequence[str] = ()
 ) -> config.Config:
-    """`run` resolved for the machine. Raises ConfigError with all that is wrong."""
+    """`run` resolved for the machine. Raises ConfigError with all its problems."""
     run, problems = copy.deepcopy(run), list(problems)
     if run.launch.platform not in ("", topology.platform):
         problems.append(
@@ -44,17 +55,17 @@ def resolve(
     return checks.resolve(run, topology.num_devices, problems=problems)
 
 
-EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
-
-
 def compile(run: config.Config, topology: str | topologies.Topology, *, phase: str = "") -> Result:
-    """The bill of a run's train step on a machine.
+    """Compiles a run's train step for a machine and reports its memory and costs.
 
-    `phase`: of a run whose replicas do not agree by the mean of gradients, which of its programs:
-    one of the phases of `llmx.sync`, or "exchange"; "" = the phase in which most steps are.
+    Args:
+      run: a config, resolved or not.
+      topology: the machine, by name (see `topologies`).
+      phase: which program, if replicas do not average gradients: a phase of `llmx.sync`, or
+        "exchange"; "" = the phase that most steps are in.
 
-    Raises ValueError for what is wrong with config or topology, CompileError where the compiler
-    refuses the program. One that does not fit is a `Result`.
+    Raises ValueError for a wrong config or topology, and CompileError where the compiler refuses
+    the program for another reason than its size.
     """
     if isinstance(topology, str):
         topology = topologies.parse(topology)
@@ -88,14 +99,14 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
         sizes = list(setup.mesh.shape.items())
         program = program_lib.read(after, sizes, across_slices=run.mesh.across_slices)
         unknown += program.unknown
-    tokens = run.batch.size * run.batch.sequence_length
-    each = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+    length = run.batch.sequence_length
+    flops = costs.training_flops_per_token(run.model, sequence_length=length)
     return Result(
         run=run, topology=topology, phase=chosen, fused=_fused(setup, chosen), memory=memory,
         largest=() if peak is None else peak.buffers,
-        program=program, state=state_bytes(setup, batch),
+        program=program, state=_state_bytes(setup, batch),
         num_parameters=costs.num_parameters(run.model),
-        model_flops=each * tokens / topology.num_devices,
+        model_flops=flops * run.batch.size * length / topology.num_devices,
         lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
         versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
     )  # fmt: skip
@@ -128,22 +139,22 @@ def _lowered(run: config.Config, setup, phase: str, batch: Any) -> Any:
 
 
 def _fused(setup, phase: str) -> tuple[int, tuple[int, ...]]:
-    """How many tensors are compressed, and the bytes of each message that they are fused into."""
+    """The number of compressed tensors, and the bytes of each message that they are fused into."""
     if setup.replicas is None or phase not in ("compressed", EXCHANGE):
         return 0, ()
     return setup.replicas.messages()
 
 
-def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, "OutOfMemory | None"]:
-    """The compiled program, or why it does not fit; what XLA writes of it goes to `folder`."""
+def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, OutOfMemory | None]:
+    """The compiled program, or why it does not fit; XLA's dump goes to `folder`."""
     import jax
 
-    # A program from the cache would have taken no time, and its buffers are not written.
+    # A cached program takes no time to compile, and its buffers are not dumped.
     cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    # A dump that the user asks for goes where they want it; buffers are then unknown.
-    own = "xla_dump_to" in os.environ.get("XLA_FLAGS", "")
-    options = {} if own else peak_memory.dump_options(folder)
+    # A dump that the user asks for goes to their folder; buffers are then unknown.
+    users_dump = "xla_dump_to" in os.environ.get("XLA_FLAGS", "")
+    options = {} if users_dump else peak_memory.dump_options(folder)
     try:
         return topologies.compile(lowered, platform, options), None
     except jax.errors.JaxRuntimeError as error:
@@ -162,9 +173,9 @@ def _first_lines(text: str, count: int = 12) -> str:
 
 
 def _memory(
-    compiled: Any, refusal: "OutOfMemory | None", peak: peak_memory.Peak | None, topology
+    compiled: Any, refusal: OutOfMemory | None, peak: peak_memory.Peak | None, topology
 ) -> tuple[Memory, list[str]]:
-    """What a device must hold, and what of it is not told."""
+    """What a device must hold, and what is unknown of it."""
     unknown = []
     if peak is None:
         unknown.append("the arrays at the peak: the compiler wrote no buffer assignment")
@@ -173,31 +184,44 @@ def _memory(
             "memory of the CUDA context, of NCCL and of cuDNN's workspaces: not in the program"
         )
     if compiled is not None:
-        told = compiled.memory_analysis()
+        sizes = compiled.memory_analysis()
         return Memory(
-            arguments=told.argument_size_in_bytes,
-            outputs=told.output_size_in_bytes - told.alias_size_in_bytes,
-            temporaries=told.temp_size_in_bytes,
-            peak=told.peak_memory_in_bytes,
+            arguments=sizes.argument_size_in_bytes,
+            outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+            temporaries=sizes.temp_size_in_bytes,
+            peak=sizes.peak_memory_in_bytes,
             limit=topology.hbm_bytes,
-            host=told.host_argument_size_in_bytes + told.host_temp_size_in_bytes
-            + told.host_output_size_in_bytes - told.host_alias_size_in_bytes,
+            host=sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
+            + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes,
         ), unknown  # fmt: skip
-    unknown.append("host memory, and outputs apart from temporaries: the compilation stopped there")
-    needed = refusal.needed if peak is None else peak.bytes
-    state = 0 if peak is None else sum(each.bytes for each in peak.buffers if each.argument)
-    if abs(needed - refusal.needed) > 0.01 * refusal.needed:
+    unknown.append("host memory, and outputs apart from temporaries: the compilation stopped early")
+    needed, buffers = refusal.needed, () if peak is None else peak.buffers
+    if peak is not None and abs(peak.bytes - needed) > 0.01 * needed:
         unknown.append(
-            f"which of {report.size(needed)} (buffers) and {report.size(refusal.needed)} is right"
+            f"which of {report.size(peak.bytes)} (buffers) and {report.size(needed)} is right"
         )
-        needed = refusal.needed
+    elif peak is not None:
+        needed = peak.bytes
+    arguments = sum(buffer.bytes for buffer in buffers if buffer.argument)
     return Memory(
-        arguments=state, outputs=0, temporaries=needed - state, peak=needed,
+        arguments=arguments, outputs=0, temporaries=needed - arguments, peak=needed,
         limit=refusal.available, host=None,
     ), unknown  # fmt: skip
 
 
-def state_bytes(setup, batch) -> dict[str, int]:
+def state_bytes(run: config.Config, topology: topologies.Topology) -> int:
+    """Bytes of state and batch on one device; nothing is compiled.
+
+    Raises ValueError where config and machine do not go together.
+    """
+    from llmx.config import recipe
+
+    setup = recipe.make_setup(run, devices=topologies.devices(topology))
+    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
+    return sum(_state_bytes(setup, batch).values())
+
+
+def _state_bytes(setup, batch) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
     parts = {
         "parameters": setup.abstract.params,
@@ -225,25 +249,14 @@ def _versions(topology: topologies.Topology) -> dict[str, str]:
     return found
 
 
-# ---------------------------------------------------------------------------------- out of memory
-
-
-@dataclasses.dataclass(frozen=True)
-class OutOfMemory:
-    """What XLA:TPU says of a program that does not fit, in bytes of one device."""
-
-    needed: int
-    available: int
-
-
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _AMOUNT = r"([\d.]+)([KMGTB]?)"
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """The two amounts in a compiler's message; None: it is about something else than HBM.
+    """The two amounts in a compiler's message; None: it is not about HBM.
 
-    Vector memory is something else: a kernel's blocks are too large there, whatever the state is.
+    A program without room in vector memory is not: there a kernel's blocks are too large.
     """
     if "RESOURCE_EXHAUSTED" not in text:
         return None

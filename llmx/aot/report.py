@@ -1,4 +1,4 @@
-"""The bill of a compiled train step: what `llmx.aot` finds out, as values, as JSON and as text."""
+"""What `llmx.aot` reports of a compiled train step: as values, as JSON and as text."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from llmx import config, sharding
-from llmx.aot import collectives, peak_memory, program, topologies
+from llmx.aot import collectives, peak_memory, topologies
 from llmx.aot import program as program_lib
 from llmx.config import describe
 
@@ -18,27 +18,27 @@ class Memory:
     """Bytes of one device."""
 
     arguments: int  # state and batch
-    outputs: int  # beside those that take the place of arguments
+    outputs: int  # without those that reuse the memory of arguments
     temporaries: int
-    peak: int  # the most at any moment; less than the sum where temporaries are not all needed then
+    peak: int  # at any moment; less than the sum if not all temporaries live at one time
     limit: int  # what a program may use
-    host: int | None  # in the host's memory, for this device; None: not told
+    host: int | None  # in the host's memory, for this device; None: unknown
 
     @property
     def headroom(self) -> int:
-        """What is left; negative: how much too much."""
+        """Bytes left below the limit; negative if the program does not fit."""
         return self.limit - self.peak
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:
-    """What became of a compilation."""
+    """The result of a compilation, whether the program fits or not."""
 
     run: config.Config  # resolved
     topology: topologies.Topology
     memory: Memory
-    largest: tuple[peak_memory.Buffer, ...]  # at the peak, largest first; () where it is not told
-    program: program.Program | None  # None: the compiler gave up before it had one
+    largest: tuple[peak_memory.Buffer, ...]  # at the peak, largest first; (): unknown
+    program: program_lib.CostReport | None  # None: the compiler stopped before it had a program
     state: dict[str, int]  # bytes of one device: "parameters", "optimizer", "ema", "batch", ...
     num_parameters: int
     model_flops: float  # of a step, forward and backward, on one device
@@ -46,9 +46,9 @@ class Result:
     compile_seconds: float
     versions: dict[str, str]  # of jax and the compiler
     unknown: tuple[str, ...]
-    before: str = dataclasses.field(repr=False)  # HLO as it came from jax; "": not told
+    before: str = dataclasses.field(repr=False)  # HLO as lowered by jax; "": unknown
     after: str = dataclasses.field(repr=False)  # the compiled program; "": there is none
-    phase: str = ""  # of replicas that agree in their own way, which program; "": the only one
+    phase: str = ""  # which of the programs of `sync.strategy`; "": the only one
     fused: tuple[int, tuple[int, ...]] = (0, ())  # compressed tensors, bytes of their messages
 
     @property
@@ -71,9 +71,9 @@ class Trial:
 
 
 def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
-    """All of a result as JSON values; docs/aot.md says what is what."""
+    """All of a result as JSON values; docs/aot.md documents the keys."""
     topology, program = result.topology, result.program
-    made = {
+    document = {
         "fits": result.fits,
         "topology": {
             "name": topology.name, "platform": topology.platform, "chip": topology.chip.name,
@@ -86,7 +86,7 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
         "fused": {"tensors": result.fused[0], "messages": result.fused[1]},
         "memory": dataclasses.asdict(result.memory) | {"headroom": result.memory.headroom},
         "state": result.state,
-        "largest": [dataclasses.asdict(each) for each in result.largest],
+        "largest": [dataclasses.asdict(buffer) for buffer in result.largest],
         "model_flops": result.model_flops,
         "program": None if program is None else dataclasses.asdict(program),
         "seconds": {"lower": result.lower_seconds, "compile": result.compile_seconds},
@@ -95,8 +95,8 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
         "config": config.to_json(result.run),
     }  # fmt: skip
     if trials is not None:
-        made["suggestions"] = [dataclasses.asdict(trial) for trial in trials]
-    return json.loads(json.dumps(made))
+        document["suggestions"] = [dataclasses.asdict(trial) for trial in trials]
+    return json.loads(json.dumps(document))
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -106,22 +106,23 @@ _MOST_LINES = 14  # of arrays at the peak
 
 
 def text(result: Result, trials: Sequence[Trial] | None = None) -> str:
-    """The bill for people, at most 100 columns wide."""
-    parts = [_what(result), _memory(result), _compute(result), _collectives(result)]
+    """The report as text, at most 100 columns wide."""
+    sections = [_header(result), _memory(result), _compute(result), _collectives(result)]
     if result.unknown:
-        parts.append(["unknown", *_counted(result.unknown)])
+        sections.append(["unknown", *_grouped(result.unknown)])
     if trials is not None:
-        parts.append(_trials(result, trials))
-    return "\n\n".join("\n".join(map(_wrapped, part)) for part in parts if part)
+        sections.append(_trials(result, trials))
+    return "\n\n".join("\n".join(map(_wrapped, lines)) for lines in sections if lines)
 
 
-def _counted(notes: Sequence[str]) -> list[str]:
-    """A line for all notes that differ in the numbers of instructions' names alone."""
-    alike = {}
+def _grouped(notes: Sequence[str]) -> list[str]:
+    """One line for all notes that differ only in the numbers of instruction names."""
+    groups = collections.defaultdict(list)
     for note in notes:
-        alike.setdefault(re.sub(r"\.\d+(?: |$)", " ", note), []).append(note)
+        groups[re.sub(r"\.\d+(?: |$)", " ", note)].append(note)
     return [
-        f"  {one[0]}" if len(one) == 1 else f"  {len(one)} x {text}" for text, one in alike.items()
+        f"  {notes[0]}" if len(notes) == 1 else f"  {len(notes)} x {text}"
+        for text, notes in groups.items()
     ]
 
 
@@ -138,7 +139,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _what(result: Result) -> list[str]:
+def _header(result: Result) -> list[str]:
     run = result.run
     mesh = sharding.mesh_text({axis: vars(run.mesh)[axis] for axis in sharding.AXES})
     if run.mesh.across_slices:
@@ -149,7 +150,7 @@ def _what(result: Result) -> list[str]:
         f"machine     {result.topology.name}: {result.topology.text}",
         f"mesh        {mesh}; layout {run.sharding.layout}",
         *([f"stages      {stages}"] if (stages := describe.stages_text(run)) else []),
-        *([f"replicas    {agreement}"] if (agreement := describe.sync_text(run)) else []),
+        *([f"replicas    {sync}"] if (sync := describe.sync_text(run)) else []),
         *_program(result),
         f"batch       {describe.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "
@@ -158,15 +159,15 @@ def _what(result: Result) -> list[str]:
 
 
 def _program(result: Result) -> list[str]:
-    """Which program of several, and what of it is fused."""
+    """Which of several programs was compiled, and its fused messages."""
     if not result.phase:
         return []
+    line = f"program     {result.phase}"
     count, messages = result.fused
-    fused = ""
     if messages:
         largest = size(max(messages))
-        fused = f"; {count} compressed tensors in {len(messages)} messages of up to {largest}"
-    return [f"program     {result.phase}{fused}"]
+        line += f"; {count} compressed tensors in {len(messages)} messages of up to {largest}"
+    return [line]
 
 
 def _memory(result: Result) -> list[str]:
@@ -177,34 +178,31 @@ def _memory(result: Result) -> list[str]:
         else f"DOES NOT FIT: {size(-memory.headroom)} too much"
     )
     host = "unknown" if memory.host is None else size(memory.host)
-    parts = ", ".join(f"{name} {size(each)}" for name, each in result.state.items())
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in result.state.items())
     lines = [
         f"memory of a device: peak {size(memory.peak)} of {size(memory.limit)}: {verdict}",
         f"  {'state and batch':20}{size(memory.arguments):>12}   {parts}",
         f"  {'temporaries':20}{size(memory.temporaries):>12}",
-        f"  {'outputs beside them':20}{size(memory.outputs):>12}",
+        f"  {'other outputs':20}{size(memory.outputs):>12}",
         f"  {'on the host':20}{host:>12}",
     ]
-    temporary = [each for each in result.largest if not each.argument]
+    temporary = [buffer for buffer in result.largest if not buffer.argument]
     if temporary:
-        beside = size(sum(each.bytes for each in temporary))
-        lines.append(f"  at the peak, beside state and batch: {beside}")
-        lines += [_array_line(each) for each in temporary[:_MOST_LINES]]
-        rest = temporary[_MOST_LINES:]
-        if rest:
-            lines.append(f"  {size(sum(each.bytes for each in rest)):>12}  {len(rest)} more")
+        num_bytes = sum(buffer.bytes for buffer in temporary)
+        lines.append(f"  at the peak, without state and batch: {size(num_bytes)}")
+        lines += map(_array_line, temporary[:_MOST_LINES])
+    if rest := temporary[_MOST_LINES:]:
+        lines.append(f"  {size(sum(buffer.bytes for buffer in rest)):>12}  {len(rest)} more")
     return lines
 
 
 def _array_line(array: peak_memory.Buffer) -> str:
-    times = f"{array.count} x " if array.count > 1 else ""
-    shape = f"{times}{array.shape}"
-    where = f"  {array.source}" if array.source else ""
-    room = WIDTH - 16 - 34 - len(where)
-    operation = (
-        array.operation if len(array.operation) <= room else "..." + array.operation[3 - room :]
-    )
-    return f"  {size(array.bytes):>12}  {shape:32}  {operation}{where}"
+    shape = f"{array.count} x {array.shape}" if array.count > 1 else array.shape
+    source = f"  {array.source}" if array.source else ""
+    room, operation = WIDTH - 16 - 34 - len(source), array.operation
+    if len(operation) > room:
+        operation = "..." + operation[3 - room :]
+    return f"  {size(array.bytes):>12}  {shape:32}  {operation}{source}"
 
 
 def _compute(result: Result) -> list[str]:
@@ -215,10 +213,9 @@ def _compute(result: Result) -> list[str]:
     program = result.program
     if program is None:
         return lines
-    told = "unknown" if program.flops is None else _flops(program.flops)
-    lines.append(
-        f"  {'program':20}{told:>12}   matrix products, kernels apart; recomputed ones too"
-    )
+    flops = "unknown" if program.flops is None else _flops(program.flops)
+    note = "matrix products, recomputed ones included, kernels not"
+    lines.append(f"  {'program':20}{flops:>12}   {note}")
     if program.bytes is not None:
         lines.append(f"  {'memory traffic':20}{size(program.bytes):>12}   read and written")
     kernels: dict[str, list[program_lib.Kernel]] = collections.defaultdict(list)
@@ -227,7 +224,7 @@ def _compute(result: Result) -> list[str]:
     for name, calls in kernels.items():
         count = program_lib.total(call.count for call in calls)
         flops = program_lib.total(program_lib.times(call.count, call.flops) for call in calls)
-        estimate = "FLOPs not told" if flops is None else f"{_flops(flops)} by its own estimate"
+        estimate = "FLOPs unknown" if flops is None else f"{_flops(flops)} by its own estimate"
         lines.append(f"  kernel {name}: {'?' if count is None else count} times; {estimate}")
     return lines
 
@@ -242,42 +239,35 @@ def _flops(value: float) -> str:
 def _collectives(result: Result) -> list[str]:
     if result.program is None:
         return []
-    groups: dict[tuple, list[collectives.Collective]] = collections.defaultdict(list)
-    for each in result.program.collectives:
-        axes = "?" if each.axes is None else ",".join(each.axes)
-        groups[each.kind + (" (sliced)" if each.sliced else ""), axes, each.dtype].append(each)
-    if not groups:
+    chosen = result.program.collectives
+    if not chosen:
         return ["collectives: none"]
+    groups: dict[tuple, list[collectives.Collective]] = collections.defaultdict(list)
+    for one in chosen:
+        axes = "?" if one.axes is None else ",".join(one.axes)
+        groups[one.kind + (" (sliced)" if one.sliced else ""), axes, one.dtype].append(one)
     columns = "  {:28}{:16}{:10}{:>8}{:>12}{:>12}{:>10}"
     lines = [
         "collectives of a device and step",
         columns.format("kind", "mesh axes", "dtype", "times", "arrays", "sent", "hidden"),
     ]
-    rows = {key: _row(chosen) for key, chosen in groups.items()}
-    for key, row in sorted(rows.items(), key=lambda pair: -(pair[1][2] or 0)):
-        lines.append(columns.format(*key, *_cells(row)))
-    if len(rows) > 1:
-        lines.append(columns.format("all", "", "", *_cells(_row(result.program.collectives))))
-    if any(each.sliced for each in result.program.collectives):
-        lines.append("  (sliced): an all-reduce of which a device keeps its slice alone")
+    by_bytes = sorted(groups.items(), key=lambda item: -(program_lib.wire_bytes(item[1]) or 0))
+    lines += [columns.format(*key, *_cells(group)) for key, group in by_bytes]
+    if len(groups) > 1:
+        lines.append(columns.format("all", "", "", *_cells(chosen)))
+    if any(one.sliced for one in chosen):
+        lines.append("  (sliced): an all-reduce of which each device keeps only its slice")
     return lines
 
 
-def _row(chosen: Sequence[collectives.Collective]) -> tuple[int | None, ...]:
-    """Executions, bytes of the arrays, bytes sent, executions with compute beside them."""
-    return (
-        program.executions(chosen),
-        program.total_bytes(chosen),
-        program.wire_bytes(chosen),
-        program.executions(each for each in chosen if each.asynchronous and each.hidden_by),
-    )
-
-
-def _cells(row: tuple[int | None, ...]) -> list[str]:
-    count, whole, sent, hidden = row
+def _cells(chosen: Sequence[collectives.Collective]) -> list[str]:
+    """Executions, bytes of the arrays, bytes sent, share of the executions that compute hides."""
+    count = program_lib.executions(chosen)
+    arrays, sent = program_lib.total_bytes(chosen), program_lib.wire_bytes(chosen)
+    hidden = program_lib.executions(one for one in chosen if one.asynchronous and one.hidden_by)
     return [
         "?" if count is None else f"{count:,}",
-        "?" if whole is None else size(whole),
+        "?" if arrays is None else size(arrays),
         "?" if sent is None else size(sent),
         "?" if hidden is None or count is None else f"{100 * hidden / max(count, 1):.0f}%",
     ]
@@ -285,13 +275,13 @@ def _cells(row: tuple[int | None, ...]) -> list[str]:
 
 def _trials(result: Result, trials: Sequence[Trial]) -> list[str]:
     title = "faster variants" if result.fits else "variants with less memory"
-    lines = [f"{title}, compiled, cheapest in speed first"]
+    lines = [f"{title}, compiled, fastest first"]
     for trial in trials:
-        told = "refused" if trial.peak is None else size(trial.peak)
+        peak = "refused" if trial.peak is None else size(trial.peak)
         verdict = "fits" if trial.fits else "no"
-        lines.append(f"  {told:>12}  {verdict:5} {' '.join(trial.flags)}")
+        lines.append(f"  {peak:>12}  {verdict:5} {' '.join(trial.flags)}")
         if trial.problem:
             lines.append(f"  {'':20}{trial.problem}")
     if not any(trial.fits for trial in trials):
-        lines.append("  none that was tried fits" if trials else "  none: nothing is left to try")
+        lines.append("  no compiled variant fits" if trials else "  none: nothing is left to try")
     return lines

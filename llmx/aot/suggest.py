@@ -1,9 +1,9 @@
-"""Neighbours of a config that need less memory, or more and run faster, by what they cost in speed.
+"""Variants of a config that need less memory, or that run faster and still fit.
 
-The model and the number of devices stay; six dials turn: the layout (ZeRO-1, 2, 3), when weights
-are gathered, remat, the number of microbatches, tensor parallelism taken from the data axes, and
-as a last resort the batch. Their costs are rough shares of a step's time, good for an order and no
-more.
+The model and the number of devices stay. Six dimensions vary: the layout (ZeRO-1, 2, 3), when
+weights are gathered, remat, the number of microbatches, tensor parallelism taken from the data
+axes, and last the batch. Their costs are rough shares of a step's time, and serve only to order
+the variants.
 """
 
 import copy
@@ -14,29 +14,33 @@ from collections.abc import Callable
 from typing import Any
 
 from llmx import config, sharding
-from llmx.aot import compiler, topologies
+from llmx.aot import compiler
 from llmx.aot.compiler import CompileError
 from llmx.aot.report import Result, Trial
 from llmx.config import checks
 
-# Within a dial: least memory last. A value that is not here is left as it is.
+# In each dimension: least memory last. Other values are left as they are.
 LAYOUT_COSTS = {"ddp": 0.0, "zero1": 0.01, "zero2": 0.02, "zero3": 0.06}
 GATHER_COSTS = {"step": 0.0, "layer": 0.03}  # weights gathered once, or per layer and pass
 REMAT_COSTS = {"none": 0.0, "dots": 0.08, "names": 0.2, "full": 0.33}  # full: one more forward pass
-# What remat leaves of the temporaries, roughly: enough to see what is not worth a compilation.
+# Temporaries that remain with remat, roughly: enough to skip hopeless compilations.
 REMAT_SHARES = {"none": 1.0, "dots": 0.5, "names": 0.3, "full": 0.1}
-_BENEFIT_OF_DOUBT = 2.0
+_SAFETY_FACTOR = 2.0  # the estimate of temporaries may be too high by this much
 DOUBLED_ACCUMULATION_COST = 0.05  # smaller products, weights gathered again
-DOUBLED_TENSOR_COST = 0.06  # activations travel in every layer
+DOUBLED_TENSOR_COST = 0.06  # activations are communicated in every layer
 HALVED_BATCH_COST = 0.25  # another run: more steps for the same tokens
 
 _DOUBLINGS = range(5)
-_MOST_HALVINGS = 3
+_HALVINGS = range(3)
+
+MOST_TRIES = 8  # compilations of one search
+ENOUGH = 2  # fitting variants that end it
+MOST_TENSOR = 16  # devices along `tensor`, on a TPU slice
 
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """How far each dial is turned towards less memory; 0 = least."""
+    """How much memory each dimension saves; 0 = nothing."""
 
     layout: int
     gather: int
@@ -46,7 +50,7 @@ class Levels:
     halvings: int  # of the batch
 
     def at_least(self, other: "Levels") -> bool:
-        """Whether no dial is turned less far than in `other`."""
+        """Whether this saves at least as much as `other` in every dimension."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return all(mine >= theirs for mine, theirs in pairs)
 
@@ -72,7 +76,7 @@ class Variant:
 
 
 def levels_of(run: config.Config) -> Levels:
-    """Where the dials of a resolved config stand."""
+    """The levels of a resolved config."""
     return Levels(
         layout=_level(run.sharding.layout, LAYOUT_COSTS),
         gather=_level(run.sharding.gather, GATHER_COSTS),
@@ -84,23 +88,21 @@ def levels_of(run: config.Config) -> Levels:
 
 
 def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
-    """All variants of a resolved config, cheapest first; some are no valid configs.
+    """All variants of a resolved config, cheapest first; some are invalid configs.
 
-    Args:
-      run: a resolved config.
-      most_tensor: devices that fast links join.
+    `most_tensor`: devices that are joined by fast links.
     """
     here = levels_of(run)
-    dials = itertools.product(
+    combinations = itertools.product(
         _ladder(run.sharding.layout, LAYOUT_COSTS),
         _ladder(run.sharding.gather, GATHER_COSTS),
         _ladder(run.remat, REMAT_COSTS),
         sorted({1, *(run.batch.accumulation * 2**n for n in _DOUBLINGS)}),
         sorted({run.mesh.tensor, *(2**n for n in _DOUBLINGS if 2**n <= most_tensor)}),
-        range(_MOST_HALVINGS),
+        _HALVINGS,
     )
     made = []
-    for layout, gather, remat, accumulation, tensor, halvings in dials:
+    for layout, gather, remat, accumulation, tensor, halvings in combinations:
         wanted = {
             "sharding.layout": layout,
             "sharding.gather": gather,
@@ -143,16 +145,15 @@ def search(
 ) -> None:
     """Compiles variants until `enough` of them fit, or `most_tries` were compiled.
 
-    A config that fits is followed by faster ones, one that does not by those with less memory;
-    cheapest in speed first, without those that cannot fit as far as one can see.
+    Variants of a config that fits are faster ones, of one that does not fit those with less memory;
+    the fastest come first. Those that cannot fit by a rough estimate are not compiled.
 
     Args:
       run: a resolved config.
-      measured: what `run` itself takes.
+      measured: levels and memory of `run` itself.
       limit: bytes of one device.
-      state_of: bytes of state and batch of a config, which needs no compilation; None: it does
-        not go with the machine.
-      peak_of: compiles a variant; None: the compiler refuses it.
+      state_of: bytes of state and batch of a config; None: it is impossible on the machine.
+      peak_of: compiles a variant and returns its peak; None: the compiler refuses it.
       most_tensor: see `variants`.
       enough, most_tries: when to stop.
     """
@@ -163,11 +164,11 @@ def search(
         if not (start.levels.at_least(levels) if faster else levels.at_least(start.levels)):
             continue
         if any(map(levels.at_least, fitting)):
-            continue  # less was enough; what saves less than one that failed came before it
+            continue  # a variant that saves less fits already
         if not _is_config(variant, run) or (state := state_of(variant.of(run))) is None:
             continue
         temporaries = (measured.peak - measured.state) * _share(levels) / _share(measured.levels)
-        if state + temporaries / _BENEFIT_OF_DOUBT > limit:
+        if state + temporaries / _SAFETY_FACTOR > limit:
             continue
         tries += 1
         if (peak := peak_of(variant)) is not None:
@@ -221,15 +222,6 @@ def _mesh(run: config.Config, tensor: int) -> dict[str, int]:
     }
 
 
-# With --suggest: compilations take their time.
-MOST_TRIES = 8
-ENOUGH = 2
-MOST_TENSOR = 16  # of a TPU slice
-
-
-# --------------------------------------------------------------------------------------- suggest
-
-
 def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:
     """Compiles variants of a run: with less memory until some fit, or faster ones if it fits."""
     trials: list[Trial] = []
@@ -237,8 +229,8 @@ def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:
 
     def state_of(run: config.Config) -> int | None:
         try:
-            return _state_of(run, topology)
-        except ValueError:  # mesh and machine do not go together
+            return compiler.state_bytes(run, topology)
+        except ValueError:
             return None
 
     def peak_of(variant: Variant) -> int | None:
@@ -259,11 +251,3 @@ def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:
         enough=ENOUGH, most_tries=MOST_TRIES,
     )  # fmt: skip
     return trials
-
-
-def _state_of(run: config.Config, topology: topologies.Topology) -> int:
-    from llmx.config import recipe
-
-    setup = recipe.make_setup(run, devices=topologies.devices(topology))
-    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
-    return sum(compiler.state_bytes(setup, batch).values())
