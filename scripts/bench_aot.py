@@ -69,7 +69,7 @@ def measure(row: Row, overrides: list[str]) -> dict:
 
 
 def moved(report: dict, axis: str, *, sliced: bool = False) -> float:
-    """GiB of the arrays of all collectives over `axis`; `sliced`: of those all-reduced and sliced."""
+    """GiB of the arrays of all collectives over `axis`; `sliced`: of all-reduces to be sliced."""
     chosen = [one for one in report["program"]["collectives"] if axis in (one["axes"] or ())]
     key = "sliced_bytes" if sliced else "bytes"
     return sum(one["count"] * one[key] for one in chosen) / GIB
