@@ -38,9 +38,11 @@ def draw(out: str) -> None:
 def _draw(axes: Axes, table: schedule.Table, timeline: simulate.Timeline) -> None:
     facts = schedule.check(table)
     axes.barh(range(STAGES), timeline.step_time, 0.94, color="#eeeeee")
-    parts = [table.parts_of(stage) for stage in range(STAGES)]
-    for tick, stage, (kind, microbatch, part) in table.operations():
-        color = draw_lib.shade(schedule.KINDS[kind], parts[stage].index(part), table.chunks)
+    chunks = [table.chunks_of(stage) for stage in range(STAGES)]
+    for tick, stage, (kind, microbatch, chunk) in table.operations():
+        color = draw_lib.shade(
+            schedule.KINDS[kind], chunks[stage].index(chunk), table.chunks_per_stage
+        )
         start, end = timeline.start[tick, stage], timeline.end[tick, stage]
         axes.barh(stage, end - start, 0.94, start, color=color, edgecolor="white", linewidth=0.6)
         ink = "white" if np.dot(color, (0.3, 0.59, 0.11)) < 0.55 else "black"
@@ -49,7 +51,7 @@ def _draw(axes: Axes, table: schedule.Table, timeline: simulate.Timeline) -> Non
             fontsize=9, color=ink,
         )  # fmt: skip
     period = "one period, " if table.periodic else ""
-    held = " ".join(f"{number / table.chunks:g}" for number in facts.peak_stash)
+    held = " ".join(f"{number / table.chunks_per_stage:g}" for number in facts.peak_stash)
     axes.set_title(
         f"{table.name}: {period}length {facts.length:g}, bubble {facts.bubble:.1%}, microbatches "
         f"held by each stage {held}",

@@ -233,9 +233,9 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
         if config.optimizer.name == "adafactor" and not cut.full:
             yield (
-                f"optimizer.name='adafactor' with {cut.layers} layers in the parts of a pipeline: "
-                "its means over a weight's layers would count empty places; use parts of equal "
-                "size, or another optimizer"
+                f"optimizer.name='adafactor' with {cut.layers} layers in the model chunks of a "
+                "pipeline: its means over a weight's layers would count empty slots; use "
+                "chunks of equal size, or another optimizer"
             )
     except ValueError as error:
         yield f"mesh.stage={stages}, batch.accumulation={config.batch.accumulation}: {error}"

@@ -32,8 +32,8 @@ def stages_text(config: Config) -> str:
     layers = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
     each = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
     return (
-        f"{table.name} on {stages} stages, {each} layers in each of {table.num_parts} parts; "
-        f"bubble {schedule.check(table).bubble:.1%}"
+        f"{table.name} on {stages} stages, {each} layers in each of {table.num_chunks} model "
+        f"chunks; bubble {schedule.check(table).bubble:.1%}"
     )
 
 

@@ -1,17 +1,18 @@
 """Pipeline schedules as data: which stage does what in which tick, proved legal and timed.
 
-The layers of the model are cut into consecutive parts, of which each stage holds one or more. A
+The layers of the model are cut into consecutive chunks, of which each stage holds one or more. A
 `Table` gives every stage at most one operation per tick: the FORWARD or BACKWARD of one microbatch
-in one part, or its WEIGHT, the gradients of the part's weights, in tables that split them off
+in one chunk, or its WEIGHT, the gradients of the chunk's weights, in tables that split them off
 BACKWARD. What a tick makes travels at its end and can be used from the next tick on. A tick lasts
-as long as its longest operation; in forwards of one part that is
+as long as its longest operation; in forwards of one chunk that is
 
     FORWARD 1, BACKWARD 2 (1 where WEIGHT is split off), WEIGHT 1
 
-`SCHEDULES` makes tables; `place` makes one of orders that you write, by hand or `in_phases`;
-`read_csv` takes one from a file. `check` proves any of them, `simulate` gives it times.
+`SCHEDULES` has functions that make tables; `schedule_asap` makes one from an order of operations
+for each stage, written by hand or with `in_phases`; `read_csv` reads one from a file. `check`
+proves that a table is legal, `simulate` computes its times.
 
-Letters: P stages, M microbatches, v parts of a stage.
+Letters: P stages, M microbatches, v chunks of a stage.
 """
 
 import collections
@@ -27,11 +28,11 @@ import numpy as np
 IDLE, FORWARD, BACKWARD, WEIGHT = range(4)
 KINDS = ("idle", "forward", "backward", "weight")
 
-# kind, microbatch, part
+# kind, microbatch, chunk
 Operation = tuple[int, int, int]
 
 MOST_PROBLEMS = 10  # that `check` lists
-SETTLED = 6  # periods after which stages that run freely go at their lasting speed
+WARM_PERIODS = 6  # after which stages that run freely have their lasting speed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Table:
     name: str
     kind: np.ndarray  # int [ticks, stages]
     microbatch: np.ndarray  # int [ticks, stages], -1 where idle
-    part: np.ndarray  # int [ticks, stages], -1 where idle: 0..num_parts-1, in the model's order
+    chunk: np.ndarray  # int [ticks, stages], -1 where idle: 0..num_chunks-1, in the model's order
     periodic: bool = False
 
     @property
@@ -61,53 +62,53 @@ class Table:
         return int(self.microbatch.max()) + 1
 
     @property
-    def num_parts(self) -> int:
-        return int(self.part.max()) + 1
+    def num_chunks(self) -> int:
+        return int(self.chunk.max()) + 1
 
     @property
-    def chunks(self) -> int:
-        """Parts of a stage."""
-        return self.num_parts // self.num_stages
+    def chunks_per_stage(self) -> int:
+        """Chunks of a stage."""
+        return self.num_chunks // self.num_stages
 
     @property
     def splits_backward(self) -> bool:
-        """Whether BACKWARD makes the gradient of a part's input only, WEIGHT those of weights."""
+        """Whether BACKWARD makes the gradient of a chunk's input only, WEIGHT those of weights."""
         return bool((self.kind == WEIGHT).any())
 
     @property
     def stage_of(self) -> np.ndarray:
-        """int[num_parts]: which stage holds each part."""
-        found = np.full(self.num_parts, -1)
+        """int[num_chunks]: which stage holds each chunk."""
+        found = np.full(self.num_chunks, -1)
         tick, stage = np.nonzero(self.kind)
-        found[self.part[tick, stage]] = stage
+        found[self.chunk[tick, stage]] = stage
         return found
 
-    def parts_of(self, stage: int) -> list[int]:
-        """The parts on a stage, in the model's order."""
+    def chunks_of(self, stage: int) -> list[int]:
+        """The chunks on a stage, in the model's order."""
         return np.flatnonzero(self.stage_of == stage).tolist()
 
     @property
     def costs(self) -> np.ndarray:
-        """int[4]: how long an operation of each kind lasts, in forwards of one part."""
+        """int[4]: how long an operation of each kind lasts, in forwards of one chunk."""
         return np.array([0, 1, 1 if self.splits_backward else 2, 1])
 
     def operations(self) -> Iterator[tuple[int, int, Operation]]:
         """Tick, stage and operation of each cell that is not idle, tick by tick."""
         for tick, stage in np.argwhere(self.kind != IDLE).tolist():
             cell = tick, stage
-            operation = self.kind[cell], self.microbatch[cell], self.part[cell]
+            operation = self.kind[cell], self.microbatch[cell], self.chunk[cell]
             yield tick, stage, tuple(map(int, operation))
 
 
-def needs(operation: Operation, num_parts: int) -> list[Operation]:
+def needs(operation: Operation, num_chunks: int) -> list[Operation]:
     """What must have been done in an earlier tick."""
-    kind, microbatch, part = operation
+    kind, microbatch, chunk = operation
     if kind == WEIGHT:
-        return [(BACKWARD, microbatch, part)]
+        return [(BACKWARD, microbatch, chunk)]
     if kind == FORWARD:
-        return [(FORWARD, microbatch, part - 1)] if part else []
-    later = [(BACKWARD, microbatch, part + 1)] if part + 1 < num_parts else []
-    return [(FORWARD, microbatch, part), *later]
+        return [(FORWARD, microbatch, chunk - 1)] if chunk else []
+    later = [(BACKWARD, microbatch, chunk + 1)] if chunk + 1 < num_chunks else []
+    return [(FORWARD, microbatch, chunk), *later]
 
 
 # ----------------------------------------------------------------------------- making tables
@@ -126,18 +127,18 @@ def schedule_asap(
     stages and two microbatches:
 
         F, B = FORWARD, BACKWARD
-        first = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]  # kind, microbatch, part
+        first = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]  # kind, microbatch, chunk
         last = [(F, 0, 1), (B, 0, 1), (F, 1, 1), (B, 1, 1)]
-        table = place("mine", [first, last])
+        table = schedule_asap("mine", [first, last])
 
     Raises ValueError where the orders wait for each other.
     """
     left = [collections.deque(order) for order in orders]
-    num_parts = 1 + max((part for order in orders for _, _, part in order), default=0)
+    num_chunks = 1 + max((chunk for order in orders for _, _, chunk in order), default=0)
     done, rows, empty = set(), [], 0
     for kinds in itertools.cycle(turns):
         ready = [
-            bool(order) and order[0][0] in kinds and done.issuperset(needs(order[0], num_parts))
+            bool(order) and order[0][0] in kinds and done.issuperset(needs(order[0], num_chunks))
             for order in left
         ]
         empty = 0 if any(ready) else empty + 1
@@ -149,16 +150,18 @@ def schedule_asap(
             rows.append([cell or (IDLE, -1, -1) for cell in row])
     stuck = [
         f"stage {stage} waits with {text(order[0])} for "
-        + " and ".join(text(need) for need in needs(order[0], num_parts) if need not in done)
+        + " and ".join(text(need) for need in needs(order[0], num_chunks) if need not in done)
         for stage, order in enumerate(left)
         if order
     ]
     if stuck:
-        raise ValueError(f"{name}: no stage can go on: {'; '.join(stuck)}")
+        raise ValueError(f"{name}: no stage can continue: {'; '.join(stuck)}")
     return Table(name, *np.moveaxis(np.array(rows, int).reshape(-1, len(orders), 3), 2, 0))
 
 
-Pairs = list[tuple[int, int] | None]  # microbatch and part; None is a turn in which nothing is done
+Pairs = list[
+    tuple[int, int] | None
+]  # microbatch and chunk; None is a turn in which nothing is done
 
 
 def in_phases(
@@ -184,8 +187,8 @@ def in_phases(
 
 def text(operation: Operation) -> str:
     """An operation in words."""
-    kind, microbatch, part = operation
-    return f"{KINDS[kind].upper()} of microbatch {microbatch} in part {part}"
+    kind, microbatch, chunk = operation
+    return f"{KINDS[kind].upper()} of microbatch {microbatch} in chunk {chunk}"
 
 
 # ------------------------------------------------------------------------------ what a table is
@@ -198,30 +201,30 @@ class Facts:
     length: float  # of all ticks
     busy: float  # what a stage works of it: 3 per microbatch
     bubble: float  # fraction of the length that a stage idles, mean over stages
-    # int[stages]: the most pairs of part and microbatch at once ...
+    # int[stages]: the most pairs of chunk and microbatch at once ...
     peak_stash: np.ndarray  # ... between FORWARD and the last use of what it kept
     peak_waiting_weights: np.ndarray  # ... between BACKWARD and WEIGHT
 
 
 def check(table: Table) -> Facts:
-    """Proves that a table does each operation once, after what it needs, on one stage per part.
+    """Proves that a table does each operation once, after what it needs, on one stage per chunk.
 
     A periodic table must end each step before the end of the next period, for two versions of the
     weights to be enough. Raises ValueError with the first problems found.
     """
-    for problems in (_wrong_cells(table), _wrong_places(table), _wrong_times(table)):
+    for problems in (_wrong_cells(table), _wrong_counts(table), _wrong_times(table)):
         if found := list(itertools.islice(problems, MOST_PROBLEMS + 1)):
             more = found[MOST_PROBLEMS:] and ["... and more"]
             lines = "\n  ".join(found[:MOST_PROBLEMS] + more)
-            raise ValueError(f"table {table.name!r} is no schedule:\n  {lines}")
+            raise ValueError(f"table {table.name!r} is not a legal schedule:\n  {lines}")
     work = table.costs[table.kind]
-    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()  # in forwards of one part
+    length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()  # in forwards of one chunk
     waiting = np.zeros_like(table.kind)
     if table.splits_backward:
         waiting = held(table, BACKWARD, WEIGHT)
     return Facts(
-        length=float(length / table.chunks),
-        busy=float(busy / table.chunks),
+        length=float(length / table.chunks_per_stage),
+        busy=float(busy / table.chunks_per_stage),
         bubble=float(1 - busy / length),
         peak_stash=stash(table).max(axis=0),
         peak_waiting_weights=waiting.max(axis=0),
@@ -233,33 +236,33 @@ def _wrong_cells(table: Table) -> Iterator[str]:
     if len(shape) != 2 or not table.kind.size or not table.kind.any():
         yield f"kind is {list(shape)}: it must be [ticks, stages], with an operation in it"
         return
-    for name in ("kind", "microbatch", "part"):
+    for name in ("kind", "microbatch", "chunk"):
         array = getattr(table, name)
         if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
             yield f"{name} is {array.dtype}{list(array.shape)}: it must be int{list(shape)}"
             return
     low = np.where(table.kind == IDLE, -1, 0)
     wrong = (table.kind < IDLE) | (table.kind > WEIGHT)
-    for array in (table.microbatch, table.part):
+    for array in (table.microbatch, table.chunk):
         wrong |= (array < low) | ((table.kind == IDLE) & (array != -1))
     for tick, stage in np.argwhere(wrong).tolist():
         cell = tick, stage
         yield (
             f"tick {tick}, stage {stage}: kind {table.kind[cell]}, microbatch "
-            f"{table.microbatch[cell]}, part {table.part[cell]}: kinds are 0 to 3, the others from "
-            "0 on, and -1 where idle"
+            f"{table.microbatch[cell]}, chunk {table.chunk[cell]}: kinds are 0 to 3, the others "
+            "from 0 on, and -1 where idle"
         )
     for name, axis in (("tick", 1), ("stage", 0)):
         for index in np.flatnonzero(~table.kind.any(axis=axis)).tolist():
             yield f"{name} {index} has no operation: leave it out"
 
 
-def _wrong_places(table: Table) -> Iterator[str]:
-    """Operations that are there twice or not at all, parts on several stages."""
+def _wrong_counts(table: Table) -> Iterator[str]:
+    """Operations that appear twice or are missing, chunks on several stages."""
     stages = collections.defaultdict(collections.Counter)
-    for _, stage, (*_, part) in table.operations():
-        stages[part][stage] += 1
-    stage_of = {part: count.most_common(1)[0][0] for part, count in stages.items()}
+    for _, stage, (*_, chunk) in table.operations():
+        stages[chunk][stage] += 1
+    stage_of = {chunk: count.most_common(1)[0][0] for chunk, count in stages.items()}
     seen = {}
     for tick, stage, operation in table.operations():
         place = f"tick {tick}, stage {stage}: {text(operation)}"
@@ -267,22 +270,23 @@ def _wrong_places(table: Table) -> Iterator[str]:
             yield f"{place} is done already in {seen[operation]}"
         seen.setdefault(operation, f"tick {tick}, stage {stage}")
         if (home := stage_of[operation[2]]) != stage:
-            yield f"{place}: stage {home} holds this part"
+            yield f"{place}: stage {home} holds this chunk"
     kinds = [FORWARD, BACKWARD] + [WEIGHT] * table.splits_backward
-    sizes = range(table.num_microbatches), range(table.num_parts)
+    sizes = range(table.num_microbatches), range(table.num_chunks)
     for operation in itertools.product(kinds, *sizes):
         if operation not in seen:
-            yield f"nobody does {text(operation)}"
+            yield f"{text(operation)} is missing"
     counts = collections.Counter(stage_of.values())
     if len(set(counts.values())) > 1:
-        yield f"stages hold {[counts[s] for s in range(table.num_stages)]} parts: give all as many"
+        found = [counts[stage] for stage in range(table.num_stages)]
+        yield f"stages hold {found} chunks: give each stage as many"
 
 
 def _wrong_times(table: Table) -> Iterator[str]:
     ticks = operation_ticks(table)
     for tick, stage, operation in table.operations():
         place = f"tick {tick}, stage {stage}: {text(operation)}"
-        for need in needs(operation, table.num_parts):
+        for need in needs(operation, table.num_chunks):
             if ticks[need] >= ticks[operation]:
                 yield f"{place} needs {text(need)} in an earlier tick, and it is in {ticks[need]}"
         if table.periodic and ticks[operation] >= 2 * table.num_ticks:
@@ -294,18 +298,18 @@ def _wrong_times(table: Table) -> Iterator[str]:
 
 
 def operation_ticks(table: Table) -> np.ndarray:
-    """int[4, microbatches, parts]: the tick of each operation by its kind, -1 where there is none.
+    """int[4, microbatches, chunks]: the tick of each operation by its kind, -1 where there is none.
 
     In a periodic table, ticks from the start of the period in which the operation's step starts.
     """
-    ticks = np.full((len(KINDS), table.num_microbatches, table.num_parts), -1)
+    ticks = np.full((len(KINDS), table.num_microbatches, table.num_chunks), -1)
     for tick, _, operation in table.operations():
         ticks[operation] = tick
     if table.periodic:
-        path = [(FORWARD, part) for part in range(table.num_parts)]
-        path += [(BACKWARD, part) for part in reversed(range(table.num_parts))]
-        for (kind, part), (before, earlier) in zip(path[1:], path, strict=False):
-            _after(ticks[kind, :, part], ticks[before, :, earlier], table.num_ticks)
+        path = [(FORWARD, chunk) for chunk in range(table.num_chunks)]
+        path += [(BACKWARD, chunk) for chunk in reversed(range(table.num_chunks))]
+        for (kind, chunk), (before, earlier) in zip(path[1:], path, strict=False):
+            _after(ticks[kind, :, chunk], ticks[before, :, earlier], table.num_ticks)
         if table.splits_backward:
             _after(ticks[WEIGHT], ticks[BACKWARD], table.num_ticks)
     return ticks
@@ -318,20 +322,20 @@ def _after(ticks: np.ndarray, earlier: np.ndarray, period: int) -> None:
 
 
 def held(table: Table, first: int, last: int) -> np.ndarray:
-    """int[ticks, stages]: pairs of part and microbatch from operation `first` to `last`.
+    """int[ticks, stages]: pairs of chunk and microbatch from operation `first` to `last`.
 
     The pair counts in both ticks, and in all between them.
     """
     ticks, stage_of = operation_ticks(table), table.stage_of
     count = np.zeros(table.kind.shape, int)
-    for part in range(table.num_parts):
-        for start, end in zip(ticks[first, :, part], ticks[last, :, part], strict=True):
-            np.add.at(count[:, stage_of[part]], np.arange(start, end + 1) % table.num_ticks, 1)
+    for chunk in range(table.num_chunks):
+        for start, end in zip(ticks[first, :, chunk], ticks[last, :, chunk], strict=True):
+            np.add.at(count[:, stage_of[chunk]], np.arange(start, end + 1) % table.num_ticks, 1)
     return count
 
 
 def stash(table: Table) -> np.ndarray:
-    """int[ticks, stages]: pairs of part and microbatch whose activations a stage holds."""
+    """int[ticks, stages]: pairs of chunk and microbatch whose activations a stage holds."""
     return held(table, FORWARD, WEIGHT if table.splits_backward else BACKWARD)
 
 
@@ -355,11 +359,11 @@ def slots(starts: Sequence[int], ends: Sequence[int]) -> tuple[np.ndarray, int]:
 
 # ------------------------------------------------------------------------------------- its file
 
-COLUMNS = ("tick", "stage", "operation", "microbatch", "part")
+COLUMNS = ("tick", "stage", "operation", "microbatch", "chunk")
 
 
 def write_csv(table: Table, path: str | pathlib.Path) -> None:
-    """Writes one row per operation: tick, stage, operation, microbatch, part.
+    """Writes one row per operation: tick, stage, operation, microbatch, chunk.
 
     The first line is the comment `# name: ...`, the second `# periodic` if the table is. Operations
     are forward, backward, weight; idle cells have no row.
@@ -368,15 +372,15 @@ def write_csv(table: Table, path: str | pathlib.Path) -> None:
         file.write(f"# name: {table.name}\n" + "# periodic\n" * table.periodic)
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for tick, stage, (kind, microbatch, part) in table.operations():
-            writer.writerow((tick, stage, KINDS[kind], microbatch, part))
+        for tick, stage, (kind, microbatch, chunk) in table.operations():
+            writer.writerow((tick, stage, KINDS[kind], microbatch, chunk))
 
 
 def read_csv(path: str | pathlib.Path) -> Table:
     """The table of a file as `write_csv` writes it; `check` it before use.
 
     Rows may come in any order; comments may be left out. Raises ValueError with file and line of
-    what is no table.
+    rows that are not legal.
     """
     path = pathlib.Path(path)
     name, periodic, header, cells = path.stem, False, None, {}
@@ -389,7 +393,7 @@ def read_csv(path: str | pathlib.Path) -> Table:
         elif not line.strip() or line.startswith("#"):
             continue
         elif header is None:
-            header = tuple(row)
+            header = tuple("chunk" if word == "part" else word for word in row)  # its older name
             if header != COLUMNS:
                 raise ValueError(f"{path}:{number}: {line!r}: the columns are {','.join(COLUMNS)}")
         else:
@@ -418,10 +422,10 @@ def read_csv(path: str | pathlib.Path) -> Table:
 def _read_row(row: list[str], where: str) -> tuple[tuple[int, int], Operation]:
     if len(row) != len(COLUMNS):
         raise ValueError(f"{where}: {len(row)} values: the columns are {','.join(COLUMNS)}")
-    tick, stage, operation, microbatch, part = row
+    tick, stage, operation, microbatch, chunk = row
     if operation not in KINDS[FORWARD:]:
         raise ValueError(f"{where}: operation {operation!r}: use one of {', '.join(KINDS[1:])}")
     for column, word in zip(COLUMNS, row, strict=True):
         if column != "operation" and not (word.isascii() and word.isdigit()):
             raise ValueError(f"{where}: {column} {word!r} is no integer from 0 on")
-    return (int(tick), int(stage)), (KINDS.index(operation), int(microbatch), int(part))
+    return (int(tick), int(stage)), (KINDS.index(operation), int(microbatch), int(chunk))

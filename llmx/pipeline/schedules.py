@@ -16,11 +16,11 @@ from llmx.runtime.bounds import bounded, choice
 class PipelineConfig:
     """What the stages of a mesh do; its microbatches are `batch.accumulation`."""
 
-    schedule: str = choice("1f1b", lambda: SCHEDULES)  # a name in pipeline.SCHEDULES
+    schedule: str = choice("1f1b", lambda: SCHEDULES)  # a name in schedules.SCHEDULES
     table: str = ""  # a CSV file with a schedule of your own, in place of `schedule`
-    # parts of the model on each stage; 0 = the schedule's least
+    # chunks of the model on each stage; 0 = the schedule's least
     virtual_stages: int = bounded(0, at_least=0)
-    layers: tuple[int, ...] = ()  # of each part, in the model's order; () = as equal as possible
+    layers: tuple[int, ...] = ()  # of each chunk, in the model's order; () = as equal as possible
 
 
 # --------------------------------------------------------------------------------- schedules
@@ -48,11 +48,11 @@ def one_f_one_b(stages: int, microbatches: int, virtual_stages: int = 1) -> Tabl
 
 
 def interleaved_1f1b(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
-    """1F1B with v parts on a stage, part k on stage k % P (arXiv 2104.04473), ticks of one kind.
+    """1F1B with v chunks on a stage, chunk k on stage k % P (arXiv 2104.04473), ticks of one kind.
 
-    Bubble (P-1) / (vM+P-1) from M = P on. Microbatches go through a stage's parts in groups of P
+    Bubble (P-1) / (vM+P-1) from M = P on. Microbatches go through a stage's chunks in groups of P
     to 2P-1, so that M need not divide. Of groups of up to g, stage s holds up to
-    2(P-1-s) + (v-1)g + 1 pairs of part and microbatch.
+    2(P-1-s) + (v-1)g + 1 pairs of chunk and microbatch.
     """
     _refuse_sizes("interleaved_1f1b", stages, microbatches, virtual_stages)
     return _alternating("interleaved_1f1b", stages, microbatches, virtual_stages)
@@ -62,10 +62,10 @@ def _alternating(name: str, P: int, M: int, v: int) -> Table:
     groups = [group.tolist() for group in np.array_split(np.arange(M), max(M // P, 1))]
 
     def order(stage):
-        parts = range(stage, v * P, P)
+        chunks = range(stage, v * P, P)
         forwards, backwards = (
-            [(m, part) for group in groups for part in turn for m in group]
-            for turn in (parts, parts[::-1])
+            [(m, chunk) for group in groups for chunk in turn for m in group]
+            for turn in (chunks, chunks[::-1])
         )
         ahead = 2 * (P - 1 - stage) + (v - 1) * max(map(len, groups)) + 1
         return schedule.in_phases(forwards, backwards, [("F", ahead), ("BF", v * M)])
@@ -91,10 +91,10 @@ def zb_h1(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
 
 
 def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
-    """ZB-V (arXiv 2401.10241, 2405.15362): two parts on a stage, down the stages and up again.
+    """ZB-V (arXiv 2401.10241, 2405.15362): two chunks on a stage, down the stages and up again.
 
-    6M + P-1 ticks of one part from M = P on, of which a stage idles in P-1; at most 3(P-M) more
-    below. A stage holds up to 2P pairs of part and microbatch, as much as P microbatches.
+    6M + P-1 ticks of one chunk from M = P on, of which a stage idles in P-1; at most 3(P-M) more
+    below. A stage holds up to 2P pairs of chunk and microbatch, as much as P microbatches.
     """
     P, M = stages, microbatches
     _refuse_sizes("zb_v", P, M, virtual_stages, takes=2)
@@ -108,11 +108,11 @@ def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
 
 
 def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
-    """DualPipeV (github.com/deepseek-ai/DualPipe): parts as in `zb_v`, DualPipe's eight phases.
+    """DualPipeV (github.com/deepseek-ai/DualPipe): chunks as in `zb_v`, DualPipe's eight phases.
 
     Order and splits are those of DeepSeek's code, except that every backward is split here and that
     what it does at once, a forward beside a backward, is one after the other. Needs M >= 2P; then
-    6M + P-1 ticks, and a stage holds up to 2P+1 pairs of part and microbatch.
+    6M + P-1 ticks, and a stage holds up to 2P+1 pairs of chunk and microbatch.
     """
     P, M = stages, microbatches
     _refuse_sizes("dual_pipe_v", P, M, virtual_stages, takes=2)
@@ -141,13 +141,13 @@ def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Tabl
 
 
 def _down_and_up(P: int, M: int, stage: int) -> tuple[Pairs, Pairs]:
-    """Forwards and backwards of a stage that holds part `stage` and the one as far from the end."""
-    parts, after = (stage, 2 * P - 1 - stage), P - 1 - stage
+    """Forwards and backwards of the stage with chunk `stage` and the one as far from the end."""
+    chunks, after = (stage, 2 * P - 1 - stage), P - 1 - stage
 
     def pairs(turns):
         count = collections.Counter()
         for turn in turns:
-            yield (count[turn], parts[turn]) if count[turn] < M else None
+            yield (count[turn], chunks[turn]) if count[turn] < M else None
             count[turn] += 1
 
     forwards = [0] * 2 * after + [0, 1] * (stage + 1) + [1] * after + [0, 1] * M
@@ -175,12 +175,12 @@ def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Ta
     for turn, offset in enumerate((stage, 2 * (P - 1) - stage)):
         kind[turn::2] = FORWARD + turn
         microbatch[turn::2] = (np.arange(M)[:, None] - offset) % M
-    part = np.broadcast_to(stage, kind.shape)
-    return Table("pipedream_2bw", kind, microbatch, part, periodic=True)
+    chunk = np.broadcast_to(stage, kind.shape)
+    return Table("pipedream_2bw", kind, microbatch, chunk, periodic=True)
 
 
 def _refuse_sizes(name: str, stages: int, microbatches: int, virtual: int, *, takes: int = 0):
-    """Raises ValueError; `takes` is the one number of parts per stage that the schedule has."""
+    """Raises ValueError; `takes` is the one number of chunks per stage that the schedule has."""
     if stages < 1:
         raise ValueError(f"{name} with stages={stages}: use at least 1")
     if microbatches < 1:

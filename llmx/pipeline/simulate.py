@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmx.pipeline import schedule
-from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, KINDS, SETTLED, WEIGHT, Table
+from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, KINDS, WARM_PERIODS, WEIGHT, Table
 
 # ------------------------------------------------------------------------------------- its times
 
@@ -32,26 +32,26 @@ def simulate(
     """Times of a legal table.
 
     `forward`, `backward` and `weight` are seconds of a whole stage, or a sequence with those of
-    each part. Where the table does not split WEIGHT off, BACKWARD takes both times.
+    each chunk. Where the table does not split WEIGHT off, BACKWARD takes both times.
     `transfer` is that of one message between stages.
 
     With `barriers` all stages begin a tick together, when the longest operation of the tick before
     has ended and, if a stage sent something, it has come. Without, a stage goes on with its next
     operation as soon as what it needs is there, and sends while it works.
     """
-    parts = np.ones(table.num_parts) / table.chunks
+    chunks = np.ones(table.num_chunks) / table.chunks_per_stage
     times = [
-        parts * seconds if np.ndim(seconds) == 0 else np.asarray(seconds, float)
+        chunks * seconds if np.ndim(seconds) == 0 else np.asarray(seconds, float)
         for seconds in (0.0, forward, backward, weight)
     ]
     for name, array in zip(KINDS, times, strict=True):
-        if array.shape != parts.shape or (array < 0).any():
+        if array.shape != chunks.shape or (array < 0).any():
             raise ValueError(
-                f"{name} is {list(array)}: use one number from 0 on, or {table.num_parts} of them"
+                f"{name} is {list(array)}: use one number from 0 on, or {table.num_chunks} of them"
             )
     if not table.splits_backward:
         times[BACKWARD] = times[BACKWARD] + times[WEIGHT]
-    seconds = np.where(table.kind == IDLE, np.nan, np.array(times)[table.kind, table.part])
+    seconds = np.where(table.kind == IDLE, np.nan, np.array(times)[table.kind, table.chunk])
     if barriers:
         lengths = np.nanmax(seconds, axis=1) + transfer * _sends(table).any(axis=1)
         start = np.where(table.kind == IDLE, np.nan, (np.cumsum(lengths) - lengths)[:, None])
@@ -60,23 +60,25 @@ def simulate(
         end = _run_freely(table, seconds, transfer, 1)
         return Timeline(end - seconds, end, float(np.nanmax(end)))
     # The first periods wait for nothing of the step before: the mean of later ones is the time.
-    end = _run_freely(table, seconds, transfer, 2 * SETTLED)
-    by_period = np.nanmax(end.reshape(2 * SETTLED, -1), axis=1)
+    end = _run_freely(table, seconds, transfer, 2 * WARM_PERIODS)
+    by_period = np.nanmax(end.reshape(2 * WARM_PERIODS, -1), axis=1)
     end = end[-table.num_ticks :] - np.nanmin(end[-table.num_ticks :] - seconds)
-    return Timeline(end - seconds, end, float(by_period[-1] - by_period[SETTLED - 1]) / SETTLED)
+    return Timeline(
+        end - seconds, end, float(by_period[-1] - by_period[WARM_PERIODS - 1]) / WARM_PERIODS
+    )
 
 
 def _sends(table: Table) -> np.ndarray:
     """bool[ticks, stages]: whether the result of a cell goes to another stage."""
     found, stage_of = np.zeros(table.kind.shape, bool), table.stage_of
-    for tick, stage, (kind, _, part) in table.operations():
-        to = {FORWARD: part + 1, BACKWARD: part - 1, WEIGHT: -1}[kind]
-        found[tick, stage] = 0 <= to < table.num_parts and stage_of[to] != stage
+    for tick, stage, (kind, _, chunk) in table.operations():
+        to = {FORWARD: chunk + 1, BACKWARD: chunk - 1, WEIGHT: -1}[kind]
+        found[tick, stage] = 0 <= to < table.num_chunks and stage_of[to] != stage
     return found
 
 
 def _run_freely(table: Table, seconds: np.ndarray, transfer: float, periods: int) -> np.ndarray:
-    """float[periods * ticks, stages]: the end of each operation where nobody waits at ticks."""
+    """float[periods * ticks, stages]: the end of each operation, without barriers."""
     ticks, stage_of = schedule.operation_ticks(table), table.stage_of
     end = np.full((periods * table.num_ticks, table.num_stages), np.nan)
     free = np.zeros(table.num_stages)
@@ -84,7 +86,7 @@ def _run_freely(table: Table, seconds: np.ndarray, transfer: float, periods: int
         for tick, stage, operation in table.operations():
             now = period * table.num_ticks + tick
             start = free[stage]
-            for need in schedule.needs(operation, table.num_parts):
+            for need in schedule.needs(operation, table.num_chunks):
                 then, source = now - ticks[operation] + ticks[need], stage_of[need[2]]
                 if then >= 0:  # else of a step before the first
                     start = max(start, end[then, source] + transfer * (source != stage))

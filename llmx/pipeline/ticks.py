@@ -58,8 +58,8 @@ def runs(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
 def program(table: Table) -> Program:
     """Places for all values of a table."""
     ticks, stages = table.kind.shape
-    stage_of, last = table.stage_of, table.num_parts - 1
-    chunk_of = ModelChunks((1,) * table.num_parts, tuple(stage_of)).local_index
+    stage_of, last = table.stage_of, table.num_chunks - 1
+    chunk_of = ModelChunks((1,) * table.num_chunks, tuple(stage_of)).local_index
     # (kind, microbatch, part) -> tick; of a periodic table, from the beginning of the period in
     # which the microbatch enters.
     counted = schedule.operation_ticks(table)
@@ -112,7 +112,7 @@ def program(table: Table) -> Program:
     content = np.zeros((stages, places["kept"] + 1), int)
     for tick, stage in itertools.product(range(ticks), range(stages)):
         row = {name: array[tick] for name, array in operation.items()}
-        kind, m, k = (int(a[tick, stage]) for a in (table.kind, table.microbatch, table.part))
+        kind, m, k = (int(a[tick, stage]) for a in (table.kind, table.microbatch, table.chunk))
         row["kind"][stage] = kind
         row["first"][stage] = k == 0
         if kind == IDLE:
@@ -189,7 +189,7 @@ def forwards(table: Table) -> Table:
     when = schedule.operation_ticks(table)[FORWARD]
     orders = [
         sorted(
-            ((FORWARD, m, k) for k in table.parts_of(stage) for m in range(len(when))),
+            ((FORWARD, m, k) for k in table.chunks_of(stage) for m in range(len(when))),
             key=lambda operation: when[operation[1:]],
         )
         for stage in range(table.num_stages)

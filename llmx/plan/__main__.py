@@ -93,7 +93,7 @@ def summary(
         "name": table.name,
         "stages": table.num_stages,
         "microbatches": table.num_microbatches,
-        "parts": table.num_parts,
+        "parts": table.num_chunks,
         "ticks": table.num_ticks,
         "periodic": table.periodic,
         "length": facts.length,
@@ -105,7 +105,7 @@ def summary(
     }
     if not own and table.num_microbatches >= table.num_stages:
         formula, bubble = BUBBLES[table.name]
-        sizes = table.num_stages, table.num_microbatches, table.chunks
+        sizes = table.num_stages, table.num_microbatches, table.chunks_per_stage
         report["closed_form"] = {"bubble": bubble(*sizes), "formula": formula}
     return report
 

@@ -40,9 +40,9 @@ def draw(table: Table, facts: Facts, timeline: Timeline) -> "Figure":
             middle = (start + end) / 2, stage
             axes.text(*middle, label, ha="center", va="center_baseline", fontsize=8, color=ink)
 
-    parts = [table.parts_of(stage) for stage in range(stages)]
-    for tick, stage, (kind, microbatch, part) in table.operations():
-        color = shade(KINDS[kind], parts[stage].index(part), table.chunks)
+    chunks = [table.chunks_of(stage) for stage in range(stages)]
+    for tick, stage, (kind, microbatch, chunk) in table.operations():
+        color = shade(KINDS[kind], chunks[stage].index(chunk), table.chunks_per_stage)
         start, end = timeline.start[tick, stage], timeline.end[tick, stage]
         box(work, start, end, stage, color, str(microbatch))
 
@@ -61,17 +61,18 @@ def draw(table: Table, facts: Facts, timeline: Timeline) -> "Figure":
         f"{facts.length:g} forwards, bubble {facts.bubble:.1%}",
         fontsize=11,
     )
-    shades = range(table.chunks)
+    shades = range(table.chunks_per_stage)
     kinds = [KINDS[kind] for kind in np.unique(table.kind[table.kind != schedule.IDLE])]
     patches = [
-        tuple(Patch(color=shade(kind, chunk, table.chunks)) for chunk in shades) for kind in kinds
+        tuple(Patch(color=shade(kind, chunk, table.chunks_per_stage)) for chunk in shades)
+        for kind in kinds
     ]
     work.legend(
         patches, kinds, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        title=f"first to last of {table.chunks} parts" if table.chunks > 1 else None,
+        title=f"first to last of {shades.stop} chunks" if shades.stop > 1 else None,
         loc="center left", bbox_to_anchor=(1.005, 0.5), frameon=False, fontsize=9, title_fontsize=8,
     )  # fmt: skip
-    unit = "microbatches" if table.chunks == 1 else "microbatches of one part"
+    unit = "microbatches" if table.chunks_per_stage == 1 else "microbatches of one chunk"
     memory.set_title(f"activations held: {unit}", fontsize=9)
     memory.set_xlabel("time, s")
     for axes in (work, memory):

@@ -259,8 +259,8 @@ def pipelines(
 
     # The memory of several parts on a stage is not the planner's: it is looked at afterwards.
     planned = partition.partition(
-        found.blocks, table.num_parts, num_stages=table.num_parts, replicate=False,
-        memory_bytes=memory_bytes if table.chunks == 1 else None, **settings,
+        found.blocks, table.num_chunks, num_stages=table.num_chunks, replicate=False,
+        memory_bytes=memory_bytes if table.chunks_per_stage == 1 else None, **settings,
     )  # fmt: skip
     cuts = {
         "planned": cut([stage.stop - stage.first for stage in planned.stages]),
@@ -308,7 +308,7 @@ def _cut(table: Table, found: Profile, layers: tuple[int, ...], settings: dict) 
         timeline=timeline,
         barriers=timeline.step_time + together,
         free=free.step_time + together,
-        memory_bytes=table.chunks * (state + more * version) + stash
+        memory_bytes=table.chunks_per_stage * (state + more * version) + stash
         + beside.state_bytes + more * beside.version_bytes,
     )  # fmt: skip
 

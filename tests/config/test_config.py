@@ -201,7 +201,7 @@ def test_a_schedule_from_a_file(tmp_path):
         checks.resolve(changed(**stages, batch__accumulation=8), 2)
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(config.ConfigError, match="nobody does BACKWARD of microbatch 3 in part 0"):
+    with pytest.raises(config.ConfigError, match="BACKWARD of microbatch 3 in chunk 0 is missing"):
         checks.resolve(changed(**stages, batch__accumulation=4), 2)
 
 

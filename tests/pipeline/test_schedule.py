@@ -40,7 +40,7 @@ def tables(name, *, most_stages=8):
 
 
 def idle_ticks(name, P, M):
-    """Ticks of one part that a stage idles, in which a forward of the stage is `chunks` ticks."""
+    """Ticks of one chunk that a stage idles, in which a forward of the stage is `chunks` ticks."""
     few = max(P - M, 0)
     return {
         "gpipe": 3 * (P - 1),
@@ -54,7 +54,7 @@ def idle_ticks(name, P, M):
 
 
 def most_held(name, P, M, stage):
-    """The bound on pairs of part and microbatch that the schedule's docstring gives."""
+    """The bound on pairs of chunk and microbatch that the schedule's docstring gives."""
     return {
         "gpipe": M,
         "1f1b": 2 * (P - 1 - stage) + 1,
@@ -71,7 +71,7 @@ def test_every_schedule_is_legal_and_as_short_and_lean_as_it_says(name):
     for P, M, table in tables(name):
         facts = check(table)
         assert (table.num_stages, table.num_microbatches, table.name) == (P, M, name)
-        v = table.chunks
+        v = table.chunks_per_stage
         idle = round((facts.length - 3 * M) * v)
         if name == "zb_v" and M < P:
             assert P - 1 <= idle <= P - 1 + 3 * (P - M)
@@ -88,7 +88,7 @@ def test_every_schedule_is_legal_and_as_short_and_lean_as_it_says(name):
 def test_bubbles_are_the_closed_forms(name):
     for P, M, table in tables(name):
         if M >= P:
-            closed = command.BUBBLES[name][1](P, M, table.chunks)
+            closed = command.BUBBLES[name][1](P, M, table.chunks_per_stage)
             assert check(table).bubble == pytest.approx(closed, abs=TOLERANCE)
 
 
@@ -97,7 +97,7 @@ def test_interleaving_divides_the_bubble_by_the_parts(P, M, v):
     table = SCHEDULES["interleaved_1f1b"](P, M, v)
     facts = check(table)
     assert facts.bubble == pytest.approx((P - 1) / (v * M + P - 1), abs=TOLERANCE)
-    assert table.stage_of.tolist() == [part % P for part in range(v * P)]
+    assert table.stage_of.tolist() == [chunk % P for chunk in range(v * P)]
     sizes = {len(group) for group in np.array_split(np.arange(M), M // P)}
     assert min(sizes) >= P and max(sizes) <= 2 * P - 1
     most = [2 * (P - 1 - s) + (v - 1) * max(sizes) + 1 for s in range(P)]
@@ -136,8 +136,8 @@ def test_zb_h1_has_a_third_of_the_bubble_and_no_more_memory_than_1f1b():
 def test_v_schedules_put_the_parts_there_and_back(name):
     table = SCHEDULES[name](3, 6)
     assert table.stage_of.tolist() == [0, 1, 2, 2, 1, 0]
-    assert [table.parts_of(stage) for stage in range(3)] == [[0, 5], [1, 4], [2, 3]]
-    assert table.chunks == 2
+    assert [table.chunks_of(stage) for stage in range(3)] == [[0, 5], [1, 4], [2, 3]]
+    assert table.chunks_per_stage == 2
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
@@ -167,8 +167,8 @@ def test_the_bound_of_pipedream_2bw_is_the_one_of_the_check():
         rounds = np.arange(M)[:, None]
         microbatch = np.stack([(rounds - s) % M, (rounds - 2 * (P - 1) + s) % M], 1)
         kind = np.tile([[FORWARD], [BACKWARD]], (M, P))
-        part = np.tile(s, (2 * M, 1))
-        table = Table("short", kind, microbatch.reshape(2 * M, P), part, periodic=True)
+        chunk = np.tile(s, (2 * M, 1))
+        table = Table("short", kind, microbatch.reshape(2 * M, P), chunk, periodic=True)
         with pytest.raises(ValueError, match="third version of the weights"):
             check(table)
 
@@ -215,9 +215,9 @@ def test_orders_that_wait_for_each_other_are_refused():
     first = [(F, 0, 0), (B, 0, 0), (F, 1, 0), (B, 1, 0)]
     last = [(F, 1, 1), (B, 1, 1), (F, 0, 1), (B, 0, 1)]
     words = (
-        "stage 0 waits with BACKWARD of microbatch 0 in part 0 for BACKWARD of microbatch 0 in "
-        "part 1; stage 1 waits with FORWARD of microbatch 1 in part 1 for FORWARD of microbatch 1 "
-        "in part 0"
+        "stage 0 waits with BACKWARD of microbatch 0 in chunk 0 for BACKWARD of microbatch 0 in "
+        "chunk 1; stage 1 waits with FORWARD of microbatch 1 in chunk 1 for FORWARD of microbatch "
+        "1 in chunk 0"
     )
     with pytest.raises(ValueError, match=words):
         schedule.schedule_asap("mine", [first, last])
@@ -235,16 +235,16 @@ def test_phases_write_orders():
 
 def swap(table, one, other):
     """`table` with two cells exchanged."""
-    arrays = [table.kind.copy(), table.microbatch.copy(), table.part.copy()]
+    arrays = [table.kind.copy(), table.microbatch.copy(), table.chunk.copy()]
     for array in arrays:
         array[one], array[other] = array[other], array[one]
     return Table("broken", *arrays, periodic=table.periodic)
 
 
-def put(table, cell, kind, microbatch, part):
+def put(table, cell, kind, microbatch, chunk):
     """`table` with another operation in a cell."""
-    arrays = [table.kind.copy(), table.microbatch.copy(), table.part.copy()]
-    for array, value in zip(arrays, (kind, microbatch, part), strict=True):
+    arrays = [table.kind.copy(), table.microbatch.copy(), table.chunk.copy()]
+    for array, value in zip(arrays, (kind, microbatch, chunk), strict=True):
         array[cell] = value
     return Table("broken", *arrays, periodic=table.periodic)
 
@@ -255,50 +255,49 @@ def cell_of(table, operation):
 
 
 GPIPE, ZB_H1 = SCHEDULES["gpipe"](3, 4), SCHEDULES["zb_h1"](3, 4)
-MISSING = "nobody does "
 BROKEN = {
     "order of a stage": (
         swap(GPIPE, cell_of(GPIPE, (F, 0, 1)), cell_of(GPIPE, (F, 1, 1))),
-        "tick 1, stage 1: FORWARD of microbatch 1 in part 1 needs FORWARD of microbatch 1 in part "
-        "0 in an earlier tick, and it is in 1",
+        "tick 1, stage 1: FORWARD of microbatch 1 in chunk 1 needs FORWARD of microbatch 1 in "
+        "chunk 0 in an earlier tick, and it is in 1",
     ),
-    "backward before later part's": (
+    "backward before later chunk's": (
         swap(GPIPE, cell_of(GPIPE, (B, 0, 0)), cell_of(GPIPE, (B, 3, 0))),
-        "BACKWARD of microbatch 3 in part 0 needs BACKWARD of microbatch 3 in part 1",
+        "BACKWARD of microbatch 3 in chunk 0 needs BACKWARD of microbatch 3 in chunk 1",
     ),
     "weight before backward": (
         swap(ZB_H1, cell_of(ZB_H1, (B, 0, 0)), cell_of(ZB_H1, (WEIGHT, 0, 0))),
-        "WEIGHT of microbatch 0 in part 0 needs BACKWARD of microbatch 0 in part 0",
+        "WEIGHT of microbatch 0 in chunk 0 needs BACKWARD of microbatch 0 in chunk 0",
     ),
     "missing backward": (
         put(GPIPE, cell_of(GPIPE, (B, 2, 1)), IDLE, -1, -1),
-        MISSING + "BACKWARD of microbatch 2 in part 1",
+        "BACKWARD of microbatch 2 in chunk 1 is missing",
     ),
     "missing weight": (
         put(ZB_H1, cell_of(ZB_H1, (WEIGHT, 2, 1)), IDLE, -1, -1),
-        MISSING + "WEIGHT of microbatch 2 in part 1",
+        "WEIGHT of microbatch 2 in chunk 1 is missing",
     ),
     "twice": (
         put(GPIPE, (9, 0), F, 2, 0),
-        "FORWARD of microbatch 2 in part 0 is done already in tick 2, stage 0",
+        "FORWARD of microbatch 2 in chunk 0 is done already in tick 2, stage 0",
     ),
-    "part on two stages": (
+    "chunk on two stages": (
         swap(GPIPE, cell_of(GPIPE, (F, 1, 1)), (2, 2)),
-        "tick 2, stage 2: FORWARD of microbatch 1 in part 1: stage 1 holds this part",
+        "tick 2, stage 2: FORWARD of microbatch 1 in chunk 1: stage 1 holds this chunk",
     ),
     "number of a missing microbatch": (
         put(GPIPE, cell_of(GPIPE, (F, 3, 0)), F, 5, 0),
-        MISSING + "FORWARD of microbatch 4 in part 0",
+        "FORWARD of microbatch 4 in chunk 0 is missing",
     ),
     "unknown kind": (put(GPIPE, (0, 0), 4, 0, 0), "tick 0, stage 0: kind 4, microbatch 0"),
-    "negative microbatch": (put(GPIPE, (0, 0), F, -1, 0), "microbatch -1, part 0: kinds are"),
-    "idle with a microbatch": (put(GPIPE, (0, 2), IDLE, 3, -1), "kind 0, microbatch 3, part -1"),
+    "negative microbatch": (put(GPIPE, (0, 0), F, -1, 0), "microbatch -1, chunk 0: kinds are"),
+    "idle with a microbatch": (put(GPIPE, (0, 2), IDLE, 3, -1), "kind 0, microbatch 3, chunk -1"),
     "empty tick": (
         dataclasses.replace(
             GPIPE,
             **{
                 name: np.concatenate([getattr(GPIPE, name), np.full((1, 3), idle)])
-                for name, idle in (("kind", IDLE), ("microbatch", -1), ("part", -1))
+                for name, idle in (("kind", IDLE), ("microbatch", -1), ("chunk", -1))
             },
         ),
         f"tick {GPIPE.num_ticks} has no operation: leave it out",
@@ -308,14 +307,14 @@ BROKEN = {
         r"kind is \[0, 2\]: it must be \[ticks, stages\]",
     ),
     "shapes": (
-        dataclasses.replace(GPIPE, part=GPIPE.part[:-1]),
-        r"part is int64\[11, 3\]: it must be int\[12, 3\]",
+        dataclasses.replace(GPIPE, chunk=GPIPE.chunk[:-1]),
+        r"chunk is int64\[11, 3\]: it must be int\[12, 3\]",
     ),
     "floats": (
-        dataclasses.replace(GPIPE, part=GPIPE.part * 1.0),
-        r"part is float64\[12, 3\]: it must be int\[12, 3\]",
+        dataclasses.replace(GPIPE, chunk=GPIPE.chunk * 1.0),
+        r"chunk is float64\[12, 3\]: it must be int\[12, 3\]",
     ),
-    "parts unevenly": (
+    "chunks unevenly": (
         schedule.schedule_asap(
             "uneven",
             [
@@ -323,7 +322,7 @@ BROKEN = {
                 [(F, 0, 2), (B, 0, 2)],
             ],
         ),
-        r"stages hold \[2, 1\] parts: give all as many",
+        r"stages hold \[2, 1\] chunks: give each stage as many",
     ),
 }
 
@@ -338,14 +337,16 @@ def test_broken_tables_are_refused(case):
 def test_a_result_is_not_there_in_the_tick_that_makes_it():
     kind, microbatch = np.array([[F, F], [B, B]]), np.zeros((2, 2), int)
     table = Table("at once", kind, microbatch, np.array([[0, 1], [0, 1]]))
-    with pytest.raises(ValueError, match=r"is in 0\n.*part 0 needs BACKWARD .* part 1 .* is in 1"):
+    with pytest.raises(
+        ValueError, match=r"is in 0\n.*chunk 0 needs BACKWARD .* chunk 1 .* is in 1"
+    ):
         check(table)
 
 
 def test_ten_problems_are_listed_at_once():
     table = SCHEDULES["1f1b"](4, 8)
-    reverse = [array[::-1] for array in (table.kind, table.microbatch, table.part)]
-    with pytest.raises(ValueError, match="is no schedule") as error:
+    reverse = [array[::-1] for array in (table.kind, table.microbatch, table.chunk)]
+    with pytest.raises(ValueError, match="is not a legal schedule") as error:
         check(Table("reverse", *reverse))
     first, *lines = str(error.value).splitlines()
     assert "'reverse'" in first
@@ -380,8 +381,8 @@ def test_slots_of_a_stage_are_its_peak(name):
     ticks = schedule.operation_ticks(table)
     last = WEIGHT if table.splits_backward else BACKWARD
     for stage, peak in enumerate(check(table).peak_stash):
-        parts = table.parts_of(stage)
-        starts, ends = ticks[FORWARD][:, parts].ravel(), ticks[last][:, parts].ravel()
+        chunks = table.chunks_of(stage)
+        starts, ends = ticks[FORWARD][:, chunks].ravel(), ticks[last][:, chunks].ravel()
         assert schedule.slots(starts, ends)[1] == peak
 
 
@@ -392,15 +393,17 @@ def test_simulated_time_is_the_length_at_unit_costs(name):
         for barriers in (True, False):
             times = simulate(table, forward=1, backward=1, weight=1, barriers=barriers)
             assert times.step_time == pytest.approx(length, abs=TOLERANCE)
-            lasts = np.where(table.kind == IDLE, np.nan, table.costs[table.kind] / table.chunks)
+            lasts = np.where(
+                table.kind == IDLE, np.nan, table.costs[table.kind] / table.chunks_per_stage
+            )
             np.testing.assert_allclose(times.end - times.start, lasts)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_that_run_freely_keep_their_order_and_never_take_longer(name):
     table = SCHEDULES[name](4, 9)
-    parts = np.linspace(1, 2, table.num_parts)
-    seconds = {"forward": parts, "backward": 1.5 * parts, "weight": parts / 2, "transfer": 0.25}
+    chunks = np.linspace(1, 2, table.num_chunks)
+    seconds = {"forward": chunks, "backward": 1.5 * chunks, "weight": chunks / 2, "transfer": 0.25}
     bound, free = (simulate(table, **seconds, barriers=barriers) for barriers in (True, False))
     assert free.step_time <= bound.step_time
     ticks = schedule.operation_ticks(table)
@@ -410,7 +413,7 @@ def test_stages_that_run_freely_keep_their_order_and_never_take_longer(name):
             start, end = timeline.start[busy, stage], timeline.end[busy, stage]
             assert (start[1:] >= end[:-1] - TOLERANCE).all()
         for tick, stage, operation in table.operations():
-            for need in schedule.needs(operation, table.num_parts):
+            for need in schedule.needs(operation, table.num_chunks):
                 if table.periodic and ticks[operation] - ticks[need] > tick:
                     continue  # of the period before
                 source = table.stage_of[need[2]]
@@ -437,8 +440,8 @@ def test_transfers_are_paid_at_each_tick_that_sends():
 
 def test_the_slowest_stage_sets_the_time_of_a_period():
     table = SCHEDULES["pipedream_2bw"](4, 8)
-    parts = [1, 1, 3, 1]
-    free = simulate(table, forward=parts, backward=parts, barriers=False)
+    chunks = [1, 1, 3, 1]
+    free = simulate(table, forward=chunks, backward=chunks, barriers=False)
     assert free.step_time == pytest.approx(8 * (3 + 3))
 
 
@@ -459,7 +462,7 @@ def test_a_file_gives_the_same_table(name, tmp_path):
         path = tmp_path / f"{P}_{M}.csv"
         schedule.write_csv(table, path)
         again = schedule.read_csv(path)
-        for field in ("kind", "microbatch", "part"):
+        for field in ("kind", "microbatch", "chunk"):
             np.testing.assert_array_equal(getattr(again, field), getattr(table, field))
         assert (again.name, again.periodic) == (table.name, table.periodic)
 
@@ -467,14 +470,14 @@ def test_a_file_gives_the_same_table(name, tmp_path):
 def test_a_file_may_be_plain_rows_in_any_order(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(
-        "tick,stage,operation,microbatch,part\n1, 0, backward, 0, 0\n\n# a remark\n"
+        "tick,stage,operation,microbatch,chunk\n1, 0, backward, 0, 0\n\n# a remark\n"
         "0,0,forward,0,0\n"
     )
     table = schedule.read_csv(path)
     assert (table.name, table.periodic, check(table).length) == ("mine", False, 3)
 
 
-HEADER = "# name: x\ntick,stage,operation,microbatch,part\n"
+HEADER = "# name: x\ntick,stage,operation,microbatch,chunk\n"
 
 
 @pytest.mark.parametrize(
@@ -484,12 +487,12 @@ HEADER = "# name: x\ntick,stage,operation,microbatch,part\n"
         (HEADER, r"mine.csv: no operation in it"),
         ("tick,stage\n", r"mine.csv:1: 'tick,stage': the columns are tick,stage,operation"),
         (HEADER + "0,0,foreward,0,0\n", r"mine.csv:3: .*operation 'foreward': use one of forward"),
-        (HEADER + "0,0,forward,0,x\n", r"mine.csv:3: .*part 'x' is no integer"),
+        (HEADER + "0,0,forward,0,x\n", r"mine.csv:3: .*chunk 'x' is no integer"),
         (HEADER + "0,0,forward,-1,0\n", r"mine.csv:3: .*microbatch '-1' is no integer from 0 on"),
         (HEADER + "0,0,forward,1\n", r"mine.csv:3: .*4 values: the columns are"),
         (
             HEADER + "0,0,forward,0,0\n0,0,backward,0,0\n",
-            r"mine.csv:4: .*stage 0 has FORWARD of microbatch 0 in part 0 in tick 0 already",
+            r"mine.csv:4: .*stage 0 has FORWARD of microbatch 0 in chunk 0 in tick 0 already",
         ),
         (HEADER + "0,0,forward,0,0\n9,0,backward,0,0\n", r"tick 1 has no row, 9 has"),
         (HEADER + "0,0,forward,0,0\n1,2,forward,0,1\n", r"stage 1 has no row, 2 has"),
@@ -691,7 +694,7 @@ def test_layers_that_differ_are_cut_unevenly(tmp_path, capsys):
 def test_every_schedule_has_times_of_a_configs_layers(name, capsys):
     report, out = planned([*LLAMA, *MICROBATCHES_8, f"--schedule={name}"], capsys)
     table = SCHEDULES[name](4, 8)
-    assert report["name"] == name and len(report["cuts"]["planned"]["layers"]) == table.num_parts
+    assert report["name"] == name and len(report["cuts"]["planned"]["layers"]) == table.num_chunks
     assert report["step_time"]["free_running"] <= report["step_time"]["barriers"]
     assert ("planner's formula" in out) == (name in ("gpipe", "pipedream_2bw"))
     # Parameters and summed gradients once more, 8 bytes each way, over fsdp8.
