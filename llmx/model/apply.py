@@ -1,4 +1,8 @@
-"""A decoder's parameters, and the functions of them: losses, blocks, decoding."""
+"""A decoder's parameters, and the functions of them: losses, layers, decoding.
+
+Letters: B batch, T positions, S cache slots, D width, K key/value heads, H head size, V vocabulary,
+L layers.
+"""
 
 import dataclasses
 import functools
@@ -10,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from llmx import sharding
 from llmx.model import dot, embedding, families, losses, remat, rope
-from llmx.model.attention import attend, split
+from llmx.model.attention import split
+from llmx.model.attention.cache import CACHE, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
-from llmx.model.decoder import CACHE, INSIDE, Block, Decoder, Norm
+from llmx.model.decoder import INSIDE, Block, Decoder, Norm
 from llmx.model.execution import Execution
-
-# -------------------------------------------------------------------------- functions of parameters
 
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
@@ -28,9 +31,7 @@ def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
     Returns (tree of ShapeDtypeStruct, tree of tuples of names), both nested dicts.
     """
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
-    axes = sharding.logical_axes(state)
-    shapes = nnx.to_pure_dict(state)
-    axes = nnx.to_pure_dict(axes)
+    shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
     axes["blocks"] = jax.tree.map(
         lambda names: ("layers", *names), axes["blocks"], is_leaf=lambda x: isinstance(x, tuple)
     )
@@ -38,7 +39,7 @@ def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
 
 
 def init_parameters(model: families.ModelConfig, seed: int) -> dict:
-    """Parameters as a nested dict of fp32 arrays; under jit with out_shardings they are born split.
+    """Parameters as a nested dict of fp32 arrays; jit with out_shardings makes them split.
 
     Weights are normal with variance 1/fan_in; the projections that write to the stream are smaller
     by sqrt(2L) (GPT-2); norms are one, biases zero.
@@ -48,36 +49,42 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
-    """A decoder as functions of its parameter dict."""
+    """A decoder as functions of its parameter dict, whose blocks [L, ...] are stacked.
+
+    Arrays are global; they communicate over the mesh axes that split them, as `dot`, `embedding`,
+    `losses` and `attention.attend` say.
+    """
 
     model: families.ModelConfig
 
     def losses(
         self, params: dict, batch: dict, execution: Execution, grad_buffers: dict | None = None
-    ):
-        """Per-token loss and log Z, [B, T] fp32, of tokens, targets, segment_ids and positions.
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """Loss of each token, and log Z, in nats, fp32.
 
-        `grad_buffers`: where gradients go when they are split otherwise than `params`: see
-        `sharding.accumulate_into`.
+        Args:
+          params: the parameters.
+          batch: tokens, targets, segment_ids and positions, each int32 [B, T].
+          execution: how the model is run.
+          grad_buffers: like `params`, if gradients are split or summed otherwise than parameters:
+            see `sharding.accumulate_into`.
         """
+        block_buffers = None
         if grad_buffers is not None:
-            # The blocks' gradients are routed inside the scan, so that each leaves as its layer is
-            # done.
+            # The blocks have theirs inside the scan, so that each gradient is done with its layer.
+            block_buffers = grad_buffers["blocks"]
             top = {name: leaf for name, leaf in params.items() if name != "blocks"}
-            top_buffers = {name: grad_buffers[name] for name in top}
-            params = execution.place.with_grad_buffers(top, top_buffers) | {
-                "blocks": params["blocks"]
-            }
+            buffers = {name: grad_buffers[name] for name in top}
+            params = params | execution.place.with_grad_buffers(top, buffers)
         names = ("tokens", "targets", "segment_ids", "positions")
         tokens_BT, targets_BT, *rows = self.split_rows([batch[name] for name in names], execution)
-        block_buffers = None if grad_buffers is None else grad_buffers["blocks"]
         mask = self_mask(*rows, execution)
         x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
         x_BTD, _ = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers
         )
-        found = self.last_losses(params, x_BTD, targets_BT, execution)
-        return tuple(self.split_rows(found, execution, back=True))
+        loss_and_log_z = self.last_losses(params, x_BTD, targets_BT, execution)
+        return tuple(self.split_rows(loss_and_log_z, execution, back=True))
 
     def last_losses(self, params: dict, x_BTD, targets_BT, execution: Execution):
         """Loss and log Z, [B, T] fp32, of the last layer's output; rows as in `execution.split`."""
@@ -92,20 +99,26 @@ class Apply:
     ) -> Float[Array, "B T V"]:
         """fp32 logits; those of padding are -inf. For tests and sampling: they exist whole."""
         tokens_BT, *rows = self.split_rows((tokens_BT, segments_BT, positions_BT), execution)
-        x_BTD, _ = self._hidden(params, tokens_BT, self_mask(*rows, execution), execution)
+        mask = self_mask(*rows, execution)
+        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
+        x_BTD, _ = self.apply_layers(params["blocks"], x_BTD, mask, execution)
         return self.split_rows([self._head(params, x_BTD, execution)], execution, back=True)[0]
 
     def split_rows(self, arrays, execution: Execution, *, back: bool = False) -> list[Array]:
         """Arrays [B, T, ...] from the order of their rows to that of `execution.split`, or back."""
-        return [
-            split.reorder(array, execution.split, execution.place.mesh, back=back)
-            for array in arrays
-        ]
+        reorder = functools.partial(
+            split.reorder, split=execution.split, mesh=execution.place.mesh, back=back
+        )
+        return list(map(reorder, arrays))
 
     def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
-        """A cache of at least `length` slots in which nothing is visible (segment -1)."""
+        """A cache of at least `length` slots in which nothing is visible (segment -1).
+
+        Returns "key" and "value" [L, B, S, K, H] in the compute dtype, "segments" and "positions"
+        int32 [B, S]; S is a multiple of the devices that split the slots.
+        """
         model, place = self.model, execution.place
-        ways = place.size(sharding.mesh_axes(place.activation(("cache",))[0]))
+        ways = place.size(slot_axes(place))
         length = -(-length // ways) * ways
         shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
         zeros = place.constrain(jnp.zeros(shape, execution.policy.compute), CACHE)
@@ -118,31 +131,42 @@ class Apply:
         }
 
     def decode(
-        self, params: dict, cache: dict, tokens_BT, segments_BT, positions_BT, now, execution
-    ):
-        """Logits of T more tokens written into the cache at slots now..now+T, and the new cache.
+        self, params: dict, cache: dict, tokens_BT: Int[Array, "B T"], segments_BT, positions_BT,
+        now: Array | int, execution: Execution,
+    ) -> tuple[Float[Array, "B T V"], dict]:  # fmt: skip
+        """fp32 logits of T more tokens of each row, and the cache with their keys and values.
 
-        `execution.place` must not split positions, as one token cannot be. It may split the cache.
+        Args:
+          params: the parameters.
+          cache: from `empty_cache`, or from the call before.
+          tokens_BT: the tokens.
+          segments_BT: of the tokens, int32; a token sees slots of its own segment only.
+          positions_BT: of the tokens in their text, int32: 0, 1, ...
+          now: int32 [], the slot of the first token; the others follow.
+          execution: how the model is run. Its layout must not split positions, as one token cannot
+            be split, but may split the cache's slots over `sequence`.
         """
+        place = execution.place
         tokens_BT, segments_BT, positions_BT = (
-            execution.place.constrain(array, ("batch", "sequence"))
+            place.constrain(array, ("batch", "sequence"))
             for array in (tokens_BT, segments_BT, positions_BT)
         )
-        segments_BS = attend.written(cache["segments"], segments_BT, now, place=execution.place)
-        positions_BS = attend.written(cache["positions"], positions_BT, now, place=execution.place)
+        segments_BS = write_slots(cache["segments"], segments_BT, now, place=place)
+        positions_BS = write_slots(cache["positions"], positions_BT, now, place=place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
-        past = (cache["key"], cache["value"])
-        x_BTD, past = self._hidden(params, tokens_BT, mask, execution, cache=past, now=now)
-        cache = dict(zip(("key", "value"), past, strict=True))
-        cache |= {"segments": segments_BS, "positions": positions_BS}
+        x_BTD = self.embedded(params, tokens_BT, positions_BT, execution)
+        x_BTD, (keys, values) = self.apply_layers(
+            params["blocks"], x_BTD, mask, execution, cache=(cache["key"], cache["value"]), now=now
+        )
+        cache = {"key": keys, "value": values, "segments": segments_BS, "positions": positions_BS}
         return self._head(params, x_BTD, execution), cache
 
     @functools.cached_property
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         """Of a block, and of the last norm."""
         model = self.model
-        parts = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, model.width))
-        return tuple(nnx.split(nnx.eval_shape(part))[0] for part in parts)
+        modules = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, model.width))
+        return tuple(nnx.split(nnx.eval_shape(module))[0] for module in modules)
 
     def _normed(self, params: dict, x_BTD):
         return nnx.merge(self._definitions[1], params["norm"])(x_BTD)
@@ -151,8 +175,9 @@ class Apply:
         return params["embedding" if self.model.tied_head else "head"]
 
     def _head(self, params: dict, x_BTD, execution: Execution) -> Float[Array, "B T V"]:
+        """Logits of the last layer's output."""
         model, head_VD = self.model, self._head_weight(params)
-        x_BTD = execution.place.constrain(x_BTD, INSIDE)
+        x_BTD = execution.place.constrain(self._normed(params, x_BTD), INSIDE)
         to = execution.place.activation(("batch", "sequence", "vocab"))
         with execution.policy.products():
             logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=execution.policy)
@@ -162,15 +187,10 @@ class Apply:
         real_V = np.arange(model.padded_vocab) < model.vocab_size
         return jnp.where(real_V, logits_BTV, -jnp.inf)
 
-    def _hidden(self, params, tokens_BT, mask, execution: Execution, cache=None, now=None):
-        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
-        x_BTD, cache = self.apply_layers(
-            params["blocks"], x_BTD, mask, execution, cache=cache, now=now
-        )
-        return self._normed(params, x_BTD), cache
-
-    def embedded(self, params: dict, tokens_BT, positions_BT, execution: Execution):
-        """What the first layer takes, [B, T, D]."""
+    def embedded(
+        self, params: dict, tokens_BT, positions_BT, execution: Execution
+    ) -> Float[Array, "B T D"]:
+        """The input of the first layer, in the compute dtype."""
         model = self.model
         look_up = functools.partial(embedding.embed, place=execution.place, policy=execution.policy)
         x_BTD = look_up(tokens_BT, params["embedding"])
@@ -180,79 +200,66 @@ class Apply:
             x_BTD += look_up(positions_BT, params["positions"])
         return x_BTD
 
-    def rotations(self, positions_BT) -> dict:
-        """By kind of layer, what `rotate` takes; {} where positions are learned."""
+    def rotations(self, positions_BT: Int[Array, "B T"]) -> dict:
+        """By kind of layer, the argument of `rope.rotate`; {} where positions are learned."""
         if self.model.positions != "rope":
             return {}
-        kinds = sorted(set(self.model.layer_kinds))
-        return {
-            k: rope.rotation_of(positions_BT, rope.rope_frequencies(self.model, k)) for k in kinds
-        }
+        frequencies = functools.partial(rope.rope_frequencies, self.model)
+        return {kind: rope.rotation_of(positions_BT, frequencies(kind)) for kind in self.kind_names}
 
     def apply_layers(
-        self, blocks: dict, x_BTD, mask: Mask, execution: Execution, *, kinds=None,
-        grad_buffers=None, rotations=None, cache=None, now=None,
-    ):  # fmt: skip
-        """x after layers with these stacked weights, and their cache.
+        self, blocks: dict, x_BTD: Float[Array, "B T D"], mask: Mask, execution: Execution, *,
+        kinds: tuple[str, ...] | Array | None = None, grad_buffers: dict | None = None,
+        rotations: dict | None = None, cache: tuple[Array, Array] | None = None,
+        now: Array | int | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
+        """The output of layers with these stacked weights, and their cache.
 
-        The layers are scanned in the shortest periods of their kinds; then what is left of a
-        period. Inside a period neighbours of one kind are a scan too: the program holds each run of
+        The layers are scanned in the shortest period of their kinds; then what is left of a period.
+        Inside a period neighbours of one kind are a scan too: the program holds each series of
         equal layers once.
 
         Args:
-          kinds: of the layers, by default those of the model; or an int array of indices into
+          blocks: weights of l layers, [l, ...] each; `split_rows` has ordered what goes in.
+          x_BTD: input of the first of them, split as between blocks, in the compute dtype.
+          mask: which keys each query sees.
+          execution: how the model is run.
+          kinds: of the l layers, by default those of the model; or int32 [l], indices into
             `kind_names`, if they are known at run time only: -1 is no layer.
-          grad_buffers: where the gradients of `blocks` go: see `sharding.accumulate_into`.
+          grad_buffers: like `blocks`: see `losses`.
           rotations: of `mask.positions_BT`, by default made here.
+          cache: keys and values [l, B, S, K, H] into which those of x are written; None = none.
+          now: the slot of the first position of x.
         """
-        model, definition = self.model, self._definitions[0]
-        kinds = model.layer_kinds if kinds is None else kinds
+        kinds = self.model.layer_kinds if kinds is None else kinds
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
-
-        def layer(kind: str) -> Callable:
-            def apply(x_BTD, layer_arrays):
-                weights, grad_buffers, cache = layer_arrays
-                if grad_buffers is not None:
-                    weights = dot.with_grad_buffers(execution.place, weights, grad_buffers)
-                window = model.window if kind == families.LOCAL else 0
-                block = nnx.merge(definition, weights)
-                return block(x_BTD, rotations.get(kind), mask, window, execution, cache, now)
-
-            return remat.checkpointed(apply, execution.remat)
-
-        layers = {kind: layer(kind) for kind in self.kind_names}
-
-        def walk(x_BTD, stacked, kinds):
-            """Layers of these kinds, one after the other."""
-            caches, first = [], 0
-            for kind, equal in itertools.groupby(kinds):
-                end = first + len(list(equal))
-                part = jax.tree.map(lambda array: array[first:end], stacked)  # noqa: B023
-                x_BTD, new = jax.lax.scan(layers[kind], x_BTD, part)
-                caches.append(new)
-                first = end
-            return x_BTD, jax.tree.map(lambda *each: jnp.concatenate(each), *caches)
-
+        layers = {
+            kind: self._layer(kind, mask, execution, rotations.get(kind), now)
+            for kind in self.kind_names
+        }
         stacked = (blocks, grad_buffers, cache)
         with execution.policy.products():
-            if not isinstance(kinds, tuple):
-                # A stage has layers of other kinds at the same places, or none, than the next.
-                branches = [lambda x_BTD, _: (x_BTD, None), *layers.values()]
-                one = lambda x_BTD, each: jax.lax.switch(each[0] + 1, branches, x_BTD, each[1])  # noqa: E731
-                return jax.lax.scan(one, x_BTD, (kinds, stacked))
-            size = _period(kinds)
-            if size == 1:
-                return jax.lax.scan(layers[kinds[0]], x_BTD, stacked)
-            whole = len(kinds) // size * size
-            groups = jax.tree.map(lambda array: sharding.regrouped(array[:whole], size), stacked)
-            each = lambda x_BTD, group: walk(x_BTD, group, kinds[:size])  # noqa: E731
-            x_BTD, new = jax.lax.scan(each, x_BTD, groups)
-            new = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), new)
-            if whole < len(kinds):
-                rest = jax.tree.map(lambda array: array[whole:], stacked)
-                x_BTD, last = walk(x_BTD, rest, kinds[whole:])
-                new = jax.tree.map(lambda *each: jnp.concatenate(each), new, last)
-            return x_BTD, new
+            if isinstance(kinds, tuple):
+                return _scan_periods(layers, kinds, x_BTD, stacked)
+            # A stage has layers of other kinds at the same index, or none, than the next.
+            branches = [lambda x_BTD, _: (x_BTD, None), *layers.values()]
+            return jax.lax.scan(
+                lambda x_BTD, layer: jax.lax.switch(layer[0] + 1, branches, x_BTD, layer[1]),
+                x_BTD, (kinds, stacked),
+            )  # fmt: skip
+
+    def _layer(self, kind: str, mask: Mask, execution: Execution, rotation, now) -> Callable:
+        """(x, (weights, gradient buffers, cache) of one layer) -> (x, its cache)."""
+        window = self.model.window if kind == families.LOCAL else 0
+
+        def layer(x_BTD, arrays):
+            weights, grad_buffers, cache = arrays
+            if grad_buffers is not None:
+                weights = dot.with_grad_buffers(execution.place, weights, grad_buffers)
+            block = nnx.merge(self._definitions[0], weights)
+            return block(x_BTD, rotation, mask, window, execution, cache, now)
+
+        return remat.checkpointed(layer, execution.remat)
 
     @property
     def kind_names(self) -> tuple[str, ...]:
@@ -260,20 +267,44 @@ class Apply:
         return tuple(sorted(set(self.model.layer_kinds)))
 
 
-def _period(kinds: tuple[str, ...]) -> int:
-    """Of how many layers the shortest pattern is that `kinds` repeats."""
-    return next(
-        n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)]
+def _scan_periods(layers: dict[str, Callable], kinds: tuple[str, ...], x_BTD, stacked):
+    """x after layers of these kinds, and their stacked second results."""
+    num = len(kinds)
+    size = next(n for n in range(1, num + 1) if kinds == (kinds[:n] * num)[:num])
+    if size == 1:
+        return jax.lax.scan(layers[kinds[0]], x_BTD, stacked)
+    end = num // size * size
+    groups = jax.tree.map(lambda array: sharding.regrouped(array[:end], size), stacked)
+    x_BTD, caches = jax.lax.scan(
+        lambda x_BTD, group: _scan_series(layers, kinds[:size], x_BTD, group), x_BTD, groups
     )
+    caches = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), caches)
+    if end < num:
+        rest = jax.tree.map(lambda array: array[end:], stacked)
+        x_BTD, last = _scan_series(layers, kinds[end:], x_BTD, rest)
+        caches = _concatenated(caches, last)
+    return x_BTD, caches
+
+
+def _scan_series(layers: dict[str, Callable], kinds: tuple[str, ...], x_BTD, stacked):
+    """`_scan_periods` for one period: a scan for each series of neighbours of one kind."""
+    caches, first = [], 0
+    for kind, series in itertools.groupby(kinds):
+        end = first + len(list(series))
+        part = jax.tree.map(lambda array: array[first:end], stacked)  # noqa: B023
+        x_BTD, cache = jax.lax.scan(layers[kind], x_BTD, part)
+        caches.append(cache)
+        first = end
+    return x_BTD, _concatenated(*caches)
+
+
+def _concatenated(*trees):
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *trees)
 
 
 def self_mask(segments_BT, positions_BT, execution: Execution) -> Mask:
-    """Of rows of tokens, in the order of `execution.split`."""
+    """The mask of rows of tokens that attend to themselves, in the order of `execution.split`."""
     return Mask(
-        segments_BT,
-        positions_BT,
-        segments_BT,
-        positions_BT,
-        ahead=0,
+        segments_BT, positions_BT, segments_BT, positions_BT, ahead=0,
         one_document=not execution.packed,
-    )
+    )  # fmt: skip

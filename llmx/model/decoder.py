@@ -21,18 +21,16 @@ from jaxtyping import Array
 
 from llmx.model import dot, families, remat, rope
 from llmx.model.attention import attend
+from llmx.model.attention.cache import write_slots
 from llmx.model.attention.masks import Scores
 from llmx.model.execution import Execution
 
 # Activations between blocks, and inside them, in logical axes.
 BLOCK = ("batch", "block_sequence", "embed")
 INSIDE = ("batch", "sequence", "embed")
-QUERY = ("batch", "sequence", "heads", "head_dim")
-KEY = ("batch", "sequence", "kv_heads", "head_dim")
 HIDDEN = ("batch", "sequence", "mlp")
 # Tables of which rows are looked up: products never take them whole, unless one is the head too.
 LOOKED_UP = ("embedding", "positions")
-CACHE = ("layers", "batch", "cache", "kv_heads", "head_dim")
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -110,11 +108,11 @@ class Attention(nnx.Module):
         self.constant_key_bias = bias and model.positions == "learned" and not self.softcap
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
-        query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, QUERY, execution)
+        query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, attend.QUERY, execution)
         if self.constant_key_bias:
             self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
-        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, KEY, execution)
-        value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, KEY, execution)
+        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, attend.KEY, execution)
+        value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, attend.KEY, execution)
         if self.query_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotation is not None:
@@ -127,7 +125,7 @@ class Attention(nnx.Module):
         value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
         if cache is not None:
             cache = tuple(
-                attend.written(old, new, now, place=execution.place)
+                write_slots(old, new, now, place=execution.place)
                 for old, new in zip(cache, (key_BTKH, value_BTKH), strict=True)
             )
             key_BTKH, value_BTKH = cache

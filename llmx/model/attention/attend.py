@@ -1,8 +1,8 @@
-"""Attention of arrays placed on a mesh: which kernel, and how split positions see each other.
+"""Attention of arrays placed on a mesh: chooses the kernel, and how split positions see each other.
 
-`attend` runs a kernel in a fully manual region: batch over the batch axes, heads over `tensor`,
-positions over `sequence`, which `context` puts together again by rings and exchanges of heads. A
-cache of keys and values may be split over `sequence` too.
+`attend` runs a kernel in a fully manual region: the batch is split over the batch axes, heads over
+`tensor`, positions over `sequence`, along which devices form rings and exchange heads. A cache of
+keys and values may be split over `sequence` too.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads,
 H head size.
@@ -10,19 +10,20 @@ H head size.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from llmx import sharding
-from llmx.model.attention import split, ulysses
+from llmx.model.attention import cache, ring, ulysses
 from llmx.model.attention.blockwise import BLOCKWISE
 from llmx.model.attention.cudnn import CUDNN
 from llmx.model.attention.kernel import Kernel, first_of
 from llmx.model.attention.masks import Mask, Scores
 from llmx.model.attention.reference import REFERENCE
 from llmx.model.attention.splash import SPLASH
+from llmx.model.attention.split import Split
 from llmx.runtime import launch
 from llmx.runtime.bounds import bounded, choice
 
@@ -32,6 +33,10 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     "splash": SPLASH,
     "cudnn": CUDNN,
 }
+
+# Logical axes of queries, keys and values.
+QUERY = ("batch", "sequence", "heads", "head_dim")
+KEY = ("batch", "sequence", "kv_heads", "head_dim")
 
 # What "auto" tries, in this order, by the platform of the mesh.
 PREFERRED = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise")}
@@ -47,7 +52,7 @@ class AttentionConfig:
     # Neighbours on the mesh axis `sequence` that exchange heads (Ulysses); such groups form rings.
     # 1 = one ring, sequence = no ring.
     ulysses: int = bounded(1, at_least=1)
-    zigzag: bool = True  # positions are dealt out so that a ring's devices have equal causal work
+    zigzag: bool = True  # the devices of a ring hold positions with equal causal work
 
 
 def candidates(implementation: str, platform: str) -> tuple[str, ...]:
@@ -55,22 +60,42 @@ def candidates(implementation: str, platform: str) -> tuple[str, ...]:
     return PREFERRED.get(platform, OTHERWISE) if implementation == "auto" else (implementation,)
 
 
-def split_of(config: AttentionConfig, place: sharding.Placement) -> split.Split:
-    """Which device of `sequence` holds which positions.
+def split_of(config: AttentionConfig, place: sharding.Placement) -> Split:
+    """Which device of `sequence` holds which positions of a row.
 
-    Raises ValueError where `ulysses` does not divide them.
+    Raises ValueError where `config.ulysses` does not divide the devices of `sequence`.
     """
     ways = place.size(sharding.mesh_axes(place.activation(("sequence",))[0]))
-    return split.Split(ways, config.ulysses if ways > 1 else 1, config.zigzag)
+    return Split(ways, config.ulysses if ways > 1 else 1, config.zigzag)
 
 
 @functools.cache
 def kernel_for(implementation: str, platform: str) -> Kernel:
-    """The implementation asked for; "auto" takes the first candidate that can, and says so once."""
+    """`IMPLEMENTATIONS[implementation]`; "auto": the first candidate that supports its inputs.
+
+    Prints the chosen one once.
+    """
     if implementation != "auto":
         return IMPLEMENTATIONS[implementation]
     kernels = {name: IMPLEMENTATIONS[name] for name in candidates(implementation, platform)}
     return first_of(kernels, functools.cache(lambda name: launch.note(f"attention: {name}")))
+
+
+def attention_over(
+    kernel: Kernel, *, axis: str, split: Split, device_kind: str, independent: bool = False
+) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
+    """Attention, in a manual region, over positions split over mesh axis `axis` as `split` says.
+
+    The function takes this device's query, key, value, mask and scores, as a `Kernel` does.
+    `independent`, and what it communicates: see `ring.ring` and `ulysses.ulysses`.
+    """
+    if split.rings == 1:
+        attend = functools.partial(kernel, device_kind=device_kind)
+    else:
+        attend = ring.ring(
+            kernel, axis=axis, split=split, device_kind=device_kind, independent=independent
+        )
+    return ulysses.ulysses(attend, axis=axis, split=split)
 
 
 def attend(
@@ -86,31 +111,29 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Attention of arrays placed on a mesh.
 
-    `keys` is the logical axis of key positions: "sequence", those of the queries too, or "cache",
-    whose slots may be split where queries are whole. Where `place` splits queries, rows lie as
-    `split_of` says if `mask.ahead` is 0, and anyhow if it is None. K/V heads may be fewer than
-    `tensor`, if the layout keeps them whole: each shard then takes those that its query heads need.
+    `keys` is the logical axis of key positions: "sequence", as of the queries, or "cache", whose
+    slots may be split where queries are whole. Where `place` splits queries and `mask.ahead` is 0,
+    rows are in the order of `split_of`. K/V heads may be fewer than `tensor` if the layout keeps
+    them whole: each device then takes those that its query heads need.
 
-    Communicates over `sequence`: see `context.ring`, `context.ulysses` and `context.parts`.
+    Communicates over `sequence`: see `attention_over` and `cache.attention_over_slots`.
 
-    Raises ValueError where the implementation asked for cannot do what is asked.
+    Raises ValueError where the configured implementation does not support the inputs.
     """
     device = place.mesh.devices.flat[0]
-    query = place.activation(("batch", "sequence", "heads", "head_dim"))
-    key = place.activation(("batch", keys, "kv_heads", "head_dim"))
-    tokens, key_tokens = place.activation(("batch", "sequence")), place.activation(("batch", keys))
-    heads = sharding.mesh_axes(query[2])
-    pick_heads = bool(heads) and not sharding.mesh_axes(key[2])
-    group = query_BTNH.shape[2] // key_BSKH.shape[2]
+    query, key = place.activation(QUERY), place.activation((KEY[0], keys, *KEY[2:]))
     kernel = kernel_for(config.implementation, device.platform)
     split_keys = sharding.mesh_axes(key[1])
     if split_keys and not sharding.mesh_axes(query[1]):
-        over = ulysses.parts(kernel, axes=split_keys, device_kind=device.device_kind)
+        over = cache.attention_over_slots(kernel, axes=split_keys, device_kind=device.device_kind)
     else:
-        over = ulysses.attention_over(
+        over = attention_over(
             kernel, axis="sequence", split=split_of(config, place),
-            device_kind=device.device_kind, apart="stage" in place.local_axes,
+            device_kind=device.device_kind, independent="stage" in place.local_axes,
         )  # fmt: skip
+    heads = sharding.mesh_axes(query[2])
+    pick_heads = bool(heads) and not sharding.mesh_axes(key[2])
+    group = query_BTNH.shape[2] // key_BSKH.shape[2]
 
     def local(query_BTNH, key_BSKH, value_BSKH, mask):
         if pick_heads:
@@ -121,42 +144,16 @@ def attend(
             value_BSKH = jax.lax.dynamic_slice_in_dim(value_BSKH, *slice_)
         return over(query_BTNH, key_BSKH, value_BSKH, mask, scores)
 
-    of_mask = dataclasses.replace(
-        mask, segments_BT=tokens, positions_BT=tokens, key_segments_BS=key_tokens,
-        key_positions_BS=key_tokens,
+    tokens, slots = place.activation(QUERY[:2]), place.activation((KEY[0], keys))
+    mask_specs = dataclasses.replace(
+        mask, segments_BT=tokens, positions_BT=tokens, key_segments_BS=slots,
+        key_positions_BS=slots,
     )  # fmt: skip
+    region = place.manual(local, in_specs=(query, key, key, mask_specs), out_specs=query)
     try:
-        return place.manual(local, in_specs=(query, key, key, of_mask), out_specs=query)(
-            query_BTNH, key_BSKH, value_BSKH, mask)  # fmt: skip
+        return region(query_BTNH, key_BSKH, value_BSKH, mask)
     except NotImplementedError as error:
         raise ValueError(
             f"attention.implementation={config.implementation!r} cannot do this: {error}; "
             "use attention.implementation='auto'"
         ) from None
-
-
-def written(old: Array, new: Array, now: Array | int, *, place: sharding.Placement) -> Array:
-    """A cache [B, S, ...] with `new` [B, T, ...] in its slots now..now+T; each device writes those
-    that it holds."""
-    axes = sharding.mesh_axes(place.activation(("cache",))[0])
-    new = new.astype(old.dtype)
-    if not axes:
-        return jax.lax.dynamic_update_slice_in_dim(old, new, now, axis=1)
-    num = new.shape[1]
-
-    def local(old, new, now):
-        held = old.shape[1]
-        now = now - jax.lax.axis_index(axes) * held
-        if num == 1:
-            slot = jnp.clip(now, 0, held - 1)
-            before = jax.lax.dynamic_slice_in_dim(old, slot, 1, axis=1)
-            new = jnp.where(slot == now, new, before)
-            return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=1)
-        row = jnp.arange(held) - now
-        inside = ((row >= 0) & (row < num)).reshape(1, held, *(1,) * (old.ndim - 2))
-        return jnp.where(inside, new[:, jnp.clip(row, 0, num - 1)], old)
-
-    specs = [jax.typeof(array).sharding.spec for array in (old, new)]
-    return jax.shard_map(
-        local, mesh=place.mesh, in_specs=(*specs, jax.P()), out_specs=specs[0], check_vma=False
-    )(old, new, jnp.asarray(now, jnp.int32))

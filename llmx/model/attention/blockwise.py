@@ -78,10 +78,10 @@ def _joined(blocks, axis: int, size: int):
 
 
 def _visible_blocks(blocks: _Blocks, mask: Mask, window: int):
-    """pair -> bool[B, 1, 1, query, key]."""
-    places, key_places = mask.places
-    of_queries = blocks.queries(mask.segments_BT, fill=NO_QUERY), blocks.queries(places)
-    of_keys = blocks.keys(mask.key_segments_BS, fill=NO_KEY), blocks.keys(key_places)
+    """(i, j) -> bool[B, query, key] of a pair of blocks."""
+    positions, key_positions = mask.positions
+    of_queries = blocks.queries(mask.segments_BT, fill=NO_QUERY), blocks.queries(positions)
+    of_keys = blocks.keys(mask.key_segments_BS, fill=NO_KEY), blocks.keys(key_positions)
 
     def at(i, j):
         return visible(of_queries[0][i], of_keys[0][j], of_queries[1][i], of_keys[1][j], window)
@@ -91,12 +91,9 @@ def _visible_blocks(blocks: _Blocks, mask: Mask, window: int):
 
 def _scores(query_BKGTH, key_BKSH, visible_BTS, scores: Scores):
     """fp32 scores, `HIDDEN` where they are not seen."""
-    scores_BKGTS = jnp.einsum(
-        "BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH, preferred_element_type=jnp.float32
+    scores_BKGTS = scores.capped(
+        jnp.einsum("BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH, preferred_element_type=jnp.float32)
     )
-    scores_BKGTS = scores_BKGTS * scores.scale
-    if scores.softcap:
-        scores_BKGTS = scores.softcap * jnp.tanh(scores_BKGTS / scores.softcap)
     return jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
 
 

@@ -1,5 +1,5 @@
-"""What every attention kernel is: two functions, from which attention over several devices is put
-together as it is on one.
+"""The contract of attention kernels: two functions of the arrays on one device. Attention over
+several devices is built from the same two.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads, H head
 size.
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from llmx.model import remat
 from llmx.model.attention.masks import Mask, Scores
 
-# The log-sum-exp of a query that sees nothing is at or below this; its output is finite.
+# The log-sum-exp of a query that sees no key is at or below this; its output is finite.
 NOTHING = -1e30
 
 
@@ -25,15 +25,26 @@ NOTHING = -1e30
 class Kernel:
     """Attention of some queries to some keys, on one device.
 
-    forward(query, key, value, mask, scores, device_kind=) -> (out [B, T, N, H], log-sum-exp of the
-      scores, fp32 [B, N, T]).
-    backward(query, key, value, mask, scores, out, lse, gradient, device_kind=) -> gradients of
-      query, key and value. `out` and `lse` are those over all keys that the queries see, of which
-      the keys given here may be a part: so the gradients of all parts add up to the whole.
-      None: by automatic differentiation of `forward`.
+    forward(query, key, value, mask, scores, *, device_kind) -> (out, lse)
+    backward(query, key, value, mask, scores, out, lse, gradient, *, device_kind)
+      -> gradients of query, key and value, in their shapes, in fp32 or the compute dtype.
+      None: `forward` is differentiated automatically.
 
-    Both raise NotImplementedError for what they do not do, `forward` for whatever `backward` would
-    refuse. Called as a function, a kernel is differentiable attention.
+      query        [B, T, N, H]  compute dtype (bf16, fp16, fp32); rotated, not yet scaled
+      key, value   [B, S, K, H]  compute dtype; query head n attends to key/value head n // (N / K)
+      mask                       which keys each query sees: arrays [B, T], [B, S], static promises
+      scores                     scale, soft cap and window of q.k; static
+      out          [B, T, N, H]  compute dtype or fp32: softmax(scores) x value
+      lse          [B, N, T]     fp32: log of the sum of exp(scores) over the keys that a query sees
+      gradient     [B, T, N, H]  any float dtype: of the loss by `out`
+      device_kind                jax's name of the chip, e.g. "TPU v5 lite": block sizes differ
+
+    In `backward`, `out` and `lse` are those over all keys that the queries see, and the given keys
+    may be a part of these: the gradients of all parts then add up to the whole.
+
+    Both raise NotImplementedError for inputs that they do not support, `forward` also for those
+    that `backward` would refuse. Nothing communicates. Called as a function, a kernel is
+    differentiable attention.
     """
 
     forward: Callable
@@ -49,16 +60,16 @@ class Kernel:
         *,
         device_kind: str,
     ) -> Float[Array, "B T N H"]:
-        """Attention; what its backward pass takes is named `remat.ATTENTION`."""
+        """`out`; what the backward pass needs of it is named `remat.ATTENTION`."""
         if self.backward is None:
             out, _ = self.forward(
                 query_BTNH, key_BSKH, value_BSKH, mask, scores, device_kind=device_kind
             )
             return checkpoint_name(out, remat.ATTENTION)
-        return _whole(self, scores, device_kind, query_BTNH, key_BSKH, value_BSKH, mask)
+        return _attention(self, scores, device_kind, query_BTNH, key_BSKH, value_BSKH, mask)
 
     def gradients(self, query, key, value, mask, scores, out, lse, gradient, *, device_kind):
-        """`backward`, or what stands for it."""
+        """`backward`; where it is None, the same by automatic differentiation of `forward`."""
         if self.backward is not None:
             return self.backward(
                 query, key, value, mask, scores, out, lse, gradient, device_kind=device_kind
@@ -67,58 +78,57 @@ class Kernel:
             lambda *arrays: self.forward(*arrays, mask, scores, device_kind=device_kind),
             query, key, value,
         )  # fmt: skip
-        # out = sum of share x part, with share = exp(part_lse - lse).
+        # out is the sum of share x part over all parts, with share = exp(part_lse - lse).
         share_BTN1 = jnp.exp(part_lse - lse).swapaxes(1, 2)[..., None]
         of_part = share_BTN1 * gradient
-        beside_BTN = jnp.sum(of_part * (part.astype(jnp.float32) - out), axis=-1)
-        return pull((of_part.astype(part.dtype), beside_BTN.swapaxes(1, 2)))
+        of_lse_BTN = jnp.sum(of_part * (part.astype(jnp.float32) - out), axis=-1)
+        return pull((of_part.astype(part.dtype), of_lse_BTN.swapaxes(1, 2)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _whole(kernel, scores, device_kind, query, key, value, mask):
-    return _whole_forward(kernel, scores, device_kind, query, key, value, mask)[0]
+def _attention(kernel, scores, device_kind, query, key, value, mask):
+    return _attention_forward(kernel, scores, device_kind, query, key, value, mask)[0]
 
 
-def _whole_forward(kernel, scores, device_kind, query, key, value, mask):
+def _attention_forward(kernel, scores, device_kind, query, key, value, mask):
     out, lse = kernel.forward(query, key, value, mask, scores, device_kind=device_kind)
-    out = checkpoint_name(out.astype(query.dtype), remat.ATTENTION)
-    lse = checkpoint_name(lse, remat.ATTENTION)
+    out, lse = named(out.astype(query.dtype), lse)
     return out, (query, key, value, mask, out, lse)
 
 
-def _whole_backward(kernel, scores, device_kind, residuals, gradient):
+def _attention_backward(kernel, scores, device_kind, residuals, gradient):
     query, key, value, mask, out, lse = residuals
-    found = kernel.backward(
+    gradients = kernel.backward(
         query, key, value, mask, scores, out, lse, gradient, device_kind=device_kind
     )
-    return *(g.astype(query.dtype) for g in found), None
+    return *(g.astype(query.dtype) for g in gradients), None
 
 
-_whole.defvjp(_whole_forward, _whole_backward)
+_attention.defvjp(_attention_forward, _attention_backward)
 
 
-def first_of(kernels: dict[str, Kernel], took: Callable[[str], None]) -> Kernel:
-    """The first of `kernels` that does what it is given, found anew for each piece.
+def named(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Both, under the name by which remat saves what attention returns."""
+    return checkpoint_name(out, remat.ATTENTION), checkpoint_name(lse, remat.ATTENTION)
 
-    `took` is told its name. Raises NotImplementedError where none does, with each one's reason.
+
+def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str], None]) -> Kernel:
+    """A kernel that calls the first of `kernels` that supports its inputs, and names it.
+
+    Each call, forward or backward, chooses anew and passes the name to `on_choice`. Raises
+    NotImplementedError where none supports the inputs, with the reason of each.
     """
 
-    def attempt(method: str, arguments: Sequence, device_kind: str):
-        refused = []
+    def attempt(method: str, *arguments: Sequence, device_kind: str):
+        refusals = []
         for name, kernel in kernels.items():
             try:
-                made = getattr(kernel, method)(*arguments, device_kind=device_kind)
+                result = getattr(kernel, method)(*arguments, device_kind=device_kind)
             except NotImplementedError as error:
-                refused.append(f"{name}: {error}")
+                refusals.append(f"{name}: {error}")
             else:
-                took(name)
-                return made
-        raise NotImplementedError("; ".join(refused))
+                on_choice(name)
+                return result
+        raise NotImplementedError("; ".join(refusals))
 
-    def forward(*arguments, device_kind):
-        return attempt("forward", arguments, device_kind)
-
-    def backward(*arguments, device_kind):
-        return attempt("gradients", arguments, device_kind)
-
-    return Kernel(forward, backward)
+    return Kernel(functools.partial(attempt, "forward"), functools.partial(attempt, "gradients"))

@@ -1,4 +1,4 @@
-"""Attention as it is defined: all scores at once. What every other kernel must equal.
+"""Attention as it is defined: all scores at once. Every other kernel is compared with it.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads,
 G = N/K, H head size.
@@ -16,12 +16,9 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     B, T, N, H = query_BTNH.shape
     K = key_BSKH.shape[2]
     query_BTKGH = query_BTNH.reshape(B, T, K, N // K, H)
-    scores_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", query_BTKGH, key_BSKH, preferred_element_type=jnp.float32
+    scores_BKGTS = scores.capped(
+        jnp.einsum("BTKGH,BSKH->BKGTS", query_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
     )
-    scores_BKGTS = scores_BKGTS * scores.scale
-    if scores.softcap:
-        scores_BKGTS = scores.softcap * jnp.tanh(scores_BKGTS / scores.softcap)
     visible_B11TS = mask.visible(scores.window)[:, None, None]
     # A finite floor: a row that sees nothing (an empty cache slot) stays finite.
     scores_BKGTS = jnp.where(visible_B11TS, scores_BKGTS, jnp.finfo(jnp.float32).min)

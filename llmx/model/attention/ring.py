@@ -141,14 +141,14 @@ class _Ring:
     split: Split
     axis: str
     device_kind: str
-    apart: bool
+    independent: bool
 
     def shifted(self, arrays, by: int):
         """From each device to the one in its place `by` groups on."""
         ways, stride = self.split.ways, by * self.split.ulysses
         if stride % ways == 0:
             return arrays
-        if self.apart and self.device_kind == "cpu":
+        if self.independent and self.device_kind == "cpu":
             # XLA:CPU lets every device of the program wait in a permutation, other rings' too.
             source = (jax.lax.axis_index(self.axis) - stride) % ways
             gather = lambda array: jax.lax.all_gather(array, self.axis)[source]  # noqa: E731
@@ -166,7 +166,7 @@ class _Ring:
 
 
 def ring(
-    kernel: Kernel, *, axis: str, split: Split, device_kind: str, apart: bool = False
+    kernel: Kernel, *, axis: str, split: Split, device_kind: str, independent: bool = False
 ) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
     """Attention in a manual region, queries, keys and values split over `axis` as `split` says.
 
@@ -182,7 +182,7 @@ def ring(
     """
 
     def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
-        facts = _Ring(kernel, scores, split, axis, device_kind, apart)
+        facts = _Ring(kernel, scores, split, axis, device_kind, independent)
         return _ring(facts, query_BTNH, key_BTKH, value_BTKH, mask)
 
     return attend

@@ -118,7 +118,7 @@ def split_mesh(split: Split, tensor: int = 1) -> jax.sharding.Mesh:
 def attend_on(split: Split, kernel: Kernel, case: Case):
     """The mesh, where rows lie on it, and attention (query, key, value, mask) of rows split so."""
     mesh, rows = split_mesh(split), PartitionSpec(None, "sequence")
-    over = ulysses.attention_over(kernel, axis="sequence", split=split, device_kind="cpu")
+    over = attend_lib.attention_over(kernel, axis="sequence", split=split, device_kind="cpu")
     attend = jax.shard_map(
         lambda *arrays: over(*arrays, scores_of(case)), mesh=mesh, in_specs=rows, out_specs=rows,
         check_vma=False,

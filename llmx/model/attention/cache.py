@@ -1,0 +1,71 @@
+"""The key/value cache of decoding, whose slots may be split over `sequence`.
+
+Letters: B batch, T new tokens, S cache slots, N query heads, K key/value heads, H head size.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from llmx import sharding
+from llmx.model.attention.kernel import Kernel
+from llmx.model.attention.masks import Mask, Scores
+
+# Logical axes of the keys and of the values of all layers.
+CACHE = ("layers", "batch", "cache", "kv_heads", "head_dim")
+
+
+def slot_axes(place: sharding.Placement) -> tuple[str, ...]:
+    """The mesh axes that split the slots."""
+    return sharding.mesh_axes(place.activation(("cache",))[0])
+
+
+def write_slots(old: Array, new: Array, start: Array | int, *, place: sharding.Placement) -> Array:
+    """A cache [B, S, ...] with `new` [B, T, ...] in its slots start..start+T.
+
+    Each device writes the slots that it holds; nothing is communicated.
+    """
+    axes = slot_axes(place)
+    new = new.astype(old.dtype)
+    if not axes:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+    num = new.shape[1]
+
+    def local(old, new, start):
+        held = old.shape[1]
+        start = start - jax.lax.axis_index(axes) * held
+        if num == 1:
+            slot = jnp.clip(start, 0, held - 1)
+            before = jax.lax.dynamic_slice_in_dim(old, slot, 1, axis=1)
+            new = jnp.where(slot == start, new, before)
+            return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=1)
+        row = jnp.arange(held) - start
+        inside = ((row >= 0) & (row < num)).reshape(1, held, *(1,) * (old.ndim - 2))
+        return jnp.where(inside, new[:, jnp.clip(row, 0, num - 1)], old)
+
+    specs = [jax.typeof(array).sharding.spec for array in (old, new)]
+    return jax.shard_map(
+        local, mesh=place.mesh, in_specs=(*specs, jax.P()), out_specs=specs[0], check_vma=False
+    )(old, new, jnp.asarray(start, jnp.int32))
+
+
+def attention_over_slots(kernel: Kernel, *, axes: tuple[str, ...], device_kind: str) -> Callable:
+    """Attention, in a manual region, of whole queries to keys that are split over mesh axes `axes`.
+
+    Returns (query [B, T, N, H], key, value [B, S, K, H], mask, scores) -> [B, T, N, H]. Each
+    device's part of the result is weighted by its log-sum-exp. Communicates over `axes`: a maximum
+    [B, N, T], and sums of that size and of the result.
+    """
+
+    def attend(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores):
+        out, lse = kernel.forward(
+            query_BTNH, key_BSKH, value_BSKH, mask, scores, device_kind=device_kind
+        )
+        weight = jnp.exp(lse - jax.lax.pmax(lse, axes))
+        share = weight / jax.lax.psum(weight, axes)
+        out = jax.lax.psum(share.swapaxes(1, 2)[..., None] * out, axes)
+        return out.astype(query_BTNH.dtype)
+
+    return attend
