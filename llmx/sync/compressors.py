@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from llmx.sharding import mesh_axes
 from llmx.sync import buckets
@@ -54,9 +55,8 @@ class Tensor:
         """[layers, a, b], or None for a tensor that is not a matrix."""
         if not self.columns:
             return None
-        dims = self.shape[1:] if self.layered else self.shape
-        split = self.columns - 1 if self.layered else self.columns
-        return self.rows, math.prod(dims[:split]), math.prod(dims[split:])
+        sides = self.shape[int(self.layered) : self.columns], self.shape[self.columns :]
+        return self.rows, *map(math.prod, sides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +72,18 @@ class Group:
 
 
 class Residuals(NamedTuple):
-    """What compressors keep between sums, fp32 by tensor name; tensors without one are left out."""
+    """What compressors keep between sums, fp32 by tensor name; tensors without one are left out.
+
+    `errors` and `server` are of each replica, `queries` the same on all.
+    """
 
     errors: dict[str, jax.Array]  # not yet sent by this replica, in the tensor's shape
     server: dict[str, jax.Array]  # not yet passed on by this device as a server, [L, Q]
     queries: dict[str, jax.Array]  # low_rank: start of the next power iteration, [L, b, rank]
 
 
-class ResidualShape(NamedTuple):
-    """The shape of one residual of a tensor on one device."""
-
-    row: tuple[int, ...] | None = None  # [L, *row]; None: the tensor's own shape
-    per_replica: bool = True  # each replica has its own; otherwise all have the same
+# Shapes of one tensor's residuals on a device by field: [L, *row]; None = the tensor's own shape.
+ResidualRows = dict[str, tuple[int, ...] | None]
 
 
 class Message(NamedTuple):
@@ -112,25 +112,21 @@ class Compressor(NamedTuple):
             Numbers that are not live are zero in the sums and in the residuals.
         sums: by name, in the shape of the shard; fp32, of "mean" in the dtype of the terms.
 
-    `state` gives the residuals of one tensor by field of `Residuals`, `messages` what is sent of
-    it, in order.
+    `state` gives the shapes of a tensor's residuals, `messages` what is sent of it, in order.
     """
 
     reduce: Callable[..., tuple[dict[str, jax.Array], Residuals]]
-    state: Callable[[Tensor, Group], dict[str, ResidualShape]]
+    state: Callable[[Tensor, Group], ResidualRows]
     messages: Callable[[Tensor, Group], tuple[Message, ...]]
 
 
 def local_tensor(
-    name: str,
-    shape: Sequence[int],
-    axes: Sequence[str],
-    spec: jax.sharding.PartitionSpec,
+    name: str, shape: Sequence[int], axes: Sequence[str], spec: PartitionSpec,
     sizes: Mapping[str, int],
-) -> Tensor:
-    """The shard of a tensor of global `shape` with logical `axes`, split by `spec`.
+) -> Tensor:  # fmt: skip
+    """The shard of a tensor of global `shape`, split by `spec` over mesh axes of these `sizes`.
 
-    `sizes`: of the mesh axes.
+    `axes`: its logical axes.
     """
     entries = [mesh_axes(entry) for entry in spec.partitions]
     entries += [()] * (len(shape) - len(entries))
@@ -157,13 +153,16 @@ def _masked(live: Mapping[str, jax.Array] | None, name: str, array: jax.Array) -
     return array if live is None else jnp.where(live[name].reshape(array.shape), array, 0)
 
 
+def _plus(residuals: dict[str, jax.Array], name: str, array: jax.Array) -> jax.Array:
+    return array + residuals[name].reshape(array.shape) if name in residuals else array
+
+
 def _with_errors(tensors, terms, residuals: Residuals, live) -> list[jax.Array]:
     """fp32 [L, R] of each tensor: its term, and what was not sent of the terms before."""
     inputs = []
     for tensor in tensors:
         x_LR = terms[tensor.name].astype(jnp.float32).reshape(tensor.rows, tensor.length)
-        if tensor.name in residuals.errors:
-            x_LR = x_LR + residuals.errors[tensor.name].reshape(x_LR.shape)
+        x_LR = _plus(residuals.errors, tensor.name, x_LR)
         inputs.append(_masked(live, tensor.name, x_LR))
     return inputs
 
@@ -174,24 +173,20 @@ def _updated(old: Residuals, errors: dict, server: dict | None = None) -> Residu
     return old._replace(errors=shaped(errors, old.errors), server=shaped(server or {}, old.server))
 
 
-def _all_to_all(group: Group, arrays) -> list[list[jax.Array]]:
-    return buckets.exchange("all_to_all", arrays, group.axis, group.bucket_bytes)
+def _exchanged(collective: str, arrays, group: Group) -> list[list[jax.Array]]:
+    return buckets.exchange(collective, arrays, group.axis, group.bucket_bytes)
 
 
-def _all_gather(group: Group, arrays) -> list[list[jax.Array]]:
-    return buckets.exchange("all_gather", arrays, group.axis, group.bucket_bytes)
-
-
-def _feedback(group: Group, **shapes: ResidualShape) -> dict[str, ResidualShape]:
-    return shapes if group.feedback else {}
+def _feedback(group: Group, **rows: tuple[int, ...] | None) -> ResidualRows:
+    return rows if group.feedback else {}
 
 
 # ------------------------------------------------------------------------------------------- signs
 
 
-def _share(length: int, group_size: int, multiple: int) -> int:
-    """Q of a row of `length` numbers, a multiple of `multiple`."""
-    return -(-length // (group_size * multiple)) * multiple
+def _share(tensor: Tensor, group: Group, multiple: int) -> int:
+    """Q, a multiple of `multiple`."""
+    return -(-tensor.length // (group.size * multiple)) * multiple
 
 
 def _chunks(array_LR: jax.Array, size: int, q: int) -> jax.Array:
@@ -220,15 +215,10 @@ def _magnitude(tensor: Tensor, over: Sequence[str], x_LR, live_LR) -> jax.Array:
     return total / jnp.maximum(count, 1)
 
 
-def _signs_q(tensor: Tensor, group: Group) -> int:
-    return _share(tensor.length, group.size, 8)
-
-
 def _signs(tensors, terms, residuals: Residuals, group: Group, live=None):
     """Signs, and one scale per row: the mean absolute value of its numbers (arXiv 2102.02888).
 
-    Sends 1/8 byte per number and phase. Scales are of whole rows, so that the result does not
-    depend on how a replica splits them.
+    Sends 1/8 byte per number and phase. Scales are of whole rows, however a replica splits them.
     """
     n, index = group.size, jax.lax.axis_index(group.axis)
     inputs = _with_errors(tensors, terms, residuals, None)
@@ -242,38 +232,35 @@ def _signs(tensors, terms, residuals: Residuals, group: Group, live=None):
         scale_L = _magnitude(tensor, (), x_LR, live_LR)
         sent_LR = jnp.where(positive_LR, scale_L[:, None], -scale_L[:, None])
         errors[tensor.name] = jnp.where(live_LR, x_LR - sent_LR, 0)
-        q = _signs_q(tensor, group)
+        q = _share(tensor, group, 8)
         bits = buckets.pack(_chunks(positive_LR, n, q))
         messages.append([bits, jnp.broadcast_to(scale_L, (n, tensor.rows))])
         masks.append(_chunks(live_LR, n, q)[index])
-    arrived = _all_to_all(group, messages)
+    arrived = _exchanged("all_to_all", messages, group)
     answers, scales, server = [], [], {}
     for tensor, live_LQ, (bits, scales_nL) in zip(tensors, masks, arrived, strict=True):
         sum_LQ = jnp.sum(scales_nL[..., None] * buckets.unpack(bits), axis=0)
-        if tensor.name in residuals.server:
-            sum_LQ = sum_LQ + residuals.server[tensor.name].reshape(sum_LQ.shape)
-        sum_LQ = jnp.where(live_LQ, sum_LQ, 0)
+        sum_LQ = jnp.where(live_LQ, _plus(residuals.server, tensor.name, sum_LQ), 0)
         scale_L = _magnitude(tensor, (group.axis,), sum_LQ, live_LQ)
         positive_LQ = sum_LQ >= 0
         sent_LQ = jnp.where(positive_LQ, scale_L[:, None], -scale_L[:, None])
         server[tensor.name] = jnp.where(live_LQ, sum_LQ - sent_LQ, 0)
         answers.append([buckets.pack(positive_LQ)[None]])
         scales.append(scale_L)
-    sums = {}
-    for tensor, scale_L, (bits,) in zip(tensors, scales, _all_gather(group, answers), strict=True):
+    arrived, sums = _exchanged("all_gather", answers, group), {}
+    for tensor, scale_L, (bits,) in zip(tensors, scales, arrived, strict=True):
         sum_LR = scale_L[:, None] * _rows(buckets.unpack(bits), tensor.length)
         sums[tensor.name] = _masked(live, tensor.name, sum_LR).reshape(tensor.shape)
     return sums, _updated(residuals, errors, server)
 
 
-def _signs_state(tensor: Tensor, group: Group) -> dict[str, ResidualShape]:
-    server = ResidualShape((_signs_q(tensor, group),))
-    return _feedback(group, errors=ResidualShape(), server=server)
+def _signs_state(tensor: Tensor, group: Group) -> ResidualRows:
+    return _feedback(group, errors=None, server=(_share(tensor, group, 8),))
 
 
 def _signs_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
     """Bits and a scale per row to the servers, the sums of their scales, bits from the servers."""
-    bits = tensor.rows * _signs_q(tensor, group) // 8
+    bits = tensor.rows * _share(tensor, group, 8) // 8
     return (
         Message("all_to_all", group.size * (bits + FP32 * tensor.rows)),
         Message("all_reduce", 2 * FP32 * tensor.rows, tensor.over),
@@ -288,7 +275,7 @@ def _int8_sizes(tensor: Tensor, group: Group) -> tuple[int, int]:
     """Numbers that share a scale, fewer where a server's share is small, and Q."""
     q = -(-tensor.length // group.size)
     block = min(INT8_BLOCK, max(8, 1 << (q - 1).bit_length()))
-    return block, _share(tensor.length, group.size, block)
+    return block, _share(tensor, group, block)
 
 
 def _quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -318,24 +305,23 @@ def _int8(tensors, terms, residuals: Residuals, group: Group, live=None):
         whole, scale, sent = _quantized(x_nLQ, block)
         errors[tensor.name] = _rows(x_nLQ - sent, tensor.length)
         messages.append([whole, scale])
+    arrived = _exchanged("all_to_all", messages, group)
     answers, server = [], {}
-    for tensor, arrived in zip(tensors, _all_to_all(group, messages), strict=True):
-        sum_LQ = jnp.sum(_dequantized(*arrived), axis=0)
-        if tensor.name in residuals.server:
-            sum_LQ = sum_LQ + residuals.server[tensor.name].reshape(sum_LQ.shape)
+    for tensor, received in zip(tensors, arrived, strict=True):
+        sum_LQ = jnp.sum(_dequantized(*received), axis=0)
+        sum_LQ = _plus(residuals.server, tensor.name, sum_LQ)
         whole, scale, sent = _quantized(sum_LQ, _int8_sizes(tensor, group)[0])
         server[tensor.name] = sum_LQ - sent
         answers.append([whole[None], scale[None]])
-    sums = {}
-    for tensor, (whole, scale) in zip(tensors, _all_gather(group, answers), strict=True):
+    arrived, sums = _exchanged("all_gather", answers, group), {}
+    for tensor, (whole, scale) in zip(tensors, arrived, strict=True):
         sum_LR = _rows(_dequantized(whole, scale), tensor.length)
         sums[tensor.name] = sum_LR.reshape(tensor.shape)
     return sums, _updated(residuals, errors, server)
 
 
-def _int8_state(tensor: Tensor, group: Group) -> dict[str, ResidualShape]:
-    server = ResidualShape((_int8_sizes(tensor, group)[1],))
-    return _feedback(group, errors=ResidualShape(), server=server)
+def _int8_state(tensor: Tensor, group: Group) -> ResidualRows:
+    return _feedback(group, errors=None, server=(_int8_sizes(tensor, group)[1],))
 
 
 def _int8_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
@@ -370,8 +356,8 @@ def _top_k(tensors, terms, residuals: Residuals, group: Group, live=None):
         left = jnp.put_along_axis(blocks, positions, 0.0, axis=1, inplace=False)
         errors[tensor.name] = left.reshape(tensor.rows, -1)[:, : tensor.length]
         messages.append([values[None], positions.astype(jnp.uint16)[None]])
-    sums = {}
-    for tensor, (values, positions) in zip(tensors, _all_gather(group, messages), strict=True):
+    arrived, sums = _exchanged("all_gather", messages, group), {}
+    for tensor, (values, positions) in zip(tensors, arrived, strict=True):
 
         def add(total, of_replica):
             # One replica after the other: the positions of one replica are distinct, so that all
@@ -420,8 +406,8 @@ def _low_rank(tensors, terms, residuals: Residuals, group: Group, live=None):
 
     Sums rank (a + b) numbers of each shard [a, b] of a matrix, and other tensors in full.
     """
-    full = [tensor for tensor in tensors if not _rank(tensor, group)]
     matrices = [tensor for tensor in tensors if _rank(tensor, group)]
+    full = [tensor for tensor in tensors if tensor not in matrices]
     in_fp32 = {tensor.name: terms[tensor.name].astype(jnp.float32) for tensor in full}
     sums, _ = _mean(full, in_fp32, residuals, group, live)
     xs = {}
@@ -430,10 +416,7 @@ def _low_rank(tensors, terms, residuals: Residuals, group: Group, live=None):
     with jax.default_matmul_precision("highest"):
         lefts = [xs[tensor.name] @ _query(tensor, residuals, group) for tensor in matrices]
         lefts = [_orthonormal(left) for left in jax.lax.psum(lefts, group.axis)]
-        own = [
-            xs[tensor.name].swapaxes(1, 2) @ left
-            for tensor, left in zip(matrices, lefts, strict=True)
-        ]
+        own = [xs[t.name].swapaxes(1, 2) @ left for t, left in zip(matrices, lefts, strict=True)]
         rights = jax.lax.psum(own, group.axis)
         errors, queries = {}, {}
         for tensor, left, mine, right in zip(matrices, lefts, own, rights, strict=True):
@@ -467,11 +450,10 @@ def _orthonormal(matrix: jax.Array) -> jax.Array:
     return jnp.stack(columns, axis=-1)
 
 
-def _low_rank_state(tensor: Tensor, group: Group) -> dict[str, ResidualShape]:
+def _low_rank_state(tensor: Tensor, group: Group) -> ResidualRows:
     if not (rank := _rank(tensor, group)):
         return {}
-    query = ResidualShape((tensor.matrix[2], rank), per_replica=False)
-    return _feedback(group, errors=ResidualShape()) | {"queries": query}
+    return _feedback(group, errors=None) | {"queries": (tensor.matrix[2], rank)}
 
 
 def _low_rank_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
@@ -487,7 +469,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "signs": Compressor(_signs, _signs_state, _signs_messages),
     "int8": Compressor(_int8, _int8_state, _int8_messages),
     "top_k": Compressor(
-        _top_k, lambda tensor, group: _feedback(group, errors=ResidualShape()), _top_k_messages
+        _top_k, lambda tensor, group: _feedback(group, errors=None), _top_k_messages
     ),
     "low_rank": Compressor(_low_rank, _low_rank_state, _low_rank_messages),
 }

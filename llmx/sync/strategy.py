@@ -298,11 +298,12 @@ class Replicas:
         """Shapes with shardings of what the exchange keeps."""
         residuals = {field: {} for field in Residuals._fields}
         for name, tensor in self.tensors.items():
-            for field, (row, per_replica) in self.compressor.state(tensor, self.group).items():
+            for field, row in self.compressor.state(tensor, self.group).items():
                 if row is None:
                     shape = self._placed((self.size, *self.shape(name)), self.stacked(name))
                 else:
-                    shape = self._by_shard(name, row, leading=(AXIS,) if per_replica else ())
+                    leading = () if field == "queries" else (AXIS,)
+                    shape = self._by_shard(name, row, leading)
                 residuals[field][name] = shape
         return Residuals(**residuals)
 
