@@ -6,54 +6,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import runs
 
 from llmx import sharding
-from llmx.model import decoder, execution, families, precision
+from llmx.model import decoder
 from llmx.runtime import bounds
-from llmx.step import gradients, guard, optimizers, step
-from llmx.step.state import Setup, State
+from llmx.step import gradients, guard
 
 # fp32 with sums in another order.
 TOLERANCE = 1e-5
 
-BATCH, LENGTH, VOCAB, DECAY = 8, 8, 50, 0.9
-CONFIG = families.preset(
-    "llama3", vocab_size=VOCAB, vocab_multiple=64, width=16, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, mlp_dim=32,
+BATCH, LENGTH, VOCAB, DECAY = 8, 8, 300, 0.9
+MODEL = dict(
+    vocab_size=VOCAB, vocab_multiple=64, width=16, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=32,
 )  # fmt: skip
 # A large epsilon: Adam's first steps divide rounding noise by its own size where gradients vanish.
-OPTIMIZER = optimizers.OptimizerConfig(
-    learning_rate=0.01, schedule="constant", warmup_steps=0, eps=1e-3, ema_decay=DECAY
-)
-MESHES = {"one": {"data": 1}, "data 8": {"data": 8}, "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2}}
+OPTIMIZER = dict(
+    optimizer__learning_rate=0.01, optimizer__schedule="constant", optimizer__warmup_steps=0,
+    optimizer__eps=1e-3, optimizer__ema_decay=DECAY, optimizer__clip_norm=0.0,
+)  # fmt: skip
+B1 = 0.9  # Adam's, the config's default
+MESHES = {"one": {}, "data 8": {"data": 8}, "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2}}
 DOWN = "blocks/mlp/down/kernel"
 
 
 @functools.cache
-def make_setup(mesh_name: str, layout: str = "zero3") -> Setup:
-    sizes = MESHES[mesh_name]
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    place = sharding.Placement(
-        sharding.make_mesh(sizes, devices=devices), sharding.make_layout(layout)
-    )
-    run = execution.Execution(place=place, policy=precision.POLICIES["fp32"])
-    return step.make_setup(CONFIG, run, OPTIMIZER, total_steps=100)
+def make_recipe(mesh_name: str, layout: str = "zero3", **keys):
+    return runs.make_recipe(
+        runs.make_config(
+            "llama3", model=MODEL, mesh=MESHES[mesh_name], steps=100, batch__size=BATCH,
+            batch__sequence_length=LENGTH, sharding__layout=layout, guard__patience=3,
+            **OPTIMIZER | keys,
+        )
+    )  # fmt: skip
 
 
-@functools.cache
-def first_state(setup: Setup) -> State:
-    return setup.init(0)
+_first_states = {}
 
 
-def new_state(setup: Setup) -> State:
+def first_state(recipe):
+    """The state of seed 0, made once for all recipes that lay it out alike."""
+    key = tuple((leaf.shape, leaf.sharding) for leaf in jax.tree.leaves(recipe.abstract))
+    if key not in _first_states:
+        _first_states[key] = recipe.init(0)
+    return _first_states[key]
+
+
+def new_state(recipe):
     """A copy of the first state, to be donated."""
-    return jax.tree.map(jnp.copy, first_state(setup))
+    return jax.tree.map(jnp.copy, first_state(recipe))
 
 
-@functools.cache
-def make_step(setup: Setup, *, accumulation=1, clip_norm=0.0, on_bad_step="stop", spike=0.0):
-    config = guard.GuardConfig(on_bad_step=on_bad_step, spike_factor=spike, patience=3)
-    return step.make_train_step(setup, accumulation=accumulation, clip_norm=clip_norm, guard=config)
+make_step = functools.cache(runs.make_train_step)
 
 
 def numpy_batch(seed: int = 0) -> dict[str, np.ndarray]:
@@ -73,16 +78,16 @@ def numpy_batch(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def place_batch(setup, batch):
-    return jax.device_put(batch, setup.batch_sharding)
+def place_batch(recipe, batch):
+    return jax.device_put(batch, recipe.batch_sharding)
 
 
-def run_steps(setup, one_step, num: int, state=None):
+def run_steps(recipe, one_step, num: int, state=None):
     """The state and the reports of `num` steps from seed 0."""
-    with jax.set_mesh(setup.mesh):
-        state, reports = state or new_state(setup), []
+    with jax.set_mesh(recipe.mesh):
+        state, reports = state or new_state(recipe), []
         for seed in range(num):
-            state, report = one_step(state, place_batch(setup, numpy_batch(seed)))
+            state, report = one_step(state, place_batch(recipe, numpy_batch(seed)))
             reports.append(jax.device_get(report))
     return state, reports
 
@@ -109,18 +114,16 @@ def assert_near(got, want, tolerance=TOLERANCE):
 @functools.cache
 def naive_loss_and_gradients():
     """The formula for the first batch, from whole logits on one device."""
-    setup, batch = make_setup("one"), numpy_batch(0)
+    recipe, batch = make_recipe("one"), numpy_batch(0)
 
     def loss_of(params):
-        logits_BTV = setup.apply.logits(
-            params, batch["tokens"], batch["segment_ids"], batch["positions"], setup.run
-        )
+        logits_BTV = runs.logits(recipe, params, batch)
         log_p_BTV = jax.nn.log_softmax(logits_BTV[..., :VOCAB])
         hit_BT = jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]
         return -(hit_BT * batch["weights"]).sum() / batch["weights"].sum()
 
-    with jax.set_mesh(setup.mesh):
-        return jax.jit(jax.value_and_grad(loss_of))(first_state(setup).params)
+    with jax.set_mesh(recipe.mesh):
+        return jax.jit(jax.value_and_grad(loss_of))(first_state(recipe).params)
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
@@ -128,8 +131,8 @@ def test_loss_is_normalised_over_the_global_batch(mesh_name):
     batch = numpy_batch(0)
     assert len({float(row.sum()) for row in batch["weights"]}) == BATCH  # devices differ
     loss, gradients = naive_loss_and_gradients()
-    setup = make_setup(mesh_name)
-    _, (report,) = run_steps(setup, make_step(setup), 1)
+    recipe = make_recipe(mesh_name)
+    _, (report,) = run_steps(recipe, make_step(recipe), 1)
     np.testing.assert_allclose(report.loss, loss, rtol=TOLERANCE)
     np.testing.assert_allclose(report.grad_norm, global_norm(gradients), rtol=TOLERANCE)
     np.testing.assert_allclose(report.tokens, batch["weights"].sum(), rtol=TOLERANCE)
@@ -137,14 +140,13 @@ def test_loss_is_normalised_over_the_global_batch(mesh_name):
 
 
 def test_z_loss_is_added_to_the_gradient_and_reported_apart():
-    setup = make_setup("one")
-    with_z = step.make_train_step(setup, z_loss=0.1)
-    _, (report,) = run_steps(setup, with_z, 1)
-    _, (without,) = run_steps(setup, make_step(setup), 1)
+    recipe, with_z = make_recipe("one"), make_recipe("one", loss__z_loss=0.1)
+    _, (report,) = run_steps(with_z, make_step(with_z), 1)
+    _, (without,) = run_steps(recipe, make_step(recipe), 1)
     batch = numpy_batch(0)
-    with jax.set_mesh(setup.mesh):
-        log_z = jax.jit(lambda params: setup.apply.losses(params, batch, setup.run)[1])
-        log_z_BT = log_z(first_state(setup).params)
+    with jax.set_mesh(recipe.mesh):
+        losses = jax.jit(lambda params: runs.losses(recipe, params, batch))
+        _, log_z_BT = losses(first_state(recipe).params)
     weights = batch["weights"] / batch["weights"].sum()
     np.testing.assert_allclose(
         report.z_loss, 0.1 * np.sum(np.square(log_z_BT) * weights), rtol=TOLERANCE
@@ -160,9 +162,9 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
     weights = numpy_batch(0)["weights"]
     counts = [weights[i::accumulation].sum() for i in range(accumulation)]
     assert max(counts) > 1.05 * min(counts)
-    setup = make_setup(mesh_name)
-    state, reports = run_steps(setup, make_step(setup, accumulation=accumulation), 2)
-    one = make_setup("one")
+    recipe = make_recipe(mesh_name, batch__accumulation=accumulation)
+    state, reports = run_steps(recipe, make_step(recipe), 2)
+    one = make_recipe("one")
     whole, whole_reports = run_steps(one, make_step(one), 2)
     assert_near(state.params, whole.params)
     for report, expected in zip(reports, whole_reports, strict=True):
@@ -172,28 +174,28 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
 def test_clipping_scales_the_global_norm_down_to_its_limit(layout):
     """Read from Adam's first moment, which after one step is a tenth of the gradient."""
-    setup = make_setup("data 8", layout)
     limit = 0.25
-    state, (report,) = run_steps(setup, make_step(setup, clip_norm=limit), 1)
+    recipe = make_recipe("data 8", layout, optimizer__clip_norm=limit)
+    state, (report,) = run_steps(recipe, make_step(recipe), 1)
     assert report.grad_norm > 2 * limit  # reported before clipping
-    clipped = global_norm(state.opt_state[0].mu) / (1 - OPTIMIZER.b1)
+    clipped = global_norm(state.opt_state[0].mu) / (1 - B1)
     np.testing.assert_allclose(clipped, limit, rtol=TOLERANCE)
 
 
 def test_gradients_below_the_limit_are_left_alone():
-    setup = make_setup("one")
-    state, (report,) = run_steps(setup, make_step(setup, clip_norm=1e3), 1)
-    unclipped = global_norm(state.opt_state[0].mu) / (1 - OPTIMIZER.b1)
+    recipe = make_recipe("one", optimizer__clip_norm=1e3)
+    state, (report,) = run_steps(recipe, make_step(recipe), 1)
+    unclipped = global_norm(state.opt_state[0].mu) / (1 - B1)
     np.testing.assert_allclose(unclipped, report.grad_norm, rtol=TOLERANCE)
 
 
 def test_ema_follows_the_parameters():
-    setup = make_setup("data 8")
-    with jax.set_mesh(setup.mesh):
-        state = new_state(setup)
+    recipe = make_recipe("data 8")
+    with jax.set_mesh(recipe.mesh):
+        state = new_state(recipe)
         want = copied(state.params)
         for seed in range(3):
-            state, _ = make_step(setup)(state, place_batch(setup, numpy_batch(seed)))
+            state, _ = make_step(recipe)(state, place_batch(recipe, numpy_batch(seed)))
             now = copied(state.params)
             want = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, want, now)
     assert_near(state.ema, want)
@@ -201,10 +203,10 @@ def test_ema_follows_the_parameters():
 
 
 def test_evaluation_sums_losses_and_tokens():
-    setup, batch = make_setup("fsdp 4 x tensor 2"), numpy_batch(0)
-    with jax.set_mesh(setup.mesh):
-        params = first_state(setup).params
-        total, tokens = step.make_eval_step(setup)(params, place_batch(setup, batch))
+    recipe, batch = make_recipe("fsdp 4 x tensor 2"), numpy_batch(0)
+    with jax.set_mesh(recipe.mesh):
+        params = first_state(recipe).params
+        total, tokens = runs.make_evaluation(recipe)(params, place_batch(recipe, batch))
     loss, _ = naive_loss_and_gradients()
     np.testing.assert_allclose(total / tokens, loss, rtol=TOLERANCE)
     np.testing.assert_allclose(tokens, batch["weights"].sum(), rtol=TOLERANCE)
@@ -213,10 +215,10 @@ def test_evaluation_sums_losses_and_tokens():
 # ------------------------------------------------------------------------------------------- guard
 
 
-def bad_batch(setup):
+def bad_batch(recipe):
     batch = numpy_batch(0)
     batch["weights"][0, 0] = np.inf
-    return place_batch(setup, batch)
+    return place_batch(recipe, batch)
 
 
 def assert_same(got, want):
@@ -225,52 +227,52 @@ def assert_same(got, want):
 
 
 def test_stop_keeps_everything_and_stays_stopped():
-    setup = make_setup("data 8")
-    one_step = make_step(setup)
-    state, _ = run_steps(setup, one_step, 1)
+    recipe = make_recipe("data 8")
+    one_step = make_step(recipe)
+    state, _ = run_steps(recipe, one_step, 1)
     kept = (state.params, state.opt_state, state.ema)
     before = copied(kept)
-    with jax.set_mesh(setup.mesh):
-        state, report = one_step(state, bad_batch(setup))
+    with jax.set_mesh(recipe.mesh):
+        state, report = one_step(state, bad_batch(recipe))
         assert report.bad_leaf >= 0 and report.num_bad == 1 and state.guard.stopped
         for seed in range(2):  # good batches do not wake it
             assert state.step == 1
             assert_same((state.params, state.opt_state, state.ema), before)
-            state, report = one_step(state, place_batch(setup, numpy_batch(seed)))
+            state, report = one_step(state, place_batch(recipe, numpy_batch(seed)))
         assert state.guard.stopped and report.bad_leaf == -1
         # Released, it goes on from where it stopped.
         state = state._replace(guard=guard.released(state.guard))
-        state, _ = one_step(state, place_batch(setup, numpy_batch(1)))
+        state, _ = one_step(state, place_batch(recipe, numpy_batch(1)))
     assert state.step == 2
-    expected, _ = run_steps(setup, one_step, 2)
+    expected, _ = run_steps(recipe, one_step, 2)
     assert_same(state.params, expected.params)
 
 
 def test_skip_goes_on_and_recovers():
-    setup = make_setup("data 8")
-    one_step = make_step(setup, on_bad_step="skip")
-    state, _ = run_steps(setup, one_step, 1)
+    recipe = make_recipe("data 8", guard__on_bad_step="skip")
+    one_step = make_step(recipe)
+    state, _ = run_steps(recipe, one_step, 1)
     before = copied((state.params, state.opt_state, state.ema))
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(recipe.mesh):
         for num_bad in (1, 2):
-            state, report = one_step(state, bad_batch(setup))
+            state, report = one_step(state, bad_batch(recipe))
             assert (report.num_bad, state.step) == (num_bad, 1 + num_bad)
             assert report.bad_leaf >= 0 and not state.guard.stopped
             assert_same((state.params, state.opt_state, state.ema), before)
-        state, report = one_step(state, place_batch(setup, numpy_batch(1)))
+        state, report = one_step(state, place_batch(recipe, numpy_batch(1)))
     assert (report.num_bad, report.bad_leaf, state.step) == (0, -1, 4)
-    expected, _ = run_steps(setup, one_step, 2)
+    expected, _ = run_steps(recipe, one_step, 2)
     assert_same(state.params, expected.params)
 
 
 def test_skip_stops_when_patience_ends():
-    setup = make_setup("data 8")
-    one_step = make_step(setup, on_bad_step="skip")  # patience 3
-    with jax.set_mesh(setup.mesh):
-        state = new_state(setup)
+    recipe = make_recipe("data 8", guard__on_bad_step="skip")
+    one_step = make_step(recipe)  # patience 3
+    with jax.set_mesh(recipe.mesh):
+        state = new_state(recipe)
         stopped = []
         for _ in range(3):
-            state, _ = one_step(state, bad_batch(setup))
+            state, _ = one_step(state, bad_batch(recipe))
             stopped.append(bool(state.guard.stopped))
     assert stopped == [False, False, True]
     assert state.step == 2  # the step that stopped it is not counted
@@ -279,31 +281,31 @@ def test_skip_stops_when_patience_ends():
 @pytest.mark.parametrize("mesh_name", ["one", "fsdp 4 x tensor 2"])
 def test_the_leaf_that_is_not_finite_is_named(mesh_name):
     """Hidden values of 1e22 behind a weight of zero: only that weight's gradient overflows."""
-    setup = make_setup(mesh_name)
-    with jax.set_mesh(setup.mesh):
-        state = new_state(setup)
+    recipe = make_recipe(mesh_name)
+    with jax.set_mesh(recipe.mesh):
+        state = new_state(recipe)
         mlp = state.params["blocks"]["mlp"]
         mlp["down"]["kernel"] = mlp["down"]["kernel"] * 0
         mlp["gate"]["kernel"] = mlp["gate"]["kernel"] * 1e22
-        state, report = make_step(setup)(state, place_batch(setup, numpy_batch(0)))
+        state, report = make_step(recipe)(state, place_batch(recipe, numpy_batch(0)))
     assert np.isfinite(report.loss)
-    assert setup.leaf_names[int(report.bad_leaf)] == DOWN
+    assert recipe.leaf_names[int(report.bad_leaf)] == DOWN
 
 
 def test_nan_in_a_parameter_is_caught():
-    setup = make_setup("data 8")
-    with jax.set_mesh(setup.mesh):
-        state = new_state(setup)
+    recipe = make_recipe("data 8")
+    with jax.set_mesh(recipe.mesh):
+        state = new_state(recipe)
         state.params["norm"]["scale"] = state.params["norm"]["scale"] * jnp.nan
-        state, report = make_step(setup)(state, place_batch(setup, numpy_batch(0)))
+        state, report = make_step(recipe)(state, place_batch(recipe, numpy_batch(0)))
     assert np.isnan(report.loss) and report.bad_leaf >= 0 and state.guard.stopped
 
 
 def test_a_spike_is_not_applied_and_its_largest_leaf_named():
-    setup = make_setup("one")
-    one_step = make_step(setup, on_bad_step="skip", spike=2.0)
-    with jax.set_mesh(setup.mesh):
-        state = new_state(setup)
+    recipe = make_recipe("one", guard__on_bad_step="skip", guard__spike_factor=2.0)
+    one_step = make_step(recipe)
+    with jax.set_mesh(recipe.mesh):
+        state = new_state(recipe)
         _, gradients = naive_loss_and_gradients()
         # As after ten steps of a tenth of this one's norm.
         usual = state.guard._replace(
@@ -311,7 +313,7 @@ def test_a_spike_is_not_applied_and_its_largest_leaf_named():
         )
         before = copied(state.params)
         spiked = state._replace(guard=usual)
-        state, report = one_step(spiked, place_batch(setup, numpy_batch(0)))
+        state, report = one_step(spiked, place_batch(recipe, numpy_batch(0)))
     squares = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradients)]
     assert report.bad_leaf == np.argmax(squares)
     assert_same(state.params, before)
@@ -360,10 +362,10 @@ def test_guard_problems(changes, words):
 
 @pytest.mark.parametrize("layout", sharding.LAYOUTS)
 def test_state_is_born_split(layout):
-    setup = make_setup("data 8", layout)
-    state = first_state(setup)
+    recipe = make_recipe("data 8", layout)
+    state = first_state(recipe)
     for leaf, abstract in zip(
-        jax.tree.leaves(state), jax.tree.leaves(setup.abstract), strict=True
+        jax.tree.leaves(state), jax.tree.leaves(recipe.abstract), strict=True
     ):  # fmt: skip
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
         assert leaf.shape == abstract.shape and leaf.dtype == abstract.dtype
@@ -379,29 +381,29 @@ def test_state_is_born_split(layout):
 
 
 def test_gathered_bytes_are_those_of_whole_weights_in_the_compute_dtype():
-    setup = make_setup("data 8")
+    recipe = make_recipe("data 8")
     matrices = [
         leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(setup.abstract.params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(recipe.abstract.params)
         if leaf.ndim > 1 and path[0].key not in decoder.LOOKED_UP and "norm" not in str(path)
     ]
-    assert gradients.gathered_bytes(setup) == sum(4 * leaf.size for leaf in matrices)
+    assert gradients.gathered_bytes(recipe) == sum(4 * leaf.size for leaf in matrices)
 
 
 def test_seeds_give_the_same_parameters_on_every_mesh():
-    one, split = make_setup("one").init(3), make_setup("fsdp 4 x tensor 2").init(3)
+    one, split = make_recipe("one").init(3), make_recipe("fsdp 4 x tensor 2").init(3)
     assert_near(split.params, one.params, 1e-6)
-    other = make_setup("one").init(4)
+    other = make_recipe("one").init(4)
     assert global_norm(other.params) != global_norm(one.params)
 
 
 def test_the_state_is_donated_and_the_loop_transfers_nothing():
-    setup = make_setup("data 8")
-    one_step = make_step(setup)
-    state, _ = run_steps(setup, one_step, 1)  # compiles
-    batch = place_batch(setup, numpy_batch(1))
+    recipe = make_recipe("data 8")
+    one_step = make_step(recipe)
+    state, _ = run_steps(recipe, one_step, 1)  # compiles
+    batch = place_batch(recipe, numpy_batch(1))
     old = jax.tree.leaves(state)
-    with jax.set_mesh(setup.mesh), jax.transfer_guard("disallow"):
+    with jax.set_mesh(recipe.mesh), jax.transfer_guard("disallow"):
         state, report = one_step(state, batch)
         jax.block_until_ready(state)
     assert all(leaf.is_deleted() for leaf in old)
@@ -409,10 +411,8 @@ def test_the_state_is_donated_and_the_loop_transfers_nothing():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, report, batch)))
 
 
-def test_setup_names_the_parameter_that_does_not_divide():
-    place = sharding.Placement(
-        sharding.make_mesh({"tensor": 8}), sharding.make_layout("zero3", replicate_kv=True)
-    )
-    run = execution.Execution(place=place, policy=precision.POLICIES["fp32"])
+def test_recipe_names_the_parameter_that_does_not_divide():
+    config = runs.make_config(model=MODEL, mesh={"tensor": 4}, sharding__replicate_kv=True)
+    config.mesh.tensor = 8  # which `resolve` would refuse
     with pytest.raises(ValueError, match=r"^blocks/attention/.*'heads'.*4 is not a multiple of 8"):
-        step.make_setup(CONFIG, run, OPTIMIZER, total_steps=10)
+        runs.make_recipe(config)

@@ -10,24 +10,19 @@ import functools
 import jax
 import numpy as np
 import optax
-from support import packed, plain_signs
+from support import packed, plain_signs, runs
 
 from llmx import sharding
-from llmx.model import apply, execution, families, precision
-from llmx.pipeline import schedules
-from llmx.pipeline import stages as stages_lib
+from llmx.model import apply, families
 from llmx.sharding import trees
-from llmx.step import gradients, optimizers, step
-from llmx.step.state import Pipeline, Setup
-from llmx.sync import strategy
-from llmx.sync import strategy as strategy_lib
+from llmx.step import optimizers
 from llmx.sync.strategy import VARIANCE
 
-BATCH, LENGTH, VOCAB, STEPS, WARMUP = 16, 16, 90, 6, 2
+BATCH, LENGTH, STEPS, WARMUP = 16, 16, 6, 2
 UNUSED = 80  # tokens from here on never occur: their rows have no gradient
 CLIP = 0.5  # gradients are longer, so that it matters who clips what
 
-# Learning rates that halve within the six steps; see tests/test_parity.py for eps.
+# Learning rates that halve within the six steps; see `runs.PARITY_OPTIMIZER` for eps.
 OPTIMIZER = optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=1, eps=1e-3)
 # 0/1 Adam takes the signs of differences of parameters: steps are to be long against a rounding of
 # these, and to be zero where there is no gradient.
@@ -39,31 +34,32 @@ def batches() -> list[dict]:
     return packed.batches(STEPS, rows=BATCH, length=LENGTH, vocab=UNUSED)
 
 
-def setup_of(
-    strategy: str | None, mesh: dict | None = None, layout: str = "ddp", *, schedule: str = "",
-    accumulation: int = 1, remat: str = "none", policy: str = "fp32",
-    optimizer: optimizers.OptimizerConfig = OPTIMIZER, **values,
-) -> Setup:  # fmt: skip
-    config = families.preset(
-        "llama3", vocab_size=VOCAB, vocab_multiple=8, width=32, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, mlp_dim=64,
-    )  # fmt: skip
-    mesh = {"data": 4} if mesh is None else mesh
-    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
-    run = execution.Execution(
-        place=sharding.Placement(
-            sharding.make_mesh(mesh, devices=devices), sharding.make_layout(layout)
-        ),
-        policy=precision.POLICIES[policy],
-        remat=remat,
-    )
-    stages = None
-    if schedule:
-        table = schedules.SCHEDULES[schedule](mesh["stage"], accumulation)
-        stages = Pipeline(table, stages_lib.cut(config.num_layers, table.stage_of), (BATCH, LENGTH))
-    chosen = None if strategy is None else strategy_lib.SyncConfig(strategy, **values)
-    return step.make_setup(
-        config, run, optimizer, total_steps=STEPS, pipeline=stages, sync_config=chosen
+MODEL = families.preset(
+    "llama3", vocab_size=257, vocab_multiple=8, width=32, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, mlp_dim=64,
+)  # fmt: skip
+
+
+def make_recipe(
+    strategy: str, mesh: dict | None = None, layout: str = "ddp", *,
+    optimizer: optimizers.OptimizerConfig = OPTIMIZER, sync: dict | None = None, **keys,
+):  # fmt: skip
+    """The model on four replicas, or on a mesh; `sync`: values of the strategy's section."""
+    sync = {f"sync__{name}": value for name, value in (sync or {}).items()}
+    optimizer = dataclasses.replace(optimizer, clip_norm=CLIP)
+    return runs.make_recipe(
+        runs.make_config(
+            MODEL,
+            mesh={"data": 4} if mesh is None else mesh,
+            steps=STEPS,
+            batch__size=BATCH,
+            batch__sequence_length=LENGTH,
+            sharding__layout=layout,
+            optimizer=optimizer,
+            guard__on_bad_step="skip",
+            sync__strategy=strategy,
+            **sync | keys,
+        )
     )
 
 
@@ -71,7 +67,6 @@ def setup_of(
 class Plain:
     """One device: parameters to begin with, and gradients of any rows."""
 
-    setup: Setup
     params: dict  # on the host
     gradient: object  # (params, batch) -> (loss, tokens, gradients) on the host
 
@@ -89,18 +84,17 @@ class Plain:
 
 
 def make() -> Plain:
-    """The model of `setup_of`, as it begins."""
-    setup = setup_of(None, {"data": 1})
-    take = jax.jit(gradients.of_batch(setup, accumulation=1, z_loss=0.0, gather="layer"))
+    """The model of `make_recipe`, as it begins."""
+    recipe = make_recipe("mean", {})
+    take = runs.make_gradient(recipe)
 
     def gradient(params, batch):
-        with jax.set_mesh(setup.mesh):
-            to = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract.params)
-            batch = jax.device_put(batch, setup.batch_sharding)
-            (loss, _), tokens, grads, _ = take(jax.device_put(params, to), batch)
+        with jax.set_mesh(recipe.mesh):
+            to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.params)
+            loss, tokens, grads = take(jax.device_put(params, to), runs.put_batch(recipe, batch))
         return float(loss), float(tokens), jax.device_get(grads)
 
-    return Plain(setup, jax.device_get(setup.init(0).params), gradient)
+    return Plain(jax.device_get(recipe.init(0).params), gradient)
 
 
 def times(tree, factor):
@@ -154,7 +148,7 @@ def updater(name: str, total: int = STEPS):
     return optimizer, jax.jit(update)
 
 
-_, AXES = apply.abstract_parameters(setup_of(None, {"data": 1}).model)
+_, AXES = apply.abstract_parameters(MODEL)
 NAMES = {
     sharding.path_name(path): axes
     for path, axes in jax.tree_util.tree_leaves_with_path(
@@ -258,7 +252,7 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig):
     return losses, params, mu, signs
 
 
-def plain_zero_one(plain: Plain, table: strategy.Timetable):
+def plain_zero_one(plain: Plain, recipe):
     """0/1 Adam: (losses, parameters, each replica's momentum)."""
     b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.b2)
     zeros = times(plain.params, 0)
@@ -268,7 +262,7 @@ def plain_zero_one(plain: Plain, table: strategy.Timetable):
         made = plain.of_rows(own, batch, 4)
         losses.append(loss_of(made))
         grads = [clipped(grads) for _, _, grads in made]
-        if table.phase(number) == VARIANCE:
+        if runs.phase(recipe, number) == VARIANCE:
             agreed = added([times(g, made[i][1]) for i, g in enumerate(grads)])
             nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, agreed)
             moments += 1
@@ -280,7 +274,7 @@ def plain_zero_one(plain: Plain, table: strategy.Timetable):
             update = jax.tree.map(direction, times(mus[i], 1 / corrected), size, live)
             own[i] = minus(own[i], decayed(update, own[i], ZERO_ONE), rate)
         sums += rate, rate / corrected
-        if table.fragments_after(number):
+        if runs.outer_after(recipe, number):
             bare = minus(anchor, decayed(zeros, anchor, ZERO_ONE), sums[0])
             moved = signs([times(minus(bare, each), 1 / 4) for each in own], live)
             where = lambda on, new, old: jax.tree.map(np.where, on, new, old)  # noqa: E731

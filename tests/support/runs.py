@@ -83,6 +83,17 @@ def make_outer_steps(recipe) -> dict[tuple[int, ...], Callable]:
     return step.make_meetings(recipe)
 
 
+def phase(recipe, number: int, freeze_step: int = -1) -> str:
+    """Of step `number`; `freeze_step`: see `Report`."""
+    table = recipe.timetable
+    return "mean" if table is None else table.phase(number, freeze_step)
+
+
+def outer_after(recipe, number: int) -> tuple[int, ...]:
+    """The fragments whose outer step follows step `number`."""
+    return () if recipe.timetable is None else recipe.timetable.fragments_after(number)
+
+
 def make_evaluation(recipe) -> Callable:
     """The jitted (params, batch) -> (sum of nats, number of tokens)."""
     return step.make_eval_step(recipe)
@@ -115,9 +126,15 @@ def make_update(recipe) -> Callable:
     return jax.jit(update)
 
 
-def execution(recipe):
-    """How the model's functions are run."""
-    return recipe.run
+def logits(recipe, params, batch: dict) -> jax.Array:
+    """[B, T, V] of the padded vocabulary."""
+    rows = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+    return recipe.apply.logits(params, *rows, recipe.run)
+
+
+def losses(recipe, params, batch: dict) -> tuple[jax.Array, jax.Array]:
+    """Nats and log(Z) by token [B, T]."""
+    return recipe.apply.losses(params, batch, recipe.run)
 
 
 def abstract_batch(recipe) -> dict[str, jax.ShapeDtypeStruct]:
