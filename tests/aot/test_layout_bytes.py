@@ -8,14 +8,12 @@ head, L layers; numbers travel in bf16, 2 bytes each.
 import dataclasses
 import functools
 
-import jax
 import pytest
+from support import runs
 
-from llmx import sharding
 from llmx.aot import program as program_lib
 from llmx.aot import topologies
-from llmx.model import costs, execution, families, precision
-from llmx.step import optimizers, step
+from llmx.model import costs, families
 
 pytestmark = pytest.mark.aot
 
@@ -49,18 +47,14 @@ MATRICES_PER_LAYER = 7  # query, key, value, out; gate, up, down
 
 @functools.cache
 def program(platform: str, case: Case) -> program_lib.CostReport:
-    devices = topologies.devices(TOPOLOGIES[platform])
-    place = sharding.Placement(
-        sharding.make_mesh(dict(case.mesh), devices=devices), sharding.make_layout(case.layout)
-    )
-    run = execution.Execution(place=place, policy=precision.POLICIES["bf16"], remat=case.remat)
-    setup = step.make_setup(CONFIG, run, optimizers.OptimizerConfig(), total_steps=10)
-    train_step = step.make_train_step(
-        setup, accumulation=case.accumulation, clip_norm=1.0, gather=case.gather
-    )
-    with jax.set_mesh(setup.mesh):
-        lowered = train_step.lower(setup.abstract, setup.abstract_batch(B, T))
-    compiled = topologies.compile(lowered, topologies.parse(TOPOLOGIES[platform]).platform)
+    topology = topologies.parse(TOPOLOGIES[platform])
+    config = runs.make_config(
+        CONFIG, mesh=dict(case.mesh), precision="bf16", remat=case.remat,
+        batch__size=B, batch__sequence_length=T, batch__accumulation=case.accumulation,
+        sharding__layout=case.layout, sharding__gather=case.gather,
+    )  # fmt: skip
+    recipe = runs.make_recipe(config, devices=topologies.devices(topology))
+    compiled = topologies.compile(runs.lower(recipe), topology.platform)
     return program_lib.read(compiled.as_text(), case.mesh)
 
 

@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import runs
 
 from llmx import sharding
 from llmx.aot import hlo_text
 from llmx.aot import program as program_lib
-from llmx.model import execution, families, precision
-from llmx.step import optimizers, step
 
 ACCELERATORS = ["h100:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
 PLATFORMS = ["cpu", *(pytest.param(name, marks=pytest.mark.aot) for name in ACCELERATORS)]
@@ -590,17 +589,13 @@ SMALL = dict(num_heads=8, num_kv_heads=4, head_dim=128, width=256, mlp_dim=512, 
 
 def train_step(platform, sizes, num_layers) -> program_lib.CostReport:
     """The train step of a small model with these layers, zero3, everything computed again."""
-    mesh = sharding.make_mesh(sizes, devices=devices_of(platform)[:8])
-    run = execution.Execution(
-        place=sharding.Placement(mesh, sharding.make_layout("zero3")),
-        policy=precision.POLICIES["fp32" if platform == "cpu" else "bf16"],  # CPUs widen bf16
-        remat="full",
-    )
-    config = families.preset("llama3", num_layers=num_layers, **SMALL)
-    setup = step.make_setup(config, run, optimizers.OptimizerConfig(), total_steps=10)
-    with jax.set_mesh(mesh):
-        lowered = step.make_train_step(setup).lower(setup.abstract, setup.abstract_batch(8, 256))
-    return read(lowered.compile().as_text(), mesh)
+    config = runs.make_config(
+        "llama3", model=SMALL | dict(num_layers=num_layers), mesh=sizes, remat="full",
+        precision="fp32" if platform == "cpu" else "bf16",  # CPUs widen bf16
+        batch__size=8, batch__sequence_length=256, sharding__layout="zero3",
+    )  # fmt: skip
+    recipe = runs.make_recipe(config, devices=devices_of(platform))
+    return read(runs.lower(recipe).compile().as_text(), recipe.mesh)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

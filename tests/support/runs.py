@@ -94,6 +94,16 @@ def outer_after(recipe, number: int) -> tuple[int, ...]:
     return () if recipe.timetable is None else recipe.timetable.fragments_after(number)
 
 
+def tensors(recipe) -> Mapping[str, Any]:
+    """By parameter: what a strategy knows of the tensors that it exchanges."""
+    return recipe.replicas.tensors
+
+
+def messages(recipe) -> tuple[int, list[int]]:
+    """Number of compressed tensors, and bytes of each message that they travel in."""
+    return recipe.replicas.messages()
+
+
 def make_evaluation(recipe) -> Callable:
     """The jitted (params, batch) -> (sum of nats, number of tokens)."""
     return step.make_eval_step(recipe)

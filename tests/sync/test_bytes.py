@@ -6,15 +6,11 @@ import math
 
 import jax
 import pytest
+from support import runs
 
-from llmx import sharding
 from llmx.aot import program as program_lib
 from llmx.aot import topologies
-from llmx.model import execution, families, precision
-from llmx.model.attention.attend import AttentionConfig
-from llmx.step import optimizers, step
-from llmx.step.state import Setup
-from llmx.sync import strategy as strategy_lib
+from llmx.model import families
 
 pytestmark = pytest.mark.aot
 
@@ -36,29 +32,24 @@ FORMULA = 1.02
 @functools.cache
 def program(
     platform: str, strategy: str, policy: str = "fp32", phase: str = ""
-) -> tuple[program_lib.CostReport, Setup]:
-    devices = topologies.devices(TOPOLOGIES[platform])
-    place = sharding.Placement(
-        sharding.make_mesh(dict(MESH), devices=devices), sharding.make_layout("hsdp")
-    )
-    run = execution.Execution(
-        place=place, policy=precision.POLICIES[policy], remat="full",
-        attention=AttentionConfig("reference"),  # compiles fast, and sends nothing
+) -> tuple[program_lib.CostReport, object]:
+    """Of the last phase, of a named phase, or of the outer step ("exchange"); and its recipe."""
+    topology = topologies.parse(TOPOLOGIES[platform])
+    config = runs.make_config(
+        CONFIG, mesh=dict(MESH), precision=policy, remat="full",
+        attention__implementation="reference",  # compiles fast, and sends nothing
+        batch__size=BATCH, batch__sequence_length=LENGTH, sharding__layout="hsdp",
+        optimizer__name="lamb" if strategy == "one_bit_lamb" else "adamw",
+        sync__strategy=strategy, sync__warmup_steps=2, sync__rank=RANK, sync__fraction=FRACTION,
     )  # fmt: skip
-    optimizer = optimizers.OptimizerConfig(name="lamb" if strategy == "one_bit_lamb" else "adamw")
-    chosen = strategy_lib.SyncConfig(
-        strategy=strategy, warmup_steps=2, rank=RANK, fraction=FRACTION
-    )
-    setup = step.make_setup(CONFIG, run, optimizer, total_steps=10, sync_config=chosen)
-    default = strategy_lib.MEAN if setup.timetable is None else setup.timetable.phases[-1]
-    with jax.set_mesh(setup.mesh):
-        if phase == "exchange":
-            lowered = step.make_meetings(setup)[0,].lower(setup.abstract)
-        else:
-            made = step.make_train_step(setup, phase=phase or default, clip_norm=1.0)
-            lowered = made.lower(setup.abstract, setup.abstract_batch(BATCH, LENGTH))
-    compiled = topologies.compile(lowered, topologies.parse(TOPOLOGIES[platform]).platform)
-    return program_lib.read(compiled.as_text(), MESH), setup
+    recipe = runs.make_recipe(config, devices=topologies.devices(topology))
+    if phase == "exchange":
+        with jax.set_mesh(recipe.mesh):
+            lowered = runs.make_outer_steps(recipe)[0,].lower(recipe.abstract)
+    else:
+        lowered = runs.lower(recipe, phase or runs.phase(recipe, config.steps - 1))
+    compiled = topologies.compile(lowered, topology.platform)
+    return program_lib.read(compiled.as_text(), MESH), recipe
 
 
 def sent(platform: str, *args, **kwargs) -> int:
@@ -89,8 +80,8 @@ def test_mean_is_a_ring_all_reduce_of_the_shard(platform):
 
 
 def shapes(platform):
-    _, setup = program(platform, "mean")
-    return jax.tree.leaves(setup.abstract.params)
+    _, recipe = program(platform, "mean")
+    return jax.tree.leaves(recipe.abstract.params)
 
 
 @pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
@@ -112,9 +103,9 @@ def test_int8_sends_a_quarter(platform):
 
 def test_power_sgd_sends_its_factors(platform):
     """r (a + b) of every shard of a matrix, and all of what is none, summed in fp32."""
-    _, setup = program(platform, "power_sgd")
+    _, recipe = program(platform, "power_sgd")
     numbers = 0
-    for each in setup.replicas.tensors.values():
+    for each in runs.tensors(recipe).values():
         layers, a, b = each.matrix or (0, 0, 0)
         numbers += RANK * layers * (a + b) if each.matrix else math.prod(each.shape)
     ring = 2 * (REPLICAS - 1) / REPLICAS * 4 * numbers
@@ -123,8 +114,8 @@ def test_power_sgd_sends_its_factors(platform):
 
 def test_top_k_sends_its_numbers_and_places(platform):
     """6 bytes for each number that is taken, to every other replica."""
-    _, setup = program(platform, "top_k")
-    taken = sum(FRACTION * math.prod(each.shape) for each in setup.replicas.tensors.values())
+    _, recipe = program(platform, "top_k")
+    taken = sum(FRACTION * math.prod(each.shape) for each in runs.tensors(recipe).values())
     formula = (REPLICAS - 1) * 6 * taken
     assert sent(platform, "top_k") <= FORMULA * formula + SCALARS
 
@@ -139,8 +130,8 @@ def test_diloco_sends_parameters_once_and_nothing_between(platform):
 def test_within_a_replica_nothing_changes(platform, strategy):
     """Beside the gradients of norms: "mean" sums them over `data` and `fsdp` at once, here their
     sum within the replica is one by itself. (And sizes of compressed rows, of a whole replica.)"""
-    _, setup = program(platform, strategy)
-    norms = sum(4 * math.prod(e.shape) for e in setup.replicas.tensors.values() if not e.columns)
+    _, recipe = program(platform, strategy)
+    norms = sum(4 * math.prod(e.shape) for e in runs.tensors(recipe).values() if not e.columns)
     ring = 2 * (SHARDS - 1) / SHARDS * norms
     change = inner(platform, strategy) - inner(platform, "mean")
     assert abs(change - ring) <= SCALARS
@@ -149,9 +140,9 @@ def test_within_a_replica_nothing_changes(platform, strategy):
 @pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k"])
 def test_compressed_tensors_travel_together(platform, strategy):
     """All tensors of this model fit one bucket: one message per phase of an exchange."""
-    found, setup = program(platform, strategy)
-    count, messages = setup.replicas.messages()
-    assert count == len(setup.replicas.tensors) and len(messages) == 1
+    found, recipe = program(platform, strategy)
+    count, messages = runs.messages(recipe)
+    assert count == len(runs.tensors(recipe)) and len(messages) == 1
     two_phases = strategy != "top_k"
     for kind, there in {"all-to-all": two_phases, "all-gather": True}.items():
         big = [each for each in found.select(kind=kind, across="data") if each.bytes > SCALARS]
