@@ -1,8 +1,8 @@
-"""The text of a compiled XLA program, taken apart: computations, instructions, types, groups of
-devices, and what can be known of scalars: how often a loop runs, and what depends on the device.
+"""Parses the text of a compiled XLA program: computations, instructions, types and device groups.
 
-`compiled.as_text()` of CPU, GPU and TPU is one language with three accents. What is read here is
-what all of them print; `llmx.aot.program` makes a bill of it.
+It also evaluates scalars, as far as the text defines them: trip counts of loops, and whether a
+value depends on the device. CPU, GPU and TPU compilers print dialects of one language; this reads
+what they have in common. `llmx.aot.program` makes a cost report of it.
 
 Reference: openxla.org/xla/operation_semantics; xla/hlo/parser in github.com/openxla/xla.
 """
@@ -50,7 +50,7 @@ class Array:
 
 
 def arrays_of(type_text: str) -> tuple[Array, ...]:
-    """The arrays of a type, tuples flattened; tokens are left out."""
+    """The arrays of a type, tuples flattened, without tokens."""
     return tuple(
         Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _TYPE.findall(type_text)
@@ -63,7 +63,7 @@ def arrays_of(type_text: str) -> tuple[Array, ...]:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction. `rest` is all that its line says after the opcode's parenthesis opens."""
+    """One instruction. `rest` is its line after the opening parenthesis of the operands."""
 
     name: str
     type: str
@@ -98,17 +98,17 @@ class Instruction:
 
     @property
     def literal(self) -> str:
-        """What stands in the parenthesis of a constant or a parameter."""
+        """The value of a constant, or the number of a parameter."""
         return self.rest[: self._end]
 
     @functools.cached_property
     def attributes(self) -> str:
-        """Everything after the operands that the compiler does not keep for itself."""
+        """Everything between the operands and `backend_config`."""
         return self.rest[self._end :].partition(", backend_config=")[0]
 
     @functools.cached_property
     def config(self) -> str:
-        """`backend_config`: what the compiler keeps for itself."""
+        """`backend_config`: the compiler's own annotations."""
         return self.rest[self._end :].partition(", backend_config=")[2]
 
     def attribute(self, name: str) -> str | None:
@@ -127,13 +127,13 @@ class Instruction:
         return found and found.group(1)
 
     def configured(self, name: str) -> str | None:
-        """The value of `"name":"value"` or `"name":value` in the compiler's own configuration."""
+        """The value of `"name":"value"` or `"name":value` in `backend_config`."""
         found = re.search(rf'"{name}":"?([\w.$\-+]+)', self.config)
         return found and found.group(1)
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs once, or of which it runs one; not those of a loop."""
+        """The computations that it runs once, or one of which it runs; not those of a loop."""
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
         if branches:
             return tuple(re.findall(r"%([\w.\-]+)", branches.group(1)))
@@ -156,23 +156,23 @@ class Computation:
 
     @functools.cached_property
     def position(self) -> dict[str, int]:
-        return {each.name: index for index, each in enumerate(self.instructions)}
+        return {one.name: index for index, one in enumerate(self.instructions)}
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {each.name: [] for each in self.instructions}
-        for each in self.instructions:
-            for operand in dict.fromkeys(each.operands):
-                found[operand].append(each)
-        return found
+        users: dict[str, list[Instruction]] = {one.name: [] for one in self.instructions}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
+        return users
 
     @functools.cached_property
     def root(self) -> Instruction:
-        return next((each for each in self.instructions if each.root), self.instructions[-1])
+        return next((one for one in self.instructions if one.root), self.instructions[-1])
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        return {int(each.literal): each for each in self.instructions if each.op == "parameter"}
+        return {int(one.literal): one for one in self.instructions if one.op == "parameter"}
 
     def operands_of(self, instruction: Instruction) -> list[Instruction]:
         return [self.by_name[name] for name in instruction.operands]
@@ -190,12 +190,12 @@ class Module:
             yield self.computations[name]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """All instructions of the computations that a fusion calls, those of fusions in it too."""
+        """All instructions of a fusion's computations, those of nested fusions included."""
         for computation in self.called(instruction):
-            for each in computation.instructions:
-                yield computation, each
-                if each.op == "fusion":
-                    yield from self.inside(each)
+            for inner in computation.instructions:
+                yield computation, inner
+                if inner.op == "fusion":
+                    yield from self.inside(inner)
 
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -207,7 +207,7 @@ _BEGIN = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = ")
 def parse(text: str) -> Module:
     """The module of a compiled program's text.
 
-    Raises ValueError where the text is none, or is one without a schedule.
+    Raises ValueError if it is not the text of a scheduled program.
     """
     lines = text.split("\n")
     if not lines[0].startswith("HloModule") or "is_scheduled=true" not in lines[0]:
@@ -229,8 +229,8 @@ def parse(text: str) -> Module:
             if head := _HEAD.match(line):
                 current = computations[head.group(2)] = Computation(head.group(2), [])
                 entry = current if head.group(1) else entry
-        # Metadata of Pallas calls has line breaks and lines that begin with "}}": only a brace
-        # alone ends a computation, and a line that begins no instruction belongs to the last one.
+        # Metadata of Pallas calls has line breaks and lines that begin with "}}": a computation
+        # ends at a line with a single brace, and other lines continue an instruction.
         elif _TAIL.match(line):
             finish()
             current = None
@@ -256,7 +256,7 @@ def _instruction(text: str) -> Instruction:
     return Instruction(name, type_text, op, rest, bool(root))
 
 
-# ----------------------------------------------------------------------------- what they are called
+# -------------------------------------------------------------------------------------------- names
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -270,13 +270,13 @@ def collective_kind(instruction: Instruction) -> str | None:
     return kind if kind in COLLECTIVES else None
 
 
-# Parts of an operation's name that tell how it was traced.
+# Parts of an operation's name that tracing adds.
 _TRACING = {"while", "body", "closed_call", "shard_map", "checkpoint", "remat2", "eval_jaxpr"}
 _LONGEST_SOURCE, _HEAD_OF_SOURCE = 100, 40
 
 
 def source_of(instruction: Instruction) -> str:
-    """The operation of the traced program that an instruction comes from; "" where none is told."""
+    """The operation of the traced program that an instruction comes from; "": unknown."""
     name = instruction.quoted("op_name") or ""
     parts = [part for part in name.split("/") if part not in _TRACING]
     short = "/".join(parts[1:] if parts[0].startswith("jit(") else parts)
@@ -303,7 +303,7 @@ _LIST = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})?
 def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | None:
     """The groups of logical devices that a collective works in; of a permute, its pairs.
 
-    None where the text spells them in a way that is not known here.
+    None: the notation is unknown.
     """
     text = instruction.attributes
     if found := _GRID.search(text):
@@ -320,7 +320,7 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | N
 
 
 def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] | None:
-    """Groups along axes of a mesh of the compiler's: `'x'=4,'y'=2`, `[2,4]T(1,0)`, `'x':(2)2,'y'`.
+    """Groups along axes of the compiler's mesh: `'x'=4,'y'=2`, `[2,4]T(1,0)`, `'x':(2)2,'y'`.
 
     `x:(2)2` is the part of axis x of size 2 with 2 outside it.
     """
@@ -355,23 +355,23 @@ def _integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number.strip()]
 
 
-# ----------------------------------------------------------------------------- scalars, trip counts
+# ------------------------------------------------------------------------- scalars and trip counts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
-    """A computation and the instruction that runs it: how a parameter is followed to its source."""
+    """A computation and the instruction that runs it, to follow a parameter to its source."""
 
     computation: Computation
     caller: Instruction | None = None
     parent: "Frame | None" = None
-    # Inside the loop that is looked at, elements of its state that change stay symbols.
+    # Inside the loop that is analysed, elements of its state that change stay symbols.
     symbolic: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """An integer, or element `symbol` of the state of a loop plus an integer."""
+    """An integer, or element `symbol` of a loop's state plus an integer."""
 
     value: int
     symbol: int | None = None
@@ -384,28 +384,34 @@ _SAME = {
 
 
 def scalar(module: Module, frame: Frame, name: str, path: tuple[int, ...] = ()) -> Scalar | None:
-    """The integer that an instruction yields (element `path` of its tuple), or None: not known."""
-    each = frame.computation.by_name[name]
-    if each.op == "constant":
-        return Scalar(int(each.literal)) if re.fullmatch(r"-?\d+", each.literal) else None
-    if each.op in _SAME:
-        return scalar(module, frame, each.operands[0], path)
-    if each.op == "get-tuple-element":
-        return scalar(module, frame, each.operands[0], (int(each.attribute("index")), *path))
-    if each.op == "tuple" and path:
-        return scalar(module, frame, each.operands[path[0]], path[1:])
-    if each.op == "parameter":
-        return _parameter(module, frame, int(each.literal), path)
-    if each.op in ("fusion", "call"):
-        (computation,) = module.called(each)
-        inner = Frame(computation, each, frame, frame.symbolic)
+    """The integer that an instruction (element `path` of its tuple) yields; None: unknown."""
+    instruction = frame.computation.by_name[name]
+    if instruction.op == "constant":
+        return (
+            Scalar(int(instruction.literal))
+            if re.fullmatch(r"-?\d+", instruction.literal)
+            else None
+        )
+    if instruction.op in _SAME:
+        return scalar(module, frame, instruction.operands[0], path)
+    if instruction.op == "get-tuple-element":
+        return scalar(
+            module, frame, instruction.operands[0], (int(instruction.attribute("index")), *path)
+        )
+    if instruction.op == "tuple" and path:
+        return scalar(module, frame, instruction.operands[path[0]], path[1:])
+    if instruction.op == "parameter":
+        return _parameter(module, frame, int(instruction.literal), path)
+    if instruction.op in ("fusion", "call"):
+        (computation,) = module.called(instruction)
+        inner = Frame(computation, instruction, frame, frame.symbolic)
         return scalar(module, inner, computation.root.name, path)
-    if each.op == "while":
-        passed = path and _passes(module, each, path[0])
-        return scalar(module, frame, each.operands[0], path) if passed else None
-    if each.op in ("add", "subtract", "multiply"):
-        left, right = (scalar(module, frame, operand) for operand in each.operands)
-        return _combine(each.op, left, right)
+    if instruction.op == "while":
+        constant = path and _is_invariant(module, instruction, path[0])
+        return scalar(module, frame, instruction.operands[0], path) if constant else None
+    if instruction.op in ("add", "subtract", "multiply"):
+        left, right = (scalar(module, frame, operand) for operand in instruction.operands)
+        return _combine(instruction.op, left, right)
     return None
 
 
@@ -416,12 +422,12 @@ def _parameter(module: Module, frame: Frame, number: int, path: tuple[int, ...])
     if caller.op == "while":
         if not path:
             return None
-        if _passes(module, caller, path[0]):
+        if _is_invariant(module, caller, path[0]):
             return scalar(module, parent, caller.operands[0], path)
         return Scalar(0, path[0]) if frame.symbolic and len(path) == 1 else None
     if caller.op == "conditional":
         number = 1 + list(caller.called).index(frame.computation.name)
-    # What begins without operands gets them later.
+    # An asynchronous start without operands gets them later.
     known = number < len(caller.operands)
     return scalar(module, parent, caller.operands[number], path) if known else None
 
@@ -440,16 +446,16 @@ def _combine(op: str, left: Scalar | None, right: Scalar | None) -> Scalar | Non
     return None
 
 
-def _passes(module: Module, loop: Instruction, index: int) -> bool:
-    """Whether the body of a loop gives element `index` of its state on as it got it."""
+def _is_invariant(module: Module, loop: Instruction, index: int) -> bool:
+    """Whether the body of a loop leaves element `index` of its state unchanged."""
     body = module.computations[loop.attribute("body")]
     if body.root.op != "tuple" or index >= len(body.root.operands):
         return False
-    each = body.by_name[body.root.operands[index]]
+    instruction = body.by_name[body.root.operands[index]]
     return (
-        each.op == "get-tuple-element"
-        and int(each.attribute("index")) == index
-        and body.by_name[each.operands[0]].op == "parameter"
+        instruction.op == "get-tuple-element"
+        and int(instruction.attribute("index")) == index
+        and body.by_name[instruction.operands[0]].op == "parameter"
     )
 
 
@@ -457,11 +463,10 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
-    """How often the body of a while loop runs; None where its end depends on data.
+    """How often the body of a while loop runs; None: its end depends on data.
 
-    CPU and GPU write it down. For TPU it is found as the compiler would: the condition compares an
-    element of the state with a number, the state before the loop says where the element starts, and
-    the body by how much it grows.
+    CPU and GPU programs contain the number. For TPU it follows from the condition, which compares
+    an element of the state with a bound, the element's start value, and its increment in the body.
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.config):
         return int(known.group(1))
@@ -485,14 +490,17 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
         left, right, direction = right, left, _MIRRORED[direction]
     start = scalar(module, frame, loop.operands[0], (left.symbol,))
     body = module.computations[loop.attribute("body")]
-    grown = scalar(module, Frame(body, loop, frame, symbolic=True), body.root.name, (left.symbol,))
-    if start is None or start.symbol is not None or grown is None or grown.symbol != left.symbol:
+    inner = Frame(body, loop, frame, symbolic=True)
+    next_value = scalar(module, inner, body.root.name, (left.symbol,))
+    if start is None or start.symbol is not None:
         return None
-    return _trips(start.value + left.value, grown.value, direction, right.value)
+    if next_value is None or next_value.symbol != left.symbol:
+        return None
+    return _trips(start.value + left.value, next_value.value, direction, right.value)
 
 
 def _trips(start: int, step: int, direction: str, bound: int) -> int | None:
-    """Numbers start, start + step, ... before the first that is not `direction` of `bound`."""
+    """The number of values start, start + step, ... for which `value direction bound` holds."""
     distance = bound - start
     if direction in ("GT", "GE"):
         distance, step = -distance, -step
@@ -511,32 +519,34 @@ def _trips(start: int, step: int, direction: str, bound: int) -> int | None:
 
 
 def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> bool:
-    """Whether any of these scalars is computed from the number of the device that runs the program.
+    """Whether any of these scalars is computed from the id of the device.
 
-    Followed back through fusions, calls and the states of loops.
+    Scalars are followed back through fusions, calls and the states of loops.
     """
     seen, todo = set(), [(frame, name, ()) for name in names]
     while todo:
         where, name, path = todo.pop()
-        each = where.computation.by_name[name]
         if (id(where.computation), name, path) in seen:
             continue
         seen.add((id(where.computation), name, path))
-        if each.op in ("partition-id", "replica-id"):
+        instruction = where.computation.by_name[name]
+        if instruction.op in ("partition-id", "replica-id"):
             return True
-        if each.op == "parameter" and where.caller is not None:
-            todo += [(where.parent, source, path) for source in _sources(where, each, path)]
-        elif each.op == "get-tuple-element":
-            todo.append((where, each.operands[0], (int(each.attribute("index")), *path)))
-        elif each.op == "tuple" and path:
-            todo.append((where, each.operands[path[0]], path[1:]))
-        elif each.op in ("fusion", "call"):
-            (computation,) = module.called(each)
-            todo.append((Frame(computation, each, where), computation.root.name, path))
-        elif each.op == "while":
-            todo.append((where, each.operands[0], path))
+        if instruction.op == "parameter" and where.caller is not None:
+            todo += [(where.parent, source, path) for source in _sources(where, instruction, path)]
+        elif instruction.op == "get-tuple-element":
+            todo.append(
+                (where, instruction.operands[0], (int(instruction.attribute("index")), *path))
+            )
+        elif instruction.op == "tuple" and path:
+            todo.append((where, instruction.operands[path[0]], path[1:]))
+        elif instruction.op in ("fusion", "call"):
+            (computation,) = module.called(instruction)
+            todo.append((Frame(computation, instruction, where), computation.root.name, path))
+        elif instruction.op == "while":
+            todo.append((where, instruction.operands[0], path))
         else:
-            todo += [(where, operand, ()) for operand in each.operands]
+            todo += [(where, operand, ()) for operand in instruction.operands]
     return False
 
 

@@ -1,11 +1,10 @@
 """What one instruction of a compiled program computes, and how many bytes it reads and writes.
 
-FLOPs count a multiply-add as 2, of matrix products and convolutions alone. TPU text writes every
-matrix product as a convolution. Where its window falls on padding or on a hole there is no product.
+FLOPs are those of matrix products and convolutions, a multiply-add counting as 2. TPU programs
+write every matrix product as a convolution. Window positions on padding or on holes do not count.
 
-Bytes are those that go in and out of an operation, a fusion being one operation, wherever they lie:
-memory on the chip is not told apart. Of an array that it slices, those of the slice count; of one
-that it updates in place, those of the update.
+Bytes are those of an operation's operands and results, in any memory; a fusion is one operation.
+Of a sliced array the bytes of the slice count, of one updated in place those of the update.
 
 Source: xla/service/hlo_cost_analysis.cc in github.com/openxla/xla.
 """
@@ -24,13 +23,13 @@ _GEMM = "__cublas$"
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Whether it is a matrix product or a convolution, as itself or as a call of cuBLAS."""
+    """Whether it is a matrix product or a convolution, cuBLAS calls included."""
     if instruction.op == "custom-call":
         return (instruction.quoted("custom_call_target") or "").startswith(_GEMM)
     return instruction.op in ("dot", "scaled-dot", "convolution")
 
 
-# Calls that compute nothing: room for results, marks of where something begins, layouts.
+# Calls without computation: allocations, markers, layouts.
 _NO_KERNELS = {
     "AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "PrepareAsyncCallStart",
     "PrepareAsyncCallDone", "ConcatBitcast", "SliceBitcast", "Sharding", "SPMDFullToShardShape",
@@ -40,7 +39,7 @@ _NO_KERNELS = {
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether it calls a computation that the text does not show; cuBLAS's products are none."""
+    """Whether it calls a computation that the text does not show; cuBLAS calls are products."""
     called = instruction.op in ("custom-call", "custom-call-start")
     return (
         called
@@ -50,16 +49,16 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> float | None:
-    """FLOPs of a product. None where its text is not understood."""
-    left, right = (each.arrays[0] for each in computation.operands_of(instruction)[:2])
+    """FLOPs of a product; None: its dimensions cannot be parsed."""
+    left, right = (operand.arrays[0] for operand in computation.operands_of(instruction)[:2])
     out = instruction.arrays[0]
     if instruction.op == "convolution":
         return _convolution(instruction, left, right, out)
     if instruction.op == "custom-call":
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.config)
-        if found is None:
+        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.config)
+        if dims is None:
             return None
-        contracted = [int(number) for number in re.findall(r"\d+", found.group(1))]
+        contracted = [int(dim) for dim in re.findall(r"\d+", dims.group(1))]
     else:
         contracted = instruction.integers("lhs_contracting_dims")
     return 2.0 * out.size * math.prod(left.dims[dim] for dim in contracted)
@@ -73,13 +72,13 @@ def _convolution(instruction: Instruction, left: Array, right: Array, out: Array
     groups = int(instruction.attribute("feature_group_count") or 1)
     batches = int(instruction.attribute("batch_group_count") or 1)
     window = re.search(r"\bwindow=\{([^}]*)\}", instruction.attributes)
-    said = dict(part.split("=") for part in window.group(1).split()) if window else {}
+    values = dict(part.split("=") for part in window.group(1).split()) if window else {}
     products = left.dims[of_left.index("f")] // groups * right.dims[of_right.index("o")]
     products *= left.dims[of_left.index("b")] // batches
     for dim, label in enumerate(sorted(set(of_left) - {"b", "f"})):
 
         def per_dim(name: str, default: str, dim=dim) -> str:
-            return said[name].split("x")[dim] if name in said else default
+            return values[name].split("x")[dim] if name in values else default
 
         products *= _positions(
             size=left.dims[of_left.index(label)],
@@ -87,50 +86,49 @@ def _convolution(instruction: Instruction, left: Array, right: Array, out: Array
             window=int(per_dim("size", "1")),
             stride=int(per_dim("stride", "1")),
             pad=int(per_dim("pad", "0_0").split("_")[0]),
-            spread=int(per_dim("lhs_dilate", "1")),
-            window_spread=int(per_dim("rhs_dilate", "1")),
+            dilation=int(per_dim("lhs_dilate", "1")),
+            window_dilation=int(per_dim("rhs_dilate", "1")),
         )
     return 2.0 * products
 
 
 @functools.cache
 def _positions(
-    *, size: int, out: int, window: int, stride: int, pad: int, spread: int, window_spread: int
+    *, size: int, out: int, window: int, stride: int, pad: int, dilation: int, window_dilation: int
 ) -> int:
     """Pairs of an output position and a window position that meet an element of the input."""
-    starts, steps = np.arange(out) * stride - pad, np.arange(window) * window_spread
-    if window > out:
-        starts, steps = steps, starts
+    starts, steps = np.arange(out) * stride - pad, np.arange(window) * window_dilation
+    shorter, longer = sorted((starts, steps), key=len)
     total = 0
-    for step in steps:  # the shorter one
-        at = starts + step
-        total += int(np.sum((at >= 0) & (at % spread == 0) & (at // spread < size)))
+    for offset in shorter:
+        at = longer + offset
+        total += int(np.sum((at >= 0) & (at % dilation == 0) & (at // dilation < size)))
     return total
 
 
 # -------------------------------------------------------------------------------------------- bytes
 
-# Names for what is there already, what runs other computations, and ends of what was begun.
+# Operations that name existing arrays, run other computations, or start asynchronous ones.
 _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "add-dependency",
     "domain", "optimization-barrier", "partition-id", "replica-id", "while", "conditional", "call",
     "call-start", "call-done", "async-start", "async-done", "send-done", "recv-done", "copy-start",
     "slice-start", "dynamic-slice-start",
 }  # fmt: skip
-# What begins earlier and is counted where it ends: its result is written down there.
+# Ends of asynchronous operations whose bytes are counted here, not at the start.
 _ENDS = {"copy-done", "slice-done", "dynamic-slice-done"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether it only names what is there, runs other computations, or begins or ends something."""
+    """Whether it reads and writes nothing itself: see `_FREE`."""
     return instruction.op in _FREE
 
 
 def bytes_of(module: Module, computation: Computation, instruction: Instruction) -> float:
     """Bytes that an instruction reads and writes; 0 for those that only name or call others.
 
-    Of a fusion without what a collective in it reads and writes.
+    Those of a fusion do not include the bytes of a collective inside it.
     """
     op = instruction.op
     if op in _FREE or op.endswith("-update"):
@@ -141,7 +139,7 @@ def bytes_of(module: Module, computation: Computation, instruction: Instruction)
     if op == "dynamic-update-slice":
         return 2.0 * operands[1].bytes
     if op == "scatter":
-        return 3.0 * sum(each.bytes for each in operands[1 + len(operands) // 2 :])
+        return 3.0 * sum(operand.bytes for operand in operands[1 + len(operands) // 2 :])
     if op in ("fusion", "fusion-start"):
         (fused,) = module.called(instruction)
         read = sum(
@@ -157,7 +155,7 @@ def bytes_of(module: Module, computation: Computation, instruction: Instruction)
         return float(instruction.bytes)  # it names operands and results
     if instruction.quoted("custom_call_target") in _NO_KERNELS:
         return 0.0
-    return float(sum(each.bytes for each in operands) + instruction.bytes)
+    return float(sum(operand.bytes for operand in operands) + instruction.bytes)
 
 
 def _read(module: Module, fused: Computation, source: Instruction, whole: int) -> int:
@@ -186,7 +184,7 @@ def _read(module: Module, fused: Computation, source: Instruction, whole: int) -
 def _written(module: Module, fused: Computation, result: Instruction) -> int:
     """Bytes of a fusion's result that it writes."""
     if result.op == "tuple":
-        return sum(_written(module, fused, each) for each in fused.operands_of(result))
+        return sum(_written(module, fused, operand) for operand in fused.operands_of(result))
     if result.op == "bitcast":
         return _written(module, fused, fused.by_name[result.operands[0]])
     if result.op == "dynamic-update-slice":
@@ -194,7 +192,7 @@ def _written(module: Module, fused: Computation, result: Instruction) -> int:
     if result.op == "fusion":
         (inner,) = module.called(result)
         return _written(module, inner, inner.root)
-    given = result.op in ("parameter", "get-tuple-element") or collective_kind(result)
-    if given or result.quoted("custom_call_target") in _NO_KERNELS:
+    existing = result.op in ("parameter", "get-tuple-element") or collective_kind(result)
+    if existing or result.quoted("custom_call_target") in _NO_KERNELS:
         return 0
     return result.bytes

@@ -1,9 +1,9 @@
-"""What lies in a device's memory when a compiled program needs most of it.
+"""The arrays in a device's memory when a compiled program needs most of it.
 
-XLA writes down how it assigns buffers, if asked to, and also for a program that it then refuses
-because it does not fit: which value lies where, how large it is, and from which instruction of the
-schedule to which it lives. `at_peak` puts this together: the moment of most memory, and the arrays
-that fill it, with the line of the program that made each.
+XLA can dump its buffer assignment, even of a program that it then refuses because it does not fit:
+the address, the size and the live range of every value, counted in instructions of the schedule.
+`at_peak` finds the moment of most memory, and the arrays at that moment with the line of source
+that made each.
 
 `peak_memory_in_bytes` of `compiled.memory_analysis()` is the same sum without the arrays. Arrays
 in other memories (the host's, vector memory) are not counted.
@@ -11,11 +11,15 @@ in other memories (the host's, vector memory) are not counted.
 
 import collections
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-# Files of a dump are named by what they hold, behind the name of the module.
+from llmx.aot import hlo_text
+from llmx.aot.hlo_text import Instruction
+
+# Endings of the files of a dump, behind the name of the module.
 _BEFORE = "before_optimizations.txt"
 _AFTER = "after_optimizations.txt"
 _ASSIGNMENT = "after_optimizations-buffer-assignment.txt"
@@ -29,16 +33,16 @@ def dump_options(folder: str | pathlib.Path) -> dict[str, str | bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """The texts of one compilation; "" for those that XLA did not come to."""
+    """The texts of one compilation; "" for those that XLA did not write."""
 
-    before: str  # HLO as it came from jax
+    before: str  # HLO as lowered by jax
     after: str  # scheduled and partitioned
     assignment: str
     live_ranges: str
 
 
 def read_dump(folder: str | pathlib.Path, module: str) -> Dump:
-    """What XLA wrote of the program whose name holds `module`."""
+    """What XLA dumped of the program whose name contains `module`."""
     files = [path for path in pathlib.Path(folder).glob("*.txt") if module in path.name]
 
     def text(ending: str) -> str:
@@ -56,8 +60,8 @@ class Buffer:
     count: int
     shape: str  # "bf16[32,1,2048,4096]"
     operation: str  # of the traced program: "transpose(jvp())/while/body/..."
-    source: str  # "step.py:254"; "": the program does not say
-    argument: bool  # state and batch: there all the time
+    source: str  # "step.py:254"; "": unknown
+    argument: bool  # state and batch, which live all the time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Peak:
     buffers: tuple[Buffer, ...]  # largest first
 
 
-# From which instruction of the schedule to which each value lives, by name.
+# By name of a value: the first and the last instruction of the schedule at which it lives.
 Ranges = Mapping[str, tuple[int, int]]
 
 _VALUE = re.compile(r"\s+value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
@@ -76,48 +80,47 @@ _VALUE = re.compile(r"\s+value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offse
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    name: str  # of the instruction, with {index} where it gives several
+    name: str  # of the instruction, with {index} if that returns a tuple
     shape: str
-    begin: int  # where it lies in the memory for temporaries
+    begin: int  # address in the memory for temporaries
     end: int
     argument: bool
 
 
 def at_peak(dump: Dump) -> Peak | None:
-    """The moment of most memory; None where the dump does not tell.
+    """The moment of most memory; None if the dump has no buffer assignment.
 
     Values that share memory (a loop updates its state in place) count once.
     """
-    always, temporary = _assignment(dump.assignment)
+    permanent, temporary = _assignment(dump.assignment)
     ranges = _live_ranges(dump.live_ranges)
-    if not always or not ranges:
+    if not permanent or not ranges:
         return None
-    living = [value for value in temporary if value.name in ranges]
-    moment = _fullest(living, ranges)
-    live = [value for value in living if ranges[value.name][0] <= moment <= ranges[value.name][1]]
-    fixed = sum(value.end - value.begin for value in always)
-    shown = [*always, *_side_by_side(live, ranges)]
-    return Peak(fixed + _covered(live), tuple(_described(shown, living, ranges, dump.after)))
+    temporary = [value for value in temporary if value.name in ranges]
+    live = _live_at(_peak_moment(temporary, ranges), temporary, ranges)
+    num_bytes = sum(value.end - value.begin for value in permanent) + _bytes_covered(live)
+    shown = [*permanent, *_without_overlaps(live, ranges)]
+    return Peak(num_bytes, tuple(_buffers(shown, temporary, ranges, dump.after)))
 
 
 # ------------------------------------------------------------------------------------- reading
 
 
 def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
-    """Values that are there all the time, and temporary ones, in the device's main memory."""
-    always, temporary, kind = [], [], ""
+    """The permanent and the temporary values in the device's main memory."""
+    permanent, temporary, kind = [], [], ""
     seen = False
     for line in text.splitlines():
         if line.startswith("allocation "):
             header = re.match(r"allocation \d+: size (\d+)(.*):$", line)
             traits = header.group(2)
             # Colors other than 0 are other memories: vector memory, scalars, the host's.
-            elsewhere = re.search(r"color [1-9]", traits) or "thread-local" in traits
-            kind = "" if elsewhere else traits
+            other_memory = re.search(r"color [1-9]", traits) or "thread-local" in traits
+            kind = "" if other_memory else traits
             seen = False
         elif kind and (value := _VALUE.match(line)):
             name, size, offset, shape = value.groups()
-            made = _Value(
+            assigned = _Value(
                 name=name.removesuffix("{}"),
                 shape="tuple" if shape.startswith("(") else shape.partition("{")[0],
                 begin=int(offset),
@@ -125,25 +128,28 @@ def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
                 argument="parameter" in kind,
             )
             if "preallocated-temp" in kind:
-                temporary.append(made)
-            elif not seen:  # the others take its place: outputs that overwrite arguments
-                always.append(made)
+                temporary.append(assigned)
+            elif not seen:  # the others reuse its memory: outputs that overwrite arguments
+                permanent.append(assigned)
                 seen = True
-    return always, temporary
+    return permanent, temporary
 
 
 def _live_ranges(text: str) -> dict[str, tuple[int, int]]:
-    """From which instruction of the schedule to which each value lives."""
     body = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
-    found = re.findall(r"^\s+(\S+):(\d+)-(\d+)$", body, re.MULTILINE)
+    rows = re.findall(r"^\s+(\S+):(\d+)-(\d+)$", body, re.MULTILINE)
     # The only array of an instruction has an empty index here and none in the assignment.
-    return {name.removesuffix("{}"): (int(first), int(last)) for name, first, last in found}
+    return {name.removesuffix("{}"): (int(first), int(last)) for name, first, last in rows}
 
 
 # ---------------------------------------------------------------------------------------- peak
 
 
-def _fullest(values: list[_Value], ranges: Ranges) -> int:
+def _live_at(moment: int, values: Iterable[_Value], ranges: Ranges) -> list[_Value]:
+    return [one for one in values if ranges[one.name][0] <= moment <= ranges[one.name][1]]
+
+
+def _peak_moment(values: list[_Value], ranges: Ranges) -> int:
     """The moment at which most memory is covered."""
     if not values:
         return 0
@@ -152,23 +158,20 @@ def _fullest(values: list[_Value], ranges: Ranges) -> int:
         first, last = ranges[value.name]
         change[first] += value.end - value.begin
         change[last + 1] -= value.end - value.begin
-    # The sum of sizes is at least what they cover: from the largest sum down, few need a look.
-    level, sums = 0, {}
-    for moment in sorted(change):
-        level += change[moment]
-        sums[moment] = level
-    best, where = -1, 0
-    for moment, most in sorted(sums.items(), key=lambda pair: -pair[1]):
-        if most <= best:
+    # The sum of sizes is an upper bound of the bytes covered: few moments have to be looked at.
+    moments = sorted(change)
+    sums = zip(itertools.accumulate(change[moment] for moment in moments), moments, strict=True)
+    most, peak = -1, 0
+    for bound, moment in sorted(sums, key=lambda pair: -pair[0]):
+        if bound <= most:
             break
-        live = [one for one in values if ranges[one.name][0] <= moment <= ranges[one.name][1]]
-        if (covered := _covered(live)) > best:
-            best, where = covered, moment
-    return where
+        if (covered := _bytes_covered(_live_at(moment, values, ranges))) > most:
+            most, peak = covered, moment
+    return peak
 
 
-def _covered(values: Iterable[_Value]) -> int:
-    """Bytes that these values take, each byte once."""
+def _bytes_covered(values: Iterable[_Value]) -> int:
+    """Bytes that these values cover, each byte counted once."""
     total = reached = 0
     for begin, end in sorted((value.begin, value.end) for value in values):
         total += max(0, end - max(begin, reached))
@@ -176,8 +179,8 @@ def _covered(values: Iterable[_Value]) -> int:
     return total
 
 
-def _side_by_side(values: list[_Value], ranges: Ranges) -> list[_Value]:
-    """One value for each place: of those that share it, the largest, then the oldest."""
+def _without_overlaps(values: list[_Value], ranges: Ranges) -> list[_Value]:
+    """Of values that share memory one: the largest, then the oldest."""
     chosen: list[_Value] = []
     for value in sorted(values, key=lambda one: (one.begin - one.end, ranges[one.name][0])):
         if all(value.end <= one.begin or one.end <= value.begin for one in chosen):
@@ -188,93 +191,79 @@ def _side_by_side(values: list[_Value], ranges: Ranges) -> list[_Value]:
 # --------------------------------------------------------------------------------- description
 
 
-def _described(
+def _buffers(
     values: Iterable[_Value], others: Sequence[_Value], ranges: Ranges, program: str
 ) -> list[Buffer]:
-    made_by, sources = _instructions(program), _Sources(program)
+    """The values as buffers, equal ones in groups, largest first."""
+    sources, instructions = _Sources(program), {}
+    for computation in hlo_text.parse(program).computations.values():
+        instructions |= computation.by_name
     groups: dict[tuple, list[int]] = collections.defaultdict(list)
     for value in values:
-        sharing = [value, *_in_its_place(value, others, ranges)]
-        # Loops pass values on under names that say nothing: the most telling one of all.
-        told = [_told(made_by, one.name) for one in sharing]
-        operation, frame = max(told, key=lambda pair: (pair[1] > 0, len(pair[0])))
+        # Loops pass values on under names without a meaning: the longest name of all is taken.
+        names = [one.name for one in (value, *_same_slot(value, others, ranges))]
+        origins = [_origin(instructions, name) for name in names]
+        operation, frame = max(origins, key=lambda pair: (pair[1] > 0, len(pair[0])))
         key = (value.shape, _readable(operation), sources.line(frame), value.argument)
         groups[key].append(value.end - value.begin)
-    made = [
+    buffers = [
         Buffer(
             bytes=sum(sizes), count=len(sizes), shape=shape, operation=operation,
             source=source, argument=argument,
         )
         for (shape, operation, source, argument), sizes in groups.items()
     ]  # fmt: skip
-    return sorted(made, key=lambda buffer: -buffer.bytes)
+    return sorted(buffers, key=lambda buffer: -buffer.bytes)
 
 
-def _in_its_place(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[_Value]:
-    """Values that are this one before and after it: of one shape and place, without a gap."""
-    if value.argument or value.name not in ranges:  # arguments and constants are always there
+def _same_slot(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[_Value]:
+    """Values that are this one before and after it: of one shape and address, without a gap."""
+    if value.argument or value.name not in ranges:  # arguments and constants live all the time
         return []
-    place = (value.begin, value.end, value.shape)
-    same = [one for one in others if (one.begin, one.end, one.shape) == place]
+    slot = (value.begin, value.end, value.shape)
+    same = [one for one in others if (one.begin, one.end, one.shape) == slot]
+    same.sort(key=lambda one: ranges[one.name])
     first, last = ranges[value.name]
-    found = []
-    for one in sorted(same, key=lambda each: ranges[each.name]):
+    joined = []
+    for one in same:
         if ranges[one.name][0] == last:
-            found.append(one)
+            joined.append(one)
             last = ranges[one.name][1]
-    for one in sorted(same, key=lambda each: ranges[each.name], reverse=True):
+    for one in reversed(same):
         if ranges[one.name][1] == first:
-            found.append(one)
+            joined.append(one)
             first = ranges[one.name][0]
-    return found
+    return joined
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    op: str
-    operand: str  # the first one's name
-    operation: str  # of the traced program
-    frame: int
-
-
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = .*? ([a-z][\w\-]*)\((?:%([\w.\-]+))?(.*)$")
-
-
-def _instructions(program: str) -> dict[str, _Instruction]:
-    found = {}
-    for line in program.splitlines():
-        if match := _INSTRUCTION.match(line):
-            name, op, operand, rest = match.groups()
-            operation = re.search(r'op_name="((?:[^"\\]|\\.)*)"', rest)
-            frame = re.search(r"stack_frame_id=(\d+)", rest)
-            found[name] = _Instruction(
-                op, operand or "", operation.group(1) if operation else "",
-                int(frame.group(1)) if frame else 0,
-            )  # fmt: skip
-    return found
-
-
-def _told(made_by: Mapping[str, _Instruction], name: str) -> tuple[str, int]:
-    """(operation, stack frame) of a value; where the compiler made it, by what it is made of."""
-    made = made_by.get(re.sub(r"\{.*", "", name))
+def _origin(instructions: Mapping[str, Instruction], name: str) -> tuple[str, int]:
+    """(operation, stack frame) of a value; of its operand if the compiler made the value."""
+    made = instructions.get(re.sub(r"\{.*", "", name))
     if made is None:
         return "", 0
-    if made.operation or made.op in ("parameter", "while"):
-        return made.operation, made.frame
-    source = made_by.get(made.operand)
-    if source is None or not source.operation:
-        return made.op, 0
-    return f"{made.op} of {source.operation}", source.frame
+    operation, frame = _traced(made)
+    if operation or made.op in ("parameter", "while"):
+        return operation, frame
+    operation, frame = _traced(instructions.get(made.operands[0])) if made.operands else ("", 0)
+    return (f"{made.op} of {operation}", frame) if operation else (made.op, 0)
+
+
+def _traced(instruction: Instruction | None) -> tuple[str, int]:
+    """(operation of the traced program, stack frame); ("", 0) where the text has none."""
+    if instruction is None:
+        return "", 0
+    frame = instruction.attribute("stack_frame_id")
+    return instruction.quoted("op_name") or "", int(frame or 0)
 
 
 _WORDS = {
     "transpose(jvp())": "backward", "jvp()": "forward", "rematted_computation": "recomputed",
 }  # fmt: skip
-_NOTHING = {"while", "body", "closed_call", "checkpoint", "eval_jaxpr", "shard_map", ""}
+_TRACING = {"while", "body", "closed_call", "checkpoint", "eval_jaxpr", "shard_map", ""}
 
 
 def _readable(operation: str) -> str:
-    """Without the parts of a name that say how it was traced; of merged names the first."""
+    """Without the parts of a name that tracing adds; the first of merged names."""
     made, of, source = operation.partition(" of ")
     if of:
         return f"{made} of {_readable(source)}"
@@ -283,7 +272,7 @@ def _readable(operation: str) -> str:
     parts = operation.partition(":")[0].split("/")
     parts = [part.removeprefix("(") if part not in _WORDS else _WORDS[part] for part in parts]
     parts = [_WORDS.get(part, part) for part in parts]
-    return "/".join(part for part in parts if part not in _NOTHING and not part.startswith("jit("))
+    return "/".join(part for part in parts if part not in _TRACING and not part.startswith("jit("))
 
 
 class _Sources:
@@ -305,7 +294,7 @@ class _Sources:
         }
 
     def line(self, frame: int) -> str:
-        """The innermost line of llmx, else of anybody, that a stack frame comes from."""
+        """The innermost line of llmx, else of any file, that a stack frame comes from."""
         innermost, number = "", str(frame)
         while number in self._frames:
             location, parent = self._frames[number]

@@ -1,12 +1,12 @@
-"""Devices that are not here: names of TPU slices and GPU clusters, and jax devices to compile for.
+"""Names of TPU slices and GPU clusters, and jax devices to compile for without such a machine.
 
-    v5p:4x4x8       128 chips of TPU v5p, as the slice's chips lie
+    v5p:4x4x8       a slice of 4x4x8 = 128 TPU v5p chips
     4@v5e:16x16     four slices of 256 chips, joined by the data-center network
     h100:4x8        four hosts with eight H100s each; h100:8 is one host
 
-`parse` knows all of it without jax, so that a mistake is told at once; `devices` asks the compiler
-of the platform for devices to lower and compile for, and needs no such machine. What libtpu would
-abort the process for is refused here first.
+`parse` needs no jax, so errors are reported at once. `devices` asks the compiler of the platform
+for devices to lower and compile for. Names for which libtpu would abort the process are refused
+before.
 
 Sources: shapes of slices from the Cloud TPU documentation, pages "TPU v4" to "TPU7x (Ironwood)";
 wraparound from the scaling book (jax-ml.github.io/scaling-book/tpus): every axis of a slice built
@@ -28,13 +28,13 @@ from llmx.runtime import hardware
 
 GIB = hardware.GIB
 
-# Other names that people use.
+# Other common names.
 OTHER_NAMES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "v7x": "tpu7x", "v7": "tpu7x",
     "ironwood": "tpu7x", "a100_80gb": "a100", "h100_sxm": "h100",
 }  # fmt: skip
 
-# More were never compiled for here.
+# Compilation for more devices is untested.
 MAX_DEVICES = 2**16
 
 
@@ -46,16 +46,15 @@ class _Tpu:
     device_kind: str
     largest: tuple[int, ...]  # shape of the largest slice
     smallest: tuple[tuple[int, ...], ...]  # 3D only: those that are not of whole 4x4x4 cubes
-    # Of one device, as libtpu reports it when a program asks for more: the chip's less what the
-    # system keeps for itself.
+    # Available to programs on one device, as libtpu reports it when a program needs more.
     hbm_gib: float
-    # One device for the two cores of a TPU v4, as it shows on the machine, is not libtpu's default.
+    # libtpu's default for TPU v4 is one device per core; the machine has one for both cores.
     options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu:
-    """Facts of a GPU that XLA's compiler asks for."""
+    """Properties of a GPU that XLA's compiler needs."""
 
     chip: str  # in hardware.CHIPS
     device_kind: str
@@ -149,12 +148,12 @@ class Topology:
 
     @property
     def text(self) -> str:
-        """For people: "4 slices of 16x16 TPU v5e, 1,024 devices"."""
+        """ "4 slices of 16x16 TPU v5e, 1,024 devices"."""
         shape = "x".join(map(str, self.shape))
         count = f"{self.num_devices:,} device{'s' if self.num_devices > 1 else ''}"
         if self.platform == "gpu":
-            hosts, each = self.shape
-            where = f"{hosts} hosts of {each}" if hosts > 1 else "one host of"
+            hosts, per_host = self.shape
+            where = f"{hosts} hosts of {per_host}" if hosts > 1 else "one host of"
             return f"{where} {self.chip.name}, {count}"
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
         return f"{slices}{shape} {self.chip.name}, {count}"
@@ -164,9 +163,9 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """The machine that `name` means; jax is not imported.
+    """The machine called `name`; jax is not imported.
 
-    Raises ValueError for a name that no machine has, with the nearest ones that some have.
+    Raises ValueError for an unknown name or shape, with the nearest valid ones.
     """
     match = re.fullmatch(r"(?:(\d+)@)?([a-z0-9_]+):(\d+(?:x\d+)*)", name)
     if not match:
@@ -175,7 +174,7 @@ def parse(name: str) -> Topology:
     shape = tuple(int(size) for size in shape.split("x"))
     if family not in TPUS | GPUS:
         raise ValueError(_unknown_family(name, family))
-    made = _gpus(name, family, shape) if family in GPUS else _slice(name, family, shape)
+    topology = _gpus(name, family, shape) if family in GPUS else _slice(name, family, shape)
     if num_slices is not None:
         if family in GPUS or int(num_slices) < 1:
             raise ValueError(
@@ -183,13 +182,13 @@ def parse(name: str) -> Topology:
                 f"write {name.partition('@')[2]!r}"
                 + (", with hosts before GPUs per host: h100:4x8" if family in GPUS else "")
             )
-        made = dataclasses.replace(made, num_slices=int(num_slices))
-    if made.num_devices > MAX_DEVICES:
+        topology = dataclasses.replace(topology, num_slices=int(num_slices))
+    if topology.num_devices > MAX_DEVICES:
         raise ValueError(
-            f"topology {name!r} has {made.num_devices:,} devices: at most {MAX_DEVICES:,} are "
+            f"topology {name!r} has {topology.num_devices:,} devices: at most {MAX_DEVICES:,} are "
             "supported; use fewer slices or hosts"
         )
-    return made
+    return topology
 
 
 def _unreadable(name: str) -> str:
@@ -204,15 +203,15 @@ def _unreadable(name: str) -> str:
 def _unknown_family(name: str, family: str) -> str:
     known = [*TPUS, *GPUS]
     near = difflib.get_close_matches(family, known, n=1, cutoff=0.5)
-    near = [OTHER_NAMES[family]] if family in OTHER_NAMES else near
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    near = OTHER_NAMES.get(family, near and near[0])
+    hint = f" (did you mean {near}?)" if near else ""
     return f"topology {name!r}: {family!r} is unknown: use one of {', '.join(known)}{hint}"
 
 
 def _slice(name: str, family: str, shape: tuple[int, ...]) -> Topology:
-    real = slice_shapes(family)
-    if shape not in real:
-        near = sorted(real, key=lambda other: _distance(shape, other))[:3]
+    valid = slice_shapes(family)
+    if shape not in valid:
+        near = sorted(valid, key=lambda other: _distance(shape, other))[:3]
         raise ValueError(
             f"topology {name!r}: no {family} slice has this shape; the nearest are "
             f"{', '.join(f'{family}:' + 'x'.join(map(str, one)) for one in near)} "
@@ -236,21 +235,18 @@ def slice_shapes(family: str) -> list[tuple[int, ...]]:
     return [*tpu.smallest, *sorted(ascending, key=math.prod)]
 
 
-def _distance(asked: tuple[int, ...], real: tuple[int, ...]) -> tuple[float, float]:
-    """How far a real shape is from one asked for: in chips, then in its sides."""
-    # A slice named by its number of chips alone has no sides to compare.
-    chips = abs(math.log(math.prod(real) / max(1, math.prod(asked))))
-    sides = itertools.zip_longest(
-        sorted(asked, reverse=True), sorted(real, reverse=True), fillvalue=1
-    )
+def _distance(shape: tuple[int, ...], valid: tuple[int, ...]) -> tuple[float, float]:
+    """How far a valid shape is from the requested one: in chips, then in its sides."""
+    chips = abs(math.log(math.prod(valid) / max(1, math.prod(shape))))
+    sides = itertools.zip_longest(sorted(shape)[::-1], sorted(valid)[::-1], fillvalue=1)
     return chips, sum(abs(a - b) for a, b in sides)
 
 
 def _gpus(name: str, family: str, shape: tuple[int, ...]) -> Topology:
     gpu = GPUS[family]
     chip = hardware.CHIPS[gpu.chip]
-    hosts, each = shape if len(shape) == 2 else (1, shape[0])
-    if len(shape) > 2 or hosts < 1 or not 1 <= each <= chip.max_domain:
+    hosts, per_host = shape if len(shape) == 2 else (1, shape[0])
+    if len(shape) > 2 or hosts < 1 or not 1 <= per_host <= chip.max_domain:
         total = math.prod(shape)
         full = max(1, math.ceil(total / chip.max_domain))
         raise ValueError(
@@ -258,7 +254,7 @@ def _gpus(name: str, family: str, shape: tuple[int, ...]) -> Topology:
             f"host, here {family}:{full}x{min(max(total, 1), chip.max_domain)}"
         )
     return Topology(
-        name=name, platform="gpu", family=family, shape=(hosts, each), num_slices=1, chip=chip,
+        name=name, platform="gpu", family=family, shape=(hosts, per_host), num_slices=1, chip=chip,
         device_kind=gpu.device_kind, hbm_bytes=gpu.memory_bytes,
     )  # fmt: skip
 
@@ -271,13 +267,13 @@ class CompilerMissing(ValueError):
 
 
 def devices(topology: str | Topology) -> list:
-    """jax devices of the machine: to make a mesh of, lower and compile; nothing runs on them.
+    """jax devices of the machine, to make a mesh of and to compile for; nothing runs on them.
 
-    Sets the environment that the compilers read when they are loaded, for the whole process: call
-    it before anything else loads them.
+    Sets environment variables of the process that the compilers read when they are loaded, so call
+    it before they are.
 
-    Raises CompilerMissing; ValueError for a bad name; RuntimeError if the compiler gives other
-    devices than asked for.
+    Raises CompilerMissing; ValueError for a bad name; RuntimeError if the compiler returns other
+    devices than requested.
     """
     if isinstance(topology, str):
         topology = parse(topology)
@@ -285,9 +281,9 @@ def devices(topology: str | Topology) -> list:
     from jax.experimental import topologies
 
     if topology.platform == "gpu":
-        hosts, each = topology.shape
+        hosts, per_host = topology.shape
         found = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{hosts}x{each}",
+            platform="cuda", topology=f"1x{hosts}x{per_host}",
             target_config=gpu_target(GPUS[topology.family]),
         ).devices  # fmt: skip
     else:
@@ -301,17 +297,17 @@ def devices(topology: str | Topology) -> list:
 
 
 def _prepare(platform: str) -> None:
-    """Makes the process ready for the compiler of `platform`; what the user has set stays."""
+    """Prepares the process for the compiler of `platform`; the user's settings stay."""
     import jax
 
     modules = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin")}[platform]
-    given = platform == "tpu" and "TPU_LIBRARY_PATH" in os.environ
-    if not given and not any(importlib.util.find_spec(module) for module in modules):
+    users_library = platform == "tpu" and "TPU_LIBRARY_PATH" in os.environ
+    if not users_library and not any(map(importlib.util.find_spec, modules)):
         raise CompilerMissing(
             f"the {platform.upper()} compiler is not installed ({' or '.join(modules)}): "
             "pip install 'llmx[aot]' (no such device is needed)"
         )
-    # Devices of this machine, if it has any, are left alone.
+    # Devices of this machine are not used.
     jax.config.update("jax_platforms", "cpu")
     if platform == "gpu":
         _assume_cudnn()
@@ -319,8 +315,7 @@ def _prepare(platform: str) -> None:
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),  # there is no metadata server to ask
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # the lock on the chips guards nothing here
-        # libtpu warns about these where they are not set. They describe this machine, and do not
-        # change what is compiled for the slice that is asked for.
+        # libtpu warns if these are not set. They describe this machine and do not change programs.
         ("TPU_ACCELERATOR_TYPE", "v4-8"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
     ):
@@ -328,11 +323,10 @@ def _prepare(platform: str) -> None:
 
 
 def _assume_cudnn() -> None:
-    """Lets attention by cuDNN compile: jax asks the cuDNN of this machine for its version first,
-    and there is none.
+    """Lets cuDNN attention compile without cuDNN, whose version jax checks first.
 
-    9.12 is the version in the target descriptions. What workspace the kernel needs is known to
-    cuDNN alone, so it is missing from the program's memory.
+    9.12 is the version in the target descriptions. The kernel's workspace is known to cuDNN only,
+    so the program's memory does not include it.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused_attention
 
@@ -340,10 +334,10 @@ def _assume_cudnn() -> None:
 
 
 def _slice_options(topology: Topology) -> dict:
-    """What libtpu is told about a slice beyond its name."""
+    """Options of libtpu for a slice, beside its name."""
     shape = (*topology.shape, 1)[:3]
     options = dict(TPUS[topology.family].options)
-    # A host has 2x2 chips, or the one of a slice of one. Without this a single chip is refused.
+    # A host has 2x2 chips; without this option libtpu refuses a slice of a single chip.
     options["chips_per_host_bounds"] = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
     options["wrap"] = wraps(topology.shape)
     if topology.num_slices > 1:
@@ -352,7 +346,7 @@ def _slice_options(topology: Topology) -> dict:
 
 
 def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Along which axes of a slice the links close a ring. Reductions differ by it."""
+    """Along which axes of a slice the links form a ring, which changes how reductions compile."""
     if len(shape) == 2:
         return (shape[0] == 16, shape[1] == 16, False)
     whole = all(size % 4 == 0 for size in shape)
@@ -360,7 +354,7 @@ def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
 
 
 def _check(topology: Topology, found: Sequence) -> None:
-    """The compiler must not answer for another machine."""
+    """Raises RuntimeError if the compiler returned the devices of another machine."""
     kinds = {device.device_kind for device in found}
     slices = {device.slice_index for device in found if hasattr(device, "slice_index")}
     num_slices = max(1, len(slices))
@@ -376,7 +370,7 @@ def _check(topology: Topology, found: Sequence) -> None:
 
 
 def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | None = None) -> Any:
-    """A lowered program compiled with the flags that a run on `platform` sets.
+    """Compiles a lowered program with the flags that a run on `platform` sets.
 
     Args:
       lowered: `jax.jit(...).lower(...)` for devices of this module.
@@ -389,7 +383,7 @@ def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | Non
 
     from llmx.runtime import launch
 
-    # As options, not in XLA_FLAGS: jax may have read that long ago.
+    # As options, not in XLA_FLAGS: jax may have read them already.
     wanted = launch.XLA_FLAGS[platform]
     if platform == "gpu":
         wanted = wanted | {"xla_gpu_autotune_level": "0"}  # no GPU is here to time candidates on
@@ -399,7 +393,7 @@ def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | Non
         try:
             return lowered.compile(compiler_options=chosen | dict(options or {}))
         except jax.errors.JaxRuntimeError as error:
-            # Flags that a version accepts and ignores are no options of it.
+            # Flags that this version accepts but ignores are not options.
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
             if not unknown or unknown[1] not in chosen:
                 raise
@@ -407,7 +401,7 @@ def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | Non
 
 
 def gpu_target(gpu: _Gpu) -> str:
-    """A GPU as XLA's compiler is told of it: a GpuTargetConfigProto as text."""
+    """The description of a GPU for XLA's compiler: a GpuTargetConfigProto as text."""
     feature = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"
     return f"""
 gpu_device_info {{

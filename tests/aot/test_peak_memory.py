@@ -99,7 +99,10 @@ allocation 3: size 8, thread-local:
     loop{1}: 200 bytes (cumulative: 200 bytes)
 """
     metadata = '{op_name="jit(f)/transpose(jvp())/while/body/zeros"}'
-    program = f"%init = f32[50]{{0}} broadcast(%c), metadata={metadata}\n"
+    program = (
+        "HloModule jit_f, is_scheduled=true\n\nENTRY %main (c: f32[]) -> f32[50] {\n"
+        f"  ROOT %init = f32[50]{{0}} broadcast(%c), metadata={metadata}\n}}\n"
+    )
     peak = peak_memory.at_peak(peak_memory.Dump("", program, assignment, live))
     assert peak.bytes == 100 + 200 + 40
     assert [(each.shape, each.bytes, each.argument) for each in peak.buffers] == [
