@@ -109,6 +109,9 @@ def machine(args: argparse.Namespace, run: "config_lib.Config"):
     if args.measure:
         import jax
 
+        from llmx.runtime import launch
+
+        launch.choose_platform(run.launch)
         clock = stage_costs.measured(run)
         times = f"measured on this machine ({jax.devices()[0].device_kind})"
     else:

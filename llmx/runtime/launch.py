@@ -10,6 +10,7 @@ detects them.
 """
 
 import dataclasses
+import glob
 import importlib.util
 import os
 import sys
@@ -133,11 +134,9 @@ def start(config: LaunchConfig) -> None:
     if found := problems(config):
         raise ValueError("\n".join(found))
     cluster = find_cluster(config, os.environ)
-    if config.platform:
-        _set("jax_platforms", config.platform)
+    platform = choose_platform(config)
     if config.cpu_devices:
         _set("jax_num_cpu_devices", config.cpu_devices)
-    platform = config.platform or _guess_platform()
     if platform != "cpu" or cluster is not None or jax.config.jax_num_cpu_devices > 1:
         os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), XLA_FLAGS[platform])
     if config.compile_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -152,6 +151,25 @@ def start(config: LaunchConfig) -> None:
             process_id=cluster.process_id,
             heartbeat_timeout_seconds=config.heartbeat_seconds,
         )
+
+
+def choose_platform(config: LaunchConfig) -> str:
+    """Sets the platform of JAX before its backend starts, and returns it: cpu, gpu or tpu.
+
+    The config goes first, then JAX_PLATFORMS. Without either, a machine without accelerators uses
+    the CPU: JAX would start the plugins that are installed for compilation ahead of time, and they
+    print errors about missing drivers. With an accelerator the choice is JAX's.
+    """
+    if config.platform:
+        _set("jax_platforms", config.platform)
+    elif not jax.config.jax_platforms and not has_accelerator():
+        _set("jax_platforms", "cpu")
+    return _expected_platform()
+
+
+def has_accelerator() -> bool:
+    """Whether a TPU or GPU is attached, by its device file."""
+    return sys.platform != "linux" or any(map(glob.glob, TPU_DEVICES + GPU_DEVICES))
 
 
 def device_count(config: LaunchConfig) -> int:
@@ -219,7 +237,7 @@ def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluste
             raise ValueError(f"from {', '.join(names)}: " + "\n".join(found))
         return find_cluster(given, {})
     several = any(detect(environment) for detect in SCHEDULERS.values())
-    on_tpu_host = config.platform == "tpu" and any(map(os.path.exists, TPU_DEVICES))
+    on_tpu_host = config.platform == "tpu" and any(map(glob.glob, TPU_DEVICES))
     return Cluster() if several or on_tpu_host else None
 
 
@@ -247,9 +265,9 @@ SCHEDULERS: dict[str, Callable[[Mapping[str, str]], bool]] = {
 }
 
 # On these hosts the TPU's own metadata, not the environment, tells how many there are.
-TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 # Of NVIDIA's driver, of WSL's, of AMD's. Without one a plugin is there to compile with only.
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def merge_flags(given: str, wanted: Mapping[str, str]) -> str:
@@ -259,16 +277,14 @@ def merge_flags(given: str, wanted: Mapping[str, str]) -> str:
     return " ".join([*given.split(), *added])
 
 
-def _guess_platform() -> str:
-    """The platform that JAX will choose, from what is installed: asking JAX would start its
-    backend.
-    """
+def _expected_platform() -> str:
+    """The platform that JAX will choose: asking JAX would start its backend."""
     asked = (jax.config.jax_platforms or "").split(",")[0]
     if asked:
         return {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked if asked in XLA_FLAGS else "cpu")
-    if any(map(os.path.exists, TPU_DEVICES)) and importlib.util.find_spec("libtpu"):
+    if any(map(glob.glob, TPU_DEVICES)) and importlib.util.find_spec("libtpu"):
         return "tpu"
-    if not any(map(os.path.exists, GPU_DEVICES)):
+    if not any(map(glob.glob, GPU_DEVICES)):
         return "cpu"
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
     return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = [sys.executable, "scripts/local_cluster.py"]
 JOIN = """
 import jax, sys
-from llmx import launch
+from llmx.runtime import launch, signals
 launch.start(launch.LaunchConfig(platform="cpu", compile_cache="", heartbeat_seconds=10))
 """
 
@@ -136,7 +136,7 @@ def test_xla_knows_every_flag():
 def test_start_sets_up_and_may_be_repeated(tmp_path):
     code = """
         import os, sys
-        from llmx import launch
+        from llmx.runtime import launch, signals
         config = launch.LaunchConfig(platform="cpu", cpu_devices=3, compile_cache=sys.argv[1])
         launch.start(config)
         import jax
@@ -158,7 +158,7 @@ def test_start_sets_up_and_may_be_repeated(tmp_path):
 def test_one_process_on_one_device_gets_no_flags_and_no_cache():
     code = """
         import os, jax
-        from llmx import launch
+        from llmx.runtime import launch, signals
         launch.start(launch.LaunchConfig(platform="cpu", compile_cache=""))
         print(os.environ["XLA_FLAGS"], jax.config.jax_compilation_cache_dir, jax.device_count())
     """
@@ -167,7 +167,7 @@ def test_one_process_on_one_device_gets_no_flags_and_no_cache():
 
 def test_a_platform_that_is_not_there_is_named():
     code = """
-        from llmx import launch
+        from llmx.runtime import launch, signals
         config = launch.LaunchConfig(platform="tpu", compile_cache="")
         launch.start(config)
         launch.device_count(config)
@@ -175,6 +175,44 @@ def test_a_platform_that_is_not_there_is_named():
     done = run(python(code), JAX_PLATFORMS=None)
     assert "ValueError: launch.platform='tpu' does not start" in done.stderr
     assert "install llmx[cuda] or llmx[tpu]" in done.stderr
+
+
+PLUGIN = """
+import jax
+def initialize():
+    if "cpu" not in (jax.config.jax_platforms or ""):
+        raise RuntimeError("no driver is here")
+"""
+
+
+@pytest.mark.skipif(launch.has_accelerator(), reason="this machine's accelerator is used")
+def test_without_accelerators_plugins_print_nothing(tmp_path):
+    """Compilers for other machines are installed as plugins, which fail without a driver."""
+    plugin = tmp_path / "jax_plugins" / "broken"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(PLUGIN)
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    code = """
+        import jax
+        from llmx.runtime import launch
+        launch.start(launch.LaunchConfig(compile_cache=""))
+        print(launch.device_count(launch.LaunchConfig()), jax.default_backend())
+    """
+    done = run(python(code), JAX_PLATFORMS=None, PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 cpu\n", "")
+    plain = run(python("import jax; jax.devices()"), JAX_PLATFORMS=None, PYTHONPATH=path)
+    assert "no driver is here" in plain.stderr
+
+
+def test_the_config_and_the_environment_choose_the_platform_first():
+    code = """
+        import jax, sys
+        from llmx.runtime import launch
+        platform = launch.choose_platform(launch.LaunchConfig(platform=sys.argv[1]))
+        print(platform, jax.config.jax_platforms)
+    """
+    assert run(python(code, "tpu"), JAX_PLATFORMS="cpu").stdout == "tpu tpu\n"
+    assert run(python(code, ""), JAX_PLATFORMS="cuda").stdout == "gpu cuda\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -197,10 +235,10 @@ def test_the_first_signal_asks_to_stop(number):
 def test_the_second_interrupt_exits_at_once_even_inside_a_computation(tmp_path):
     code = """
         import sys, pathlib, jax
-        from llmx import launch
+        from llmx.runtime import launch, signals
         endless = jax.jit(lambda x: jax.lax.while_loop(lambda x: x > 0, lambda x: x + 1 - 1, x))
         endless = endless.lower(1.0).compile()
-        with launch.StopSignal(log=launch.log):
+        with signals.StopSignal(log=launch.log):
             pathlib.Path(sys.argv[1]).touch()
             endless(1.0).block_until_ready()
     """
@@ -221,10 +259,10 @@ def test_the_second_interrupt_exits_at_once_even_inside_a_computation(tmp_path):
 
 WATCHED = """
     import sys, time, ctypes
-    from llmx import launch
+    from llmx.runtime import launch, signals
     def stuck():
         {how}
-    with launch.Watchdog(0.4, log=launch.log) as watchdog:
+    with signals.Watchdog(0.4, log=launch.log) as watchdog:
         for _ in range(6):
             time.sleep(0.15)
             watchdog.beat()
@@ -314,7 +352,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step(tmp_path, number):
     code = JOIN + textwrap.dedent("""
         import os, pathlib, time
         from jax.experimental import multihost_utils
-        with launch.StopSignal(log=launch.log) as stop:
+        with signals.StopSignal(log=launch.log) as stop:
             step = 0
             while step < 2000 and not stop.agreed(step):
                 multihost_utils.process_allgather(step)

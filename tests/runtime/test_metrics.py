@@ -332,7 +332,7 @@ def test_what_is_heavy_is_imported_late():
 
 PROCESS = """
 import sys, jax
-from llmx.metrics import MetricsConfig, Reporter
+from llmx.runtime.metrics import MetricsConfig, Reporter
 address, index, workdir = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(index))
 config = MetricsConfig(log_every=1, progress="plain")
