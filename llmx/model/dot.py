@@ -1,10 +1,11 @@
-"""The one matrix product of the model: cast, gather, contract; each gradient goes where it belongs.
+"""The matrix product of the model: cast, gather, contract; gradients are placed as parameters are.
 
 Under ZeRO-3 a weight is split over replicas, gathered for the product, and its gradient
 reduce-scattered. Written as a custom gradient the communication is exact: the gathered weight never
 lives from the forward to the backward pass, which gathers it once more, for what it computes again
-and for the gradient together; and the weight gradient is born with the sharding of the weight
-itself, summed in the reduce dtype.
+and for the gradient together; and the weight gradient is made with the sharding of the weight
+itself, summed in the reduce dtype. It can also be deferred (the operation W of zero-bubble
+pipelines): the backward pass then returns its two operands.
 
 Mesh axes: gathers and reduce-scatters over those of `TOKEN_AXES` that split the weight; sums over
 the mesh axes that split the contracted dimensions (`tensor` in the output projections); sums weight
@@ -26,8 +27,8 @@ from llmx.sharding import mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Where each array of one product lives: static data of the custom gradient."""
+class _Product:
+    """One product, and where each of its arrays lives: static data of the custom gradient."""
 
     expression: str
     x: PartitionSpec
@@ -36,6 +37,7 @@ class _Plan:
     param: jnp.dtype
     reduce: jnp.dtype
     recomputed: bool
+    deferred: bool  # the backward pass leaves the operands of the weight gradient
 
     @property
     def gathered(self) -> PartitionSpec:
@@ -57,26 +59,25 @@ class _Plan:
 
 
 class WeightGradOperands(NamedTuple):
-    """The buffer of a deferred weight gradient (W): instead of the gradient its two operands.
+    """The buffer of a deferred weight gradient (W), and what the backward pass leaves in it.
 
-    These are what the weight was multiplied with, and the gradient of the product.
-    `WeightGradRecord.gradient` multiplies them.
+    `WeightGradRecord.gradient` multiplies the two.
     """
 
-    x: jax.Array
-    gradient: jax.Array
+    x: jax.Array  # what the weight was multiplied with
+    gradient: jax.Array  # of the product
 
 
 @jax.tree_util.register_static
 class WeightGradRecord:
     """A buffer that records, while a program is traced, the types of its weight's operands."""
 
-    plan: _Plan | None = None
+    product: _Product | None = None
     types: WeightGradOperands | None = None
 
-    def gradient(self, factors: WeightGradOperands) -> jax.Array:
-        """The weight gradient, each device's term of its sum where the weight is `reduced`."""
-        return _weight_gradient(self.plan, *factors)
+    def gradient(self, operands: WeightGradOperands) -> jax.Array:
+        """The weight gradient; each device's term of its sum where the weight is `reduced`."""
+        return _weight_gradient(self.product, *operands)
 
 
 class DeferredWeight(NamedTuple):
@@ -87,7 +88,7 @@ class DeferredWeight(NamedTuple):
 
 
 def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> Any:
-    """`Placement.with_grad_buffers`, where buffers may be `WeightGradOperands` or a record."""
+    """`Placement.with_grad_buffers`, where buffers may also be `WeightGradOperands` or a record."""
 
     def one(array, buffer):
         if isinstance(buffer, WeightGradOperands | WeightGradRecord):
@@ -112,7 +113,7 @@ def dot(
       expression: an einsum over x and weight, e.g. "BTD,DNH->BTNH"; no letter may be summed within
         one operand.
       x: activations, in the compute dtype.
-      weight: a master parameter in any layout, or as `with_grad_buffers` gives it.
+      weight: a master parameter in any layout, or an element of `with_grad_buffers`.
       out: PartitionSpec of the result.
       policy: the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
@@ -123,31 +124,16 @@ def dot(
     buffer = None
     if isinstance(weight, DeferredWeight):
         weight, buffer = weight
-    plan = _Plan(
-        expression=expression,
-        x=jax.typeof(x).sharding.spec,
-        weight=jax.typeof(weight).sharding.spec,
-        out=out,
-        param=weight.dtype,
-        reduce=policy.reduce,
-        recomputed=recomputed,
-    )
+    product = _Product(
+        expression=expression, x=jax.typeof(x).sharding.spec,
+        weight=jax.typeof(weight).sharding.spec, out=out, param=weight.dtype, reduce=policy.reduce,
+        recomputed=recomputed, deferred=isinstance(buffer, WeightGradOperands),
+    )  # fmt: skip
     if isinstance(buffer, WeightGradRecord):
-        buffer.plan, buffer.types = (
-            plan,
-            jax.eval_shape(lambda x, weight: _factors(plan, x, _dot(plan, x, weight)), x, weight),
-        )
+        operands = lambda x, weight: _operands(product, x, _dot(product, x, weight, None))  # noqa: E731
+        buffer.product, buffer.types = product, jax.eval_shape(operands, x, weight)
         weight, buffer = jax.lax.stop_gradient(weight), None
-    return (
-        _dot(plan, x, weight)
-        if buffer is None
-        else _dot_deferring_weight_grad(plan, x, weight, buffer)
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(plan: _Plan, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _dot_forward(plan, x, weight)[0]
+    return _dot(product, x, weight, buffer)
 
 
 def gathered(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -168,74 +154,57 @@ def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.reduce_precision(weight, to.nexp, to.nmant).astype(dtype)
 
 
-def _dot_forward(plan, x, weight):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradOperands | None):
+    return _dot_forward(product, x, weight, buffer)[0]
+
+
+def _dot_forward(product, x, weight, buffer):
     whole = gathered(weight, x.dtype)
-    out = _contracted(plan.expression, x, whole, plan.x, plan.gathered, plan.out, x.dtype)
+    out = _contracted(
+        product.expression, x, whole, product.x, product.gathered, product.out, x.dtype
+    )
     # A policy that kept the product itself would keep it before its sum over devices.
     out = checkpoint_name(out, remat.PRODUCT)
-    return out, (x, whole if plan.recomputed else weight)
+    return out, (x, whole if product.recomputed else weight)
 
 
-def _dot_backward(plan, residuals, gradient):
+def _dot_backward(product, residuals, gradient):
     x, weight = residuals
-    gradient, gradient_x = _input_gradient(plan, x, weight, gradient)
-    return gradient_x, _weight_gradient(plan, x, gradient)
-
-
-def _input_gradient(plan, x, weight, gradient):
-    """The gradient of the product, placed for both gradients, and that of x."""
-    if not plan.recomputed:
+    if not product.recomputed:
         weight = gathered(weight, x.dtype)
-    of_x, of_weight, out = plan.letters
+    of_x, of_weight, out = product.letters
     # Positions that were scattered after the product are gathered once, for both gradients.
-    gradient = jax.sharding.reshard(gradient, plan.whole_out)
+    gradient = jax.sharding.reshard(gradient, product.whole_out)
     gradient_x = _contracted(
-        f"{out},{of_weight}->{of_x}", gradient, weight, plan.whole_out, plan.gathered,
-        sharding.unreduced(plan.x, plan.x.reduced), x.dtype,
+        f"{out},{of_weight}->{of_x}", gradient, weight, product.whole_out, product.gathered,
+        sharding.unreduced(product.x, product.x.reduced), x.dtype,
     )  # fmt: skip
-    return gradient, gradient_x
-
-
-def _weight_gradient(plan, x, gradient):
-    of_x, of_weight, out = plan.letters
-    return _contracted(
-        f"{of_x},{out}->{of_weight}", x, gradient, plan.x, plan.whole_out,
-        sharding.unreduced(plan.weight, plan.weight.reduced), plan.reduce,
-    ).astype(plan.param)  # fmt: skip
+    if product.deferred:
+        return gradient_x, None, _operands(product, x, gradient)
+    return gradient_x, _weight_gradient(product, x, gradient), None
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot_deferring_weight_grad(
-    plan: _Plan, x: jax.Array, weight: jax.Array, buffer: WeightGradOperands
-) -> jax.Array:
-    return _dot_forward(plan, x, weight)[0]
+def _weight_gradient(product, x, gradient):
+    of_x, of_weight, out = product.letters
+    return _contracted(
+        f"{of_x},{out}->{of_weight}", x, gradient, product.x, product.whole_out,
+        sharding.unreduced(product.weight, product.weight.reduced), product.reduce,
+    ).astype(product.param)  # fmt: skip
 
 
-def _deferred_forward(plan, x, weight, buffer):
-    return _dot_forward(plan, x, weight)
-
-
-def _deferred_backward(plan, residuals, gradient):
-    x, weight = residuals
-    gradient, gradient_x = _input_gradient(plan, x, weight, gradient)
-    return gradient_x, None, _factors(plan, x, gradient)
-
-
-_dot_deferring_weight_grad.defvjp(_deferred_forward, _deferred_backward)
-
-
-def _factors(plan, x, gradient) -> WeightGradOperands:
-    x = jax.sharding.reshard(x, sharding.split_only(plan.x))
-    return WeightGradOperands(x, jax.sharding.reshard(gradient, plan.whole_out))
+def _operands(product, x, gradient) -> WeightGradOperands:
+    x = jax.sharding.reshard(x, sharding.split_only(product.x))
+    return WeightGradOperands(x, jax.sharding.reshard(gradient, product.whole_out))
 
 
 def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, dtype) -> jax.Array:
     """The product placed as `to`: first each device's term of the sum, then the sum over devices.
 
-    Said in two steps, a sum whose result is split again is a reduce-scatter.
+    In two steps, a sum whose result is split again becomes a reduce-scatter.
     """
     inputs, out = expression.split("->")
     entries = (*of_left.partitions, *of_right.partitions)
@@ -262,16 +231,12 @@ def scaled(y: jax.Array, scale: jax.Array) -> jax.Array:
     return y * _plain(scale)
 
 
-def _scaled_forward(y, scale):
-    return scaled(y, scale), (y, scale)
-
-
 def _scaled_backward(residuals, gradient):
     y, scale = residuals
     return gradient * _plain(scale), _summed_rows(gradient * y, scale)
 
 
-scaled.defvjp(_scaled_forward, _scaled_backward)
+scaled.defvjp(lambda y, scale: (scaled(y, scale), (y, scale)), _scaled_backward)
 
 
 @jax.custom_vjp
@@ -280,15 +245,10 @@ def shifted(y: jax.Array, bias: jax.Array) -> jax.Array:
     return y + _plain(bias).astype(y.dtype)
 
 
-def _shifted_forward(y, bias):
-    return shifted(y, bias), bias
-
-
-def _shifted_backward(bias, gradient):
-    return gradient, _summed_rows(gradient.astype(bias.dtype), bias)
-
-
-shifted.defvjp(_shifted_forward, _shifted_backward)
+shifted.defvjp(
+    lambda y, bias: (shifted(y, bias), bias),
+    lambda bias, gradient: (gradient, _summed_rows(gradient.astype(bias.dtype), bias)),
+)
 
 
 def _plain(parameter: jax.Array) -> jax.Array:
