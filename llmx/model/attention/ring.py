@@ -1,16 +1,16 @@
-"""Context parallelism: attention over positions that are split over the mesh axis `sequence`.
+"""Ring attention: blocks of keys and values travel around the devices of the mesh axis `sequence`.
 
-`ring` sends blocks of keys and values around, while each device works on the block it has; each
-block's part of the softmax is weighed by its log-sum-exp. `ulysses` exchanges heads for positions
-by all-to-all. Both take any `Kernel`, and nest: neighbours exchange heads, groups of neighbours
-form rings. `Split` says which device holds which positions; zigzag gives all devices of a ring the
-same causal work. All of it runs inside fully manual regions.
+Each device works on the block that it has while the next one travels; each block's part of the
+softmax is weighted by its log-sum-exp. Any `Kernel` serves. Which chunks see each other is known
+before the program runs (`tiling`), by order and window: chunks that do not are in no tile. With the
+zigzag placement of `Split` all devices have the same causal work. All of it runs inside fully
+manual regions. Groups of neighbours may exchange heads first (`ulysses`): groups then form rings.
 
 Sources: ring attention (arXiv 2310.01889), its zigzag placement (arXiv 2405.19716, 3.3, and
-arXiv 2407.21783, 3.3.2), DeepSpeed-Ulysses (arXiv 2309.14509), both nested (arXiv 2405.07719).
+arXiv 2407.21783, 3.3.2).
 
 Letters: B batch, T positions on a device, C positions of a chunk, N query heads, K key/value heads,
-H head size; R groups in a ring, U devices in a group.
+H head size; R groups in a ring.
 """
 
 import dataclasses
@@ -20,10 +20,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from llmx.model import remat
+from llmx.model.attention import kernel as kernel_lib
 from llmx.model.attention.kernel import NOTHING, Kernel
 from llmx.model.attention.masks import Mask, Scores
 from llmx.model.attention.split import Split
@@ -41,7 +40,7 @@ NEVER_LOOPED = ("cpu",)
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Some chunks of a group's queries and of the keys that it meets, in one call of the kernel."""
+    """Some chunks of a group's queries and of the keys of a block, in one call of the kernel."""
 
     queries: tuple[int, int]  # the first chunk, and the one after the last
     keys: tuple[int, int]
@@ -52,19 +51,17 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """What each group computes at each step of the ring: pairs of chunks that order or window hide
-    from each other are in no tile."""
+class Tiling:
+    """The tiles that each group computes at each step of the ring."""
 
-    programs: list[tuple[Tile, ...]]
-    table: np.ndarray  # int[R groups, R steps], indices of programs
+    tile_lists: list[tuple[Tile, ...]]
+    table: np.ndarray  # int[R groups, R steps], indices of `tile_lists`
 
     @property
     def steps(self) -> list[int]:
-        """Those in which any group has something to compute: the others are left out, and blocks
-        are sent on past them."""
-        works = np.array([len(tiles) > 0 for tiles in self.programs])
-        return np.nonzero(works[self.table].any(axis=0))[0].tolist()
+        """Those in which any group has a tile; over the others blocks are sent on in one go."""
+        occupied = np.array([len(tiles) > 0 for tiles in self.tile_lists])
+        return np.nonzero(occupied[self.table].any(axis=0))[0].tolist()
 
 
 # How far the queries' chunk is ahead of the keys', in chunks: else one of these.
@@ -72,16 +69,17 @@ _HIDDEN, _WHOLE = -1, -2
 
 
 @functools.lru_cache(maxsize=64)
-def plan(split: Split, num_positions: int, window: int) -> Plan:
+def tiling(split: Split, num_positions: int, window: int) -> Tiling:
     """The tiles of causal attention over a row in the order of `split`.
 
     Args:
+      split: which device holds which positions.
       num_positions: of the whole row.
       window: positions back including itself, 0 = all.
     """
     chunks, R = split.chunks, split.rings
     size = num_positions // chunks.size
-    programs, table = {}, np.zeros((R, R), int)
+    tile_lists, table = {}, np.zeros((R, R), int)
     for group, step in np.ndindex(R, R):
         ahead = chunks[group][:, None] - chunks[(group - step) % R][None]
         hidden, whole = ahead < 0, ahead >= 1
@@ -89,8 +87,8 @@ def plan(split: Split, num_positions: int, window: int) -> Plan:
             hidden |= (ahead - 1) * size + 1 >= window
             whole &= (ahead + 1) * size - 1 < window
         tiles = _tiles(np.where(hidden, _HIDDEN, np.where(whole, _WHOLE, ahead)), size, window)
-        table[group, step] = programs.setdefault(tiles, len(programs))
-    return Plan(list(programs), table)
+        table[group, step] = tile_lists.setdefault(tiles, len(tile_lists))
+    return Tiling(list(tile_lists), table)
 
 
 def _tiles(kinds: np.ndarray, size: int, window: int) -> tuple[Tile, ...]:
@@ -113,20 +111,20 @@ def _tiles(kinds: np.ndarray, size: int, window: int) -> tuple[Tile, ...]:
 
 
 def scores_per_device(split: Split, num_positions: int, window: int = 0) -> np.ndarray:
-    """float[ways]: the scores (query, key) of one head that each device computes for a row: all
+    """float[devices]: pairs (query, key) of one head that each device computes of a row: all pairs
     that the masks of its tiles show."""
-    found = plan(split, num_positions, window)
+    tiles_of = tiling(split, num_positions, window)
     size = num_positions // split.chunks.size
 
-    def shown(tile: Tile) -> int:
+    def visible_pairs(tile: Tile) -> int:
         rows, columns = tile.rows(size)
         back = tile.ahead + np.arange(rows.stop - rows.start)[:, None]
         back = back - np.arange(columns.stop - columns.start)[None]
         return int(((back >= 0) & (back < window if window else True)).sum())
 
-    of_program = np.array([sum(map(shown, tiles)) for tiles in found.programs])
+    per_list = np.array([sum(map(visible_pairs, tiles)) for tiles in tiles_of.tile_lists])
     # The devices of a group have a share of the heads each.
-    return np.repeat(of_program[found.table].sum(axis=1), split.ulysses) / split.ulysses
+    return np.repeat(per_list[tiles_of.table].sum(axis=1), split.ulysses) / split.ulysses
 
 
 # ----------------------------------------------------------------------------------------- the ring
@@ -144,25 +142,25 @@ class _Ring:
     independent: bool
 
     def shifted(self, arrays, by: int):
-        """From each device to the one in its place `by` groups on."""
+        """From each device to the one with its index in the group `by` groups on."""
         ways, stride = self.split.ways, by * self.split.ulysses
         if stride % ways == 0:
             return arrays
         if self.independent and self.device_kind == "cpu":
-            # XLA:CPU lets every device of the program wait in a permutation, other rings' too.
+            # On XLA:CPU all devices of the program wait in a permutation, other rings' too.
             source = (jax.lax.axis_index(self.axis) - stride) % ways
             gather = lambda array: jax.lax.all_gather(array, self.axis)[source]  # noqa: E731
             return jax.tree.map(gather, arrays)
         sends = [(i, (i + stride) % ways) for i in range(ways)]
         return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axis, sends), arrays)
 
-    def plan(self, mask: Mask) -> Plan:
+    def tiling(self, mask: Mask) -> Tiling:
         R = self.split.rings
         if mask.ahead is None:
-            return Plan([(Tile((0, 1), (0, 1), None),)], np.zeros((R, R), int))
+            return Tiling([(Tile((0, 1), (0, 1), None),)], np.zeros((R, R), int))
         if mask.ahead:
             raise ValueError(f"queries are {mask.ahead} rows ahead of keys: in a ring both are one")
-        return plan(self.split, R * mask.segments_BT.shape[1], self.scores.window)
+        return tiling(self.split, R * mask.segments_BT.shape[1], self.scores.window)
 
 
 def ring(
@@ -170,10 +168,11 @@ def ring(
 ) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
     """Attention in a manual region, queries, keys and values split over `axis` as `split` says.
 
-    The function that it returns takes this device's query, key, value, mask and scores, as a
-    `Kernel` does. `mask.ahead` is 0 where rows are in the order of `split`; None: then no pair of
-    blocks is known to be hidden, and positions decide. `apart`: the devices of other rings may be
-    in another part of the program, as those of other pipeline stages.
+    The function that it returns takes this device's query [B, T, N, H], key and value
+    [B, T, K, H], mask and scores, and returns [B, T, N, H]. `mask.ahead` is 0 where rows are in the
+    order of `split`; None: then no pair of chunks is known to be hidden, and positions decide.
+    `independent`: devices of other rings may be at another point of the program, as those of other
+    pipeline stages.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
     backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype. With a window
@@ -194,7 +193,7 @@ def _ring(facts: _Ring, query, key, value, mask: Mask):
 
 
 def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
-    def tile_of(block, tile: Tile, rows: slice, columns: slice, so_far):
+    def attend_tile(block, tile: Tile, rows: slice, columns: slice, so_far):
         out, lse = so_far
         new = facts.kernel.forward(
             query[:, rows], block.key[:, columns], block.value[:, columns],
@@ -203,14 +202,13 @@ def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
         new_out, new_lse = _merged((out[:, rows], lse[:, :, rows]), new)
         return _replaced(out, rows, new_out), _replaced(lse, rows, new_lse, axis=2)
 
-    def step(so_far, block, work, came):
-        return work(functools.partial(tile_of, block), so_far)
+    def step(so_far, block, fold, moved):
+        return fold(functools.partial(attend_tile, block), so_far)
 
     B, T, N, _ = query.shape
     empty = jnp.zeros(query.shape, jnp.float32), jnp.full((B, N, T), NOTHING)
     out, lse = _around(facts, mask, step, empty, _Block.of(key, value, mask))
-    out = checkpoint_name(out.astype(query.dtype), remat.ATTENTION)
-    lse = checkpoint_name(lse, remat.ATTENTION)
+    out, lse = kernel_lib.named(out.astype(query.dtype), lse)
     return out, (query, key, value, mask, out, lse)
 
 
@@ -218,28 +216,28 @@ def _ring_backward(facts: _Ring, residuals, gradient):
     query, key, value, mask, out, lse = residuals
     zeros = lambda array: jnp.zeros(array.shape, jnp.float32)  # noqa: E731
 
-    def tile_of(block, tile: Tile, rows: slice, columns: slice, so_far):
-        found = facts.kernel.gradients(
+    def differentiate_tile(block, tile: Tile, rows: slice, columns: slice, so_far):
+        gradients = facts.kernel.gradients(
             query[:, rows], block.key[:, columns], block.value[:, columns],
             block.mask(mask, tile, rows, columns), facts.scores,
             out[:, rows], lse[:, :, rows], gradient[:, rows], device_kind=facts.device_kind,
         )  # fmt: skip
         return tuple(
             _replaced(whole, part, whole[:, part] + new)
-            for whole, part, new in zip(so_far, (rows, columns, columns), found, strict=True)
+            for whole, part, new in zip(so_far, (rows, columns, columns), gradients, strict=True)
         )
 
-    def step(state, block, work, came):
+    def step(state, block, fold, moved):
         of_query, of_block = state
-        # The block's gradient so far comes from where the block itself did.
-        arriving = None if of_block is None else facts.shifted(of_block, came)
+        # The gradient of a block follows it around.
+        arriving = None if of_block is None else facts.shifted(of_block, moved)
         so_far = (of_query, zeros(block.key), zeros(block.value))
-        of_query, *of_block = work(functools.partial(tile_of, block), so_far)
+        of_query, *of_block = fold(functools.partial(differentiate_tile, block), so_far)
         if arriving is not None:
             of_block = jax.tree.map(jnp.add, arriving, of_block)
         return of_query, of_block
 
-    start, home = (zeros(query), None), facts.split.rings - facts.plan(mask).steps[-1]
+    start, home = (zeros(query), None), facts.split.rings - facts.tiling(mask).steps[-1]
     of_query, of_block = _around(facts, mask, step, start, _Block.of(key, value, mask))
     of_block = (of_block[0].astype(key.dtype), of_block[1].astype(value.dtype))
     return of_query.astype(query.dtype), *facts.shifted(of_block, home), None
@@ -264,7 +262,7 @@ class _Block:
         return cls(key, value, mask.key_segments_BS, positions)
 
     def mask(self, mask: Mask, tile: Tile, rows: slice, columns: slice) -> Mask:
-        """Of the tile, where `mask` is the whole device's."""
+        """Of a tile; `mask` is that of all the device's queries."""
         ordered = tile.ahead is not None
         return Mask(
             mask.segments_BT[:, rows], None if ordered else mask.positions_BT[:, rows],
@@ -274,24 +272,27 @@ class _Block:
 
 
 def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
-    """`step(state, block, work, came)` for every block that has work, from this group's own on.
+    """`step(state, block, fold, moved)` for each block with work, from this group's own on.
 
-    `work(function, so_far)` folds `so_far` over the tiles of this group and step, by
-    `function(tile, rows, columns, so_far)`. The block `came` that many groups since the last step.
-    The first and the last step stand alone: the first has the diagonal, and nothing is sent in the
-    last.
+    `fold(function, so_far)` folds `so_far` over the tiles of this group and step, by
+    `function(tile, rows, columns, so_far)`. The block has moved on by `moved` groups since the last
+    step. The loop leaves out the first step, which has the diagonal, and the last, which sends
+    nothing.
     """
-    found = facts.plan(mask)
-    strides, table = np.diff(found.steps).tolist(), found.table[:, found.steps]
-    num = len(found.steps)
+    tiles_of = facts.tiling(mask)
+    strides = np.diff(tiles_of.steps).tolist()
+    table = tiles_of.table[:, tiles_of.steps]
+    num = len(tiles_of.steps)
 
-    def work(block, columns: slice, at):
-        return functools.partial(_fold_tiles, facts, mask, found, block, table[:, columns], at)
+    def fold(block, columns: slice, at):
+        return functools.partial(
+            _fold_tiles, facts, mask, tiles_of.tile_lists, block, table[:, columns], at
+        )
 
-    def one(carry, columns: slice, at, came: int, goes: int):
+    def step_and_send(carry, columns: slice, at, moved: int, next_stride: int):
         state, block = carry
-        arriving = facts.shifted(block, goes)
-        state = step(state, block, work(block, columns, at), came)
+        arriving = facts.shifted(block, next_stride)
+        state = step(state, block, fold(block, columns, at), moved)
         # XLA may put several sends before the first work, which then waits for all but the last:
         # a step's sends end with the step.
         state, key, value = jax.lax.optimization_barrier((state, arriving.key, arriving.value))
@@ -300,21 +301,25 @@ def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
     carry = (state, block)
     looped = num - 2 > WRITTEN_OUT and set(strides) == {1}
     if looped and facts.device_kind not in NEVER_LOOPED:
-        carry = one(carry, slice(0, 1), 0, 0, 1)
-        middle = lambda carry, at: (one(carry, slice(1, num - 1), at, 1, 1), None)  # noqa: E731
-        carry, _ = jax.lax.scan(middle, carry, jnp.arange(num - 2))
+        carry = step_and_send(carry, slice(0, 1), 0, 0, 1)
+        carry, _ = jax.lax.scan(
+            lambda carry, at: (step_and_send(carry, slice(1, num - 1), at, 1, 1), None),
+            carry, jnp.arange(num - 2),
+        )  # fmt: skip
     else:
-        for at, (came, goes) in enumerate(zip([0, *strides], strides, strict=False)):
-            carry = one(carry, slice(at, at + 1), 0, came, goes)
+        for at, (moved, stride) in enumerate(zip([0, *strides], strides, strict=False)):
+            carry = step_and_send(carry, slice(at, at + 1), 0, moved, stride)
     state, block = carry
-    came = strides[-1] if strides else 0
-    state = step(state, block, work(block, slice(num - 1, num), 0), came)
+    moved = strides[-1] if strides else 0
+    state = step(state, block, fold(block, slice(num - 1, num), 0), moved)
     return jax.lax.optimization_barrier(state)
 
 
-def _fold_tiles(facts, mask, found: Plan, block: _Block, columns: np.ndarray, at, function, so_far):
-    """`function` for each tile of this group's program, which is `columns[group, at]`, in which
-    documents meet."""
+def _fold_tiles(facts, mask, tile_lists, block: _Block, columns: np.ndarray, at, function, so_far):
+    """`function` for the tiles of this group, `tile_lists[columns[group, at]]`.
+
+    Tiles in which no document of the queries meets one of the keys are skipped at run time.
+    """
     num_chunks = 1 if mask.ahead is None else facts.split.chunks.shape[1]
     chunk = mask.segments_BT.shape[1] // num_chunks
 
@@ -323,33 +328,33 @@ def _fold_tiles(facts, mask, found: Plan, block: _Block, columns: np.ndarray, at
             return True
         return _documents_meet(block.mask(mask, tile, *tile.rows(chunk)))
 
-    def run(tiles, so_far):
+    def fold(tiles, so_far):
         for tile in tiles:
             apply = functools.partial(function, tile, *tile.rows(chunk))
-            so_far = _if(True if len(tiles) == 1 else meet(tile), apply, so_far)
+            so_far = _cond(True if len(tiles) == 1 else meet(tile), apply, so_far)
         return so_far
 
     chosen = np.unique(columns)
-    programs = [found.programs[index] for index in chosen]
-    works = [functools.partial(run, tiles) for tiles in programs]
-    # A conditional in a conditional would copy what it folds: one tile is asked for before.
-    meets = [meet(*tiles) if len(tiles) == 1 else len(tiles) > 0 for tiles in programs]
-    if len(programs) == 1:
-        return _if(meets[0], works[0], so_far)
+    lists = [tile_lists[index] for index in chosen]
+    folds = [functools.partial(fold, tiles) for tiles in lists]
+    # A conditional in a conditional would copy what it folds: a single tile is checked here.
+    meets = [meet(*tiles) if len(tiles) == 1 else len(tiles) > 0 for tiles in lists]
+    if len(lists) == 1:
+        return _cond(meets[0], folds[0], so_far)
     group = jax.lax.axis_index(facts.axis) // facts.split.ulysses
-    program = jnp.asarray(np.searchsorted(chosen, columns))[group, at]
-    branch = jnp.where(jnp.stack(meets)[program], program + 1, 0)
-    return jax.lax.switch(branch, [lambda so_far: so_far, *works], so_far)
+    index = jnp.asarray(np.searchsorted(chosen, columns))[group, at]
+    branch = jnp.where(jnp.stack(meets)[index], index + 1, 0)
+    return jax.lax.switch(branch, [lambda so_far: so_far, *folds], so_far)
 
 
-def _if(condition, function: Callable, so_far):
+def _cond(condition, function: Callable, so_far):
     if isinstance(condition, bool):
         return function(so_far) if condition else so_far
     return jax.lax.cond(condition, function, lambda so_far: so_far, so_far)
 
 
 def _replaced(array: Array, part: slice, new: Array, axis: int = 1) -> Array:
-    """`array` with `new` in the place of `part`."""
+    """`array` with `new` in the slice `part`."""
     if new.shape == array.shape:
         return new
     return jax.lax.dynamic_update_slice_in_dim(array, new, part.start, axis=axis)

@@ -225,12 +225,12 @@ def test_tiles_show_every_pair_once(split, window):
     """Brute force over positions: what the tiles' masks show is what the mask shows, once."""
     split = SPLITS[split]
     order = split.order(T).reshape(split.rings, -1)
-    found = ring.plan(split, T, window)
+    found = ring.tiling(split, T, window)
     size = T // split.chunks.size
     shown = np.zeros((T, T), int)
     for group, step in np.ndindex(*found.table.shape):
         keys_of = order[(group - step) % split.rings]
-        for tile in found.programs[found.table[group, step]]:
+        for tile in found.tile_lists[found.table[group, step]]:
             rows, columns = tile.rows(size)
             queries, keys = order[group][rows], keys_of[columns]
             shape = (1, len(queries)), (1, len(keys))
@@ -256,7 +256,7 @@ def test_zigzag_balances_causal_work(ways):
 
 
 @pytest.mark.parametrize("window", [0, 13])
-def test_the_tiles_that_run_are_those_of_the_plan(window):
+def test_the_tiles_that_run_are_those_of_the_tiling(window):
     """A kernel that reports each call: what is not planned is not computed."""
     split, calls = Split(4), collections.Counter()
     blockwise = attend.IMPLEMENTATIONS["blockwise"]
@@ -275,11 +275,11 @@ def test_the_tiles_that_run_are_those_of_the_plan(window):
     kernel = Kernel(counted("forward"), counted("backward"))
     attended(Case(window=window, packed=False), split, kernel, "float32")
     jax.effects_barrier()
-    found = ring.plan(split, T, window)
+    found = ring.tiling(split, T, window)
     size = T // split.chunks.size
     planned = collections.Counter()
     for group, step in np.ndindex(*found.table.shape):
-        for tile in found.programs[found.table[group, step]]:
+        for tile in found.tile_lists[found.table[group, step]]:
             rows, keys = tile.rows(size)
             shape = (rows.stop - rows.start, keys.stop - keys.start, tile.ahead)
             planned.update((method, group, *shape) for method in ("forward", "backward"))
@@ -317,7 +317,7 @@ def test_documents_that_do_not_meet_are_not_computed():
     ],
 )
 def test_blocks_beyond_the_window_are_not_sent(split, window, steps):
-    assert ring.plan(split, T, window).steps == list(steps)
+    assert ring.tiling(split, T, window).steps == list(steps)
     *arrays, _ = inputs(Case(), "float32")
     mesh, to, attend = attend_on(
         split, attend_lib.IMPLEMENTATIONS["blockwise"], Case(window=window)
