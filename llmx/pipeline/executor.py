@@ -1,341 +1,256 @@
 """One executor for every pipeline: it runs a table's operations on the mesh axis `stage`.
 
-A tick of the table is an iteration of a loop: every stage does its operation, if it has one, on its
-own microbatch and part of the layers; then results go to the stages that need them. Ticks of one
-kind of operation in a row are one loop whose body has that operation and no other; so have ticks
-that alternate. In ticks of several kinds each stage takes the branch of its own. The axis `stage`
-is hidden (see `llmx.sharding`): inside, everything is placed over the other axes as without stages.
+A tick of the table is an iteration of a loop (`tick.run_tick`). Consecutive ticks of one kind of
+operation are one loop whose body has that operation and no other; so are ticks that alternate
+between two kinds. In ticks of several kinds each stage takes the branch of its own.
 
-Buffers are those that the table needs: from its ticks each value gets a place for just as long as
-somebody waits for it.
+The table gives each value a slot in a buffer for as long as it is needed (`ticks.program`):
 
-    inputs      what a part takes, from its arrival to its forward operation
-    kept        what the forward operation keeps for the backward one, as the remat policy says
-    gradients   of a part's output, from their arrival to its backward operation
-    products    factors of weight gradients, from the backward operation to the weight operation
+    inputs      of a chunk, from their arrival to FORWARD
+    gradients   of a chunk's output, from their arrival to BACKWARD
+    saved       activations that the remat policy saves, from FORWARD to BACKWARD
+    deferred    operands of weight gradients, from BACKWARD to WEIGHT
 
-Embedding and head are on all stages, each with an equal share of the vocabulary, and each
-microbatch's are computed by all of them together (arXiv 2411.05288): no stage has more to hold or
-to do than another, and a table that is embedding and head at once needs no second copy.
+Embedding and head are on all stages, each with an equal share of the vocabulary, and all stages
+compute those of each microbatch together (arXiv 2411.05288): no stage has more to hold or to do
+than another, and a table that is embedding and head at once needs no second copy.
 
-Mesh axes: neighbours on `stage` exchange activations and their gradients; sums over `stage` of what
-enters the head and leaves the embedding.
-
-Letters: B batch, T positions, D width, M microbatches.
+Mesh axes: see `llmx.pipeline.tick`. Letters: B batch, T positions, M microbatches.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.model import dot
 from llmx.pipeline.permutation import EMPTY
-from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
+from llmx.pipeline.schedule import IDLE
 from llmx.pipeline.stages import ModelChunks
-from llmx.pipeline.ticks import Program
-
-STAGE = ("stage",)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
-    """A model in pieces, as functions of one microbatch's rows (a dict of arrays [B, T]).
-
-    `outer` are the parameters of embedding and head by name, `weights` those of one part's layers,
-    each with sinks for their gradients (see `sharding.accumulate_into`); None = not differentiated.
-
-      embed(outer, sinks, rows) -> x                 the first part's input
-      beside(rows) -> tree                           what every part takes beside x
-      part(weights, sinks, x, beside, kinds) -> x    one part
-      losses(outer, sinks, x, rows) -> scalars       of the last part's output, as a tuple; what is
-                                                     differentiated is the first
-    """
-
-    embed: Callable
-    beside: Callable
-    part: Callable
-    losses: Callable
-    embed_names: tuple[str, ...]  # of `outer`, what embed and losses use
-    losses_names: tuple[str, ...]
-    products: Any  # of each of the layers' weights, whether it is multiplied by `dot.dot`
+from llmx.pipeline.tick import (
+    STAGE,
+    Carry,
+    Context,
+    Happening,
+    Links,
+    ModelFunctions,
+    Residuals,
+    When,
+    run_tick,
+)
+from llmx.pipeline.ticks import Program, Row
 
 
-def inside(place: sharding.Placement) -> sharding.Placement:
-    """The placement of what a stage does by itself."""
-    return dataclasses.replace(place, local_axes=(*STAGE, *place.local_axes))
-
-
-class Gradient(NamedTuple):
-    """What a step makes: sums over all microbatches."""
+class Sums(NamedTuple):
+    """Sums over microbatches, [steps, ...]: of this step, and of the one before if there is one."""
 
     losses: tuple[jax.Array, ...]
-    blocks: Any  # as staged, in fp32, split as their sinks are
+    blocks: Any  # gradients in fp32, split as their buffers; the steps one after the other
     outer: Any
 
 
-class _Kept(NamedTuple):
-    """What differentiating a part keeps: how it is put together, and what has to be stored."""
-
-    structure: Any
-    given: tuple[int | None, ...]  # of each value, which of the arguments it is
-    stored: tuple[jax.ShapeDtypeStruct, ...]  # the others
-
-
-class _Made(NamedTuple):
-    """What an operation makes."""
-
-    sent: jax.Array  # the part's output, or the gradient of its input
-    kept: tuple[jax.Array, ...] = ()
-    products: tuple[dot.WeightGradOperands, ...] = ()
-    blocks: tuple[jax.Array | None, ...] = ()  # gradients of one part's weights
-
-
-class _Carry(NamedTuple):
-    """What goes from tick to tick."""
+class Buffers(NamedTuple):
+    """What is in flight between the steps of a periodic table: arrays [stages, slots, ...]."""
 
     inputs: jax.Array | None
     gradients: jax.Array | None
-    kept: tuple[jax.Array, ...]
-    products: tuple[dot.WeightGradOperands, ...]
-    blocks: tuple[jax.Array, ...]  # sums of gradients
-    outer: Any
-    losses: tuple[jax.Array, ...]
-    turn: jax.Array  # 0: see `_Run.done`
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Run:
-    """What does not change from tick to tick."""
-
-    program: Program
-    parts: ModelChunks
-    pieces: Pieces
-    place: sharding.Placement  # `stage` is hidden
-    weights: tuple  # of this stage's layers: those that this step began with, the step before's
-    outer: tuple
-    batch: dict[str, jax.Array]  # [M, B, T], then the step before's
-    # Types of the gradients of this stage's layers; None = forward operations only. Those that the
-    # backward operation makes may be `dot.WeightGradOperands`.
-    sinks: Any
-    backward_sinks: Any
-    outer_sinks: Any
-    kinds: tuple[str, ...] | jax.Array  # of the layers of every part, or of this stage's places
-    me: jax.Array  # this stage's number
-    x_type: jax.ShapeDtypeStruct | None = None  # of what goes from part to part
-
-    def age(self, microbatch):
-        """0 for a microbatch of this step, 1 for one of the step before."""
-        return microbatch // self.program.table.num_microbatches
-
-    def version(self, versions: tuple, microbatch):
-        """The parameters with which a microbatch goes through all parts, forward and backward."""
-        if len(versions) == 1:
-            return versions[0]
-        old = self.age(microbatch) > 0
-        return jax.tree.map(lambda new, before: jnp.where(old, before, new), *versions)
-
-    def rows(self, microbatch) -> dict[str, jax.Array]:
-        """A microbatch's rows; of number 0 if it is negative."""
-        return jax.tree.map(lambda array: _read(array, jnp.maximum(microbatch, 0)), self.batch)
-
-    def arguments(self, chunk, microbatch) -> tuple:
-        """weights, sinks, beside and kinds of one part and microbatch."""
-        size = self.parts.size
-
-        def share(tree):
-            if self.parts.per_stage == 1:
-                return tree
-            take = lambda array: jax.lax.dynamic_slice_in_dim(array, chunk * size, size)  # noqa: E731
-            return jax.tree.map(take, tree)
-
-        sinks = None
-        if self.sinks is not None:
-            sinks = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), self.backward_sinks)
-        kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
-        weights = share(self.version(self.weights, microbatch))
-        return weights, sinks, self.pieces.beside(self.rows(microbatch)), kinds
-
-    def sinks_of(self, names) -> dict:
-        return {name: jax.tree.map(sharding.zeros, self.outer_sinks[name]) for name in names}
-
-    def differentiated(self, x_BTD, weights, sinks, beside, kinds):
-        """A part's output, and the function from its gradient to those of x and sinks."""
-        part = lambda x, sinks: self.pieces.part(weights, sinks, x, beside, kinds)  # noqa: E731
-        return jax.vjp(part, x_BTD, sinks)
-
-    def embedded(self, sinks, microbatch):
-        outer = self.version(self.outer, microbatch)
-        return self.pieces.embed(outer, sinks, self.rows(microbatch))
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether everything that communicates has to wait for what did before.
-
-        XLA:CPU starts loops and collectives that do not depend on each other in any order, on each
-        device in another, and then they wait for each other until XLA ends the process.
-        """
-        return self.place.mesh.devices.flat[0].platform == "cpu"
-
-    def done(self, turn, array):
-        """`turn`, when `array` is there. It is always 0, which the compiler cannot know."""
-        if not self.in_turn:
-            return turn
-
-        def local(array):
-            first = array.reshape(-1)[0]
-            return ((first != first) & (first == first)).astype(jnp.int32)
-
-        to = jax.typeof(array).sharding.spec
-        return turn + jax.shard_map(
-            local, mesh=self.place.mesh, in_specs=to, out_specs=PartitionSpec(), check_vma=False
-        )(array)
-
-    def wait(self, turn, tree):
-        """`tree`, integers or arrays, when `turn` is there."""
-        if not self.in_turn:
-            return tree
-        late = lambda a: a + turn if a.dtype == jnp.int32 else jnp.where(turn == 0, a, 0)  # noqa: E731
-        return jax.tree.map(late, tree)
-
-    def spread(self, x_BTD, stage: int):
-        """One stage's array on all stages."""
-
-        def local(x_BTD):
-            mine = jax.lax.axis_index(STAGE) == stage
-            return jax.lax.psum(jnp.where(mine, x_BTD, 0), STAGE)
-
-        return self._region(local, x_BTD)
-
-    def shifted(self, x_BTD, distance: int):
-        """Every stage's array on the stage so many further, in a circle."""
-        if distance == 0:
-            return x_BTD
-        stages = self.place.mesh.shape["stage"]
-        pairs = [(stage, (stage + distance) % stages) for stage in range(stages)]
-        return self._region(lambda x_BTD: jax.lax.ppermute(x_BTD, STAGE, pairs), x_BTD)
-
-    def _region(self, local: Callable, x_BTD):
-        to = jax.typeof(x_BTD).sharding.spec
-        return jax.shard_map(
-            local, mesh=self.place.mesh, in_specs=to, out_specs=to, check_vma=False
-        )(x_BTD)
+    saved: tuple[jax.Array, ...]
 
 
 def run_table(
     program: Program,
-    parts: ModelChunks,
-    pieces: Pieces,
-    place: sharding.Placement,
+    chunks: ModelChunks,
+    functions: ModelFunctions,
+    mesh: Mesh,
     *,
     params: tuple[Any, ...],
     batches: tuple[dict[str, jax.Array], ...],
     kinds: tuple,
-    sinks: tuple[Any, Any] | None,
-    flight: "Flight | type[Flight] | None" = None,
-) -> tuple[Gradient, "Flight | None"]:
-    """All operations of a table.
+    grad_buffers: tuple[Any, Any] | None,
+    in_flight: Buffers | None = None,
+) -> tuple[Sums, Buffers | None]:
+    """Runs all operations of a table.
 
     Args:
       program: of the table.
-      parts: where the layers are.
-      pieces: the model.
-      place: the mesh, and the layout; `stage` is not hidden.
-      params: (blocks, outer): weights of the layers as staged, [places, ...], and the other
+      chunks: where the layers are.
+      functions: the model.
+      mesh: with the axis `stage`.
+      params: (blocks, outer): weights of the layers as staged, [slots, ...], and the other
         parameters. For a periodic table twice: of this step, and of the step before.
-      batches: arrays [M, B, T], whole along `stage`; as often.
-      kinds: of the model's layers; what `pieces.part` makes of them.
-      sinks: types of the gradients of blocks and outer; None = no gradients.
-      flight: of a periodic table, what the step before returned; `Flight` itself = nothing.
+      batches: arrays [M, B, T], whole along `stage`; one for each of `params`.
+      kinds: of the model's layers; `functions.apply_chunk` takes those of a chunk.
+      grad_buffers: types of the gradients of blocks and outer; None = no gradients.
+      in_flight: of a periodic table, what the step before returned; None = nothing.
 
-    Returns sums over microbatches, each with a leading dimension of steps (this one, the one
-    before), and for a periodic table what is under way. Gradients are in fp32, placed as their
-    sinks, of which each device may hold a term of the sum; those of layers have the steps one after
-    the other, and `stage` hidden.
+    Returns sums over microbatches, and what a periodic table leaves in flight. Gradients are placed
+    as their buffers, of which each device may hold a term of the sum; `stage` is local in those of
+    layers.
     """
-    mesh, ages = place.mesh, len(params)
-    stages = np.arange(mesh.shape["stage"], dtype=np.int32)
-    block_sinks = None if sinks is None else jax.tree.map(_of_stage, sinks[0])
-    run = _Run(
-        program=program, parts=parts, pieces=pieces,
-        place=inside(place),
-        weights=tuple(hidden(blocks, mesh) for blocks, _ in params),
-        outer=tuple(outer for _, outer in params),
-        batch=jax.tree.map(lambda *each: jnp.concatenate(each), *batches),
-        sinks=block_sinks, backward_sinks=block_sinks,
-        outer_sinks=None if sinks is None else sinks[1],
-        kinds=_kinds(parts, kinds, mesh), me=_by_stage(stages, mesh)[0],
-    )  # fmt: skip
-    run = dataclasses.replace(run, x_type=jax.eval_shape(lambda: run.embedded(None, 0)))
-    noted = ()
-    if program.table.splits_backward:
-        noted, backward_sinks = _noted(run)
-        run = dataclasses.replace(run, backward_sinks=backward_sinks)
-    kept = None if sinks is None else _kept(run)
-    losses = jax.eval_shape(lambda x: pieces.losses(run.outer[0], None, x, run.rows(0)), run.x_type)
-    several = lambda leaf: sharding.empty_sum(_stacked(leaf, ages))  # noqa: E731
-    carry = _Carry(
-        **_buffers(run, kept, noted),
-        blocks=tuple(
-            sharding.empty_sum(_longer(leaf, ages)) for leaf in jax.tree.leaves(block_sinks)
-        ),
-        outer=None if sinks is None else jax.tree.map(several, run.outer_sinks),
-        losses=jax.tree.map(lambda leaf: jnp.zeros((ages, *leaf.shape), leaf.dtype), losses),
-        turn=jnp.zeros((), jnp.int32),
-    )  # fmt: skip
-    if isinstance(flight, Flight):
-        carry = carry._replace(**_landed(flight, carry, mesh))
-    rows = program.operation | {
-        f"{name}+{distance}": array
-        for distance, names in program.arrivals.items() for name, array in names.items()
-    }  # fmt: skip
-    rows = {name: array.astype(np.int32) for name, array in rows.items()}
+    context = _context(program, chunks, functions, mesh, params, batches, kinds, grad_buffers)
+    carry = _empty(context, len(params))
+    if in_flight is not None:
+        carry = carry._replace(**_resumed(in_flight, carry, mesh))
     for first, length, times in program.loops:
-        end = first + length * times
-        present = [_present(program, slice(first + at, end, length)) for at in range(length)]
-
-        def body(carry, row, present=present):
-            for at, there in enumerate(present):
-                carry = _tick(run, kept, noted, there, carry, {n: a[at] for n, a in row.items()})
-            return carry, None
-
-        steps = {n: a[first:end].reshape(times, length, *a.shape[1:]) for n, a in rows.items()}
-        carry, _ = jax.lax.scan(body, carry, steps)
-    blocks = jax.tree.unflatten(jax.tree.structure(block_sinks), carry.blocks)
-    made = Gradient(carry.losses, blocks, carry.outer)
-    return made, None if flight is None else _under_way(carry, mesh)
+        carry = _run_loop(context, carry, first, length, times)
+    blocks = jax.tree.unflatten(jax.tree.structure(context.block_buffers), carry.blocks)
+    left = _left_in_flight(carry, mesh) if program.table.periodic else None
+    return Sums(carry.losses, blocks, carry.outer), left
 
 
-class Flight(NamedTuple):
-    """What is under way between the steps of a periodic table: arrays [stages, places, ...]."""
+def _context(program, chunks, functions, mesh, params, batches, kinds, grad_buffers) -> Context:
+    """Everything that the ticks share: see `run_table`."""
+    blocks, outer = (None, None) if grad_buffers is None else grad_buffers
+    blocks = jax.tree.map(_of_stage, blocks)
+    context = Context(
+        program=program, chunks=chunks, functions=functions, links=Links(mesh),
+        weights=tuple(to_stages(blocks, mesh) for blocks, _ in params),
+        outer=tuple(outer for _, outer in params),
+        batch=jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches),
+        block_buffers=blocks, backward_buffers=blocks, outer_buffers=outer,
+        kinds=_kinds(chunks, kinds, mesh),
+        stage=_by_stage(np.arange(mesh.shape["stage"], dtype=np.int32), mesh)[0],
+    )  # fmt: skip
+    x_type = jax.eval_shape(lambda: context.embedded(None, 0))
+    context = dataclasses.replace(context, x_type=x_type)
+    if program.table.splits_backward:
+        records, buffers = _deferred(context)
+        context = dataclasses.replace(context, deferred=records, backward_buffers=buffers)
+    if grad_buffers is not None:
+        context = dataclasses.replace(context, residuals=_residuals(context))
+    return context
 
-    inputs: jax.Array | None
-    gradients: jax.Array | None
-    kept: tuple[jax.Array, ...]
+
+def _empty(context: Context, steps: int) -> Carry:
+    """The carry of the first tick: empty slots and sums of nothing."""
+    slots, residuals = context.program.slots, context.residuals
+    losses = jax.eval_shape(
+        lambda x: context.functions.losses(context.outer[0], None, x, context.rows(0)),
+        context.x_type,
+    )
+    buffer = lambda leaf, name: sharding.zeros(_stacked(leaf, slots[name]))  # noqa: E731
+    add_up = lambda leaf: sharding.empty_sum(_stacked(leaf, steps))  # noqa: E731
+    return Carry(
+        inputs=buffer(context.x_type, "inputs") if slots["inputs"] else None,
+        gradients=buffer(context.x_type, "gradients") if slots["gradients"] else None,
+        saved=() if residuals is None else tuple(buffer(leaf, "saved") for leaf in residuals.saved),
+        deferred=tuple(
+            jax.tree.map(lambda leaf: buffer(leaf, "deferred"), record.types)
+            for record in context.deferred
+        ),
+        blocks=tuple(
+            sharding.empty_sum(_with_rows(leaf, leaf.shape[0] * steps))
+            for leaf in jax.tree.leaves(context.block_buffers)
+        ),
+        outer=jax.tree.map(add_up, context.outer_buffers),
+        losses=jax.tree.map(lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype), losses),
+        token=jnp.zeros((), jnp.int32),
+    )  # fmt: skip
 
 
-def _under_way(carry: _Carry, mesh: jax.sharding.Mesh) -> Flight:
+def _run_loop(context: Context, carry: Carry, first: int, length: int, times: int) -> Carry:
+    """`times` iterations of a body with the ticks `first` to `first + length`."""
+    end = first + length * times
+    happening = [
+        _happening(context.program, slice(first + tick, end, length)) for tick in range(length)
+    ]
+
+    def body(carry, rows):
+        for tick, here in enumerate(happening):
+            carry = run_tick(context, here, carry, jax.tree.map(lambda a: a[tick], rows))  # noqa: B023
+        return carry, None
+
+    def chunk(array):
+        array = array[first:end].astype(np.int32)
+        return array.reshape(times, length, *array.shape[1:])
+
+    return jax.lax.scan(body, carry, jax.tree.map(chunk, context.program.rows))[0]
+
+
+def _happening(program: Program, ticks: slice) -> Happening:
+    def when(array):
+        there = array[ticks] >= 0
+        return When.ALWAYS if there.all() else When.SOMETIMES if there.any() else When.NEVER
+
+    rows: Row = program.rows
+    arrivals = {
+        distance: {"inputs": when(array), "gradients": when(rows.gradient_arrivals[distance])}
+        for distance, array in rows.input_arrivals.items()
+    }
+    arrivals = {
+        distance: {name: there for name, there in names.items() if there is not When.NEVER}
+        for distance, names in arrivals.items()
+    }
+    return Happening(
+        kinds=frozenset(np.unique(program.table.kind[ticks]).tolist()) - {IDLE},
+        embedding=when(rows.embedding),
+        head=when(rows.head),
+        embedding_gradient=when(rows.embedding_gradient),
+        arrivals={distance: names for distance, names in arrivals.items() if names},
+    )
+
+
+# ----------------------------------------------------------------------------- what a chunk leaves
+
+
+def _residuals(context: Context) -> Residuals:
+    """What has to be saved of one chunk and microbatch for its derivative."""
+    found = []
+
+    def trace(x_BTD, arguments):
+        _, pull = context.differentiated(x_BTD, *arguments)
+        values, structure = jax.tree.flatten(pull)
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
+        argument_of = tuple(numbers.get(id(value)) for value in values)
+        pairs = zip(values, argument_of, strict=True)
+        saved = tuple(_type(value) for value, number in pairs if number is None)
+        found.append(Residuals(structure, argument_of, saved))
+
+    jax.eval_shape(lambda x: trace(x, context.arguments(0, 0)), context.x_type)
+    return found[0]
+
+
+def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
+    """Records of a chunk's deferred weight gradients, with types over its layers, and the gradient
+    buffers of the backward operation, which leave these out."""
+    size = context.chunks.size
+    buffers = jax.tree.map(
+        lambda leaf, uses_dot: dot.WeightGradRecord() if uses_dot else leaf,
+        context.block_buffers,
+        context.functions.uses_dot,
+    )
+
+    def trace(x_BTD):
+        weights, _, side_inputs, kinds = context.arguments(0, 0)
+        empty = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), buffers)
+        return context.functions.apply_chunk(weights, empty, x_BTD, side_inputs, kinds)
+
+    jax.eval_shape(trace, context.x_type)
+    is_record = lambda leaf: isinstance(leaf, dot.WeightGradRecord)  # noqa: E731
+    records = [leaf for leaf in jax.tree.leaves(buffers, is_leaf=is_record) if is_record(leaf)]
+    for record in records:
+        record.types = jax.tree.map(lambda leaf: _stacked(leaf, size), record.types)
+    types = lambda leaf: leaf.types if is_record(leaf) else leaf  # noqa: E731
+    return tuple(records), jax.tree.map(types, buffers, is_leaf=is_record)
+
+
+def _left_in_flight(carry: Carry, mesh: Mesh) -> Buffers:
     def one(array):
         to = sharding.split_only(jax.typeof(array).sharding.spec)
         array = jax.sharding.reshard(array, to)
-        # What manual regions keep is split over all axes, `stage` too.
-        return (
-            array
-            if "stage" in sharding.used_axes(to)
-            else sharding.from_local(mesh, STAGE, array[None])
-        )
+        # What manual regions save is split over all axes, `stage` too.
+        named = "stage" in sharding.used_axes(to)
+        return array if named else sharding.from_local(mesh, STAGE, array[None])
 
-    return jax.tree.map(one, Flight(carry.inputs, carry.gradients, carry.kept))
+    return jax.tree.map(one, Buffers(carry.inputs, carry.gradients, carry.saved))
 
 
-def _landed(flight: Flight, carry: _Carry, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """The buffers of `carry` with what is under way in them."""
+def _resumed(in_flight: Buffers, carry: Carry, mesh: Mesh) -> dict[str, Any]:
+    """The buffers of `carry` with what is in flight."""
 
     def one(array, buffer):
         to = jax.typeof(buffer).sharding.spec
@@ -343,349 +258,54 @@ def _landed(flight: Flight, carry: _Carry, mesh: jax.sharding.Mesh) -> dict[str,
             array = sharding.to_local(mesh, STAGE, array)[0]
         return jax.sharding.reshard(array, to)
 
-    buffers = Flight(carry.inputs, carry.gradients, carry.kept)
-    return jax.tree.map(one, flight, buffers)._asdict()
+    buffers = Buffers(carry.inputs, carry.gradients, carry.saved)
+    return jax.tree.map(one, in_flight, buffers)._asdict()
 
 
-def _buffers(
-    run: _Run, kept: _Kept | None, noted: tuple[dot.WeightGradRecord, ...]
-) -> dict[str, Any]:
-    """Empty places for everything that waits."""
-    places = run.program.places
-    of = lambda name: _buffer(run.x_type, places[name]) if places[name] else None  # noqa: E731
-    return {
-        "inputs": of("inputs"),
-        "gradients": of("gradients"),
-        "kept": () if kept is None else tuple(_buffer(k, places["kept"]) for k in kept.stored),
-        "products": tuple(
-            jax.tree.map(lambda leaf: _buffer(leaf, places["products"]), note.types)
-            for note in noted
-        ),
-    }
+# ------------------------------------------------------------------------- each stage's own arrays
 
 
-def hidden(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Arrays split over `stage` along their first dimension, with that axis hidden."""
+def to_stages(tree: Any, mesh: Mesh) -> Any:
+    """Arrays split over `stage` along their first dimension, with that axis local."""
     return jax.tree.map(lambda array: sharding.to_local(mesh, STAGE, array), tree)
 
 
-def revealed(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The reverse of `hidden`."""
+def from_stages(tree: Any, mesh: Mesh) -> Any:
+    """The inverse of `to_stages`."""
     return jax.tree.map(lambda array: sharding.from_local(mesh, STAGE, array), tree)
 
 
-def _by_stage(numbers: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Each stage's share of `numbers`."""
-    to = NamedSharding(mesh, PartitionSpec("stage"))
-    return hidden(jax.sharding.reshard(jnp.asarray(numbers), to), mesh)
-
-
-def of_stage(to: NamedSharding) -> NamedSharding:
-    """The sharding of an array as staged, with `stage` hidden."""
+def stage_sharding(to: NamedSharding) -> NamedSharding:
+    """The sharding of an array [slots, ...] after `to_stages`."""
     return NamedSharding(to.mesh, sharding.split_as(to.spec, None, *to.spec.partitions[1:]))
 
 
-def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    kind = leaf.sharding
-    shape = (leaf.shape[0] // kind.mesh.shape["stage"], *leaf.shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=of_stage(kind))
+def _by_stage(numbers: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Each stage's share of `numbers`."""
+    to = NamedSharding(mesh, PartitionSpec("stage"))
+    return to_stages(jax.sharding.reshard(jnp.asarray(numbers), to), mesh)
 
 
-def _longer(leaf: jax.ShapeDtypeStruct, times: int) -> jax.ShapeDtypeStruct:
-    shape = (leaf.shape[0] * times, *leaf.shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _kinds(parts: ModelChunks, kinds: tuple, mesh: jax.sharding.Mesh) -> tuple | jax.Array:
-    """The kinds of every part's layers, or int[places of this stage] where parts differ."""
-    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in parts.slots]
-    by_part = {tuple(at[i : i + parts.size]) for i in range(0, len(at), parts.size)}
-    if len(by_part) == 1:
-        return by_part.pop()
+def _kinds(chunks: ModelChunks, kinds: tuple, mesh: Mesh) -> tuple | jax.Array:
+    """The kinds of every chunk's layers, or int[slots of this stage] where chunks differ."""
+    at = [EMPTY if layer == EMPTY else kinds[layer] for layer in chunks.slots]
+    by_chunk = {tuple(at[i : i + chunks.size]) for i in range(0, len(at), chunks.size)}
+    if len(by_chunk) == 1:
+        return by_chunk.pop()
     names = sorted(set(kinds))
     numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
     return _by_stage(np.array(numbers, np.int32), mesh)
 
 
-def _present(program: Program, ticks: slice) -> dict[str, Any]:
-    """What is in these ticks: True = in all, None = in some, False = in none."""
-
-    def how_many(array):
-        there = array[ticks] >= 0
-        return True if there.all() else None if there.any() else False
-
-    kinds = program.table.kind[ticks]
-    return {
-        "kinds": set(np.unique(kinds).tolist()) - {IDLE},
-        "embeds": how_many(program.operation["embeds"]),
-        "loses": how_many(program.operation["loses"]),
-        "unembeds": how_many(program.operation["unembeds"]),
-        "arrivals": {
-            distance: {n: how_many(a) for n, a in names.items() if how_many(a) is not False}
-            for distance, names in program.arrivals.items()
-            if any(how_many(array) is not False for array in names.values())
-        },
-    }
-
-
-def _tick(
-    run: _Run,
-    kept: _Kept | None,
-    noted: tuple[dot.WeightGradRecord, ...],
-    present: dict[str, Any],
-    carry: _Carry,
-    row,
-) -> _Carry:
-    """One tick. `present` says what the ticks of its loop have at all, so that others are not in
-    the program."""
-    row = run.wait(carry.turn, row)
-    mine = lambda name: _read(row[name], run.me)  # noqa: E731
-    chunk, microbatch = mine("chunk"), mine("microbatch")
-
-    if FORWARD in present["kinds"] and carry.inputs is not None and carry.blocks is not None:
-        # Not before the tick before has ended: what it works with takes as much room.
-        inputs, blocks = jax.lax.optimization_barrier((carry.inputs, carry.blocks))
-        carry = carry._replace(inputs=inputs, blocks=blocks)
-    if present["embeds"] is not False:
-        entered = _if(
-            row["embeds"] >= 0, present["embeds"] and not run.in_turn,
-            lambda: run.embedded(None, row["embeds"]),
-            lambda: sharding.zeros(run.x_type),
-        )  # fmt: skip
-
-    def forward() -> _Made:
-        x_BTD = entered if carry.inputs is None else _read(carry.inputs, mine("inputs"))
-        if present["embeds"] is not False and carry.inputs is not None:
-            x_BTD = jnp.where(mine("first") > 0, entered, x_BTD)
-        weights, sinks, beside, kinds = run.arguments(chunk, microbatch)
-        if run.sinks is None:
-            return _Made(run.pieces.part(weights, None, x_BTD, beside, kinds))
-        y_BTD, pull = run.differentiated(x_BTD, weights, sinks, beside, kinds)
-        values = zip(jax.tree.leaves(pull), kept.given, strict=True)
-        return _Made(y_BTD, kept=tuple(value for value, number in values if number is None))
-
-    def backward() -> _Made:
-        # A stage that has nothing to do makes gradients of zero.
-        gradient = jnp.where(mine("kind") == BACKWARD, _read(carry.gradients, mine("gradients")), 0)
-        leaves = jax.tree.leaves(run.arguments(chunk, microbatch))
-        stored = iter([_read(buffer, mine("kept")) for buffer in carry.kept])
-        values = [next(stored) if number is None else leaves[number] for number in kept.given]
-        gradient_x, gradients = jax.tree.unflatten(kept.structure, values)(gradient)
-        leaves = jax.tree.leaves(gradients, is_leaf=_is_factors)
-        return _Made(
-            gradient_x,
-            products=tuple(leaf for leaf in leaves if _is_factors(leaf)),
-            blocks=tuple(None if _is_factors(leaf) else leaf for leaf in leaves),
-        )
-
-    def weight() -> _Made:
-        found = [jax.tree.map(lambda b: _read(b, mine("products")), two) for two in carry.products]
-        mine_is = mine("kind") == WEIGHT
-        found = [each._replace(gradient=jnp.where(mine_is, each.gradient, 0)) for each in found]
-        sinks = jax.tree.leaves(run.sinks)
-        made = iter(zip(noted, found, strict=True))
-
-        def one(product, sink):
-            if not product:
-                return None
-            note, factors = next(made)
-            layer = lambda factors: sharding.to_buffer(note.gradient(factors), _row(sink))  # noqa: E731
-            return jax.lax.map(layer, factors)
-
-        products = jax.tree.leaves(run.pieces.products)
-        return _Made(None, blocks=tuple(map(one, products, sinks)))
-
-    operations = {FORWARD: forward, BACKWARD: backward, WEIGHT: weight}
-    operations = {kind: operations[kind] for kind in sorted(present["kinds"])}
-    if len(operations) == 1:
-        # A stage without an operation does what the others do, and nobody uses what comes out.
-        made = next(iter(operations.values()))()
-    else:
-        branch = jnp.searchsorted(np.array([IDLE, *operations]), mine("kind"))
-        made = _switch(branch, list(operations.values()))
-    # Stages that keep nothing now write where nothing is: a choice would need the old value too.
-    if made.kept:
-        at = mine("keeps")
-        kept_now = [_written(b, at, v) for b, v in zip(carry.kept, made.kept, strict=True)]
-        carry = carry._replace(kept=tuple(kept_now))
-    if made.products:
-        put = lambda buffer, new: _written(buffer, mine("puts"), new)  # noqa: E731
-        products = [
-            jax.tree.map(put, *two) for two in zip(carry.products, made.products, strict=True)
-        ]
-        carry = carry._replace(products=tuple(products))
-    if made.blocks:
-        carry = carry._replace(blocks=_added(run, carry.blocks, made.blocks, chunk, microbatch))
-    sent = made.sent
-    if sent is None:
-        return carry
-
-    carry = carry._replace(turn=run.done(carry.turn, sent))
-    stage_of = run.program.table.stage_of
-    for name, function, stage in (
-        ("loses", _lose, stage_of[-1]),
-        ("unembeds", _unembed, stage_of[0]),
-    ):
-        if present[name] is not False:
-            row = run.wait(carry.turn, row)
-            apply = functools.partial(function, run, stage, row, sent)
-            always = present[name] and not run.in_turn
-            carry = _if(row[name] >= 0, always, apply, lambda carry: carry, carry)
-    for distance, names in present["arrivals"].items():
-        arrived = run.shifted(run.wait(carry.turn, sent), distance)
-        carry = carry._replace(turn=run.done(carry.turn, arrived))
-        for name, always in names.items():
-            at = mine(f"{name}+{distance}")
-            buffer = _written(carry._asdict()[name], at, arrived, None if always else at >= 0)
-            carry = carry._replace(**{name: buffer})
-    return carry
-
-
-def _lose(run: _Run, stage: int, row, sent, carry: _Carry) -> _Carry:
-    """Losses of a microbatch that went through the last part, and its gradient's way back."""
-    microbatch, at = row["loses"], _read(row["losing"], run.me)
-    x_BTD, rows = run.spread(sent, stage), run.rows(microbatch)
-    outer = run.version(run.outer, microbatch)
-    if run.sinks is None:
-        found = run.pieces.losses(outer, None, x_BTD, rows)
-        losses = _with(run, carry.losses, found, microbatch)
-        return carry._replace(losses=losses, turn=run.done(carry.turn, x_BTD))
-
-    def loss(x_BTD, sinks):
-        found = run.pieces.losses(outer, sinks, x_BTD, rows)
-        return found[0], found
-
-    sinks = run.sinks_of(run.pieces.losses_names)
-    _, pull, found = jax.vjp(loss, x_BTD, sinks, has_aux=True)
-    gradient_x, gradients = pull(jnp.ones(()))
-    return carry._replace(
-        losses=_with(run, carry.losses, found, microbatch),
-        outer=carry.outer | _with(run, carry.outer, gradients, microbatch),
-        gradients=_written(carry.gradients, at, gradient_x, at >= 0),
-        turn=run.done(carry.turn, gradient_x),
+def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    to, stages = stage_sharding(leaf.sharding), leaf.sharding.mesh.shape["stage"]
+    return _with_rows(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to), leaf.shape[0] // stages
     )
 
 
-def _unembed(run: _Run, stage: int, row, sent, carry: _Carry) -> _Carry:
-    """Gradients of the embedding from a microbatch's way back through the first part."""
-    microbatch, gradient = row["unembeds"], run.spread(sent, stage)
-    sinks = run.sinks_of(run.pieces.embed_names)
-    _, pull = jax.vjp(lambda sinks: run.embedded(sinks, microbatch), sinks)
-    outer = carry.outer | _with(run, carry.outer, *pull(gradient), microbatch)
-    return carry._replace(outer=outer, turn=run.done(carry.turn, gradient))
-
-
-def _if(condition, always, function: Callable, otherwise: Callable, *arguments):
-    """`always`: True if the condition holds in every tick."""
-    if always is True:
-        return function(*arguments)
-    return jax.lax.cond(condition, function, otherwise, *arguments)
-
-
-def _with(run: _Run, total: Any, new: Any, microbatch) -> Any:
-    """`total` [ages, ...] with `new` added in the row of a microbatch's step."""
-    if isinstance(new, dict):
-        total = {name: total[name] for name in new}
-    add = lambda old, one: _plus(old, one[None], run.age(microbatch))  # noqa: E731
-    return jax.tree.map(add, total, new)
-
-
-def _added(run: _Run, total: tuple, gradients: tuple, chunk, microbatch) -> tuple:
-    """`total`, over a stage's layers, with the gradients of one part; None is not added."""
-    at = (run.age(microbatch) * run.parts.per_stage + chunk) * run.parts.size
-    each = zip(total, gradients, strict=True)
-    return tuple(old if new is None else _plus(old, new, at) for old, new in each)
-
-
-def _plus(total: jax.Array, new: jax.Array, at) -> jax.Array:
-    """`total` with `new` added to its rows from `at` on."""
-    new = new.astype(total.dtype)
-    if new.shape != total.shape:
-        # Of an array that is not summed yet no slice can be taken.
-        new = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), new, at, 0)
-    return total + new
-
-
-def _is_factors(leaf: Any) -> bool:
-    return isinstance(leaf, dot.WeightGradOperands)
-
-
-def _row(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of one layer's share of an array over layers."""
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, sharding.split_as(spec, *spec.partitions[1:]))
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=to)
-
-
-def _noted(run: _Run) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
-    """The products of a part, with types over its layers, and sinks that leave their gradients."""
-    size = run.parts.size
-    sinks = jax.tree.map(
-        lambda leaf, product: dot.WeightGradRecord() if product else leaf,
-        run.sinks,
-        run.pieces.products,
-    )
-
-    def trace(x_BTD):
-        weights, _, beside, kinds = run.arguments(0, 0)
-        given = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), sinks)
-        return run.pieces.part(weights, given, x_BTD, beside, kinds)
-
-    jax.eval_shape(trace, run.x_type)
-    is_note = lambda leaf: isinstance(leaf, dot.WeightGradRecord)  # noqa: E731
-    notes = [leaf for leaf in jax.tree.leaves(sinks, is_leaf=is_note) if is_note(leaf)]
-    for note in notes:
-        note.types = jax.tree.map(lambda leaf: _stacked(leaf, size), note.types)
-    return tuple(notes), jax.tree.map(
-        lambda leaf: leaf.types if is_note(leaf) else leaf, sinks, is_leaf=is_note
-    )
-
-
-def _read(buffer: jax.Array, at) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(buffer, at, keepdims=False)
-
-
-def _written(buffer: jax.Array, at, value: jax.Array, where=None) -> jax.Array:
-    """`buffer` with `value` at one place, if `where` is None or true."""
-    if where is not None:
-        at = jnp.maximum(at, 0)
-        value = jnp.where(where, value, _read(buffer, at))
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
-
-
-def _switch(branch, functions: list[Callable]) -> _Made:
-    """What one of the functions makes, and zeros in the place of what others make; 0 = none.
-
-    Conditionals copy what they change, so none changes a buffer.
-    """
-    types = [jax.eval_shape(function) for function in functions]
-    sent = next(made.sent for made in types if made.sent is not None)
-    longest = lambda name: max((getattr(made, name) for made in types), key=len)  # noqa: E731
-    each = zip(*(made.blocks for made in types if made.blocks), strict=True)
-    blocks = tuple(next((leaf for leaf in leaves if leaf is not None), None) for leaves in each)
-    whole = _Made(sent, longest("kept"), longest("products"), blocks)
-
-    def filled(function):
-        made = function()
-        empty = jax.tree.map(sharding.zeros, whole)
-        blocks = made.blocks or empty.blocks
-        return _Made(
-            empty.sent if made.sent is None else made.sent,
-            made.kept or empty.kept,
-            made.products or empty.products,
-            tuple(
-                zero if leaf is None else leaf
-                for leaf, zero in zip(blocks, empty.blocks, strict=True)
-            ),
-        )
-
-    nothing = lambda: jax.tree.map(sharding.zeros, whole)  # noqa: E731
-    branches = [nothing, *(functools.partial(filled, function) for function in functions)]
-    return jax.lax.switch(branch, branches)
-
-
-def _buffer(leaf: jax.ShapeDtypeStruct, places: int) -> jax.Array:
-    return sharding.zeros(_stacked(leaf, places))
+def _with_rows(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
 
 
 def _stacked(leaf: jax.ShapeDtypeStruct, num: int) -> jax.ShapeDtypeStruct:
@@ -697,19 +317,3 @@ def _stacked(leaf: jax.ShapeDtypeStruct, num: int) -> jax.ShapeDtypeStruct:
 def _type(array: Any) -> Any:
     kind = jax.typeof(array)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding)
-
-
-def _kept(run: _Run) -> _Kept:
-    """What one part keeps of one microbatch."""
-    found = []
-
-    def trace(x_BTD, arguments):
-        _, pull = run.differentiated(x_BTD, *arguments)
-        values, structure = jax.tree.flatten(pull)
-        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
-        given = tuple(numbers.get(id(value)) for value in values)
-        stored = tuple(_type(v) for v, number in zip(values, given, strict=True) if number is None)
-        found.append(_Kept(structure, given, stored))
-
-    jax.eval_shape(lambda x: trace(x, run.arguments(0, 0)), run.x_type)
-    return found[0]

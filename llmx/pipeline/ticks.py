@@ -1,13 +1,13 @@
-"""From a pipeline's table to a program for stages: what each does in each tick, in which loop, and
-where every value waits.
+"""From a pipeline's table to a program for its stages: rows of operations, loops over ticks, and
+the buffer slot of every value.
 
-Stages run one program on arrays of one shape, so every stage has as many places for a kind of value
-as the stage that needs most. Which place, and which microbatch, is data: int arrays over ticks and
-stages.
+Stages run one program on arrays of one shape, so every stage has as many slots for a kind of value
+as the stage that needs most. Slots and microbatches are data: int arrays over ticks and stages.
 """
 
 import dataclasses
 import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,31 +15,57 @@ from llmx.pipeline import schedule
 from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Table
 from llmx.pipeline.stages import ModelChunks
 
+# (microbatch, model chunk) -> (stage, first tick, last tick), both inclusive
+Lifetimes = dict[tuple[int, int], tuple[int, int, int]]
+
+
+class Row(NamedTuple):
+    """Operations of ticks: int arrays [ticks, stages], or [ticks] where all stages take part.
+
+    -1 = none. Microbatches of a periodic table's previous step are numbered after those of this
+    one. Arrivals are by distance: how many stages the receiver is further than the sender.
+    """
+
+    chunk: Any  # which of its stage's model chunks is worked on
+    embedding: Any  # [ticks], the microbatch whose tokens are looked up
+    is_first: Any  # 1 where the chunk is the model's first
+    gradient_slot: Any  # read by BACKWARD
+    gradient_arrivals: dict[int, Any]  # slot for what arrives at the end of the tick
+    input_slot: Any  # read by FORWARD
+    input_arrivals: dict[int, Any]
+    save_slot: Any  # of saved activations, written by FORWARD
+    saved_slot: Any  # read by BACKWARD
+    kind: Any
+    head: Any  # [ticks], the microbatch whose losses are computed
+    head_gradient_slot: Any  # for the gradient that the head computes
+    microbatch: Any
+    deferred_slot: Any  # read by WEIGHT
+    defer_slot: Any  # of deferred weight gradients, written by BACKWARD
+    embedding_gradient: Any  # [ticks], the microbatch whose gradient reaches the embedding
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What each stage does in each tick, with the places of all values: int arrays [ticks, stages],
-    or [ticks] where all stages take part; -1 = none."""
+    """What each stage does in each tick."""
 
     table: Table
-    operation: dict[str, np.ndarray]
-    arrivals: dict[int, dict[str, np.ndarray]]  # by how many stages further the receiver is
-    places: dict[str, int]  # of each buffer
+    rows: Row
+    slots: dict[str, int]  # of each buffer: inputs, gradients, saved, deferred
     loops: list[tuple[int, int, int]]  # (first tick, ticks in the body, iterations)
 
 
-def runs(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
+def loops_of(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
     """Ticks with these kinds of operations as loops: (first, ticks in the body, iterations).
 
-    Ticks of one kind in a row are a loop, and so are ticks of one kind that alternate with those of
-    another. All between the first and the last tick of several kinds are one.
+    Consecutive ticks of one kind are a loop, and so are ticks that alternate between two kinds. All
+    ticks between the first and the last one with several kinds are one loop.
     """
-    several = [tick for tick, each in enumerate(kinds) if len(each) > 1]
+    several = [tick for tick, kinds_of in enumerate(kinds) if len(kinds_of) > 1]
     start, stop = (several[0], several[-1] + 1) if several else (len(kinds),) * 2
-    found, at = [], 0
+    loops, at = [], 0
     while at < len(kinds):
         if at == start:
-            found.append((start, 1, stop - start))
+            loops.append((start, 1, stop - start))
             at = stop
             continue
         end = start if at < start else len(kinds)
@@ -50,138 +76,178 @@ def runs(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
                 times += 1
             covered.append((length * times if times > 1 or length == 1 else 0, -length, times))
         _, length, times = max(covered)
-        found.append((at, -length, times))
+        loops.append((at, -length, times))
         at += -length * times
-    return found
+    return loops
 
 
 def program(table: Table) -> Program:
-    """Places for all values of a table."""
-    ticks, stages = table.kind.shape
-    stage_of, last = table.stage_of, table.num_chunks - 1
-    chunk_of = ModelChunks((1,) * table.num_chunks, tuple(stage_of)).local_index
-    # (kind, microbatch, part) -> tick; of a periodic table, from the beginning of the period in
+    """Loops over the ticks of a table, and slots for all its values."""
+    # (kind, microbatch, chunk) -> tick; of a periodic table, from the beginning of the period in
     # which the microbatch enters.
-    counted = schedule.operation_ticks(table)
-    when = {tuple(map(int, key)): int(counted[tuple(key)]) for key in np.argwhere(counted >= 0)}
+    ticks_of = schedule.operation_ticks(table)
+    when = {tuple(map(int, key)): int(ticks_of[tuple(key)]) for key in np.argwhere(ticks_of >= 0)}
+    lifetimes = _lifetimes(table, when)
+    slot_of, slots = {}, {}
+    for name, values in lifetimes.items():
+        slot_of[name], slots[name] = _assigned(table, values)
+    loops = loops_of([frozenset(row) - {IDLE} for row in table.kind.tolist()])
+    rows = _rows(table, when, slot_of)
+    _fill_written(table, rows, lifetimes, slot_of, slots, loops)
+    _fill_idle_microbatches(table, rows, slots["saved"])
+    return Program(table, rows, slots, loops)
 
-    # Each value's stage and first and last tick, by (microbatch, part).
-    lives = {name: {} for name in ("inputs", "kept", "gradients", "products")}
+
+def _lifetimes(table: Table, when: dict[tuple[int, int, int], int]) -> dict[str, Lifetimes]:
+    """By buffer, how long each value is needed."""
+    stage_of, last = table.stage_of, table.num_chunks - 1
+    lifetimes = {name: {} for name in ("inputs", "saved", "gradients", "deferred")}
     for (kind, m, k), tick in when.items():
         stage = stage_of[k]
         if kind == FORWARD:
             if k > 0:
-                lives["inputs"][m, k] = (stage, when[FORWARD, m, k - 1] + 1, tick)
+                lifetimes["inputs"][m, k] = (stage, when[FORWARD, m, k - 1] + 1, tick)
             if (BACKWARD, m, k) in when:
-                lives["kept"][m, k] = (stage, tick, when[BACKWARD, m, k])
+                lifetimes["saved"][m, k] = (stage, tick, when[BACKWARD, m, k])
         elif kind == BACKWARD:
             came = when[FORWARD, m, k] if k == last else when[BACKWARD, m, k + 1]
-            lives["gradients"][m, k] = (stage, came + 1, tick)
+            lifetimes["gradients"][m, k] = (stage, came + 1, tick)
             if (WEIGHT, m, k) in when:
-                lives["products"][m, k] = (stage, tick, when[WEIGHT, m, k])
-    place, places = {}, {}
-    for name, values in lives.items():
-        place[name], places[name] = {}, 0
-        for stage in range(stages):
-            here = {key: life[1:] for key, life in values.items() if life[0] == stage}
-            if here:
-                share = _shared_places if table.periodic else schedule.slots
-                numbers, count = share(*zip(*here.values(), strict=True), *[ticks] * table.periodic)
-                place[name] |= dict(zip(here, map(int, numbers), strict=True))
-                places[name] = max(places[name], int(count))
+                lifetimes["deferred"][m, k] = (stage, tick, when[WEIGHT, m, k])
+    return lifetimes
 
-    none = lambda *shape: np.full(shape, -1)  # noqa: E731
-    kinds = [frozenset(row) - {IDLE} for row in table.kind.tolist()]
-    loops = runs(kinds)
-    made_in = {}  # by tick, the kinds of operations in its loop
-    for first, length, times in loops:
-        for at in range(length):
-            ticks_of = range(first + at, first + length * times, length)
-            made_in |= dict.fromkeys(ticks_of, frozenset().union(*(kinds[t] for t in ticks_of)))
-    names = ("kind", "microbatch", "chunk", "first", "losing", "keeps", "puts", *lives)
-    operation = {name: none(ticks, stages) for name in names}
-    operation |= {name: none(ticks) for name in ("embeds", "loses", "unembeds")}
-    arrivals = {}
-    # In a tick of forward operations every stage keeps something: one without an operation where
-    # nothing is. In a tick of backward operations it differentiates whatever was put in a place
-    # last, with the microbatch that it was made from.
-    taken = {
-        name: [_taken(lives[name], place[name], stage, ticks) for stage in range(stages)]
-        for name in ("kept", "products")
-    }
-    content = np.zeros((stages, places["kept"] + 1), int)
-    for tick, stage in itertools.product(range(ticks), range(stages)):
-        row = {name: array[tick] for name, array in operation.items()}
-        kind, m, k = (int(a[tick, stage]) for a in (table.kind, table.microbatch, table.chunk))
-        row["kind"][stage] = kind
-        row["first"][stage] = k == 0
-        if kind == IDLE:
-            number, row["chunk"][stage] = content[stage, 0], 0
+
+def _assigned(table: Table, values: Lifetimes) -> tuple[dict[tuple[int, int], int], int]:
+    """The slot of each value on its stage, and the number of slots of the stage with most."""
+    slot_of, most = {}, 0
+    for stage in range(table.num_stages):
+        spans = {key: span for key, (at, *span) in values.items() if at == stage}
+        if not spans:
+            continue
+        starts, ends = zip(*spans.values(), strict=True)
+        if table.periodic:
+            numbers, count = _periodic_slots(starts, ends, table.num_ticks)
         else:
-            row["chunk"][stage] = chunk_of[k]
-            # Microbatches of the step before come after those of this one.
-            age = when[kind, m, k] // ticks
-            number = m + age * table.num_microbatches
-        row["microbatch"][stage] = number
-        for name in lives:
-            row[name][stage] = place[name].get((m, k), 0)
-        for name, column, maker in (("kept", "keeps", FORWARD), ("products", "puts", BACKWARD)):
-            if kind == maker and (m, k) in place[name]:
-                row[column][stage] = place[name][m, k]
-            elif lives[name] and maker in made_in[tick]:
-                there = taken[name][stage][tick]
-                row[column][stage] = next(n for n in itertools.count() if n not in there)
-                places[name] = max(places[name], int(row[column][stage]) + 1)
-        if FORWARD in table.kind[tick]:
-            content[stage, row["keeps"][stage]] = number
-        if kind == FORWARD:
-            if k == 0:
-                operation["embeds"][tick] = number
-            if k == last:
-                operation["loses"][tick] = number
-                row["losing"][stage] = place["gradients"].get((m, k), -1)
+            numbers, count = schedule.slots(starts, ends)
+        slot_of |= dict(zip(spans, map(int, numbers), strict=True))
+        most = max(most, int(count))
+    return slot_of, most
+
+
+def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
+    """The rows of the table's operations, without what is written for `_fill_written`."""
+    ticks, stages = table.kind.shape
+    stage_of, last = table.stage_of, table.num_chunks - 1
+    chunk_of = ModelChunks((1,) * table.num_chunks, tuple(stage_of)).local_index
+    none = lambda *shape: np.full(shape, -1)  # noqa: E731
+    rows = Row(
+        chunk=np.where(table.kind == IDLE, 0, np.array(chunk_of)[table.chunk]),
+        embedding=none(ticks), head=none(ticks), embedding_gradient=none(ticks),
+        is_first=(table.chunk == 0).astype(int), kind=table.kind, microbatch=none(ticks, stages),
+        input_slot=np.zeros((ticks, stages), int), gradient_slot=np.zeros((ticks, stages), int),
+        saved_slot=np.zeros((ticks, stages), int), deferred_slot=np.zeros((ticks, stages), int),
+        save_slot=none(ticks, stages), defer_slot=none(ticks, stages),
+        head_gradient_slot=none(ticks, stages), input_arrivals={}, gradient_arrivals={},
+    )  # fmt: skip
+    reads = dict(
+        inputs=rows.input_slot, saved=rows.saved_slot,
+        gradients=rows.gradient_slot, deferred=rows.deferred_slot,
+    )  # fmt: skip
+    arrivals = {"inputs": rows.input_arrivals, "gradients": rows.gradient_arrivals}
+    for tick, stage, (kind, m, k) in table.operations():
+        number = m + when[kind, m, k] // ticks * table.num_microbatches
+        rows.microbatch[tick, stage] = number
+        for name, read in reads.items():
+            read[tick, stage] = slot_of[name].get((m, k), 0)
+        if kind == FORWARD and k == 0:
+            rows.embedding[tick] = number
+        if kind == FORWARD and k == last:
+            rows.head[tick] = number
+            rows.head_gradient_slot[tick, stage] = slot_of["gradients"].get((m, k), -1)
         if kind == BACKWARD and k == 0:
-            operation["unembeds"][tick] = number
+            rows.embedding_gradient[tick] = number
         name, to = {FORWARD: ("inputs", k + 1), BACKWARD: ("gradients", k - 1)}.get(kind, ("", -1))
-        if (m, to) in place.get(name, ()):
+        if (m, to) in slot_of.get(name, ()):
             distance = int(stage_of[to] - stage) % stages
-            came = arrivals.setdefault(
-                distance, {name: none(ticks, stages) for name in ("inputs", "gradients")}
-            )
-            came[name][tick, stage_of[to]] = place[name][m, to]
-    return Program(table, operation, arrivals, places, loops)
+            for each in arrivals.values():
+                each.setdefault(distance, none(ticks, stages))
+            arrivals[name][distance][tick, stage_of[to]] = slot_of[name][m, to]
+    return rows
 
 
-def _shared_places(starts, ends, period: int) -> tuple[list[int], int]:
-    """As `pipeline.slots`, for values that come again every `period` ticks."""
+def _fill_written(table: Table, rows: Row, lifetimes, slot_of, slots, loops) -> None:
+    """Sets the slots that operations write, in place.
+
+    In ticks whose loop has such an operation every stage writes; a stage without one writes to a
+    slot that is free, for which `slots` grows if it must.
+    """
+    kinds = [set(row) for row in table.kind.tolist()]
+    loop_kinds = [set()] * table.num_ticks
+    for first, length, times in loops:
+        for tick in range(first, first + length):
+            same = range(tick, first + length * times, length)
+            for other in same:
+                loop_kinds[other] = set().union(*(kinds[t] for t in same))
+    for name, written, maker in (
+        ("saved", rows.save_slot, FORWARD),
+        ("deferred", rows.defer_slot, BACKWARD),
+    ):
+        occupied = [
+            _occupied(lifetimes[name], slot_of[name], stage, table.num_ticks)
+            for stage in range(table.num_stages)
+        ]
+        for cell in itertools.product(range(table.num_ticks), range(table.num_stages)):
+            key = int(table.microbatch[cell]), int(table.chunk[cell])
+            if table.kind[cell] == maker and key in slot_of[name]:
+                written[cell] = slot_of[name][key]
+            elif lifetimes[name] and maker in loop_kinds[cell[0]]:
+                used = occupied[cell[1]][cell[0]]
+                written[cell] = next(n for n in itertools.count() if n not in used)
+                slots[name] = max(slots[name], int(written[cell]) + 1)
+
+
+def _fill_idle_microbatches(table: Table, rows: Row, num_slots: int) -> None:
+    """Sets the microbatch of idle stages, in place.
+
+    In a tick of backward operations an idle stage differentiates what was last written to a slot:
+    it needs the microbatch from which that was computed.
+    """
+    content = np.zeros((table.num_stages, num_slots + 1), int)
+    for tick, stage in itertools.product(range(table.num_ticks), range(table.num_stages)):
+        if table.kind[tick, stage] == IDLE:
+            rows.microbatch[tick, stage] = content[stage, 0]
+        if FORWARD in table.kind[tick]:
+            content[stage, rows.save_slot[tick, stage]] = rows.microbatch[tick, stage]
+
+
+def _periodic_slots(starts, ends, period: int) -> tuple[list[int], int]:
+    """As `schedule.slots`, for values that come again every `period` ticks."""
     spans = list(zip(starts, ends, strict=True))
-    alive = [
+    alive = max(
         sum((end - tick) // period - (start - 1 - tick) // period for start, end in spans)
         for tick in range(period)
-    ]
-    if max(alive) > len(spans):
+    )
+    if alive > len(spans):
         raise ValueError(
-            f"{max(alive)} of {len(spans)} values are alive at a time in a period of {period} "
+            f"{alive} of {len(spans)} values are alive at a time in a period of {period} "
             "ticks: use a table with more microbatches"
         )
-    # In blocks of at least as many as are alive at a time, one after the other.
-    num_blocks = len(spans) // max(alive)
-    in_turn = np.argsort(starts)
-    blocks = np.array_split(in_turn, num_blocks)
-    places = np.empty(len(spans), int)
+    # Blocks of at least as many values as are alive at a time, one block after the other.
+    slots = np.empty(len(spans), int)
+    blocks = np.array_split(np.argsort(starts), len(spans) // alive)
     for block in blocks:
-        places[block] = np.arange(len(block))
-    return places.tolist(), max(map(len, blocks))
+        slots[block] = np.arange(len(block))
+    return slots.tolist(), max(map(len, blocks))
 
 
-def _taken(lives: dict, place: dict, stage: int, ticks: int) -> list[set[int]]:
-    """By tick, the places of a stage that are taken."""
-    taken = [set() for _ in range(ticks)]
-    for key, (at, first, end) in lives.items():
+def _occupied(lifetimes: Lifetimes, slot_of: dict, stage: int, ticks: int) -> list[set[int]]:
+    """By tick, the slots of a stage that hold a value."""
+    occupied = [set() for _ in range(ticks)]
+    for key, (at, first, end) in lifetimes.items():
         if at == stage:
             for tick in range(first, end + 1):
-                taken[tick % ticks].add(place[key])
-    return taken
+                occupied[tick % ticks].add(slot_of[key])
+    return occupied
 
 
 def forwards(table: Table) -> Table:

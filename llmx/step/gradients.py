@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from llmx import sharding
 from llmx.model import apply as apply_lib
 from llmx.model import decoder, dot
-from llmx.pipeline import executor, ticks
+from llmx.pipeline import executor, tick, ticks
 from llmx.pipeline.schedule import Table
 from llmx.step.state import Batch, Setup, Stale, placed
 from llmx.sync import strategy
@@ -125,9 +125,7 @@ def abstract_stale(setup: Setup) -> Stale:
     types, sinks = _pipeline_sinks(setup)
 
     def make(params, batch):
-        made, flight = run_pipeline(
-            setup, setup.pipeline.table, [(params, batch)] * 2, 0.0, sinks, executor.Flight
-        )
+        made, flight = run_pipeline(setup, setup.pipeline.table, [(params, batch)] * 2, 0.0, sinks)
         losses = tuple(each[0] for each in made.losses)
         return Stale(params, batch, _finished(setup, types, made)[0], losses, flight)
 
@@ -137,7 +135,7 @@ def abstract_stale(setup: Setup) -> Stale:
     return jax.tree.map(lambda leaf: placed(leaf, place(leaf)), shapes)
 
 
-def _finished(setup: Setup, types, made: executor.Gradient) -> list:
+def _finished(setup: Setup, types, made: executor.Sums) -> list:
     """Gradients of this step, and of the step before if there is one, placed as gradients are."""
     ages = made.losses[0].shape[0]
     outer, blocks = _outside(setup.gradients), setup.gradients["blocks"]
@@ -147,7 +145,7 @@ def _finished(setup: Setup, types, made: executor.Gradient) -> list:
         return jax.sharding.reshard(leaf.astype(sink.dtype), NamedSharding(to.mesh, spec))
 
     def staged(leaf, sink, to):
-        leaf = jax.sharding.reshard(leaf.astype(sink.dtype), executor.of_stage(to))
+        leaf = jax.sharding.reshard(leaf.astype(sink.dtype), executor.stage_sharding(to))
         return jnp.reshape(
             leaf,
             (ages, -1, *leaf.shape[1:]),
@@ -159,7 +157,7 @@ def _finished(setup: Setup, types, made: executor.Gradient) -> list:
 
     def of(age: int):
         outer_of, blocks_of = jax.tree.map(lambda leaf: leaf[age], (outer, blocks))
-        return outer_of | {"blocks": executor.revealed(blocks_of, setup.mesh)}
+        return outer_of | {"blocks": executor.from_stages(blocks_of, setup.mesh)}
 
     return [of(age) for age in range(ages)]
 
@@ -168,7 +166,8 @@ def run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, f
     """What `executor.run_table` returns for (parameters, batch) of this step, and of the step
     before; losses are all, of the tokens, of z."""
     apply, run, parts = setup.apply, setup.run, setup.pipeline.chunks
-    inside = dataclasses.replace(run, place=executor.inside(run.place))
+    place = dataclasses.replace(run.place, local_axes=(*tick.STAGE, *run.place.local_axes))
+    inside = dataclasses.replace(run, place=place)
 
     def routed(outer, sinks):
         if sinks is None:
@@ -195,11 +194,11 @@ def run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, f
         return loss + z, loss, z
 
     tied, learned = setup.model.tied_head, setup.model.positions == "learned"
-    pieces = executor.Pieces(
+    pieces = tick.ModelFunctions(
         embed, beside, part, losses,
         embed_names=("embedding", *(["positions"] if learned else [])),
         losses_names=("norm", "embedding" if tied else "head"),
-        products=jax.tree.map(
+        uses_dot=jax.tree.map(
             lambda _, axes: "embed" in axes, setup.abstract.params["blocks"], setup.axes["blocks"]
         ),
     )  # fmt: skip
@@ -211,10 +210,10 @@ def run_pipeline(setup: Setup, table: Table, runs: list, z_loss: float, sinks, f
         return _microbatches(batch, table.num_microbatches)
 
     return executor.run_table(
-        ticks.program(table), parts, pieces, run.place,
+        ticks.program(table), parts, pieces, run.place.mesh,
         params=tuple((params["blocks"], _outside(params)) for params, _ in runs),
         batches=tuple(prepared(batch) for _, batch in runs),
-        kinds=setup.model.layer_kinds, sinks=sinks, flight=flight,
+        kinds=setup.model.layer_kinds, grad_buffers=sinks, in_flight=flight,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class Stale(NamedTuple):
     batch: dict[str, jax.Array]
     gradients: Any  # so far
     losses: tuple[jax.Array, ...]
-    flight: executor.Flight
+    flight: executor.Buffers
 
 
 class Report(NamedTuple):

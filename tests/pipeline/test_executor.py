@@ -180,7 +180,7 @@ def test_a_table_from_a_file(tmp_path):
     table = schedule.read_csv(path)
     assert schedule.check(table).peak_stash.tolist() == [2, 1]
     cell = Cell("1f1b", 2, 4, "fsdp2", num_layers=3)
-    assert ticks.program(table).places["kept"] == 2 + 1  # one to write to without an operation
+    assert ticks.program(table).slots["saved"] == 2 + 1  # one to write to without an operation
     trained = train(cell, batches(), pipeline__table=str(path))
     assert_equal(trained, reference("llama3", 3))
 
@@ -309,13 +309,13 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
 
 def test_buffers_are_those_of_the_table():
     """Places for what is kept: as many as microbatches are in flight, whatever their number."""
-    places = lambda name, m: ticks.program(schedules.SCHEDULES[name](4, m)).places  # noqa: E731
+    slots = lambda name, m: ticks.program(schedules.SCHEDULES[name](4, m)).slots  # noqa: E731
     for m in (8, 16, 64):
-        assert places("1f1b", m)["kept"] == 7
-        assert places("gpipe", m)["kept"] == m + 1  # and one to write to without an operation
-        assert places("zb_h1", m)["kept"] <= 5
-        assert places("pipedream_2bw", m)["kept"] <= 8
-        assert places("1f1b", m)["inputs"] <= 2
+        assert slots("1f1b", m)["saved"] == 7
+        assert slots("gpipe", m)["saved"] == m + 1  # and one to write to without an operation
+        assert slots("zb_h1", m)["saved"] <= 5
+        assert slots("pipedream_2bw", m)["saved"] <= 8
+        assert slots("1f1b", m)["inputs"] <= 2
 
 
 def test_only_the_executor_crosses_stages():

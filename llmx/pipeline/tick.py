@@ -1,0 +1,513 @@
+"""One tick of a pipeline: the operations of all stages, as functions of (carry, row).
+
+Each stage applies its operation, if it has one, to its own microbatch and model chunk. Then the
+results go to the stages that need them. The axis `stage` is local (`sharding.to_local`): arrays
+that differ from stage to stage have types that do not name it, and everything else is placed over
+the other axes as without stages.
+
+Mesh axes: neighbours on `stage` exchange activations and their gradients; sums over `stage` of what
+enters the head and of the gradient that leaves the embedding.
+
+Letters: B batch, T positions, D width, M microbatches.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx import sharding
+from llmx.model import dot
+from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
+from llmx.pipeline.stages import ModelChunks
+from llmx.pipeline.ticks import Program, Row
+
+STAGE = ("stage",)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelFunctions:
+    """A model as functions of one microbatch's rows (a dict of arrays [B, T]).
+
+    `outer` are the parameters of embedding and head by name, `weights` those of one chunk's layers,
+    each with gradient buffers (`sharding.accumulate_into`); None = not differentiated.
+
+      embed(outer, buffers, rows) -> x                            input of the first chunk
+      side_inputs(rows) -> tree                                   what every chunk takes beside x
+      apply_chunk(weights, buffers, x, side_inputs, kinds) -> x   one chunk
+      losses(outer, buffers, x, rows) -> tuple of scalars         of the last chunk's output; the
+                                                                  first is differentiated
+    """
+
+    embed: Callable
+    side_inputs: Callable
+    apply_chunk: Callable
+    losses: Callable
+    embed_names: tuple[str, ...]  # of `outer`, what embed and losses use
+    losses_names: tuple[str, ...]
+    uses_dot: Any  # for each of the layers' weights, whether `dot.dot` multiplies it
+
+
+class Residuals(NamedTuple):
+    """What the derivative of a chunk needs: its structure, and which values have to be saved."""
+
+    structure: Any
+    argument_of: tuple[int | None, ...]  # for each value, which of the arguments it is
+    saved: tuple[jax.ShapeDtypeStruct, ...]  # types of those that are no argument
+
+
+class Carry(NamedTuple):
+    """What goes from tick to tick. Buffers have a leading dimension of slots."""
+
+    inputs: jax.Array | None  # of chunks, until FORWARD
+    gradients: jax.Array | None  # of chunks' outputs, until BACKWARD
+    saved: tuple[jax.Array, ...]  # activations, from FORWARD to BACKWARD
+    deferred: tuple[dot.WeightGradOperands, ...]  # from BACKWARD to WEIGHT
+    blocks: tuple[jax.Array, ...]  # sums of gradients
+    outer: Any
+    losses: tuple[jax.Array, ...]
+    token: jax.Array  # int32 [], the ordering token: see `Links`
+
+
+class Results(NamedTuple):
+    """What an operation computes."""
+
+    sent: jax.Array | None  # the chunk's output, or the gradient of its input
+    saved: tuple[jax.Array, ...] = ()
+    deferred: tuple[dot.WeightGradOperands, ...] = ()
+    blocks: tuple[jax.Array | None, ...] = ()  # gradients of one chunk's weights
+
+
+class Assignment(NamedTuple):
+    """What this stage works on in a tick."""
+
+    chunk: jax.Array  # which of the stage's chunks
+    microbatch: jax.Array
+    embedded: jax.Array | None  # input of the model's first chunk
+
+
+class When(enum.Enum):
+    """In which ticks of a loop something happens."""
+
+    NEVER = 0
+    SOMETIMES = 1
+    ALWAYS = 2
+
+
+class Happening(NamedTuple):
+    """What happens in the ticks of a loop, so that its program has nothing else."""
+
+    kinds: frozenset[int]
+    embedding: When
+    head: When
+    embedding_gradient: When
+    arrivals: dict[int, dict[str, When]]  # by distance and buffer, without those that never do
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Communication between stages.
+
+    XLA:CPU starts loops and collectives that do not depend on each other in any order, on each
+    device in another, and then they wait for each other until XLA ends the process. There
+    communication is ordered by a token, which is always 0; the compiler cannot know that.
+    """
+
+    mesh: jax.sharding.Mesh
+
+    @property
+    def ordered(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    def completed(self, token: jax.Array, array: jax.Array) -> jax.Array:
+        """`token`, once `array` is computed."""
+        if not self.ordered:
+            return token
+
+        def local(array):
+            first = array.reshape(-1)[0]
+            return ((first != first) & (first == first)).astype(jnp.int32)
+
+        to = jax.typeof(array).sharding.spec
+        return token + jax.shard_map(
+            local, mesh=self.mesh, in_specs=to, out_specs=PartitionSpec(), check_vma=False
+        )(array)
+
+    def after(self, token: jax.Array, tree: Any) -> Any:
+        """`tree`, integers or arrays, once `token` is computed."""
+        if not self.ordered:
+            return tree
+        wait = lambda a: a + token if a.dtype == jnp.int32 else jnp.where(token == 0, a, 0)  # noqa: E731
+        return jax.tree.map(wait, tree)
+
+    def broadcast(self, x_BTD: jax.Array, stage: int) -> jax.Array:
+        """One stage's array on all stages."""
+
+        def local(x_BTD):
+            mine = jax.lax.axis_index(STAGE) == stage
+            return jax.lax.psum(jnp.where(mine, x_BTD, 0), STAGE)
+
+        return self._manual(local, x_BTD)
+
+    def shift(self, x_BTD: jax.Array, distance: int) -> jax.Array:
+        """Every stage's array on the stage `distance` further, in a circle."""
+        if distance == 0:
+            return x_BTD
+        stages = self.mesh.shape["stage"]
+        pairs = [(stage, (stage + distance) % stages) for stage in range(stages)]
+        return self._manual(lambda x_BTD: jax.lax.ppermute(x_BTD, STAGE, pairs), x_BTD)
+
+    def _manual(self, local: Callable, x_BTD: jax.Array) -> jax.Array:
+        to = jax.typeof(x_BTD).sharding.spec
+        return jax.shard_map(local, mesh=self.mesh, in_specs=to, out_specs=to, check_vma=False)(
+            x_BTD
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Context:
+    """What does not change from tick to tick."""
+
+    program: Program
+    chunks: ModelChunks
+    functions: ModelFunctions
+    links: Links
+    weights: tuple  # of this stage's layers: those that this step began with, the step before's
+    outer: tuple
+    batch: dict[str, jax.Array]  # [M, B, T], then the step before's
+    # Types of the gradients of this stage's layers; None = forward operations only. Those that the
+    # backward operation computes may be `dot.WeightGradOperands`.
+    block_buffers: Any
+    backward_buffers: Any
+    outer_buffers: Any
+    kinds: tuple[str, ...] | jax.Array  # of the layers of every chunk, or of this stage's slots
+    stage: jax.Array  # this stage's number
+    x_type: jax.ShapeDtypeStruct | None = None  # of what goes from chunk to chunk
+    residuals: Residuals | None = None
+    deferred: tuple[dot.WeightGradRecord, ...] = ()
+
+    def mine(self, array: jax.Array) -> jax.Array:
+        """This stage's entry of a row's array [stages]."""
+        return _read(array, self.stage)
+
+    def age(self, microbatch):
+        """0 for a microbatch of this step, 1 for one of the step before."""
+        return microbatch // self.program.table.num_microbatches
+
+    def version(self, versions: tuple, microbatch) -> Any:
+        """The parameters with which a microbatch goes through all chunks, forward and backward."""
+        if len(versions) == 1:
+            return versions[0]
+        old = self.age(microbatch) > 0
+        return jax.tree.map(lambda new, before: jnp.where(old, before, new), *versions)
+
+    def rows(self, microbatch) -> dict[str, jax.Array]:
+        """A microbatch's rows; of number 0 if it is negative."""
+        return jax.tree.map(lambda array: _read(array, jnp.maximum(microbatch, 0)), self.batch)
+
+    def arguments(self, chunk, microbatch) -> tuple:
+        """Weights, buffers, side inputs and kinds of one chunk and microbatch."""
+        size = self.chunks.size
+
+        def share(tree):
+            if self.chunks.per_stage == 1:
+                return tree
+            rows = lambda array: jax.lax.dynamic_slice_in_dim(array, chunk * size, size)  # noqa: E731
+            return jax.tree.map(rows, tree)
+
+        buffers = None
+        if self.block_buffers is not None:
+            buffers = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), self.backward_buffers)
+        kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
+        weights = share(self.version(self.weights, microbatch))
+        return weights, buffers, self.functions.side_inputs(self.rows(microbatch)), kinds
+
+    def empty_outer(self, names) -> dict:
+        return {name: jax.tree.map(sharding.zeros, self.outer_buffers[name]) for name in names}
+
+    def differentiated(self, x_BTD, weights, buffers, side_inputs, kinds):
+        """A chunk's output, and the function from its gradient to those of x and the buffers."""
+
+        def apply(x_BTD, buffers):
+            return self.functions.apply_chunk(weights, buffers, x_BTD, side_inputs, kinds)
+
+        return jax.vjp(apply, x_BTD, buffers)
+
+    def embedded(self, buffers, microbatch):
+        outer = self.version(self.outer, microbatch)
+        return self.functions.embed(outer, buffers, self.rows(microbatch))
+
+
+# ------------------------------------------------------------------------------------------ a tick
+
+
+def run_tick(context: Context, happening: Happening, carry: Carry, row: Row) -> Carry:
+    """One tick of all stages."""
+    links, mine = context.links, context.mine
+    row = links.after(carry.token, row)
+    chunk, microbatch = mine(row.chunk), mine(row.microbatch)
+    if FORWARD in happening.kinds and carry.inputs is not None:
+        # Not before the tick before has ended: what it works with takes as much memory.
+        inputs, blocks = jax.lax.optimization_barrier((carry.inputs, carry.blocks))
+        carry = carry._replace(inputs=inputs, blocks=blocks)
+    embedded = None
+    if happening.embedding is not When.NEVER:
+        embedded = _if(
+            row.embedding >= 0, happening.embedding is When.ALWAYS and not links.ordered,
+            lambda: context.embedded(None, row.embedding),
+            lambda: sharding.zeros(context.x_type),
+        )  # fmt: skip
+    assignment = Assignment(chunk, microbatch, embedded)
+    operations = {
+        kind: functools.partial(OPERATIONS[kind], context, carry, row, assignment)
+        for kind in sorted(happening.kinds)
+    }
+    if len(operations) == 1:
+        # A stage without an operation does what the others do, and its results are not used.
+        results = next(iter(operations.values()))()
+    else:
+        branch = jnp.searchsorted(np.array([IDLE, *operations]), mine(row.kind))
+        results = _switch(branch, list(operations.values()))
+    carry = _stored(context, carry, row, assignment, results)
+    if results.sent is None:
+        return carry
+    carry = carry._replace(token=links.completed(carry.token, results.sent))
+    carry, row = _ends(context, happening, carry, row, results.sent)
+    return _exchanged(context, happening, carry, row, results.sent)
+
+
+def _forward(context: Context, carry: Carry, row: Row, assignment: Assignment) -> Results:
+    """FORWARD: a chunk's output, and the activations that its derivative needs."""
+    chunk, microbatch, x_BTD = assignment
+    if carry.inputs is not None:
+        x_BTD = _read(carry.inputs, context.mine(row.input_slot))
+        if assignment.embedded is not None:
+            x_BTD = jnp.where(context.mine(row.is_first) > 0, assignment.embedded, x_BTD)
+    weights, buffers, side_inputs, kinds = context.arguments(chunk, microbatch)
+    if context.block_buffers is None:
+        return Results(context.functions.apply_chunk(weights, None, x_BTD, side_inputs, kinds))
+    y_BTD, pull = context.differentiated(x_BTD, weights, buffers, side_inputs, kinds)
+    values = zip(jax.tree.leaves(pull), context.residuals.argument_of, strict=True)
+    return Results(y_BTD, saved=tuple(value for value, number in values if number is None))
+
+
+def _backward(context: Context, carry: Carry, row: Row, assignment: Assignment) -> Results:
+    """BACKWARD: gradients of a chunk's input and weights, some of these deferred."""
+    mine, residuals = context.mine, context.residuals
+    # A stage without an operation computes gradients of zero.
+    works = mine(row.kind) == BACKWARD
+    gradient = jnp.where(works, _read(carry.gradients, mine(row.gradient_slot)), 0)
+    arguments = jax.tree.leaves(context.arguments(assignment.chunk, assignment.microbatch))
+    saved = iter([_read(buffer, mine(row.saved_slot)) for buffer in carry.saved])
+    values = [next(saved) if n is None else arguments[n] for n in residuals.argument_of]
+    gradient_x, gradients = jax.tree.unflatten(residuals.structure, values)(gradient)
+    is_deferred = lambda leaf: isinstance(leaf, dot.WeightGradOperands)  # noqa: E731
+    leaves = jax.tree.leaves(gradients, is_leaf=is_deferred)
+    return Results(
+        gradient_x,
+        deferred=tuple(leaf for leaf in leaves if is_deferred(leaf)),
+        blocks=tuple(None if is_deferred(leaf) else leaf for leaf in leaves),
+    )
+
+
+def _weight(context: Context, carry: Carry, row: Row, assignment: Assignment) -> Results:
+    """WEIGHT: the deferred gradients of a chunk's weights."""
+    del assignment  # the operands are all that it takes
+    mine = context.mine
+    operands = [
+        jax.tree.map(lambda buffer: _read(buffer, mine(row.deferred_slot)), buffers)
+        for buffers in carry.deferred
+    ]
+    works = mine(row.kind) == WEIGHT
+    operands = [two._replace(gradient=jnp.where(works, two.gradient, 0)) for two in operands]
+    deferred = iter(zip(context.deferred, operands, strict=True))
+
+    def one(uses_dot, buffer):
+        if not uses_dot:
+            return None
+        record, operands = next(deferred)
+        layer = lambda two: sharding.to_buffer(record.gradient(two), _layer_type(buffer))  # noqa: E731
+        return jax.lax.map(layer, operands)
+
+    buffers = jax.tree.leaves(context.block_buffers)
+    return Results(
+        None, blocks=tuple(map(one, jax.tree.leaves(context.functions.uses_dot), buffers))
+    )
+
+
+OPERATIONS = {FORWARD: _forward, BACKWARD: _backward, WEIGHT: _weight}
+
+
+def _switch(branch, functions: list[Callable]) -> Results:
+    """The results of one of the functions, with zeros for those of others; 0 = of none.
+
+    Conditionals copy what they change, so none changes a buffer.
+    """
+    types = [jax.eval_shape(function) for function in functions]
+    sent = next(results.sent for results in types if results.sent is not None)
+    longest = lambda name: max((getattr(results, name) for results in types), key=len)  # noqa: E731
+    by_weight = zip(*(results.blocks for results in types if results.blocks), strict=True)
+    blocks = tuple(
+        next((leaf for leaf in leaves if leaf is not None), None) for leaves in by_weight
+    )
+    whole = Results(sent, longest("saved"), longest("deferred"), blocks)
+    nothing = lambda: jax.tree.map(sharding.zeros, whole)  # noqa: E731
+
+    def filled(function):
+        results, empty = function(), nothing()
+        blocks = zip(results.blocks or empty.blocks, empty.blocks, strict=True)
+        return Results(
+            empty.sent if results.sent is None else results.sent,
+            results.saved or empty.saved,
+            results.deferred or empty.deferred,
+            tuple(zero if leaf is None else leaf for leaf, zero in blocks),
+        )
+
+    branches = [nothing, *(functools.partial(filled, function) for function in functions)]
+    return jax.lax.switch(branch, branches)
+
+
+# -------------------------------------------------------------------------------- after operations
+
+
+def _stored(
+    context: Context, carry: Carry, row: Row, assignment: Assignment, results: Results
+) -> Carry:
+    """`carry` with what stays on the stage: saved activations, deferred and summed gradients."""
+    # Stages that save nothing now write to a free slot: a choice would need the old value too.
+    if results.saved:
+        at = context.mine(row.save_slot)
+        saved = [_written(b, at, v) for b, v in zip(carry.saved, results.saved, strict=True)]
+        carry = carry._replace(saved=tuple(saved))
+    if results.deferred:
+        put = lambda buffer, new: _written(buffer, context.mine(row.defer_slot), new)  # noqa: E731
+        pairs = zip(carry.deferred, results.deferred, strict=True)
+        carry = carry._replace(deferred=tuple(jax.tree.map(put, *pair) for pair in pairs))
+    if results.blocks:
+        chunks, age = context.chunks, context.age(assignment.microbatch)
+        at = (age * chunks.per_stage + assignment.chunk) * chunks.size
+        pairs = zip(carry.blocks, results.blocks, strict=True)
+        blocks = tuple(old if new is None else _plus(old, new, at) for old, new in pairs)
+        carry = carry._replace(blocks=blocks)
+    return carry
+
+
+def _ends(context: Context, happening: Happening, carry: Carry, row: Row, sent: jax.Array):
+    """`carry` and `row` after the head and the embedding's gradient, which all stages share."""
+    links, stage_of = context.links, context.program.table.stage_of
+    for name, function, stage in (
+        ("head", _head, stage_of[-1]),
+        ("embedding_gradient", _embedding_gradient, stage_of[0]),
+    ):
+        when = getattr(happening, name)
+        if when is not When.NEVER:
+            row = links.after(carry.token, row)
+            apply = functools.partial(function, context, stage, row, sent)
+            always = when is When.ALWAYS and not links.ordered
+            carry = _if(getattr(row, name) >= 0, always, apply, lambda carry: carry, carry)
+    return carry, row
+
+
+def _head(context: Context, stage: int, row: Row, sent: jax.Array, carry: Carry) -> Carry:
+    """Losses of a microbatch that left the last chunk, and the gradient that goes back into it."""
+    microbatch, at = row.head, context.mine(row.head_gradient_slot)
+    links, functions = context.links, context.functions
+    x_BTD, rows = links.broadcast(sent, stage), context.rows(microbatch)
+    outer = context.version(context.outer, microbatch)
+    if context.block_buffers is None:
+        losses = functions.losses(outer, None, x_BTD, rows)
+        losses = _summed(context, carry.losses, losses, microbatch)
+        return carry._replace(losses=losses, token=links.completed(carry.token, x_BTD))
+
+    def loss(x_BTD, buffers):
+        losses = functions.losses(outer, buffers, x_BTD, rows)
+        return losses[0], losses
+
+    buffers = context.empty_outer(functions.losses_names)
+    _, pull, losses = jax.vjp(loss, x_BTD, buffers, has_aux=True)
+    gradient_x, gradients = pull(jnp.ones(()))
+    return carry._replace(
+        losses=_summed(context, carry.losses, losses, microbatch),
+        outer=carry.outer | _summed(context, carry.outer, gradients, microbatch),
+        gradients=_written(carry.gradients, at, gradient_x, at >= 0),
+        token=links.completed(carry.token, gradient_x),
+    )
+
+
+def _embedding_gradient(
+    context: Context, stage: int, row: Row, sent: jax.Array, carry: Carry
+) -> Carry:
+    """The embedding's gradient, of a microbatch that came back through the first chunk."""
+    microbatch, gradient = row.embedding_gradient, context.links.broadcast(sent, stage)
+    buffers = context.empty_outer(context.functions.embed_names)
+    _, pull = jax.vjp(lambda buffers: context.embedded(buffers, microbatch), buffers)
+    outer = carry.outer | _summed(context, carry.outer, *pull(gradient), microbatch)
+    return carry._replace(outer=outer, token=context.links.completed(carry.token, gradient))
+
+
+def _exchanged(
+    context: Context, happening: Happening, carry: Carry, row: Row, sent: jax.Array
+) -> Carry:
+    """`carry` with what arrives from other stages in its buffers."""
+    slots = {"inputs": row.input_arrivals, "gradients": row.gradient_arrivals}
+    for distance, names in happening.arrivals.items():
+        arrived = context.links.shift(context.links.after(carry.token, sent), distance)
+        carry = carry._replace(token=context.links.completed(carry.token, arrived))
+        for name, when in names.items():
+            at = context.mine(slots[name][distance])
+            where = None if when is When.ALWAYS else at >= 0
+            buffer = _written(getattr(carry, name), at, arrived, where)
+            carry = carry._replace(**{name: buffer})
+    return carry
+
+
+# ------------------------------------------------------------------------------------------ arrays
+
+
+def _if(condition, always: bool, function: Callable, otherwise: Callable, *arguments):
+    """`always`: the condition holds in every tick, so that no conditional is needed."""
+    if always:
+        return function(*arguments)
+    return jax.lax.cond(condition, function, otherwise, *arguments)
+
+
+def _summed(context: Context, total: Any, new: Any, microbatch) -> Any:
+    """`total` [steps, ...] with `new` added in the row of a microbatch's step."""
+    if isinstance(new, dict):
+        total = {name: total[name] for name in new}
+    add = lambda old, one: _plus(old, one[None], context.age(microbatch))  # noqa: E731
+    return jax.tree.map(add, total, new)
+
+
+def _plus(total: jax.Array, new: jax.Array, at) -> jax.Array:
+    """`total` with `new` added to its rows from `at` on."""
+    new = new.astype(total.dtype)
+    if new.shape != total.shape:
+        # Of an array that is not summed yet no slice can be taken.
+        new = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), new, at, 0)
+    return total + new
+
+
+def _layer_type(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of one layer's share of an array over layers."""
+    spec = leaf.sharding.spec
+    to = NamedSharding(leaf.sharding.mesh, sharding.split_as(spec, *spec.partitions[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=to)
+
+
+def _read(buffer: jax.Array, at) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(buffer, at, keepdims=False)
+
+
+def _written(buffer: jax.Array, at, value: jax.Array, where=None) -> jax.Array:
+    """`buffer` with `value` in one slot, if `where` is None or true."""
+    if where is not None:
+        at = jnp.maximum(at, 0)
+        value = jnp.where(where, value, _read(buffer, at))
+    return jax.lax.dynamic_update_index_in_dim(buffer, value, at, 0)
