@@ -66,16 +66,42 @@ class Phase(NamedTuple):
     update: Callable  # (Gradients, State, sync, accepted) -> State
 
 
+class Timetable(NamedTuple):
+    """What runs when; steps are counted from 0.
+
+    phase_of: (step, freeze_step) -> the step's phase. `freeze_step` is -1 until a step has found
+      that the variance has settled; it counts from the second step after it, since the report of a
+      step is known when the next has begun.
+    fragments_after: step -> the model fragments that replicas synchronize after it; () = none.
+    """
+
+    total_steps: int
+    phase_of: Callable[[int, int], str]
+    fragments_after: Callable[[int], tuple[int, ...]] = lambda step: ()
+    num_fragments: int = 1
+
+    def phases_from(self, first: int, freeze_step: int = -1) -> tuple[str, ...]:
+        """The phases that steps from number `first` on can be in, in the order of their steps."""
+        known = (freeze_step, max(freeze_step, first - 2, 0))
+        steps = range(first, self.total_steps)
+        return tuple(dict.fromkeys(self.phase_of(step, at) for at in known for step in steps))
+
+    @property
+    def fragments(self) -> set[tuple[int, ...]]:
+        """All that is synchronized together at some step."""
+        return {self.fragments_after(step) for step in range(self.total_steps)} - {()}
+
+
 class Strategy(NamedTuple):
     """How replicas along `data` synchronize: `llmx.sync.strategy.STRATEGIES`."""
 
     abstract: tuple[PyTree, PyTree]  # shapes with shardings of (State.opt_state, State.sync)
     init: Callable  # params -> (opt_state, sync)
     phases: Mapping[str, Phase]
-    phase_of: Callable  # (step, freeze_step) -> name of the step's phase; on the host
+    timetable: Timetable
     enter: Callable  # (State, previous phase, phase) -> State; on the host, at a change of phase
     outer: Mapping[tuple, Callable]  # model fragments -> (State -> State) between steps; {} = none
-    outer_after: Callable  # step -> the fragments to synchronize after it; () = none
     scalars: Callable  # sync -> {"freeze_step": ...} for the report
-    reshard: Callable  # (saved sync, ...) -> sync of another number of replicas
-    sent: Callable  # phase name, or fragments -> what one replica's devices send, in bytes
+    reshard: Callable  # (saved sync, how its layers lay) -> sync of these replicas
+    # Tensors that are compressed, and bytes of each message of one device that they are fused into.
+    messages: tuple[int, tuple[int, ...]] = (0, ())

@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 import jax
 
@@ -21,7 +22,6 @@ from llmx.checkpoint import checkpointer, hf, hf_formats
 from llmx.config import recipe
 from llmx.data import tokenizers
 from llmx.runtime import launch
-from llmx.step.state import Setup
 
 
 def to_hf(
@@ -54,7 +54,7 @@ def to_hf(
     hf_formats.model_config_to_hf(run.model)  # what cannot be written is told before much is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     restored = checkpointer.restore_part(
-        f"{workdir}/checkpoints", _setup(run).abstract.params, step=at_step,
+        f"{workdir}/checkpoints", _abstract_params(run), step=at_step,
         prefix="ema" if averaged and ema is not False else "params", log=launch.log,
     )  # fmt: skip
     if restored is None:
@@ -87,7 +87,7 @@ def from_hf(directory: str, workdir: str):
     run.optimizer.ema_decay = 0.0
     if file.is_file():
         run.data.tokenizer = str(root / tokenizers.FILE_NAME)
-    abstract = _setup(run).abstract.params
+    abstract = _abstract_params(run)
     params = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, abstract)
     with checkpointer.Checkpointer(
         f"{workdir}/checkpoints", run.checkpoint, log=launch.log
@@ -98,11 +98,11 @@ def from_hf(directory: str, workdir: str):
     config.save_run(run)
 
 
-def _setup(run: config.Config) -> Setup:
-    """The run's model whole on one device."""
+def _abstract_params(run: config.Config) -> Any:
+    """Shapes with shardings of the run's parameters, whole on one device."""
     mesh, layout = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
-    alone = dataclasses.replace(run, mesh=mesh, sharding=layout)
-    return recipe.make_setup(alone, devices=jax.devices()[:1])
+    whole = dataclasses.replace(run, mesh=mesh, sharding=layout)
+    return recipe.make_recipe(whole, devices=jax.devices()[:1]).loss.params
 
 
 def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:

@@ -14,16 +14,17 @@ import jax
 
 from llmx import config, sharding
 from llmx.checkpoint import checkpointer
-from llmx.config import checks, recipe
+from llmx.config import checks
+from llmx.config import recipe as recipe_lib
+from llmx.contract import State
 from llmx.data import dataset as data_lib
 from llmx.pipeline import schedules
 from llmx.runtime import launch
-from llmx.step import step
-from llmx.step.state import Setup, State
+from llmx.step.step import Recipe
 
 
 def held_out_loss(
-    setup: Setup,
+    recipe: Recipe,
     eval_step: Callable,
     params: Any,
     dataset: data_lib.Dataset,
@@ -36,7 +37,7 @@ def held_out_loss(
     Every process calls it and gets the same numbers. Returns {"loss": nats per token,
     "perplexity", "num_tokens"}; loss is nan if the dataset holds nothing out.
     """
-    to = setup.batch_sharding
+    to = recipe.loss.batch_sharding
     rows = sharding.process_rows(to, (batch_size, dataset.sequence_length))
     total = num_tokens = 0.0
     available = math.ceil(dataset.num_held_out_windows / batch_size)
@@ -55,7 +56,7 @@ def held_out_loss(
 
 def averaged(state: State) -> Any:
     """The parameters to evaluate and sample with: their average where the run keeps one."""
-    return state.params if state.ema is None else state.ema
+    return state.params if state.ema == () else state.ema
 
 
 def batch_size(run: config.Config) -> int:
@@ -81,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
         run.mesh, run.pipeline = sharding.MeshConfig(), schedules.PipelineConfig()
         run = checks.resolve(run, jax.device_count())
-        setup = recipe.make_setup(run)
+        recipe = recipe_lib.make_recipe(run)
         restored = checkpointer.restore_part(
-            f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
+            f"{args.workdir}/checkpoints", recipe.loss.params, step=args.step,
             prefix="ema" if run.optimizer.ema_decay else "params", log=launch.note,
         )  # fmt: skip
         if restored is None:
@@ -98,9 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         cache_dir=config.DATA_CACHE,
         log=launch.note,
     )
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(recipe.mesh):
         result = held_out_loss(
-            setup, step.make_eval_step(setup), restored.state, dataset,
+            recipe, jax.jit(recipe.gradient.loss), restored.state, dataset,
             batch_size=batch_size(run), batches=args.batches,
         )  # fmt: skip
     result["step"] = restored.step

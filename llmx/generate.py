@@ -13,42 +13,43 @@ import jax
 
 from llmx import config, sharding
 from llmx.checkpoint import checkpointer, reshard
-from llmx.config import recipe
+from llmx.config import recipe as recipe_lib
 from llmx.data import tokenizers
-from llmx.model import execution, sampling
+from llmx.model import sampling
+from llmx.model.execution import Execution
 from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import launch
 from llmx.sharding import trees
-from llmx.step.state import Setup
+from llmx.step.step import Recipe
 
 
-def without_stages(setup: Setup, params: Any) -> tuple[execution.Execution, Any]:
+def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
     """How and with what the devices of a mesh with stages generate: as replicas, layers in order.
 
     Each holds as little of the parameters as ZeRO-3 leaves it. Communicates over all mesh axes.
 
     Raises ValueError where the width does not divide over so many replicas.
     """
-    if setup.pipeline is None:
-        return setup.run, params
-    run, mesh = setup.run, setup.mesh
+    execution, mesh = recipe.loss.execution, recipe.mesh
+    if recipe.chunks is None:
+        return execution, params
     assert mesh.axis_names[:2] == ("stage", "data")  # so that devices stay in their order
     devices = mesh.devices.reshape(1, -1, *mesh.devices.shape[2:])
-    layout = run.place.layout
+    layout = execution.place.layout
     split = {"embed": sharding.LAYOUTS["zero3"].parameters["embed"]}
     layout = dataclasses.replace(layout, parameters=dict(layout.parameters) | split)
     place = sharding.Placement(
         jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), layout
     )
-    wanted = reshard.stored(trees.named(setup.abstract.params), order=setup.order, saved=IDENTITY)
+    wanted = reshard.stored(trees.named(recipe.loss.params), order=recipe.order, saved=IDENTITY)
     structure = jax.tree.structure(params)
     to = sharding.shardings(
-        jax.tree.unflatten(structure, wanted.values()), place.mesh, layout, rules=setup.axes
+        jax.tree.unflatten(structure, wanted.values()), place.mesh, layout, rules=recipe.loss.axes
     )
     arrays = trees.named(params)
-    reshard.move(arrays, wanted, order=IDENTITY, saved=setup.order)
+    reshard.move(arrays, wanted, order=IDENTITY, saved=recipe.order)
     plain = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
-    return dataclasses.replace(run, place=place), jax.device_put(plain, to)
+    return dataclasses.replace(execution, place=place), jax.device_put(plain, to)
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -111,9 +112,9 @@ def _continue(args: argparse.Namespace):
         raise ValueError("\n".join(found))
     # This process alone, on the best device here, wherever the run was trained.
     launch.start(launch.LaunchConfig(compile_cache=run.launch.compile_cache))
-    setup = _setup(run, tensor=args.tensor, fsdp=args.fsdp)
+    recipe = _make_recipe(run, tensor=args.tensor, fsdp=args.fsdp)
     restored = checkpointer.restore_part(
-        f"{args.workdir}/checkpoints", setup.abstract.params, step=args.step,
+        f"{args.workdir}/checkpoints", recipe.loss.params, step=args.step,
         prefix="ema" if run.optimizer.ema_decay else "params",
         log=launch.note,
     )  # fmt: skip
@@ -123,8 +124,8 @@ def _continue(args: argparse.Namespace):
             f"(checkpoint.every={run.checkpoint.every}), or let it end"
         )
     added = sampling.generate(
-        setup.apply, restored.state, setup.run, prompts, **settings, seed=args.seed,
-        stop_token=coder.end_of_document,
+        recipe.loss.apply, restored.state, recipe.loss.execution, prompts, **settings,
+        seed=args.seed, stop_token=coder.end_of_document,
     )  # fmt: skip
     launch.note(f"step {restored.step}, {sum(map(len, added))} tokens added")
     for number, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
@@ -152,7 +153,7 @@ def _prompt_texts(args: argparse.Namespace, default: str) -> list[str]:
     return texts
 
 
-def _setup(run: config.Config, *, tensor: int, fsdp: int) -> Setup:
+def _make_recipe(run: config.Config, *, tensor: int, fsdp: int) -> Recipe:
     """The run's model on a mesh of its own: a token at a time needs fewer devices than training."""
     devices = jax.devices()
     if min(tensor, fsdp) < 1 or tensor * fsdp > len(devices):
@@ -163,7 +164,7 @@ def _setup(run: config.Config, *, tensor: int, fsdp: int) -> Setup:
     run.sharding = sharding.ShardingConfig(
         layout="zero3", replicate_kv=run.model.num_kv_heads % tensor != 0
     )
-    return recipe.make_setup(run, devices=devices[: tensor * fsdp])
+    return recipe_lib.make_recipe(run, devices=devices[: tensor * fsdp])
 
 
 if __name__ == "__main__":

@@ -9,16 +9,25 @@ import dataclasses
 import math
 import sys
 import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from llmx import config, sharding
+from llmx import config as config_lib
+from llmx import sharding
 from llmx.checkpoint import checkpointer
-from llmx.config import checks, flags
+from llmx.config import Config, checks, flags
 from llmx.config import describe as describe_lib
+from llmx.contract import Batch, State, Strategy
 from llmx.runtime import launch, metrics, plot, signals
+
+# What a mistake in the config does not need is imported where it is used.
+if typing.TYPE_CHECKING:
+    from llmx.step.step import Recipe
+
+Log = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,55 +40,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # 1. The config: all that is wrong with it is told before anything heavy is loaded.
         command = flags.parser("llmx.train", "Train a model; run it again to resume.")
-        _, run, problems = flags.parse(command, argv)
+        _, config, problems = flags.parse(command, argv)
         num_devices = None
-        if not launch.problems(run.launch):
-            launch.start(run.launch)
-            num_devices = launch.device_count(run.launch)
-        run = checks.resolve(run, num_devices, problems=problems)
+        if not launch.problems(config.launch):
+            launch.start(config.launch)
+            num_devices = launch.device_count(config.launch)
+        config = checks.resolve(config, num_devices, problems=problems)
         checkpoints = checkpointer.Checkpointer(
-            f"{run.workdir}/checkpoints", run.checkpoint, log=log
+            f"{config.workdir}/checkpoints", config.checkpoint, log=log
         )
 
         # 2. Mesh and shapes: nothing is allocated.
         from llmx.checkpoint import resume
-        from llmx.config import recipe
+        from llmx.config import recipe as recipe_lib
 
-        setup = recipe.make_setup(run)
-        log(describe(run, setup))
+        recipe = recipe_lib.make_recipe(config)
+        log(describe(config, recipe))
 
         # 3. Data: text is tokenised once, each process then reads its rows of every global batch.
-        dataset = open_data(run, log)
+        dataset = open_data(config, log)
 
         # 4. State: restored onto this mesh, whatever it was saved on, or born split.
-        pass
-
-        state, first = resume.restore_or_init(run, setup, checkpoints, dataset, log)
+        state, first = resume.restore_or_init(config, recipe, checkpoints, dataset, log)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if jax.process_index() == 0:
-        config.save_run(run)
-        dataset.tokenizer.save(f"{run.workdir}/tokenizer.json")
+        config_lib.save_run(config)
+        dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
 
     # 5. Compile the step, explicitly: a program for each phase that is still to come.
-    programs = compile_programs(run, setup, state, first, log)
+    programs = compile_programs(config, recipe, state, first, log)
 
     # 6. The loop.
     code = 0
     with contextlib.ExitStack() as resources:
         resources.enter_context(checkpoints)
-        resources.enter_context(jax.set_mesh(setup.mesh))
+        resources.enter_context(jax.set_mesh(recipe.mesh))
         stop = resources.enter_context(signals.StopSignal(log=log))
-        watchdog = signals.Watchdog(run.launch.watchdog_seconds, log=log)
+        watchdog = signals.Watchdog(config.launch.watchdog_seconds, log=log)
         resources.enter_context(watchdog)
-        loop = Loop(run, setup, programs, dataset, state, first)
+        loop = Loop(config, recipe, programs, dataset, state, first)
         resources.callback(loop.close)
-        evaluation = Evaluation(run, setup, dataset, loop.reporter)
-        profile = Profile(run)
+        evaluation = Evaluation(config, recipe, dataset, loop.reporter)
+        profile = Profile(config)
         resources.callback(profile.close)
         try:
-            while loop.step < run.steps and not stop.agreed(loop.step):
+            while loop.step < config.steps and not stop.agreed(loop.step):
                 profile.before(loop.step + 1)
                 loop.advance()
                 watchdog.beat()
@@ -91,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         profile.close()
                 if checkpoints.due(loop.step):
                     with loop.aside():
-                        save(run, setup, checkpoints, dataset, loop)
+                        save(config, recipe, checkpoints, dataset, loop)
                 if evaluation.due(loop.step):
                     with loop.aside():
                         evaluation(loop.step, loop.state)
@@ -99,115 +106,107 @@ def main(argv: Sequence[str] | None = None) -> int:
         except TrainingStopped as stopped:
             log(str(stopped))
             code = 3
-        save(run, setup, checkpoints, dataset, loop, wait=True)
+        save(config, recipe, checkpoints, dataset, loop, wait=True)
 
         # 7. What came of it.
-        if first < loop.step == run.steps:
+        if first < loop.step == config.steps:
             evaluation(loop.step, loop.state)
-        if loop.step == run.steps:
-            show_sample(run, setup, loop.state, dataset, log)
+        if loop.step == config.steps:
+            show_sample(config, recipe, loop.state, dataset, log)
     if jax.process_index() == 0 and loop.step > 0:
-        log(f"loss curve: {plot.plot_loss(run.workdir)}")
-    log(farewell(run, loop.step, code))
+        log(f"loss curve: {plot.plot_loss(config.workdir)}")
+    log(farewell(config, loop.step, code))
     return code
 
 
 # -------------------------------------------------------------------------------- before the loop
 
 
-def describe(run: config.Config, setup) -> str:
+def describe(config: Config, recipe) -> str:
     """What is about to be trained, on what."""
     from llmx.model import costs
 
-    mesh = sharding.mesh_text(setup.mesh.shape)
+    mesh, device = sharding.mesh_text(recipe.mesh.shape), jax.devices()[0].device_kind
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    tokens = run.batch.size * run.batch.sequence_length * run.steps
+    tokens = config.batch.size * config.batch.sequence_length * config.steps
     return (
-        f"model: {describe_lib.model_text(run, costs.num_parameters(run.model))}\n"
-        f"mesh:  {mesh} ({jax.devices()[0].device_kind}{processes}), layout {run.sharding.layout}\n"
-        + (f"stages: {stages}\n" if (stages := describe_lib.stages_text(run)) else "")
-        + (f"sync:  {agreement}\n" if (agreement := describe_lib.sync_text(run)) else "")
-        + f"batch: {describe_lib.batch_text(run)}; {run.steps:,} steps = {tokens:,} tokens"
+        f"model: {describe_lib.model_text(config, costs.num_parameters(config.model))}\n"
+        f"mesh:  {mesh} ({device}{processes}), layout {config.sharding.layout}\n"
+        + (f"stages: {stages}\n" if (stages := describe_lib.stages_text(config)) else "")
+        + (f"sync:  {sync}\n" if (sync := describe_lib.sync_text(config)) else "")
+        + f"batch: {describe_lib.batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens"
     )
 
 
-def open_data(run: config.Config, log: Callable):
+def open_data(config: Config, log: Log):
     """The dataset. Raises ValueError for what is wrong with it."""
     from llmx.data import dataset as data_lib
 
     return data_lib.open_dataset(
-        run.data, sequence_length=run.batch.sequence_length, seed=run.seed,
-        cache_dir=config.DATA_CACHE, log=log,
+        config.data, sequence_length=config.batch.sequence_length, seed=config.seed,
+        cache_dir=config_lib.DATA_CACHE, log=log,
     )  # fmt: skip
 
 
-def compile_programs(run: config.Config, setup, state, first: int, log: Callable) -> "Programs":
+def compile_programs(
+    config: Config, recipe: "Recipe", state: State, first: int, log: Log
+) -> "Programs":
     """The compiled programs of the steps from `first` on, and which of them runs when."""
-    from llmx.step import step
-    from llmx.sync import strategy
-
-    timetable = setup.timetable
-    if timetable is None:
-        return Programs({strategy.MEAN: compile_step(run, setup, log)})
-    settled_at = int(jax.device_get(state.sync.settled_at))
-    phases = timetable.phases_from(first, settled_at)
-    steps = {phase: compile_step(run, setup, log, phase) for phase in phases}
-    wanted = {timetable.fragments_after(number) for number in range(first, run.steps)}
-    meetings = step.make_meetings(setup)
-    with jax.set_mesh(setup.mesh):
-        compiled = {
-            each: meetings[each].lower(setup.abstract).compile() for each in sorted(wanted) if each
+    strategy, timetable = recipe.strategy, recipe.strategy.timetable
+    freeze_step = int(jax.device_get(strategy.scalars(state.sync).get("freeze_step", -1)))
+    phases = timetable.phases_from(first, freeze_step)
+    steps = {phase: compile_step(config, recipe, log, phase) for phase in phases}
+    wanted = {timetable.fragments_after(number) for number in range(first, config.steps)}
+    with jax.set_mesh(recipe.mesh):
+        outer = {
+            fragments: strategy.outer[fragments].lower(recipe.abstract).compile()
+            for fragments in sorted(wanted - {()})
         }
-    return Programs(steps, timetable, compiled, settled_at)
+    return Programs(strategy, steps, outer, freeze_step)
 
 
 @dataclasses.dataclass
 class Programs:
-    """The train step of each phase, and the exchanges between steps (`llmx.sync`)."""
+    """The train step of each phase, and what replicas synchronize between steps (`llmx.sync`)."""
 
+    strategy: Strategy
     steps: dict[str, Callable]
-    timetable: Any = None
-    meetings: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
-    settled_at: int = -1
+    outer: dict[tuple[int, ...], Callable]
+    freeze_step: int = -1
 
     def phase(self, step: int) -> str:
-        if self.timetable is None:
-            [only] = self.steps
-            return only
-        return self.timetable.phase(step, self.settled_at)
+        return self.strategy.timetable.phase_of(step, self.freeze_step)
 
-    def __call__(self, step: int, state, batch):
+    def __call__(self, step: int, state: State, batch: Batch) -> tuple[State, Any]:
         """The state after step number `step`, and its report."""
-        state, report = self.steps[self.phase(step)](state, batch)
-        if self.timetable is not None and (due := self.timetable.fragments_after(step)):
-            state = self.meetings[due](state)
+        phase, previous = self.phase(step), self.phase(max(step - 1, 0))
+        if phase != previous:
+            state = self.strategy.enter(state, previous, phase)
+        state, report = self.steps[phase](state, batch)
+        if fragments := self.strategy.timetable.fragments_after(step):
+            state = self.outer[fragments](state)
         return state, report
 
 
-def compile_step(run: config.Config, setup, log: Callable, phase: str = "mean") -> Callable:
+def compile_step(config: Config, recipe: "Recipe", log: Log, phase: str = "mean") -> Callable:
     """The compiled train step; logs how long that took and what a device must hold."""
-    from llmx.config import recipe
-    from llmx.step import gradients
+    from llmx.step import step
 
     begun = time.perf_counter()
-    with jax.set_mesh(setup.mesh):
-        batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
-        lowered = recipe.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
+    with jax.set_mesh(recipe.mesh):
+        lowered = step.make_train_step(recipe, phase).lower(recipe.abstract, recipe.abstract_batch)
         traced = time.perf_counter()
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     mib = lambda size: f"{size / 2**20:,.1f} MiB"  # noqa: E731
     seconds = time.perf_counter() - traced
-    head = "step:  " if setup.timetable is None else f"step:  {phase}: "
+    head = "step:  " if len(recipe.strategy.phases) == 1 else f"step:  {phase}: "
+    gathered = recipe.loss.gathered_bytes() if config.sharding.gather == "step" else 0
     log(
         f"{head}traced in {traced - begun:.1f} s, compiled in {seconds:.1f} s; "
         f"each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
         f"{mib(memory.temp_size_in_bytes)} of temporaries"
-        + (
-            f", {mib(gradients.gathered_bytes(setup))} of them weights gathered for the whole step"
-            if run.sharding.gather == "step"
-            else ""
-        )
+        + (f", {mib(gathered)} of them weights gathered for the whole step" if gathered else "")
     )
     return compiled
 
@@ -222,26 +221,26 @@ class TrainingStopped(RuntimeError):
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(self, run: config.Config, setup, programs: Programs, dataset, state, first: int):
+    def __init__(self, config: Config, recipe, programs: Programs, dataset, state, first: int):
         from llmx import sharding
         from llmx.data import loader
         from llmx.model import costs
         from llmx.runtime import hardware
 
-        self.run, self.setup, self.programs = run, setup, programs
+        self.config, self.recipe, self.programs = config, recipe, programs
         self.state, self.step = state, first  # after all steps that were started
         self._pending = None  # report of the step that is under way
-        shape = (run.batch.size, run.batch.sequence_length)
-        self._to = setup.batch_sharding
+        shape = (config.batch.size, config.batch.sequence_length)
+        self._to = recipe.loss.batch_sharding
         self._rows = sharding.process_rows(self._to, shape)
         self._assemble = sharding.assemble
         self._data = loader.Loader(
-            dataset, batch_size=run.batch.size, rows=self._rows, start_step=first
+            dataset, batch_size=config.batch.size, rows=self._rows, start_step=first
         )
         self.reporter = metrics.Reporter(
-            run.workdir, run.metrics, total_steps=run.steps, start_step=first,
+            config.workdir, config.metrics, total_steps=config.steps, start_step=first,
             tokens_per_step=shape[0] * shape[1], num_devices=jax.device_count(),
-            flops_per_token=costs.training_flops_per_token(run.model, sequence_length=shape[1]),
+            flops_per_token=costs.training_flops_per_token(config.model, sequence_length=shape[1]),
             chip=hardware.this_chip(), log=launch.log,
         )  # fmt: skip
         self.timer = metrics.StepTimer()
@@ -252,7 +251,7 @@ class Loop:
         with self.timer.data():
             _, local = next(self._data)
             batch = {
-                name: self._assemble(array, self._rows, self._to, self.run.batch.size)
+                name: self._assemble(array, self._rows, self._to, self.config.batch.size)
                 for name, array in local.items()
             }
         with jax.transfer_guard("disallow"):
@@ -269,14 +268,14 @@ class Loop:
         if self._pending is None:
             return
         report, self._pending = jax.device_get(self._pending), None
-        self._notice(int(report.settled_at))
+        self._notice(report.scalars)
         seconds, data_seconds = self.timer.lap()
         scalars = {
             "loss": float(report.loss),
             "grad_norm": float(report.grad_norm),
             "learning_rate": float(report.learning_rate),
         }
-        if self.run.loss.z_loss:
+        if self.config.loss.z_loss:
             scalars["z_loss"] = float(report.z_loss)
         self.reporter.train(self.step, scalars, step_seconds=seconds, data_seconds=data_seconds)
         if report.bad_leaf >= 0:
@@ -293,14 +292,15 @@ class Loop:
         self._data.close()
         self.reporter.close()
 
-    def _notice(self, settled_at: int):
-        if settled_at != self.programs.settled_at:
-            self.programs.settled_at = settled_at
-            self.reporter.note(f"step {settled_at + 1}: the variance has settled, and is frozen")
+    def _notice(self, scalars: dict[str, Any]):
+        freeze_step = int(scalars.get("freeze_step", -1))
+        if freeze_step != self.programs.freeze_step:
+            self.programs.freeze_step = freeze_step
+            self.reporter.note(f"step {freeze_step + 1}: the variance has settled, and is frozen")
 
     def _refuse(self, report):
-        step, guard = self.step, self.run.guard
-        leaf = self.setup.leaf_names[int(report.bad_leaf)]
+        step, guard = self.step, self.config.guard
+        leaf = self.recipe.leaf_names[int(report.bad_leaf)]
         finite = math.isfinite(report.grad_norm) and math.isfinite(report.loss)
         what = "is a spike, largest" if finite else "is not finite, first"
         text = f"step {step}: the gradient (norm {report.grad_norm:.3g}) {what} in {leaf}"
@@ -318,21 +318,20 @@ class Loop:
 class Evaluation:
     """The loss on the held-out split, when it is due."""
 
-    def __init__(self, run: config.Config, setup, dataset, reporter: metrics.Reporter):
+    def __init__(self, config: Config, recipe, dataset, reporter: metrics.Reporter):
         from llmx import evaluate
-        from llmx.step import step
 
-        self.run, self.reporter = run, reporter
-        eval_step = step.make_eval_step(setup)
+        self.config, self.reporter = config, reporter
+        eval_step = jax.jit(recipe.gradient.loss)
         self._loss_of = lambda state: evaluate.held_out_loss(
-            setup, eval_step, evaluate.averaged(state), dataset,
-            batch_size=evaluate.batch_size(run), batches=run.evaluation.batches,
+            recipe, eval_step, evaluate.averaged(state), dataset,
+            batch_size=evaluate.batch_size(config), batches=config.evaluation.batches,
         )  # fmt: skip
         self._has_any = dataset.num_held_out_windows > 0
 
     def due(self, step: int) -> bool:
-        every = self.run.evaluation.every
-        return every > 0 and step % every == 0 and step < self.run.steps
+        every = self.config.evaluation.every
+        return every > 0 and step % every == 0 and step < self.config.steps
 
     def __call__(self, step: int, state):
         if self._has_any:
@@ -343,9 +342,9 @@ class Evaluation:
 class Profile:
     """The window of steps that jax.profiler records."""
 
-    def __init__(self, run: config.Config):
-        self.first, self.num = run.profile.first_step, run.profile.num_steps
-        self.directory, self.running = f"{run.workdir}/profile", False
+    def __init__(self, config: Config):
+        self.first, self.num = config.profile.first_step, config.profile.num_steps
+        self.directory, self.running = f"{config.workdir}/profile", False
 
     def before(self, step: int):
         if self.first and step == self.first:
@@ -364,50 +363,50 @@ class Profile:
             self.running = False
 
 
-def save(run: config.Config, setup, checkpoints, dataset, loop: Loop, *, wait: bool = False):
+def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool = False):
     """Checkpoints the state after the steps taken so far."""
     meta = {
         "fingerprint": dataset.fingerprint,  # the step says the rest of the data position
-        "batch_size": run.batch.size,
-        "config": config.to_json(run),
-        "mesh": dict(setup.mesh.shape),
+        "batch_size": config.batch.size,
+        "config": config_lib.to_json(config),
+        "mesh": dict(recipe.mesh.shape),
     }
-    checkpoints.save(loop.step, loop.state, meta=meta, order=setup.order, wait=wait)
+    checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
 
 
 # --------------------------------------------------------------------------------- after the loop
 
 
-def show_sample(run: config.Config, setup, state, dataset, log: Callable):
+def show_sample(config: Config, recipe, state, dataset, log: Log):
     """Prints a continuation of the configured prompt."""
-    if not run.sample.prompt:
+    if not config.sample.prompt:
         return
     from llmx import evaluate, generate
     from llmx.model import sampling
 
-    prompt = dataset.tokenizer.encode(run.sample.prompt).tolist()
-    room = run.model.max_positions - len(prompt)
+    prompt = dataset.tokenizer.encode(config.sample.prompt).tolist()
+    room = config.model.max_positions - len(prompt)
     if room < 1:
         log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
         return
     try:
-        execution, params = generate.without_stages(setup, evaluate.averaged(state))
+        execution, params = generate.without_stages(recipe, evaluate.averaged(state))
     except ValueError as error:
         log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
         return
     [added] = sampling.generate(
-        setup.apply, params, execution, [prompt],
-        max_tokens=min(run.sample.max_tokens, room), temperature=run.sample.temperature,
-        top_k=run.sample.top_k, top_p=run.sample.top_p, seed=run.seed,
+        recipe.loss.apply, params, execution, [prompt],
+        max_tokens=min(config.sample.max_tokens, room), temperature=config.sample.temperature,
+        top_k=config.sample.top_k, top_p=config.sample.top_p, seed=config.seed,
         stop_token=dataset.tokenizer.end_of_document,
     )  # fmt: skip
     log(f"sample:\n{dataset.tokenizer.decode([*prompt, *added])}\n")
 
 
-def farewell(run: config.Config, step: int, code: int) -> str:
-    if code == 0 and step < run.steps:
-        return f"stopped at step {step} of {run.steps}: run the same command again to go on"
-    return f"step {step} of {run.steps}: everything is in {run.workdir}"
+def farewell(config: Config, step: int, code: int) -> str:
+    if code == 0 and step < config.steps:
+        return f"stopped at step {step} of {config.steps}: run the same command again to go on"
+    return f"step {step} of {config.steps}: everything is in {config.workdir}"
 
 
 if __name__ == "__main__":

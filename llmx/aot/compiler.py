@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import time
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ from llmx.aot import peak_memory, report, topologies
 from llmx.aot import program as program_lib
 from llmx.aot.report import Memory, Result
 from llmx.config import checks
+from llmx.contract import Strategy
+
+# What a mistake in the config does not need is imported where it is used.
+if typing.TYPE_CHECKING:
+    from llmx.step.step import Recipe
 
 EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
 
@@ -73,38 +79,38 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     devices = topologies.devices(topology)
     import jax
 
-    from llmx.config import recipe
+    from llmx.config.recipe import make_recipe
     from llmx.model import costs
 
-    setup = recipe.make_setup(run, devices=devices)
-    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
+    recipe = make_recipe(run, devices=devices)
     # Traces and programs of an earlier call must not shorten this one's times.
     jax.clear_caches()
     began = time.perf_counter()
-    with jax.set_mesh(setup.mesh), tempfile.TemporaryDirectory() as folder:
+    with jax.set_mesh(recipe.mesh), tempfile.TemporaryDirectory() as folder:
         try:
-            chosen = _phase(setup, phase)
-            lowered = _lowered(run, setup, chosen, batch)
+            chosen = _phase(recipe.strategy, phase)
+            lowered = _lowered(recipe, chosen)
         except NotImplementedError as error:
             raise CompileError(_first_lines(f"jax cannot trace it: {error}")) from error
         lowered_at = time.perf_counter()
         compiled, refusal = _compile(lowered, topology.platform, folder)
         compiled_at = time.perf_counter()
-        dump = peak_memory.read_dump(folder, "meeting" if chosen == EXCHANGE else "train_step")
+        dump = peak_memory.read_dump(folder, "outer_step" if chosen == EXCHANGE else "train_step")
     peak = peak_memory.at_peak(dump)
     memory, unknown = _memory(compiled, refusal, peak, topology)
     after = dump.after if compiled is None else compiled.as_text()
     program = None
     if after:
-        sizes = list(setup.mesh.shape.items())
+        sizes = list(recipe.mesh.shape.items())
         program = program_lib.read(after, sizes, across_slices=run.mesh.across_slices)
         unknown += program.unknown
     length = run.batch.sequence_length
     flops = costs.training_flops_per_token(run.model, sequence_length=length)
     return Result(
-        run=run, topology=topology, phase=chosen, fused=_fused(setup, chosen), memory=memory,
+        run=run, topology=topology, phase=chosen, fused=_fused(recipe.strategy, chosen),
+        memory=memory,
         largest=() if peak is None else peak.buffers,
-        program=program, state=_state_bytes(setup, batch),
+        program=program, state=_state_bytes(recipe),
         num_parameters=costs.num_parameters(run.model),
         model_flops=flops * run.batch.size * length / topology.num_devices,
         lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
@@ -112,37 +118,35 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     )  # fmt: skip
 
 
-def _phase(setup, phase: str) -> str:
+def _phase(strategy: Strategy, phase: str) -> str:
     """The phase to compile; "" where a run has one program only."""
-    if setup.timetable is None:
+    if len(strategy.phases) == 1:
         if phase:
             raise ValueError(
                 f"--phase={phase}: the run has one program, as its sync.strategy is 'mean'; leave "
                 "it out"
             )
         return ""
-    known = (*setup.timetable.phases, *((EXCHANGE,) if setup.alone else ()))
+    phases = strategy.timetable.phases_from(0)
+    known = (*phases, *((EXCHANGE,) if strategy.outer else ()))
     if phase and phase not in known:
         raise ValueError(f"--phase={phase}: the programs of this run are {', '.join(known)}")
-    return phase or setup.timetable.phases[-1]
+    return phase or phases[-1]
 
 
-def _lowered(run: config.Config, setup, phase: str, batch: Any) -> Any:
-    from llmx.config import recipe
+def _lowered(recipe: "Recipe", phase: str) -> Any:
     from llmx.step import step
 
     if phase == EXCHANGE:
-        every_part = tuple(range(setup.timetable.num_fragments))
-        return step.make_meetings(setup)[every_part].lower(setup.abstract)
-    made = recipe.make_train_step(run, setup, **({"phase": phase} if phase else {}))
-    return made.lower(setup.abstract, batch)
+        whole_model = max(recipe.strategy.outer, key=len)
+        return recipe.strategy.outer[whole_model].lower(recipe.abstract)
+    made = step.make_train_step(recipe, phase or "mean")
+    return made.lower(recipe.abstract, recipe.abstract_batch)
 
 
-def _fused(setup, phase: str) -> tuple[int, tuple[int, ...]]:
+def _fused(strategy: Strategy, phase: str) -> tuple[int, tuple[int, ...]]:
     """The number of compressed tensors, and the bytes of each message that they are fused into."""
-    if setup.replicas is None or phase not in ("compressed", EXCHANGE):
-        return 0, ()
-    return setup.replicas.messages()
+    return strategy.messages if phase in ("compressed", EXCHANGE) else (0, ())
 
 
 def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, OutOfMemory | None]:
@@ -214,21 +218,20 @@ def state_bytes(run: config.Config, topology: topologies.Topology) -> int:
 
     Raises ValueError where config and machine do not go together.
     """
-    from llmx.config import recipe
+    from llmx.config.recipe import make_recipe
 
-    setup = recipe.make_setup(run, devices=topologies.devices(topology))
-    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
-    return sum(_state_bytes(setup, batch).values())
+    recipe = make_recipe(run, devices=topologies.devices(topology))
+    return sum(_state_bytes(recipe).values())
 
 
-def _state_bytes(setup, batch) -> dict[str, int]:
+def _state_bytes(recipe) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
     parts = {
-        "parameters": setup.abstract.params,
-        "optimizer": setup.abstract.opt_state,
-        "average": setup.abstract.ema,
-        "replicas": setup.abstract.sync,
-        "batch": batch,
+        "parameters": recipe.abstract.params,
+        "optimizer": recipe.abstract.opt_state,
+        "average": recipe.abstract.ema,
+        "replicas": recipe.abstract.sync,
+        "batch": recipe.abstract_batch,
     }
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
     return {name: size for name, size in sizes.items() if size}

@@ -24,7 +24,17 @@ FORMAT = 2
 # State leaves that were renamed: (regular expression on a saved leaf name, its replacement), oldest
 # first. Append only: a document states how many rows existed when it was written, and only later
 # rows are applied to it. Arrays stay on disk under the names of their save.
-RENAMED: tuple[tuple[str, str], ...] = ()
+RENAMED: tuple[tuple[str, str], ...] = (
+    (r"^stale/", "in_flight/"),
+    (r"^sync/kept/", "sync/residuals/"),
+    (r"^sync/settled_at$", "sync/freeze_step"),
+    (r"^sync/taken$", "sync/num_steps"),
+    (r"^sync/updates$", "sync/num_updates"),
+)
+# Scalars that the state of every strategy once had; those that a strategy does not keep are left.
+UNKEPT = {
+    f"sync/{name}" for name in ("freeze_step", "num_steps", "num_updates", "rates", "variance")
+}
 
 
 class Corrupt(Exception):
@@ -127,6 +137,7 @@ class Document:
             for name in self.leaves
             if name.startswith(lead)
             and name not in wanted
+            and name not in UNKEPT
             and not (ignored and f"{name}/".startswith(f"{ignored}/"))
         ]
         arrays: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from llmx.runtime.metrics import MetricsConfig
 from llmx.sharding import MeshConfig, ShardingConfig
 from llmx.step.guard import GuardConfig
 from llmx.step.optimizers import OptimizerConfig
-from llmx.sync.strategy import SyncConfig
+from llmx.sync.config import SyncConfig
 
 
 @dataclasses.dataclass

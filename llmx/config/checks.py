@@ -20,8 +20,7 @@ from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, launch
-from llmx.sync import strategy
-from llmx.sync import strategy as strategy_lib
+from llmx.sync import replicas, strategy
 
 # -------------------------------------------------------------------------------------- the checks
 
@@ -105,7 +104,7 @@ def _sections(config: Config) -> list[str]:
     checked = {
         "data": _data(config),
         "model": families.problems(config.model),
-        "sync": _agreement(config),
+        "sync": strategy.conflicts(config),
         "checkpoint": checkpointer.problems(config.checkpoint),
         "launch": launch.problems(config.launch),
     }
@@ -136,41 +135,11 @@ def _data(config: Config) -> list[str]:
     return found
 
 
-def _agreement(config: Config) -> list[str]:
-    """How replicas agree, against what they are."""
-    chosen = config.sync
-    if found := strategy_lib.problems(chosen):
-        return found
-    strategy, optimizer = strategy_lib.STRATEGIES[chosen.strategy], config.optimizer
-    if strategy.optimizer and optimizer.name != strategy.optimizer:
-        found.append(
-            f"sync.strategy={chosen.strategy!r} is a form of {strategy.optimizer} and "
-            f"optimizer.name={optimizer.name!r}: set optimizer.name={strategy.optimizer!r}, or use "
-            "a strategy for any optimizer, as 'int8' or 'diloco'"
-        )
-    if strategy.agrees_on == strategy_lib.PARAMETERS and optimizer.ema_decay:
-        found.append(
-            f"optimizer.ema_decay={optimizer.ema_decay} with sync.strategy={chosen.strategy!r}: "
-            "the parameters that all replicas agree on change only now and then, and have no "
-            "average by steps; set it to 0"
-        )
-    if (
-        chosen.strategy != "mean" and config.mesh.stage > 1
-        and config.pipeline.schedule == "pipedream_2bw"
-    ):  # fmt: skip
-        found.append(
-            f"sync.strategy={chosen.strategy!r} with pipeline.schedule='pipedream_2bw': replicas "
-            "exchange what a step ends with, and that schedule leaves a batch under way; use "
-            "another schedule, or strategy 'mean'"
-        )
-    return found
-
-
 def replica_axes(config: Config, table: str) -> tuple[str, ...]:
     """The mesh axes over which a layout's table splits the width, with the config's strategy."""
     over = vars(sharding.LAYOUTS[config.sharding.layout])[table]["embed"]
     apart = config.sync.strategy != "mean"
-    return tuple(axis for axis in over if not (apart and axis == strategy.AXIS))
+    return tuple(axis for axis in over if not (apart and axis == replicas.AXIS))
 
 
 def _vocab_size(data: data_config.DataConfig) -> int:

@@ -1,66 +1,134 @@
-"""From a resolved config to a model on a mesh: what train, evaluate, generate and compilation
-ahead of time share."""
+"""From a resolved config to the program of its train step: the only place that turns one into the
+other. Train, evaluate, generate and ahead-of-time compilation share it."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from llmx import config, sharding
-from llmx.model import execution as execution_lib
-from llmx.model import precision
+from llmx import config as config_lib
+from llmx import sharding
+from llmx.contract import Gradient
+from llmx.model import precision, training_loss
+from llmx.model.execution import Execution
+from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import launch
-from llmx.step import step
-from llmx.step.state import Pipeline, Setup
-from llmx.sync import strategy
+from llmx.sharding import trees
+from llmx.step import gradients, guard, optimizers
+from llmx.step.step import Recipe, make_update
+from llmx.sync import replicas as replicas_lib
+from llmx.sync.strategy import STRATEGIES
 
 
-def make_setup(run: config.Config, *, devices: Sequence[jax.Device] | None = None) -> Setup:
-    """Shapes, shardings and functions of a run's state on its mesh; nothing is allocated.
+def make_recipe(
+    config: config_lib.Config, *, devices: Sequence[jax.Device] | None = None
+) -> Recipe:
+    """Shapes, shardings and functions of a run on its mesh; nothing is allocated.
 
     Args:
-      run: a resolved config.
+      config: resolved, see `checks.resolve`.
       devices: of the mesh; None = all.
+
+    Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
-    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    mesh = sharding.make_mesh(sizes, devices=devices, across_slices=run.mesh.across_slices)
-    layout = sharding.make_layout(
-        run.sharding.layout,
-        sequence_parallel=run.sharding.sequence_parallel,
-        replicate_kv=run.sharding.replicate_kv,
-    )
-    execution = execution_lib.Execution(
-        place=sharding.Placement(mesh, layout),
-        policy=precision.POLICIES[run.precision],
-        remat=run.remat,
-        attention=run.attention,
-        packed=run.data.pack,
-        loss_chunks=run.loss.chunks,
-    )
-    stages = None
-    if mesh.shape["stage"] > 1:
-        table = schedules.table_of(
-            run.pipeline, stages=mesh.shape["stage"], microbatches=run.batch.accumulation
-        )
-        cut = stages_lib.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
-        rows = (run.batch.size, run.batch.sequence_length)
-        stages = Pipeline(table, cut, rows)
-    return step.make_setup(
-        run.model, execution, run.optimizer, total_steps=run.steps, pipeline=stages,
-        sync_config=run.sync,
+    execution = make_execution(config, devices)
+    make_gradient, chunks = _gradient_maker(config)
+    loss = training_loss.make(
+        config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
+        z_loss=config.loss.z_loss, gather=config.sharding.gather,
     )  # fmt: skip
-
-
-def make_train_step(run: config.Config, setup: Setup, *, phase: str = strategy.MEAN) -> Callable:
-    """The jitted (State, Batch) -> (State, Report) of a run, in one of its phases."""
-    return step.make_train_step(
-        setup,
-        phase=phase,
-        accumulation=run.batch.accumulation,
-        z_loss=run.loss.z_loss,
-        clip_norm=run.optimizer.clip_norm,
-        guard=run.guard,
-        gather=run.sharding.gather,
-        compiler_options=launch.compiler_options(run.launch),
+    return Recipe(
+        model=config.model,
+        loss=loss,
+        gradient=(gradient := make_gradient(loss)),
+        strategy=_make_strategy(config, loss, gradient, make_gradient),
+        schedule=optimizers.make_schedule(config.optimizer, total_steps=config.steps),
+        guard=config.guard,
+        clip_norm=config.optimizer.clip_norm,
+        ema_decay=config.optimizer.ema_decay,
+        batch_shape=(config.batch.size, config.batch.sequence_length),
+        compiler_options=launch.compiler_options(config.launch),
+        chunks=chunks,
     )
+
+
+def make_execution(
+    config: config_lib.Config, devices: Sequence[jax.Device] | None = None
+) -> Execution:
+    """Where and how a run's model is computed."""
+    sizes = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
+    mesh = sharding.make_mesh(sizes, devices=devices, across_slices=config.mesh.across_slices)
+    layout = sharding.make_layout(
+        config.sharding.layout,
+        sequence_parallel=config.sharding.sequence_parallel,
+        replicate_kv=config.sharding.replicate_kv,
+    )
+    if config.sync.strategy != "mean":
+        # Replicas are whole, each split over the other axes only.
+        layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
+    return Execution(
+        place=sharding.Placement(mesh, layout),
+        policy=precision.POLICIES[config.precision],
+        remat=config.remat,
+        attention=config.attention,
+        packed=config.data.pack,
+        loss_chunks=config.loss.chunks,
+    )
+
+
+def _gradient_maker(
+    config: config_lib.Config,
+) -> tuple[Callable[[TrainingLoss], Gradient], stages_lib.ModelChunks | None]:
+    """How the gradient of a loss is taken, and the layers' chunks on stages, if there are any."""
+    stages, accumulation = config.mesh.stage, config.batch.accumulation
+    if stages == 1:
+        return functools.partial(gradients.whole_batch, accumulation=accumulation), None
+    from llmx.pipeline import staged
+
+    table = schedules.table_of(config.pipeline, stages=stages, microbatches=accumulation)
+    chunks = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+    rows = (config.batch.size, config.batch.sequence_length)
+    return functools.partial(staged.staged, table=table, chunks=chunks, rows=rows), chunks
+
+
+def _make_strategy(
+    config: config_lib.Config,
+    loss: TrainingLoss,
+    gradient: Gradient,
+    make_gradient: Callable[[TrainingLoss], Gradient],
+):
+    technique = STRATEGIES[config.sync.strategy]
+    replicas = replica_gradient = None
+    if config.sync.strategy != "mean":
+        replicas = replicas_lib.make(
+            config.sync, loss.mesh, compressor=technique.compressor, shapes=loss.params,
+            axes=loss.axes, updates=loss.updates,
+        )  # fmt: skip
+        replica_gradient = gradients.per_replica(make_gradient, loss, replicas_lib.AXES)
+
+    def inputs_with(head: Any) -> replicas_lib.StrategyInputs:
+        optimizer = optimizers.make(
+            config.optimizer, axes=loss.axes, total_steps=config.steps, head=head
+        )
+        rates = jax.vmap(optimizer.schedule)(jnp.arange(config.steps))
+        return replicas_lib.StrategyInputs(
+            config=config.sync,
+            replicas=replicas,
+            loss=loss,
+            gradient=gradient,
+            replica_gradient=replica_gradient,
+            optimizer=optimizer,
+            optimizer_config=config.optimizer,
+            opt_state=optimizers.abstract_state(optimizer.whole, loss.params, loss.updates),
+            update=make_update(loss, config.optimizer.ema_decay),
+            with_head=inputs_with,
+            decays=trees.named(optimizers.decay_mask(loss.axes)),
+            forget_norms=lambda state: state._replace(guard=guard.forgotten(state.guard)),
+            timetable=technique.timetable(config.sync, config.steps, rates),
+        )
+
+    return technique.make(inputs_with(None))

@@ -172,6 +172,19 @@ def squared_norms(tree: Any) -> jax.Array:
     ])  # fmt: skip
 
 
+def scaled(tree: Any, factors: jax.Array) -> Any:
+    """A tree times a factor [], or a tree [n, ...] times factors [n]."""
+
+    def one(leaf):
+        if not factors.ndim:
+            return leaf * factors
+        rows, ones = jax.typeof(leaf).sharding.spec.partitions[:1], (1,) * (leaf.ndim - 1)
+        to = PartitionSpec(*rows, *(None,) * (leaf.ndim - 1))
+        return leaf * jnp.reshape(factors, (-1, *ones), out_sharding=to)
+
+    return jax.tree.map(one, tree)
+
+
 def microbatches(batch: Batch, num: int) -> Batch:
     """[B, T] as [num, B/num, T], every num-th row together, so that no row leaves its device."""
 

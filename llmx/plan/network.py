@@ -25,12 +25,16 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from llmx import sharding
+from llmx.contract import Timetable
 from llmx.model import apply, costs
 from llmx.model.families import ModelConfig
 from llmx.runtime import hardware
-from llmx.sync import buckets, strategy
-from llmx.sync.compressors import FP32, Tensor
-from llmx.sync.strategy import Replicas, Timetable
+from llmx.sync import buckets
+from llmx.sync import replicas as replicas_lib
+from llmx.sync.compressors import COMPRESSORS, FP32, Tensor
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import LOCAL, MEAN, VARIANCE, Replicas
+from llmx.sync.strategy import STRATEGIES
 
 
 class Sent(NamedTuple):
@@ -104,21 +108,21 @@ def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
     those of vectors are in fp32, as is all that replicas which take their own gradients sum.
     """
     tensors, n = replicas.tensors.values(), replicas.size
-    if phase == strategy.MEAN:
+    if phase == MEAN:
         matrices = [tensor for tensor in tensors if tensor.matrix]
         vectors = [tensor for tensor in tensors if not tensor.matrix]
         small = in_full(vectors, FP32, n)._replace(hops=0)  # at the same time
         return in_sequence([in_full(matrices, reduce_bytes, n), small])
-    if phase == strategy.VARIANCE:
+    if phase == VARIANCE:
         return in_full(tensors, FP32, n)
-    return Sent() if phase == strategy.ALONE else of_exchange(replicas)
+    return Sent() if phase == LOCAL else of_exchange(replicas)
 
 
-def of_meeting(replicas: Replicas, fragments: Sequence[int], num_fragments: int) -> Sent:
-    """The exchange of parameters after a step; see `sync.Timetable.fragments_after`."""
+def of_outer_step(replicas: Replicas, fragments: Sequence[int], num_fragments: int) -> Sent:
+    """The exchange of parameters after a step; see `contract.Timetable`."""
     if not fragments:
         return Sent()
-    if replicas.strategy.exchange != "mean" or len(fragments) == num_fragments:
+    if replicas.compressor is not COMPRESSORS["mean"] or len(fragments) == num_fragments:
         return of_exchange(replicas)
     numbers = 0
     for each in replicas.tensors.values():
@@ -134,24 +138,24 @@ class Part(NamedTuple):
     fragments: tuple[int, ...]
     steps: int
     step: Sent  # in the step
-    meeting: Sent  # after it
+    outer: Sent  # after it
 
 
 def of_run(
-    replicas: Replicas, timetable: Timetable, *, reduce_bytes: int = 2, settled_at: int = -1
+    replicas: Replicas, timetable: Timetable, *, reduce_bytes: int = 2, freeze_step: int = -1
 ) -> list[Part]:
     """All steps of a run, those that are alike together.
 
-    `settled_at`: with warmup_steps = -1, the step that finds the variance settled.
+    `freeze_step`: with warmup_steps = -1, the step that finds the variance settled.
     """
     num: dict[tuple, int] = {}
     for step in range(timetable.total_steps):
-        kind = timetable.phase(step, settled_at), timetable.fragments_after(step)
+        kind = timetable.phase_of(step, freeze_step), timetable.fragments_after(step)
         num[kind] = num.get(kind, 0) + 1
     return [
         Part(
             phase, fragments, steps, of_step(replicas, phase, reduce_bytes=reduce_bytes),
-            of_meeting(replicas, fragments, timetable.num_fragments),
+            of_outer_step(replicas, fragments, timetable.num_fragments),
         )
         for (phase, fragments), steps in num.items()
     ]  # fmt: skip
@@ -159,7 +163,7 @@ def of_run(
 
 def per_step(parts: Sequence[Part]) -> Sent:
     """The mean over all steps."""
-    total = in_sequence(in_sequence([part.step, part.meeting]).times(part.steps) for part in parts)
+    total = in_sequence(in_sequence([part.step, part.outer]).times(part.steps) for part in parts)
     return total.times(1 / sum(part.steps for part in parts))
 
 
@@ -202,8 +206,8 @@ def step_seconds(parts: Sequence[Part], link: Link, compute: float) -> float:
     """The mean time of a step of a run: `compute` and what is not hidden behind it."""
     total = 0.0
     for part in parts:
-        hidden = link.overlap * compute if part.phase == strategy.MEAN else 0.0
-        exposed = max(0.0, link.seconds(part.step) - hidden) + link.seconds(part.meeting)
+        hidden = link.overlap * compute if part.phase == MEAN else 0.0
+        exposed = max(0.0, link.seconds(part.step) - hidden) + link.seconds(part.outer)
         total += part.steps * (compute + exposed)
     return total / sum(part.steps for part in parts)
 
@@ -222,7 +226,7 @@ def late_seconds(sent: Sent, link: Link, compute: float, staleness: int) -> floa
 
 
 def replicas_of(
-    chosen: strategy.SyncConfig, config: ModelConfig, sizes: Mapping[str, int], layout: str = "hsdp"
+    chosen: SyncConfig, config: ModelConfig, sizes: Mapping[str, int], layout: str = "hsdp"
 ) -> Replicas:
     """The replicas of a model on a mesh of these sizes, which need not be here.
 
@@ -234,6 +238,7 @@ def replicas_of(
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     shapes, axes = apply.abstract_parameters(config)
-    inside = sharding.LAYOUTS[layout].without((strategy.AXIS,), "optimizer")
+    inside = sharding.LAYOUTS[layout].without((replicas_lib.AXIS,), "optimizer")
     updates = sharding.shardings(shapes, mesh, inside, rules=axes, table="optimizer")
-    return strategy.replicas(chosen, mesh, shapes=shapes, axes=axes, updates=updates)
+    compressor = STRATEGIES[chosen.strategy].compressor
+    return replicas_lib.make(chosen, mesh, compressor, shapes=shapes, axes=axes, updates=updates)

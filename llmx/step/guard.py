@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from llmx.contract import Gradients
 from llmx.runtime.bounds import bounded, choice
 
 # The running mean of gradient norms: trusted from the first number on, and halved at the second.
@@ -28,7 +29,7 @@ class GuardConfig:
     patience: int = bounded(20, at_least=1)
 
 
-class Guard(NamedTuple):
+class GuardState(NamedTuple):
     """What the step remembers to tell a spike, and to stay where it stopped."""
 
     sum_norms: jax.Array  # of recent good steps, fp32
@@ -37,54 +38,58 @@ class Guard(NamedTuple):
     stopped: jax.Array  # bool: no update is applied any more
 
 
-def init() -> Guard:
+def init() -> GuardState:
     """Nothing seen yet."""
     zero = jnp.zeros((), jnp.int32)
-    return Guard(jnp.zeros((), jnp.float32), zero, zero, jnp.zeros((), bool))
+    return GuardState(jnp.zeros((), jnp.float32), zero, zero, jnp.zeros((), bool))
 
 
-def judge(
-    config: GuardConfig, guard: Guard, squares: jax.Array, norm: jax.Array, loss: jax.Array
-) -> tuple[jax.Array, Guard]:
-    """The leaf that makes this step bad, and what is remembered of it.
+class Verdict(NamedTuple):
+    """What the guard says of one step."""
 
-    Args:
-      config: the policy.
-      guard: the state.
-      squares: squared norm of each gradient leaf, fp32 [leaves].
-      norm: the global gradient norm.
-      loss: the step's loss.
+    accepted: jax.Array  # bool: the update is applied
+    bad_leaf: jax.Array  # int32: the leaf that makes the step bad; -1 = the step is good
+    norm: jax.Array  # fp32: the gradient norm that was looked at
 
-    Returns (index of the first leaf that is not finite, or of the largest one in a spike; -1 if the
-    step is good, the new state).
+
+def check(config: GuardConfig, state: GuardState, found: Gradients) -> tuple[Verdict, GuardState]:
+    """Judges the gradients of a step.
+
+    The leaf that makes a step bad is the first that is not finite, or the largest one in a spike.
+    Gradients of no tokens are not applied, and leave the state as it was.
     """
-    finite = jnp.isfinite(squares)
-    broken = ~(finite.all() & jnp.isfinite(loss))
+    # Of replicas with a norm each, the root of the mean square.
+    norm = jnp.sqrt(jnp.mean(jnp.square(found.norms))) if found.norms.ndim else found.norms
+    finite = jnp.isfinite(found.squares)
+    broken = ~(finite.all() & jnp.isfinite(found.loss))
     bad = broken
     if config.spike_factor:
-        usual = guard.sum_norms / jnp.maximum(guard.num_norms, 1)
-        bad |= (guard.num_norms >= _FEWEST) & (norm > config.spike_factor * usual)
-    culprit = jnp.where(broken, jnp.argmin(finite), jnp.argmax(squares)).astype(jnp.int32)
-    num_bad = jnp.where(bad, guard.num_bad + 1, 0)
+        usual = state.sum_norms / jnp.maximum(state.num_norms, 1)
+        bad |= (state.num_norms >= _FEWEST) & (norm > config.spike_factor * usual)
+    culprit = jnp.where(broken, jnp.argmin(finite), jnp.argmax(found.squares)).astype(jnp.int32)
+    num_bad = jnp.where(bad, state.num_bad + 1, 0)
     limit = 1 if config.on_bad_step == "stop" else config.patience
     # The mean forgets: when full, its past counts half.
-    full = guard.num_norms >= _MOST
-    sum_norms = jnp.where(full, guard.sum_norms / 2, guard.sum_norms) + norm
-    num_norms = jnp.where(full, guard.num_norms // 2, guard.num_norms) + 1
-    new_guard = Guard(
-        sum_norms=jnp.where(bad, guard.sum_norms, sum_norms),
-        num_norms=jnp.where(bad, guard.num_norms, num_norms),
+    full = state.num_norms >= _MOST
+    sum_norms = jnp.where(full, state.sum_norms / 2, state.sum_norms) + norm
+    num_norms = jnp.where(full, state.num_norms // 2, state.num_norms) + 1
+    new = GuardState(
+        sum_norms=jnp.where(bad, state.sum_norms, sum_norms),
+        num_norms=jnp.where(bad, state.num_norms, num_norms),
         num_bad=num_bad,
-        stopped=guard.stopped | (num_bad >= limit),
+        stopped=state.stopped | (num_bad >= limit),
     )
-    return jnp.where(bad, culprit, -1), new_guard
+    there = found.tokens > 0
+    new = jax.tree.map(lambda new, old: jnp.where(there, new, old), new, state)
+    accepted = there & ~bad & ~new.stopped
+    return Verdict(accepted, jnp.where(bad, culprit, -1), norm), new
 
 
-def forgotten(guard: Guard) -> Guard:
+def forgotten(state: GuardState) -> GuardState:
     """The state that no longer knows which norms are usual."""
-    return guard._replace(sum_norms=guard.sum_norms * 0, num_norms=guard.num_norms * 0)
+    return state._replace(sum_norms=state.sum_norms * 0, num_norms=state.num_norms * 0)
 
 
-def released(guard: Guard) -> Guard:
+def released(state: GuardState) -> GuardState:
     """The state with which a stopped run goes on: what is usual stays known."""
-    return guard._replace(num_bad=guard.num_bad * 0, stopped=guard.stopped & False)
+    return state._replace(num_bad=state.num_bad * 0, stopped=state.stopped & False)

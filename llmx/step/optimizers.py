@@ -4,8 +4,8 @@ Matrices decay and norms, biases and position tables do not; Muon orthogonalises
 blocks and leaves embedding and head to AdamW. Clipping, the average of parameters (EMA) and skipped
 updates are in `llmx.step`.
 
-AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning rate. 1-bit Adam and
-1-bit LAMB put another head on the same tail and the same state: `frozen_adam`.
+AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning rate. 1-bit Adam,
+1-bit LAMB and 0/1 Adam put another head before the same tail (`llmx.sync`).
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ import optax
 from optax import contrib
 
 from llmx import sharding
+from llmx.contract import Optimizer
 from llmx.runtime.bounds import bounded, choice
+from llmx.sharding import trees
 
 
 @dataclasses.dataclass
@@ -97,95 +99,7 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
-# ------------------------------------------------------------------- a frozen variance, layer norms
-
-
-def denominator(nu: jax.Array, count: jax.Array, *, b2: float, eps: float) -> jax.Array:
-    """What Adam divides by: sqrt(nu / (1 - b2^count)) + eps."""
-    return jnp.sqrt(nu / (1 - b2 ** jnp.maximum(count, 1).astype(jnp.float32))) + eps
-
-
-def frozen_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction after its variance was frozen, by an exchange of momentum (1-bit Adam).
-
-    Its state is that of `optax.scale_by_adam`, in which `nu` no longer moves. `update` is one
-    replica's, for use in a manual region: it takes the replica's term of the gradient and
-
-      agree: {terms of the momentum's sum over replicas, coordinates that live} -> the sum
-      frozen_at: the number of updates that `nu` has seen
-      num_replicas: how many there are
-
-    Momentum travels in units of the update, m / (sqrt(nu) + eps): as nu is frozen that is Adam
-    with a fixed scale per coordinate, and a compressor that knows one size for many numbers does
-    not give those with a small variance the momentum of their neighbours. Coordinates that never
-    had a gradient (nu = 0: unused positions, padded vocabulary) have no scale: their momentum stays
-    zero. Bias: nu keeps the correction that it had when it was frozen, momentum goes on with its
-    own.
-
-    Source: arXiv 2102.02888, algorithm 1.
-    """
-
-    def update(terms, state, params=None, *, agree, frozen_at, num_replicas, **extra):
-        del params, extra
-        count = optax.safe_increment(state.count)
-        size = lambda nu: denominator(nu, frozen_at, b2=b2, eps=eps)  # noqa: E731
-        live = jax.tree.map(lambda nu: nu > 0, state.nu)
-
-        def term(g, mu, nu):
-            m = b1 * mu / num_replicas + (1 - b1) * g.astype(jnp.float32)
-            return jnp.where(nu > 0, m / size(nu), 0)
-
-        direction = agree(jax.tree.map(term, terms, state.mu, state.nu), live)
-        mu = jax.tree.map(lambda u, nu: u * size(nu), direction, state.nu)
-        corrected = 1 - b1 ** count.astype(jnp.float32)
-        updates = jax.tree.map(lambda u: u / corrected, direction)
-        return updates, state._replace(count=count, mu=mu)
-
-    init = optax.scale_by_adam(b1=b1, b2=b2, eps=eps).init
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-class ZeroOneState(NamedTuple):
-    """Adam's state, but the second moment is not updated by every update."""
-
-    count: jax.Array  # updates
-    moments: jax.Array  # updates of nu
-    mu: Any
-    nu: Any
-
-
-def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction between exchanges of replicas that go on alone (0/1 Adam).
-
-    `update` takes `agreed`, the gradient that all replicas agree on, or None: the second moment
-    then stays as it is. Coordinates that had no agreed gradient yet do not move.
-
-    Source: arXiv 2202.06009, algorithm 1.
-    """
-
-    def init(params):
-        zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)  # noqa: E731
-        zero = jnp.zeros((), jnp.int32)
-        return ZeroOneState(zero, zero, zeros(), zeros())
-
-    def update(grads, state, params=None, *, agreed, **extra):
-        del params, extra
-        count, moments, nu = optax.safe_increment(state.count), state.moments, state.nu
-        if agreed is not None:
-            moments = optax.safe_increment(moments)
-            nu = jax.tree.map(lambda g, v: (1 - b2) * g * g + b2 * v, agreed, nu)
-        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
-        corrected = 1 - b1 ** count.astype(jnp.float32)
-
-        def direction(m, v):
-            size = denominator(v, moments, b2=b2, eps=eps)
-            return jnp.where(v > 0, m / corrected / size, 0)
-
-        updates = jax.tree.map(direction, mu, nu)
-        return updates, ZeroOneState(count, moments, mu, nu)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
+# -------------------------------------------------------------------------------- layer norms
 
 # 1-bit LAMB: arXiv 2104.06069, algorithm 1, and the constants of its section 5.
 _AVERAGE, _LOWEST, _HIGHEST = 0.9, 0.01, 10.0
@@ -305,14 +219,6 @@ def _lamb_tail(config, schedule, axes):
     )
 
 
-def _adamw(config, schedule, axes):
-    return optax.chain(_adam(config), *_adamw_tail(config, schedule, axes))
-
-
-def _lamb(config, schedule, axes):
-    return optax.chain(_adam(config), *_lamb_tail(config, schedule, axes))
-
-
 def _lion(config, schedule, axes):
     return optax.lion(
         schedule, b1=config.b1, b2=config.b2,
@@ -340,16 +246,20 @@ def _muon(config, schedule, axes):
     )  # fmt: skip
 
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adamw": _adamw,  # arXiv 1711.05101
-    "adafactor": _adafactor,  # arXiv 1804.04235
-    "lion": _lion,  # arXiv 2302.06675
-    "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
-    "lamb": _lamb,  # arXiv 1904.00962
-}
+def _behind_adam(tail: Callable) -> Callable[..., optax.GradientTransformation]:
+    return lambda config, schedule, axes: optax.chain(_adam(config), *tail(config, schedule, axes))
+
 
 # What follows Adam's direction.
 TAILS = {"adamw": _adamw_tail, "lamb": _lamb_tail}
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": _behind_adam(_adamw_tail),  # arXiv 1711.05101
+    "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
+    "adafactor": _adafactor,  # arXiv 1804.04235
+    "lion": _lion,  # arXiv 2302.06675
+    "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
+}
 
 
 def make_schedule(config: OptimizerConfig, *, total_steps: int) -> optax.Schedule:
@@ -357,57 +267,51 @@ def make_schedule(config: OptimizerConfig, *, total_steps: int) -> optax.Schedul
     return SCHEDULES[config.schedule](config, total_steps)
 
 
-def make_zero_one(
-    config: OptimizerConfig, *, axes: Any, total_steps: int
-) -> optax.GradientTransformationExtraArgs:
-    """`zero_one_adam` with the tail of AdamW."""
-    schedule = make_schedule(config, total_steps=total_steps)
-    head = zero_one_adam(config.b1, config.b2, config.eps)
-    return optax.chain(head, *_adamw_tail(config, schedule, axes))
-
-
-def make(config: OptimizerConfig, *, axes: Any, total_steps: int) -> optax.GradientTransformation:
+def make(config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None) -> Optimizer:
     """The configured optimizer with its schedule and masks.
 
     Args:
       config: names and numbers.
       axes: tree of logical axis names, one tuple per parameter.
       total_steps: length of the run, which the schedules need.
+      head: a transformation that takes the place of Adam's, in front of the same tail.
     """
-    return OPTIMIZERS[config.name](config, make_schedule(config, total_steps=total_steps), axes)
+    schedule, tail = make_schedule(config, total_steps=total_steps), None
+    whole = OPTIMIZERS[config.name](config, schedule, axes)
+    if config.name in TAILS:
+        tail = optax.chain(*TAILS[config.name](config, schedule, axes))
+        # The tail's parts in one chain with the head: states lie side by side.
+        whole = optax.chain(head, *TAILS[config.name](config, schedule, axes)) if head else whole
+    return Optimizer(whole, tail, schedule)
 
 
-def make_tail(
-    config: OptimizerConfig, *, axes: Any, total_steps: int
-) -> optax.GradientTransformationExtraArgs:
-    """What follows Adam's direction in `make`: its state is what follows Adam's in `make`'s."""
-    schedule = make_schedule(config, total_steps=total_steps)
-    return optax.chain(*TAILS[config.name](config, schedule, axes))
-
-
-def state_shardings(
-    optimizer: optax.GradientTransformation, abstract_parameters: Any, parameter_shardings: Any
-) -> Any:
-    """Shardings of an optimizer's state: of each moment its parameter's, and whole for all else.
+def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardings: Any) -> Any:
+    """Shapes with shardings of an optimizer's state: of each moment its parameter's sharding, all
+    else whole.
 
     A moment is known by its path, which ends in its parameter's, and by its shape; factored second
     moments and counters are small and stay whole.
+
+    Args:
+      optimizer: made of a tree of parameters.
+      params: their shapes.
+      shardings: theirs while they are updated.
     """
-    named = zip(
-        jax.tree_util.tree_leaves_with_path(abstract_parameters),
-        jax.tree.leaves(parameter_shardings),
-        strict=True,
-    )
-    known = {sharding.path_name(path): (leaf.shape, to) for (path, leaf), to in named}
-    mesh = next(iter(known.values()))[1].mesh
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    known = {
+        name: (leaf.shape, to)
+        for (name, leaf), to in zip(
+            trees.named(params).items(), jax.tree.leaves(shardings), strict=True
+        )
+    }
+    mesh = jax.tree.leaves(shardings)[0].mesh
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def one(path, leaf):
         for start in range(len(path)):
             shape, to = known.get(sharding.path_name(path[start:]), (None, whole))
             if shape == leaf.shape:
-                return to
-        return whole
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
 
-    state = jax.eval_shape(optimizer.init, abstract_parameters)
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))

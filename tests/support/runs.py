@@ -9,19 +9,20 @@ config becomes a program:
 """
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
-from llmx.step import gradients, step
+from llmx.step import step
+from llmx.step.step import Recipe
 
 # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, a large eps
 # keeps its rounding noise from being divided by itself. Parameters still move by about the
@@ -29,7 +30,6 @@ from llmx.step import gradients, step
 PARITY_OPTIMIZER = dict(
     optimizer__learning_rate=1e-3, optimizer__warmup_steps=1, optimizer__eps=1e-3
 )
-_configs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def make_config(
@@ -65,101 +65,64 @@ def num_devices(config: config_lib.Config) -> int:
     return math.prod(vars(config.mesh)[axis] for axis in sharding.AXES)
 
 
-def make_recipe(config: config_lib.Config, devices: Sequence[jax.Device] | None = None):
+def make_recipe(config: config_lib.Config, devices: Sequence[jax.Device] | None = None) -> Recipe:
     """The program of a resolved config, on the first of these devices; nothing is allocated."""
     devices = (jax.devices() if devices is None else devices)[: num_devices(config)]
-    recipe = recipe_lib.make_setup(config, devices=devices)
-    _configs[recipe] = config
-    return recipe
+    return recipe_lib.make_recipe(config, devices=devices)
 
 
-def make_train_step(recipe, phase: str = "mean") -> Callable:
+def make_train_step(recipe: Recipe, phase: str = "mean") -> Callable:
     """The jitted (State, Batch) -> (State, Report)."""
-    return recipe_lib.make_train_step(_configs[recipe], recipe, phase=phase)
+    return step.make_train_step(recipe, phase)
 
 
-def make_outer_steps(recipe) -> dict[tuple[int, ...], Callable]:
+def make_outer_steps(recipe: Recipe) -> dict[tuple[int, ...], Callable]:
     """By fragments: jitted State -> State, what replicas exchange between steps."""
-    return step.make_meetings(recipe)
+    return recipe.strategy.outer
 
 
-def phase(recipe, number: int, freeze_step: int = -1) -> str:
-    """Of step `number`; `freeze_step`: see `Report`."""
-    table = recipe.timetable
-    return "mean" if table is None else table.phase(number, freeze_step)
-
-
-def outer_after(recipe, number: int) -> tuple[int, ...]:
-    """The fragments whose outer step follows step `number`."""
-    return () if recipe.timetable is None else recipe.timetable.fragments_after(number)
-
-
-def tensors(recipe) -> Mapping[str, Any]:
-    """By parameter: what a strategy knows of the tensors that it exchanges."""
-    return recipe.replicas.tensors
-
-
-def messages(recipe) -> tuple[int, list[int]]:
-    """Number of compressed tensors, and bytes of each message that they travel in."""
-    return recipe.replicas.messages()
-
-
-def make_evaluation(recipe) -> Callable:
+def make_evaluation(recipe: Recipe) -> Callable:
     """The jitted (params, batch) -> (sum of nats, number of tokens)."""
-    return step.make_eval_step(recipe)
+    return jax.jit(recipe.gradient.loss)
 
 
-def make_gradient(recipe) -> Callable:
+def make_gradient(recipe: Recipe) -> Callable:
     """The jitted (params, batch) -> (loss, tokens, gradients), before clipping."""
-    config = _configs[recipe]
-    take = gradients.of_batch(
-        recipe,
-        accumulation=config.batch.accumulation,
-        z_loss=config.loss.z_loss,
-        gather=config.sharding.gather,
-    )
 
     def gradient(params, batch):
-        (loss, _), tokens, tree, _ = take(params, batch)
-        return loss, tokens, tree
+        found, _ = recipe.gradient.take(params, batch, ())
+        return found.loss, found.tokens, found.tree
 
     return jax.jit(gradient)
 
 
-def make_update(recipe) -> Callable:
+def make_update(recipe: Recipe, transformation: optax.GradientTransformation) -> Callable:
     """The jitted (State, gradients) -> State after an accepted update, at the next step."""
+    update = step.make_update(recipe.loss, recipe.ema_decay)
 
-    def update(state, grads):
-        params, opt_state, ema = step._update(recipe, state, grads, True, recipe.optimizer)
-        return state._replace(params=params, opt_state=opt_state, ema=ema, step=state.step + 1)
+    def updated(state, grads):
+        return update(grads, state, True, transformation)._replace(step=state.step + 1)
 
-    return jax.jit(update)
-
-
-def logits(recipe, params, batch: dict) -> jax.Array:
-    """[B, T, V] of the padded vocabulary."""
-    rows = (batch[name] for name in ("tokens", "segment_ids", "positions"))
-    return recipe.apply.logits(params, *rows, recipe.run)
+    return jax.jit(updated)
 
 
-def losses(recipe, params, batch: dict) -> tuple[jax.Array, jax.Array]:
-    """Nats and log(Z) by token [B, T]."""
-    return recipe.apply.losses(params, batch, recipe.run)
+def execution(recipe: Recipe):
+    """How the model's functions are run."""
+    return recipe.loss.execution
 
 
-def abstract_batch(recipe) -> dict[str, jax.ShapeDtypeStruct]:
-    batch = _configs[recipe].batch
-    return recipe.abstract_batch(batch.size, batch.sequence_length)
+def abstract_batch(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:
+    return recipe.abstract_batch
 
 
-def lower(recipe, phase: str = "mean") -> jax.stages.Lowered:
+def lower(recipe: Recipe, phase: str = "mean") -> jax.stages.Lowered:
     """The train step, lowered."""
     with jax.set_mesh(recipe.mesh):
-        return make_train_step(recipe, phase).lower(recipe.abstract, abstract_batch(recipe))
+        return make_train_step(recipe, phase).lower(recipe.abstract, recipe.abstract_batch)
 
 
 def put_batch(recipe, batch: dict) -> dict[str, jax.Array]:
-    return jax.device_put(batch, recipe.batch_sharding)
+    return jax.device_put(batch, recipe.loss.batch_sharding)
 
 
 def put_state(recipe, state):
@@ -169,19 +132,17 @@ def put_state(recipe, state):
 
 def in_stages(recipe, params: dict) -> dict:
     """Parameters with their layers in the order in which the recipe's stages hold them."""
-    if recipe.pipeline is None:
+    if recipe.chunks is None:
         return params
-    return params | {"blocks": recipe.pipeline.chunks.permutation.apply(params["blocks"])}
+    return params | {"blocks": recipe.order.apply(params["blocks"])}
 
 
 def in_order(recipe, params: dict) -> dict:
     """On the host, with layers in the model's order: the inverse of `in_stages`."""
     params = jax.device_get(params)
-    if recipe.pipeline is None:
+    if recipe.chunks is None:
         return params
-    return params | {
-        "blocks": jax.device_get(recipe.pipeline.chunks.permutation.inverse(params["blocks"]))
-    }
+    return params | {"blocks": jax.device_get(recipe.order.inverse(params["blocks"]))}
 
 
 class Trained(NamedTuple):

@@ -1,0 +1,31 @@
+"""How replicas along `data` synchronize: the section `sync` of a config."""
+
+import dataclasses
+
+from llmx.runtime.bounds import bounded
+
+
+@dataclasses.dataclass
+class SyncConfig:
+    """How the replicas on `data` synchronize."""
+
+    strategy: str = "mean"  # a name in STRATEGIES
+    # steps of "mean" first; -1 (one_bit): until the variance has settled
+    warmup_steps: int = bounded(0, at_least=-1)
+    error_feedback: bool = True  # what compression leaves out goes in with the next exchange
+    # compressed tensors are fused into messages of this size
+    bucket_mib: float = bounded(32.0, above=0)
+    rank: int = bounded(4, at_least=1)  # power_sgd
+    # top_k: of the numbers, how many are sent
+    fraction: float = bounded(0.01, above=0, at_most=1)
+    # local_sgd, diloco: steps between exchanges; zero_one: at most this many
+    every: int = bounded(30, at_least=1)
+    # diloco: parts of the model that are exchanged at different steps
+    fragments: int = bounded(1, at_least=1)
+    # diloco: of the optimizer between replicas
+    outer_learning_rate: float = bounded(0.7, at_least=0, below=10)
+    # diloco: its Nesterov momentum
+    outer_momentum: float = bounded(0.9, at_least=0, below=1)
+    # stale: steps that a gradient may come late; 0 = none
+    staleness: int = bounded(2, at_least=0)
+    asynchronous: bool = False  # stale: replicas do not wait for one that is later still

@@ -1,0 +1,269 @@
+"""Local steps: every replica has parameters and an optimizer of its own, and updates itself.
+
+local_sgd (arXiv 1805.09767): every `every` steps all replicas continue from their mean. diloco
+(arXiv 2311.08105, 2501.18512): an outer optimizer, SGD with Nesterov momentum, takes the mean of
+what the replicas have moved as its gradient; fragments of the model do so at different steps.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from llmx import sharding
+from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.sharding import trees
+from llmx.sync import phases, reshard
+from llmx.sync.compressors import Tensor
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, StrategyInputs
+
+
+class Local(NamedTuple):
+    """What is kept from step to step."""
+
+    params: Any  # of each replica, [n, ...]
+    opt_state: Any  # of each replica, [n, ...]
+    outer: dict[str, jax.Array]  # diloco: momentum of the outer optimizer, by parameter name
+
+
+def make(inputs: StrategyInputs) -> Strategy:
+    replicas, config = inputs.replicas, inputs.config
+    abstract = Local(
+        *of_all_replicas(inputs), replicas.like_parameters() if config.strategy == "diloco" else {}
+    )
+
+    def init(params):
+        return (), Local(*copies(inputs, params), reshard.zeros(abstract.outer))
+
+    def update(found: Gradients, state: State, sync: Local, accepted: jax.Array) -> State:
+        params, opt_state = advanced(inputs, sync, found.tree, accepted)
+        return state._replace(sync=sync._replace(params=params, opt_state=opt_state))
+
+    def resharded(saved: Local, layers: reshard.Layers) -> Local:
+        return Local(
+            reshard.averaged(saved.params, abstract.params, layers),
+            reshard.averaged(saved.opt_state, abstract.opt_state, layers),
+            reshard.placed(saved.outer, layers),
+        )
+
+    return Strategy(
+        abstract=((), abstract),
+        init=init,
+        phases={
+            MEAN: mean(inputs, update),
+            LOCAL: Phase(own_params(inputs), inputs.replica_gradient, phases.reduced, update),
+        },
+        timetable=inputs.timetable,
+        enter=forget_after_mean(inputs),
+        outer={each: make_outer_step(inputs, each) for each in sorted(inputs.timetable.fragments)},
+        scalars=lambda sync: {},
+        reshard=resharded,
+    )
+
+
+def timetable(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
+    """Outer steps every `every` steps, of one fragment after the other, and of all at the end."""
+    phase_of = phases.local(config, total_steps, rates).phase_of
+    num = config.fragments if config.strategy == "diloco" else 1
+
+    def fragments_after(step: int) -> tuple[int, ...]:
+        if step < config.warmup_steps:
+            return ()
+        if step == total_steps - 1:
+            return tuple(range(num))  # the trained model is the one that all share
+        apart, done = config.every // num, step + 1 - config.warmup_steps
+        return () if done % apart else (done // apart % num,)
+
+    return Timetable(total_steps, phase_of, fragments_after, num)
+
+
+def conflicts(config: Any) -> list[str]:
+    """What local steps cannot go with."""
+    sync, problems = config.sync, []
+    if config.optimizer.ema_decay:
+        problems.append(
+            f"optimizer.ema_decay={config.optimizer.ema_decay} with sync.strategy="
+            f"{sync.strategy!r}: the parameters that all replicas share change only now and then, "
+            "and have no average by steps; set it to 0"
+        )
+    if sync.strategy == "diloco" and sync.every % sync.fragments:
+        problems.append(
+            f"sync.fragments={sync.fragments} does not divide sync.every={sync.every}: each "
+            "fragment is exchanged once in that many steps; use a divisor"
+        )
+    return [*phases.conflicts(config), *problems]
+
+
+# -------------------------------------------------------------- replicas with their own parameters
+
+
+def of_all_replicas(inputs: StrategyInputs) -> tuple[Any, Any]:
+    """Shapes with shardings of all replicas' parameters and optimizer states, [n, ...]."""
+    return jax.tree.map(inputs.replicas.of_all, (inputs.loss.params, inputs.opt_state))
+
+
+def copies(inputs: StrategyInputs, params: Any) -> tuple[Any, Any]:
+    """Parameters and a new optimizer state for each replica."""
+    size = inputs.replicas.size
+    own = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (size, *leaf.shape)), params)
+    return own, jax.vmap(inputs.optimizer.whole.init)(own)
+
+
+def own_params(inputs: StrategyInputs) -> Callable[[State], Any]:
+    """Each replica's parameters, in its local view."""
+    take = lambda leaf: sharding.to_local(inputs.loss.mesh, AXES, leaf)[0]  # noqa: E731
+    return lambda state: jax.tree.map(take, state.sync.params)
+
+
+def for_all(inputs: StrategyInputs, tree: Any) -> Any:
+    """[n, ...] of what is the same for all replicas; nothing is sent."""
+    copy = lambda leaf: sharding.from_local(inputs.loss.mesh, AXES, leaf[None])  # noqa: E731
+    return jax.tree.map(copy, tree)
+
+
+def mean(inputs: StrategyInputs, update: Callable) -> Phase:
+    """Replicas average their gradients, and each updates itself by the mean: all stay equal."""
+    own = own_params(inputs)
+
+    def update_all(found: Gradients, state: State, sync: Any, accepted: jax.Array) -> State:
+        found = found._replace(tree=for_all(inputs, found.tree))
+        state = update(found, state, sync, accepted)
+        return state._replace(params=own(state))
+
+    return Phase(phases.shared_params, inputs.gradient, phases.reduced, update_all)
+
+
+def forget_after_mean(inputs: StrategyInputs) -> Callable[[State, str, str], State]:
+    """Norms of the mean say nothing of the norms of replicas' own gradients."""
+    forget = jax.jit(inputs.forget_norms, donate_argnums=0)
+    return lambda state, previous, phase: forget(state) if previous == MEAN else state
+
+
+def advanced(
+    inputs: StrategyInputs, sync: Any, gradients: Any, accepted: jax.Array, **extra: Any
+) -> tuple[Any, Any]:
+    """All replicas' parameters and optimizer states after an update by gradients [n, ...].
+
+    `extra`: arguments of the optimizer's update, [n, ...] too.
+    """
+    stack = lambda to: to.update(spec=PartitionSpec(AXIS, *to.spec.partitions))  # noqa: E731
+    shares = jax.tree.map(stack, inputs.loss.updates)
+    abstract_params, abstract_opt_state = of_all_replicas(inputs)
+    to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
+
+    def update(accepted, gradients, params, opt_state, extra):
+        def one(gradient, params, opt_state, extra):
+            updates, new = inputs.optimizer.whole.update(gradient, opt_state, params, **extra)
+            return optax.apply_updates(params, updates), new
+
+        new = jax.vmap(one)(gradients, params, opt_state, extra)
+        return phases.keep(accepted, new, (params, opt_state))
+
+    params = jax.tree.map(jax.sharding.reshard, sync.params, shares)
+    params, opt_state = jax.sharding.auto_axes(
+        update, out_sharding=(shares, to(abstract_opt_state))
+    )(accepted, gradients, params, sync.opt_state, extra)
+    return jax.tree.map(jax.sharding.reshard, params, to(abstract_params)), opt_state
+
+
+# ------------------------------------------------------------------------------------ outer steps
+
+
+def outer_step(inputs: StrategyInputs, synchronize: Callable[[State], State]) -> Callable:
+    """The jitted program between steps, which donates its state; a stopped run stays as it is."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def outer_step(state: State) -> State:
+        new = synchronize(state)
+        keep = lambda new, old: jnp.where(state.guard.stopped, old, new)  # noqa: E731
+        params, sync = jax.tree.map(keep, (new.params, new.sync), (state.params, state.sync))
+        return state._replace(params=params, sync=sync)
+
+    return outer_step
+
+
+def as_updated(inputs: StrategyInputs, params: Any, own: Any) -> tuple[dict, dict]:
+    """Shared and own parameters by name, split as updates are."""
+    stack = lambda to: to.update(spec=PartitionSpec(AXIS, *to.spec.partitions))  # noqa: E731
+    updates = inputs.loss.updates
+    params = jax.tree.map(jax.sharding.reshard, params, updates)
+    own = jax.tree.map(jax.sharding.reshard, own, jax.tree.map(stack, updates))
+    return trees.named(params), trees.named(own)
+
+
+def as_kept(inputs: StrategyInputs, params: dict, own: dict) -> tuple[Any, Any]:
+    """The reverse of `as_updated`."""
+    like = inputs.loss.params
+
+    def to(tree: Any, wanted: Any) -> Any:
+        return jax.tree.map(lambda a, leaf: jax.sharding.reshard(a, leaf.sharding), tree, wanted)
+
+    own_like, _ = of_all_replicas(inputs)
+    return to(trees.unnamed(params, like), like), to(trees.unnamed(own, like), own_like)
+
+
+def make_outer_step(inputs: StrategyInputs, fragments: Sequence[int]) -> Callable[[State], State]:
+    """Synchronizes the fragments of all replicas. Communicates over `data`."""
+    replicas = inputs.replicas
+
+    def synchronize(state: State) -> State:
+        def region(params, own, outer):
+            own = {name: leaf[0] for name, leaf in own.items()}
+            return _averaged(inputs, fragments, params, own, outer)
+
+        outer_specs = {name: replicas.specs[name] for name in state.sync.outer}
+        specs = (replicas.specs, replicas.stacked_specs, outer_specs)
+        params, own = as_updated(inputs, state.params, state.sync.params)
+        params, own, outer = replicas.region(region, in_specs=specs, out_specs=specs)(
+            params, own, state.sync.outer
+        )
+        params, own = as_kept(inputs, params, own)
+        return state._replace(params=params, sync=state.sync._replace(params=own, outer=outer))
+
+    return outer_step(inputs, synchronize)
+
+
+def _averaged(inputs, fragments, params, own, outer):
+    """One device's arrays after the outer step, by name."""
+    replicas, config = inputs.replicas, inputs.config
+    num = inputs.timetable.num_fragments
+    pieces = {
+        (name, i): rows
+        for name, tensor in replicas.tensors.items()
+        for i, rows in enumerate(_rows_of(tensor, fragments, num))
+    }
+    terms = {
+        key: (params[key[0]][rows] - own[key[0]][rows]).astype(jnp.float32) / replicas.size
+        for key, rows in pieces.items()
+    }
+    moved = jax.lax.psum(terms, AXIS)
+    params, own, outer = dict(params), dict(own), dict(outer)
+    for key, rows in pieces.items():
+        name, step = key[0], moved[key]
+        if name in outer:
+            nesterov = optax.trace(config.outer_momentum, nesterov=True)
+            step, trace = nesterov.update(step, optax.TraceState(outer[name][rows]))
+            outer[name] = outer[name].at[rows].set(trace.trace)
+            step = config.outer_learning_rate * step
+        new = (params[name][rows] - step).astype(params[name].dtype)
+        params[name] = params[name].at[rows].set(new)
+        own[name] = own[name].at[rows].set(new)
+    return params, {name: leaf[None] for name, leaf in own.items()}, outer
+
+
+def _rows_of(tensor: Tensor, fragments: Sequence[int], num: int) -> list[slice]:
+    """The rows of a shard that belong to these fragments, as slices of its first dimension.
+
+    Fragment f has every num-th layer from f on (arXiv 2501.18512, strided); the first fragment has
+    what is outside the layers.
+    """
+    if not tensor.layered:
+        return [slice(None)] if 0 in fragments else []
+    if len(fragments) == num:
+        return [slice(None)]
+    return [slice(f, None, num) for f in fragments if f < tensor.rows]

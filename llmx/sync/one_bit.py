@@ -1,0 +1,235 @@
+"""1-bit Adam (arXiv 2102.02888) and 1-bit LAMB (arXiv 2104.06069).
+
+After a warm-up of usual steps the variance of Adam is frozen; from then on replicas exchange signs
+of the momentum, with error feedback.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from llmx.contract import Gradients, Phase, State, Strategy
+from llmx.model.training_loss import scaled
+from llmx.sharding import trees
+from llmx.sync import phases, reshard
+from llmx.sync.compressors import Residuals
+from llmx.sync.replicas import COMPRESSED, MEAN, WHOLE, StrategyInputs
+
+SETTLED = 0.96  # ratio of the variance's norms, of two looks, from which on it has settled
+
+
+class OneBit(NamedTuple):
+    """What is kept from step to step."""
+
+    freeze_step: jax.Array  # the step that found the variance settled, int32 []; -1 = none yet
+    variance: jax.Array  # L1 norm of the second moment when it was last looked at, fp32 []
+    num_updates: jax.Array  # updates that the frozen variance has seen, int32 []
+    fresh: dict[str, jax.Array]  # LAMB: the variance, as the exchanged momentum shows it
+    residuals: Residuals
+
+
+def make(inputs: StrategyInputs) -> Strategy:
+    replicas, config = inputs.replicas, inputs.config
+    scalar = lambda dtype: replicas.placed((), WHOLE, dtype)  # noqa: E731
+    abstract = OneBit(
+        scalar(jnp.int32), scalar(jnp.float32), scalar(jnp.int32),
+        replicas.like_parameters() if config.strategy == "one_bit_lamb" else {},
+        replicas.abstract_residuals(),
+    )  # fmt: skip
+
+    def init(params):
+        sync = reshard.zeros(abstract)._replace(freeze_step=jnp.full((), -1, jnp.int32))
+        return inputs.optimizer.whole.init(params), sync
+
+    plain = phases.mean(inputs)
+
+    def watched(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
+        """The usual update, which then looks whether the variance has settled."""
+        new = plain.update(found, state, sync, accepted)
+        return new._replace(sync=settled(inputs, state.step, new.opt_state[0].nu, new.sync))
+
+    def reduce(found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
+        """Shares of the gradient; the momentum that they make is exchanged in the update."""
+        return found._replace(
+            tree=scaled(found.tree, found.shares), norms=jnp.sqrt(found.squares.sum())
+        ), sync
+
+    def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
+        head, tail = state.opt_state[0], state.opt_state[1:]
+        direction, new_head, new_sync, extra = _exchanged_direction(inputs, found.tree, head, sync)
+        new = inputs.update(
+            direction, state._replace(opt_state=tail), accepted, inputs.optimizer.tail, **extra
+        )
+        return new._replace(
+            opt_state=(phases.keep(accepted, new_head, head), *new.opt_state),
+            sync=phases.keep(accepted, new_sync, sync),
+        )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def freeze(state: State) -> State:
+        """What the variance has seen is noted before the first step that does not update it."""
+        head, sync = state.opt_state[0], state.sync
+        nu = trees.named(head.nu)
+        fresh = {name: nu[name] + 0 for name in sync.fresh}
+        sync = sync._replace(num_updates=head.count + 0, fresh=fresh)
+        return inputs.forget_norms(state._replace(sync=sync))
+
+    def resharded(saved: OneBit, layers: reshard.Layers) -> OneBit:
+        return saved._replace(
+            fresh=reshard.placed(saved.fresh, layers),
+            residuals=reshard.residuals(saved.residuals, abstract.residuals, layers),
+        )
+
+    return Strategy(
+        abstract=(inputs.opt_state, abstract),
+        init=init,
+        phases={
+            MEAN: plain._replace(update=watched) if config.warmup_steps < 0 else plain,
+            COMPRESSED: Phase(phases.shared_params, inputs.replica_gradient, reduce, update),
+        },
+        timetable=inputs.timetable,
+        enter=lambda state, previous, phase: freeze(state),
+        outer={},
+        scalars=lambda sync: {"freeze_step": sync.freeze_step},
+        reshard=resharded,
+        messages=replicas.messages(),
+    )
+
+
+def conflicts(config: Any) -> list[str]:
+    """What these strategies cannot go with."""
+    lamb = config.sync.strategy == "one_bit_lamb"
+    problems = phases.needs_optimizer(config, "lamb" if lamb else "adamw")
+    if config.sync.warmup_steps == 0:
+        problems.append(
+            f"sync.warmup_steps=0 leaves {config.sync.strategy!r} without a variance to freeze: "
+            "use about 15% of the steps, or -1 = until the variance has settled"
+        )
+    return [*phases.conflicts_of_all(config), *problems]
+
+
+def denominator(nu: jax.Array, count: jax.Array, *, b2: float, eps: float) -> jax.Array:
+    """What Adam divides by: sqrt(nu / (1 - b2^count)) + eps."""
+    return jnp.sqrt(nu / (1 - b2 ** jnp.maximum(count, 1).astype(jnp.float32))) + eps
+
+
+def frozen_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction after its variance was frozen, by an exchange of momentum (1-bit Adam).
+
+    Its state is that of `optax.scale_by_adam`, in which `nu` no longer moves. `update` is one
+    replica's, for use in a manual region: it takes the replica's term of the gradient and
+
+      exchange: {terms of the momentum's sum over replicas, coordinates that live} -> the sum
+      frozen_at: the number of updates that `nu` has seen
+      num_replicas: how many there are
+
+    Momentum travels in units of the update, m / (sqrt(nu) + eps): as nu is frozen that is Adam
+    with a fixed scale per coordinate, and a compressor that knows one size for many numbers does
+    not give those with a small variance the momentum of their neighbours. Coordinates that never
+    had a gradient (nu = 0: unused positions, padded vocabulary) have no scale: their momentum stays
+    zero. Bias: nu keeps the correction that it had when it was frozen, momentum continues with its
+    own.
+
+    Source: arXiv 2102.02888, algorithm 1.
+    """
+
+    def update(terms, state, params=None, *, exchange, frozen_at, num_replicas, **extra):
+        del params, extra
+        count = optax.safe_increment(state.count)
+        size = lambda nu: denominator(nu, frozen_at, b2=b2, eps=eps)  # noqa: E731
+        live = jax.tree.map(lambda nu: nu > 0, state.nu)
+
+        def term(g, mu, nu):
+            m = b1 * mu / num_replicas + (1 - b1) * g.astype(jnp.float32)
+            return jnp.where(nu > 0, m / size(nu), 0)
+
+        direction = exchange(jax.tree.map(term, terms, state.mu, state.nu), live)
+        mu = jax.tree.map(lambda u, nu: u * size(nu), direction, state.nu)
+        corrected = 1 - b1 ** count.astype(jnp.float32)
+        updates = jax.tree.map(lambda u: u / corrected, direction)
+        return updates, state._replace(count=count, mu=mu)
+
+    init = optax.scale_by_adam(b1=b1, b2=b2, eps=eps).init
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _exchanged_direction(
+    inputs: StrategyInputs, shares: Any, head: optax.ScaleByAdamState, sync: OneBit
+) -> tuple[Any, optax.ScaleByAdamState, OneBit, dict[str, Any]]:
+    """Adam's direction after an exchange of momentum, Adam's state, the strategy's state, and what
+    the optimizer's tail wants to know of it.
+
+    Communicates over `data`, and over the axes that split a replica the sizes of compressed rows.
+    """
+    replicas, config = inputs.replicas, inputs.optimizer_config
+    adam = frozen_adam(config.b1, config.b2, config.eps)
+
+    def region(shares, head, residuals, frozen_at):
+        own, after = {name: share[0] for name, share in shares.items()}, []
+
+        def exchange(terms, live):
+            sums, new = replicas.exchange(terms, residuals, live)
+            after.append(new)
+            return sums
+
+        direction, head = adam.update(
+            own, head, exchange=exchange, frozen_at=frozen_at, num_replicas=replicas.size
+        )
+        return direction, head, after[0]
+
+    specs = replicas.residual_specs()
+    head_specs = optax.ScaleByAdamState(WHOLE, replicas.specs, replicas.specs)
+    flat = head._replace(mu=trees.named(head.mu), nu=trees.named(head.nu))
+    direction, new, residuals = replicas.region(
+        region, in_specs=(replicas.stacked_specs, head_specs, specs, WHOLE),
+        out_specs=(replicas.specs, head_specs, specs),
+    )(trees.named(shares), flat, sync.residuals, sync.num_updates)  # fmt: skip
+    after, extra = sync._replace(residuals=residuals), {}
+    if sync.fresh:
+        fresh, freshness = _freshness(config, flat, new, sync)
+        extra["freshness"] = trees.unnamed(freshness, shares)
+        after = after._replace(fresh=fresh)
+    whole = new._replace(mu=trees.unnamed(new.mu, shares), nu=head.nu)
+    return trees.unnamed(direction, shares), whole, after, extra
+
+
+def _freshness(config: Any, old, new, sync: OneBit):
+    """The variance that the exchanged momentum shows, and per layer the largest ratio of the frozen
+    standard deviation to it (arXiv 2104.06069, algorithm 1)."""
+    b1, b2, eps = config.b1, config.b2, config.eps
+
+    def moved(m, m_before, fresh):
+        gradient = (m - b1 * m_before) / (1 - b1)
+        return b2 * fresh + (1 - b2) * jnp.square(gradient)
+
+    fresh = {name: moved(new.mu[name], old.mu[name], was) for name, was in sync.fresh.items()}
+
+    def ratio(name):
+        nu = old.nu[name]
+        then = denominator(nu, sync.num_updates, b2=b2, eps=eps)
+        now = denominator(fresh[name], new.count, b2=b2, eps=eps)
+        first = 1 if name.startswith("blocks/") else 0
+        live = jnp.where(nu > 0, then / now, 0)
+        largest = jnp.max(live, axis=tuple(range(first, nu.ndim)))
+        return jnp.where(largest > 0, largest, 1.0)
+
+    return fresh, {name: ratio(name) for name in fresh}
+
+
+def settled(inputs: StrategyInputs, step: jax.Array, nu: Any, sync: OneBit) -> OneBit:
+    """Whether the variance has settled: every 1 / (1 - b2) steps its L1 norm is compared with what
+    it was, and is to be within 4% (arXiv 2102.02888, section 7.1), after the learning rate's
+    warm-up."""
+    config = inputs.optimizer_config
+    every = max(1, round(1 / (1 - config.b2)))
+    norm = sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(nu))
+    due = (step + 1) % every == 0
+    ratio = jnp.minimum(norm, sync.variance) / jnp.maximum(norm, sync.variance)
+    found = due & (ratio >= SETTLED) & (step >= config.warmup_steps) & (sync.freeze_step < 0)
+    return sync._replace(
+        freeze_step=jnp.where(found, step, sync.freeze_step),
+        variance=jnp.where(due, norm, sync.variance),
+    )

@@ -1,0 +1,125 @@
+"""Which program each step of a run is, and the pieces that phases of several strategies share.
+
+A run begins with `warmup_steps` of "mean". What a strategy synchronizes in a step, or between
+steps, is known before the run, or from the report of an earlier step: no conditional surrounds a
+collective.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llmx.contract import Gradients, Phase, State, Timetable
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, StrategyInputs
+
+
+def after_warmup(phase: str) -> Callable[..., Timetable]:
+    """The timetable of a strategy with one phase of its own."""
+
+    def timetable(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
+        del rates
+
+        def phase_of(step: int, freeze_step: int = -1) -> str:
+            if config.warmup_steps < 0:
+                return phase if 0 <= freeze_step <= step - 2 else MEAN
+            return MEAN if step < config.warmup_steps else phase
+
+        return Timetable(total_steps, phase_of)
+
+    return timetable
+
+
+def always_mean(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
+    """The timetable of replicas that average gradients in every step."""
+    del config, rates
+    return Timetable(total_steps, lambda step, freeze_step=-1: MEAN)
+
+
+compressed = after_warmup(COMPRESSED)
+local = after_warmup(LOCAL)
+
+
+# -------------------------------------------------------------------------------------- conflicts
+
+
+def conflicts(config: Any) -> list[str]:
+    """What a strategy that exchanges compressed gradients cannot go with."""
+    return [*conflicts_of_all(config), *never_freezes(config)]
+
+
+def conflicts_of_all(config: Any) -> list[str]:
+    """What no strategy but "mean" goes with."""
+    if config.mesh.stage > 1 and config.pipeline.schedule == "pipedream_2bw":
+        return [
+            f"sync.strategy={config.sync.strategy!r} with pipeline.schedule='pipedream_2bw': "
+            "replicas exchange what a step ends with, and that schedule leaves a batch in flight; "
+            "use another schedule, or strategy 'mean'"
+        ]
+    return []
+
+
+def never_freezes(config: Any) -> list[str]:
+    """What a strategy that freezes no variance cannot go with."""
+    if config.sync.warmup_steps == -1:
+        return [
+            f"sync.warmup_steps=-1 waits for the variance of Adam to settle, which strategy "
+            f"{config.sync.strategy!r} does not freeze: use a number of steps"
+        ]
+    return []
+
+
+def needs_optimizer(config: Any, name: str) -> list[str]:
+    """What a strategy that is a form of one optimizer cannot go with."""
+    if config.optimizer.name == name:
+        return []
+    return [
+        f"sync.strategy={config.sync.strategy!r} is a form of {name} and "
+        f"optimizer.name={config.optimizer.name!r}: set optimizer.name={name!r}, or use a "
+        "strategy for any optimizer, as 'int8' or 'diloco'"
+    ]
+
+
+# ------------------------------------------------------------------------------- pieces of phases
+
+
+def keep(accepted: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the update is accepted, else `old`."""
+    return jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new, old)
+
+
+def shared_params(state: State) -> Any:
+    """The parameters that all replicas share."""
+    return state.params
+
+
+def reduced(found: Gradients, sync: Any) -> tuple[Gradients, Any]:
+    """Gradients that are reduced already."""
+    return found, sync
+
+
+def updated(inputs: StrategyInputs) -> Callable:
+    """The optimizer's update of the parameters that all replicas share."""
+
+    def update(found: Gradients, state: State, sync: Any, accepted: jax.Array) -> State:
+        state = inputs.update(found.tree, state, accepted, inputs.optimizer.whole)
+        return state._replace(sync=keep(accepted, sync, state.sync))
+
+    return update
+
+
+def mean(inputs: StrategyInputs) -> Phase:
+    """Replicas average their gradients."""
+    return Phase(shared_params, inputs.gradient, reduced, updated(inputs))
+
+
+def scheduled(inputs: StrategyInputs) -> dict[str, Any]:
+    """The fields of a Strategy that synchronizes in its steps and keeps no scalars to report."""
+    return {
+        "timetable": inputs.timetable,
+        "enter": lambda state, previous, phase: state,
+        "outer": {},
+        "scalars": lambda sync: {},
+    }

@@ -1,0 +1,232 @@
+"""The replicas along `data`: what each device holds of every tensor, and manual regions over it.
+
+`data` crosses the slow network. A strategy says what the replicas exchange there; the layout says
+how each of them is split over the other axes, and neither knows of the other. With every strategy
+but "mean" the parameters are whole along `data`, and each replica takes the gradient of its own
+rows.
+
+Gradients are exchanged as *shares*: a replica's term of the gradient of the global batch, so that
+the sum over replicas is the gradient, however many tokens each has. What compression leaves out is
+in the same unit, and so the sum of all residuals means the same for any number of replicas.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from llmx import sharding
+from llmx.contract import Gradient, Gradients, Optimizer, State, Timetable
+from llmx.model.training_loss import TrainingLoss, scaled, squared_norms
+from llmx.sharding import trees
+from llmx.sync import buckets, compressors
+from llmx.sync.compressors import Compressor, Group, Residuals, Tensor
+from llmx.sync.config import SyncConfig
+
+AXIS = "data"
+AXES = (AXIS,)
+WHOLE = PartitionSpec()
+
+# Phases. A step averages gradients in full; exchanges them, or the momentum, in the strategy's way;
+# is local, each replica updating itself; is local, with gradients summed in full for the second
+# moment only.
+MEAN, COMPRESSED, LOCAL, VARIANCE = "mean", "compressed", "local", "variance"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replicas:
+    """The replicas of a mesh, what each device has of every tensor, and what they exchange.
+
+    `tensors`: by parameter name. `specs`: how a replica's updates are split. `compressor`: of what
+    is not summed in full.
+    """
+
+    config: SyncConfig
+    mesh: Mesh
+    tensors: dict[str, Tensor]
+    specs: dict[str, PartitionSpec]
+    compressor: Compressor
+
+    @property
+    def size(self) -> int:
+        return self.mesh.shape[AXIS]
+
+    @property
+    def group(self) -> Group:
+        config = self.config
+        return Group(
+            axis=AXIS, size=self.size, feedback=config.error_feedback,
+            bucket_bytes=int(config.bucket_mib * 2**20), fraction=config.fraction,
+            rank=config.rank,
+        )  # fmt: skip
+
+    def stacked(self, name: str) -> PartitionSpec:
+        """The split of an array of all replicas, [n, ...]."""
+        return PartitionSpec(AXIS, *self.specs[name].partitions)
+
+    @property
+    def stacked_specs(self) -> dict[str, PartitionSpec]:
+        return {name: self.stacked(name) for name in self.tensors}
+
+    def region(self, function, *, in_specs, out_specs):
+        """`function` of one device's parts, manual over all axes of the mesh."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape of a parameter."""
+        shape = self.tensors[name].shape
+        return tuple(dim * ways for dim, ways in zip(shape, self._ways(name), strict=True))
+
+    def _ways(self, name: str) -> list[int]:
+        """Into how many parts each dimension of a parameter is split."""
+        return [sharding.ways(self.mesh, entry) for entry in self._entries(name)]
+
+    def _entries(self, name: str) -> tuple:
+        entries = self.specs[name].partitions
+        return (*entries, *(None,) * (len(self.tensors[name].shape) - len(entries)))
+
+    def placed(self, shape, spec, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def like_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """fp32 arrays in the shapes and shardings of the updates, by name."""
+        return {name: self.placed(self.shape(name), self.specs[name]) for name in self.tensors}
+
+    def of_all(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The type of an array that each replica has one of, [n, ...]."""
+        spec = PartitionSpec(AXIS, *leaf.sharding.spec.partitions)
+        return self.placed((self.size, *leaf.shape), spec, leaf.dtype)
+
+    # ------------------------------------------------------------------------------- residuals
+
+    def abstract_residuals(self) -> Residuals:
+        """Shapes with shardings of what the compressor keeps."""
+        residuals = {field: {} for field in Residuals._fields}
+        for name, tensor in self.tensors.items():
+            for field, row in self.compressor.state(tensor, self.group).items():
+                if row is None:
+                    shape = self.placed((self.size, *self.shape(name)), self.stacked(name))
+                else:
+                    shape = self._by_shard(name, row, () if field == "queries" else AXES)
+                residuals[field][name] = shape
+        return Residuals(**residuals)
+
+    def _by_shard(self, name: str, last: tuple[int, ...], leading: tuple[str, ...] = ()):
+        """[leading..., L, parts of each dimension..., last...]: an array of every shard's own.
+
+        Its shape says how the parameter was split, which is what a restore has to know.
+        """
+        tensor, entries = self.tensors[name], self._entries(name)
+        first, rest = (entries[0], entries[1:]) if tensor.layered else (None, entries)
+        rows = tensor.rows * sharding.ways(self.mesh, first)
+        shape = (
+            *(self.mesh.shape[axis] for axis in leading),
+            rows, *(sharding.ways(self.mesh, entry) for entry in rest), *last,
+        )  # fmt: skip
+        return self.placed(shape, PartitionSpec(*leading, first, *rest, *(None,) * len(last)))
+
+    def residual_specs(self) -> Residuals:
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_residuals())
+
+    # ------------------------------------------------------------------------------- exchanges
+
+    def exchange(self, terms, residuals: Residuals, live=None):
+        """The sum of all replicas' terms, for use inside a manual region; see `Compressor`."""
+        tensors = list(self.tensors.values())
+        return self.compressor.reduce(tensors, terms, residuals, self.group, live)
+
+    def messages(self) -> tuple[int, tuple[int, ...]]:
+        """How many tensors are compressed into bytes, and the bytes of each message of the first
+        phase of an exchange that a device fuses them into."""
+        first = [self.compressor.messages(each, self.group)[0] for each in self.tensors.values()]
+        sizes = [message.bytes for message in first if message.collective != "all_reduce"]
+        fused = buckets.fuse(sizes, self.group.bucket_bytes)
+        return len(sizes), tuple(sum(sizes[i] for i in bucket) for bucket in fused)
+
+    def shares(self, found: Gradients) -> dict[str, jax.Array]:
+        """Each replica's term of the global gradient, [n, ...] by name."""
+        return trees.named(scaled(found.tree, found.shares))
+
+    def summed_shares(self, found: Gradients, residuals: Residuals) -> tuple[Gradients, Residuals]:
+        """The gradient of the global batch, summed by the compressor, and its residuals.
+
+        Communicates over `data`, and over the axes that split a replica the sizes of compressed
+        rows.
+        """
+
+        def region(shares, residuals):
+            return self.exchange({name: share[0] for name, share in shares.items()}, residuals)
+
+        specs = self.residual_specs()
+        sums, residuals = self.region(
+            region, in_specs=(self.stacked_specs, specs), out_specs=(self.specs, specs)
+        )(self.shares(found), residuals)
+        return with_sums(found, sums), residuals
+
+    def summed(self, found: Gradients) -> Any:
+        """The gradient of the global batch, summed in full over `data`."""
+        region = lambda terms: jax.lax.psum({n: a[0] for n, a in terms.items()}, AXIS)  # noqa: E731
+        sums = self.region(region, in_specs=(self.stacked_specs,), out_specs=self.specs)(
+            self.shares(found)
+        )
+        return trees.unnamed(sums, found.tree)
+
+
+def with_sums(found: Gradients, sums: dict[str, jax.Array]) -> Gradients:
+    """Gradients of each replica with their sums, by name, in their place."""
+    tree = trees.unnamed(sums, found.tree)
+    return found._replace(tree=tree, norms=jnp.sqrt(squared_norms(tree).sum()), shares=())
+
+
+def make(
+    config: SyncConfig, mesh: Mesh, compressor: Compressor, *, shapes: Any, axes: Any, updates: Any
+) -> Replicas:
+    """The replicas of a model on a mesh.
+
+    Args:
+      config: the section `sync`.
+      mesh: with an axis `data`.
+      compressor: a value of `compressors.COMPRESSORS`.
+      shapes, axes, updates: of the parameters, their logical axes, and their shardings while they
+        are updated, which must be whole along `data`.
+    """
+    specs = {name: to.spec for name, to in trees.named(updates).items()}
+    logical = jax.tree.structure(shapes).flatten_up_to(axes)
+    tensors = {
+        name: compressors.local_tensor(name, leaf.shape, of, specs[name], dict(mesh.shape))
+        for (name, leaf), of in zip(trees.named(shapes).items(), logical, strict=True)
+    }
+    return Replicas(config, mesh, tensors, specs, compressor)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StrategyInputs:
+    """What a strategy is made from.
+
+    opt_state: shapes with shardings of the optimizer's state.
+    gradient: of the global batch. replica_gradient: of each replica's own rows, [n, ...].
+    update: (gradients, State, accepted, optax transformation, **extra arguments of its update)
+      -> State with new params, opt_state and ema where accepted.
+    with_head: head -> these inputs with another optax transformation in the place of Adam.
+    decays: by parameter name, whether weight decay applies.
+    forget_norms: State -> State whose guard no longer knows which norms are usual.
+    """
+
+    config: SyncConfig
+    replicas: Replicas | None  # None: with strategy "mean" there is no need to tell them apart
+    loss: TrainingLoss
+    gradient: Gradient
+    replica_gradient: Gradient | None
+    optimizer: Optimizer
+    optimizer_config: Any  # `step.optimizers.OptimizerConfig`
+    opt_state: Any
+    update: Callable
+    with_head: Callable
+    decays: dict[str, bool]
+    forget_norms: Callable[[State], State]
+    timetable: Timetable

@@ -1,0 +1,94 @@
+"""A strategy's state for another number of replicas, or for replicas that are split otherwise.
+
+The sum of all residuals of a parameter, of replicas and of servers, is kept, and split evenly among
+the new replicas. Replicas with parameters of their own begin again at the mean of the old ones'.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llmx import sharding
+from llmx.sync.compressors import Residuals
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """How the layers lay in what was saved.
+
+    shapes: of the parameters, by name, as they were.
+    ordered: (name, array of a parameter's shape) -> its layers in the new order.
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    ordered: Callable[[str, jax.Array], jax.Array] = lambda name, array: array
+
+
+def zeros(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+
+
+def residuals(saved: Residuals, wanted: Residuals, layers: Layers) -> Residuals:
+    """Residuals whose sum is as saved; a compressor's `queries` begin anew."""
+    errors = {}
+    for name, like in wanted.errors.items():
+        total = saved.errors[name].sum(0)
+        if name in saved.server:
+            total = total + whole(saved.server[name], layers.shapes[name])
+        total = layers.ordered(name, total)
+        errors[name] = jnp.broadcast_to(total / like.shape[0], like.shape).astype(like.dtype)
+    return Residuals(errors, zeros(wanted.server), zeros(wanted.queries))
+
+
+def averaged(saved: Any, wanted: Any, layers: Layers) -> Any:
+    """The mean over old replicas of a tree [n, ...], for each of the new ones."""
+
+    def one(path, old, like):
+        mean = old.astype(jnp.float32).mean(0).astype(like.dtype)
+        return jnp.broadcast_to(layers.ordered(sharding.path_name(path), mean), like.shape)
+
+    return jax.tree_util.tree_map_with_path(one, saved, wanted)
+
+
+def placed(saved: dict[str, jax.Array], layers: Layers) -> dict[str, jax.Array]:
+    """Arrays in the parameters' shapes, by name, with their layers in the new order."""
+    return {name: layers.ordered(name, array) for name, array in saved.items()}
+
+
+def as_saved(wanted: Any, shapes: Mapping[str, Sequence[int]]) -> Any:
+    """A strategy's state in the shapes in which it was saved, split as far as they divide.
+
+    `shapes`: of what was saved, by name.
+    """
+
+    def one(path, leaf):
+        shape = tuple(shapes.get(sharding.path_name(path), leaf.shape))
+        if len(shape) != len(leaf.shape):
+            return leaf  # of another structure, which the restore reports
+        to = leaf.sharding
+        ways = [sharding.ways(to.mesh, entry) for entry in to.spec.partitions]
+        entries = [
+            None if dim % way else entry
+            for dim, way, entry in zip(shape, ways, to.spec.partitions, strict=False)
+        ]
+        to = to.update(spec=jax.P(*entries))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
+
+    return jax.tree_util.tree_map_with_path(one, wanted)
+
+
+def whole(server: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """What servers keep of a parameter, [n, L, parts..., Q], in the parameter's shape."""
+    n, rows, *parts, q = server.shape
+    dims = shape[len(shape) - len(parts) :]
+    sizes = [dim // part for dim, part in zip(dims, parts, strict=True)]
+    length = math.prod(sizes)
+    flat = jnp.moveaxis(server, 0, -2).reshape(rows, *parts, n * q)[..., :length]
+    blocks = flat.reshape(rows, *parts, *sizes)
+    count = len(parts)
+    order = [0, *(1 + i + j * count for i in range(count) for j in range(2))]
+    return blocks.transpose(order).reshape(shape)

@@ -1,0 +1,265 @@
+"""0/1 Adam (arXiv 2202.06009): local steps, whose sums are exchanged in signs.
+
+Between exchanges each replica updates itself; an exchange sums what the replicas have moved, in
+signs with error feedback, and gives all the momentum that this stands for. The second moment is
+updated by gradients that are summed in full, ever more seldom.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.sharding import trees
+from llmx.sync import local, phases, reshard
+from llmx.sync.compressors import Residuals
+from llmx.sync.config import SyncConfig
+from llmx.sync.one_bit import denominator
+from llmx.sync.replicas import AXIS, LOCAL, MEAN, VARIANCE, WHOLE, StrategyInputs
+
+# Updates of the second moment before the interval between them doubles (arXiv 2202.06009, 6).
+_VARIANCE_UPDATES = 16
+
+
+class ZeroOne(NamedTuple):
+    """What is kept from step to step."""
+
+    params: Any  # of each replica, [n, ...]
+    opt_state: Any  # of each replica, [n, ...]
+    num_updates: jax.Array  # int32 []
+    # Sums since the last exchange of learning rates, and of those with the correction of momentum's
+    # bias, fp32 [2].
+    rates: jax.Array
+    residuals: Residuals
+
+
+def make(inputs: StrategyInputs) -> Strategy:
+    replicas = inputs.replicas
+    inputs = with_zero_one_adam(inputs)
+    abstract = ZeroOne(
+        *local.of_all_replicas(inputs), replicas.placed((), WHOLE, jnp.int32),
+        replicas.placed((2,), WHOLE), replicas.abstract_residuals(),
+    )  # fmt: skip
+
+    def init(params):
+        params, opt_state = local.copies(inputs, params)
+        return (), reshard.zeros(abstract)._replace(params=params, opt_state=opt_state)
+
+    def update(phase: str) -> Callable:
+        """The update of each replica; the second moment moves by the gradient that all share."""
+
+        def update(found: Gradients, state: State, sync: ZeroOne, accepted: jax.Array) -> State:
+            return state._replace(sync=_advanced(inputs, phase, found, sync, accepted))
+
+        return update
+
+    own = local.own_params(inputs)
+
+    def own_phase(name: str) -> Phase:
+        return Phase(own, inputs.replica_gradient, phases.reduced, update(name))
+
+    def resharded(saved: ZeroOne, layers: reshard.Layers) -> ZeroOne:
+        return saved._replace(
+            params=reshard.averaged(saved.params, abstract.params, layers),
+            opt_state=reshard.averaged(saved.opt_state, abstract.opt_state, layers),
+            residuals=reshard.residuals(saved.residuals, abstract.residuals, layers),
+        )
+
+    return Strategy(
+        abstract=((), abstract),
+        init=init,
+        phases={
+            MEAN: local.mean(inputs, update(MEAN)),
+            VARIANCE: own_phase(VARIANCE),
+            LOCAL: own_phase(LOCAL),
+        },
+        timetable=inputs.timetable,
+        enter=local.forget_after_mean(inputs),
+        outer={(0,): make_exchange(inputs)},
+        scalars=lambda sync: {},
+        reshard=resharded,
+        messages=replicas.messages(),
+    )
+
+
+def timetable(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
+    """Exchanges in every step until the learning rate `rates` is at its peak, then ever fewer."""
+    exchanges, moments = intervals(config, np.asarray(rates, np.float64))
+
+    def phase_of(step: int, freeze_step: int = -1) -> str:
+        if step < config.warmup_steps:
+            return MEAN
+        return VARIANCE if moments[min(step, total_steps - 1)] else LOCAL
+
+    def fragments_after(step: int) -> tuple[int, ...]:
+        if step < config.warmup_steps:
+            return ()
+        return (0,) if step == total_steps - 1 or exchanges[min(step, total_steps - 1)] else ()
+
+    return Timetable(total_steps, phase_of, fragments_after)
+
+
+def intervals(config: SyncConfig, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The steps with an exchange, and with an update of the second moment, as bool [steps].
+
+    Every step until the learning rate is at its peak; then the interval doubles whenever the rate
+    has halved. The interval between updates of the second moment doubles after every 16, and they
+    end with the first step that has no exchange.
+    """
+    exchanges, moments = np.zeros(len(rates), bool), np.zeros(len(rates), bool)
+    peak = int(rates.argmax())
+    halvings = np.floor(np.log2(rates[peak] / np.maximum(rates, 1e-30)) + 1e-9)
+    intervals = np.minimum(2.0 ** np.minimum(halvings, 30), config.every).astype(int)
+    intervals[: peak + 1] = 1
+    intervals = np.maximum.accumulate(np.maximum(intervals, 1))
+    begun = max(config.warmup_steps, 0)
+    last, next_moment, num_moments = begun - 1, begun, 0
+    for step in range(begun, len(rates)):
+        if step - last < intervals[step]:
+            continue
+        last, exchanges[step] = step, True
+        if intervals[step] == 1 and step >= next_moment:
+            moments[step] = True
+            num_moments += 1
+            next_moment = step + 2 ** (num_moments // _VARIANCE_UPDATES)
+    return exchanges, moments
+
+
+def conflicts(config: Any) -> list[str]:
+    """What this strategy cannot go with."""
+    return [*local.conflicts(config), *phases.needs_optimizer(config, "adamw")]
+
+
+class ZeroOneState(NamedTuple):
+    """Adam's state, but the second moment is not updated by every update."""
+
+    count: jax.Array  # updates
+    moments: jax.Array  # updates of nu
+    mu: Any
+    nu: Any
+
+
+def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction in local steps (0/1 Adam).
+
+    `update` takes `shared`, the gradient that all replicas have in common, or None: the second
+    moment then stays as it is. Coordinates that had no shared gradient yet do not move.
+
+    Source: arXiv 2202.06009, algorithm 1.
+    """
+
+    def init(params):
+        zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)  # noqa: E731
+        zero = jnp.zeros((), jnp.int32)
+        return ZeroOneState(zero, zero, zeros(), zeros())
+
+    def update(grads, state, params=None, *, shared, **extra):
+        del params, extra
+        count, moments, nu = optax.safe_increment(state.count), state.moments, state.nu
+        if shared is not None:
+            moments = optax.safe_increment(moments)
+            nu = jax.tree.map(lambda g, v: (1 - b2) * g * g + b2 * v, shared, nu)
+        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
+        corrected = 1 - b1 ** count.astype(jnp.float32)
+
+        def direction(m, v):
+            size = denominator(v, moments, b2=b2, eps=eps)
+            return jnp.where(v > 0, m / corrected / size, 0)
+
+        updates = jax.tree.map(direction, mu, nu)
+        return updates, ZeroOneState(count, moments, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_zero_one_adam(inputs: StrategyInputs) -> StrategyInputs:
+    """The inputs with `zero_one_adam` in the place of Adam."""
+    config = inputs.optimizer_config
+    return inputs.with_head(zero_one_adam(config.b1, config.b2, config.eps))
+
+
+def _advanced(
+    inputs: StrategyInputs, phase: str, found: Gradients, sync: ZeroOne, accepted: jax.Array
+) -> ZeroOne:
+    """Every replica after an update by its own gradient [n, ...]."""
+    shared = None
+    if phase == MEAN:
+        shared = found.tree
+    elif phase == VARIANCE:
+        shared = local.for_all(inputs, inputs.replicas.summed(found))
+    rate = jnp.asarray(inputs.optimizer.schedule(sync.num_updates), jnp.float32)
+    count = sync.num_updates + 1
+    corrected = 1 - inputs.optimizer_config.b1 ** count.astype(jnp.float32)
+    rates = sync.rates + jnp.stack([rate, rate / corrected])
+    # Replicas that share every gradient are never apart.
+    rates = rates * 0 if phase == MEAN else rates
+    params, opt_state = local.advanced(inputs, sync, found.tree, accepted, shared=shared)
+    return sync._replace(
+        params=params, opt_state=opt_state,
+        num_updates=jnp.where(accepted, count, sync.num_updates),
+        rates=jnp.where(accepted, rates, sync.rates),
+    )  # fmt: skip
+
+
+def make_exchange(inputs: StrategyInputs) -> Callable[[State], State]:
+    """All replicas continue from the sum of what they have moved, exchanged in signs, and with the
+    momentum that it stands for. Communicates over `data`."""
+    replicas = inputs.replicas
+
+    def synchronize(state: State) -> State:
+        sync, head = state.sync, state.sync.opt_state[0]
+
+        def region(params, own, residuals, moments, mu, nu, rates):
+            own, mu, nu = ({name: a[0] for name, a in tree.items()} for tree in (own, mu, nu))
+            return _exchanged(inputs, params, own, residuals, moments[0], mu, nu, rates)
+
+        stacked, specs = replicas.stacked_specs, replicas.residual_specs()
+        params, own = local.as_updated(inputs, state.params, sync.params)
+        params, own, residuals, mu = replicas.region(
+            region,
+            in_specs=(replicas.specs, stacked, specs, PartitionSpec(AXIS), stacked, stacked, WHOLE),
+            out_specs=(replicas.specs, stacked, specs, stacked),
+        )(
+            params, own, sync.residuals, head.moments, trees.named(head.mu), trees.named(head.nu),
+            sync.rates,
+        )  # fmt: skip
+        params, own = local.as_kept(inputs, params, own)
+        head = head._replace(mu=trees.unnamed(mu, state.params))
+        sync = sync._replace(
+            params=own, opt_state=(head, *sync.opt_state[1:]), rates=sync.rates * 0,
+            residuals=residuals,
+        )  # fmt: skip
+        return state._replace(params=params, sync=sync)
+
+    return local.outer_step(inputs, synchronize)
+
+
+def _exchanged(inputs, params, own, residuals, count, mu, nu, rates):
+    """One device's arrays after the exchange, by name."""
+    replicas, config = inputs.replicas, inputs.optimizer_config
+    live = {name: leaf > 0 for name, leaf in nu.items()}
+    # Decay moves all replicas alike: it does not travel.
+    bare = {
+        name: leaf * (1 - config.weight_decay * rates[0]) if inputs.decays[name] else leaf
+        for name, leaf in params.items()
+    }
+    terms = {name: (bare[name] - own[name]) / replicas.size for name in bare}
+    moved, residuals = replicas.exchange(terms, residuals, live)
+    new = {
+        name: jnp.where(live[name], bare[name] - moved[name], own[name]).astype(leaf.dtype)
+        for name, leaf in params.items()
+    }
+
+    def momentum(name):
+        size = denominator(nu[name], count, b2=config.b2, eps=config.eps)
+        shared = moved[name] * size / jnp.maximum(rates[1], 1e-30)
+        # Where no update was accepted since the last exchange, only errors have moved.
+        return jnp.where(live[name] & (rates[1] > 0), shared, mu[name])[None]
+
+    stacked = {name: leaf[None] for name, leaf in new.items()}
+    return new, stacked, residuals, {name: momentum(name) for name in mu}
