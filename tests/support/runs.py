@@ -58,7 +58,7 @@ def make_config(
         setattr(config.mesh, axis, size)
     for key, value in keys.items():
         config_lib.set_value(config, key.replace("__", "."), value)
-    return checks.resolve(config, math.prod(sizes.values()))
+    return checks.resolve(config, num_devices(config))
 
 
 def num_devices(config: config_lib.Config) -> int:
@@ -94,14 +94,9 @@ def outer_after(recipe, number: int) -> tuple[int, ...]:
     return () if recipe.timetable is None else recipe.timetable.fragments_after(number)
 
 
-def tensors(recipe) -> Mapping[str, Any]:
-    """By parameter: what a strategy knows of the tensors that it exchanges."""
-    return recipe.replicas.tensors
-
-
-def messages(recipe) -> tuple[int, list[int]]:
-    """Number of compressed tensors, and bytes of each message that they travel in."""
-    return recipe.replicas.messages()
+def replicas(recipe):
+    """What a strategy knows of the tensors that its replicas exchange."""
+    return recipe.replicas
 
 
 def make_evaluation(recipe) -> Callable:
