@@ -34,24 +34,37 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Mean loss over the first `batches` batches of the held-out split; 0 = all of it.
 
-    Every process calls it and gets the same numbers. Returns {"loss": nats per token,
-    "perplexity", "num_tokens"}; loss is nan if the dataset holds nothing out.
+    Every process must call it; all get the same numbers. Communicates over all mesh axes.
+
+    Returns {"loss": nats per token, "perplexity", "num_tokens", "batches": evaluated,
+    "split_batches": in the whole split}; loss is nan if the dataset holds nothing out.
     """
     to = recipe.loss.batch_sharding
     rows = sharding.process_rows(to, (batch_size, dataset.sequence_length))
     total = num_tokens = 0.0
     available = math.ceil(dataset.num_held_out_windows / batch_size)
-    for index in range(min(batches or available, available)):
+    batches = min(batches or available, available)
+    for index in range(batches):
         local = dataset.held_out_rows(index, rows, batch_size)
         batch = {name: sharding.assemble(local[name], rows, to, batch_size) for name in local}
-        loss, count = jax.device_get(eval_step(params, batch))
-        total, num_tokens = total + float(loss), num_tokens + float(count)
+        nats, count = jax.device_get(eval_step(params, batch))
+        total, num_tokens = total + float(nats), num_tokens + float(count)
     loss = total / num_tokens if num_tokens else math.nan
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)) if num_tokens else math.nan,
         "num_tokens": num_tokens,
+        "batches": batches,
+        "split_batches": available,
     }
+
+
+def batches_text(result: dict[str, float]) -> str:
+    """Which part of the held-out split a result of `held_out_loss` is about."""
+    batches, available = result["batches"], result["split_batches"]
+    if batches < available:
+        return f"over {batches} of {available} held-out batches"
+    return f"over the whole held-out split, {available} batches"
 
 
 def averaged(state: State) -> Any:
@@ -71,7 +84,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     command.add_argument("--workdir", required=True, help="where llmx.train wrote the run")
     command.add_argument("--step", type=int, help="checkpoint to evaluate; the newest by default")
-    command.add_argument("--batches", type=int, default=0, help="batches; all by default")
+    command.add_argument(
+        "--batches", type=int,
+        help="0 = the whole split; by default the config's evaluation.batches, as in training",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
     try:
@@ -102,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     with jax.set_mesh(recipe.mesh):
         result = held_out_loss(
             recipe, jax.jit(recipe.gradient.loss), restored.state, dataset,
-            batch_size=batch_size(run), batches=args.batches,
+            batch_size=batch_size(run),
+            batches=run.evaluation.batches if args.batches is None else args.batches,
         )  # fmt: skip
     result["step"] = restored.step
     if jax.process_index() == 0:
@@ -113,7 +130,8 @@ def main(argv: list[str] | None = None) -> int:
 def _sentence(result: dict[str, float]) -> str:
     return (
         f"step {result['step']}: held-out loss {result['loss']:.4f} nats per token "
-        f"(perplexity {result['perplexity']:.2f}) over {result['num_tokens']:,.0f} tokens"
+        f"(perplexity {result['perplexity']:.2f}) {batches_text(result)}, "
+        f"{result['num_tokens']:,.0f} tokens"
     )
 
 

@@ -327,6 +327,7 @@ class Evaluation:
             recipe, eval_step, evaluate.averaged(state), dataset,
             batch_size=evaluate.batch_size(config), batches=config.evaluation.batches,
         )  # fmt: skip
+        self._batches_text = evaluate.batches_text
         self._has_any = dataset.num_held_out_windows > 0
 
     def due(self, step: int) -> bool:
@@ -336,7 +337,8 @@ class Evaluation:
     def __call__(self, step: int, state):
         if self._has_any:
             result = self._loss_of(state)
-            self.reporter.eval(step, {name: result[name] for name in ("loss", "perplexity")})
+            scalars = {name: result[name] for name in ("loss", "perplexity")}
+            self.reporter.eval(step, scalars, self._batches_text(result))
 
 
 class Profile:

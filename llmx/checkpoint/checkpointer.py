@@ -1,20 +1,20 @@
-"""Checkpoints: written in the background, committed by one rename, checked by our own sums,
-restored onto any mesh.
+"""Checkpoints: written in the background, committed by one rename, verified, restored on any mesh.
 
-A checkpoint is one directory `<step>/` with two items: `state/` (Orbax: every array of the
-training state under its path name, each process writes and reads its own shards) and `meta/` (one
-JSON document, see `documents`).
-Orbax does not notice a flipped byte, so the checksums are ours (`checksums`), compared after every
-restore. Stages of a pipeline hold the layers in an order of their own (`orders`): arrays are
-written as they are, with the order beside them, and a restore moves the layers to where they are
-wanted.
+A checkpoint is a directory `<step>/` with two items: `state/` (Orbax: every array of the training
+state under its path name; each process writes and reads its own shards) and `meta/` (one JSON
+document, see `manifest`). Orbax does not detect a flipped byte, so every restore compares checksums
+(`checksums`). Pipeline stages hold the layers in a permutation of their own
+(`pipeline.permutation`): arrays are written as they are, together with the permutation, and a
+restore moves the layers to the permutation that is wanted (`reshard`).
 
-Orbax (https://orbax.readthedocs.io) takes about half a second to load, so it is imported in a
-thread while the rest starts.
+Orbax (https://orbax.readthedocs.io) takes about half a second to load, so a thread imports it
+early.
 """
 
 import dataclasses
+import functools
 import importlib
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class CheckpointConfig:
 
 
 def problems(config: CheckpointConfig) -> list[str]:
-    """All that is wrong with `config`, as texts."""
+    """All problems of `config`, as texts."""
     found = bounds.problems(config, "checkpoint.")
     if config.every > 0 and config.keep_every > 0 and config.keep_every % config.every:
         multiple = -(-config.keep_every // config.every) * config.every
@@ -65,27 +65,26 @@ class Restored(NamedTuple):
 
 
 class OutOfMemory(Exception):
-    """A restore failed for want of memory, which says nothing about the checkpoint."""
+    """A restore ran out of memory; the checkpoint may be good."""
 
 
-# Verdicts of one process about one checkpoint, the worst of all processes wins.
+# Verdicts of one process about one checkpoint; the worst of all processes counts.
 VERDICTS = (None, Corrupt, Mismatch, OutOfMemory)
 
 
 def prefetch() -> threading.Thread:
-    """Start importing Orbax in a thread, so that the first save or restore does not wait for it."""
-    thread = threading.Thread(
-        target=importlib.import_module, args=("orbax.checkpoint",), daemon=True
-    )
+    """Starts importing Orbax in a thread, so that the first save or restore does not wait."""
+    orbax = ("orbax.checkpoint",)
+    thread = threading.Thread(target=importlib.import_module, args=orbax, daemon=True)
     thread.start()
     return thread
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run, and resumes from the newest good one. Every process
-    makes the same calls.
+    """Writes the checkpoints of one run, and restores the newest good one.
 
-    Use as a context manager or call `close()`: it waits for the save that is under way.
+    Every process makes the same calls. Use as a context manager or call `close()`, which waits for
+    the save in progress.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Checkpointer:
         self._config = config
         self._log = log
         self._orbax = None
-        self._current: int | None = None  # the step that is on disk, or on its way, from this run
+        self._current: int | None = None  # the last step that this run saved or restored
         self._saving: int | None = None
         self._deleting: list[threading.Thread] = []
         prefetch()
@@ -121,15 +120,20 @@ class Checkpointer:
         order: LayerPermutation = IDENTITY,
         wait: bool = False,
     ) -> bool:
-        """Save `state` and `meta` as checkpoint `step`; returns when the arrays are copied, and
-        may then be donated.
+        """Saves `state` and `meta` as checkpoint `step`, in the background.
 
-        `order` is that of the layers. The write goes on in the background, `wait=True` waits for
-        it. Communicates over every mesh axis (the checksums). False if this run has saved or
-        restored the same step already.
+        Returns when the arrays are copied; they may then be donated. Communicates over every mesh
+        axis (the checksums).
 
-        Raises: ValueError for a leaf or meta that cannot be saved; the error of an earlier
-        background save.
+        Args:
+          step: steps taken.
+          state: a pytree of jax.Arrays and Python numbers.
+          meta: JSON values.
+          order: the permutation of the layers in `state`.
+          wait: whether to wait until the checkpoint is committed.
+
+        Returns False if this run has saved or restored the same step already. Raises ValueError for
+        a leaf or meta that cannot be saved, and the error of an earlier background save.
         """
         if self._current == step:
             if wait:
@@ -138,25 +142,20 @@ class Checkpointer:
         arrays, document = manifest.describe(step, state, meta, order)
         self.wait()
         self._open()
-        # Two programs at once can deadlock on fake CPU devices: the step ends before the
-        # checksums begin.
+        # Two programs at once can deadlock on fake CPU devices.
         jax.block_until_ready(arrays)
-        there = (self._root / str(step)).exists()
-        if _agree_on_steps([step] if there else []):
+        exists = (self._root / str(step)).exists()
+        if _agree_on_steps([step] if exists else []):
             self._set_aside(step, "replaced", "this run comes from another checkpoint")
         sealed = document.sealed(checksums.fingerprints(arrays))
         import orbax.checkpoint as ocp
 
+        items = {
+            STATE: ocp.args.PyTreeSave(trees.nest(arrays)),
+            META: ocp.args.JsonSave(sealed),
+        }
         with jax.transfer_guard("allow"):
-            self._orbax.save(
-                self._root / str(step),
-                args=ocp.args.Composite(
-                    **{
-                        STATE: ocp.args.PyTreeSave(trees.nest(arrays)),
-                        META: ocp.args.JsonSave(sealed),
-                    }
-                ),
-            )
+            self._orbax.save(self._root / str(step), args=ocp.args.Composite(**items))
         self._current = self._saving = step
         if wait:
             self.wait()
@@ -170,27 +169,30 @@ class Checkpointer:
         order: LayerPermutation = IDENTITY,
         ignored: str = "",
     ) -> Restored | None:
-        """The newest good checkpoint (or exactly `step`) in the shapes and shardings of
-        `abstract_state`, its layers in `order`; None if there is none.
+        """Restores the newest good checkpoint; None if there is no checkpoint.
 
-        Leaves of `abstract_state` are `ShapeDtypeStruct`s with the sharding wanted now, whatever
-        it was at the save; Python numbers stay Python numbers. Where it depends on the checkpoint
-        it is a function of that one's document, which may raise `documents.Mismatch`. What was
-        saved under the name `ignored` and is not wanted is left where it is. A checkpoint that
-        fails its checksums is set aside as `<step>.corrupt`, with a message, once an older one has
-        been restored.
+        A checkpoint that fails its checksums is renamed to `<step>.corrupt`, with a message, once
+        an older one has been restored.
 
-        Raises: ValueError if the checkpoint has another structure; RuntimeError if no checkpoint
+        Args:
+          abstract_state: the state as `ShapeDtypeStruct`s with the shardings wanted now, and Python
+            numbers; or a function of the checkpoint's document that returns it, and may raise
+            `manifest.Mismatch`.
+          step: restore exactly this checkpoint.
+          order: the permutation of the layers wanted.
+          ignored: a path; leaves saved under it are not restored unless `abstract_state` has them.
+
+        Raises ValueError if the checkpoint has another structure, and RuntimeError if no checkpoint
         is good.
         """
         self.wait()
-        found = _restore_newest(
+        result = _restore_newest(
             self._root, abstract_state, prefix="", order=order, step=step, log=self._log,
             ignored=ignored,
         )  # fmt: skip
-        if found is None:
+        if result is None:
             return None
-        restored, bad = found
+        restored, bad = result
         for bad_step, reason in bad.items():
             self._set_aside(bad_step, "corrupt", reason)
         self._current = restored.step
@@ -201,17 +203,15 @@ class Checkpointer:
         return max(list_steps(str(self._root)), default=None)
 
     def document(self, step: int) -> Document:
-        """What checkpoint `step` says of itself; raises `documents.Corrupt`."""
+        """The document of checkpoint `step`; raises `manifest.Corrupt`."""
         return _read_document(self._root, step)
 
     def meta(self, step: int) -> dict:
-        """What `save` was given as `meta`."""
+        """The `meta` that checkpoint `step` was saved with."""
         return read_meta(str(self._root), step)
 
     def wait(self) -> None:
-        """Wait until the save under way is committed, then drop the checkpoints that the config
-        does not keep.
-        """
+        """Waits until the save in progress is committed, then deletes old checkpoints."""
         if self._orbax is None:
             return
         try:
@@ -229,7 +229,7 @@ class Checkpointer:
             self._prune()
 
     def close(self) -> None:
-        """Wait for everything under way and release the writer."""
+        """Waits for saves and deletions in progress, and releases the writer."""
         self.wait()
         for thread in self._deleting:
             thread.join()
@@ -256,21 +256,18 @@ class Checkpointer:
         self._orbax = ocp.AsyncCheckpointer(handler)
 
     def _prune(self) -> None:
-        steps = list_steps(str(self._root))
         every = self._config.keep_every
-        for step in steps[: -self._config.keep_last]:
+        for step in list_steps(str(self._root))[: -self._config.keep_last]:
             if every and step % every == 0:
                 continue
-            # Renamed first, so that a kill half way leaves no torn checkpoint under a step's name.
-            doomed = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")
-            thread = threading.Thread(target=doomed.rmtree)
+            # Renamed first: a kill during the deletion leaves no torn checkpoint under this name.
+            deleted = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")
+            thread = threading.Thread(target=deleted.rmtree)
             thread.start()
             self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
 
     def _set_aside(self, step: int, label: str, reason: str) -> None:
-        """Rename a checkpoint so that it is neither picked nor overwritten. Every process calls
-        it.
-        """
+        """Renames a checkpoint so that it is neither restored nor overwritten; on all processes."""
         if jax.process_index() == 0:
             target, copies = self._root / f"{step}.{label}", 1
             while target.exists():
@@ -278,7 +275,10 @@ class Checkpointer:
                 target = self._root / f"{step}.{label}-{copies}"
             (self._root / str(step)).rename(target)
             self._log(f"set aside checkpoint {step} as {target.name}: {reason}")
-        _barrier(f"set aside {step}")
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices(f"set aside {step}")
 
 
 def list_steps(directory: str) -> list[int]:
@@ -290,9 +290,9 @@ def list_steps(directory: str) -> list[int]:
 
 
 def read_meta(directory: str, step: int) -> dict:
-    """The `meta` of checkpoint `step`, without loading any array.
+    """The `meta` of checkpoint `step`; no array is read.
 
-    Raises: ValueError if there is no such checkpoint or its meta is unreadable.
+    Raises ValueError if there is no such checkpoint or its meta is unreadable.
     """
     _require(directory, step)
     try:
@@ -310,16 +310,14 @@ def restore_part(
     step: int | None = None,
     log: Callable[[str], None],
 ) -> Restored | None:
-    """Restore only the subtree under `prefix` ("params", "opt/0/mu"), with its layers in `order`,
-    for programs that read checkpoints of a run and change nothing.
+    """Restores only the subtree under `prefix` ("params", "opt/0/mu"), and changes no file.
 
-    Falls back over corrupt checkpoints as `Checkpointer.restore` does, but sets none aside. None
-    if there is no checkpoint.
+    As `Checkpointer.restore`, but corrupt checkpoints are not renamed.
     """
-    found = _restore_newest(
+    result = _restore_newest(
         _root(directory), abstract, prefix=prefix, order=order, step=step, log=log
     )
-    return None if found is None else found[0]
+    return None if result is None else result[0]
 
 
 def _root(directory: str):
@@ -327,12 +325,6 @@ def _root(directory: str):
 
     path = epath.Path(directory)
     return path if "://" in str(directory) else epath.Path(path.absolute())
-
-
-def _look_up(tree: Mapping, name: str) -> Any:
-    for part in name.split("/"):
-        tree = tree[part]
-    return tree
 
 
 def _read_document(root: Any, step: int) -> Document:
@@ -357,8 +349,9 @@ def _restore_newest(
     log: Callable[[str], None],
     ignored: str = "",
 ) -> tuple[Restored, dict[int, str]] | None:
-    """The newest good checkpoint and {step: reason} of the corrupt ones passed over. All
-    processes agree on every choice.
+    """The newest good checkpoint and {step: reason} of the corrupt ones that are newer.
+
+    All processes agree on every choice.
     """
     steps = list_steps(str(root))
     if step is not None:
@@ -395,25 +388,24 @@ def _restore_newest(
             )
         log(f"checkpoint {candidate} is corrupt: {reason}")
         bad[candidate] = reason
-    if bad:
-        listed = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
-        others = [s for s in list_steps(str(root)) if s not in bad]
-        remedy = (
-            f"choose another step of {others}"
-            if others
-            else "bring back a copy of one, or move them out of the directory to start anew"
-        )
-        raise RuntimeError(
-            f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
-        )
-    return None
+    if not bad:
+        return None
+    listed = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
+    others = [s for s in list_steps(str(root)) if s not in bad]
+    remedy = "bring back a copy of one, or move them out of the directory to start anew"
+    if others:
+        remedy = f"choose another step of {others}"
+    raise RuntimeError(
+        f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
+    )
 
 
 def _read_arrays(
     path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """This process's shards of the wanted arrays, each read under its saved name. It has no
-    barrier: a single process may fail.
+    """This process's shards of the wanted arrays, each read under its saved name.
+
+    There is no barrier inside, since a single process may fail.
     """
     if not wanted:
         return {}
@@ -431,10 +423,12 @@ def _read_arrays(
     try:
         with jax.transfer_guard("allow"):
             tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
-            arrays = {name: _look_up(tree, saved) for name, saved in on_disk.items()}
+            arrays = {
+                name: functools.reduce(operator.getitem, saved.split("/"), tree)
+                for name, saved in on_disk.items()
+            }
             jax.block_until_ready(arrays)
-    # Torn files show as whatever error the layer that met them raises: tensorstore, JSON, Orbax,
-    # the file system.
+    # Torn files raise errors of tensorstore, JSON, Orbax or the file system.
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
@@ -443,17 +437,8 @@ def _read_arrays(
     return arrays
 
 
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
-
-
 def _agree_on_steps(steps: list[int]) -> list[int]:
-    """Process 0's newest steps, newest first: file systems may show other processes an older
-    listing.
-    """
+    """Process 0's newest steps, newest first; the file system may show others an older listing."""
     newest = steps[::-1][:64]
     if jax.process_count() == 1:
         return newest

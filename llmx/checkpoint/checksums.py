@@ -1,10 +1,8 @@
-"""Checksums of what a checkpoint holds: of its arrays, on the devices, and of its JSON document.
+"""Checksums of a checkpoint: of its arrays, computed on the devices, and of its JSON document.
 
 The fingerprint of an array is a sum over the bit pattern of the global array, hence the same number
 on every mesh, layout and process count. It mixes by the finaliser of MurmurHash3, source:
 https://github.com/aappleby/smhasher.
-
-Mesh axes: an all-reduce of one number for each array, over the axes that shard it.
 """
 
 import json
@@ -16,12 +14,11 @@ import jax.numpy as jnp
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A uint32 for each array over its bit pattern: the same on every mesh and layout, changed by
-    any flipped byte, and by swapped values.
+    """A uint32 for each array: the same on every mesh, changed by a flipped byte or swapped values.
 
-    Compiles once for each kind of array; an all-reduce of one number for each array, over the axes
-    that shard it. One after the other: offloaded arrays may not fit the device together, and on
-    fake CPU devices two programs at once can deadlock.
+    Compiles once per shape, dtype and sharding. Communicates one number per array, an all-reduce
+    over the mesh axes that shard it. Arrays are processed one at a time: offloaded ones may not fit
+    the device together, and on fake CPU devices two programs at once can deadlock.
     """
     return {
         name: int(jax.device_get(_fingerprint(onto_device(array))))
@@ -30,9 +27,9 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
 
 def differences(arrays: Mapping[str, jax.Array], expected: Mapping[str, int]) -> str:
-    """What differs from the expected fingerprints, or an empty text."""
-    found = fingerprints(arrays)
-    wrong = [name for name in arrays if found[name] != expected[name]]
+    """The arrays with other fingerprints than expected, as text; "" if there are none."""
+    actual = fingerprints(arrays)
+    wrong = [name for name in arrays if actual[name] != expected[name]]
     if not wrong:
         return ""
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -40,13 +37,13 @@ def differences(arrays: Mapping[str, jax.Array], expected: Mapping[str, int]) ->
 
 
 def seal(document: dict) -> dict:
-    """`document`, in the form in which JSON gives it back, with its checksum beside it."""
+    """`document`, as JSON reads it back, together with its checksum."""
     document = json.loads(json.dumps(document))
     return {"crc32": _crc(document), "document": document}
 
 
 def is_intact(sealed: Mapping) -> bool:
-    """Whether the document in `sealed` is the one that `seal` was given."""
+    """Whether the document in `sealed` matches its checksum."""
     return _crc(sealed["document"]) == sealed["crc32"]
 
 
@@ -55,7 +52,7 @@ def _crc(document: dict) -> int:
 
 
 def onto_device(array: jax.Array) -> jax.Array:
-    """`array` in the devices' own memory, where it is offloaded to the host's."""
+    """`array` in device memory, if it is offloaded to the host's."""
     device = min(array.sharding.device_set, key=lambda device: device.id)
     memory = device.default_memory().kind
     if array.sharding.memory_kind in (None, memory):

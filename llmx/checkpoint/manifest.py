@@ -68,7 +68,7 @@ class Document:
         return any(name.startswith(f"{prefix}/") for name in self.leaves)
 
     def fits(self, abstract: Any, *, prefix: str) -> bool:
-        """Whether what is under `prefix` is `abstract`, with the layers where they are here."""
+        """Whether the leaves under `prefix` are those of `abstract`, in this permutation."""
         return not self._compared(abstract, prefix, self.order, "")[1]
 
     def shapes(self, prefix: str) -> dict[str, list[int]]:
@@ -82,10 +82,10 @@ class Document:
     def wanted(
         self, abstract: Any, *, prefix: str, order: LayerPermutation, ignored: str = ""
     ) -> dict[str, Any]:
-        """{saved name: abstract array} of what is wanted, with its layers in `order`.
+        """{name: abstract array} of the arrays to read for `abstract`, with its layers in `order`.
 
-        Layers are compared as they are without stages. What was saved under `ignored` may be left.
-        Raises Mismatch, naming the leaves, if the checkpoint holds something else.
+        Shapes are compared in the model's order of layers. Saved leaves under `ignored` may be
+        missing in `abstract`. Raises Mismatch, naming the leaves, if the checkpoint differs.
         """
         arrays, differences = self._compared(abstract, prefix, order, ignored)
         if differences:
@@ -99,19 +99,16 @@ class Document:
         return arrays
 
     def assemble(self, abstract: Any, arrays: Mapping[str, jax.Array], *, prefix: str) -> Any:
-        """`abstract` with the arrays, and the numbers of the document, in the place of its leaves.
+        """`abstract` with its leaves replaced by `arrays` and by the numbers of this document.
 
-        PRNG keys come as their integers.
+        `arrays` holds PRNG keys as integers.
         """
-        lead = f"{prefix}/" if prefix else ""
         leaves = []
-        for name, leaf in trees.named(abstract).items():
+        for name, leaf in _named(abstract, prefix).items():
             if isinstance(leaf, (bool, int, float)):
-                leaves.append(self.leaves[lead + name]["value"])
-            elif is_key(leaf):
-                leaves.append(_wrap_key(arrays[lead + name], leaf))
+                leaves.append(self.leaves[name]["value"])
             else:
-                leaves.append(arrays[lead + name])
+                leaves.append(_wrap_key(arrays[name], leaf) if is_key(leaf) else arrays[name])
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def sealed(self, sums: Mapping[str, int]) -> dict:
@@ -120,8 +117,10 @@ class Document:
             name: leaf | {"checksum": sums[name]} if name in sums else leaf
             for name, leaf in self.leaves.items()
         }
-        document = {"format": 1, "step": self.step, "leaves": leaves, "meta": self.meta}
-        document["renamed"] = len(RENAMED)
+        document = {
+            "format": 1, "step": self.step, "leaves": leaves, "meta": self.meta,
+            "renamed": len(RENAMED),
+        }  # fmt: skip
         if not self.order.is_identity:
             document |= {"format": 2, "order": list(self.order.slots)}
         return checksums.seal(document)
@@ -129,13 +128,12 @@ class Document:
     def _compared(
         self, abstract: Any, prefix: str, order: LayerPermutation, ignored: str
     ) -> tuple[dict[str, Any], list[str]]:
-        """{saved name: abstract array}, and the differences as texts."""
-        lead = f"{prefix}/" if prefix else ""
-        wanted = {lead + name: leaf for name, leaf in trees.named(abstract).items()}
+        """{name: abstract array}, and the differences as texts."""
+        wanted = _named(abstract, prefix)
         differences = [
             f"{name}: saved, not wanted"
             for name in self.leaves
-            if name.startswith(lead)
+            if name.startswith(f"{prefix}/" if prefix else "")
             and name not in wanted
             and name not in UNKEPT
             and not (ignored and f"{name}/".startswith(f"{ignored}/"))
@@ -144,26 +142,21 @@ class Document:
         for name, leaf in wanted.items():
             number = isinstance(leaf, (bool, int, float))
             want = type(leaf).__name__ if number else _text(name, leaf.dtype, leaf.shape, order)
-            have = self._text_of(name)
+            saved = self.leaves.get(name, {"type": "nothing"})
+            have = saved["type"]
+            if have == "array":
+                have = _text(name, saved["dtype"], saved["shape"], self.order)
             if want != have:
                 differences.append(f"{name}: saved {have}, wanted {want}")
             elif not number:
                 arrays[name] = leaf
         return arrays, differences
 
-    def _text_of(self, name: str) -> str:
-        if name not in self.leaves:
-            return "nothing"
-        leaf = self.leaves[name]
-        if leaf["type"] != "array":
-            return leaf["type"]
-        return _text(name, leaf["dtype"], leaf["shape"], self.order)
-
 
 def describe(
     step: int, state: Any, meta: Mapping[str, Any], order: LayerPermutation
 ) -> tuple[dict[str, jax.Array], Document]:
-    """The arrays to write by path name, keys as integers, and the document, without checksums.
+    """The arrays to write by path name, PRNG keys as integers, and the document, no checksums yet.
 
     Raises ValueError for a leaf or a meta that cannot be saved.
     """
@@ -204,8 +197,10 @@ def describe(
 
 
 def read(path: Any) -> Document:
-    """The document in the file `path` (`epath.Path`); raises Corrupt, or Mismatch where the format
-    is newer than this program."""
+    """The document in the file `path` (`epath.Path`), under the current leaf names.
+
+    Raises Corrupt, or Mismatch if the format is newer than this program.
+    """
     try:
         sealed = json.loads(path.read_text())
         document = sealed["document"]
@@ -240,6 +235,12 @@ def _renamed(
     return leaves, saved_names
 
 
+def _named(tree: Any, prefix: str) -> dict[str, Any]:
+    """The leaves of `tree` by their path names in the whole state."""
+    lead = f"{prefix}/" if prefix else ""
+    return {lead + name: leaf for name, leaf in trees.named(tree).items()}
+
+
 def is_key(leaf: Any) -> bool:
     """Whether the leaf is a PRNG key, which is written as its integers."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -265,12 +266,10 @@ _key_data = jax.jit(jax.random.key_data)
 
 
 def _wrap_key(data: jax.Array, like: Any) -> jax.Array:
-    found = []
-    # The name of a key's generator is public for arrays only, and tracing is the way to one
-    # without making it.
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
-    wrap = jax.jit(lambda data: jax.random.wrap_key_data(data, impl=found[0]))
-    return wrap(data)
+    implementations = []
+    # The generator of a key is public for arrays only; tracing gives one without allocation.
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), like)
+    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=implementations[0]))(data)
 
 
 def _text(name: str, dtype: Any, shape: Any, order: LayerPermutation) -> str:

@@ -18,11 +18,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
 from llmx.model import dot, precision
+from llmx.model.embedding import SplitTable
 from llmx.runtime.bounds import bounded
 from llmx.sharding import mesh_axes
 
@@ -42,35 +43,27 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    mesh: Mesh
+class _HeadLoss:
+    """Static facts of one loss."""
+
+    split: SplitTable  # the head and the targets
     x: PartitionSpec  # B T D
-    head: PartitionSpec  # V D
-    tokens: PartitionSpec  # B T
-    policy: precision.Policy
     num_chunks: int
     num_real: int
     softcap: float
 
     @property
-    def vocab(self):
-        return mesh_axes(self.head.partitions[0])
-
-    @property
-    def width(self):
-        return mesh_axes(self.head.partitions[1])
-
-    @property
-    def gathered(self):
+    def gathered(self) -> tuple[str, ...]:
         """Mesh axes that split the positions of x but not of the targets."""
-        return tuple(a for a in mesh_axes(self.x[1]) if a not in mesh_axes(self.tokens[1]))
+        tokens = self.split.tokens
+        return tuple(a for a in mesh_axes(self.x[1]) if a not in mesh_axes(tokens[1]))
 
     @property
-    def summed(self):
-        """Mesh axes over which the head is whole but tokens differ: its gradient is summed, unless
-        its type says that somebody else does it."""
-        varied = (*mesh_axes(self.tokens[0]), *mesh_axes(self.tokens[1]))
-        return tuple(a for a in varied if a not in self.width and a not in self.head.reduced)
+    def logits(self) -> PartitionSpec | None:
+        """Of the logits that are saved: with one chunk, as making them again would cost more."""
+        if self.num_chunks > 1:
+            return None
+        return PartitionSpec(*self.split.tokens.partitions, self.split.table.partitions[0])
 
 
 def token_losses(
@@ -101,23 +94,18 @@ def token_losses(
     head = jax.typeof(head_VD).sharding.spec
     tokens = place.activation(("batch", "sequence"))
     local_rows = head_VD.shape[0] // place.size(mesh_axes(head.partitions[0]))
-    ways = place.size((*mesh_axes(tokens[0]), *mesh_axes(tokens[1])))
-    plan = _Plan(
-        mesh=place.mesh,
-        x=jax.typeof(x_BTD).sharding.spec,
-        head=head,
-        tokens=tokens,
-        policy=policy,
+    ways = place.size(sharding.used_axes(tokens))
+    loss = _HeadLoss(
+        split=SplitTable(place.mesh, head, tokens, policy), x=jax.typeof(x_BTD).sharding.spec,
         num_chunks=chunks or num_chunks(targets_BT.size // ways, local_rows),
-        num_real=num_real,
-        softcap=softcap,
-    )
-    if local_rows % plan.num_chunks:
+        num_real=num_real, softcap=softcap,
+    )  # fmt: skip
+    if local_rows % loss.num_chunks:
         raise ValueError(
             f"loss.chunks={chunks} does not divide the {local_rows} rows of the head on each "
             "device: use a divisor, or 0 to have one chosen"
         )
-    return _token_losses(plan, x_BTD, head_VD, targets_BT)
+    return _token_losses(loss, x_BTD, head_VD, targets_BT)
 
 
 def num_chunks(num_tokens: int, num_rows: int) -> int:
@@ -127,35 +115,28 @@ def num_chunks(num_tokens: int, num_rows: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_losses(plan, x_BTD, head_VD, targets_BT):
-    (loss_BT, log_z_BT), _ = _forward(plan, x_BTD, head_VD, targets_BT)
-    return loss_BT, log_z_BT
+def _token_losses(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+    return _forward(loss, x_BTD, head_VD, targets_BT)[0]
 
 
-def _forward(plan, x_BTD, head_VD, targets_BT):
-    # With one chunk the logits are kept: making them again would cost more than they weigh.
-    whole = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head.partitions[0])
-    kept = whole if plan.num_chunks == 1 else None
+def _forward(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+    split, arrays = loss.split, (x_BTD, head_VD, targets_BT)
     loss_BT, log_z_BT, logits_BTV = jax.shard_map(
-        functools.partial(_forward_local, plan), mesh=plan.mesh,
-        in_specs=(plan.x, plan.head, plan.tokens),
-        out_specs=(plan.tokens, plan.tokens, kept), check_vma=False,
-    )(x_BTD, head_VD, targets_BT)  # fmt: skip
-    return (loss_BT, log_z_BT), (x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV)
+        functools.partial(_forward_local, loss), mesh=split.mesh,
+        in_specs=(loss.x, split.table, split.tokens),
+        out_specs=(split.tokens, split.tokens, loss.logits), check_vma=False,
+    )(*arrays)  # fmt: skip
+    return (loss_BT, log_z_BT), (*arrays, log_z_BT, logits_BTV)
 
 
-def _backward(plan, residuals, gradients):
-    x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV = residuals
-    kept = PartitionSpec(plan.tokens[0], plan.tokens[1], plan.head.partitions[0])
-    kept = kept if logits_BTV is not None else None
+def _backward(loss: _HeadLoss, residuals, gradients):
+    split = loss.split
     gradient_x, gradient_head = jax.shard_map(
-        functools.partial(_backward_local, plan), mesh=plan.mesh,
-        in_specs=(
-            plan.x, plan.head, plan.tokens, plan.tokens, kept, plan.tokens,
-            plan.tokens,
-        ),
-        out_specs=(plan.x, sharding.unreduced(plan.head, plan.head.reduced)), check_vma=False,
-    )(x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, *gradients)  # fmt: skip
+        functools.partial(_backward_local, loss), mesh=split.mesh,
+        in_specs=(loss.x, split.table, split.tokens, split.tokens, loss.logits,
+                  split.tokens, split.tokens),
+        out_specs=(loss.x, split.gradient), check_vma=False,
+    )(*residuals, *gradients)  # fmt: skip
     return gradient_x, gradient_head, None
 
 
@@ -165,39 +146,46 @@ _token_losses.defvjp(_forward, _backward)
 # ----------------------------------------------------- on one device's shard, inside manual regions
 
 
-def _whole_positions(plan, x_BTD):
-    if plan.gathered:
-        x_BTD = jax.lax.all_gather(x_BTD, plan.gathered, axis=1, tiled=True)
+def _whole_positions(loss: _HeadLoss, x_BTD):
+    """[n, D], with the positions of all devices along `loss.gathered`."""
+    if loss.gathered:
+        x_BTD = jax.lax.all_gather(x_BTD, loss.gathered, axis=1, tiled=True)
     return x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
-def _chunks(plan, head_VD):
+def _chunks(loss: _HeadLoss, head_VD):
     """The local head as (chunks, C, D) and the vocabulary index of each chunk's first row."""
-    size = head_VD.shape[0] // plan.num_chunks
-    first = jax.lax.axis_index(plan.vocab) * head_VD.shape[0] if plan.vocab else 0
-    return head_VD.reshape(plan.num_chunks, size, -1), first + size * jnp.arange(plan.num_chunks)
+    size = head_VD.shape[0] // loss.num_chunks
+    first = loss.split.first_row(head_VD.shape[0])
+    return head_VD.reshape(loss.num_chunks, size, -1), first + size * jnp.arange(loss.num_chunks)
 
 
-def _chunk_logits(plan, x_nD, chunk_CD, first):
-    """fp32 logits of one chunk, and the gathered chunk."""
-    chunk_CD = dot.cast(chunk_CD, plan.policy.compute)
-    if plan.width:
-        chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)
+def _gathered_chunk(loss: _HeadLoss, chunk_CD):
+    """A chunk in the compute dtype, gathered over the mesh axes that split its width."""
+    chunk_CD = dot.cast(chunk_CD, loss.split.policy.compute)
+    if loss.split.width:
+        chunk_CD = jax.lax.all_gather(chunk_CD, loss.split.width, axis=1, tiled=True)
+    return chunk_CD
+
+
+def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
+    """fp32 logits [n, C] of one chunk, and the gathered chunk [C, D]."""
+    chunk_CD = _gathered_chunk(loss, chunk_CD)
     logits_nC = jnp.einsum("nD,CD->nC", x_nD, chunk_CD, preferred_element_type=jnp.float32)
-    if plan.softcap:
-        logits_nC = plan.softcap * jnp.tanh(logits_nC / plan.softcap)
-    padding_C = first + jnp.arange(chunk_CD.shape[0]) >= plan.num_real
+    if loss.softcap:
+        logits_nC = loss.softcap * jnp.tanh(logits_nC / loss.softcap)
+    padding_C = first + jnp.arange(chunk_CD.shape[0]) >= loss.num_real
     return jnp.where(padding_C, -jnp.inf, logits_nC), chunk_CD
 
 
-def _forward_local(plan, x_BTD, head_VD, targets_BT):
-    x_nD = _whole_positions(plan, x_BTD)
+def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+    split, x_nD = loss.split, _whole_positions(loss, x_BTD)
     targets_n = targets_BT.reshape(-1)
-    chunks, firsts = _chunks(plan, head_VD)
+    chunks, firsts = _chunks(loss, head_VD)
 
     def fold(carry, chunk_and_first):
         top_n, total_n, hit_n = carry
-        logits_nC, _ = _chunk_logits(plan, x_nD, *chunk_and_first)
+        logits_nC, _ = _chunk_logits(loss, x_nD, *chunk_and_first)
         # A finite floor keeps a chunk of padding only from making inf - inf.
         new_top_n = jnp.maximum(top_n, logits_nC.max(axis=-1))
         total_n = total_n * jnp.exp(top_n - new_top_n)
@@ -209,58 +197,56 @@ def _forward_local(plan, x_BTD, head_VD, targets_BT):
 
     floor_n = jnp.full(targets_n.shape, jnp.finfo(jnp.float32).min)
     carry = (floor_n, jnp.zeros_like(floor_n), jnp.zeros_like(floor_n))
-    if plan.num_chunks == 1:
+    if loss.num_chunks == 1:
         (top_n, total_n, hit_n), logits_nV = fold(carry, (chunks[0], firsts[0]))
         logits_BTV = logits_nV.reshape(*targets_BT.shape, -1)
     else:
         scan = jax.lax.scan(lambda c, xs: (fold(c, xs)[0], None), carry, (chunks, firsts))
         (top_n, total_n, hit_n), logits_BTV = scan[0], None
-    if plan.vocab:
-        all_top_n = jax.lax.pmax(top_n, plan.vocab)
-        total_n = jax.lax.psum(total_n * jnp.exp(top_n - all_top_n), plan.vocab)
-        hit_n, top_n = jax.lax.psum(hit_n, plan.vocab), all_top_n
+    if split.vocab:
+        all_top_n = jax.lax.pmax(top_n, split.vocab)
+        total_n = jax.lax.psum(total_n * jnp.exp(top_n - all_top_n), split.vocab)
+        hit_n, top_n = jax.lax.psum(hit_n, split.vocab), all_top_n
     log_z_n = top_n + jnp.log(total_n)
     shape = targets_BT.shape
     return (log_z_n - hit_n).reshape(shape), log_z_n.reshape(shape), logits_BTV
 
 
 def _backward_local(
-    plan, x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, gradient_loss_BT, gradient_log_z_BT
+    loss, x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, gradient_loss_BT, gradient_log_z_BT
 ):
-    x_nD = _whole_positions(plan, x_BTD)
+    split, x_nD = loss.split, _whole_positions(loss, x_BTD)
     targets_n, log_z_n = targets_BT.reshape(-1), log_z_BT.reshape(-1)
     gradient_loss_n = gradient_loss_BT.reshape(-1)
     gradient_both_n = gradient_loss_n + gradient_log_z_BT.reshape(-1)
-    chunks, firsts = _chunks(plan, head_VD)
+    chunks, firsts = _chunks(loss, head_VD)
 
     def walk(gradient_x_nD, chunk_and_first, logits_nC=None):
         chunk_CD, first = chunk_and_first
         if logits_nC is None:
-            logits_nC, chunk_CD = _chunk_logits(plan, x_nD, chunk_CD, first)
+            logits_nC, chunk_CD = _chunk_logits(loss, x_nD, chunk_CD, first)
         else:
-            chunk_CD = dot.cast(chunk_CD, plan.policy.compute)
-            if plan.width:
-                chunk_CD = jax.lax.all_gather(chunk_CD, plan.width, axis=1, tiled=True)
+            chunk_CD = _gathered_chunk(loss, chunk_CD)
         # d loss / d logit = softmax - [target], d log Z / d logit = softmax.
         gradient_nC = jnp.exp(logits_nC - log_z_n[:, None]) * gradient_both_n[:, None]
         target_nC = (targets_n[:, None] - first) == jnp.arange(logits_nC.shape[1])
         gradient_nC = gradient_nC - jnp.where(target_nC, gradient_loss_n[:, None], 0)
-        if plan.softcap:
-            slope_nC = 1 - jnp.square(logits_nC / plan.softcap)
+        if loss.softcap:
+            slope_nC = 1 - jnp.square(logits_nC / loss.softcap)
             gradient_nC = jnp.where(jnp.isinf(logits_nC), 0, gradient_nC * slope_nC)
-        gradient_nC = gradient_nC.astype(plan.policy.compute)
+        gradient_nC = gradient_nC.astype(split.policy.compute)
         gradient_x_nD += jnp.einsum(
             "nC,CD->nD", gradient_nC, chunk_CD, preferred_element_type=jnp.float32
         )
         gradient_CD = jnp.einsum(
-            "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=plan.policy.reduce
+            "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=split.policy.reduce
         )
-        if plan.width:
+        if split.width:
             gradient_CD = jax.lax.psum_scatter(
-                gradient_CD, plan.width, scatter_dimension=1, tiled=True
+                gradient_CD, split.width, scatter_dimension=1, tiled=True
             )
-        if plan.summed:
-            gradient_CD = jax.lax.psum(gradient_CD, plan.summed)
+        if split.summed:
+            gradient_CD = jax.lax.psum(gradient_CD, split.summed)
         return gradient_x_nD, gradient_CD.astype(head_VD.dtype)
 
     start_nD = jnp.zeros(x_nD.shape, jnp.float32)
@@ -270,10 +256,10 @@ def _backward_local(
     else:
         gradient_x_nD, gradient_head = jax.lax.scan(walk, start_nD, (chunks, firsts))
     gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
-    if plan.gathered:
+    if loss.gathered:
         gradient_x = jax.lax.psum_scatter(
-            gradient_x, plan.gathered, scatter_dimension=1, tiled=True
+            gradient_x, loss.gathered, scatter_dimension=1, tiled=True
         )
-    if over := tuple(axis for axis in plan.vocab if axis not in plan.gathered):
+    if over := tuple(axis for axis in split.vocab if axis not in loss.gathered):
         gradient_x = jax.lax.psum(gradient_x, over)
     return gradient_x, gradient_head.reshape(head_VD.shape)

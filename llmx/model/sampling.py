@@ -4,15 +4,16 @@ The prompts fill a key/value cache at once, then a loop adds one token to every 
 are done. Lengths are rounded up to powers of two, so that it compiles once per (batch, bucket) and
 not once per prompt. Sampling settings, seed and limits are data: changing them compiles nothing.
 
-Prompts of different lengths lie in one batch left-aligned. What fills the shorter ones up belongs
-to another segment than the text, which attention cannot see, and positions count the tokens of the
-row, not cache slots. A row's random numbers come from the seed, the token's index, and how often
-the same prompt stands above it: a row's text does not depend on the others, and copies of a prompt
-are different samples.
+Prompts of different lengths lie in one batch left-aligned. What fills the shorter ones up has
+another segment than the text, so that attention does not see it, and positions count the tokens of
+the row, not cache slots. A row's random numbers come from the seed, the token's index, and how many
+equal prompts come before it: a row's text does not depend on the others, and copies of a prompt are
+different samples.
 
 Letters: B rows, P prompt slots, M slots for new tokens, T positions, V vocabulary.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ def sampling_mask(
 def pick(
     logits_BV: Float[Array, "B V"], keys_B: Array, temperature: Array, top_k: Array, top_p: Array
 ) -> Int[Array, " B"]:
-    """One token per row: the likeliest at temperature 0, else sampled from the `kept` ones."""
+    """One token per row: the likeliest at temperature 0, else one of `sampling_mask`."""
 
     def sample():
         kept_BV = sampling_mask(logits_BV, temperature, top_k, top_p)
@@ -117,23 +118,14 @@ def generate(
     arguments and gets the same texts.
 
     Raises ValueError where prompts are empty or hold unknown tokens, or where a prompt and
-    `max_tokens` exceed the model's `max_positions`: rotary positions too, as a model was never
+    `max_tokens` exceed the model's `max_positions`: rotary positions too, as the model was not
     trained beyond it.
     """
-    found = prompt_problems(apply.model, prompts, max_tokens)
-    found += sampling_problems(temperature, top_k, top_p)
-    if found:
-        raise ValueError("\n".join(found))
-    num_rows, longest = len(prompts), max(len(prompt) for prompt in prompts)
-    # The last token of a prompt is not part of the filling: the loop begins with it.
-    tokens_BP = np.zeros((num_rows, _bucket(longest - 1)), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens_BP[row, : len(prompt) - 1] = prompt[:-1]
-    inputs = {
-        "tokens_BP": tokens_BP,
-        "last_B": np.array([prompt[-1] for prompt in prompts], np.int32),
-        "lengths_B": np.array([len(prompt) - 1 for prompt in prompts], np.int32),
-        "copies_B": np.array(_copies(prompts), np.uint32),
+    problems = prompt_problems(apply.model, prompts, max_tokens)
+    problems += sampling_problems(temperature, top_k, top_p)
+    if problems:
+        raise ValueError("\n".join(problems))
+    inputs = _prompt_inputs(prompts) | {
         "seed": np.array(seed % 2**32, np.uint32),
         "max_tokens": np.array(max_tokens, np.int32),
         "stop_token": np.array(-1 if stop_token is None else stop_token, np.int32),
@@ -141,59 +133,76 @@ def generate(
         "top_k": np.array(top_k, np.int32),
         "top_p": np.array(top_p, np.float32),
     }
-    mesh = execution.place.mesh
-    whole = NamedSharding(mesh, PartitionSpec())
+    mesh, num_rows = execution.place.mesh, len(prompts)
     # One sharding per program: batches that divide over the batch axes, and the others.
-    split = (
-        num_rows % execution.place.size([a for a in sharding.BATCH_AXES if a in mesh.shape]) == 0
-    )
-    program = _make_program(apply, execution, split)
+    ways = execution.place.size([a for a in sharding.BATCH_AXES if a in mesh.shape])
+    program = _make_program(apply, execution, num_rows % ways == 0)
     with jax.set_mesh(mesh):
-        out = program(params, jax.device_put(inputs, whole), num_slots=_bucket(max_tokens))
+        inputs = jax.device_put(inputs, NamedSharding(mesh, PartitionSpec()))
+        out = program(params, inputs, num_slots=_bucket(max_tokens))
     texts_BM, counts_B = jax.device_get(out)
     return [texts_BM[row, : counts_B[row]].tolist() for row in range(num_rows)]
 
 
+def _prompt_inputs(prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Prompts as arrays: tokens filled up to a bucket, the last token and lengths without it."""
+    # The loop begins with the last token of a prompt.
+    lengths = [len(prompt) - 1 for prompt in prompts]
+    tokens_BP = np.zeros((len(prompts), _bucket(max(lengths))), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BP[row, : lengths[row]] = prompt[:-1]
+    return {
+        "tokens_BP": tokens_BP,
+        "last_B": np.array([prompt[-1] for prompt in prompts], np.int32),
+        "lengths_B": np.array(lengths, np.int32),
+        "copies_B": np.array(_copies(prompts), np.uint32),
+    }
+
+
 def prompt_problems(
-    decoder: families.ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int
+    model: families.ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[str]:
-    found = []
+    """What is wrong with prompts and `max_tokens`, each problem with its remedy."""
+    problems = []
     if not prompts:
-        found.append("there are no prompts: give at least one")
+        problems.append("there are no prompts: give at least one")
     if max_tokens < 1:
-        found.append(f"max_tokens={max_tokens} must be at least 1")
+        problems.append(f"max_tokens={max_tokens} must be at least 1")
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            found.append(f"prompt {number} is empty: give it at least one token to continue from")
+            problems.append(
+                f"prompt {number} is empty: give it at least one token to continue from"
+            )
             continue
-        if bad := [token for token in prompt if not 0 <= token < decoder.vocab_size]:
-            found.append(
-                f"prompt {number} has token {bad[0]}, and the vocabulary has {decoder.vocab_size} "
+        if bad := [token for token in prompt if not 0 <= token < model.vocab_size]:
+            problems.append(
+                f"prompt {number} has token {bad[0]}, and the vocabulary has {model.vocab_size} "
                 "tokens: encode it with the tokenizer that the model was trained with"
             )
-        if max_tokens >= 1 and len(prompt) + max_tokens > decoder.max_positions:
-            room = decoder.max_positions - len(prompt)
-            found.append(
+        if max_tokens >= 1 and len(prompt) + max_tokens > model.max_positions:
+            room = model.max_positions - len(prompt)
+            problems.append(
                 f"prompt {number} of {len(prompt)} tokens and max_tokens={max_tokens} make "
                 f"{len(prompt) + max_tokens} positions, and the model has "
-                f"max_positions={decoder.max_positions}: "
+                f"max_positions={model.max_positions}: "
                 + (f"use max_tokens of at most {room}" if room > 0 else "use a shorter prompt")
             )
-    return found
+    return problems
 
 
 def sampling_problems(temperature: float, top_k: int, top_p: float) -> list[str]:
-    found = []
+    """What is wrong with the settings of sampling, each problem with its remedy."""
+    problems = []
     if not 0 <= temperature < float("inf"):
-        found.append(
+        problems.append(
             f"temperature={temperature} must be at least 0 and finite: 0 takes the likeliest "
             "token, 1 samples from the model's own probabilities"
         )
     if top_k < 0:
-        found.append(f"top_k={top_k} must not be negative: 0 switches it off")
+        problems.append(f"top_k={top_k} must not be negative: 0 switches it off")
     if not 0 < top_p <= 1:
-        found.append(f"top_p={top_p} must be above 0 and at most 1: 1 switches it off")
-    return found
+        problems.append(f"top_p={top_p} must be above 0 and at most 1: 1 switches it off")
+    return problems
 
 
 def _bucket(size: int) -> int:
@@ -202,22 +211,21 @@ def _bucket(size: int) -> int:
 
 
 def _copies(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """How many equal prompts stand before each: what tells the samples of one prompt apart."""
-    seen: dict[tuple, int] = {}
+    """How many equal prompts come before each: it distinguishes the samples of one prompt."""
+    seen = collections.Counter()
     counts = []
     for prompt in map(tuple, prompts):
-        counts.append(seen.get(prompt, 0))
-        seen[prompt] = counts[-1] + 1
+        counts.append(seen[prompt])
+        seen[prompt] += 1
     return counts
 
 
 def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Placement:
-    """`place` for decoding: positions are whole, as one token cannot be split; rows if asked."""
+    """`place` for decoding: positions are not split, as there is one; rows if `split_batch`."""
     whole = {"sequence": (), "block_sequence": ()} | ({} if split_batch else {"batch": ()})
-    activations = dict(place.layout.activations) | whole
-    return dataclasses.replace(
-        place, layout=dataclasses.replace(place.layout, activations=activations)
-    )
+    layout = place.layout
+    layout = dataclasses.replace(layout, activations=dict(layout.activations) | whole)
+    return dataclasses.replace(place, layout=layout)
 
 
 # Functions are compiled once for as long as the model and its execution are the same objects.

@@ -179,11 +179,15 @@ class Reporter:
         if self._config.plot_every and step % self._config.plot_every == 0 and not drawing:
             self._drawing = self._submit(plot.plot_loss, self._workdir)
 
-    def eval(self, step: int, scalars: dict[str, float]):
-        """Report an evaluation made after update number `step`; "loss" is the held-out loss."""
+    def eval(self, step: int, scalars: dict[str, float], extent: str = ""):
+        """Report an evaluation made after update number `step`; "loss" is the held-out loss.
+
+        extent: which data it was made on; shown, not recorded.
+        """
         if self._writes:
             self._record("eval", step, scalars)
-            self.note("  ".join([f"eval at step {step:,}:", *_scalar_pieces(scalars)]))
+            pieces = [f"eval at step {step:,}:", *_scalar_pieces(scalars), extent]
+            self.note("  ".join(filter(None, pieces)))
 
     def note(self, text: str):
         """Print a line (a warning, a checkpoint, ...) without breaking the live one."""

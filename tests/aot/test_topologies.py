@@ -89,7 +89,7 @@ def test_every_shape_of_a_slice_is_a_name(family):
 
 def test_names_cost_no_import_of_jax():
     code = (
-        "import sys; from llmx import topologies; topologies.parse('v5p:2x2x2')\n"
+        "import sys; from llmx.aot import topologies; topologies.parse('v5p:2x2x2')\n"
         "print('jax' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,30 +7,30 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support import runs
+from support.compare import assert_same
 
 from llmx import config
 from llmx.checkpoint import checkpointer, resume
-from llmx.config import checks, recipe
-from llmx.model import families
 
 ONE_BIT = dict(sync__strategy="one_bit", sync__warmup_steps=1)
 DILOCO = dict(sync__strategy="diloco", sync__every=2, optimizer__ema_decay=0.0)
 DATA = types.SimpleNamespace(fingerprint="of the data")
 
 
+MODEL = dict(
+    num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32, vocab_multiple=8
+)
+
+
 def run_of(workdir: Path, num_devices: int, **values):
-    run = config.default()
-    run.model = families.preset(
-        "llama3", num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32,
-        vocab_multiple=8,
+    mesh = {} if "mesh__stage" in values else {"data": num_devices}
+    options = dict(optimizer__warmup_steps=1, optimizer__ema_decay=0.5) | values
+    run = runs.make_config(
+        "llama3", model=MODEL, mesh=mesh, workdir=str(workdir), steps=4, batch__size=8,
+        batch__sequence_length=16, **options,
     )  # fmt: skip
-    run.workdir, run.steps, run.precision = str(workdir), 4, "fp32"
-    run.batch.size, run.batch.sequence_length = 8, 16
-    run.optimizer.warmup_steps, run.optimizer.ema_decay = 1, 0.5
-    for key, value in values.items():
-        config.set_value(run, key.replace("__", "."), value)
-    run = checks.resolve(run, num_devices)
-    return run, recipe.make_setup(run, devices=jax.devices()[:num_devices])
+    return run, runs.make_recipe(run)
 
 
 def opened(workdir: Path, log=print) -> checkpointer.Checkpointer:
@@ -40,36 +40,29 @@ def opened(workdir: Path, log=print) -> checkpointer.Checkpointer:
 
 def save(workdir: Path, step: int, num_devices: int, **values):
     """Writes and returns the state of a new run, seed `step`, as checkpoint `step`."""
-    run, setup = run_of(workdir, num_devices, **values)
+    run, recipe = run_of(workdir, num_devices, **values)
     meta = {
         "fingerprint": DATA.fingerprint,
         "batch_size": run.batch.size,
         "config": config.to_json(run),
     }
     with opened(workdir) as checkpoints:
-        state = setup.init(step)
-        checkpoints.save(step, state, meta=meta, order=setup.order)
+        state = recipe.init(step)
+        checkpoints.save(step, state, meta=meta, order=recipe.order)
     return state
 
 
 def resumed(workdir: Path, num_devices: int, **values):
-    """The setup, state, first step and log of a run that begins in `workdir`."""
-    run, setup = run_of(workdir, num_devices, **values)
+    """The recipe, state, first step and log of a run that begins in `workdir`."""
+    run, recipe = run_of(workdir, num_devices, **values)
     said: list[str] = []
     with opened(workdir, said.append) as checkpoints:
-        state, first = resume.restore_or_init(run, setup, checkpoints, DATA, said.append)
-    return setup, state, first, "\n".join(said)
+        state, first = resume.restore_or_init(run, recipe, checkpoints, DATA, said.append)
+    return recipe, state, first, "\n".join(said)
 
 
 def tear_meta(workdir: Path, step: int):
     os.truncate(workdir / "checkpoints" / str(step) / "meta" / "metadata", 100)
-
-
-def assert_same(got, wanted):
-    for name, (have, want) in enumerate(
-        zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    ):
-        np.testing.assert_array_equal(np.asarray(have), np.asarray(want), err_msg=str(name))
 
 
 @pytest.mark.parametrize("values", [dict(), ONE_BIT, DILOCO], ids=["mean", "one_bit", "diloco"])
@@ -125,11 +118,11 @@ def test_another_strategy_is_refused_and_the_checkpoint_left(tmp_path):
 def test_every_replica_starts_with_the_parameters_of_another_run(tmp_path, values):
     wanted = save(tmp_path / "other", 3, 1)
     start_from = dict(start_from=str(tmp_path / "other"))
-    setup, state, first, _ = resumed(tmp_path / "new", 4, seed=1, **values, **start_from)
+    _, state, first, _ = resumed(tmp_path / "new", 4, seed=1, **values, **start_from)
     assert first == 0
     assert_same(state.params, wanted.params)
     assert_same(state.ema, None if state.ema is None else wanted.params)
-    if setup.alone:
+    if values is DILOCO:
         for own, want in zip(
             jax.tree.leaves(state.sync.params), jax.tree.leaves(wanted.params), strict=True
         ):

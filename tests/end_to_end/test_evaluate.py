@@ -1,47 +1,57 @@
 """The held-out loss counts every token once, whatever the batches."""
 
+import functools
 import math
 
 import jax
 import numpy as np
+import pytest
+from support import runs
 
-from llmx import config, evaluate
-from llmx.config import checks, recipe
+from llmx import evaluate
 from llmx.data import dataset as data_lib
-from llmx.model import families
-from llmx.step import step
 
 
-def opened(tmp_path, **data):
+@pytest.fixture
+def text(tmp_path) -> str:
+    """A folder with twelve small files."""
     folder = tmp_path / "text"
     folder.mkdir()
     random = np.random.default_rng(0)
     for number in range(12):
         (folder / f"{number}.txt").write_text(" ".join(random.choice(["a", "bc", "def"], 90)))
-    run = config.default()
-    run.model = families.preset("llama3", num_layers=1, width=32, mlp_dim=32)
-    run.precision, run.data.sources = "fp32", (str(folder),)
-    run.data.held_out = 0.3
-    for name, value in data.items():
-        setattr(run.data, name, value)
-    run.batch.sequence_length = 32
-    run = checks.resolve(run, 8)
-    dataset = data_lib.open_dataset(
-        run.data, sequence_length=32, seed=0, cache_dir=tmp_path, log=lambda text: None
+    return str(folder)
+
+
+def opened(text: str, mesh: dict | None = None, num_layers: int = 1, **keys):
+    """A config, its recipe and its data."""
+    config = runs.make_config(
+        "llama3",
+        model=dict(num_layers=num_layers, width=32, mlp_dim=32),
+        mesh={"data": 8} if mesh is None else mesh,
+        batch__sequence_length=32,
+        data__sources=(text,),
+        **dict(data__held_out=0.3) | keys,
     )
-    return run, dataset
+    dataset = data_lib.open_dataset(
+        config.data, sequence_length=32, seed=0, cache_dir=text + "-cache", log=lambda text: None
+    )
+    return config, runs.make_recipe(config), dataset
 
 
-def test_batches_do_not_matter(tmp_path):
-    run, dataset = opened(tmp_path)
-    setup = recipe.make_setup(run)
-    state, eval_step = setup.init(0), step.make_eval_step(setup)
-    with jax.set_mesh(setup.mesh):
-        whole = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=64)
-        parts = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=8)
-        first = evaluate.held_out_loss(
-            setup, eval_step, state.params, dataset, batch_size=8, batches=1
+def held_out(recipe, dataset, params, batch_size: int, **options) -> dict:
+    evaluation = runs.make_evaluation(recipe)
+    with jax.set_mesh(recipe.mesh):
+        return evaluate.held_out_loss(
+            recipe, evaluation, params, dataset, batch_size=batch_size, **options
         )
+
+
+def test_batches_do_not_matter(text):
+    _, recipe, dataset = opened(text)
+    params = recipe.init(0).params
+    whole, parts = (held_out(recipe, dataset, params, size) for size in (64, 8))
+    first = held_out(recipe, dataset, params, 8, batches=1)
     rows = dataset.held_out_rows(0, range(64), 64)
     assert dataset.num_held_out_windows < 64 and dataset.num_held_out_windows % 8
     assert whole["num_tokens"] == parts["num_tokens"] == rows["weights"].sum()
@@ -49,52 +59,38 @@ def test_batches_do_not_matter(tmp_path):
     assert math.isclose(whole["perplexity"], math.exp(whole["loss"]))
     assert first["num_tokens"] < whole["num_tokens"]
     # Plain: mean of -log p over the tokens that count.
-    with jax.set_mesh(setup.mesh):
-        batch = jax.device_put(rows, setup.batch_sharding)
-        logits = jax.jit(setup.apply.logits, static_argnums=4)(
-            state.params, batch["tokens"], batch["segment_ids"], batch["positions"], setup.run
-        )
-    log_p = jax.nn.log_softmax(np.asarray(logits))
-    picked = np.take_along_axis(np.asarray(log_p), rows["targets"][..., None], axis=-1)[..., 0]
+    with jax.set_mesh(recipe.mesh):
+        logits = jax.jit(functools.partial(runs.logits, recipe))
+        log_p = np.asarray(jax.nn.log_softmax(logits(params, runs.put_batch(recipe, rows))))
+    picked = np.take_along_axis(log_p, rows["targets"][..., None], axis=-1)[..., 0]
     plain = -(picked * rows["weights"]).sum() / rows["weights"].sum()
     assert math.isclose(whole["loss"], plain, rel_tol=1e-5)
 
 
-def test_split_rows_do_not_matter(tmp_path):
-    run, dataset = opened(tmp_path)
+def test_split_rows_do_not_matter(text):
     losses = []
     for sequence, ulysses in ((1, 1), (4, 2)):
-        run.mesh.sequence, run.attention.ulysses = sequence, ulysses
-        run.mesh.data, run.mesh.fsdp = 1, 2
-        setup = recipe.make_setup(run, devices=jax.devices()[: 2 * sequence])
-        state, eval_step = setup.init(0), step.make_eval_step(setup)
-        with jax.set_mesh(setup.mesh):
-            found = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=16)
-        losses.append(found["loss"])
+        mesh = {"fsdp": 2, "sequence": sequence}
+        _, recipe, dataset = opened(text, mesh, attention__ulysses=ulysses)
+        losses.append(held_out(recipe, dataset, recipe.init(0).params, 16)["loss"])
     assert math.isclose(*losses, rel_tol=1e-6)
 
 
-def test_stages_do_not_matter(tmp_path):
-    run, dataset = opened(tmp_path)
+def test_stages_do_not_matter(text):
     losses = []
-    run.batch.size, run.batch.accumulation = 16, 4
     for stage, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "zb_v")):
-        run.mesh.stage, run.mesh.data, run.mesh.fsdp = stage, 1, 2
-        run.pipeline.schedule = schedule
-        run.model.num_layers = 5
-        setup = recipe.make_setup(run, devices=jax.devices()[: 2 * stage])
-        state, eval_step = setup.init(0), step.make_eval_step(setup)
-        size = evaluate.batch_size(run)
+        config, recipe, dataset = opened(
+            text, {"stage": stage, "fsdp": 2}, num_layers=5, pipeline__schedule=schedule,
+            batch__size=16, batch__accumulation=4,
+        )  # fmt: skip
+        size = evaluate.batch_size(config)
         assert size == (4 if stage == 1 else 16)
-        with jax.set_mesh(setup.mesh):
-            found = evaluate.held_out_loss(setup, eval_step, state.params, dataset, batch_size=size)
-        losses.append(found["loss"])
+        losses.append(held_out(recipe, dataset, recipe.init(0).params, size)["loss"])
     assert math.isclose(losses[0], losses[1], rel_tol=1e-6)
     assert math.isclose(losses[0], losses[2], rel_tol=1e-6)
 
 
-def test_nothing_held_out(tmp_path):
-    run, dataset = opened(tmp_path, held_out=0.0)
-    setup = recipe.make_setup(run)
-    result = evaluate.held_out_loss(setup, lambda *_: None, None, dataset, batch_size=8)
+def test_nothing_held_out(text):
+    _, recipe, dataset = opened(text, data__held_out=0.0)
+    result = held_out(recipe, dataset, None, 8)
     assert math.isnan(result["loss"]) and result["num_tokens"] == 0

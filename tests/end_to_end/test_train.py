@@ -120,7 +120,7 @@ def test_run_again_it_is_done(scratch, undisturbed):
 
 
 def test_evaluate_and_generate_a_run(scratch, undisturbed):
-    workdir, _ = undisturbed
+    workdir, said = undisturbed
 
     def run(module, *flags):
         done = subprocess.run(
@@ -130,9 +130,15 @@ def test_evaluate_and_generate_a_run(scratch, undisturbed):
         assert done.returncode == 0, done.stderr
         return done
 
-    result = json.loads(run("llmx.evaluate", "--batches", "2", "--json").stdout)
+    # The same batches as the evaluation at the end of training, unless others are asked for.
     last = records(workdir, "eval")[12]["loss"]
-    assert result["step"] == 12 and abs(result["loss"] / last - 1) < 1e-6
+    told = run("llmx.evaluate").stdout
+    assert f"step 12: held-out loss {last:.4f} nats per token" in told
+    whole = json.loads(run("llmx.evaluate", "--batches", "0", "--json").stdout)
+    assert whole["step"] == 12 and whole["batches"] == whole["split_batches"] > 2
+    extent = f"over 2 of {whole['split_batches']} held-out batches"
+    assert extent in told and extent in said
+    assert whole["loss"] != last and abs(whole["loss"] / last - 1) < 0.2
     again = [run("llmx.generate", "--prompt", "return x", "--max-tokens", "9") for _ in range(2)]
     assert again[0].stdout.startswith("return x") and again[0].stdout == again[1].stdout
 
@@ -297,7 +303,7 @@ def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers, process
 
     stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
     assert "sample:" in go_on(0, *stages)
-    said = run(command(scratch, workdir, "--batches", "2", module="llmx.evaluate"))
+    said = run(command(scratch, workdir, module="llmx.evaluate"))
     assert f"loss {records(workdir, 'eval')[12]['loss']:.4f} nats" in said
     said = run(command(scratch, workdir, "--prompt", "return x", module="llmx.generate"))
     assert "return x" in said

@@ -1,6 +1,7 @@
 """sync_costs.py: bytes equal those counted by hand and those of compiled exchanges; ratios that the
 documentation promises; step times."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -8,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support import runs
 
 from llmx import sharding
 from llmx.aot import program as program_lib
-from llmx.model import execution, families, precision
-from llmx.model.attention.attend import AttentionConfig
+from llmx.model import families
 from llmx.plan import network
 from llmx.plan.network import Link, Sent
 from llmx.runtime import hardware
-from llmx.step import optimizers, step
+from llmx.step import optimizers
 from llmx.sync import strategy
 from llmx.sync import strategy as strategy_lib
 from llmx.sync.strategy import ALONE, COMPRESSED, MEAN, VARIANCE, SyncConfig
@@ -214,20 +215,16 @@ def test_bytes_are_those_of_the_compiled_exchange(strategy):
     assert bool(wide) == (strategy == "one_bit")
 
 
-def test_a_model_is_counted_as_its_setup():
-    mesh = sharding.make_mesh(SIZES)
-    chosen = SyncConfig(strategy="int8")
-    run = execution.Execution(
-        place=sharding.Placement(mesh, sharding.make_layout("hsdp")),
-        policy=precision.POLICIES["fp32"], remat="none", attention=AttentionConfig(), packed=True,
-        loss_chunks=1,
+def test_a_model_is_counted_as_its_recipe():
+    model = dataclasses.replace(TINY, vocab_size=260)
+    config = runs.make_config(
+        model, mesh={"data": 4, "fsdp": 2}, batch__size=8, batch__sequence_length=16,
+        sharding__layout="hsdp", sync__strategy="int8",
     )  # fmt: skip
-    setup = step.make_setup(
-        TINY, run, optimizers.OptimizerConfig(), total_steps=10, sync_config=chosen
-    )
-    of_model = network.replicas_of(chosen, TINY, SIZES)
-    assert setup.replicas.tensors == of_model.tensors
-    assert setup.replicas.specs == of_model.specs
+    replicas = runs.replicas(runs.make_recipe(config))
+    of_model = network.replicas_of(config.sync, model, SIZES)
+    assert replicas.tensors == of_model.tensors
+    assert replicas.specs == of_model.specs
 
 
 # ---------------------------------------------------------------------------------------- ratios

@@ -58,7 +58,7 @@ def make_config(
         setattr(config.mesh, axis, size)
     for key, value in keys.items():
         config_lib.set_value(config, key.replace("__", "."), value)
-    return checks.resolve(config, math.prod(sizes.values()))
+    return checks.resolve(config, num_devices(config))
 
 
 def num_devices(config: config_lib.Config) -> int:
@@ -79,6 +79,16 @@ def make_train_step(recipe: Recipe, phase: str = "mean") -> Callable:
 def make_outer_steps(recipe: Recipe) -> dict[tuple[int, ...], Callable]:
     """By fragments: jitted State -> State, what replicas exchange between steps."""
     return recipe.strategy.outer
+
+
+def phase(recipe: Recipe, number: int, freeze_step: int = -1) -> str:
+    """Of step `number`; `freeze_step`: see `contract.Timetable`."""
+    return recipe.strategy.timetable.phase_of(number, freeze_step)
+
+
+def outer_after(recipe: Recipe, number: int) -> tuple[int, ...]:
+    """The fragments whose outer step follows step `number`."""
+    return recipe.strategy.timetable.fragments_after(number)
 
 
 def make_evaluation(recipe: Recipe) -> Callable:

@@ -8,53 +8,51 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import runs
 
 from llmx import config, convert, generate
 from llmx.checkpoint import checkpointer, reshard, resume
-from llmx.config import checks, recipe
 from llmx.data import tokenizers
-from llmx.model import families, sampling
+from llmx.model import sampling
 from llmx.pipeline import schedule, schedules
 from llmx.sharding import trees
 
 ELSEWHERE = 1e-5  # relative: on another mesh sums are taken in another order
 NUM_STEPS, SAVED_AT = 4, 2
 
-# Devices, layers, and what the config says. Seven layers are parts of unequal size.
+# Layers, mesh, and what the config says beside. Seven layers are parts of unequal size.
+MODEL = dict(width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32, vocab_multiple=8)
 RUNS = {
-    "one device": (1, 7, dict()),
-    "data2": (2, 7, dict()),
-    "stage4": (4, 7, dict(mesh__stage=4)),
-    "last is long": (4, 7, dict(mesh__stage=4, pipeline__layers=(1, 1, 1, 4))),
-    "stage2 x fsdp2": (4, 7, dict(mesh__stage=2, mesh__fsdp=2)),
-    "interleaved": (2, 7, dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b")),
-    "V": (2, 7, dict(mesh__stage=2, pipeline__schedule="zb_v")),
-    "8 layers": (1, 8, dict()),
-    "8 interleaved": (2, 8, dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b")),
-    "8 on stage4": (4, 8, dict(mesh__stage=4)),
+    "one device": (7, {}, {}),
+    "data2": (7, {"data": 2}, {}),
+    "stage4": (7, {"stage": 4}, {}),
+    "last is long": (7, {"stage": 4}, dict(pipeline__layers=(1, 1, 1, 4))),
+    "stage2 x fsdp2": (7, {"stage": 2, "fsdp": 2}, {}),
+    "interleaved": (7, {"stage": 2}, dict(pipeline__schedule="interleaved_1f1b")),
+    "V": (7, {"stage": 2}, dict(pipeline__schedule="zb_v")),
+    "8 layers": (8, {}, {}),
+    "8 interleaved": (8, {"stage": 2}, dict(pipeline__schedule="interleaved_1f1b")),
+    "8 on stage4": (8, {"stage": 4}, {}),
 }
 
 
-def run_of(name: str, **values) -> tuple[config.Config, list[jax.Device]]:
-    num_devices, num_layers, changes = RUNS[name]
-    run = config.default()
-    run.model = families.preset(
-        "llama3", num_layers=num_layers, width=16, num_heads=2, num_kv_heads=2, head_dim=8,
-        mlp_dim=32, vocab_multiple=8,
-    )  # fmt: skip
-    run.steps, run.precision = NUM_STEPS, "fp32"
-    run.batch.size, run.batch.sequence_length, run.batch.accumulation = 8, 16, 4
-    run.optimizer.warmup_steps, run.optimizer.learning_rate = 1, 1e-3
-    run.optimizer.eps, run.optimizer.ema_decay = 1e-3, 0.5
-    run.sharding.layout = "zero3"
-    for key, value in (changes | values).items():
-        config.set_value(run, key.replace("__", "."), value)
-    return checks.resolve(run, num_devices), jax.devices()[:num_devices]
+def config_of(name: str, model: dict | None = None, **keys) -> config.Config:
+    num_layers, mesh, options = RUNS[name]
+    keys = runs.PARITY_OPTIMIZER | dict(optimizer__ema_decay=0.5) | options | keys
+    return runs.make_config(
+        "llama3",
+        model=MODEL | dict(num_layers=num_layers) | (model or {}),
+        mesh=mesh,
+        steps=NUM_STEPS,
+        batch__size=8,
+        batch__sequence_length=16,
+        batch__accumulation=4,
+        **keys,
+    )
 
 
-def setup_of(name: str, **values):
-    run, devices = run_of(name, **values)
-    return recipe.make_setup(run, devices=devices)
+def recipe_of(name: str, model: dict | None = None, **keys):
+    return runs.make_recipe(config_of(name, model, **keys))
 
 
 def opened(directory) -> checkpointer.Checkpointer:
@@ -66,29 +64,29 @@ def opened(directory) -> checkpointer.Checkpointer:
 # ------------------------------------------------------------------------------------- the order
 
 
-def drawn(setup, num_layers: int) -> dict[str, np.ndarray]:
+def drawn(recipe, num_layers: int) -> dict[str, np.ndarray]:
     """A number of its own for every place of a state, layers in the model's order."""
     random, found = np.random.default_rng(0), {}
-    for name, leaf in trees.named(setup.abstract).items():
+    for name, leaf in trees.named(recipe.abstract).items():
         shape = leaf.shape
-        if "blocks" in name and shape[:1] == (len(setup.order.slots) or num_layers,):
+        if "blocks" in name and shape[:1] == (len(recipe.order.slots) or num_layers,):
             shape = (num_layers, *shape[1:])
         found[name] = random.integers(1, 2**31, shape).astype(leaf.dtype)
     return found
 
 
-def as_staged(setup, values: dict[str, np.ndarray], num_layers: int, empty: int):
-    """The state of such values on the setup's mesh, with `empty` in places without a layer."""
+def as_staged(recipe, values: dict[str, np.ndarray], num_layers: int, empty: int):
+    """The state of such values on the recipe's mesh, with `empty` in places without a layer."""
 
     def one(name, value):
-        if setup.order.is_identity or "blocks" not in name or value.shape[:1] != (num_layers,):
+        if recipe.order.is_identity or "blocks" not in name or value.shape[:1] != (num_layers,):
             return value
-        rows = [np.full_like(value[0], empty) if i < 0 else value[i] for i in setup.order.slots]
+        rows = [np.full_like(value[0], empty) if i < 0 else value[i] for i in recipe.order.slots]
         return np.stack(rows)
 
-    to = trees.named(setup.abstract)
+    to = trees.named(recipe.abstract)
     arrays = {n: jax.device_put(one(n, value), to[n].sharding) for n, value in values.items()}
-    return jax.tree.unflatten(jax.tree.structure(setup.abstract), arrays.values())
+    return jax.tree.unflatten(jax.tree.structure(recipe.abstract), arrays.values())
 
 
 def assert_equal(got, wanted):
@@ -98,7 +96,7 @@ def assert_equal(got, wanted):
 
 
 PAIRS = [
-    *[("stage4", name) for name, (_, layers, _) in RUNS.items() if layers == 7],
+    *[("stage4", name) for name, (layers, *_) in RUNS.items() if layers == 7],
     ("one device", "interleaved"), ("interleaved", "last is long"), ("V", "interleaved"),
     ("last is long", "data2"), ("8 interleaved", "8 layers"), ("8 layers", "8 interleaved"),
     ("8 interleaved", "8 on stage4"), ("8 on stage4", "8 layers"),
@@ -108,7 +106,7 @@ PAIRS = [
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_layers_are_moved_bit_for_bit(tmp_path, before, after):
     """What was in places without a layer is not read, and zero where there are such places."""
-    source, target, num_layers = setup_of(before), setup_of(after), RUNS[before][1]
+    source, target, num_layers = recipe_of(before), recipe_of(after), RUNS[before][0]
     values = drawn(source, num_layers)
     compiled = reshard._moved._cache_size()
     with opened(tmp_path) as checkpoints:
@@ -132,36 +130,39 @@ def test_layers_are_moved_bit_for_bit(tmp_path, before, after):
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "adafactor"])
 def test_the_state_of_every_optimizer_is_moved(tmp_path, optimizer):
     """Factored moments too, where they have a row for each layer."""
-    values = dict(optimizer__name=optimizer, model__width=128, model__mlp_dim=128)
+    wide = dict(width=128, mlp_dim=128)
     # Adafactor takes parts of equal size only.
     unequal, equal = (
         ("interleaved", "one device", "stage4"), ("8 interleaved", "8 layers", "8 on stage4"),
     )  # fmt: skip
     num = 8 if optimizer == "adafactor" else 7
-    setups = [setup_of(name, **values) for name in (equal if num == 8 else unequal)]
-    drawn_values = drawn(setups[0], num)
-    staged = [as_staged(setup, drawn_values, num, empty=0) for setup in setups]
-    names = [n for n in trees.named(setups[0].abstract.opt_state) if "blocks" in n]
+    recipes = [
+        recipe_of(name, wide, optimizer__name=optimizer)
+        for name in (equal if num == 8 else unequal)
+    ]
+    drawn_values = drawn(recipes[0], num)
+    staged = [as_staged(recipe, drawn_values, num, empty=0) for recipe in recipes]
+    names = [n for n in trees.named(recipes[0].abstract.opt_state) if "blocks" in n]
     assert len(names) >= 8
     with opened(tmp_path) as checkpoints:
-        checkpoints.save(1, staged[0], meta={}, order=setups[0].order)
-        for setup, wanted in zip(setups, staged, strict=True):
-            assert_equal(checkpoints.restore(setup.abstract, order=setup.order).state, wanted)
+        checkpoints.save(1, staged[0], meta={}, order=recipes[0].order)
+        for recipe, wanted in zip(recipes, staged, strict=True):
+            assert_equal(checkpoints.restore(recipe.abstract, order=recipe.order).state, wanted)
 
 
 def test_another_number_of_layers_is_an_error(tmp_path):
     """Seven layers on four stages have eight places; eight layers do not fit in them."""
-    source = setup_of("stage4")
+    source = recipe_of("stage4")
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, source.init(0), meta={}, order=source.order)
         for other in ("8 layers", "8 on stage4", "8 interleaved"):
-            target = setup_of(other)
+            target = recipe_of(other)
             with pytest.raises(ValueError, match=r"saved float32\[7, .* wanted float32\[8, "):
                 checkpoints.restore(target.abstract, order=target.order)
 
 
 def test_a_flipped_byte_is_found_before_layers_are_moved(tmp_path):
-    source, target = setup_of("interleaved"), setup_of("one device")
+    source, target = recipe_of("interleaved"), recipe_of("one device")
     with opened(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, source.init(step), meta={}, order=source.order)
@@ -177,7 +178,7 @@ def test_a_flipped_byte_is_found_before_layers_are_moved(tmp_path):
 
 
 def test_offloaded_moments_are_moved(tmp_path):
-    source, target = setup_of("stage4"), setup_of("stage2 x fsdp2")
+    source, target = recipe_of("stage4"), recipe_of("stage2 x fsdp2")
 
     def offloaded(tree):
         def one(leaf):
@@ -199,12 +200,12 @@ def test_offloaded_moments_are_moved(tmp_path):
 def test_the_order_does_not_need_the_file_of_the_schedule(tmp_path):
     file = tmp_path / "my.csv"
     schedule.write_csv(schedules.interleaved_1f1b(2, 4), file)
-    source = setup_of("stage4", mesh__stage=2, mesh__data=2, pipeline__table=str(file))
-    assert source.order == setup_of("interleaved").order
+    source = recipe_of("interleaved", pipeline__schedule="1f1b", pipeline__table=str(file))
+    assert source.order == recipe_of("interleaved").order
     with opened(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, source.init(3), meta={}, order=source.order)
     file.unlink()
-    target = setup_of("one device")
+    target = recipe_of("one device")
     with opened(tmp_path / "checkpoints") as checkpoints:
         assert_equal(checkpoints.restore(target.abstract).state, target.init(3))
 
@@ -223,7 +224,7 @@ def test_rows_that_do_not_divide_are_split_elsewhere():
 # --------------------------------------------------------------------------------------- the run
 
 
-def batch_of(setup, step: int) -> dict[str, jax.Array]:
+def batch_of(recipe, step: int) -> dict[str, jax.Array]:
     random, shape = np.random.default_rng(step), (8, 16)
     batch = {
         "tokens": random.integers(0, 257, shape),
@@ -232,26 +233,23 @@ def batch_of(setup, step: int) -> dict[str, jax.Array]:
         "positions": np.broadcast_to(np.arange(16), shape),
         "weights": random.random(shape) < 0.8,
     }
-    types = setup.abstract_batch(*shape)
-    return {
-        n: jax.device_put(a.astype(types[n].dtype), types[n].sharding) for n, a in batch.items()
-    }
+    types = runs.abstract_batch(recipe)
+    return runs.put_batch(recipe, {n: a.astype(types[n].dtype) for n, a in batch.items()})
 
 
 @functools.cache
 def trainer(name: str):
-    run, devices = run_of(name)
-    setup = recipe.make_setup(run, devices=devices)
-    return setup, recipe.make_train_step(run, setup)
+    recipe = recipe_of(name)
+    return recipe, runs.make_train_step(recipe)
 
 
 def trained(name: str, state, first: int) -> tuple[np.ndarray, object]:
     """Losses of the steps from `first` on, and the state after them."""
-    setup, train_step = trainer(name)
+    recipe, train_step = trainer(name)
     losses = []
-    with jax.set_mesh(setup.mesh):
+    with jax.set_mesh(recipe.mesh):
         for step in range(first, NUM_STEPS):
-            state, report = train_step(state, batch_of(setup, step))
+            state, report = train_step(state, batch_of(recipe, step))
             losses.append(jax.device_get(report.loss))
     return np.array(losses), state
 
@@ -266,19 +264,19 @@ def undisturbed(name: str):
 def saved(tmp_path_factory) -> pathlib.Path:
     """A checkpoint of four stages after two steps."""
     directory = tmp_path_factory.mktemp("staged")
-    setup, train_step = trainer("stage4")
-    state = setup.init(0)
-    with jax.set_mesh(setup.mesh), opened(directory) as checkpoints:
+    recipe, train_step = trainer("stage4")
+    state = recipe.init(0)
+    with jax.set_mesh(recipe.mesh), opened(directory) as checkpoints:
         for step in range(SAVED_AT):
-            state, _ = train_step(state, batch_of(setup, step))
-        checkpoints.save(SAVED_AT, state, meta={}, order=setup.order)
+            state, _ = train_step(state, batch_of(recipe, step))
+        checkpoints.save(SAVED_AT, state, meta={}, order=recipe.order)
     return directory
 
 
 def restored(directory, name: str):
-    setup = trainer(name)[0]
+    recipe = trainer(name)[0]
     with opened(directory) as checkpoints:
-        return checkpoints.restore(setup.abstract, order=setup.order).state
+        return checkpoints.restore(recipe.abstract, order=recipe.order).state
 
 
 @pytest.mark.parametrize("name", ["one device", "interleaved", "stage2 x fsdp2"])
@@ -301,13 +299,12 @@ def test_a_staged_run_is_exported(saved, tmp_path):
     """The same files as of the same parameters without stages."""
     exported = []
     for name in ("stage4", "one device"):
-        workdir, (run, _) = tmp_path / name, run_of(name)
-        run.workdir = str(workdir)
-        config.save_run(run)
+        workdir = tmp_path / name
+        config.save_run(config_of(name, workdir=str(workdir)))
         tokenizers.ByteTokenizer().save(workdir / "tokenizer.json")
-        setup = trainer(name)[0]
+        recipe = trainer(name)[0]
         with opened(workdir / "checkpoints") as checkpoints:
-            checkpoints.save(2, restored(saved, name), meta={}, order=setup.order)
+            checkpoints.save(2, restored(saved, name), meta={}, order=recipe.order)
         convert.to_hf(str(workdir), str(workdir / "exported"))
         files = sorted((workdir / "exported").iterdir())
         exported.append({path.name: path.read_bytes() for path in files})
@@ -321,17 +318,17 @@ def test_a_staged_run_is_exported(saved, tmp_path):
 def test_a_staged_state_is_sampled_from(alone, name):
     """The sample at the end of a run: on the same devices, without stages."""
     texts = []
-    for setup in (setup_of(alone), setup_of(name)):
-        execution, params = generate.without_stages(setup, setup.init(0).ema)
+    for recipe in (recipe_of(alone), recipe_of(name)):
+        execution, params = generate.without_stages(recipe, recipe.init(0).ema)
         assert execution.place.mesh.shape["stage"] == 1
         texts += sampling.generate(
-            setup.apply, params, execution, [[1, 2, 3]], max_tokens=5, temperature=0.0
+            recipe.apply, params, execution, [[1, 2, 3]], max_tokens=5, temperature=0.0
         )
     assert texts[0] == texts[1]
 
 
 def test_a_new_run_on_stages_starts_with_the_parameters_of_another(tmp_path):
-    source, target = setup_of("one device"), setup_of("interleaved")
+    source, target = recipe_of("one device"), recipe_of("interleaved")
     with opened(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, source.init(1), meta={}, order=source.order)
     started = resume.start_with(target, target.init(2), str(tmp_path), print)
