@@ -25,6 +25,8 @@ FORMAT = 2
 # first. Append only: a document states how many rows existed when it was written, and only later
 # rows are applied to it. Arrays stay on disk under the names of their save.
 RENAMED: tuple[tuple[str, str], ...] = (
+    (r"^stale/flight/kept/", "in_flight/buffers/saved/"),
+    (r"^stale/flight/", "in_flight/buffers/"),
     (r"^stale/", "in_flight/"),
     (r"^sync/kept/", "sync/residuals/"),
     (r"^sync/settled_at$", "sync/freeze_step"),

@@ -14,7 +14,7 @@ from llmx.contract import Gradient
 from llmx.model import precision, training_loss
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
-from llmx.pipeline import schedules
+from llmx.pipeline import schedules, staged
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import launch
 from llmx.sharding import trees
@@ -87,8 +87,6 @@ def _gradient_maker(
     stages, accumulation = config.mesh.stage, config.batch.accumulation
     if stages == 1:
         return functools.partial(gradients.whole_batch, accumulation=accumulation), None
-    from llmx.pipeline import staged
-
     table = schedules.table_of(config.pipeline, stages=stages, microbatches=accumulation)
     chunks = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)

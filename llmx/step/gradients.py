@@ -27,28 +27,27 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
 
     differentiate = jax.grad(loss_of, has_aux=True)
 
+    def accumulated(params, batch, tokens):
+        """Gradients and losses of a batch, in fp32 sums over its microbatches."""
+        buffers = jax.tree.map(sharding.zeros, buffer_types)
+        if accumulation == 1:
+            return differentiate(buffers, params, batch, tokens)
+
+        def add(total, microbatch):
+            # Each is already divided by the global token count, so microbatches weigh as their
+            # tokens do.
+            new = differentiate(buffers, params, microbatch, tokens)
+            return jax.tree.map(lambda old, one: old + one.astype(old.dtype), total, new), None
+
+        # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
+        # than 0.7, and so refuses explicit axes.
+        zeros = jax.tree.map(sharding.empty_sum, buffer_types), (jnp.zeros(()), jnp.zeros(()))
+        return jax.lax.scan(add, zeros, microbatches(batch, accumulation))[0]
+
     def take(params, batch, in_flight):
         num_tokens = jnp.sum(batch["weights"])
-        tokens = jnp.maximum(num_tokens, 1.0)
-        buffers = jax.tree.map(sharding.zeros, buffer_types)
-        params = loss.gathered(params)
-        if accumulation == 1:
-            grads, losses = differentiate(buffers, params, batch, tokens)
-        else:
-
-            def add(total, microbatch):
-                # Each is already divided by the global token count, so microbatches weigh as their
-                # tokens do.
-                new = differentiate(buffers, params, microbatch, tokens)
-                return jax.tree.map(lambda old, one: old + one.astype(old.dtype), total, new), None
-
-            # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
-            # than 0.7, and so refuses explicit axes.
-            start = (
-                jax.tree.map(sharding.empty_sum, buffer_types),
-                (jnp.zeros(()), jnp.zeros(())),
-            )
-            (grads, losses), _ = jax.lax.scan(add, start, microbatches(batch, accumulation))
+        with loss.execution.policy.products():
+            grads, losses = accumulated(loss.gathered(params), batch, jnp.maximum(num_tokens, 1.0))
         finish = lambda leaf, buffer, to: jax.sharding.reshard(leaf.astype(buffer.dtype), to)  # noqa: E731
         tree = jax.tree.map(finish, grads, buffer_types, loss.gradients)
         squares = squared_norms(tree)
