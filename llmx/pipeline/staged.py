@@ -1,0 +1,212 @@
+"""The gradient of a batch by the operations of a pipeline's table, as a `contract.Gradient`.
+
+A table that flushes drains the pipeline in each step, and `State.in_flight` is (). A periodic one
+(PipeDream-2BW) takes a batch in with the parameters W(t) that its step begins with, and completes
+the one before, which entered with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)).
+
+Letters: B batch, T positions, D width, M microbatches.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx import sharding
+from llmx.contract import Batch, Gradient, Gradients
+from llmx.model import apply as apply_lib
+from llmx.model import training_loss
+from llmx.model.training_loss import TrainingLoss
+from llmx.pipeline import executor, tick, ticks
+from llmx.pipeline.schedule import Table
+from llmx.pipeline.stages import ModelChunks
+
+
+class InFlight(NamedTuple):
+    """The batch that is under way between two steps of a periodic table."""
+
+    params: Any  # with which the batch entered
+    batch: Batch
+    gradients: Any  # so far
+    losses: tuple[jax.Array, ...]
+    buffers: executor.Buffers
+
+
+def staged(
+    loss: TrainingLoss, table: Table, chunks: ModelChunks, rows: tuple[int, int] = (0, 0)
+) -> Gradient:
+    """The gradient of a batch on a mesh with stages.
+
+    Args:
+      loss: of the model; its blocks' parameters are in the chunks' permutation.
+      table: a legal table; its microbatches must divide the rows of each device.
+      chunks: which layers each stage holds.
+      rows: (B, T) of a batch, needed for a periodic table.
+
+    `Gradients.tokens` are those of the batch whose gradient comes out: with a periodic table the
+    batch of the step before, so 0 in the first step. Communicates over `stage` (activations and
+    their gradients), and within a stage as the model does.
+    """
+    pipeline = _Pipeline(loss, table, chunks)
+    if not table.periodic:
+        return Gradient(lambda params: (), pipeline.take_flushed, pipeline.evaluate)
+    types = pipeline.in_flight_types(rows)
+    init = lambda params: jax.tree.map(sharding.zeros, types)  # noqa: E731
+    return Gradient(init, pipeline.take_periodic, pipeline.evaluate)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pipeline:
+    loss: TrainingLoss
+    table: Table
+    chunks: ModelChunks
+
+    @functools.cached_property
+    def grad_buffers(self) -> Any:
+        return self.loss.buffers(self.table.num_microbatches)
+
+    def take_flushed(self, params, batch: Batch, in_flight: tuple) -> tuple[Gradients, tuple]:
+        """The gradient of `batch`, for a table that flushes."""
+        with self.loss.execution.policy.products():
+            sums, _ = self.run([(self.loss.gathered(params), batch)])
+            _, loss, z = (losses[0] for losses in sums.losses)
+            (grads,) = self.placed(sums)
+        return _gradients(loss, z, batch, grads), in_flight
+
+    def take_periodic(self, params, batch: Batch, old: InFlight) -> tuple[Gradients, InFlight]:
+        """The gradient of the batch before, and `batch` in flight."""
+        with self.loss.execution.policy.products():
+            gathered = self.loss.gathered
+            steps = [(gathered(params), batch), (gathered(old.params), old.batch)]
+            sums, buffers = self.run(steps, old.buffers)
+            grads, before = self.placed(sums)
+            losses = tuple(losses[0] for losses in sums.losses)
+            new = InFlight(params, batch, grads, losses, buffers)
+            grads = jax.tree.map(jnp.add, before, old.gradients)
+            pairs = zip(sums.losses, old.losses, strict=True)
+            _, loss, z = (losses[1] + begun for losses, begun in pairs)
+        return _gradients(loss, z, old.batch, grads), new
+
+    def evaluate(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(sum of losses in nats, number of tokens) of a global batch; forward operations only."""
+        table = ticks.forwards(self.table)
+        with self.loss.execution.policy.products():
+            sums, _ = self.run([(params, batch)], table=table, differentiate=False)
+            loss = sums.losses[1][0] * jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        return loss, jnp.sum(batch["weights"])
+
+    def in_flight_types(self, rows: tuple[int, int]) -> InFlight:
+        """Shapes and shardings of what a periodic table leaves; nothing is allocated."""
+
+        def make(params, batch):
+            sums, buffers = self.run([(params, batch)] * 2)
+            losses = tuple(losses[0] for losses in sums.losses)
+            return InFlight(params, batch, self.placed(sums)[0], losses, buffers)
+
+        mesh = self.loss.mesh
+        with jax.set_mesh(mesh), self.loss.execution.policy.products():
+            types = jax.eval_shape(make, self.loss.params, self.loss.abstract_batch(rows))
+        place = lambda leaf: NamedSharding(mesh, leaf.sharding.spec)  # noqa: E731
+        return jax.tree.map(lambda leaf: training_loss.placed(leaf, place(leaf)), types)
+
+    def run(self, steps, in_flight=None, *, table: Table | None = None, differentiate: bool = True):
+        """What `executor.run_table` returns for (parameters, batch) of this step, and of the step
+        before; losses are: what is differentiated, of the tokens, the z-loss."""
+        apply, execution = self.loss.apply, self.loss.execution
+        table = self.table if table is None else table
+
+        def prepared(batch):
+            tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+            batch = batch | {"share": batch["weights"] / tokens}
+            split = apply.split_rows(batch.values(), execution)
+            return training_loss.microbatches(
+                dict(zip(batch, split, strict=True)), table.num_microbatches
+            )
+
+        buffers = self.grad_buffers
+        return executor.run_table(
+            ticks.program(table), self.chunks, _functions(self.loss), self.loss.mesh,
+            params=tuple((params["blocks"], _outside(params)) for params, _ in steps),
+            batches=tuple(prepared(batch) for _, batch in steps),
+            kinds=apply.model.layer_kinds, in_flight=in_flight,
+            grad_buffers=(buffers["blocks"], _outside(buffers)) if differentiate else None,
+        )  # fmt: skip
+
+    def placed(self, sums: executor.Sums) -> list:
+        """Gradients of this step, and of the one before if there is one, as `loss.gradients`."""
+        steps = sums.losses[0].shape[0]
+        to, buffers = self.loss.gradients, self.grad_buffers
+
+        def outside(leaf, buffer, to):
+            spec = PartitionSpec(None, *to.spec.partitions)
+            return jax.sharding.reshard(leaf.astype(buffer.dtype), NamedSharding(to.mesh, spec))
+
+        def in_blocks(leaf, buffer, to):
+            leaf = jax.sharding.reshard(leaf.astype(buffer.dtype), executor.stage_sharding(to))
+            spec = PartitionSpec(None, *jax.typeof(leaf).sharding.spec.partitions)
+            return jnp.reshape(leaf, (steps, -1, *leaf.shape[1:]), out_sharding=spec)
+
+        outer = jax.tree.map(outside, sums.outer, _outside(buffers), _outside(to))
+        blocks = jax.tree.map(in_blocks, sums.blocks, buffers["blocks"], to["blocks"])
+
+        def of(step: int):
+            outer_of, blocks_of = jax.tree.map(lambda leaf: leaf[step], (outer, blocks))
+            return outer_of | {"blocks": executor.from_stages(blocks_of, self.loss.mesh)}
+
+        return [of(step) for step in range(steps)]
+
+
+def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
+    """The model as an executor runs it: `stage` is local in what a chunk does."""
+    apply, execution, model = loss.apply, loss.execution, loss.apply.model
+    place = execution.place
+    local = dataclasses.replace(place, local_axes=(*tick.STAGE, *place.local_axes))
+    inside = dataclasses.replace(execution, place=local)
+
+    def with_buffers(outer, buffers):
+        if buffers is None:
+            return outer
+        return outer | place.with_grad_buffers({name: outer[name] for name in buffers}, buffers)
+
+    def embed(outer, buffers, rows):
+        outer = with_buffers(outer, buffers)
+        return apply.embedded(outer, rows["tokens"], rows["positions"], execution)
+
+    def side_inputs(rows):
+        mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
+        return mask, apply.rotations(rows["positions"])
+
+    def apply_chunk(weights, buffers, x_BTD, side_inputs, kinds):
+        mask, rotations = side_inputs
+        return apply.apply_layers(
+            weights, x_BTD, mask, inside, kinds=kinds, grad_buffers=buffers, rotations=rotations
+        )[0]
+
+    def losses(outer, buffers, x_BTD, rows):
+        outer = with_buffers(outer, buffers)
+        found = apply.last_losses(outer, x_BTD, rows["targets"], execution)
+        return loss.weighted(*found, rows["share"])
+
+    learned = model.positions == "learned"
+    return tick.ModelFunctions(
+        embed, side_inputs, apply_chunk, losses,
+        embed_names=("embedding", *(["positions"] if learned else [])),
+        losses_names=("norm", "embedding" if model.tied_head else "head"),
+        uses_dot=jax.tree.map(
+            lambda _, axes: "embed" in axes, loss.params["blocks"], loss.axes["blocks"]
+        ),
+    )  # fmt: skip
+
+
+def _gradients(loss, z_loss, batch: Batch, tree) -> Gradients:
+    squares = training_loss.squared_norms(tree)
+    tokens = jnp.sum(batch["weights"])
+    return Gradients(loss, z_loss, tokens, tree, squares, jnp.sqrt(squares.sum()))
+
+
+def _outside(tree: dict) -> dict:
+    """What belongs to embedding and head, and not to the layers."""
+    return {name: leaf for name, leaf in tree.items() if name != "blocks"}
