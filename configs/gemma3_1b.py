@@ -3,8 +3,8 @@
     python -m llmx.train --config configs/gemma3_1b.py --config.data.sources="('shards:/data/web',)"
     python -m llmx.aot --config configs/gemma3_1b.py --topology 2@v5e:2x2
 
-Within a slice parameters are split over `fsdp`; between slices only gradients travel. The
-vocabulary of 262,144 is why the loss walks it in chunks.
+Within a slice, parameters are split over `fsdp`; between slices only gradients travel. The loss
+computes the logits of the 262,144 words in chunks.
 """
 
 from llmx import config

@@ -3,7 +3,7 @@
     python -m llmx.train --config configs/gpt2_124m.py --config.data.sources="('shards:/data/web',)"
     python -m llmx.aot --config configs/gpt2_124m.py --topology v5e:2x4
 
-A step is 524,288 tokens. Without the second flag it reads the text of Python's standard library,
+A step is 524,288 tokens. Without the data flag it trains on the text of Python's standard library,
 to try it out.
 """
 

@@ -3,9 +3,9 @@
     python -m llmx.train --config configs/llama3_128k.py --config.data.sources="('shards:/web',)"
     python -m llmx.aot --config configs/llama3_128k.py --topology v5p:2x2x4
 
-Each chip holds 8,192 tokens of a row, a sixteenth of the state, and sees all keys as they come
-around (docs/long_context.md). The backward pass keeps what attention took and gave, so that the
-ring turns once per pass. Positions are stretched sixteenfold over the 8,192 of the base model.
+Each chip holds 8,192 tokens of a row and a sixteenth of the state; keys and values travel around
+the ring (docs/long_context.md). Inputs and results of attention are saved for the backward pass, so
+that the ring turns once per pass. Positions are stretched sixteenfold over the base model's 8,192.
 """
 
 from llmx import config

@@ -3,8 +3,8 @@
     python -m llmx.train --config configs/llama3_70b.py --config.data.sources="('shards:/data',)"
     python -m llmx.aot --config configs/llama3_70b.py --topology v5p:4x4x4
 
-Between blocks positions are split over `tensor` too (sequence-parallel norms), so activations are
-64 ways apart.
+Between blocks, positions are split over `tensor` too (sequence-parallel norms), so activations are
+split 64 ways.
 """
 
 from llmx import config

@@ -5,9 +5,9 @@ r"""Llama-3 70B at sequence 8192 on 64 chips: four pipeline stages, ZeRO-3 over 
     python -m llmx.plan --config configs/llama3_70b_pipeline.py --chip v5p
     python -m llmx.aot --config configs/llama3_70b_pipeline.py --topology v5p:4x4x4
 
-Beside configs/llama3_70b.py: no products are split over `tensor`; a stage's weights are gathered
-within its 16 chips, and between stages only activations travel. Each of the 4 microbatches has one
-row for each of the 16, so more of them, and a smaller bubble, take a larger batch.
+Compared with configs/llama3_70b.py, no products are split over `tensor`: a stage's weights are
+gathered within its 16 chips, and between stages only activations travel. Each of the 4 microbatches
+has one row for each of the 16 chips, so more microbatches (a smaller bubble) need a larger batch.
 """
 
 from llmx import config

@@ -4,7 +4,7 @@
     python -m llmx.aot --config configs/llama3_8b.py --topology v5p:2x2x2
     python -m llmx.aot --config configs/llama3_8b.py --topology h100:8
 
-Parameters and AdamW moments are fp32, gradients bf16, all split eight ways; weights are gathered
+Parameters and AdamW moments are fp32, gradients bf16, all split eight ways. Weights are gathered
 layer by layer, in bf16.
 """
 

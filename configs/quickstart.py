@@ -3,9 +3,9 @@
     python -m llmx.train --config configs/quickstart.py
     python -m llmx.aot --config configs/quickstart.py --topology v5e:1x1
 
-About two minutes on two CPU cores: held-out loss below 1.8 nats per byte, a sampled continuation,
-and loss.png in runs/quickstart. Run it again, and it says that it is done; with --config.steps=600
-it goes on.
+About two minutes on two CPU cores give a held-out loss below 1.8 nats per byte, a sampled
+continuation, and runs/quickstart/loss.png. If killed, rerun the command; it continues. With
+--config.steps=600 a finished run continues too.
 """
 
 from llmx import config

@@ -3,8 +3,8 @@
     python -m llmx.train --config configs/qwen3_0.6b.py --config.data.sources="('docs/', 'stdlib')"
     python -m llmx.aot --config configs/qwen3_0.6b.py --topology v5e:2x4
 
-Here both sources are Python's standard library and the project's own documentation, three parts to
-one.
+By default the sources are Python's standard library and the project's own documentation, mixed
+three to one.
 """
 
 import pathlib

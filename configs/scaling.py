@@ -3,9 +3,9 @@
     python -m llmx.train --config configs/scaling.py:6
     python -m llmx.aot --config configs/scaling.py --topology v5e:2x2
 
-The number behind the colon is the depth L: width 64 L, head size 64, 20 tokens per parameter
-(Chinchilla, arXiv 2203.15556), learning rate falling as one over the square root of the width.
-Depth 2 takes minutes on a laptop.
+The number behind the colon is the depth L. The width is 64 L, the head size 64, the budget 20
+tokens per parameter (Chinchilla, arXiv 2203.15556), and the learning rate falls as one over the
+square root of the width. Depth 2 takes minutes on a laptop.
 """
 
 from llmx import config

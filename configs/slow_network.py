@@ -5,10 +5,10 @@ r"""The quickstart's model on four replicas that exchange one bit per number: 1-
         --config.sync.strategy=mean --workdir runs/slow_network_mean
     python -m llmx.aot --config configs/slow_network.py --topology v5e:2x2
 
-The replicas are four devices, here fake ones of a CPU. They sum their gradients for 375 steps, a
-quarter of the run, and then exchange momentum: 1/32 of the bytes of a mean in fp32, and scales. The
-log names both programs; the second command is the run to compare the loss with. Both end at a
-held-out loss of about 1.35 nats per byte. Other strategies: docs/slow_networks.md.
+The replicas are four devices, here fake ones of a CPU. They average their gradients for 375 steps,
+a quarter of the run, and then exchange momentum as signs and scales: 1/32 of the bytes of a mean in
+fp32. The log names both programs. The second command is the run to compare the loss with: both end
+at a held-out loss of about 1.35 nats per byte. Other strategies: docs/slow_networks.md.
 """
 
 from llmx import config

@@ -1,10 +1,12 @@
-"""Between runs and Hugging Face: python -m llmx.convert --workdir W (--to-hf DIR | --from-hf DIR)
+"""Converts runs to and from Hugging Face checkpoints.
 
-`--to-hf` writes the parameters of a checkpoint of the run W as a directory that transformers loads,
-with their tokenizer. `--from-hf` makes W of such a directory: a config, the tokenizer, and a
-checkpoint that holds parameters only, which `llmx.generate` and `llmx.evaluate` take as any other.
+    python -m llmx.convert --workdir W (--to-hf DIR | --from-hf DIR)
 
-Both work in the memory of this host and use no accelerator.
+`--to-hf` writes the parameters and the tokenizer of the run W as a directory that transformers
+loads. `--from-hf` creates W from such a directory: a config, the tokenizer, and a checkpoint of the
+parameters, which `llmx.generate` and `llmx.evaluate` accept as any other.
+
+Both use the memory of this host and no accelerator.
 """
 
 import argparse
@@ -38,11 +40,11 @@ def to_hf(
       workdir: of the run.
       directory: new or empty.
       at_step: of the checkpoint; None = the newest.
-      ema: the average of the parameters, or the parameters; None = the average where the run has
-        one, as `llmx.generate` does.
+      ema: whether to write the average of the parameters; None = if the run has one, as
+        `llmx.generate` does.
       dtype: a name in `hf.DTYPES`.
 
-    Raises ValueError where there is no such checkpoint, or the format cannot say what the model is.
+    Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
     run = config.load_run(workdir)
     averaged = run.optimizer.ema_decay > 0
@@ -51,7 +53,7 @@ def to_hf(
             f"--ema: the run in {workdir} has optimizer.ema_decay=0 and keeps no average: leave "
             "the flag out"
         )
-    hf_formats.model_config_to_hf(run.model)  # what cannot be written is told before much is read
+    hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     restored = checkpointer.restore_part(
         f"{workdir}/checkpoints", _abstract_params(run), step=at_step,
@@ -70,13 +72,15 @@ def to_hf(
 
 
 def from_hf(directory: str, workdir: str):
-    """Makes a work directory of a Hugging Face checkpoint, as of a run that has taken no step.
+    """Creates the work directory of a run at step 0 from a Hugging Face checkpoint.
 
-    Raises ValueError where `workdir` is not empty or `directory` no checkpoint of a known family.
+    Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
     root = pathlib.Path(workdir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise ValueError(f"--workdir={workdir} is there and not empty: import into a new directory")
+        raise ValueError(
+            f"--workdir={workdir} exists and is not empty: import into a new directory"
+        )
     model, params = hf.load(directory)
     file = pathlib.Path(directory, tokenizers.FILE_NAME)
     if file.is_file():
@@ -106,61 +110,63 @@ def _abstract_params(run: config.Config) -> Any:
 
 
 def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
-    """A tokenizer.json: the file's own, or one that does what the byte tokenizer does."""
+    """A tokenizer.json: that of the file, or one equivalent to the byte tokenizer."""
     if isinstance(coder, tokenizers.FileTokenizer):
         return coder.dumps()
     import tokenizers as library
 
-    # The `tokenizers` library writes bytes as characters: printable ones as themselves, others in
-    # order from U+0100 (GPT-2).
+    # The `tokenizers` library maps bytes to characters as GPT-2: printable ones to themselves, the
+    # others in order from U+0100.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-    made = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = library.decoders.ByteLevel()
-    made.add_special_tokens([tokenizers.END_TOKENS[0]])
-    assert made.token_to_id(tokenizers.END_TOKENS[0]) == coder.end_of_document
-    return made.to_str()
+    tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.END_TOKENS[0]])
+    assert tokenizer.token_to_id(tokenizers.END_TOKENS[0]) == coder.end_of_document
+    return tokenizer.to_str()
 
 
 def _command() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="python -m llmx.convert",
         description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
         allow_abbrev=False,
     )
-    made.add_argument("--workdir", required=True, help="of the run, or to be made")
-    way = made.add_mutually_exclusive_group(required=True)
+    command.add_argument("--workdir", required=True, help="of the run, or to be created")
+    way = command.add_mutually_exclusive_group(required=True)
     way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers")
     way.add_argument("--from-hf", metavar="DIR", help="a directory of config.json and safetensors")
-    made.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
-    made.add_argument(
+    command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
+    command.add_argument(
         "--ema", action=argparse.BooleanOptionalAction, default=None,
         help="write the average of the parameters; by default if the run keeps one",
     )  # fmt: skip
-    made.add_argument("--dtype", choices=sorted(hf.DTYPES), help="to write; float32 by default")
-    return made
+    command.add_argument("--dtype", choices=sorted(hf.DTYPES), help="to write; float32 by default")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Converts as told. Exit code: 0 done, 2 where the input is wrong."""
+    """Runs the command. Exit code: 0 done, 2 if the input is wrong."""
     command = _command()
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")
-    # Nothing is computed: whole models fit this host's memory sooner than a device's.
+    # Nothing is computed, and the host has more memory than a device.
     jax.config.update("jax_platforms", "cpu")
     try:
         if args.from_hf:
             from_hf(args.from_hf, args.workdir)
             launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
         else:
-            taken = to_hf(
+            step = to_hf(
                 args.workdir, args.to_hf, at_step=args.step, ema=args.ema,
                 dtype=args.dtype or "float32",
             )  # fmt: skip
-            launch.log(f"step {taken} of {args.workdir} is now in {args.to_hf}")
+            launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

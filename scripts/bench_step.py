@@ -1,14 +1,18 @@
-"""The quickstart's train loop beside a bare hand-written jitted step of the same model.
+"""The quickstart's train loop compared with a bare hand-written jitted step of the same model.
 
     python scripts/bench_step.py [--rounds 20]
 
 The bare step is plain JAX: a dict of arrays, jax.grad, optax.adamw, one batch that stays on the
-device. The loop is llmx.train's own: data, placement, compiled step, guard, metrics, reporter.
-Rounds of both alternate in one process, so that the machine's moods hit both; what counts is the
-median of the ratios.
+device, and attention that materialises its scores. The loop is that of `llmx.train`: data,
+placement, compiled step, guard, metrics, reporter. It is timed twice: with the reference kernel,
+which computes attention as the bare step does (like with like), and with the blockwise kernel, the
+default on CPU, which the bare step does not have. Rounds alternate in one process, so that other
+load on the machine affects all of them; the result is the median of the ratios.
 """
 
 import argparse
+import contextlib
+import copy
 import math
 import statistics
 import tempfile
@@ -20,6 +24,11 @@ import optax
 
 from llmx import config, train
 from llmx.config import checks, flags, recipe
+
+KERNELS = {
+    "reference": "as in the bare step",
+    "blockwise": "in llmx only",
+}
 
 
 def make_bare_step(run: config.Config):
@@ -95,53 +104,72 @@ def make_bare_step(run: config.Config):
     return jax.jit(init), step
 
 
+def make_loop_timer(base: config.Config, kernel: str, workdir: str, steps: int):
+    """(dataset, timer, close); `timer()` runs `steps` steps of the loop, in seconds per step."""
+    quiet = lambda text: None  # noqa: E731
+    run = copy.deepcopy(base)
+    run.attention.implementation = kernel
+    run.workdir = f"{workdir}/{kernel}"
+    setup = recipe.make_setup(run, devices=jax.devices()[:1])
+    dataset = train.open_data(run, quiet)
+    state = setup.init(0)
+    programs = train.compile_programs(run, setup, state, 0, quiet)
+    with jax.set_mesh(setup.mesh):
+        loop = train.Loop(run, setup, programs, dataset, state, 0)
+
+    def time_loop() -> float:
+        begun = time.perf_counter()
+        with jax.set_mesh(setup.mesh):
+            for _ in range(steps):
+                loop.advance()
+            loop.settle()
+        return (time.perf_counter() - begun) / steps
+
+    return dataset, time_loop, loop.close
+
+
+def make_bare_timer(run: config.Config, batch: dict, steps: int):
+    """`timer()` runs `steps` bare steps, in seconds per step."""
+    init, bare_step = make_bare_step(run)
+    state = init()
+
+    def time_bare() -> float:
+        nonlocal state
+        begun = time.perf_counter()
+        for _ in range(steps):
+            state, loss = bare_step(state, batch)
+        loss.block_until_ready()
+        return (time.perf_counter() - begun) / steps
+
+    return time_bare
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--rounds", type=int, default=20, help="of 10 steps each")
     args = parser.parse_args()
-    quiet = lambda text: None  # noqa: E731
     _, run, problems = flags.parse(flags.parser("bench", ""), ["--config", args.config])
     run = checks.resolve(run, 1, problems=problems)
     run.metrics.progress = "off"
     steps = 10
-    with tempfile.TemporaryDirectory() as workdir:
-        run.workdir = workdir
-        setup = recipe.make_setup(run, devices=jax.devices()[:1])
-        dataset = train.open_data(run, quiet)
-        state = setup.init(0)
-        programs = train.compile_programs(run, setup, state, 0, quiet)
-        with jax.set_mesh(setup.mesh):
-            loop = train.Loop(run, setup, programs, dataset, state, 0)
-
-        init, bare_step = make_bare_step(run)
-        state = init()
+    with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as resources:
+        timers = {}
+        for kernel in KERNELS:
+            dataset, timers[kernel], close = make_loop_timer(run, kernel, workdir, steps)
+            resources.callback(close)
         rows = list(range(run.batch.size))
         batch = jax.device_put(dataset.train_rows(0, rows, run.batch.size))
-
-        def time_loop() -> float:
-            begun = time.perf_counter()
-            with jax.set_mesh(setup.mesh):
-                for _ in range(steps):
-                    loop.advance()
-                loop.settle()
-            return (time.perf_counter() - begun) / steps
-
-        def time_bare() -> float:
-            nonlocal state
-            begun = time.perf_counter()
-            for _ in range(steps):
-                state, loss = bare_step(state, batch)
-            loss.block_until_ready()
-            return (time.perf_counter() - begun) / steps
-
-        time_loop(), time_bare()  # compile and warm up
-        pairs = [(time_loop(), time_bare()) for _ in range(args.rounds)]
-        loop.close()
-    ours, bare = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
-    print(f"llmx loop {ours * 1e3:.1f} ms, bare step {bare * 1e3:.1f} ms per step (medians)")
-    print(f"median ratio {ratio:.3f} over {args.rounds} rounds of {steps} steps")
+        timers["bare"] = make_bare_timer(run, batch, steps)
+        for timer in timers.values():  # compile and warm up
+            timer()
+        rounds = [{name: timer() for name, timer in timers.items()} for _ in range(args.rounds)]
+    bare = statistics.median(times["bare"] for times in rounds)
+    print(f"bare step: {bare * 1e3:.1f} ms (median of {args.rounds} rounds of {steps} steps)")
+    for kernel, meaning in KERNELS.items():
+        loop = statistics.median(times[kernel] for times in rounds)
+        ratio = statistics.median(times[kernel] / times["bare"] for times in rounds)
+        print(f"llmx loop, {kernel} kernel ({meaning}): {loop * 1e3:.1f} ms, ratio {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Hugging Face checkpoints: `export` writes a directory that transformers loads, `load` reads one.
 
-What a family's checkpoint looks like is data, in `hf_formats`. Files are safetensors
-(https://github.com/huggingface/safetensors), read tensor by tensor from mapped memory, so that a
-model needs its own size and that of its largest tensor. No torch and no Flax here.
+`hf_formats` describes the checkpoint of each family as data. Files are safetensors
+(https://github.com/huggingface/safetensors), read tensor by tensor from mapped memory, so that
+loading needs the memory of the model and of its largest tensor.
 
 Letters: V vocabulary, Z the parts of a fused tensor.
 """
 
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -34,19 +34,20 @@ DTYPES = {
 # ------------------------------------------------------------------------------------- tensors
 
 
-def _orders(row: Tensor) -> tuple[str, str]:
+def _letters(row: Tensor) -> tuple[str, str]:
+    """The dimensions of a tensor in our order and in theirs."""
     return ("Z" if row.parts else "") + row.dims, row.groups.replace(",", "")
 
 
 def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-    ours, theirs = _orders(row)
+    ours, theirs = _letters(row)
     array = np.stack(parts) if row.parts else parts[0]
     array = array.transpose([ours.index(x) for x in theirs])
     return array.reshape(hf_formats.their_shape(row, sizes))
 
 
 def _to_ours(row: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
-    ours, theirs = _orders(row)
+    ours, theirs = _letters(row)
     array = array.reshape([sizes[x] for x in theirs]).transpose([theirs.index(x) for x in ours])
     return list(array) if row.parts else [array]
 
@@ -57,9 +58,15 @@ def _view(array: np.ndarray, row: Tensor, layer: int | None, model: ModelConfig)
     return array[: model.vocab_size] if row.dims[0] == "V" else array
 
 
-def _some(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is unknown: use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 # -------------------------------------------------------------------------------------- export
@@ -78,30 +85,28 @@ def export(
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-      params: nested dict of numpy or jax arrays, as the model has them.
-      model: what they are the parameters of.
-      directory: new or empty. config.json is written last: without it, the export was cut off.
+      params: the model's parameters, a nested dict of numpy or jax arrays.
+      model: the model.
+      directory: new or empty. config.json is written last: an incomplete export has none.
       tokenizer_file: a tokenizer.json of Hugging Face `tokenizers`, to be copied.
       end_token: id of the token that ends a text.
       dtype: a name in `DTYPES`.
       shard_bytes: weights of more than this are split over several files.
 
-    Raises ValueError where the format cannot say what `model` is, or `params` is of another model.
+    Raises ValueError if the format cannot represent `model`, or `params` is of another model.
     """
-    directory = pathlib.Path(directory)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    directory, numpy_dtype = pathlib.Path(directory), _numpy_dtype(dtype)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is there and not empty: export into a new directory")
+        raise ValueError(f"{directory} exists and is not empty: export into a new directory")
     config = hf_formats.model_config_to_hf(model)
-    # Left out, some families' defaults would end texts at token 1 or 2.
+    # Without these keys the defaults of some families end texts at token 1 or 2.
     config |= dict.fromkeys(("bos_token_id", "pad_token_id")) | {"eos_token_id": end_token}
     config |= {"torch_dtype": dtype, "use_cache": True}
     arrays = _checked_params(params, model)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer_file is not None:
         _write_tokenizer(directory, pathlib.Path(tokenizer_file), model, end_token)
-    _write_tensors(directory, arrays, model, DTYPES[dtype], shard_bytes)
+    _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return directory
 
@@ -110,11 +115,12 @@ def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, 
     flat = trees.named(params)
     rows = hf_formats.rows(model)
     expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
-    if flat.keys() != expected.keys():
+    missing, unknown = expected.keys() - flat.keys(), flat.keys() - expected.keys()
+    if missing or unknown:
         raise ValueError(
             f"the parameters are not those of a {model.family} model: missing "
-            f"{_some(expected.keys() - flat.keys()) or 'none'}, unknown "
-            f"{_some(flat.keys() - expected.keys()) or 'none'}; export with the config of their run"
+            f"{_listed(missing) or 'none'}, unknown {_listed(unknown) or 'none'}; export with the "
+            "config of their run"
         )
     for path, shape in expected.items():
         if tuple(flat[path].shape) != shape:
@@ -170,8 +176,8 @@ def _write_tokenizer(
     content = json.loads(text)
     if "model" not in content:
         raise ValueError(
-            f"{file} is no tokenizer of Hugging Face `tokenizers`: give a tokenizer.json of that "
-            "library, or none"
+            f"{file} is not a tokenizer of Hugging Face `tokenizers`: give a tokenizer.json of "
+            "that library, or none"
         )
     special = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
     config = {
@@ -197,16 +203,14 @@ def load(
 
     Args:
       directory: config.json and safetensors, in one file or several.
-      model: what it must be, e.g. with another `vocab_multiple`; None = as config.json says.
-        With rotary positions `max_positions` may differ.
+      model: the model that it must be, e.g. with another `vocab_multiple`; None = as config.json
+        says. With rotary positions `max_positions` may differ.
       dtype: of the parameters returned, a name in `DTYPES`.
 
     Raises ValueError for an unknown kind of model, another model than `model`, and tensors that are
     missing, unknown or of another shape.
     """
-    directory = pathlib.Path(directory)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    directory, numpy_dtype = pathlib.Path(directory), _numpy_dtype(dtype)
     stored = hf_formats.model_config_from_hf(_read_json(directory / CONFIG))
     if model is None:
         model = stored
@@ -214,6 +218,33 @@ def load(
     if different := hf_formats.differences(model, stored, ignore=ignore):
         raise ValueError(f"the checkpoint in {directory} is of another model than {different}")
     files = _tensor_files(directory)
+    names = _checked_names(directory, files, model)
+    arrays = {}
+    for row in hf_formats.rows(model):
+        shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
+        arrays |= {path: make(shape, numpy_dtype) for path in row.paths}
+    sizes = hf_formats.dimension_sizes(model)
+    shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
+    for name, tensor in _read_tensors(directory, files, shapes):
+        row, layer = names[name]
+        for path, part in zip(row.paths, _to_ours(row, tensor, sizes), strict=True):
+            _view(arrays[path], row, layer, model)[...] = part
+    if model.tied_head and hf_formats.HEAD.theirs in files:
+        embedding = arrays["embedding"][: model.vocab_size]
+        head = {hf_formats.HEAD.theirs: embedding.shape}
+        for name, tensor in _read_tensors(directory, files, head):
+            if not np.array_equal(tensor.astype(embedding.dtype), embedding):
+                raise ValueError(
+                    f"{directory} says tie_word_embeddings, and {name} is not the embedding: set "
+                    "it to false in config.json"
+                )
+    return model, trees.nest(arrays)
+
+
+def _checked_names(
+    directory: pathlib.Path, files: Mapping[str, str], model: ModelConfig
+) -> dict[str, tuple[Tensor, int | None]]:
+    """`hf_formats.tensor_names` of the checkpoint, which must have these tensors and no others."""
     prefix = hf_formats.FORMATS[model.family].prefix
     if not any(name.startswith(prefix) for name in files):
         prefix = ""
@@ -223,39 +254,15 @@ def load(
         unknown -= {hf_formats.HEAD.theirs}
     if missing := names.keys() - files.keys():
         raise ValueError(
-            f"{directory} lacks {_some(missing)}, which its config.json asks for: download it "
+            f"{directory} lacks {_listed(missing)}, which its config.json asks for: download it "
             "again, or correct config.json"
         )
     if unknown:
         raise ValueError(
-            f"{directory} has {_some(unknown)}, which a {model.family} model of its config.json "
-            "has no use for: correct config.json, or remove them from the checkpoint"
+            f"{directory} has {_listed(unknown)}, which a {model.family} model of its config.json "
+            "does not use: correct config.json, or remove them from the checkpoint"
         )
-    arrays = {}
-    for row in hf_formats.rows(model):
-        shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
-        arrays |= {path: make(shape, DTYPES[dtype]) for path in row.paths}
-    sizes = hf_formats.dimension_sizes(model)
-
-    def take(name: str, tensor: np.ndarray):
-        row, layer = names[name]
-        for path, part in zip(row.paths, _to_ours(row, tensor, sizes), strict=True):
-            _view(arrays[path], row, layer, model)[...] = part
-
-    shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
-    _read_tensors(directory, files, shapes, take)
-    if model.tied_head and hf_formats.HEAD.theirs in files:
-        embedding = arrays["embedding"][: model.vocab_size]
-
-        def compare(name: str, tensor: np.ndarray):
-            if not np.array_equal(tensor.astype(embedding.dtype), embedding):
-                raise ValueError(
-                    f"{directory} says tie_word_embeddings, and {name} is not the embedding: set "
-                    "it to false in config.json"
-                )
-
-        _read_tensors(directory, files, {hf_formats.HEAD.theirs: embedding.shape}, compare)
-    return model, trees.nest(arrays)
+    return names
 
 
 def _read_json(path: pathlib.Path) -> dict:
@@ -272,7 +279,7 @@ def _tensor_files(directory: pathlib.Path) -> dict[str, str]:
     if (directory / INDEX).is_file():
         files = _read_json(directory / INDEX)["weight_map"]
         if missing := {f for f in files.values() if not (directory / f).is_file()}:
-            raise ValueError(f"{directory} lacks {_some(missing)}: download the checkpoint again")
+            raise ValueError(f"{directory} lacks {_listed(missing)}: download the checkpoint again")
         return files
     raise ValueError(
         f"{directory} has neither {WEIGHTS} nor {INDEX}: give a checkpoint in safetensors (a .bin "
@@ -281,12 +288,9 @@ def _tensor_files(directory: pathlib.Path) -> dict[str, str]:
 
 
 def _read_tensors(
-    directory: pathlib.Path,
-    files: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    take: Callable[[str, np.ndarray], None],
-):
-    """Calls `take` for each name in `shapes`, one tensor in memory at a time."""
+    directory: pathlib.Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) for each name in `shapes`, one tensor in memory at a time."""
     by_file: dict[str, list[str]] = {}
     for name in shapes:
         by_file.setdefault(files[name], []).append(name)
@@ -294,7 +298,7 @@ def _read_tensors(
         with _opened(directory / path) as file:
             if missing := set(names) - set(file.keys()):
                 raise ValueError(
-                    f"{directory / path} lacks {_some(missing)}, which {INDEX} says it has: "
+                    f"{directory / path} lacks {_listed(missing)}, which {INDEX} says it has: "
                     "download the checkpoint again"
                 )
             for name in names:
@@ -303,12 +307,12 @@ def _read_tensors(
                         f"{name} in {directory / path} has shape {shape}, and config.json makes it "
                         f"{shapes[name]}: correct config.json"
                     )
-                take(name, file.get_tensor(name))
+                yield name, file.get_tensor(name)
 
 
 def _opened(path: pathlib.Path):
     try:
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
-        text = f"{path} is cut off or no safetensors: {error}; download it again"
+        text = f"{path} is incomplete or not safetensors: {error}; download it again"
         raise ValueError(text) from error

@@ -1,7 +1,7 @@
-"""What Hugging Face checkpoints look like, as data: one table of tensors and one of config keys per
-family (`FORMATS`), each read in both directions.
+"""The formats of Hugging Face checkpoints as data.
 
-Names and shapes only; `hf` moves the numbers. Source: `configuration_*.py` and `modeling_*.py` of
+`FORMATS` has a table of tensors and one of config keys per family, each used in both directions.
+`hf` reads and writes the tensors. Source: `configuration_*.py` and `modeling_*.py` of
 each model in transformers (https://github.com/huggingface/transformers).
 
 Letters: D width, F mlp_dim, N query heads, K key/value heads, H head size, V vocabulary, T learned
@@ -22,13 +22,13 @@ from llmx.model.families import GLOBAL, LOCAL, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, or one per layer, and where its numbers lie in our parameters."""
+    """One tensor of a checkpoint, or one per layer, and its place in our parameters."""
 
     ours: str  # path; under blocks/ all layers are stacked; * stands for each of `parts`
     dims: str  # dimensions there, without the layer
     theirs: str  # name behind the prefix; * is the layer
-    groups: str  # its dimensions, as ours in its own order; letters side by side are one dimension
-    parts: tuple[str, ...] = ()  # of a tensor that holds several of ours, along Z
+    groups: str  # its dimensions in its own order; "NH" is one dimension of size N x H
+    parts: tuple[str, ...] = ()  # parameters that are fused in this tensor, along Z
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ _GEMMA_NORMS = (
     Tensor("blocks/mlp_norm/scale", "D", "layers.*.pre_feedforward_layernorm.weight", "D"),
     Tensor("blocks/mlp_post_norm/scale", "D", "layers.*.post_feedforward_layernorm.weight", "D"),
 )
-# GPT-2's projections are stored input first, and queries, keys and values in one.
+# GPT-2 stores projections input first, and fuses queries, keys and values.
 _QKV = ("query", "key", "value")
 _GPT2 = (
     Tensor("embedding", "VD", "wte.weight", "V,D"),
@@ -91,7 +91,7 @@ _GPT2 = (
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one family is stored."""
+    """The checkpoints of one family."""
 
     model_type: str
     architecture: str
@@ -188,7 +188,7 @@ FORMATS = {
     ),
 }  # fmt: skip
 
-# Constants of the computation that older files carry along.
+# Constants of the computation in older files.
 BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _LAYER_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
 _LINEAR_ROPE = {"rope_factor": "factor"}
@@ -205,16 +205,16 @@ _LLAMA3_ROPE = {
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes; `vocab_multiple` is ours and keeps its default.
 
-    Raises ValueError for a model type that no family has, a key that is missing, and a value that
-    the decoder cannot do.
+    Raises ValueError for an unknown model type, a missing key, and a value that the decoder does
+    not support.
     """
     family = _family_of(config)
     form = FORMATS[family]
     for key, allowed in form.only.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
-                f"config.json has {key}={config[key]!r} and family {family!r} computes "
-                f"{allowed[0]!r} only: use a checkpoint with that"
+                f"config.json has {key}={config[key]!r} and family {family!r} supports only "
+                f"{allowed[0]!r}: use a checkpoint with that"
             )
     values = {field: _get(form, config, key) for field, key in form.keys.items()}
     optional = {"attention_softcap", "logit_softcap", "window"}
@@ -235,7 +235,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _problems(model: ModelConfig) -> list[str]:
-    """A checkpoint has a vocabulary; a config may leave it to the tokenizer."""
+    """Those of `families.problems`, and a vocabulary that is left to the tokenizer."""
     found = families.problems(model)
     if model.vocab_size == 0:
         found.append("model.vocab_size=0 must be at least 1 in a checkpoint")
@@ -243,9 +243,9 @@ def _problems(model: ModelConfig) -> list[str]:
 
 
 def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model, in the keys that old and new versions of transformers read.
+    """The config.json of a model, in keys that transformers 4 and 5 read.
 
-    Raises ValueError where the family's format has no place for a value of `model`.
+    Raises ValueError if the family's format cannot represent a value of `model`.
     """
     if model.family not in FORMATS:
         raise ValueError(
@@ -269,12 +269,13 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
         config["layer_types"] = [_LAYER_TYPES[kind] for kind in model.layer_kinds]
     if different := differences(model, model_config_from_hf(config)):
         raise ValueError(
-            f"a {form.model_type} checkpoint cannot say {different}: change the model or its family"
+            f"a {form.model_type} checkpoint cannot represent {different}: change the model or its "
+            "family"
         )
     if model.width % model.num_heads:
         raise ValueError(
             f"model.width={model.width} is not a multiple of num_heads={model.num_heads}, which "
-            "transformers demands of every config: change one of them"
+            "transformers requires: change one of them"
         )
     return config
 
@@ -287,8 +288,8 @@ def _family_of(config: Mapping[str, Any]) -> str:
     known = ", ".join(form.model_type for form in FORMATS.values())
     remedy = f"use one of {known}"
     if "text_config" in config:
-        remedy += "; of a model of text and images, save the text model alone"
-    raise ValueError(f"config.json has model_type={kind!r}, which no family of llmx is: {remedy}")
+        remedy += "; of a model of text and images, save only the text model"
+    raise ValueError(f"config.json has model_type={kind!r}, which llmx does not have: {remedy}")
 
 
 def _get(form: Format, config: Mapping[str, Any], key: str) -> Any:
@@ -296,7 +297,6 @@ def _get(form: Format, config: Mapping[str, Any], key: str) -> Any:
         return config[key]
     if key in form.absent:
         return form.absent[key]
-    # Rotary values moved in transformers 5; `_read_rope` takes them.
     raise ValueError(f"config.json has no {key!r}: add it, a {form.model_type} model needs it")
 
 
@@ -313,19 +313,19 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kind not in ("default", "linear", "llama3") or scaling.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            f"config.json stretches positions by {dict(scaling)}: rope_type must be one of "
-            "('default', 'linear', 'llama3') and turn every dimension"
+            f"config.json scales positions by {dict(scaling)}: rope_type must be one of "
+            "('default', 'linear', 'llama3') and rotate every dimension"
         )
     keys = {"default": {}, "linear": _LINEAR_ROPE, "llama3": _LINEAR_ROPE | _LLAMA3_ROPE}[kind]
     if missing := sorted(set(keys.values()) - scaling.keys()):
-        raise ValueError(f"config.json stretches positions by {dict(scaling)}: add {missing}")
+        raise ValueError(f"config.json scales positions by {dict(scaling)}: add {missing}")
     values |= {field: scaling[key] for field, key in keys.items()}
     if "rope_local_base_freq" in form.absent:
         local = new["sliding_attention"] if per_kind else {}
         if local.get("rope_type", "default") != "default":
             raise ValueError(
-                f"config.json stretches the positions of local layers by {local}: only those of "
-                "global layers can be"
+                f"config.json scales the positions of local layers by {local}: only those of "
+                "global layers can be scaled"
             )
         default = _get(form, config, "rope_local_base_freq")
         values["rope_theta_local"] = local.get("rope_theta", default)
@@ -358,8 +358,8 @@ def _read_layers(form: Format, config: Mapping[str, Any], num_layers: int) -> tu
         kinds = [ours[theirs] for theirs in config["layer_types"]]
     if LOCAL in kinds and "window" not in form.keys:
         raise ValueError(
-            f"config.json has sliding windows in layer_types, which {form.model_type} has not: "
-            "use full_attention"
+            f"config.json has sliding windows in layer_types, which {form.model_type} does not "
+            "support: use full_attention"
         )
     for period in range(1, num_layers):
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
@@ -368,26 +368,26 @@ def _read_layers(form: Format, config: Mapping[str, Any], num_layers: int) -> tu
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model, with those that change nothing made equal."""
+    """The fields of a model that change what it computes."""
     values = dict(vars(model)) | {"layer_pattern": model.layer_kinds}
-    # The last digit of a root is nobody's choice.
+    # Without the rounding error of a square root.
     values["query_scale"] = float(f"{model.score_scale:.9g}")
-    dead = {"vocab_multiple"}
+    unused = {"vocab_multiple"}
     if LOCAL not in model.layer_kinds:
-        dead |= {"window", "rope_theta_local"}
+        unused |= {"window", "rope_theta_local"}
     elif model.rope_scaling == "none":
         values["rope_theta_local"] = model.rope_theta_local or model.rope_theta
     if model.rope_scaling != "llama3":
-        dead |= _LLAMA3_ROPE.keys()
+        unused |= _LLAMA3_ROPE.keys()
     if model.rope_scaling == "none":
-        dead |= {"rope_factor"}
+        unused |= {"rope_factor"}
     if model.positions == "learned":
-        dead |= {name for name in values if name.startswith("rope_")}
-    return {name: value for name, value in values.items() if name not in dead}
+        unused |= {name for name in values if name.startswith("rope_")}
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def differences(model: ModelConfig, other: ModelConfig, *, ignore: Sequence[str] = ()) -> str:
-    """What `model` says and `other` does not, as text."""
+    """The fields in which `model` and `other` differ, as text."""
     ours, theirs = _meaning(model), _meaning(other)
     names = [n for n in vars(model) if n not in ignore and ours.get(n) != theirs.get(n)]
     return ", ".join(f"model.{n}={ours.get(n)!r} (it has {theirs.get(n)!r})" for n in names)
@@ -397,7 +397,7 @@ def differences(model: ModelConfig, other: ModelConfig, *, ignore: Sequence[str]
 
 
 def dimension_sizes(model: ModelConfig) -> dict[str, int]:
-    """Of each letter, the vocabulary without padding."""
+    """The size of each letter; the vocabulary without padding."""
     return {
         "D": model.width, "F": model.mlp_dim, "N": model.num_heads, "K": model.num_kv_heads,
         "H": model.head_dim, "V": model.vocab_size, "T": model.max_positions, "Z": len(_QKV),
@@ -405,27 +405,27 @@ def dimension_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def rows(model: ModelConfig) -> list[Tensor]:
-    """The tensors of a model's checkpoint; the head, if tied, is not among them."""
+    """The tensors of a model's checkpoint, without a tied head."""
     tied = model.tied_head
     return [row for row in FORMATS[model.family].tensors if not (tied and row is HEAD)]
 
 
 def tensor_names(model: ModelConfig, *, prefix: str) -> dict[str, tuple[Tensor, int | None]]:
     """Every tensor of a model's checkpoint: its name, its row of the table, its layer."""
-    found = {}
+    names = {}
     for row in rows(model):
         name = row.theirs if row is HEAD else prefix + row.theirs
         for layer in range(model.num_layers) if row.stacked else (None,):
-            found[name.replace("*", str(layer))] = row, layer
-    return found
+            names[name.replace("*", str(layer))] = row, layer
+    return names
 
 
 def their_shape(row: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Of one tensor in a file; `sizes` as `dimension_sizes` gives them."""
+    """The shape of one tensor in a file; `sizes`: see `dimension_sizes`."""
     return tuple(math.prod(sizes[x] for x in group) for group in row.groups.split(","))
 
 
 def our_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
-    """Of the stacked parameter, the vocabulary padded."""
+    """The shape of the stacked parameter, with the vocabulary padded."""
     sizes = dimension_sizes(model) | {"V": model.padded_vocab}
     return (model.num_layers,) * row.stacked + tuple(sizes[x] for x in row.dims)

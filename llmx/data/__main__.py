@@ -22,49 +22,31 @@ def make_parser() -> argparse.ArgumentParser:
         "--config.data.sources=\"('shards:DIR',)\". Run it again after an interruption and it "
         "continues.",
     )
-    parser.add_argument(
-        "--source",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="SOURCE",
+    add = parser.add_argument
+    add(
+        "--source", nargs="+", action="extend", default=[], metavar="SOURCE",
         help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl .parquet',
-    )
-    parser.add_argument("--output", metavar="DIR", help="folder to write; new, or to continue")
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME",
+    )  # fmt: skip
+    add("--output", metavar="DIR", help="folder to write; new, or to continue")
+    add(
+        "--tokenizer", default="bytes", metavar="NAME",
         help='"bytes" (default), or a tokenizer.json of Hugging Face tokenizers',
-    )
-    parser.add_argument(
-        "--train-tokenizer",
-        type=int,
-        default=0,
-        metavar="N",
+    )  # fmt: skip
+    add(
+        "--train-tokenizer", type=int, default=0, metavar="N",
         help="train a byte-level BPE of N tokens on the sources and use it",
-    )
-    parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)"
-    )
-    parser.add_argument(
-        "--shard-tokens",
-        type=int,
-        default=build.SHARD_TOKENS,
-        metavar="N",
+    )  # fmt: skip
+    add("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)")
+    add(
+        "--shard-tokens", type=int, default=build.SHARD_TOKENS, metavar="N",
         help=f"close a shard at this many tokens ({build.SHARD_TOKENS})",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
+    )  # fmt: skip
+    add(
+        "--skip-bad", action="store_true",
         help="leave out empty or unreadable files and records, counted, instead of an error",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="discard what an earlier run left in DIR"
-    )
-    parser.add_argument(
-        "--verify", metavar="DIR", help="check every checksum of finished shards, write nothing"
-    )
+    )  # fmt: skip
+    add("--overwrite", action="store_true", help="discard what an earlier run left in DIR")
+    add("--verify", metavar="DIR", help="check every checksum of finished shards, write nothing")
     return parser
 
 
@@ -72,15 +54,12 @@ def _make_bar(*, unit: str):
     import rich.console
     from rich import progress
 
-    columns = [
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-    ]
-    if unit == "bytes":
-        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn()]
-    columns += [progress.TextColumn("{task.fields[note]}"), progress.TimeRemainingColumn()]
-    return progress.Progress(*columns, console=rich.console.Console(stderr=True))
+    sizes = [progress.DownloadColumn(), progress.TransferSpeedColumn()] if unit == "bytes" else []
+    return progress.Progress(
+        progress.TextColumn("{task.description}"), progress.BarColumn(),
+        progress.TaskProgressColumn(), *sizes, progress.TextColumn("{task.fields[note]}"),
+        progress.TimeRemainingColumn(), console=rich.console.Console(stderr=True),
+    )  # fmt: skip
 
 
 def _argument_problems(arguments: argparse.Namespace) -> list[str]:
@@ -154,12 +133,10 @@ def write(arguments: argparse.Namespace) -> None:
     """Writes or continues the shards that the options describe."""
     size = arguments.train_tokenizer
     recipe = build.make_recipe(
-        arguments.source,
-        tokenizer=size or tokenizers.load(arguments.tokenizer),
-        text_key=arguments.text_key,
-        skip_bad=arguments.skip_bad,
+        arguments.source, tokenizer=size or tokenizers.load(arguments.tokenizer),
+        text_key=arguments.text_key, skip_bad=arguments.skip_bad,
         shard_tokens=arguments.shard_tokens,
-    )
+    )  # fmt: skip
     folder = pathlib.Path(arguments.output).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
 

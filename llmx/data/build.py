@@ -79,13 +79,9 @@ Report = Callable[[Progress], None]
 
 
 def make_recipe(
-    sources: Sequence[str],
-    *,
-    tokenizer: tokenizers.Tokenizer | int,
-    text_key: str,
-    skip_bad: bool,
-    shard_tokens: int = SHARD_TOKENS,
-) -> Recipe:
+    sources: Sequence[str], *, tokenizer: tokenizers.Tokenizer | int,
+    text_key: str, skip_bad: bool, shard_tokens: int = SHARD_TOKENS,
+) -> Recipe:  # fmt: skip
     """Lists the files of the sources. Raises ValueError when one of them names none."""
     files = [file for source in sources for file in sources_lib.list_files(source)]
     return Recipe(tuple(sources), tuple(files), tokenizer, text_key, skip_bad, shard_tokens)
@@ -146,11 +142,9 @@ def train_tokenizer(recipe: Recipe, *, path: pathlib.Path, size: int) -> tokeniz
     """Trains a tokenizer on the recipe's text into `path`, or loads the one that is there."""
     if not path.is_file():
         documents = sources_lib.read_documents(
-            recipe.files,
-            text_key=recipe.text_key,
-            skip_bad=recipe.skip_bad,
+            recipe.files, text_key=recipe.text_key, skip_bad=recipe.skip_bad,
             skipped=collections.Counter(),
-        )
+        )  # fmt: skip
         trained = tokenizers.train((d.text for d in documents), vocab_size=size)
         shards_lib.write_atomically(path, trained.dumps())
     return tokenizers.load(path)
@@ -205,66 +199,79 @@ def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dic
     else:
         shards_lib.write_atomically(path, tokenizer.dumps())
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
-    shards_lib.check_sizes(folder, progress["shards"], dtype=dtype)
+    entries = progress["shards"]
+    shards_lib.check_sizes(folder, entries, dtype=dtype)
     skipped = collections.Counter(progress["skipped"])
     documents = sources_lib.read_documents(
-        recipe.files,
-        text_key=recipe.text_key,
-        skip_bad=recipe.skip_bad,
-        start=sources_lib.Position(**progress["position"]),
-        skipped=skipped,
-    )
-    done = Progress(
-        0,
-        recipe.num_bytes,
-        sum(entry["tokens"] for entry in progress["shards"]),
-        sum(entry["documents"] for entry in progress["shards"]),
-    )
+        recipe.files, text_key=recipe.text_key, skip_bad=recipe.skip_bad,
+        start=sources_lib.Position(**progress["position"]), skipped=skipped,
+    )  # fmt: skip
+    num_tokens = sum(entry["tokens"] for entry in entries)
+    num_documents = sum(entry["documents"] for entry in entries)
+    done = Progress(0, recipe.num_bytes, num_tokens, num_documents)
     sizes_before = np.cumsum([0] + [file.num_bytes for file in recipe.files])
-    writer = None
-    try:
+    with contextlib.closing(_Shard(folder, dtype, recipe.shard_tokens, progress)) as shard:
         for batch, counts in _batches(documents, skipped):
             tokens, lengths, hashes = _encoded(tokenizer, batch)
-            ends = np.cumsum(lengths)
-            first = 0
-            while first < len(batch):
-                if writer is None:
-                    number = len(progress["shards"])
-                    writer = shards_lib.ShardWriter(folder, number=number, dtype=dtype)
-                before = int(ends[first - 1]) if first else 0
-                room = recipe.shard_tokens - writer.num_tokens
-                last = min(int(np.searchsorted(ends, before + room)) + 1, len(batch))
-                writer.add(
-                    tokens[before : int(ends[last - 1])], hashes[first:last], lengths[first:last]
-                )
-                if writer.num_tokens >= recipe.shard_tokens:
-                    progress["shards"].append(writer.close())
-                    writer = None
-                    progress["position"] = dataclasses.asdict(batch[last - 1].end)
-                    progress["skipped"] = counts[last - 1]
-                    shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
-                first = last
+            shard.add(batch, counts, tokens, lengths, hashes)
             done.tokens += len(tokens)
             done.documents += len(batch)
             end = batch[-1].end
             done.done_bytes = int(sizes_before[end.file]) + end.offset
             report(done)
-        if writer is not None:
-            progress["shards"].append(writer.close())
-            writer = None
-    finally:
-        if writer is not None:
-            writer.abandon()
-    return _finish(folder, recipe, tokenizer, progress["shards"], skipped)
+        shard.finish()
+    return _finish(folder, recipe, tokenizer, entries, skipped)
+
+
+class _Shard:
+    """The shard that is being written; each finished one is recorded in progress.json."""
+
+    def __init__(self, folder: pathlib.Path, dtype: np.dtype, shard_tokens: int, progress: dict):
+        self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
+        self._progress = progress
+        self._writer = None
+
+    def add(
+        self, batch: Sequence[sources_lib.Document], counts: Sequence[dict],
+        tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Writes documents, encoded, to as many shards as they fill."""
+        ends = np.cumsum(lengths)
+        first = 0
+        while first < len(batch):
+            if self._writer is None:
+                number = len(self._progress["shards"])
+                self._writer = shards_lib.ShardWriter(
+                    self._folder, number=number, dtype=self._dtype
+                )
+            before = int(ends[first - 1]) if first else 0
+            room = self._limit - self._writer.num_tokens
+            last = min(int(np.searchsorted(ends, before + room)) + 1, len(batch))
+            part = tokens[before : int(ends[last - 1])]
+            self._writer.add(part, hashes[first:last], lengths[first:last])
+            if self._writer.num_tokens >= self._limit:
+                self.finish()
+                self._progress["position"] = dataclasses.asdict(batch[last - 1].end)
+                self._progress["skipped"] = counts[last - 1]
+                shards_lib.write_json(self._folder / shards_lib.PROGRESS, self._progress)
+            first = last
+
+    def finish(self) -> None:
+        """Closes the shard, if one is open."""
+        if self._writer is not None:
+            self._progress["shards"].append(self._writer.close())
+            self._writer = None
+
+    def close(self) -> None:
+        """Closes the files of a shard that is not finished."""
+        if self._writer is not None:
+            self._writer.abandon()
 
 
 def _finish(
-    folder: pathlib.Path,
-    recipe: Recipe,
-    tokenizer: tokenizers.Tokenizer,
-    entries: list[dict],
-    skipped: collections.Counter,
-) -> dict:
+    folder: pathlib.Path, recipe: Recipe, tokenizer: tokenizers.Tokenizer,
+    entries: list[dict], skipped: collections.Counter,
+) -> dict:  # fmt: skip
     """Writes the index, which makes the folder complete."""
     names = ", ".join(map(repr, recipe.sources))
     if not entries:
@@ -279,24 +286,22 @@ def _finish(
             raise ValueError(f"{file.path} went away while it was read: run again") from error
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
             raise ValueError(f"{file.path} changed while it was read: run again")
-    index = shards_lib.seal(
-        {
-            "format": shards_lib.FORMAT,
-            "version": shards_lib.VERSION,
-            "identity": recipe.identity(),
-            "sources": list(recipe.sources),
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_document": tokenizer.end_of_document,
-            "tokenizer_sha256": hashlib.sha256(
-                (folder / tokenizers.FILE_NAME).read_bytes()
-            ).hexdigest(),
-            "dtype": tokenizers.token_dtype(tokenizer.vocab_size).str,
-            "tokens": sum(entry["tokens"] for entry in entries),
-            "documents": sum(entry["documents"] for entry in entries),
-            "skipped": dict(sorted(skipped.items())),
-            "shards": entries,
-        }
-    )
+    tokenizer_file = (folder / tokenizers.FILE_NAME).read_bytes()
+    content = {
+        "format": shards_lib.FORMAT,
+        "version": shards_lib.VERSION,
+        "identity": recipe.identity(),
+        "sources": list(recipe.sources),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_document": tokenizer.end_of_document,
+        "tokenizer_sha256": hashlib.sha256(tokenizer_file).hexdigest(),
+        "dtype": tokenizers.token_dtype(tokenizer.vocab_size).str,
+        "tokens": sum(entry["tokens"] for entry in entries),
+        "documents": sum(entry["documents"] for entry in entries),
+        "skipped": dict(sorted(skipped.items())),
+        "shards": entries,
+    }
+    index = shards_lib.seal(content)
     shards_lib.write_json(folder / shards_lib.INDEX, index)
     (folder / shards_lib.PROGRESS).unlink()
     return index
@@ -357,7 +362,9 @@ def _make_folder(folder: pathlib.Path) -> None:
         ) from error
 
 
-def cached_shards(recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str], None]):
+def cached_shards(
+    recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str], None]
+) -> pathlib.Path:
     """The folder of the recipe's shards in the cache; builds it at the first call.
 
     Several processes may call this at once: one builds, the others wait. A build that was killed
@@ -384,7 +391,11 @@ def cached_shards(recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str
     return final
 
 
-def _build_once(recipe: Recipe, *, final, partial, held, name, log) -> None:
+def _build_once(
+    recipe: Recipe, *, final: pathlib.Path, partial: pathlib.Path, held: bool, name: str,
+    log: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Builds in `partial` and renames it to `final`, unless another process has meanwhile."""
     if (final / shards_lib.INDEX).is_file():
         with contextlib.suppress(OSError):
             partial.rmdir()  # made empty after the builder had moved its own away
@@ -417,7 +428,7 @@ def _private_folder(partial: pathlib.Path) -> pathlib.Path:
 
 
 def cached_tokenizer(
-    recipe: Recipe, *, size: int, cache_dir: pathlib.Path, log
+    recipe: Recipe, *, size: int, cache_dir: pathlib.Path, log: Callable[[str], None]
 ) -> tokenizers.Tokenizer:
     """The tokenizer trained on the recipe's text, kept in the cache."""
     folder = cache_dir / f"tokenizer-{recipe.identity()[:24]}"

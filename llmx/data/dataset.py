@@ -60,15 +60,10 @@ class Dataset:
     """The rows of a training run. Opened by `open_dataset`."""
 
     def __init__(
-        self,
-        *,
-        names: Sequence[str],
-        shards: Sequence[shards_lib.Shards],
-        splits: Sequence[split_lib.Split],
-        config: config_lib.DataConfig,
-        sequence_length: int,
-        seed: int,
-    ):
+        self, *, names: Sequence[str], shards: Sequence[shards_lib.Shards],
+        splits: Sequence[split_lib.Split], config: config_lib.DataConfig,
+        sequence_length: int, seed: int,
+    ):  # fmt: skip
         self.names = tuple(names)
         self.sequence_length = sequence_length
         self.tokenizer = shards[0].tokenizer
@@ -77,14 +72,14 @@ class Dataset:
         self.prefetch = config.prefetch
         self._seed = seed
         self._shuffle = config.shuffle
+        rows = dict(sequence_length=sequence_length, one_document_per_row=not config.pack)
+        sides = [(split.train, split.held_out) for split in splits]
         self._train, self._held_out = (
             [
-                packing.Windows(
-                    one, part, sequence_length=sequence_length, one_document_per_row=not config.pack
-                )
-                for one, part in zip(shards, parts, strict=True)
+                packing.Windows(source, part, **rows)
+                for source, part in zip(shards, parts, strict=True)
             ]
-            for parts in ([s.train for s in splits], [s.held_out for s in splits])
+            for parts in zip(*sides, strict=True)
         )
         self._train_bases = np.cumsum([0] + [w.num_windows for w in self._train])
         self._held_out_bases = np.cumsum([0] + [w.num_windows for w in self._held_out])
@@ -100,8 +95,8 @@ class Dataset:
                 )
         settings = {
             "documents": [
-                hashlib.sha256(one.lengths.tobytes() + one.hashes.tobytes()).hexdigest()
-                for one in shards
+                hashlib.sha256(source.lengths.tobytes() + source.hashes.tobytes()).hexdigest()
+                for source in shards
             ],
             "vocab_size": self.vocab_size,
             "shares": self.shares,
@@ -146,10 +141,9 @@ class Dataset:
         self, parts: Sequence[packing.Windows], bases: np.ndarray, windows: np.ndarray
     ) -> dict[str, np.ndarray]:
         """Rows of the given windows, numbered over all sources; -1 stays padding."""
+        filler = self.tokenizer.end_of_document
         batch = packing.empty_batch(
-            len(windows),
-            sequence_length=self.sequence_length,
-            filler=self.tokenizer.end_of_document,
+            len(windows), sequence_length=self.sequence_length, filler=filler
         )
         for source, part in enumerate(parts):
             chosen = np.flatnonzero((windows >= bases[source]) & (windows < bases[source + 1]))
@@ -198,17 +192,16 @@ def _check_rows(step: int, rows: Sequence[int], batch_size: int) -> None:
 
 
 def _choose_tokenizer(
-    config: config_lib.DataConfig, opened: dict[str, shards_lib.Shards], *, cache_dir, log
-) -> tokenizers.Tokenizer:
+    config: config_lib.DataConfig, opened: dict[str, shards_lib.Shards], *,
+    cache_dir: pathlib.Path, log: Callable[[str], None],
+) -> tokenizers.Tokenizer:  # fmt: skip
     """The one tokenizer of all sources. Raises ValueError where shards do not agree with it."""
     text_sources = [s for s in config.sources if s not in opened]
     if config.train_tokenizer:
         recipe = build.make_recipe(
-            text_sources,
-            tokenizer=config.train_tokenizer,
-            text_key=config.text_key,
+            text_sources, tokenizer=config.train_tokenizer, text_key=config.text_key,
             skip_bad=config.skip_bad,
-        )
+        )  # fmt: skip
         size = config.train_tokenizer
         return build.cached_tokenizer(recipe, size=size, cache_dir=cache_dir, log=log)
     if config.tokenizer != "auto":
@@ -229,24 +222,42 @@ def _choose_tokenizer(
 
 
 def open_dataset(
-    config: config_lib.DataConfig,
-    *,
-    sequence_length: int,
-    seed: int,
-    cache_dir: str | pathlib.Path,
-    log: Callable[[str], None] = print,
-) -> Dataset:
-    """Opens the sources of a config, tokenising text into shards in the cache at the first call.
+    config: config_lib.DataConfig, *, sequence_length: int, seed: int,
+    cache_dir: str | pathlib.Path, log: Callable[[str], None] = print,
+) -> Dataset:  # fmt: skip
+    """Opens the sources of a config; the first call tokenises text into shards in the cache.
 
     `config.cache_dir` goes before `cache_dir`. Raises ValueError for everything wrong with the
-    config or the data.
+    sources, the tokenizer or the data; `llmx.config.checks` has checked types and bounds.
     """
     found = config_lib.problems(config)
     if sequence_length < 1:
         found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")
     if found:
         raise ValueError("\n".join(found))
-    cache_dir = pathlib.Path(config.cache_dir or cache_dir).expanduser()
+    shards = _open_sources(config, pathlib.Path(config.cache_dir or cache_dir).expanduser(), log)
+    splits = split_lib.split_sources(
+        [(source.lengths, source.hashes) for source in shards],
+        held_out=float(config.held_out), names=config.sources,
+    )  # fmt: skip
+    for name, source, split in zip(config.sources, shards, splits, strict=True):
+        if split.train.num_tokens <= sequence_length:
+            raise ValueError(
+                f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
+                f"one window of sequence_length={sequence_length} and its next token: add text, "
+                f"or set the sequence length below {max(split.train.num_tokens, 2)}"
+            )
+        log(_describe(name, source, split))
+    return Dataset(
+        names=config.sources, shards=shards, splits=splits, config=config,
+        sequence_length=sequence_length, seed=seed,
+    )  # fmt: skip
+
+
+def _open_sources(
+    config: config_lib.DataConfig, cache_dir: pathlib.Path, log: Callable[[str], None]
+) -> list[shards_lib.Shards]:
+    """The shards of each source, written to the cache first where the source is text."""
     prefix = sources_lib.SHARDS_PREFIX
     opened = {
         source: shards_lib.open_shards(source[len(prefix) :], verify=config.verify)
@@ -254,40 +265,16 @@ def open_dataset(
         if source.startswith(prefix)
     }
     tokenizer = _choose_tokenizer(config, opened, cache_dir=cache_dir, log=log)
-    shards = []
     for source in config.sources:
-        if source in opened:
-            shards.append(opened[source])
-            continue
-        recipe = build.make_recipe(
-            (source,), tokenizer=tokenizer, text_key=config.text_key, skip_bad=config.skip_bad
-        )
-        folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
-        skipped = shards_lib.read_index(folder)["skipped"]
-        if skipped:
-            log(f"data: {source}: left out by data.skip_bad: {skipped}")
-        shards.append(shards_lib.open_shards(folder, verify=config.verify))
-    splits = split_lib.split_sources(
-        [(one.lengths, one.hashes) for one in shards],
-        held_out=float(config.held_out),
-        names=config.sources,
-    )
-    for source, one, split in zip(config.sources, shards, splits, strict=True):
-        if split.train.num_tokens <= sequence_length:
-            raise ValueError(
-                f"source {source!r} has {split.train.num_tokens} tokens to train on, fewer than "
-                f"one window of sequence_length={sequence_length} and its next token: add text, "
-                f"or set the sequence length below {max(split.train.num_tokens, 2)}"
+        if source not in opened:
+            recipe = build.make_recipe(
+                (source,), tokenizer=tokenizer, text_key=config.text_key, skip_bad=config.skip_bad
             )
-        log(_describe(source, one, split))
-    return Dataset(
-        names=config.sources,
-        shards=shards,
-        splits=splits,
-        config=config,
-        sequence_length=sequence_length,
-        seed=seed,
-    )
+            folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
+            if skipped := shards_lib.read_index(folder)["skipped"]:
+                log(f"data: {source}: left out by data.skip_bad: {skipped}")
+            opened[source] = shards_lib.open_shards(folder, verify=config.verify)
+    return [opened[source] for source in config.sources]
 
 
 _RULES = {

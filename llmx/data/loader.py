@@ -18,14 +18,9 @@ class Loader:
     """
 
     def __init__(
-        self,
-        dataset: dataset_lib.Dataset,
-        *,
-        batch_size: int,
-        rows: Sequence[int],
-        start_step: int = 0,
-        prefetch: int | None = None,
-    ):
+        self, dataset: dataset_lib.Dataset, *, batch_size: int, rows: Sequence[int],
+        start_step: int = 0, prefetch: int | None = None,
+    ):  # fmt: skip
         import grain
 
         rows = tuple(int(row) for row in rows)

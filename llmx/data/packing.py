@@ -30,13 +30,9 @@ class Windows:
     """The rows of one side of one source."""
 
     def __init__(
-        self,
-        shards: shards_lib.Shards,
-        part: split_lib.Part,
-        *,
-        sequence_length: int,
-        one_document_per_row: bool,
-    ):
+        self, shards: shards_lib.Shards, part: split_lib.Part, *,
+        sequence_length: int, one_document_per_row: bool,
+    ):  # fmt: skip
         self._shards = shards
         self._length = sequence_length
         self._starts = part.starts

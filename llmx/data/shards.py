@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -143,7 +143,9 @@ def read_index(folder: pathlib.Path) -> dict:
     return index
 
 
-def _files(folder: pathlib.Path, entry: Mapping, *, token_bytes: int) -> list[tuple]:
+def _files(
+    folder: pathlib.Path, entry: Mapping, *, token_bytes: int
+) -> list[tuple[pathlib.Path, int, str]]:
     """(path, expected bytes, sha256) of a shard's two files."""
     sizes = {
         "tokens": entry["tokens"] * token_bytes,
@@ -173,7 +175,13 @@ def check_sizes(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.d
     return total
 
 
-def check_sums(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.dtype, log) -> None:
+def check_sums(
+    folder: pathlib.Path,
+    entries: Sequence[Mapping],
+    *,
+    dtype: np.dtype,
+    log: Callable[[Mapping], None],
+) -> None:
     """Compares every file with its checksum. `log(entry)` is called after each shard."""
     for entry in entries:
         for path, _, expected in _files(folder, entry, token_bytes=dtype.itemsize):

@@ -15,7 +15,8 @@ import os
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 STDLIB = "stdlib"
 SHARDS_PREFIX = "shards:"
@@ -23,40 +24,21 @@ STDLIB_BYTES = 10_000_000
 MAX_PIECE_BYTES = 1 << 20
 
 KIND_BY_SUFFIX = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".rst": "text",
-    ".py": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
+    **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
 }
 _UNREADABLE_SUFFIXES = {
-    ".gz": "decompress it first",
-    ".bz2": "decompress it first",
-    ".xz": "decompress it first",
-    ".zst": "decompress it first",
-    ".zip": "unpack it first",
-    ".tar": "unpack it first",
-    ".tgz": "unpack it first",
+    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst"), "decompress it first"),
+    **dict.fromkeys((".zip", ".tar", ".tgz"), "unpack it first"),
     ".json": "write one JSON object per line and name it .jsonl",
     ".arrow": "write it as .parquet or .jsonl",
     ".npy": "write the text as .txt or .jsonl",
 }
 _STDLIB_EXCLUDED = {
-    "__pycache__",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "ensurepip",
-    "lib-dynload",
-}
+    "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib",
+    "lib2to3", "turtledemo", "ensurepip", "lib-dynload",
+}  # fmt: skip
 _BOM = b"\xef\xbb\xbf"
 _SKIP_REMEDY = "or set data.skip_bad=True (--skip-bad) to leave such {} out"
 
@@ -213,17 +195,38 @@ def list_files(source: str) -> list[InputFile]:
 # ---- documents ----
 
 
+class _BadText(ValueError):
+    """Text that cannot be used: its kind, what to do about it, and what `skip_bad` leaves out."""
+
+    def __init__(self, kind: str, message: str, what: str):
+        super().__init__(f"{message}, {_SKIP_REMEDY.format(what)}")
+        self.kind = kind
+
+
 class _Skips:
-    """Raises for a bad document, or counts it where the config says that it may be left out."""
+    """Raises for bad text, or counts it where the config says that it may be left out."""
 
     def __init__(self, *, skip_bad: bool, counts: collections.Counter):
         self._skip_bad = skip_bad
         self._counts = counts
 
-    def bad(self, kind: str, message: str, *, what: str, cause: Exception | None = None) -> None:
+    def text(self, read: Callable[..., bytes], *args: Any) -> bytes:
+        """What `read` returns, b"" where it finds bad text that is left out."""
+        try:
+            return read(*args)
+        except _BadText as error:
+            self.bad(error)
+            return b""
+
+    def bad(self, error: _BadText) -> None:
+        """Raises or counts an error."""
         if not self._skip_bad:
-            raise ValueError(f"{message}, {_SKIP_REMEDY.format(what)}") from cause
-        self._counts[kind] += 1
+            raise error
+        self._counts[error.kind] += 1
+
+    def empty(self, path: str, holds: str) -> None:
+        """Raises or counts a file without text."""
+        self.bad(_BadText("empty", f"{path}: the file is empty ({holds}): remove it", "files"))
 
 
 def read_documents(
@@ -241,8 +244,7 @@ def read_documents(
         file = files[index]
         try:
             if os.stat(file.path).st_size == 0:
-                message = f"{file.path}: the file is empty (0 bytes): remove it"
-                skips.bad("empty", message, what="files")
+                skips.empty(file.path, "0 bytes")
                 continue
             if file.kind == "parquet":
                 yield from _parquet_documents(file.path, begin, text_key, skips)
@@ -261,15 +263,18 @@ def _next_file(position: Position) -> Position:
     return Position(file=position.file + 1)
 
 
-def _utf8_problem(
-    path: str, raw: bytes, error: UnicodeDecodeError, *, offset: int, line: int
-) -> str:
-    """The message for a byte that is not UTF-8; `raw` starts at that offset and line."""
-    line += raw.count(b"\n", 0, error.start)
-    return (
-        f"{path}: line {line}, byte {offset + error.start}: 0x{raw[error.start]:02x} is not valid "
-        f"UTF-8 ({error.reason}): convert the file (iconv -f ENCODING -t UTF-8)"
-    )
+def _check_utf8(path: str, raw: bytes, offset: int, line: int, what: str) -> bytes:
+    """`raw`, which starts at that offset and line of the file, without a byte-order mark."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        message = (
+            f"{path}: line {line}, byte {offset + error.start}: 0x{raw[error.start]:02x} is not "
+            f"valid UTF-8 ({error.reason}): convert the file (iconv -f ENCODING -t UTF-8)"
+        )
+        raise _BadText("bad UTF-8", message, what) from error
+    return raw.removeprefix(_BOM) if offset == 0 else raw
 
 
 def _cut(raw: bytes) -> int:
@@ -295,17 +300,9 @@ def _text_documents(path: str, start: Position, skips: _Skips) -> Iterator[Docum
             last = len(carried) <= MAX_PIECE_BYTES
             end = len(carried) if last else _cut(carried[:MAX_PIECE_BYTES])
             raw, carried = carried[:end], carried[end:]
-            text = raw.removeprefix(_BOM) if offset == 0 else raw
-            try:
-                raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                message = _utf8_problem(path, raw, error, offset=offset, line=lines + 1)
-                skips.bad("bad UTF-8", message, what="text", cause=error)
-                text = b""
-            else:
-                if not text:
-                    message = f"{path}: the file is empty (a byte-order mark alone): remove it"
-                    skips.bad("empty", message, what="files")
+            if offset == 0 and raw == _BOM:
+                skips.empty(path, "a byte-order mark alone")
+            text = skips.text(_check_utf8, path, raw, offset, lines + 1, "text")
             offset += len(raw)
             lines += raw.count(b"\n")
             here = Position(start.file, offset, lines)
@@ -325,28 +322,20 @@ def _jsonl_documents(
         for raw in file:
             number += 1
             blank = blank and not raw.strip()
-            text = _jsonl_text(path, raw, offset, number, text_key, skips)
+            text = skips.text(_jsonl_text, path, raw, offset, number, text_key)
             offset += len(raw)
             if text:
                 yield Document(text, Position(start.file, offset, number))
     if blank:
-        message = f"{path}: the file is empty ({number} blank lines, no record): remove it"
-        skips.bad("empty", message, what="files")
+        skips.empty(path, f"{number} blank lines, no record")
 
 
-def _jsonl_text(
-    path: str, raw: bytes, offset: int, number: int, text_key: str, skips: _Skips
-) -> bytes:
-    """The text of one line, b"" where there is none to use."""
+def _jsonl_text(path: str, raw: bytes, offset: int, number: int, text_key: str) -> bytes:
+    """The text of one line, b"" for a blank one. Raises _BadText."""
     where = f"{path}: line {number}"
-    try:
-        line = (raw.removeprefix(_BOM) if offset == 0 else raw).decode("utf-8")
-    except UnicodeDecodeError as error:
-        message = _utf8_problem(path, raw, error, offset=offset, line=number)
-        skips.bad("bad UTF-8", message, what="lines", cause=error)
-        return b""
+    line = _check_utf8(path, raw, offset, number, "lines").decode("utf-8")
     if not line.strip():
-        return b""  # blank lines carry nothing
+        return b""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -355,36 +344,31 @@ def _jsonl_text(
             f"{where} (byte {offset}): malformed JSON ({error}{cut}): mend the line; each line "
             "must be one JSON object"
         )
-        skips.bad("malformed", message, what="lines", cause=error)
-        return b""
+        raise _BadText("malformed", message, "lines") from error
     if not isinstance(record, dict):
         message = (
             f"{where}: a JSON {type(record).__name__} where an object was expected: write "
             f'{{"{text_key}": "..."}}'
         )
-        skips.bad("malformed", message, what="lines")
-        return b""
+        raise _BadText("malformed", message, "lines")
     if text_key not in record:
         names = ", ".join(map(repr, list(record)[:10])) or "none"
         message = (
             f"{where}: no key {text_key!r} in the record (its keys: {names}): set data.text_key "
             "(--text-key) to the one that holds the text"
         )
-        skips.bad("without text", message, what="lines")
-        return b""
-    return _record_text(record[text_key], f"{where}: key {text_key!r}", skips)
+        raise _BadText("without text", message, "lines")
+    return _record_text(record[text_key], f"{where}: key {text_key!r}")
 
 
-def _record_text(value, where: str, skips: _Skips) -> bytes:
-    """The UTF-8 bytes of a record's text, b"" where it is none."""
+def _record_text(value: object, where: str) -> bytes:
+    """The UTF-8 bytes of a record's text. Raises _BadText where it has none."""
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         message = f"{where} is {kind}, not a string: mend the record"
-        skips.bad("without text", message, what="records")
-        return b""
+        raise _BadText("without text", message, "records")
     if not value:
-        skips.bad("empty", f"{where} is an empty string: remove the record", what="records")
-        return b""
+        raise _BadText("empty", f"{where} is an empty string: remove the record", "records")
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -392,8 +376,7 @@ def _record_text(value, where: str, skips: _Skips) -> bytes:
             f"{where} has the lone surrogate {value[error.start]!r} at character {error.start}, "
             "which is not valid UTF-8: mend the record"
         )
-        skips.bad("bad UTF-8", message, what="records", cause=error)
-        return b""
+        raise _BadText("bad UTF-8", message, "records") from error
 
 
 def _parquet_documents(
@@ -408,8 +391,7 @@ def _parquet_documents(
         with parquet.ParquetFile(path) as file:
             _check_parquet_column(path, file.schema_arrow, text_key)
             if file.metadata.num_rows == 0:
-                message = f"{path}: the file is empty (0 rows): remove it"
-                skips.bad("empty", message, what="files")
+                skips.empty(path, "0 rows")
             row = 0
             for group in range(file.num_row_groups):
                 num_rows = file.metadata.row_group(group).num_rows
@@ -427,7 +409,7 @@ def _parquet_documents(
                         row += 1
                         if row <= start.offset:
                             continue
-                        text = _parquet_text(value, f"{path}: row {row}", text_key, skips)
+                        text = skips.text(_parquet_text, value, f"{path}: row {row}", text_key)
                         if text:
                             yield Document(text, Position(start.file, row, row))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -437,18 +419,18 @@ def _parquet_documents(
         ) from error
 
 
-def _parquet_text(value, where: str, text_key: str, skips: _Skips) -> bytes:
+def _parquet_text(value: object, where: str, text_key: str) -> bytes:
+    """The text of one row. Raises _BadText."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
             message = f"{where}: byte {error.start} of the text is not valid UTF-8: mend the row"
-            skips.bad("bad UTF-8", message, what="rows", cause=error)
-            return b""
-    return _record_text(value, f"{where}: column {text_key!r}", skips)
+            raise _BadText("bad UTF-8", message, "rows") from error
+    return _record_text(value, f"{where}: column {text_key!r}")
 
 
-def _check_parquet_column(path: str, schema, text_key: str) -> None:
+def _check_parquet_column(path: str, schema: Any, text_key: str) -> None:
     from pyarrow import types
 
     if text_key not in schema.names:

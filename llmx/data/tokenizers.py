@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 # Looked for in this order in a loaded file; the first is added where none is there.
-END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-    "[SEP]",
-)
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 MIN_TRAINED_SIZE = 257
 MAX_TRAINED_SIZE = 1_000_000
 TRAIN_BYTES = 256 << 20  # a tokenizer is trained on at most this much of the text

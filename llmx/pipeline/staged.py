@@ -136,7 +136,7 @@ class _Pipeline:
         )  # fmt: skip
 
     def placed(self, sums: executor.Sums) -> list:
-        """Gradients of this step, and of the one before if there is one, in `loss.gradients`."""
+        """Gradients of this step, and of the one before if there is one, as `loss.gradients`."""
         steps = sums.losses[0].shape[0]
         to, buffers = self.loss.gradients, self.grad_buffers
 

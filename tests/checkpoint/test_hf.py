@@ -333,9 +333,9 @@ def change_config(directory, **changes):
     ("changes", "words"),
     [
         ({"model_type": "mamba"}, r"model_type='mamba'.*gpt2, llama, qwen3, gemma2, gemma3_text"),
-        ({"model_type": "gemma3", "text_config": {}}, "save the text model alone"),
+        ({"model_type": "gemma3", "text_config": {}}, "save only the text model"),
         ({"hidden_size": "DELETE"}, "no 'hidden_size': add it"),
-        ({"attention_bias": True}, "attention_bias=True.*False only"),
+        ({"attention_bias": True}, "attention_bias=True.*supports only False"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"hidden_activation": "relu"}, "hidden_activation='relu'.*gelu_pytorch_tanh"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -350,16 +350,16 @@ def change_config(directory, **changes):
         ({"tie_word_embeddings": False}, "lacks lm_head.weight"),
     ],
 )
-def test_bad_configs_are_told(changes, words, written):
+def test_bad_configs_are_refused(changes, words, written):
     change_config(written, **changes)
     with pytest.raises(ValueError, match=words):
         hf.load(written)
 
 
-def test_bad_files_are_told(written):
+def test_bad_files_are_refused(written):
     file = written / hf.WEIGHTS
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"model.safetensors is cut off"):
+    with pytest.raises(ValueError, match=r"model.safetensors is incomplete"):
         hf.load(written)
     file.unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
@@ -372,7 +372,7 @@ def test_bad_files_are_told(written):
         hf.load(written)
 
 
-def test_another_model_is_told(written):
+def test_another_model_is_refused(written):
     config = SMALL["gemma3"]
     hf.load(written, dataclasses.replace(config, vocab_multiple=64, max_positions=32))
     with pytest.raises(ValueError, match=r"another model than model.window=4 \(it has 16\)"):
@@ -384,7 +384,7 @@ def test_another_model_is_told(written):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama3", {"bias": True}, r"llama checkpoint cannot say model.bias=True \(it has False\)"),
+        ("llama3", {"bias": True}, r"llama .* cannot represent model.bias=True \(it has False\)"),
         ("llama3", {"layer_pattern": ("local", "global"), "window": 4}, "layer_pattern"),
         ("gemma3", {"attention_softcap": 5.0}, "attention_softcap=5.0"),
         ("gemma2", {"query_scale": 0.3}, "query_scale=0.3"),
@@ -398,7 +398,7 @@ def test_another_model_is_told(written):
         ("mamba", {}, "model.family='mamba' has no Hugging Face format"),
     ],
 )  # fmt: skip
-def test_what_a_format_cannot_say_is_told(family, changes, words):
+def test_what_a_format_cannot_represent_is_refused(family, changes, words):
     base = SMALL["llama3"] if family == "mamba" else SMALL[family]
     config = dataclasses.replace(base, family=family, **changes)
     with pytest.raises(ValueError, match=words):
@@ -415,7 +415,7 @@ def test_export_refuses(tmp_path):
     with pytest.raises(ValueError, match="dtype='int8' is unknown"):
         hf.export(params, config, tmp_path, dtype="int8")
     (tmp_path / "bytes.json").write_text('{"llmx_tokenizer": "bytes"}')
-    with pytest.raises(ValueError, match="is no tokenizer of Hugging Face"):
+    with pytest.raises(ValueError, match="is not a tokenizer of Hugging Face"):
         hf.export(params, config, tmp_path / "x", tokenizer_file=tmp_path / "bytes.json")
     with pytest.raises(ValueError, match="not empty: export into a new directory"):
         hf.export(params, config, tmp_path)

@@ -59,7 +59,7 @@ def test_a_run_is_exported(tmp_path, capsys):
     assert convert.main([*old, "--dtype", "float32"]) == 0
     assert_exported(tmp_path / "old", states[3]["params"])
     assert json.loads((tmp_path / "old" / hf.CONFIG).read_text())["eos_token_id"] == 256
-    # A second time, or of a run without an average: told, and nothing is changed.
+    # A second time, or of a run without an average: an error, and nothing is changed.
     assert convert.main(old) == 2
     assert "not empty" in capsys.readouterr().err
     averaged = ["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/ema", "--ema"]
@@ -112,7 +112,7 @@ def test_a_checkpoint_becomes_a_run(tmp_path, capsys):
     assert "not empty: import into a new directory" in capsys.readouterr().err
 
 
-def test_bad_commands_are_told(tmp_path, capsys):
+def test_bad_commands_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         convert.main(["--workdir", f"{tmp_path}", "--from-hf", "x", "--step", "3"])
     assert "go with --to-hf" in capsys.readouterr().err
@@ -123,5 +123,5 @@ def test_bad_commands_are_told(tmp_path, capsys):
     run.model = dataclasses.replace(run.model, bias=True)
     config.save_run(run)
     assert convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/x"]) == 2
-    assert "cannot say model.bias=True" in capsys.readouterr().err
+    assert "cannot represent model.bias=True" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

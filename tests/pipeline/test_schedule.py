@@ -19,7 +19,7 @@ from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Table, check
 from llmx.pipeline.schedules import SCHEDULES
 from llmx.pipeline.simulate import simulate
 from llmx.plan import __main__ as command
-from llmx.plan import draw
+from llmx.plan import draw, schedule_report
 
 STAGES = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 8, 9, 16, 17)
@@ -84,11 +84,11 @@ def test_every_schedule_is_legal_and_as_short_and_lean_as_it_says(name):
             assert facts.peak_stash[stage] <= most_held(name, P, M, stage)
 
 
-@pytest.mark.parametrize("name", command.BUBBLES)
+@pytest.mark.parametrize("name", schedule_report.BUBBLES)
 def test_bubbles_are_the_closed_forms(name):
     for P, M, table in tables(name):
         if M >= P:
-            closed = command.BUBBLES[name][1](P, M, table.chunks_per_stage)
+            closed = schedule_report.BUBBLES[name][1](P, M, table.chunks_per_stage)
             assert check(table).bubble == pytest.approx(closed, abs=TOLERANCE)
 
 

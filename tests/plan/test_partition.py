@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from llmx.model import costs, remat
+from llmx.model import costs
 from llmx.model.families import preset
 from llmx.plan import layer_times, partition
-from llmx.plan.partition import Layer, describe, layers_of, to_counts
+from llmx.plan.partition import Layer, Pipeline, describe, layers_of, to_counts
 
 GIB = 2**30
 FAST = math.inf  # bytes/s
@@ -28,9 +28,17 @@ def layer(seconds: float = 3.0, **changes) -> Layer:
     return Layer(**figures | changes)
 
 
+def pipeline_of(options: dict) -> tuple[Pipeline, dict]:
+    """The pipeline of some options, and the other options."""
+    names = {field.name for field in dataclasses.fields(Pipeline)}
+    ours = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return Pipeline(**ours), others
+
+
 def split(layers, num_devices, **changes) -> partition.Partition:
-    chosen = dict(bandwidth=FAST, microbatches=8) | changes
-    return partition.partition(layers, num_devices, **chosen)
+    pipeline, options = pipeline_of(dict(bandwidth=FAST, microbatches=8) | changes)
+    return partition.partition(layers, num_devices, pipeline, **options)
 
 
 def boundaries(found: partition.Partition) -> list[tuple[int, int, int]]:
@@ -144,9 +152,9 @@ def test_no_partition_is_better(seeds):
         expected, least = brute_force(case, limit)
         if expected is None:
             with pytest.raises(ValueError, match=rf"memory_bytes={limit} .* {least} bytes"):
-                partition.partition(case.layers, case.num_devices, **case.options)
+                split(case.layers, case.num_devices, **case.options)
             continue
-        found = partition.partition(case.layers, case.num_devices, **case.options)
+        found = split(case.layers, case.num_devices, **case.options)
         pairs = tuple((stage.stop, stage.replicas) for stage in found.stages)
         assert found.seconds == pytest.approx(expected[0], rel=TOLERANCE), seed
         assert pairs == expected[4], seed
@@ -178,7 +186,7 @@ def test_equal_layers_make_equal_stages():
     assert found.seconds == 9.0
     # The rest goes to the last stages, which hold the fewest microbatches.
     uneven = split([layer(0.1)] * 9, 4, num_stages=4)
-    assert [stage.stop - stage.first for stage in uneven.stages] == [2, 2, 2, 3]
+    assert [stage.num_layers for stage in uneven.stages] == [2, 2, 2, 3]
     # Without a network's cost replicas do as well as stages, and are fewer stages.
     assert boundaries(split([layer()] * 12, 4)) == [(0, 12, 4)]
 
@@ -254,7 +262,7 @@ def test_a_limit_moves_layers_back():
     chain = [layer(stash_bytes=10)] * 12
     assert [s.memory_bytes for s in split(chain, 4, num_stages=4).stages] == [210, 150, 90, 30]
     tight = split(chain, 4, num_stages=4, memory_bytes=150)
-    assert [stage.stop - stage.first for stage in tight.stages] == [2, 3, 3, 4]
+    assert [stage.num_layers for stage in tight.stages] == [2, 3, 3, 4]
 
 
 def test_a_step_fills_the_pipeline():
@@ -267,14 +275,14 @@ def test_a_step_fills_the_pipeline():
 # ----------------------------------------------------------- stages that share embedding and head
 
 
-def test_what_every_stage_does_beside_its_layers_is_added_to_each():
-    beside = layer(6.0, name="share", weight_bytes=80, state_bytes=7, version_bytes=2)
+def test_what_every_stage_does_besides_its_layers_is_added_to_each():
+    share = layer(6.0, name="share", weight_bytes=80, state_bytes=7, version_bytes=2)
     chain = [layer(state_bytes=10, version_bytes=1, stash_bytes=3)] * 8
-    found = split(chain, 4, num_stages=4, beside=beside, versions=2)
+    found = split(chain, 4, num_stages=4, per_stage=share, versions=2)
     assert [stage.seconds for stage in found.stages] == [12.0] * 4
     # Twice 10 and 1, its own 7 and 2, and 7, 5, 3, 1 microbatches in flight; nothing of it is kept.
     assert [stage.memory_bytes for stage in found.stages] == [31 + 6 * n for n in (7, 5, 3, 1)]
-    one = split([layer()], 2, num_stages=1, beside=beside, bandwidth=1.0, microbatches=2)
+    one = split([layer()], 2, num_stages=1, per_stage=share, bandwidth=1.0, microbatches=2)
     assert (one.num_devices, one.seconds) == (1, 9.0)  # two would exchange for 40 s
     assert "everywhere  share: 6000.000 ms and 0.00 GiB" in describe(found, chain)
     assert "slowest     stage 0, computation: 12000.000 ms" in describe(found, chain)
@@ -291,33 +299,30 @@ def test_a_given_cut_is_priced_as_the_planner_prices_its_own():
     for seed in range(60):
         case = random_case(seed)
         options = case.options | {"memory_bytes": None, "replicate": False}
-        found = partition.partition(case.layers, case.num_devices, **options)
-        same = {
-            name: options[name] for name in ("bandwidth", "microbatches", "versions", "in_flight")
-        }
-        counts = [stage.stop - stage.first for stage in found.stages]
-        assert partition.priced(case.layers, counts, **same) == found
+        found = split(case.layers, case.num_devices, **options)
+        counts = [stage.num_layers for stage in found.stages]
+        assert partition.priced(case.layers, counts, found.pipeline) == found
 
 
 def test_a_cut_that_does_not_fill_the_chain_is_refused():
     for counts in [(3, 2), (4, 0), (2,)]:
         with pytest.raises(ValueError, match=r"numbers of at least 1 that add up to 4 layers"):
-            partition.priced([layer()] * 4, counts, bandwidth=1.0, microbatches=1)
+            partition.priced([layer()] * 4, counts, Pipeline(1.0, 1))
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "llama3.2_1b"])
 def test_a_spread_chain_adds_up_to_the_model(name):
     model = preset(name)
     chain = layers_of(model, **LLAMA)
-    blocks, beside = partition.spread(chain, model, num_stages=4)
+    blocks, share = partition.spread(chain, model, num_stages=4)
     assert [each.name for each in blocks] == [f"block {n}" for n in range(model.num_layers)]
-    seconds = sum(each.forward for each in blocks) + 4 * beside.forward
+    seconds = sum(each.forward for each in blocks) + 4 * share.forward
     assert seconds == pytest.approx(sum(each.forward for each in chain))
     # Whole bytes: up to one more on each stage. A tied table is there once.
-    state = sum(each.state_bytes for each in blocks) + 4 * beside.state_bytes
+    state = sum(each.state_bytes for each in blocks) + 4 * share.state_bytes
     assert 0 <= state - 16 * costs.num_stored_parameters(model) <= 4
-    found = split(blocks, 4, num_stages=4, beside=beside)
-    assert {stage.stop - stage.first for stage in found.stages} == {model.num_layers // 4}
+    found = split(blocks, 4, num_stages=4, per_stage=share)
+    assert {stage.num_layers for stage in found.stages} == {model.num_layers // 4}
 
 
 @pytest.mark.parametrize(
@@ -404,7 +409,7 @@ def test_a_tied_table_is_at_both_ends():
 
 
 @pytest.mark.parametrize(("num_stages", "counts"), [(2, (17, 15)), (4, (8, 9, 9, 6))])
-def test_llama_has_fewer_blocks_beside_its_head(num_stages, counts):
+def test_llama_has_fewer_blocks_on_the_stage_of_its_head(num_stages, counts):
     chain = layers_of(preset("llama3_8b"), **LLAMA, remat="full", loss_chunks=4)
     found = split(chain, num_stages, num_stages=num_stages, bandwidth=50e9, microbatches=16)
     assert to_counts(found) == counts
@@ -435,10 +440,6 @@ def test_a_profile_needs_a_vocabulary_and_a_known_remat():
         layers_of(preset("llama3"), **LLAMA)
     with pytest.raises(ValueError, match="remat 'all' is unknown: use one of none, full"):
         layers_of(preset("llama3_8b"), **LLAMA, remat="all")
-
-
-def test_remat_names_are_those_of_remat():
-    assert set(partition.REMATS) == set(remat.POLICIES)
 
 
 def test_the_text():

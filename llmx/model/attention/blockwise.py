@@ -1,8 +1,8 @@
 """Attention in blocks, in plain JAX: memory grows with T + S and not with T x S, on any device.
 
-A list of (query block, key block) pairs is walked; those that order or window rule out are not on
-it, and those in which no document meets itself are skipped. Scores of one pair exist at a time. The
-backward pass makes them again.
+A loop goes over pairs of a query block and a key block. Pairs that order or window rule out are not
+in it; pairs in which no document meets itself are skipped. The scores of one pair exist at a time,
+and the backward pass computes them again.
 
 Sources: online softmax (arXiv 1805.02867), blockwise attention (arXiv 2112.05682), flash attention
 (arXiv 2205.14135).
@@ -18,18 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmx.model.attention.kernel import NOTHING, Kernel
+from llmx.model.attention.kernel import NOTHING, Kernel, heads_first, heads_last
 from llmx.model.attention.masks import Mask, Scores, visible
 
 ROWS = 512  # queries of a block at most
 PAIRS = 512 * 512  # scores of a block and head at most
 HIDDEN = -1e38  # below every score and every log-sum-exp that counts
-NO_QUERY, NO_KEY = -(2**31), -(2**31) + 1  # segments of what fills blocks up
+NO_QUERY, NO_KEY = -(2**31), -(2**31) + 1  # segments of padding
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """How queries and keys are cut, and which pairs are walked."""
+    """How queries and keys are cut into blocks, and the pairs of blocks with visible scores."""
 
     num_queries: int
     num_keys: int
@@ -98,7 +98,7 @@ def _scores(query_BKGTH, key_BKSH, visible_BTS, scores: Scores):
 
 
 def _walk(blocks: _Blocks, at, step, carry):
-    """`step(carry, i, j, visible)` for every pair in which something is seen."""
+    """`step(carry, i, j, visible)` for each pair of blocks in which some query sees some key."""
 
     def one(carry, pair):
         i, j = pair
@@ -111,23 +111,11 @@ def _walk(blocks: _Blocks, at, step, carry):
     return jax.lax.scan(one, carry, blocks.pairs)[0]
 
 
-def _heads_first(array, num_kv_heads: int):
-    """[B, T, N, H] as [B, K, G, T, H]."""
-    B, T, N, H = array.shape
-    return array.reshape(B, T, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
-
-
-def _heads_last(array):
-    """[B, K, G, T, H] as [B, T, N, H]."""
-    B, K, G, T, H = array.shape
-    return array.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
-
-
 def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
     B, T, N, _ = query_BTNH.shape
     K = key_BSKH.shape[2]
     blocks = _Blocks.of(mask, scores.window)
-    query_qBKGTH = blocks.queries(_heads_first(query_BTNH, K), axis=3)
+    query_qBKGTH = blocks.queries(heads_first(query_BTNH, K), axis=3)
     key_kBKSH = blocks.keys(key_BSKH.swapaxes(1, 2), axis=2)
     value_kBKSH = blocks.keys(value_BSKH.swapaxes(1, 2), axis=2)
 
@@ -152,7 +140,7 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), NOTHING)
     lse_BNT = _joined(lse, 3, T).reshape(B, N, T)
-    return _heads_last(_joined(out, 3, T)).astype(query_BTNH.dtype), lse_BNT
+    return heads_last(_joined(out, 3, T)).astype(query_BTNH.dtype), lse_BNT
 
 
 def _backward(
@@ -168,8 +156,8 @@ def _backward(
     )
     rows = lambda array: blocks.queries(array.reshape(B, K, N // K, T), axis=3)  # noqa: E731
     delta_qBKGT, lse_qBKGT = rows(delta_BTN.swapaxes(1, 2)), rows(lse_BNT)
-    query_qBKGTH = blocks.queries(_heads_first(query_BTNH, K), axis=3)
-    gradient_qBKGTH = blocks.queries(_heads_first(gradient_BTNH.astype(dtype), K), axis=3)
+    query_qBKGTH = blocks.queries(heads_first(query_BTNH, K), axis=3)
+    gradient_qBKGTH = blocks.queries(heads_first(gradient_BTNH.astype(dtype), K), axis=3)
     key_kBKSH = blocks.keys(key_BSKH.swapaxes(1, 2), axis=2)
     value_kBKSH = blocks.keys(value_BSKH.swapaxes(1, 2), axis=2)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -198,7 +186,7 @@ def _backward(
     at = _visible_blocks(blocks, mask, scores.window)
     query_gradient, *others = _walk(blocks, at, step, carry)
     return (
-        _heads_last(_joined(query_gradient, 3, T)),
+        heads_last(_joined(query_gradient, 3, T)),
         *(_joined(array, 2, S).swapaxes(1, 2) for array in others),
     )
 

@@ -2,7 +2,7 @@
 several devices is built from the same two.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads, H head
-size.
+size; G = N/K.
 """
 
 import dataclasses
@@ -110,6 +110,18 @@ _attention.defvjp(_attention_forward, _attention_backward)
 def named(out: Array, lse: Array) -> tuple[Array, Array]:
     """Both, under the name by which remat saves what attention returns."""
     return checkpoint_name(out, remat.ATTENTION), checkpoint_name(lse, remat.ATTENTION)
+
+
+def heads_first(array_BTNH: Array, num_kv_heads: int) -> Array:
+    """[B, K, G, T, H]: the G query heads of each key/value head together."""
+    B, T, N, H = array_BTNH.shape
+    return array_BTNH.reshape(B, T, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
+
+
+def heads_last(array_BKGTH: Array) -> Array:
+    """The reverse of `heads_first`."""
+    B, K, G, T, H = array_BKGTH.shape
+    return array_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
 def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str], None]) -> Kernel:

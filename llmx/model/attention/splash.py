@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from llmx.model.attention.kernel import Kernel
+from llmx.model.attention.kernel import Kernel, heads_first, heads_last
 from llmx.model.attention.masks import Mask, Scores
 
 LANES = 128  # a block's rows, and a head's size, are multiples of it
@@ -47,7 +47,7 @@ MOST_BLOCKS = 4
 
 
 def _refuse(mask: Mask, device_kind: str) -> None:
-    """NotImplementedError for what neither pass does."""
+    """Raises NotImplementedError for inputs that neither pass supports."""
     T, S = mask.segments_BT.shape[1], mask.num_keys
     if not device_kind.startswith(("TPU", "cpu")):
         raise NotImplementedError(f"the splash kernel runs on TPUs, not on {device_kind!r}")
@@ -57,14 +57,18 @@ def _refuse(mask: Mask, device_kind: str) -> None:
         raise NotImplementedError(f"{T} queries and {S} keys are not multiples of {LANES}")
 
 
+def _jax_modules():
+    """jax's kernels and masks; imported late, as they import Pallas for TPU."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    return kernels, masks
+
+
 def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: str):
     """jax's kernel for one key/value head and its group of query heads: a callable that carries
     the static parts of the mask."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
+    kernels, masks = _jax_modules()
     shape = (mask.segments_BT.shape[1], mask.num_keys)
     if mask.sees_all(scores.window):
         visible = masks.FullMask(shape)
@@ -83,9 +87,8 @@ def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: 
 
 
 def _segments(mask: Mask):
-    """None where rows are one document: nothing is looked at then."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-
+    """None where rows are one document: the kernel then reads none."""
+    kernels, _ = _jax_modules()
     return None if mask.one_document else kernels.SegmentIds(mask.segments_BT, mask.key_segments_BS)
 
 
@@ -103,15 +106,12 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     kernel = _kernel(mask, scores, N // K, H, device_kind)
     out_BKGTH, (lse_BKGT,) = _per_head(
         lambda query, key, value, segments: kernel(query, key, value, segment_ids=segments),
-        (
-            _grouped(_scaled(query_BTNH, scores), K),
-            _whole_lanes(key_BSKH).swapaxes(1, 2), _whole_lanes(value_BSKH).swapaxes(1, 2),
-        ),
+        _by_head(query_BTNH, key_BSKH, value_BSKH, scores),
         _segments(mask),
-    )  # fmt: skip
+    )
     # A query that sees nothing of these keys has -inf here if none of its blocks was visited.
     lse_BNT = jnp.maximum(lse_BKGT.reshape(B, N, T), jnp.finfo(jnp.float32).min)
-    return _ungrouped(out_BKGTH)[..., :H], lse_BNT
+    return heads_last(out_BKGTH)[..., :H], lse_BNT
 
 
 def _backward(
@@ -129,15 +129,14 @@ def _backward(
         return whole(*rows, key_BSKH, value_BSKH, mask)
     query_gradient = jnp.zeros(query_BTNH.shape, jnp.float32)
     if mask.sees_all(scores.window):
-        # Every slice is seen by all queries: one kernel in a loop. How far ahead they are of the
-        # slice is not the point then, but that it hides nothing.
+        # All queries see every slice: one kernel in a loop, its mask that of all keys.
         def one(query_gradient, first):
             take = lambda array: jax.lax.dynamic_slice_in_dim(array, first, size, 1)  # noqa: E731
             part = dataclasses.replace(
                 mask, key_segments_BS=take(mask.key_segments_BS), key_positions_BS=None
             )
-            found = whole(*rows, take(key_BSKH), take(value_BSKH), part)
-            return query_gradient + found[0], found[1:]
+            gradients = whole(*rows, take(key_BSKH), take(value_BSKH), part)
+            return query_gradient + gradients[0], gradients[1:]
 
         query_gradient, others = jax.lax.scan(one, query_gradient, jnp.arange(0, S, size))
         joined = lambda array: array.swapaxes(0, 1).reshape(key_BSKH.shape)  # noqa: E731
@@ -156,14 +155,14 @@ def _backward(
             mask.segments_BT[:, seeing], None, mask.key_segments_BS[:, keys], None,
             ahead=mask.ahead + seeing.start - first, one_document=mask.one_document,
         )  # fmt: skip
-        found = whole(
+        gradients = whole(
             query_BTNH[:, seeing], out_BTNH[:, seeing], lse_BNT[:, :, seeing],
             gradient_BTNH[:, seeing], key_BSKH[:, keys], value_BSKH[:, keys], part,
         )  # fmt: skip
         query_gradient = jax.lax.dynamic_update_slice_in_dim(
-            query_gradient, query_gradient[:, seeing] + found[0], seeing.start, axis=1
+            query_gradient, query_gradient[:, seeing] + gradients[0], seeing.start, axis=1
         )
-        others.append(found[1:])
+        others.append(gradients[1:])
     return query_gradient, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
 
 
@@ -178,8 +177,7 @@ def _slice_backward(
     query_BTNH, out_BTNH, lse_BNT, gradient_BTNH, key_BSKH, value_BSKH, mask: Mask,
     *, scores: Scores, device_kind: str,
 ):  # fmt: skip
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-
+    kernels, _ = _jax_modules()
     B, T, N, H = query_BTNH.shape
     K, dtype = key_BSKH.shape[2], query_BTNH.dtype
     kernel = _kernel(mask, scores, N // K, H, device_kind)
@@ -191,24 +189,23 @@ def _slice_backward(
         residuals = (
             query, key, value, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info,
         )  # fmt: skip
-        found = kernels._splash_attention_bwd(
+        gradients = kernels._splash_attention_bwd(
             False, static["mask_value"], True, static["block_sizes"], None, static["mask_function"],
             static["attn_logits_soft_cap"], static["interpret"], residuals, gradient,
         )  # fmt: skip
-        return found[3:6]
+        return gradients[3:6]
 
     query_gradient, *others = _per_head(
         one_head,
         (
-            _grouped(_scaled(query_BTNH, scores), K),
-            _whole_lanes(key_BSKH).swapaxes(1, 2), _whole_lanes(value_BSKH).swapaxes(1, 2),
+            *_by_head(query_BTNH, key_BSKH, value_BSKH, scores),
             _grouped(out_BTNH.astype(dtype), K), lse_BNT.reshape(B, K, N // K, T),
             _grouped(gradient_BTNH.astype(dtype), K),
         ),
         _segments(mask),
     )  # fmt: skip
     return (
-        _ungrouped(query_gradient)[..., :H].astype(jnp.float32) * scores.scale,
+        heads_last(query_gradient)[..., :H].astype(jnp.float32) * scores.scale,
         *(array.swapaxes(1, 2)[..., :H] for array in others),
     )
 
@@ -216,20 +213,15 @@ def _slice_backward(
 SPLASH = Kernel(_forward, _backward)
 
 
-def _scaled(query_BTNH: Array, scores: Scores) -> Array:
-    return (query_BTNH.astype(jnp.float32) * scores.scale).astype(query_BTNH.dtype)
+def _by_head(query_BTNH, key_BSKH, value_BSKH, scores: Scores) -> tuple[Array, Array, Array]:
+    """Scaled queries [B, K, G, T, H], keys and values [B, K, S, H], in whole lanes."""
+    query_BTNH = (query_BTNH.astype(jnp.float32) * scores.scale).astype(query_BTNH.dtype)
+    query_BKGTH = _grouped(query_BTNH, key_BSKH.shape[2])
+    return query_BKGTH, *(_whole_lanes(a).swapaxes(1, 2) for a in (key_BSKH, value_BSKH))
 
 
 def _grouped(array_BTNH: Array, num_kv_heads: int) -> Array:
-    """[B, K, G, T, H], heads padded to whole lanes."""
-    B, T, N, _ = array_BTNH.shape
-    shape = (B, T, num_kv_heads, N // num_kv_heads, -1)
-    return _whole_lanes(array_BTNH).reshape(shape).transpose(0, 2, 3, 1, 4)
-
-
-def _ungrouped(array_BKGTH: Array) -> Array:
-    B, K, G, T, _ = array_BKGTH.shape
-    return array_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)
+    return heads_first(_whole_lanes(array_BTNH), num_kv_heads)
 
 
 def _whole_lanes(array: Array) -> Array:

@@ -1,0 +1,221 @@
+"""The report of `llmx.plan` on a config's pipeline: flags into the config, cuts, their times."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from llmx import config as config_lib
+from llmx import sharding
+from llmx.config import Config, checks, flags
+from llmx.model import precision
+from llmx.pipeline import schedule
+from llmx.plan import options, partition, schedule_report, stage_costs
+from llmx.plan.partition import Layer, Partition
+from llmx.runtime import launch
+
+GIB = 2**30
+# Keys of the config that flags override.
+KEYS = {
+    "schedule": "pipeline.schedule",
+    "table": "pipeline.table",
+    "virtual_stages": "pipeline.virtual_stages",
+    "microbatches": "batch.accumulation",
+    "stages": "mesh.stage",
+}
+
+Report = tuple[dict[str, Any], str]  # as JSON and as text
+
+
+def show(
+    command: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None
+) -> Report:
+    """Where a config's layers are cut best, and how long its schedule takes then.
+
+    Args:
+      command, args: `options.parser`, and what it has read.
+      argv: the command line, with overrides of the config; None = `sys.argv`.
+
+    Raises ValueError for a wrong config or flag, and if nothing fits into memory.
+    """
+    _, config, problems = flags.parse(command, argv)
+    problems += apply_flags(args, config)
+    config = checks.resolve(config, num_devices(args, config), problems=problems)
+    if config.mesh.stage == 1 and not args.replicate:
+        raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")
+    bandwidth, clock, head = machine(args, config)
+    limits = dict(
+        bandwidth=bandwidth, versions=args.versions,
+        memory_bytes=None if args.memory is None else int(args.memory * GIB),
+    )  # fmt: skip
+    if args.replicate:
+        layers = stage_costs.chain(config, clock)
+        group = config.mesh.sequence * config.mesh.tensor
+        planned, equal = stage_costs.replicated(
+            config, layers, args.devices // group, num_stages=args.stages, **limits
+        )
+        return _show_replicated(head, layers, planned, equal, group)
+    profile = stage_costs.make_profile(config, clock)
+    comparison = stage_costs.compare_cuts(config, profile, **limits)
+    table, best = comparison.table, comparison.cuts["planned"]
+    facts = schedule.check(table)
+    own = bool(config.pipeline.table)
+    report = schedule_report.summary(table, facts, best.barriers, best.free, own=own)
+    schedule_report.write(table, facts, best.timeline, picture=args.out, csv=args.csv)
+    return _show_cuts(head, report, comparison)
+
+
+def apply_flags(args: argparse.Namespace, config: Config) -> list[str]:
+    """Writes the command line into the config; returns its problems."""
+    problems = [
+        f"{option} with --config: times come from the layers; leave it out"
+        for option in options.given(args, options.TIMES)
+    ]
+    for name in ("stages", "devices", "microbatches", "versions"):
+        if (value := vars(args)[name]) is not None and value < 1:
+            problems.append(f"--{name}={value} must be at least 1")
+    for name in ("memory", "bandwidth", "utilization"):
+        if (value := vars(args)[name]) is not None and not value > 0:
+            problems.append(f"--{name}={value:g} must be above 0")
+    for name, key in KEYS.items():
+        if vars(args)[name] is not None:
+            config_lib.set_value(config, key, vars(args)[name])
+    if not args.replicate:
+        return problems
+    # The planner chooses stages and replicas in place of these axes.
+    config.mesh.stage = config.mesh.data = config.mesh.fsdp = config.mesh.expert = 1
+    config.pipeline.layers, config.pipeline.virtual_stages = (), 0
+    for option in options.given(args, ["out", "csv"]):
+        problems.append(f"{option} with --replicate: there is no schedule to draw or write")
+    if args.devices is None:
+        problems.append("--replicate needs --devices=N: how many devices there are for stages")
+    elif args.devices % (group := config.mesh.sequence * config.mesh.tensor):
+        problems.append(
+            f"--devices={args.devices} is no multiple of {group} = sequence"
+            f"{config.mesh.sequence} x tensor{config.mesh.tensor}, the devices of a replica"
+        )
+    return problems
+
+
+def num_devices(args: argparse.Namespace, config: Config) -> int | None:
+    """Of the mesh: an axis of -1 counts as 1 without `--devices`; None if a size is no number."""
+    if args.devices is not None and not args.replicate:
+        return args.devices
+    sizes = [vars(config.mesh)[axis] for axis in sharding.AXES]
+    if any(not isinstance(size, int) for size in sizes):
+        return None
+    return math.prod(1 if size == -1 else size for size in sizes)
+
+
+def machine(args: argparse.Namespace, config: Config) -> tuple[float, stage_costs.Clock, list[str]]:
+    """Bytes/s between stages, the times of layers, and lines of text that name their sources.
+
+    Raises ValueError if the command line names neither a chip nor a measurement.
+    """
+    chip = None if args.chip is None else stage_costs.chip_named(args.chip)
+    if chip is None and (args.bandwidth is None or not args.measure):
+        raise ValueError(
+            "--config needs --chip=NAME, e.g. v5p or h100; or --measure with --bandwidth=GB/S"
+        )
+    if args.measure:
+        launch.choose_platform(config.launch)
+        clock = stage_costs.measured(config)
+        times = f"measured on this machine ({jax.devices()[0].device_kind})"
+    else:
+        share = options.UTILIZATION if args.utilization is None else args.utilization
+        dtype = precision.POLICIES[config.precision].compute.name
+        peak = chip.device_flops(dtype)
+        clock = stage_costs.counted(share * peak)
+        times = (
+            f"by FLOPs at {share:.0%} (--utilization) of the {peak / 1e12:g} TFLOP/s in {dtype} of "
+            f"{chip.name}" + (" device" if chip.devices_per_chip > 1 else "")
+        )
+    if args.bandwidth is None:
+        bandwidth, link = stage_costs.bandwidth_of(chip, config)
+        link = f"{link} of {chip.name}; --bandwidth"
+    else:
+        bandwidth, link = args.bandwidth * 1e9, "--bandwidth"
+    mesh = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
+    where, whose = sharding.mesh_text(mesh), " on each replica"
+    if args.replicate:
+        where, whose = f"{args.devices} devices", ""
+    return bandwidth, clock, [
+        f"{config.model.family}, {config.model.num_layers} layers, on {where}; remat "
+        f"{config.remat}; {config.batch.accumulation} microbatches of "
+        f"{stage_costs.tokens_of(config):,} tokens{whose}",
+        f"  times      {times}",
+        f"  between    stages {bandwidth / 1e9:g} GB/s ({link})",
+    ]  # fmt: skip
+
+
+def _show_cuts(
+    head: list[str], report: dict[str, Any], comparison: stage_costs.Comparison
+) -> Report:
+    cuts = comparison.cuts
+    best, equal = cuts["planned"], cuts["equal"]
+    lines = [*head, "", schedule_report.text(report), ""]
+    if best.planned is not None:
+        lines.append("by the planner's formula, on one device of each stage:")
+        lines += [partition.describe(best.planned, comparison.profile.blocks), ""]
+    rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device")]
+    for name, cut in cuts.items():
+        memory = f"{cut.memory_bytes / GIB:.2f} GiB"
+        rows.append((name, str(cut.layers), _ms(cut.barriers), _ms(cut.free), memory))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    gain = equal.barriers / best.barriers
+    if gain > 1 + partition.RELATIVE_TIE:
+        paste = f'--config.pipeline.layers="{best.layers}"'
+        lines.append(f"{paste}   {gain:.3f} x as fast as the equal cut")
+    else:
+        lines.append("the equal cut is as fast: leave pipeline.layers out")
+    of_cuts = {
+        name: {
+            "layers": cut.layers, "barriers": cut.barriers, "free_running": cut.free,
+            "memory_bytes": cut.memory_bytes,
+        }
+        for name, cut in cuts.items()
+    }  # fmt: skip
+    return report | {"head": head, "cuts": of_cuts}, "\n".join(lines)
+
+
+def _show_replicated(
+    head: list[str], layers: Sequence[Layer], planned: Partition, equal: Partition | None,
+    group: int,
+) -> Report:  # fmt: skip
+    counts = partition.to_counts(planned)
+    lines = [*head, "", partition.describe(planned, layers), ""]
+    if group > 1:
+        lines.append(f"a replica is {group} devices, which the mesh axes inside it split")
+    lines.append(
+        f"blocks of each stage: {counts}, with embedding and head beside them on the first and last"
+    )
+    if equal is None:
+        lines.append("no equal cut has as many stages and devices")
+    else:
+        lines.append(
+            f"equal stages, {partition.to_counts(equal)} on {equal.stages[0].replicas} each: "
+            f"{_ms(equal.step_seconds)} a step, planned {_ms(planned.step_seconds)}"
+        )
+    lines.append(
+        "llmx.train does not run this plan: its stages share embedding and head and have as many "
+        "devices each; without --replicate those are planned"
+    )
+    report = {"head": head, "planned": _json(planned), "equal": equal and _json(equal)}
+    return report, "\n".join(lines)
+
+
+def _json(plan: Partition) -> dict[str, Any]:
+    return {
+        "layers": partition.to_counts(plan),
+        "replicas": [stage.replicas for stage in plan.stages],
+        "seconds": plan.seconds,
+        "step_time": plan.step_seconds,
+        "memory_bytes": [stage.memory_bytes for stage in plan.stages],
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
