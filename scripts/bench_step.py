@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 
 from llmx import config, train
-from llmx.config import checks, flags, recipe
+from llmx.config import checks, flags
+from llmx.config import recipe as recipe_lib
 
 
 def make_bare_step(run: config.Config):
@@ -107,12 +108,12 @@ def main():
     steps = 10
     with tempfile.TemporaryDirectory() as workdir:
         run.workdir = workdir
-        setup = recipe.make_setup(run, devices=jax.devices()[:1])
+        recipe = recipe_lib.make_recipe(run, devices=jax.devices()[:1])
         dataset = train.open_data(run, quiet)
-        state = setup.init(0)
-        programs = train.compile_programs(run, setup, state, 0, quiet)
-        with jax.set_mesh(setup.mesh):
-            loop = train.Loop(run, setup, programs, dataset, state, 0)
+        state = recipe.init(0)
+        programs = train.compile_programs(run, recipe, state, 0, quiet)
+        with jax.set_mesh(recipe.mesh):
+            loop = train.Loop(run, recipe, programs, dataset, state, 0)
 
         init, bare_step = make_bare_step(run)
         state = init()
@@ -121,7 +122,7 @@ def main():
 
         def time_loop() -> float:
             begun = time.perf_counter()
-            with jax.set_mesh(setup.mesh):
+            with jax.set_mesh(recipe.mesh):
                 for _ in range(steps):
                     loop.advance()
                 loop.settle()

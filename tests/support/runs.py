@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from llmx import config as config_lib
 from llmx import sharding
@@ -22,11 +21,12 @@ from llmx import train as train_lib
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
-from llmx.step import step
+from llmx.step import optimizers, step
 from llmx.step.step import Recipe
 from llmx.sync import replicas as replicas_lib
-from llmx.sync.compressors import COMPRESSORS, Tensor
+from llmx.sync.compressors import Tensor
 from llmx.sync.config import SyncConfig
+from llmx.sync.strategy import STRATEGIES
 
 # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, a large eps
 # keeps its rounding noise from being divided by itself. Parameters still move by about the
@@ -101,17 +101,17 @@ def outer_after(recipe: Recipe, number: int) -> tuple[int, ...]:
     return recipe.strategy.timetable.fragments_after(number)
 
 
-def make_replicas(recipe: Recipe, config: SyncConfig, compressor: str) -> replicas_lib.Replicas:
-    """The replicas of the recipe's model on its mesh, with a compressor of this name."""
+def replicas(recipe: Recipe, config: SyncConfig) -> replicas_lib.Replicas:
+    """The replicas of the recipe's model on its mesh; `config`: its section `sync`."""
     return replicas_lib.make(
-        config, recipe.mesh, COMPRESSORS[compressor], shapes=recipe.loss.params,
+        config, recipe.mesh, STRATEGIES[config.strategy].compressor, shapes=recipe.loss.params,
         axes=recipe.loss.axes, updates=recipe.loss.updates,
     )  # fmt: skip
 
 
 def tensors(recipe: Recipe) -> Mapping[str, Tensor]:
     """By parameter: what a strategy knows of the tensors that it exchanges."""
-    return make_replicas(recipe, SyncConfig(), "mean").tensors
+    return replicas(recipe, SyncConfig()).tensors
 
 
 def messages(recipe: Recipe) -> tuple[int, tuple[int, ...]]:
@@ -134,12 +134,13 @@ def make_gradient(recipe: Recipe) -> Callable:
     return jax.jit(gradient)
 
 
-def make_update(recipe: Recipe, transformation: optax.GradientTransformation) -> Callable:
+def make_update(recipe: Recipe, config: config_lib.Config) -> Callable:
     """The jitted (State, gradients) -> State after an accepted update, at the next step."""
     update = step.make_update(recipe.loss, recipe.ema_decay)
+    optimizer = optimizers.make(config.optimizer, axes=recipe.loss.axes, total_steps=config.steps)
 
     def updated(state, grads):
-        return update(grads, state, True, transformation)._replace(step=state.step + 1)
+        return update(grads, state, True, optimizer.whole)._replace(step=state.step + 1)
 
     return jax.jit(updated)
 
