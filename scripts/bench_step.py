@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import optax
 
 from llmx import config, train
-from llmx.config import checks, flags, recipe
+from llmx.config import checks, flags
+from llmx.config import recipe as recipe_lib
 
 KERNELS = {
     "reference": "as in the bare step",
@@ -110,16 +111,16 @@ def make_loop_timer(base: config.Config, kernel: str, workdir: str, steps: int):
     run = copy.deepcopy(base)
     run.attention.implementation = kernel
     run.workdir = f"{workdir}/{kernel}"
-    setup = recipe.make_setup(run, devices=jax.devices()[:1])
+    recipe = recipe_lib.make_recipe(run, devices=jax.devices()[:1])
     dataset = train.open_data(run, quiet)
-    state = setup.init(0)
-    programs = train.compile_programs(run, setup, state, 0, quiet)
-    with jax.set_mesh(setup.mesh):
-        loop = train.Loop(run, setup, programs, dataset, state, 0)
+    state = recipe.init(0)
+    programs = train.compile_programs(run, recipe, state, 0, quiet)
+    with jax.set_mesh(recipe.mesh):
+        loop = train.Loop(run, recipe, programs, dataset, state, 0)
 
     def time_loop() -> float:
         begun = time.perf_counter()
-        with jax.set_mesh(setup.mesh):
+        with jax.set_mesh(recipe.mesh):
             for _ in range(steps):
                 loop.advance()
             loop.settle()

@@ -22,8 +22,9 @@ from llmx.plan import network
 from llmx.plan.network import Link, Part
 from llmx.runtime import hardware
 from llmx.step import optimizers
-from llmx.sync import strategy
-from llmx.sync.strategy import SyncConfig
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import MEAN
+from llmx.sync.strategy import STRATEGIES
 
 RUN = pathlib.Path(__file__).parent.parent / "configs" / "llama3_8b.py"
 SIZES = {"stage": 1, "data": 8, "fsdp": 8, "expert": 1, "sequence": 1, "tensor": 1}
@@ -51,10 +52,10 @@ def parts_of(run: config.Config, chosen: SyncConfig, reduce_bytes: int) -> list[
     replicas = network.replicas_of(chosen, run.model, SIZES)
     schedule = optimizers.make_schedule(run.optimizer, total_steps=run.steps)
     rates = jax.vmap(schedule)(jnp.arange(run.steps))
-    timetable = strategy.timetable(chosen, total_steps=run.steps, rates=rates)
+    timetable = STRATEGIES[chosen.strategy].timetable(chosen, run.steps, rates)
     parts = network.of_run(replicas, timetable, reduce_bytes=reduce_bytes)
     # One step of warm-up stands for none: these strategies need some.
-    return [part for part in parts if chosen.warmup_steps != 1 or part.phase != strategy.MEAN]
+    return [part for part in parts if chosen.warmup_steps != 1 or part.phase != MEAN]
 
 
 def draw(run: config.Config, compute: float, lines: dict[str, list[Part]], out: str) -> None:

@@ -39,6 +39,9 @@ MODELS = {
 WIDE = dict(num_layers=2, width=256, num_heads=4, num_kv_heads=2, head_dim=128, mlp_dim=512)
 WIDE |= dict(max_positions=1024, vocab_size=512)
 
+# Phases by the names that older revisions gave them.
+OLD_NAMES = {"local": "alone"}
+
 
 def case(name: str, family: str = "llama3", topology: str = "", model: dict | None = None, **keys):
     """One config: `keys` are its values, with __ in the place of dots."""
@@ -145,16 +148,15 @@ def programs(given: dict):
         topology = topologies.parse(given["topology"])
         devices, run.launch.platform = topologies.devices(topology), topology.platform
     run = checks.resolve(run, count)
-    setup = recipe.make_setup(run, devices=devices[:count])
-    batch = setup.abstract_batch(run.batch.size, run.batch.sequence_length)
-    with jax.set_mesh(setup.mesh):
-        for phase in ("mean",) if setup.timetable is None else setup.timetable.phases:
-            lowered = recipe.make_train_step(run, setup, phase=phase).lower(setup.abstract, batch)
-            yield phase, lowered
-        for fragments, meeting in step.make_meetings(setup).items():
-            yield f"exchange{fragments}", meeting.lower(setup.abstract)
+    made = recipe.make_recipe(run, devices=devices[:count])
+    state, batch = made.abstract, made.abstract_batch
+    with jax.set_mesh(made.mesh):
+        for phase in made.strategy.phases:
+            yield OLD_NAMES.get(phase, phase), step.make_train_step(made, phase).lower(state, batch)
+        for fragments, outer_step in made.strategy.outer.items():
+            yield f"exchange{fragments}", outer_step.lower(state)
         if not given["topology"]:
-            yield "evaluation", step.make_eval_step(setup).lower(setup.abstract.params, batch)
+            yield "evaluation", jax.jit(made.gradient.loss).lower(state.params, batch)
 
 
 # ---------------------------------------------------------------------------------- of all of them

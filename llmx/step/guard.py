@@ -79,7 +79,7 @@ def check(config: GuardConfig, state: GuardState, found: Gradients) -> tuple[Ver
         num_bad=num_bad,
         stopped=state.stopped | (num_bad >= limit),
     )
-    there = found.tokens > 0
+    there = found.tokens != 0  # NaN is bad, not absent
     new = jax.tree.map(lambda new, old: jnp.where(there, new, old), new, state)
     accepted = there & ~bad & ~new.stopped
     return Verdict(accepted, jnp.where(bad, culprit, -1), norm), new

@@ -322,7 +322,7 @@ def test_a_staged_state_is_sampled_from(alone, name):
         execution, params = generate.without_stages(recipe, recipe.init(0).ema)
         assert execution.place.mesh.shape["stage"] == 1
         texts += sampling.generate(
-            recipe.apply, params, execution, [[1, 2, 3]], max_tokens=5, temperature=0.0
+            recipe.loss.apply, params, execution, [[1, 2, 3]], max_tokens=5, temperature=0.0
         )
     assert texts[0] == texts[1]
 

@@ -64,25 +64,27 @@ def batches() -> list[dict]:
 EMPTY = {name: np.zeros_like(array) for name, array in batches()[0].items()}
 
 
-def make_recipe(cell: Cell, model: dict | None = None, **keys):
+def make_config(cell: Cell, model: dict | None = None, **keys):
     model = dict(vocab_size=257, num_layers=cell.num_layers) | MODELS[cell.family] | (model or {})
     if cell.stages > 1:
         keys = dict(pipeline__schedule=cell.schedule, pipeline__layers=cell.layers) | keys
     keys = dict(batch__size=BATCH, loss__z_loss=1e-4, sharding__gather=cell.gather) | keys
-    return runs.make_recipe(
-        runs.make_config(
-            cell.family,
-            model=model,
-            mesh=cell.sizes,
-            precision=cell.policy,
-            remat=cell.remat,
-            batch__sequence_length=LENGTH,
-            batch__accumulation=cell.microbatches,
-            sharding__layout=cell.layout,
-            **runs.PARITY_OPTIMIZER,
-            **keys,
-        )
+    return runs.make_config(
+        cell.family,
+        model=model,
+        mesh=cell.sizes,
+        precision=cell.policy,
+        remat=cell.remat,
+        batch__sequence_length=LENGTH,
+        batch__accumulation=cell.microbatches,
+        sharding__layout=cell.layout,
+        **runs.PARITY_OPTIMIZER,
+        **keys,
     )
+
+
+def make_recipe(cell: Cell, model: dict | None = None, **keys):
+    return runs.make_recipe(make_config(cell, model, **keys))
 
 
 def train(cell: Cell, given: list[dict], **keys) -> runs.Trained:
@@ -204,8 +206,9 @@ def delayed(family: str, num_layers: int, given: list[dict]):
     """One device: to W(t) the gradient of the batch before is applied, taken at W(t-1), which was
     the newest when that batch came."""
     cell = dataclasses.replace(ONE_DEVICE, family=family, num_layers=num_layers)
-    recipe = make_recipe(cell)
-    differentiate, update = runs.make_gradient(recipe), runs.make_update(recipe)
+    config = make_config(cell)
+    recipe = runs.make_recipe(config)
+    differentiate, update = runs.make_gradient(recipe), runs.make_update(recipe, config)
     losses, norms = [], []
     with jax.set_mesh(recipe.mesh):
         state = recipe.init(0)

@@ -13,14 +13,15 @@ from support import runs
 
 from llmx import sharding
 from llmx.aot import program as program_lib
+from llmx.contract import Timetable
 from llmx.model import families
 from llmx.plan import network
 from llmx.plan.network import Link, Sent
 from llmx.runtime import hardware
 from llmx.step import optimizers
-from llmx.sync import strategy
-from llmx.sync import strategy as strategy_lib
-from llmx.sync.strategy import ALONE, COMPRESSED, MEAN, VARIANCE, SyncConfig
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, VARIANCE, Replicas
+from llmx.sync.strategy import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A norm's scales and a bias beside matrices that are split; columns that no multiple of 8 divides.
@@ -36,12 +37,12 @@ LARGE_SIZES = SIZES | {"data": 8, "fsdp": 8}
 RELATIVE = 1e-12
 
 
-def of_tiny(strategy: str, **changes) -> strategy.Replicas:
+def of_tiny(strategy: str, **changes) -> Replicas:
     chosen = SyncConfig(strategy=strategy, **changes)
     return network.replicas_of(chosen, TINY, SIZES)
 
 
-def of_large(strategy: str, **changes) -> strategy.Replicas:
+def of_large(strategy: str, **changes) -> Replicas:
     return network.replicas_of(SyncConfig(strategy=strategy, **changes), LARGE, LARGE_SIZES)
 
 
@@ -128,12 +129,12 @@ def test_stale_gradients_are_summed_in_full():
     assert sent.bytes == pytest.approx(ring(4 * numbers(TENSORS)))
 
 
-def timetable(chosen: SyncConfig, total_steps: int) -> strategy.Timetable:
+def timetable(chosen: SyncConfig, total_steps: int) -> Timetable:
     schedule = optimizers.make_schedule(
         optimizers.OptimizerConfig(warmup_steps=total_steps // 10), total_steps=total_steps
     )
     rates = jax.vmap(schedule)(jnp.arange(total_steps))
-    return strategy.timetable(chosen, total_steps=total_steps, rates=rates)
+    return STRATEGIES[chosen.strategy].timetable(chosen, total_steps, rates)
 
 
 def test_a_run_begins_with_the_mean():
@@ -146,7 +147,7 @@ def test_a_run_begins_with_the_mean():
 
 def test_a_run_that_waits_for_the_variance_is_told_when():
     replicas = of_tiny("one_bit", warmup_steps=-1)
-    parts = network.of_run(replicas, timetable(replicas.config, 100), settled_at=28)
+    parts = network.of_run(replicas, timetable(replicas.config, 100), freeze_step=28)
     assert [(part.phase, part.steps) for part in parts] == [(MEAN, 30), (COMPRESSED, 70)]
 
 
@@ -158,8 +159,8 @@ def test_parameters_travel_now_and_then():
 
 def test_fragments_add_up_to_the_model():
     replicas = of_tiny("diloco", every=6, fragments=3)
-    pieces = [network.of_meeting(replicas, (f,), 3) for f in range(3)]
-    whole = network.of_meeting(replicas, (0, 1, 2), 3)
+    pieces = [network.of_outer_step(replicas, (f,), 3) for f in range(3)]
+    whole = network.of_outer_step(replicas, (0, 1, 2), 3)
     assert sum(piece.bytes for piece in pieces) == pytest.approx(whole.bytes, rel=RELATIVE)
     # The first has what is outside the layers: embedding, head, norm; each has one of 3 layers.
     layer = sum(length for rows, length in TENSORS.values() if rows == 3)
@@ -175,8 +176,10 @@ def test_zero_one_follows_its_timetable():
     signs = network.of_exchange(replicas).bytes
     full = network.of_step(replicas, VARIANCE).bytes
     assert full == pytest.approx(ring(4 * numbers(TENSORS)))
-    meetings = int(when.meetings.sum()) + (not when.meetings[-1])
-    expected = meetings * signs + int(when.second_moments.sum()) * full
+    exchanges = sum(when.fragments_after(step) == (0,) for step in range(400))
+    moments = sum(when.phase_of(step, -1) == VARIANCE for step in range(400))
+    assert 0 < moments < exchanges < 400
+    expected = exchanges * signs + moments * full
     sent = network.per_step(network.of_run(replicas, when))
     assert sent.bytes * 400 == pytest.approx(expected, rel=RELATIVE)
 
@@ -188,9 +191,9 @@ def test_zero_one_follows_its_timetable():
 def test_bytes_are_those_of_the_compiled_exchange(strategy):
     mesh = sharding.make_mesh(SIZES)
     replicas = of_tiny(strategy)
-    replicas = strategy_lib.Replicas(replicas.config, mesh, replicas.tensors, replicas.specs)
+    replicas = dataclasses.replace(replicas, mesh=mesh)
     stacked = {name: replicas.stacked(name) for name in replicas.tensors}
-    kept_specs = replicas.kept_specs()
+    kept_specs = replicas.residual_specs()
 
     def region(terms, kept):
         return replicas.exchange({name: term[0] for name, term in terms.items()}, kept)
@@ -204,7 +207,7 @@ def test_bytes_are_those_of_the_compiled_exchange(strategy):
         for name, to in stacked.items()
     }  # fmt: skip
     with jax.set_mesh(mesh):
-        compiled = jax.jit(exchange).lower(terms, replicas.abstract_kept()).compile()
+        compiled = jax.jit(exchange).lower(terms, replicas.abstract_residuals()).compile()
     program = program_lib.read(compiled.as_text(), list(SIZES.items()))
     along = [each for each in program.collectives if "data" in (each.axes or ())]
     # Servers sum scales over the axes that split a replica too, in one ring of all its devices.
@@ -221,7 +224,7 @@ def test_a_model_is_counted_as_its_recipe():
         model, mesh={"data": 4, "fsdp": 2}, batch__size=8, batch__sequence_length=16,
         sharding__layout="hsdp", sync__strategy="int8",
     )  # fmt: skip
-    replicas = runs.replicas(runs.make_recipe(config))
+    replicas = runs.replicas(runs.make_recipe(config), config.sync)
     of_model = network.replicas_of(config.sync, model, SIZES)
     assert replicas.tensors == of_model.tensors
     assert replicas.specs == of_model.specs
@@ -251,7 +254,7 @@ def test_ratios_on_a_large_model():
 def test_what_is_kept_is_an_error_per_number_and_a_share_of_one():
     replicas = of_large("one_bit")
     numbers_here = sum(each.rows * each.length for each in replicas.tensors.values())
-    kept = sharding.device_bytes(replicas.abstract_kept())
+    kept = sharding.device_bytes(replicas.abstract_residuals())
     assert kept == pytest.approx(numbers_here * (4 + 4 / 8), rel=1e-4)
 
 
@@ -269,17 +272,17 @@ def test_step_times_by_hand():
     link = Link(bandwidth=100.0, latency=0.5, overlap=0.5)
     sent = Sent(bytes=300.0, hops=2)  # 4 seconds
 
-    def part(phase: str, step: Sent, meeting: Sent = Sent(0, 0), steps: int = 1):  # noqa: B008
-        return network.Part(phase, (), steps, step, meeting)
+    def part(phase: str, step: Sent, outer: Sent = Sent(0, 0), steps: int = 1):  # noqa: B008
+        return network.Part(phase, (), steps, step, outer)
 
     assert link.seconds(sent) == 4
     # The mean hides behind half of the computation, an exchange behind none.
     assert network.step_seconds([part(MEAN, sent)], link, 6.0) == 6 + 4 - 3
     assert network.step_seconds([part(MEAN, sent)], link, 10.0) == 10
     assert network.step_seconds([part(COMPRESSED, sent)], link, 6.0) == 6 + 4
-    # One meeting in four steps.
-    alone = [part(ALONE, Sent(), steps=3), part(ALONE, Sent(), sent)]
-    assert network.step_seconds(alone, link, 6.0) == 6 + 4 / 4
+    # One outer step in four steps.
+    local = [part(LOCAL, Sent(), steps=3), part(LOCAL, Sent(), sent)]
+    assert network.step_seconds(local, link, 6.0) == 6 + 4 / 4
     assert [network.late_seconds(sent, link, 6.0, s) for s in (0, 1, 2)] == [10, 6, 6]
     assert network.late_seconds(sent, link, 1.0, 3) == 4
 

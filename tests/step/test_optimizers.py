@@ -54,7 +54,7 @@ def test_masked_parameters_do_not_shrink(name):
     config = optimizers.OptimizerConfig(
         name=name, learning_rate=0.1, schedule="constant", warmup_steps=0, weight_decay=0.5
     )
-    optimizer = optimizers.make(config, axes=axes, total_steps=10)
+    optimizer = optimizers.make(config, axes=axes, total_steps=10).whole
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
@@ -139,7 +139,7 @@ def toy_parameters(seed: int = 0):
 
 def toy_optimizer(name: str, **changes):
     config = optimizers.OptimizerConfig(name=name, schedule="constant", warmup_steps=0, **changes)
-    return optimizers.make(config, axes=TOY_AXES, total_steps=100)
+    return optimizers.make(config, axes=TOY_AXES, total_steps=100).whole
 
 
 @pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
@@ -226,14 +226,15 @@ def test_muon_leaves_embedding_and_norms_to_adam():
 
 def abstract_state(name: str, layout_name: str, shapes, axes, mesh):
     layout = sharding.make_layout(layout_name)
-    optimizer = optimizers.make(optimizers.OptimizerConfig(name=name), axes=axes, total_steps=10)
+    config = optimizers.OptimizerConfig(name=name)
+    optimizer = optimizers.make(config, axes=axes, total_steps=10).whole
     to = sharding.shardings(shapes, mesh, layout, rules=axes, table="optimizer")
-    state = jax.eval_shape(optimizer.init, shapes)
-    return (
-        trees.named(state),
-        trees.named(optimizers.state_shardings(optimizer, shapes, to)),
-        trees.named(to),
-    )
+    state = trees.named(optimizers.abstract_state(optimizer, shapes, to))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == {
+        path: (leaf.shape, leaf.dtype)
+        for path, leaf in trees.named(jax.eval_shape(optimizer.init, shapes)).items()
+    }
+    return state, {path: leaf.sharding for path, leaf in state.items()}, trees.named(to)
 
 
 @pytest.mark.parametrize("layout", sharding.LAYOUTS)
@@ -280,7 +281,8 @@ def test_eight_devices_update_as_one(name):
         layout = sharding.make_layout("zero3")
         shapes = jax.eval_shape(toy_parameters)
         to = sharding.shardings(shapes, mesh, layout, rules=TOY_AXES)
-        state_to = optimizers.state_shardings(optimizer, shapes, to)
+        abstract = optimizers.abstract_state(optimizer, shapes, to)
+        state_to = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
         def update(params, state, grads):
             updates, state = optimizer.update(grads, state, params)

@@ -9,9 +9,10 @@ import pytest
 from support import runs
 
 from llmx import sharding
+from llmx.contract import Gradients
 from llmx.model import decoder
 from llmx.runtime import bounds
-from llmx.step import gradients, guard
+from llmx.step import guard
 
 # fp32 with sums in another order.
 TOLERANCE = 1e-5
@@ -79,7 +80,7 @@ def numpy_batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def place_batch(recipe, batch):
-    return jax.device_put(batch, recipe.batch_sharding)
+    return jax.device_put(batch, recipe.loss.batch_sharding)
 
 
 def run_steps(recipe, one_step, num: int, state=None):
@@ -323,10 +324,13 @@ def test_a_spike_is_not_applied_and_its_largest_leaf_named():
 def judged(config, norms):
     """Which of these gradient norms in a row are bad."""
     state, found = guard.init(), []
-    judge = jax.jit(functools.partial(guard.judge, config))
+    check = jax.jit(functools.partial(guard.check, config))
     for norm in map(jnp.float32, norms):
-        leaf, state = judge(state, jnp.square(norm)[None], norm, norm)
-        found.append(int(leaf) >= 0)
+        one = jnp.float32(1)
+        gradients = Gradients(norm, one, one, (), jnp.square(norm)[None], norm)
+        verdict, state = check(state, gradients)
+        found.append(int(verdict.bad_leaf) >= 0)
+        assert bool(verdict.accepted) != found[-1] and verdict.norm == norm
     return found, state
 
 
@@ -387,7 +391,7 @@ def test_gathered_bytes_are_those_of_whole_weights_in_the_compute_dtype():
         for path, leaf in jax.tree_util.tree_leaves_with_path(recipe.abstract.params)
         if leaf.ndim > 1 and path[0].key not in decoder.LOOKED_UP and "norm" not in str(path)
     ]
-    assert gradients.gathered_bytes(recipe) == sum(4 * leaf.size for leaf in matrices)
+    assert recipe.loss.gathered_bytes() == sum(4 * leaf.size for leaf in matrices)
 
 
 def test_seeds_give_the_same_parameters_on_every_mesh():

@@ -16,7 +16,7 @@ from llmx import sharding
 from llmx.model import apply, families
 from llmx.sharding import trees
 from llmx.step import optimizers
-from llmx.sync.strategy import VARIANCE
+from llmx.sync.replicas import VARIANCE
 
 BATCH, LENGTH, STEPS, WARMUP = 16, 16, 6, 2
 UNUSED = 80  # tokens from here on never occur: their rows have no gradient
@@ -139,7 +139,7 @@ def loss_of(made) -> float:
 def updater(name: str, total: int = STEPS):
     """A jitted (gradient, optimizer state, parameters) -> (parameters, state)."""
     config = {"adamw": OPTIMIZER, "lamb": LAMB}[name]
-    optimizer = optimizers.make(config, axes=AXES, total_steps=total)
+    optimizer = optimizers.make(config, axes=AXES, total_steps=total).whole
 
     def update(grads, state, params):
         updates, state = optimizer.update(grads, state, params)

@@ -14,15 +14,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from llmx import config as config_lib
 from llmx import sharding
+from llmx import train as train_lib
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
-from llmx.step import step
+from llmx.step import optimizers, step
 from llmx.step.step import Recipe
+from llmx.sync import replicas as replicas_lib
+from llmx.sync.compressors import Tensor
+from llmx.sync.config import SyncConfig
+from llmx.sync.strategy import STRATEGIES
 
 # Adam's first steps are g / (|g| + eps): where a gradient happens to be near zero, a large eps
 # keeps its rounding noise from being divided by itself. Parameters still move by about the
@@ -81,6 +85,12 @@ def make_outer_steps(recipe: Recipe) -> dict[tuple[int, ...], Callable]:
     return recipe.strategy.outer
 
 
+def make_programs(recipe: Recipe) -> train_lib.Programs:
+    """(step number, State, Batch) -> (State, Report), as training runs them; compiled when used."""
+    steps = {phase: make_train_step(recipe, phase) for phase in recipe.strategy.phases}
+    return train_lib.Programs(recipe.strategy, steps, make_outer_steps(recipe))
+
+
 def phase(recipe: Recipe, number: int, freeze_step: int = -1) -> str:
     """Of step `number`; `freeze_step`: see `contract.Timetable`."""
     return recipe.strategy.timetable.phase_of(number, freeze_step)
@@ -89,6 +99,24 @@ def phase(recipe: Recipe, number: int, freeze_step: int = -1) -> str:
 def outer_after(recipe: Recipe, number: int) -> tuple[int, ...]:
     """The fragments whose outer step follows step `number`."""
     return recipe.strategy.timetable.fragments_after(number)
+
+
+def replicas(recipe: Recipe, config: SyncConfig) -> replicas_lib.Replicas:
+    """The replicas of the recipe's model on its mesh; `config`: its section `sync`."""
+    return replicas_lib.make(
+        config, recipe.mesh, STRATEGIES[config.strategy].compressor, shapes=recipe.loss.params,
+        axes=recipe.loss.axes, updates=recipe.loss.updates,
+    )  # fmt: skip
+
+
+def tensors(recipe: Recipe) -> Mapping[str, Tensor]:
+    """By parameter: what a strategy knows of the tensors that it exchanges."""
+    return replicas(recipe, SyncConfig()).tensors
+
+
+def messages(recipe: Recipe) -> tuple[int, tuple[int, ...]]:
+    """Number of compressed tensors, and bytes of each message that they travel in."""
+    return recipe.strategy.messages
 
 
 def make_evaluation(recipe: Recipe) -> Callable:
@@ -106,19 +134,26 @@ def make_gradient(recipe: Recipe) -> Callable:
     return jax.jit(gradient)
 
 
-def make_update(recipe: Recipe, transformation: optax.GradientTransformation) -> Callable:
+def make_update(recipe: Recipe, config: config_lib.Config) -> Callable:
     """The jitted (State, gradients) -> State after an accepted update, at the next step."""
     update = step.make_update(recipe.loss, recipe.ema_decay)
+    optimizer = optimizers.make(config.optimizer, axes=recipe.loss.axes, total_steps=config.steps)
 
     def updated(state, grads):
-        return update(grads, state, True, transformation)._replace(step=state.step + 1)
+        return update(grads, state, True, optimizer.whole)._replace(step=state.step + 1)
 
     return jax.jit(updated)
 
 
-def execution(recipe: Recipe):
-    """How the model's functions are run."""
-    return recipe.loss.execution
+def logits(recipe: Recipe, params, batch: dict) -> jax.Array:
+    """[B, T, V] of the padded vocabulary."""
+    rows = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+    return recipe.loss.apply.logits(params, *rows, recipe.loss.execution)
+
+
+def losses(recipe: Recipe, params, batch: dict) -> tuple[jax.Array, jax.Array]:
+    """Nats and log(Z) by token [B, T]."""
+    return recipe.loss.apply.losses(params, batch, recipe.loss.execution)
 
 
 def abstract_batch(recipe: Recipe) -> dict[str, jax.ShapeDtypeStruct]:

@@ -94,7 +94,7 @@ def test_one_bit_sends_a_thirtieth(platform, strategy):
 
 def test_zero_one_sends_as_much_in_an_exchange_and_nothing_between(platform):
     assert sent(platform, "zero_one", phase="exchange") * 30 <= sent(platform, "mean")
-    assert sent(platform, "zero_one", phase="alone") <= SCALARS
+    assert sent(platform, "zero_one", phase="local") <= SCALARS
 
 
 def test_int8_sends_a_quarter(platform):
@@ -105,7 +105,7 @@ def test_power_sgd_sends_its_factors(platform):
     """r (a + b) of every shard of a matrix, and all of what is none, summed in fp32."""
     _, recipe = program(platform, "power_sgd")
     numbers = 0
-    for each in runs.replicas(recipe).tensors.values():
+    for each in runs.tensors(recipe).values():
         layers, a, b = each.matrix or (0, 0, 0)
         numbers += RANK * layers * (a + b) if each.matrix else math.prod(each.shape)
     ring = 2 * (REPLICAS - 1) / REPLICAS * 4 * numbers
@@ -115,7 +115,7 @@ def test_power_sgd_sends_its_factors(platform):
 def test_top_k_sends_its_numbers_and_places(platform):
     """6 bytes for each number that is taken, to every other replica."""
     _, recipe = program(platform, "top_k")
-    taken = sum(FRACTION * math.prod(each.shape) for each in runs.replicas(recipe).tensors.values())
+    taken = sum(FRACTION * math.prod(each.shape) for each in runs.tensors(recipe).values())
     formula = (REPLICAS - 1) * 6 * taken
     assert sent(platform, "top_k") <= FORMULA * formula + SCALARS
 
@@ -123,7 +123,7 @@ def test_top_k_sends_its_numbers_and_places(platform):
 def test_diloco_sends_parameters_once_and_nothing_between(platform):
     exchange = sent(platform, "diloco", phase="exchange")
     assert exchange == pytest.approx(sent(platform, "mean"), rel=FORMULA - 1)
-    assert sent(platform, "diloco", phase="alone") <= SCALARS
+    assert sent(platform, "diloco", phase="local") <= SCALARS
 
 
 @pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k", "power_sgd"])
@@ -131,9 +131,7 @@ def test_within_a_replica_nothing_changes(platform, strategy):
     """Beside the gradients of norms: "mean" sums them over `data` and `fsdp` at once, here their
     sum within the replica is one by itself. (And sizes of compressed rows, of a whole replica.)"""
     _, recipe = program(platform, strategy)
-    norms = sum(
-        4 * math.prod(e.shape) for e in runs.replicas(recipe).tensors.values() if not e.columns
-    )
+    norms = sum(4 * math.prod(e.shape) for e in runs.tensors(recipe).values() if not e.columns)
     ring = 2 * (SHARDS - 1) / SHARDS * norms
     change = inner(platform, strategy) - inner(platform, "mean")
     assert abs(change - ring) <= SCALARS
@@ -143,8 +141,8 @@ def test_within_a_replica_nothing_changes(platform, strategy):
 def test_compressed_tensors_travel_together(platform, strategy):
     """All tensors of this model fit one bucket: one message per phase of an exchange."""
     found, recipe = program(platform, strategy)
-    count, messages = runs.replicas(recipe).messages()
-    assert count == len(runs.replicas(recipe).tensors) and len(messages) == 1
+    count, messages = runs.messages(recipe)
+    assert count == len(runs.tensors(recipe)) and len(messages) == 1
     two_phases = strategy != "top_k"
     for kind, there in {"all-to-all": two_phases, "all-gather": True}.items():
         big = [each for each in found.select(kind=kind, across="data") if each.bytes > SCALARS]

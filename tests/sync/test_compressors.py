@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import plain_signs
 
 from llmx import sharding
-from llmx.sync import compressors, strategy
-from llmx.sync import strategy as strategy_lib
+from llmx.sync import compressors, reshard
+from llmx.sync import replicas as replicas_lib
 from llmx.sync.compressors import Residuals
+from llmx.sync.config import SyncConfig
+from llmx.sync.strategy import STRATEGIES
 
 ORACLE = 1e-6  # of the largest number: fp32 sums and means, in another order
 IDENTITY = 1e-4  # of what came in: fp32 sums of 50 steps, some of them of errors that have grown
@@ -42,12 +44,13 @@ def make(strategy: str, n: int, *, shapes=SHAPES, splits=None, fsdp: int = 1, **
         for name, (shape, _) in shapes.items()
     }
     axes = {name: axes for name, (_, axes) in shapes.items()}
-    return strategy_lib.replicas(
-        strategy_lib.SyncConfig(strategy, **config), mesh, shapes=abstract, axes=axes, updates=to
-    )
+    return replicas_lib.make(
+        SyncConfig(strategy, **config), mesh, STRATEGIES[strategy].compressor, shapes=abstract,
+        axes=axes, updates=to,
+    )  # fmt: skip
 
 
-def exchange_of(replicas: strategy.Replicas):
+def exchange_of(replicas: replicas_lib.Replicas):
     """(terms [n, ...], kept, live) -> (what every replica has of the sum [n, ...], kept)."""
     stacked = {name: replicas.stacked(name) for name in replicas.tensors}
 
@@ -58,7 +61,7 @@ def exchange_of(replicas: strategy.Replicas):
 
     @functools.partial(jax.jit, static_argnums=3)
     def run(terms, kept, live, has_live):
-        specs = replicas.kept_specs()
+        specs = replicas.residual_specs()
         return replicas.region(
             region, in_specs=(stacked, specs, replicas.specs if has_live else None),
             out_specs=(stacked, specs),
@@ -78,9 +81,9 @@ def exchange_of(replicas: strategy.Replicas):
     return exchange
 
 
-def nothing_kept(replicas: strategy.Replicas) -> Residuals:
+def nothing_kept(replicas: replicas_lib.Replicas) -> Residuals:
     zeros = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # noqa: E731
-    return jax.tree.map(zeros, replicas.abstract_kept())
+    return jax.tree.map(zeros, replicas.abstract_residuals())
 
 
 def terms_of(n: int, seed: int, shapes=SHAPES) -> dict[str, np.ndarray]:
@@ -108,7 +111,7 @@ def assert_near(got, wanted, tolerance: float, size=None):
 
 def of_servers(kept: Residuals, shapes=SHAPES) -> dict[str, np.ndarray]:
     return {
-        name: np.asarray(strategy.whole(jnp.asarray(np.asarray(array)), shapes[name][0]))
+        name: np.asarray(reshard.whole(jnp.asarray(np.asarray(array)), shapes[name][0]))
         for name, array in kept.server.items()
     }
 
@@ -226,7 +229,7 @@ def test_signs_without_feedback_begin_anew_each_time():
         return plain_signs.exchanged(terms, errors, server, np.ones(terms.shape[1:], bool), axes)
 
     replicas = make("one_bit", 2, error_feedback=False)
-    assert jax.tree.leaves(replicas.abstract_kept()) == []
+    assert jax.tree.leaves(replicas.abstract_residuals()) == []
     rounds(replicas, 2, oracle, feedback=False)
 
 
@@ -324,8 +327,8 @@ def test_a_rank_that_would_send_more_sends_the_matrix():
         assert each.matrix == (1, 7, 13)
         sizes = [message.bytes for message in replicas.compressor.messages(each, group)]
         assert sizes == ([4 * 7 * rank, 4 * 13 * rank] if low else [4 * 7 * 13])
-        assert ("matrix" in replicas.abstract_kept().queries) == low
-        assert "norm" not in replicas.abstract_kept().queries
+        assert ("matrix" in replicas.abstract_residuals().queries) == low
+        assert "norm" not in replicas.abstract_residuals().queries
 
 
 # --------------------------------------------------------------------------------- nothing is lost

@@ -41,9 +41,9 @@ from support.plain_replicas import (
 
 from llmx.contract import State
 from llmx.sharding import trees
-from llmx.sync import strategy
-from llmx.sync import strategy as strategy_lib
-from llmx.sync.strategy import ALONE, COMPRESSED, MEAN, VARIANCE
+from llmx.sync import late, reshard
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, VARIANCE
 
 TOLERANCE = 1e-5  # relative; the parity contract of docs/architecture.md
 SAME = 1e-6  # relative: the same numbers in another program, in fp32
@@ -55,37 +55,27 @@ class Trained:
     def __init__(self, recipe):
         self.recipe = recipe
         self.losses, self.norms, self.phases = [], [], []
-        self._step = functools.cache(functools.partial(runs.make_train_step, recipe))
-        self._outer_steps = runs.make_outer_steps(recipe)
+        self._programs = runs.make_programs(recipe)
 
     def __call__(self, state: State, given: list[dict], first: int = 0) -> State:
         with jax.set_mesh(self.recipe.mesh):
             for number, batch in enumerate(given, first):
-                phase = runs.phase(self.recipe, number)
-                state, report = self._step(phase)(state, runs.put_batch(self.recipe, batch))
-                if fragments := runs.outer_after(self.recipe, number):
-                    state = self._outer_steps[fragments](state)
+                state, report = self._programs(number, state, runs.put_batch(self.recipe, batch))
                 self.losses.append(float(report.loss))
                 self.norms.append(float(report.grad_norm))
-                self.phases.append(phase)
+                self.phases.append(self._programs.phase(number))
         return state
 
 
 def begun(recipe, params, opt_state=None) -> State:
     """A new state at these parameters, and behind a warm-up at this optimizer state."""
-    zeros = lambda tree: jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)  # noqa: E731
-    state = zeros(recipe.abstract)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), recipe.abstract)
     params = runs.in_stages(recipe, params)
-    state = state._replace(params=params)
-    if state.opt_state is not None:
-        opt_state = recipe.optimizer.init(params) if opt_state is None else opt_state
-        state = state._replace(opt_state=opt_state)
-    if state.sync is not None and state.sync.params is not None:
-        stack = lambda leaf: np.broadcast_to(leaf, (recipe.mesh.shape["data"], *np.shape(leaf)))  # noqa: E731
-        state = state._replace(sync=state.sync._replace(params=jax.tree.map(stack, params)))
-    if state.sync is not None:
-        state = state._replace(sync=state.sync._replace(settled_at=np.int32(-1)))
-    return runs.put_state(recipe, state)
+    state = runs.put_state(recipe, zeros._replace(params=params))
+    new_opt_state, sync = recipe.init_sync(state.params)
+    if opt_state is None:
+        opt_state = new_opt_state
+    return runs.put_state(recipe, state._replace(opt_state=opt_state, sync=sync))
 
 
 # --------------------------------------------------------------------------- against plain loops
@@ -138,13 +128,13 @@ def test_gradients_that_come_late(plain):
     optimizer, update = updater("adamw")
     params, state, losses = plain.params, optimizer.init(plain.params), []
     recipe = make_recipe("stale", sync=dict(staleness=2))
-    late, lateness = strategy.SyncConfig("stale", staleness=2), np.zeros(4, "f4")
+    config, lateness = SyncConfig("stale", staleness=2), np.zeros(4, "f4")
     coming = [times(plain.params, 0) for _ in range(STEPS + 2)]
     seen = set()
     for number, batch in enumerate(batches()):
         made = plain.of_rows(params, batch, 4)
         losses.append(loss_of(made))
-        delays, lateness = strategy.delays(late, lateness, jnp.int32(number))
+        delays, lateness = late.delays(config, lateness, jnp.int32(number))
         seen |= set(delays.tolist())
         for delay, share in zip(delays.tolist(), shares_of(made), strict=True):
             coming[number + delay] = added([coming[number + delay], share])
@@ -171,11 +161,11 @@ def assert_one_bit(trained: Trained, state: State, wanted, first: int = 0):
     np.testing.assert_allclose(trained.losses[:num], losses[first:], rtol=TOLERANCE)
     assert_close(state.params, params, TOLERANCE)
     assert_close(state.opt_state[0].mu, mu, TOLERANCE)
-    assert_close(state.sync.kept.errors, signs.errors, TOLERANCE)
+    assert_close(state.sync.residuals.errors, signs.errors, TOLERANCE)
     shapes = {name: leaf.shape for name, leaf in trees.named(params).items()}
     servers = {
-        name: strategy.whole(array, shapes[name])
-        for name, array in jax.device_get(state.sync.kept.server).items()
+        name: reshard.whole(array, shapes[name])
+        for name, array in jax.device_get(state.sync.residuals.server).items()
     }
     assert_close(servers, signs.server, TOLERANCE)
 
@@ -191,23 +181,25 @@ def test_the_variance_is_frozen_when_it_has_settled(plain):
     recipe = make_recipe("one_bit", optimizer=config, sync=dict(warmup_steps=-1))
     state, norms, found = begun(recipe, plain.params), {}, -1
     with jax.set_mesh(recipe.mesh):
-        mean, batch = runs.make_train_step(recipe, MEAN), runs.put_batch(recipe, batches()[0])
+        programs, batch = runs.make_programs(recipe), runs.put_batch(recipe, batches()[0])
         for number in range(12):
-            state, report = mean(state, batch)
+            state, report = programs(number, state, batch)
             norms[number] = sum(
                 float(jnp.abs(v).sum()) for v in jax.tree.leaves(state.opt_state[0].nu)
             )
             if number % 2 and number >= 3 and found < 0:
                 low, high = sorted((norms[number], norms[number - 2]))
                 found = number if low / high >= 0.96 else -1
-            assert int(report.settled_at) == found
+            assert int(report.scalars["freeze_step"]) == found
         assert 3 <= found < 12
         assert runs.phase(recipe, found + 1, found) == MEAN
         assert runs.phase(recipe, found + 2, found) == COMPRESSED
         frozen = jax.device_get(state.opt_state[0].nu)
-        state, report = runs.make_train_step(recipe, COMPRESSED)(state, batch)
+        programs.freeze_step = 10  # as if the step before the last had found it
+        assert [programs.phase(number) for number in (11, 12)] == [MEAN, COMPRESSED]
+        state, report = programs(12, state, batch)
     assert_close(state.opt_state[0].nu, frozen, 0)
-    assert int(state.sync.updates) == 12 and np.isfinite(report.loss)
+    assert int(state.sync.num_updates) == 12 and np.isfinite(report.loss)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +223,7 @@ def zero_one(plain):
 
 def test_zero_one_adam(plain, zero_one):
     trained, state = zero_one
-    assert trained.phases[:STEPS] == [VARIANCE] * 3 + [ALONE] * 3
+    assert trained.phases[:STEPS] == [VARIANCE] * 3 + [LOCAL] * 3
     losses, params, mus = plain_zero_one(plain, trained.recipe)
     np.testing.assert_allclose(trained.losses[:STEPS], losses, rtol=TOLERANCE)
     assert_close(state.params, params, TOLERANCE)
@@ -365,11 +357,9 @@ def test_however_a_replica_is_split_it_is_the_same(whole_replicas, strategy, mes
     if strategy == "diloco":
         return
     shapes = {name: leaf.shape for name, leaf in trees.named(got).items()}
-    kept = [jax.device_get(each.sync.kept) for each in (state, wanted)]
+    kept = [jax.device_get(each.sync.residuals) for each in (state, wanted)]
     assert_close(kept[0].errors, kept[1].errors, TOLERANCE)
-    servers = [
-        {k: strategy_lib.whole(a, shapes[k]) for k, a in each.server.items()} for each in kept
-    ]
+    servers = [{k: reshard.whole(a, shapes[k]) for k, a in each.server.items()} for each in kept]
     assert_close(*servers, TOLERANCE)
 
 
@@ -397,9 +387,9 @@ def test_coordinates_without_a_gradient_do_not_move(plain, one_bit):
     got = np.asarray(state.params["embedding"])[UNUSED:]
     np.testing.assert_allclose(got, factor * plain.params["embedding"][UNUSED:], rtol=SAME)
     assert not np.any(np.asarray(state.opt_state[0].mu["embedding"])[UNUSED:])
-    kept = jax.device_get(state.sync.kept)
+    kept = jax.device_get(state.sync.residuals)
     assert not np.any(kept.errors["embedding"][:, UNUSED:])
-    server = strategy.whole(kept.server["embedding"], state.params["embedding"].shape)
+    server = reshard.whole(kept.server["embedding"], state.params["embedding"].shape)
     assert not np.any(server[UNUSED:]) and np.any(server[:UNUSED])
 
 
@@ -412,8 +402,7 @@ def spoilt(batch: dict) -> dict:
 def unchanged(state: State):
     """All but the counters that go on."""
     state = jax.device_get(state)
-    kept = state.sync._replace(taken=None, updates=None)
-    return state.params, state.opt_state, kept
+    return state.params, state.opt_state, state.sync._replace(num_updates=None)
 
 
 @pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
@@ -428,11 +417,12 @@ def test_a_bad_batch_leaves_all_as_it_was(plain, request, strategy):
     state, before = start(), jax.device_get(start())
     state = trained(state, [spoilt(good[0])], WARMUP)
     for got, was in zip(
-        jax.tree.leaves((state.params, state.opt_state, state.sync.kept)),
-        jax.tree.leaves((before.params, before.opt_state, before.sync.kept)), strict=True,
+        jax.tree.leaves((state.params, state.opt_state, state.sync.residuals)),
+        jax.tree.leaves((before.params, before.opt_state, before.sync.residuals)), strict=True,
     ):  # fmt: skip
         np.testing.assert_array_equal(got, was)
-    assert (int(state.guard.num_bad), int(state.step), int(state.sync.taken)) == (1, 1, 1)
+    assert (int(state.guard.num_bad), int(state.step)) == (1, 1)
+    assert int(state.sync.num_updates) == WARMUP
     state = trained(state, [good[0], spoilt(good[1]), good[1]], WARMUP)
     for got, was in zip(
         jax.tree.leaves(unchanged(state)), jax.tree.leaves(unchanged(wanted)), strict=True
@@ -448,7 +438,7 @@ def test_a_run_that_was_stopped_stays_where_it_is(plain, one_bit):
     start = start._replace(guard=start.guard._replace(stopped=stopped))
     before = jax.device_get(start)
     after = jax.device_get(trained(start, batches()[:1], WARMUP))
-    assert bool(after.guard.stopped) and int(after.step) == int(after.sync.taken) == 0
+    assert bool(after.guard.stopped) and int(after.step) == 0
     for got, was in zip(
         jax.tree.leaves(unchanged(after)), jax.tree.leaves(unchanged(before)), strict=True
     ):

@@ -1,6 +1,7 @@
 """Strategies between replicas: what runs when, who is late, and what is kept for other replicas."""
 
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +11,35 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import config, sharding
 from llmx.config import checks, describe
+from llmx.contract import Strategy, Timetable
 from llmx.model import families
 from llmx.step import optimizers
+from llmx.sync import late, replicas, reshard
 from llmx.sync import strategy as strategy_lib
-from llmx.sync.strategy import ALONE, COMPRESSED, MEAN, VARIANCE
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, VARIANCE
 
 ROUNDING = 1e-6  # of the largest number: fp32 sums in another order
 
 
-def table(strategy: str, total: int = 20, rates=None, **values) -> strategy_lib.Timetable:
-    chosen = strategy_lib.SyncConfig(strategy, **values)
-    return strategy_lib.timetable(
-        chosen, total_steps=total, rates=np.ones(total) if rates is None else rates
-    )
+def table(strategy: str, total: int = 20, rates=None, **values) -> Timetable:
+    rates = np.ones(total) if rates is None else rates
+    return strategy_lib.STRATEGIES[strategy].timetable(SyncConfig(strategy, **values), total, rates)
 
 
-def walk(found: strategy_lib.Timetable, settled_at: int = -1) -> list[str]:
-    return [found.phase(step, settled_at) for step in range(found.total_steps)]
+def walk(found: Timetable, freeze_step: int = -1) -> list[str]:
+    return [found.phase_of(step, freeze_step) for step in range(found.total_steps)]
 
 
 # -------------------------------------------------------------------------------- what runs when
 
 COMPRESSING = ["int8", "top_k", "power_sgd", "stale", "one_bit", "one_bit_lamb"]
-GOING_ALONE = ["local_sgd", "diloco"]
+LOCALLY = ["local_sgd", "diloco"]
 
 
 @pytest.mark.parametrize(
     "strategy, phase",
-    [("mean", MEAN), *((s, COMPRESSED) for s in COMPRESSING), *((s, ALONE) for s in GOING_ALONE)],
+    [("mean", MEAN), *((s, COMPRESSED) for s in COMPRESSING), *((s, LOCAL) for s in LOCALLY)],
 )
 def test_steps_of_mean_come_first(strategy, phase):
     for warmup, phases in (
@@ -49,16 +51,17 @@ def test_steps_of_mean_come_first(strategy, phase):
     ):
         found = table(strategy, warmup_steps=warmup)
         assert walk(found) == ([MEAN] * min(warmup, 20) + [phase] * 20)[:20]
-        assert found.phases == ((MEAN,) if strategy == "mean" else phases)
+        phases_of_all = (MEAN,) if strategy == "mean" else phases
+        assert found.phases_from(0) == phases_of_all
         for first in range(20):
             there = set(walk(found)[first:])
-            assert found.phases_from(first, -1) == tuple(p for p in found.phases if p in there)
+            assert found.phases_from(first, -1) == tuple(p for p in phases_of_all if p in there)
 
 
 @pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
 def test_the_variance_settles_and_is_frozen_from_the_second_step_on(strategy):
     found = table(strategy, warmup_steps=-1)
-    assert found.phases == (MEAN, COMPRESSED)
+    assert found.phases_from(0) == (MEAN, COMPRESSED)
     assert walk(found) == [MEAN] * 20
     assert walk(found, 0) == [MEAN] * 2 + [COMPRESSED] * 18
     assert walk(found, 7) == [MEAN] * 9 + [COMPRESSED] * 11
@@ -150,11 +153,11 @@ def test_the_intervals_of_zero_one(rates, warmup, every):
     last = len(rates) - 1
     exchanges = [step for step in range(len(rates)) if found.fragments_after(step)]
     assert exchanges == sorted({*meetings, last})
-    variances = [step for step in range(len(rates)) if found.phase(step) == VARIANCE]
+    variances = [step for step in range(len(rates)) if found.phase_of(step) == VARIANCE]
     assert variances == moments and set(moments) <= set(meetings)
-    others = {found.phase(step) for step in range(warmup, len(rates)) if step not in moments}
-    assert others == {ALONE}
-    assert found.phases == (*((MEAN,) if warmup else ()), VARIANCE, ALONE)
+    others = {found.phase_of(step) for step in range(warmup, len(rates)) if step not in moments}
+    assert others == {LOCAL}
+    assert found.phases_from(0) == (*((MEAN,) if warmup else ()), VARIANCE, LOCAL)
     assert rates[-1] == rates.max() or np.diff(exchanges).max() > 2
 
 
@@ -162,17 +165,17 @@ def test_zero_one_may_begin_where_nobody_updates_the_second_moment():
     """Behind the peak there are no updates of it any more, and no program for them."""
     rates = rates_of(schedule="cosine", warmup_steps=50, final_fraction=0.01)
     found = table("zero_one", len(rates), rates, warmup_steps=350)
-    assert found.phases == (MEAN, ALONE) and set(walk(found)[350:]) == {ALONE}
+    assert found.phases_from(0) == (MEAN, LOCAL) and set(walk(found)[350:]) == {LOCAL}
 
 
 # ------------------------------------------------------------------------------ bounded staleness
 
 
 def walk_delays(num_replicas: int, steps: int = 200, **values) -> tuple[np.ndarray, np.ndarray]:
-    chosen = strategy_lib.SyncConfig("stale", **values)
+    chosen = SyncConfig("stale", **values)
 
-    def one(lateness, taken):
-        delay, lateness = strategy_lib.delays(chosen, lateness, taken)
+    def one(lateness, step):
+        delay, lateness = late.delays(chosen, lateness, step)
         return lateness, (delay, lateness)
 
     start = jnp.zeros((num_replicas,))
@@ -201,15 +204,15 @@ def test_who_waits_is_less_late():
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_what_is_late_arrives(staleness):
     random = np.random.default_rng(0)
-    late = {"w": jnp.zeros((staleness, 3, 2))}
+    waiting = {"w": jnp.zeros((staleness, 3, 2))}
     delays = random.integers(0, staleness + 1, 30)
     sent = random.normal(size=(30, 3, 2)).astype("f4")
     due = np.zeros((30 + staleness, 3, 2))
     for step, delay in enumerate(delays):
         due[step + delay] += sent[step]
-        arrived, late = strategy_lib.delayed({"w": sent[step]}, late, jnp.asarray(delay))
+        arrived, waiting = late.delayed({"w": sent[step]}, waiting, jnp.asarray(delay))
         np.testing.assert_allclose(arrived["w"], due[step], atol=ROUNDING * 10)
-    np.testing.assert_allclose(late["w"], due[30:], atol=ROUNDING * 10)
+    np.testing.assert_allclose(waiting["w"], due[30:], atol=ROUNDING * 10)
 
 
 # ------------------------------------------------------------------------ onto another number
@@ -222,8 +225,10 @@ SHAPES = {
 SPLITS = {"blocks/w": PartitionSpec(None, "fsdp", None), "matrix": PartitionSpec("fsdp", None)}
 
 
-def state_of(strategy: str, n: int, fsdp: int = 1, splits=SPLITS, **values):
-    """The strategy's state with a number of its own in every place, and the replicas."""
+def strategy_of(
+    name: str, n: int, fsdp: int = 1, splits=SPLITS, **values
+) -> tuple[Strategy, object]:
+    """A strategy of replicas of these shapes, and its state with random numbers in it."""
     mesh = sharding.make_mesh({"data": n, "fsdp": fsdp}, devices=jax.devices()[: n * fsdp])
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in SHAPES.items()}
     specs = {name: splits.get(name, PartitionSpec()) for name in SHAPES}
@@ -232,15 +237,25 @@ def state_of(strategy: str, n: int, fsdp: int = 1, splits=SPLITS, **values):
         for name, spec in specs.items()
     }
     to = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    group = strategy_lib.replicas(
-        strategy_lib.SyncConfig(strategy, **values), mesh, shapes=shapes,
-        axes={name: axes for name, (_, axes) in SHAPES.items()}, updates=to,
-    )  # fmt: skip
+    chosen, technique = SyncConfig(name, **values), strategy_lib.STRATEGIES[name]
     placed = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to[name])
         for name, leaf in shapes.items()
     }
-    wanted = group.abstract(placed, {"mu": placed})
+    inputs = replicas.StrategyInputs(
+        config=chosen,
+        replicas=replicas.make(
+            chosen, mesh, technique.compressor, shapes=shapes,
+            axes={name: axes for name, (_, axes) in SHAPES.items()}, updates=to,
+        ),
+        loss=types.SimpleNamespace(params=placed, mesh=mesh, updates=to),
+        gradient=None, replica_gradient=None, optimizer=None,
+        optimizer_config=optimizers.OptimizerConfig(),
+        opt_state={"mu": placed},
+        update=None, with_head=lambda head: inputs, decays={}, forget_norms=lambda state: state,
+        timetable=technique.timetable(chosen, 20, np.ones(20)),
+    )  # fmt: skip
+    made = technique.make(inputs)
     random = np.random.default_rng(n)
 
     def numbers(leaf):
@@ -249,13 +264,14 @@ def state_of(strategy: str, n: int, fsdp: int = 1, splits=SPLITS, **values):
         )
         return jnp.asarray(drawn, leaf.dtype)
 
-    return group, jax.tree.map(numbers, wanted), wanted
+    return made, jax.tree.map(numbers, made.abstract[1])
 
 
-def regrouped(saved, wanted):
-    return strategy_lib.regrouped(
-        saved, wanted, {name: shape for name, (shape, _) in SHAPES.items()}
-    )
+def resharded(saved, strategy: Strategy, **ordered):
+    shapes = {name: shape for name, (shape, _) in SHAPES.items()}
+    found = strategy.reshard(saved, reshard.Layers(shapes, **ordered))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, strategy.abstract[1])
+    return found
 
 
 def alike(stacked) -> np.ndarray:
@@ -264,12 +280,12 @@ def alike(stacked) -> np.ndarray:
     return array
 
 
-def all_errors(state: strategy_lib.Sync) -> dict[str, np.ndarray]:
+def all_errors(state) -> dict[str, np.ndarray]:
     found = {}
-    for name, error in state.kept.errors.items():
+    for name, error in state.residuals.errors.items():
         found[name] = np.asarray(error, np.float64).sum(0)
-        if name in state.kept.server:
-            found[name] = found[name] + whole_by_hand(name, state.kept.server[name])
+        if name in state.residuals.server:
+            found[name] = found[name] + whole_by_hand(name, state.residuals.server[name])
     return found
 
 
@@ -300,79 +316,110 @@ def test_servers_parts_make_the_parameter_whole(split, n):
     length = (shape[1] // ways[1]) * (shape[2] // ways[2])
     q = -(-length // (8 * n)) * 8
     server = np.random.default_rng(0).normal(size=(n, shape[0], *ways[1:], q)).astype("f4")
-    np.testing.assert_array_equal(strategy_lib.whole(server, shape), whole_by_hand(name, server))
+    np.testing.assert_array_equal(reshard.whole(server, shape), whole_by_hand(name, server))
 
 
 @pytest.mark.parametrize("n", [2, 8, 3])
 @pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k", "power_sgd"])
 def test_what_was_not_sent_is_split_among_the_new_replicas(strategy, n):
-    _, saved, _ = state_of(strategy, 4, fsdp=2, rank=2)
-    _, _, wanted = state_of(strategy, n, rank=2)
-    found = regrouped(saved, wanted)
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    _, saved = strategy_of(strategy, 4, fsdp=2, rank=2)
+    wanted, _ = strategy_of(strategy, n, rank=2)
+    found = resharded(saved, wanted)
     before, after = all_errors(saved), all_errors(found)
     assert after.keys() == before.keys() and len(after) > 0
     for name, total in before.items():
-        alike(found.kept.errors[name])
+        alike(found.residuals.errors[name])
         np.testing.assert_allclose(after[name], total, atol=ROUNDING * np.abs(total).max())
+    residuals = found.residuals
     assert not any(
-        np.any(leaf) for leaf in (*found.kept.server.values(), *found.kept.queries.values())
+        np.any(leaf) for leaf in (*residuals.server.values(), *residuals.queries.values())
     )
-    assert (int(found.taken), int(found.updates)) == (7, 7)
+    if strategy == "one_bit":
+        assert (int(found.freeze_step), int(found.num_updates)) == (7, 7)
+        assert found.variance == saved.variance
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_another_split_of_as_many_replicas_keeps_the_errors_too(fsdp):
-    _, saved, _ = state_of("one_bit", 4, fsdp=3 - fsdp)
-    _, _, wanted = state_of("one_bit", 4, fsdp=fsdp)
-    before, after = all_errors(saved), all_errors(regrouped(saved, wanted))
+    _, saved = strategy_of("one_bit", 4, fsdp=3 - fsdp)
+    wanted, _ = strategy_of("one_bit", 4, fsdp=fsdp)
+    before, after = all_errors(saved), all_errors(resharded(saved, wanted))
     for name, total in before.items():
         np.testing.assert_allclose(after[name], total, atol=ROUNDING * np.abs(total).max())
 
 
 @pytest.mark.parametrize("n", [2, 8, 3])
 def test_what_is_on_its_way_still_arrives_in_its_turn(n):
-    _, saved, _ = state_of("stale", 4, staleness=3)
-    _, _, wanted = state_of("stale", n, staleness=3)
-    found = regrouped(saved, wanted)
-    for name, late in found.late.items():
+    _, saved = strategy_of("stale", 4, staleness=3)
+    wanted, _ = strategy_of("stale", n, staleness=3)
+    found = resharded(saved, wanted)
+    for name, waiting in found.late.items():
         total = np.asarray(saved.late[name]).sum(0)
-        assert alike(late).shape == (n, 3, *SHAPES[name][0])
-        np.testing.assert_allclose(late.sum(0), total, atol=ROUNDING * np.abs(total).max())
+        assert alike(waiting).shape == (n, 3, *SHAPES[name][0])
+        np.testing.assert_allclose(waiting.sum(0), total, atol=ROUNDING * np.abs(total).max())
+    assert found.late.keys() == SHAPES.keys()
     assert found.lateness.shape == (n,) and not np.any(found.lateness)
+    assert int(found.num_steps) == 7
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("staleness", [1, 2, 5])
+def test_under_another_staleness_all_that_is_on_its_way_arrives(staleness, n):
+    """In its turn, or in the last step that there is one for."""
+    _, saved = strategy_of("stale", 4, staleness=3)
+    wanted, _ = strategy_of("stale", n, staleness=staleness)
+    found = resharded(saved, wanted)
+    for name, waiting in found.late.items():
+        total = np.asarray(saved.late[name]).sum(0)
+        turns = np.zeros((staleness, *total.shape[1:]), "f4")
+        for turn, share in enumerate(total):
+            turns[min(turn, staleness - 1)] += share
+        np.testing.assert_allclose(
+            alike(waiting).sum(0), turns, atol=ROUNDING * np.abs(turns).max()
+        )
+    assert found.late.keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize("n", [2, 8, 3])
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "zero_one"])
 def test_replicas_of_their_own_begin_again_at_the_mean(strategy, n):
-    _, saved, _ = state_of(strategy, 4)
-    _, _, wanted = state_of(strategy, n)
-    found = regrouped(saved, wanted)
+    _, saved = strategy_of(strategy, 4)
+    wanted, _ = strategy_of(strategy, n)
+    found = resharded(saved, wanted)
     for old, new in zip(
         jax.tree.leaves((saved.params, saved.opt_state)),
         jax.tree.leaves((found.params, found.opt_state)), strict=True,
     ):  # fmt: skip
         assert alike(new).shape == (n, *old.shape[1:])
         np.testing.assert_allclose(new[0], np.asarray(old).mean(0), atol=ROUNDING)
+    if strategy == "zero_one":
+        np.testing.assert_array_equal(found.rates, saved.rates)
+        assert int(found.num_updates) == 7
+        return
     for name, momentum in saved.outer.items():
         np.testing.assert_array_equal(found.outer[name], momentum)
     assert bool(saved.outer) == (strategy == "diloco")
-    np.testing.assert_array_equal(found.rates, saved.rates)
 
 
 def test_layers_go_into_their_new_order():
-    _, saved, _ = state_of("one_bit", 4)
-    _, _, wanted = state_of("one_bit", 2)
+    _, saved = strategy_of("one_bit", 4)
+    wanted, _ = strategy_of("one_bit", 2)
     order = np.array([2, 0, 3, 1])
     ordered = lambda name, array: array[order] if name.startswith("blocks") else array  # noqa: E731
-    shapes = {name: shape for name, (shape, _) in SHAPES.items()}
-    found = strategy_lib.regrouped(saved, wanted, shapes, ordered)
-    before, after = all_errors(saved), all_errors(found)
+    before, after = all_errors(saved), all_errors(resharded(saved, wanted, ordered=ordered))
     np.testing.assert_allclose(after["blocks/w"], before["blocks/w"][order], atol=10 * ROUNDING)
     np.testing.assert_allclose(after["matrix"], before["matrix"], atol=10 * ROUNDING)
 
 
 # ------------------------------------------------------------------------------------------- checks
+
+
+def config_of(chosen: SyncConfig) -> config.Config:
+    """A config in which only the section can be wrong."""
+    whole = config.default()
+    whole.sync = chosen
+    whole.optimizer.name = "lamb" if chosen.strategy == "one_bit_lamb" else "adamw"
+    return whole
 
 
 @pytest.mark.parametrize(
@@ -401,17 +448,18 @@ def test_layers_go_into_their_new_order():
     ids=str,
 )  # fmt: skip
 def test_problems_name_value_limit_and_remedy(values, words):
-    [found] = strategy_lib.problems(strategy_lib.SyncConfig(**values))
+    [found] = strategy_lib.conflicts(config_of(SyncConfig(**values)))
     for word in words:
         assert word in found, f"{word!r} is not in: {found}"
 
 
 def test_all_problems_are_told_and_the_defaults_have_none():
-    assert strategy_lib.problems(strategy_lib.SyncConfig()) == []
+    assert strategy_lib.problems(SyncConfig()) == []
     for name in strategy_lib.STRATEGIES:
-        assert strategy_lib.problems(strategy_lib.SyncConfig(name, warmup_steps=1)) == []
-    wrong = strategy_lib.SyncConfig("diloco", every=0, fraction=2.0, outer_momentum=-1.0)
-    assert len(strategy_lib.problems(wrong)) == 3
+        assert strategy_lib.problems(SyncConfig(name, warmup_steps=1)) == []
+        assert strategy_lib.conflicts(config_of(SyncConfig(name, warmup_steps=1))) == []
+    wrong = SyncConfig("diloco", every=0, fraction=2.0, outer_momentum=-1.0)
+    assert len(strategy_lib.problems(wrong)) == len(strategy_lib.conflicts(config_of(wrong))) == 3
 
 
 def resolved(num_devices: int = 2, **values) -> config.Config:
