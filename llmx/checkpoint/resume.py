@@ -21,6 +21,9 @@ from llmx.sharding import trees
 from llmx.step import guard
 from llmx.step.step import Recipe
 from llmx.sync import reshard
+from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import MEAN
+from llmx.sync.strategy import STRATEGIES
 
 Log = Callable[[str], None]
 
@@ -81,6 +84,7 @@ def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) ->
         elif not _of_these_replicas(recipe, saved):
             state = state._replace(sync=_resharded(recipe, state.sync, saved.order))
             log(f"what replicas had not sent is split among {config.mesh.data}")
+        state = _entered(recipe, state, saved)
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
         state = state._replace(in_flight=recipe.init_in_flight(state.params))
@@ -90,6 +94,20 @@ def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) ->
             to = recipe.abstract.step.sharding
             state = state._replace(step=jax.device_put(np.int32(first), to))
     return restored._replace(state=state, step=first)
+
+
+def _entered(recipe: Recipe, state: State, saved: Document) -> State:
+    """The state on entry of a phase that the checkpoint's last step was not in, but would have been
+    with the present strategy and warm-up: that change of phase is seen by no step to come."""
+    section, last = saved.meta.get("config", {}).get("sync", {}), saved.step - 1
+    then = SyncConfig(**section)
+    table = STRATEGIES[then.strategy].timetable(then, saved.step, [1.0] * saved.step)
+    freeze_step = int(recipe.strategy.scalars(state.sync).get("freeze_step", -1))
+    phase = recipe.strategy.timetable.phase_of(last, freeze_step)
+    if last < 0 or phase == MEAN or table.phase_of(last, freeze_step) != MEAN:
+        return state
+    with jax.set_mesh(recipe.mesh):
+        return recipe.strategy.enter(state, MEAN, phase)
 
 
 def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:

@@ -114,6 +114,34 @@ def test_another_strategy_is_refused_and_the_checkpoint_left(tmp_path):
     assert (tmp_path / "checkpoints" / "1").exists()
 
 
+@pytest.mark.parametrize(
+    "before, warmup_steps, frozen",
+    [
+        (dict(), 1, True),
+        (dict(), 2, False),  # before the first step of the run: `train.Programs` does it
+        (ONE_BIT | dict(sync__warmup_steps=3), 1, True),
+        (ONE_BIT | dict(sync__warmup_steps=3), 4, False),
+        (ONE_BIT | dict(sync__warmup_steps=1), 1, False),  # it was, in the run that was saved
+    ],
+)
+def test_a_warm_up_that_now_ends_before_the_checkpoint_is_ended(
+    tmp_path, before, warmup_steps, frozen
+):
+    """No step to come is the first one behind it, which would freeze the variance."""
+    run, recipe = run_of(tmp_path, 2, **before)
+    with opened(tmp_path) as checkpoints:
+        state = recipe.init(0)
+        head = state.opt_state[0]
+        state = state._replace(
+            opt_state=(head._replace(count=head.count + 2), *state.opt_state[1:])
+        )
+        meta = dict(fingerprint=DATA.fingerprint, batch_size=8, config=config.to_json(run))
+        checkpoints.save(2, state, meta=meta, order=recipe.order)
+    _, found, first, _ = resumed(tmp_path, 2, **ONE_BIT | dict(sync__warmup_steps=warmup_steps))
+    assert first == 2 and int(found.sync.num_updates) == (2 if frozen else 0)
+    assert_same((found.params, found.opt_state), (state.params, state.opt_state))
+
+
 @pytest.mark.parametrize("values", [dict(), ONE_BIT, DILOCO], ids=["mean", "one_bit", "diloco"])
 def test_every_replica_starts_with_the_parameters_of_another_run(tmp_path, values):
     wanted = save(tmp_path / "other", 3, 1)

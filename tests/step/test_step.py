@@ -385,7 +385,7 @@ def test_state_is_born_split(layout):
 
 
 def test_gathered_bytes_are_those_of_whole_weights_in_the_compute_dtype():
-    recipe = make_recipe("data 8")
+    recipe = make_recipe("data 8", sharding__gather="step")
     matrices = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(recipe.abstract.params)
