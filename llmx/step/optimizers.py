@@ -255,10 +255,10 @@ TAILS = {"adamw": _adamw_tail, "lamb": _lamb_tail}
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": _behind_adam(_adamw_tail),  # arXiv 1711.05101
-    "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
     "adafactor": _adafactor,  # arXiv 1804.04235
     "lion": _lion,  # arXiv 2302.06675
     "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
+    "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
 }
 
 
