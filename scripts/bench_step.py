@@ -24,6 +24,7 @@ import optax
 
 from llmx import config, train
 from llmx.config import checks, flags, recipe
+from llmx.runtime import launch
 
 KERNELS = {
     "reference": "as in the bare step",
@@ -150,6 +151,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=20, help="of 10 steps each")
     args = parser.parse_args()
     _, run, problems = flags.parse(flags.parser("bench", ""), ["--config", args.config])
+    launch.start(run.launch)
     run = checks.resolve(run, 1, problems=problems)
     run.metrics.progress = "off"
     steps = 10

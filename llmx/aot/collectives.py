@@ -14,15 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmx.aot import hlo_text, instruction_costs
-from llmx.aot.hlo_text import (
-    Computation,
-    Frame,
-    Instruction,
-    Module,
-    collective_kind,
-    label,
-    source_of,
-)
+from llmx.aot.hlo_text import Computation, Frame, Instruction, Module, collective_kind, source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +151,7 @@ def fusion_contents(analysis: Analysis, fusion: Instruction) -> FusionContents:
 
 
 def read_collective(
-    analysis: Analysis,
-    frame: Frame,
-    instruction: Instruction,
-    *,
-    fusion: Instruction | None = None,
+    analysis: Analysis, frame: Frame, instruction: Instruction, *, fusion: Instruction | None = None
 ) -> tuple[list[Collective], list[str]]:
     """A collective at its start, by itself or in a fusion, and what is unknown of it.
 
@@ -181,7 +169,7 @@ def read_collective(
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the others: room for the result, offsets and sizes
         unknown.append(
-            f"bytes of {label(instruction)}: they depend on data; its whole operand is counted"
+            f"bytes of {instruction.label}: they depend on data; its whole operand is counted"
         )
     size = sum(operand.bytes for operand in operands)
     if kind == "all-gather" and n:
@@ -215,7 +203,7 @@ def _participants(
         groups = hlo_text.groups_of(instruction, analysis.module.num_partitions)
     if groups is None:
         note = (
-            f"devices that {label(instruction)} joins: its groups cannot be parsed; it is counted "
+            f"devices that {instruction.label} joins: its groups cannot be parsed; it is counted "
             "with the largest possible number of bytes on the wire"
         )
         return None, 0, [note]
@@ -224,7 +212,11 @@ def _participants(
     n = max((len(group) for group in groups), default=1)
     axes = analysis.mesh.spanned(groups, analysis.mesh.within) if n > 1 else ()
     if axes is None:
-        return None, n, [f"mesh axes of {label(instruction)}: its groups are not of this mesh"]
+        return (
+            None,
+            n,
+            [f"mesh axes of {instruction.label}: its groups are not of this mesh"],
+        )
     return axes, n, []
 
 
@@ -284,7 +276,7 @@ def _sliced_bytes(module: Module, frame: Frame, reduce: Instruction, n: int) -> 
         elements = [
             user
             for user in frame.computation.users[result.name]
-            if user.op == "get-tuple-element" and int(user.attribute("index")) == number
+            if user.op == "get-tuple-element" and user.index == number
         ]
         limit = array.arrays[0].size // n
         if elements and all(_only_sliced(module, frame, one, limit) for one in elements):
@@ -308,10 +300,9 @@ def _only_sliced(module: Module, frame: Frame, array: Instruction, limit: int) -
             if not hlo_text.depends_on_device(module, frame, user.operands[1:]):
                 return False
         elif user.op == "fusion":
-            (computation,) = module.called(user)
-            inner = Frame(computation, user, frame)
+            inner = frame.enter(module, user)
             for number, name in enumerate(user.operands):
-                parameter = computation.parameters[number]
+                parameter = inner.computation.parameters[number]
                 if name == array.name and not _only_sliced(module, inner, parameter, limit):
                     return False
         else:
@@ -396,14 +387,12 @@ def read_chains(
         )
         collectives += [
             dataclasses.replace(
-                one,
-                asynchronous=len(fusions) > 1,
-                hidden_by=between,
+                one, asynchronous=len(fusions) > 1, hidden_by=between,
                 name=",".join(fusion.name for fusion in fusions),
                 source=one.source or source_of(last),
             )
             for one in found
-        ]
+        ]  # fmt: skip
         unknown += notes
         firsts.append((inside, part))
     return collectives, unknown, firsts
@@ -450,7 +439,7 @@ def read_send(
         target, sizes = _TARGET.search(send.attributes), mesh.across
         groups = _slice_groups(target.group(1)) if target else None
     else:
-        return [], [f"purpose of {label(send)}: it leaves the devices"]
+        return [], [f"purpose of {send.label}: it leaves the devices"]
     n = max(len(group) for group in groups) if groups else 0
     axes = mesh.spanned(groups, sizes) if groups else None
     size = sum(operand.bytes for operand in operands) * (n if transfer == "all-gather" else 1)
@@ -462,7 +451,7 @@ def read_send(
         name=send.name,
         source=source_of(send) or f"{transfer} {_rendezvous(send) or ''}".strip(),
     )  # fmt: skip
-    return [collective], [] if axes is not None else [f"destination of {label(send)}"]
+    return [collective], [] if axes is not None else [f"destination of {send.label}"]
 
 
 def _rendezvous(instruction: Instruction) -> str | None:

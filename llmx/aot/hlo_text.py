@@ -116,6 +116,17 @@ class Instruction:
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found and found.group(1)
 
+    @property
+    def label(self) -> str:
+        """The name in the text and the operation in the traced program, for messages."""
+        source = source_of(self)
+        return f"{self.name} ({source})" if source else self.name
+
+    @property
+    def index(self) -> int:
+        """The element that a get-tuple-element takes."""
+        return int(self.attribute("index"))
+
     def integers(self, name: str) -> tuple[int, ...]:
         """The numbers of `name={0,1}`; () where there is none."""
         found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
@@ -285,12 +296,6 @@ def source_of(instruction: Instruction) -> str:
     return f"{short[:_HEAD_OF_SOURCE]}...{short[_HEAD_OF_SOURCE + 3 - _LONGEST_SOURCE :]}"
 
 
-def label(instruction: Instruction) -> str:
-    """The instruction's name in the text and its operation in the traced program."""
-    source = source_of(instruction)
-    return f"{instruction.name} ({source})" if source else instruction.name
-
-
 # ------------------------------------------------------------------------------------ device groups
 
 _GRID = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=[,\s)]|$)")
@@ -368,6 +373,11 @@ class Frame:
     # Inside the loop that is analysed, elements of its state that change stay symbols.
     symbolic: bool = False
 
+    def enter(self, module: Module, caller: Instruction) -> "Frame":
+        """The frame of the one computation that an instruction runs."""
+        (computation,) = module.called(caller)
+        return Frame(computation, caller, self, self.symbolic)
+
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
@@ -386,32 +396,26 @@ _SAME = {
 def scalar(module: Module, frame: Frame, name: str, path: tuple[int, ...] = ()) -> Scalar | None:
     """The integer that an instruction (element `path` of its tuple) yields; None: unknown."""
     instruction = frame.computation.by_name[name]
-    if instruction.op == "constant":
-        return (
-            Scalar(int(instruction.literal))
-            if re.fullmatch(r"-?\d+", instruction.literal)
-            else None
-        )
-    if instruction.op in _SAME:
-        return scalar(module, frame, instruction.operands[0], path)
-    if instruction.op == "get-tuple-element":
-        return scalar(
-            module, frame, instruction.operands[0], (int(instruction.attribute("index")), *path)
-        )
-    if instruction.op == "tuple" and path:
-        return scalar(module, frame, instruction.operands[path[0]], path[1:])
-    if instruction.op == "parameter":
+    op, operands = instruction.op, instruction.operands
+    if op == "constant":
+        text = instruction.literal
+        return Scalar(int(text)) if re.fullmatch(r"-?\d+", text) else None
+    if op in _SAME:
+        return scalar(module, frame, operands[0], path)
+    if op == "get-tuple-element":
+        return scalar(module, frame, operands[0], (instruction.index, *path))
+    if op == "tuple" and path:
+        return scalar(module, frame, operands[path[0]], path[1:])
+    if op == "parameter":
         return _parameter(module, frame, int(instruction.literal), path)
-    if instruction.op in ("fusion", "call"):
-        (computation,) = module.called(instruction)
-        inner = Frame(computation, instruction, frame, frame.symbolic)
-        return scalar(module, inner, computation.root.name, path)
-    if instruction.op == "while":
+    if op in ("fusion", "call"):
+        inner = frame.enter(module, instruction)
+        return scalar(module, inner, inner.computation.root.name, path)
+    if op == "while":
         constant = path and _is_invariant(module, instruction, path[0])
-        return scalar(module, frame, instruction.operands[0], path) if constant else None
-    if instruction.op in ("add", "subtract", "multiply"):
-        left, right = (scalar(module, frame, operand) for operand in instruction.operands)
-        return _combine(instruction.op, left, right)
+        return scalar(module, frame, operands[0], path) if constant else None
+    if op in ("add", "subtract", "multiply"):
+        return _combine(op, *(scalar(module, frame, operand) for operand in operands))
     return None
 
 
@@ -435,15 +439,11 @@ def _parameter(module: Module, frame: Frame, number: int, path: tuple[int, ...])
 def _combine(op: str, left: Scalar | None, right: Scalar | None) -> Scalar | None:
     if left is None or right is None:
         return None
-    if left.symbol is None and right.symbol is None:
-        a, b = left.value, right.value
-        return Scalar({"add": a + b, "subtract": a - b, "multiply": a * b}[op])
-    if op == "add" and (left.symbol is None or right.symbol is None):
-        symbol = right.symbol if left.symbol is None else left.symbol
-        return Scalar(left.value + right.value, symbol)
-    if op == "subtract" and right.symbol is None:
-        return Scalar(left.value - right.value, left.symbol)
-    return None
+    a, b = left.value, right.value
+    value = {"add": a + b, "subtract": a - b, "multiply": a * b}[op]
+    if right.symbol is None and (left.symbol is None or op != "multiply"):
+        return Scalar(value, left.symbol)
+    return Scalar(value, right.symbol) if op == "add" and left.symbol is None else None
 
 
 def _is_invariant(module: Module, loop: Instruction, index: int) -> bool:
@@ -454,7 +454,7 @@ def _is_invariant(module: Module, loop: Instruction, index: int) -> bool:
     instruction = body.by_name[body.root.operands[index]]
     return (
         instruction.op == "get-tuple-element"
-        and int(instruction.attribute("index")) == index
+        and instruction.index == index
         and body.by_name[instruction.operands[0]].op == "parameter"
     )
 
@@ -475,9 +475,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     compare = condition.root
     while compare.op in ("fusion", *_SAME):
         if compare.op == "fusion":
-            (computation,) = module.called(compare)
-            inner = Frame(computation, compare, inner, symbolic=True)
-            compare = computation.root
+            inner = inner.enter(module, compare)
+            compare = inner.computation.root
         else:
             compare = inner.computation.by_name[compare.operands[0]]
     if compare.op != "compare":
@@ -530,31 +529,28 @@ def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> boo
             continue
         seen.add((id(where.computation), name, path))
         instruction = where.computation.by_name[name]
-        if instruction.op in ("partition-id", "replica-id"):
+        op, operands = instruction.op, instruction.operands
+        if op in ("partition-id", "replica-id"):
             return True
-        if instruction.op == "parameter" and where.caller is not None:
-            todo += [(where.parent, source, path) for source in _sources(where, instruction, path)]
-        elif instruction.op == "get-tuple-element":
-            todo.append(
-                (where, instruction.operands[0], (int(instruction.attribute("index")), *path))
-            )
-        elif instruction.op == "tuple" and path:
-            todo.append((where, instruction.operands[path[0]], path[1:]))
-        elif instruction.op in ("fusion", "call"):
-            (computation,) = module.called(instruction)
-            todo.append((Frame(computation, instruction, where), computation.root.name, path))
-        elif instruction.op == "while":
-            todo.append((where, instruction.operands[0], path))
+        if op == "parameter" and where.caller is not None:
+            todo += [(where.parent, source, path) for source in _sources(where, instruction)]
+        elif op == "get-tuple-element":
+            todo.append((where, operands[0], (instruction.index, *path)))
+        elif op == "tuple" and path:
+            todo.append((where, operands[path[0]], path[1:]))
+        elif op in ("fusion", "call"):
+            inner = where.enter(module, instruction)
+            todo.append((inner, inner.computation.root.name, path))
+        elif op == "while":
+            todo.append((where, operands[0], path))
         else:
-            todo += [(where, operand, ()) for operand in instruction.operands]
+            todo += [(where, operand, ()) for operand in operands]
     return False
 
 
-def _sources(frame: Frame, parameter: Instruction, path: tuple[int, ...]) -> list[str]:
+def _sources(frame: Frame, parameter: Instruction) -> Sequence[str]:
     """The operands of a computation's caller that a parameter may be."""
-    number = int(parameter.literal)
+    operands, number = frame.caller.operands, int(parameter.literal)
     if frame.caller.op == "while":
-        return [frame.caller.operands[0]]
-    if frame.caller.op == "conditional":
-        return list(frame.caller.operands[1:])
-    return list(frame.caller.operands[number : number + 1])
+        return operands[:1]
+    return operands[1:] if frame.caller.op == "conditional" else operands[number : number + 1]

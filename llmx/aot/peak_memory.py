@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from llmx.aot import hlo_text
 from llmx.aot.hlo_text import Instruction
@@ -120,13 +120,9 @@ def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
             seen = False
         elif kind and (value := _VALUE.match(line)):
             name, size, offset, shape = value.groups()
-            assigned = _Value(
-                name=name.removesuffix("{}"),
-                shape="tuple" if shape.startswith("(") else shape.partition("{")[0],
-                begin=int(offset),
-                end=int(offset) + int(size),
-                argument="parameter" in kind,
-            )
+            shape = "tuple" if shape.startswith("(") else shape.partition("{")[0]
+            begin, argument = int(offset), "parameter" in kind
+            assigned = _Value(name.removesuffix("{}"), shape, begin, begin + int(size), argument)
             if "preallocated-temp" in kind:
                 temporary.append(assigned)
             elif not seen:  # the others reuse its memory: outputs that overwrite arguments
@@ -195,7 +191,7 @@ def _buffers(
     values: Iterable[_Value], others: Sequence[_Value], ranges: Ranges, program: str
 ) -> list[Buffer]:
     """The values as buffers, equal ones in groups, largest first."""
-    sources, instructions = _Sources(program), {}
+    line_of, instructions = _source_lines(program), {}
     for computation in hlo_text.parse(program).computations.values():
         instructions |= computation.by_name
     groups: dict[tuple, list[int]] = collections.defaultdict(list)
@@ -204,7 +200,7 @@ def _buffers(
         names = [one.name for one in (value, *_same_slot(value, others, ranges))]
         origins = [_origin(instructions, name) for name in names]
         operation, frame = max(origins, key=lambda pair: (pair[1] > 0, len(pair[0])))
-        key = (value.shape, _readable(operation), sources.line(frame), value.argument)
+        key = (value.shape, _readable(operation), line_of(frame), value.argument)
         groups[key].append(value.end - value.begin)
     buffers = [
         Buffer(
@@ -275,38 +271,30 @@ def _readable(operation: str) -> str:
     return "/".join(part for part in parts if part not in _TRACING and not part.startswith("jit("))
 
 
-class _Sources:
-    """Lines of source, from the tables at the head of a program."""
+def _source_lines(program: str) -> Callable[[int], str]:
+    """A function from a stack frame to the innermost line of llmx, else of any file, in it."""
+    files = dict(_table(program, "FileNames", r'"([^"]*)"'))
+    row = r"\{file_name_id=(\d+) function_name_id=\d+ line=(\d+)"
+    lines = {
+        number: (files[file], line) for number, file, line in _table(program, "FileLocations", row)
+    }
+    row = r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    frames = {number: fields for number, *fields in _table(program, "StackFrames", row)}
 
-    def __init__(self, program: str):
-        self._files = dict(_table(program, "FileNames", r'"([^"]*)"'))
-        self._locations = {
-            number: (file, line)
-            for number, file, line in _table(
-                program, "FileLocations", r"\{file_name_id=(\d+) function_name_id=\d+ line=(\d+)"
-            )
-        }
-        self._frames = {
-            number: (location, parent)
-            for number, location, parent in _table(
-                program, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-            )
-        }
-
-    def line(self, frame: int) -> str:
-        """The innermost line of llmx, else of any file, that a stack frame comes from."""
+    def line_of(frame: int) -> str:
         innermost, number = "", str(frame)
-        while number in self._frames:
-            location, parent = self._frames[number]
-            file, line = self._locations[location]
-            path = self._files[file]
-            where = f"{pathlib.PurePath(path).name}:{line}"
-            innermost = innermost or where
+        while number in frames:
+            location, parent = frames[number]
+            path, line = lines[location]
+            text = f"{pathlib.PurePath(path).name}:{line}"
+            innermost = innermost or text
             if "/llmx/" in path:
-                return where
+                return text
             # Numbers of parents are written plus one; 1 is none.
             number = str(int(parent) - 1) if parent else ""
         return innermost
+
+    return line_of
 
 
 def _table(program: str, title: str, row: str) -> list[tuple[str, ...]]:

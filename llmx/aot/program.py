@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from llmx.aot import collectives, hlo_text, instruction_costs
 from llmx.aot.collectives import Analysis, Collective
-from llmx.aot.hlo_text import Frame, Instruction, collective_kind, label, source_of
+from llmx.aot.hlo_text import Frame, Instruction, collective_kind, source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +172,8 @@ def _computation(analysis: Analysis, frame: Frame) -> CostReport:
     reports = [CostReport(collectives=tuple(chained), bytes=moved, unknown=tuple(notes))]
     for instruction in frame.computation.instructions:
         moved = instruction_costs.bytes_of(analysis.module, frame.computation, instruction)
-        reports += [
-            CostReport(bytes=moved),
-            _cycles(instruction),
-            _instruction(analysis, frame, instruction),
-        ]
+        costs = _instruction(analysis, frame, instruction)
+        reports += [CostReport(bytes=moved), _cycles(instruction), costs]
     return _sum(reports)
 
 
@@ -187,8 +184,7 @@ def _instruction(analysis: Analysis, frame: Frame, instruction: Instruction) -> 
     if instruction.op == "conditional":
         return _branches(analysis, frame, instruction)
     if instruction.op == "call":
-        (computation,) = analysis.module.called(instruction)
-        return _computation(analysis, Frame(computation, instruction, frame))
+        return _computation(analysis, frame.enter(analysis.module, instruction))
     if instruction.op in ("call-start", "async-start"):
         return _asynchronous(analysis, frame, instruction)
     if instruction.op in ("fusion", "fusion-start"):
@@ -231,8 +227,7 @@ def _products(flops: float, unread: Sequence[str]) -> CostReport:
 
 def _asynchronous(analysis: Analysis, frame: Frame, start: Instruction) -> CostReport:
     """The costs of a computation that runs beside others, often on a core of its own."""
-    (computation,) = analysis.module.called(start)
-    report = _computation(analysis, Frame(computation, start, frame))
+    report = _computation(analysis, frame.enter(analysis.module, start))
     overlap = collectives.overlap_of(analysis, frame.computation, start)
     return dataclasses.replace(
         report,
@@ -251,7 +246,7 @@ def _loop(analysis: Analysis, frame: Frame, loop: Instruction) -> CostReport:
     )
     if trips is not None:
         return _sum([_repeated(body, trips), _repeated(condition, trips + 1)])
-    note = f"trip count of the loop {label(loop)}: its end depends on data"
+    note = f"trip count of the loop {loop.label}: its end depends on data"
     return _sum([_repeated(body, None), _repeated(condition, None), CostReport(unknown=(note,))])
 
 
@@ -272,7 +267,7 @@ def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> Cos
     ]
     if differing:
         unknown.append(
-            f"branch that {label(conditional)} takes: {', '.join(differing)}; "
+            f"branch that {conditional.label} takes: {', '.join(differing)}; "
             "the most of each is counted"
         )
     return CostReport(
@@ -302,7 +297,7 @@ def _cycles(instruction: Instruction) -> CostReport:
     cycles = int(instruction.configured("estimated_cycles") or 0)
     if cycles < _NO_ESTIMATE:
         return CostReport(estimated_cycles=float(cycles))
-    note = f"{_NO_CYCLES}{label(instruction)}: XLA has no estimate"
+    note = f"{_NO_CYCLES}{instruction.label}: XLA has no estimate"
     return CostReport(estimated_cycles=None, unknown=(note,))
 
 
@@ -311,12 +306,7 @@ def _kernel(call: Instruction) -> CostReport:
     named = re.search(r', name = "([\w.\-]+)"', call.config)  # Pallas on GPU
     name = named.group(1) if named else re.sub(r"\.\d+$", "", call.name)
     communicates = '"has_communication":true' in call.config
-    kernel = Kernel(
-        name=name,
-        target=call.quoted("custom_call_target"),
-        count=1,
-        flops=float(estimate.group(1)) if estimate else None,
-        source=source_of(call),
-    )
+    flops = float(estimate.group(1)) if estimate else None
+    kernel = Kernel(name, call.quoted("custom_call_target"), 1, flops, source_of(call))
     unknown = (f"bytes that the kernel {name} sends to other devices",) if communicates else ()
     return CostReport(kernels=(kernel,), unknown=unknown)

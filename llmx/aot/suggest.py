@@ -10,8 +10,9 @@ import copy
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmx import config, sharding
 from llmx.aot import compiler
@@ -38,8 +39,7 @@ ENOUGH = 2  # fitting variants that end it
 MOST_TENSOR = 16  # devices along `tensor`, on a TPU slice
 
 
-@dataclasses.dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """How much memory each dimension saves; 0 = nothing."""
 
     layout: int
@@ -51,8 +51,7 @@ class Levels:
 
     def at_least(self, other: "Levels") -> bool:
         """Whether this saves at least as much as `other` in every dimension."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return all(mine >= theirs for mine, theirs in pairs)
+        return all(map(operator.ge, self, other))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +115,7 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
         }
         if not changes:
             continue
-        levels = dataclasses.replace(
-            levels_of(Variant(changes, here, 0.0).of(run)), halvings=halvings
-        )
+        levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
         made.append(Variant(changes, levels, _cost(levels) - _cost(here)))
     return sorted(made, key=lambda one: (one.cost, len(one.changes)))
 
@@ -203,23 +200,17 @@ def _level(value: str, costs: dict[str, float]) -> int:
 
 
 def _cost(levels: Levels) -> float:
-    return (
-        list(LAYOUT_COSTS.values())[levels.layout]
-        + list(GATHER_COSTS.values())[levels.gather]
-        + list(REMAT_COSTS.values())[levels.remat]
-        + DOUBLED_ACCUMULATION_COST * levels.accumulation
-        + DOUBLED_TENSOR_COST * levels.tensor
-        + HALVED_BATCH_COST * levels.halvings
-    )
+    tables = (LAYOUT_COSTS, GATHER_COSTS, REMAT_COSTS)
+    doublings = (DOUBLED_ACCUMULATION_COST, DOUBLED_TENSOR_COST, HALVED_BATCH_COST)
+    costs = [list(table.values())[level] for table, level in zip(tables, levels[:3], strict=True)]
+    return sum(costs) + sum(map(operator.mul, doublings, levels[3:]))
 
 
 def _mesh(run: config.Config, tensor: int) -> dict[str, int]:
-    """A mesh with another tensor axis: its devices come from fsdp, else from data."""
-    giver = "fsdp" if run.mesh.fsdp > 1 else "data"
-    return {
-        f"mesh.{giver}": vars(run.mesh)[giver] * run.mesh.tensor // tensor,
-        "mesh.tensor": tensor,
-    }
+    """A mesh with another tensor axis, whose devices come from fsdp, or from data."""
+    source = "fsdp" if run.mesh.fsdp > 1 else "data"
+    rest = vars(run.mesh)[source] * run.mesh.tensor // tensor
+    return {f"mesh.{source}": rest, "mesh.tensor": tensor}
 
 
 def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:
