@@ -159,9 +159,8 @@ def schedule_asap(
     return Table(name, *np.moveaxis(np.array(rows, int).reshape(-1, len(orders), 3), 2, 0))
 
 
-Pairs = list[
-    tuple[int, int] | None
-]  # microbatch and chunk; None is a turn in which nothing is done
+# Microbatch and chunk; None is a turn in which nothing is done.
+Pairs = list[tuple[int, int] | None]
 
 
 def in_phases(
@@ -265,12 +264,12 @@ def _wrong_counts(table: Table) -> Iterator[str]:
     stage_of = {chunk: count.most_common(1)[0][0] for chunk, count in stages.items()}
     seen = {}
     for tick, stage, operation in table.operations():
-        place = f"tick {tick}, stage {stage}: {text(operation)}"
+        where = f"tick {tick}, stage {stage}: {text(operation)}"
         if operation in seen:
-            yield f"{place} is done already in {seen[operation]}"
+            yield f"{where} is done already in {seen[operation]}"
         seen.setdefault(operation, f"tick {tick}, stage {stage}")
         if (home := stage_of[operation[2]]) != stage:
-            yield f"{place}: stage {home} holds this chunk"
+            yield f"{where}: stage {home} holds this chunk"
     kinds = [FORWARD, BACKWARD] + [WEIGHT] * table.splits_backward
     sizes = range(table.num_microbatches), range(table.num_chunks)
     for operation in itertools.product(kinds, *sizes):
@@ -285,13 +284,13 @@ def _wrong_counts(table: Table) -> Iterator[str]:
 def _wrong_times(table: Table) -> Iterator[str]:
     ticks = operation_ticks(table)
     for tick, stage, operation in table.operations():
-        place = f"tick {tick}, stage {stage}: {text(operation)}"
+        where = f"tick {tick}, stage {stage}: {text(operation)}"
         for need in needs(operation, table.num_chunks):
             if ticks[need] >= ticks[operation]:
-                yield f"{place} needs {text(need)} in an earlier tick, and it is in {ticks[need]}"
+                yield f"{where} needs {text(need)} in an earlier tick, and it is in {ticks[need]}"
         if table.periodic and ticks[operation] >= 2 * table.num_ticks:
             yield (
-                f"{place} comes {ticks[operation] // table.num_ticks} periods after its step "
+                f"{where} comes {ticks[operation] // table.num_ticks} periods after its step "
                 "began, at most 1 may: it would take a third version of the weights; use more "
                 "microbatches"
             )

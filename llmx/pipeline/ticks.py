@@ -179,31 +179,28 @@ def _fill_written(table: Table, rows: Row, lifetimes, slot_of, slots, loops) -> 
     """Sets the slots that operations write, in place.
 
     In ticks whose loop has such an operation every stage writes; a stage without one writes to a
-    slot that is free, for which `slots` grows if it must.
+    free slot, for which `slots` grows if it must.
     """
-    kinds = [set(row) for row in table.kind.tolist()]
-    loop_kinds = [set()] * table.num_ticks
+    writes = (("saved", rows.save_slot, FORWARD), ("deferred", rows.defer_slot, BACKWARD))
+    occupied = {
+        (name, tick % table.num_ticks, stage, slot_of[name][key])
+        for name, *_ in writes
+        for key, (stage, first, last) in lifetimes[name].items()
+        for tick in range(first, last + 1)
+    }
     for first, length, times in loops:
-        for tick in range(first, first + length):
-            same = range(tick, first + length * times, length)
-            for other in same:
-                loop_kinds[other] = set().union(*(kinds[t] for t in same))
-    for name, written, maker in (
-        ("saved", rows.save_slot, FORWARD),
-        ("deferred", rows.defer_slot, BACKWARD),
-    ):
-        occupied = [
-            _occupied(lifetimes[name], slot_of[name], stage, table.num_ticks)
-            for stage in range(table.num_stages)
-        ]
-        for cell in itertools.product(range(table.num_ticks), range(table.num_stages)):
-            key = int(table.microbatch[cell]), int(table.chunk[cell])
-            if table.kind[cell] == maker and key in slot_of[name]:
-                written[cell] = slot_of[name][key]
-            elif lifetimes[name] and maker in loop_kinds[cell[0]]:
-                used = occupied[cell[1]][cell[0]]
-                written[cell] = next(n for n in itertools.count() if n not in used)
-                slots[name] = max(slots[name], int(written[cell]) + 1)
+        for body, (name, written, maker) in itertools.product(range(length), writes):
+            ticks = range(first + body, first + length * times, length)
+            if not lifetimes[name] or not (table.kind[ticks] == maker).any():
+                continue
+            for tick, stage in itertools.product(ticks, range(table.num_stages)):
+                key = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
+                slot = slot_of[name].get(key) if table.kind[tick, stage] == maker else None
+                if slot is None:
+                    free = (n for n in itertools.count() if (name, tick, stage, n) not in occupied)
+                    slot = next(free)
+                written[tick, stage] = slot
+                slots[name] = max(slots[name], slot + 1)
 
 
 def _fill_idle_microbatches(table: Table, rows: Row, num_slots: int) -> None:
@@ -238,16 +235,6 @@ def _periodic_slots(starts, ends, period: int) -> tuple[list[int], int]:
     for block in blocks:
         slots[block] = np.arange(len(block))
     return slots.tolist(), max(map(len, blocks))
-
-
-def _occupied(lifetimes: Lifetimes, slot_of: dict, stage: int, ticks: int) -> list[set[int]]:
-    """By tick, the slots of a stage that hold a value."""
-    occupied = [set() for _ in range(ticks)]
-    for key, (at, first, end) in lifetimes.items():
-        if at == stage:
-            for tick in range(first, end + 1):
-                occupied[tick % ticks].add(slot_of[key])
-    return occupied
 
 
 def forwards(table: Table) -> Table:
