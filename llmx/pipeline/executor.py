@@ -3,13 +3,7 @@
 A tick of the table is an iteration of a loop (`tick.run_tick`). Consecutive ticks of one kind of
 operation are one loop whose body has that operation and no other; so are ticks that alternate
 between two kinds. In ticks of several kinds each stage takes the branch of its own.
-
-The table gives each value a slot in a buffer for as long as it is needed (`ticks.program`):
-
-    inputs      of a chunk, from their arrival to FORWARD
-    gradients   of a chunk's output, from their arrival to BACKWARD
-    saved       activations that the remat policy saves, from FORWARD to BACKWARD
-    deferred    operands of weight gradients, from BACKWARD to WEIGHT
+Values that wait for a later tick have slots in buffers (`tick.Carry`, `ticks.program`).
 
 Embedding and head are on all stages, each with an equal share of the vocabulary, and all stages
 compute those of each microbatch together (arXiv 2411.05288): no stage has more to hold or to do
@@ -110,8 +104,8 @@ def _context(program, chunks, functions, mesh, params, batches, kinds, grad_buff
     blocks = jax.tree.map(lambda leaf: with_leading(leaf, leaf.shape[0] // stages, of=1), blocks)
     context = Context(
         program=program, chunks=chunks, functions=functions, links=Links(mesh),
-        weights=tuple(to_stages(blocks, mesh) for blocks, _ in params),
-        outer=tuple(outer for _, outer in params),
+        weights=tuple(to_stages(stacked, mesh) for stacked, _ in params),
+        outer=tuple(others for _, others in params),
         batch=jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches),
         block_buffers=blocks, backward_buffers=blocks, outer_buffers=outer,
         kinds=_kinds(chunks, kinds, mesh),
@@ -200,11 +194,8 @@ def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
     """Records of a chunk's deferred weight gradients, with types over its layers, and the gradient
     buffers of the backward operation, which leave these out."""
     size = context.chunks.size
-    buffers = jax.tree.map(
-        lambda leaf, uses_dot: dot.WeightGradRecord() if uses_dot else leaf,
-        context.block_buffers,
-        context.functions.uses_dot,
-    )
+    record_or = lambda leaf, uses_dot: dot.WeightGradRecord() if uses_dot else leaf  # noqa: E731
+    buffers = jax.tree.map(record_or, context.block_buffers, context.functions.uses_dot)
 
     def trace(x_BTD):
         weights, _, side_inputs, kinds = context.arguments(0, 0)

@@ -123,13 +123,7 @@ def schedule_asap(
     """The table in which each stage does its `orders`, every operation as soon as it can.
 
     `turns` are the kinds of operation that a tick may hold, one tick after the other and then from
-    the first again; ticks in which no stage would work are left out. A schedule of your own for two
-    stages and two microbatches:
-
-        F, B = FORWARD, BACKWARD
-        first = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]  # kind, microbatch, chunk
-        last = [(F, 0, 1), (B, 0, 1), (F, 1, 1), (B, 1, 1)]
-        table = schedule_asap("mine", [first, last])
+    the first again; ticks in which no stage would work are left out. Example: docs/pipeline.md.
 
     Raises ValueError where the orders wait for each other.
     """

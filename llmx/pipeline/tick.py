@@ -59,7 +59,7 @@ class Residuals(NamedTuple):
 
     structure: Any
     argument_of: tuple[int | None, ...]  # for each value, which of the arguments it is
-    saved: tuple[jax.ShapeDtypeStruct, ...]  # types of those that are no argument
+    saved: tuple[Any, ...]  # types of those that are no argument
 
 
 class Carry(NamedTuple):
@@ -154,9 +154,8 @@ class Links:
 
     def _manual(self, local: Callable, x_BTD: jax.Array) -> jax.Array:
         to = jax.typeof(x_BTD).sharding.spec
-        return jax.shard_map(local, mesh=self.mesh, in_specs=to, out_specs=to, check_vma=False)(
-            x_BTD
-        )
+        region = jax.shard_map(local, mesh=self.mesh, in_specs=to, out_specs=to, check_vma=False)
+        return region(x_BTD)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
