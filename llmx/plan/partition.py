@@ -453,7 +453,7 @@ def layers_of(
     again = costs.recomputed_flops_by_layer(
         model, sequence_length=sequence_length, remat=remat, loss_chunks=loss_chunks
     )
-    saved = costs.kept_bytes_by_layer(
+    saved = costs.saved_bytes_by_layer(
         model, remat=remat, loss_chunks=loss_chunks, compute_bytes=size.compute
     )
     parameters = costs.parameters_by_layer(model)
