@@ -39,7 +39,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Analysis:
-    """The program that is read, and what was found in it so far."""
+    """The program that is read, and intermediate results."""
 
     module: Module
     mesh: "SlicedMesh"
@@ -381,7 +381,7 @@ def read_chains(
     for fusions, inside, part in _chains(analysis, frame.computation):
         first, last = fusions[0], fusions[-1]
         inner = Frame(inside, first, frame)
-        found, notes = read_collective(analysis, inner, part, fusion=first)
+        listed, notes = read_collective(analysis, inner, part, fusion=first)
         between = _num_computes(
             analysis, frame.computation, position[first.name], position[last.name] + 1
         )
@@ -391,7 +391,7 @@ def read_chains(
                 name=",".join(fusion.name for fusion in fusions),
                 source=one.source or source_of(last),
             )
-            for one in found
+            for one in listed
         ]  # fmt: skip
         unknown += notes
         firsts.append((inside, part))

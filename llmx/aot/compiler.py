@@ -19,7 +19,7 @@ from llmx.aot import program as program_lib
 from llmx.aot.report import Memory, Result
 from llmx.config import checks
 
-EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
+EXCHANGE = "exchange"  # in addition to the phases of `llmx.sync`: what replicas do between steps
 
 
 class CompileError(RuntimeError):
@@ -134,8 +134,8 @@ def _lowered(run: config.Config, setup, phase: str, batch: Any) -> Any:
     if phase == EXCHANGE:
         every_part = tuple(range(setup.timetable.num_fragments))
         return step.make_meetings(setup)[every_part].lower(setup.abstract)
-    made = recipe.make_train_step(run, setup, **({"phase": phase} if phase else {}))
-    return made.lower(setup.abstract, batch)
+    train_step = recipe.make_train_step(run, setup, **({"phase": phase} if phase else {}))
+    return train_step.lower(setup.abstract, batch)
 
 
 def _fused(setup, phase: str) -> tuple[int, tuple[int, ...]]:
@@ -240,13 +240,13 @@ def _versions(topology: topologies.Topology) -> dict[str, str]:
     import jax
 
     packages = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
-    found = {"jax": jax.__version__}
+    versions = {"jax": jax.__version__}
     for package in packages[topology.platform]:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -83,11 +83,11 @@ class Instruction:
     def _end(self) -> int:
         """Where the parenthesis of the operands closes."""
         depth = 0
-        for found in re.finditer(r"[()]", self.rest):
-            if found.group() == "(":
+        for match in re.finditer(r"[()]", self.rest):
+            if match.group() == "(":
                 depth += 1
             elif depth == 0:
-                return found.start()
+                return match.start()
             else:
                 depth -= 1
         return len(self.rest)
@@ -113,8 +113,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The name or number that follows `name=`."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
-        return found and found.group(1)
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return match and match.group(1)
 
     @property
     def label(self) -> str:
@@ -129,18 +129,18 @@ class Instruction:
 
     def integers(self, name: str) -> tuple[int, ...]:
         """The numbers of `name={0,1}`; () where there is none."""
-        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(number) for number in found.group(1).split(",") if number) if found else ()
+        match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(number) for number in match.group(1).split(",") if number) if match else ()
 
     def quoted(self, name: str) -> str | None:
         """The text of `name="..."`."""
-        found = re.search(rf'\b{name}="([^"]*)"', self.attributes)
-        return found and found.group(1)
+        match = re.search(rf'\b{name}="([^"]*)"', self.attributes)
+        return match and match.group(1)
 
     def configured(self, name: str) -> str | None:
         """The value of `"name":"value"` or `"name":value` in `backend_config`."""
-        found = re.search(rf'"{name}":"?([\w.$\-+]+)', self.config)
-        return found and found.group(1)
+        match = re.search(rf'"{name}":"?([\w.$\-+]+)', self.config)
+        return match and match.group(1)
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Instruction:
             "call": ("to_apply",),
             "call-start": ("to_apply",),
         }.get(self.op, ("calls",))
-        return tuple(found for name in names if (found := self.attribute(name)))
+        return tuple(match for name in names if (match := self.attribute(name)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,17 +253,17 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("the program's text has no ENTRY computation: it is cut off")
     count = {
-        name: int(found.group(1)) if (found := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
+        name: int(match.group(1)) if (match := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
         for name in ("num_partitions", "replica_count")
     }
     return Module(computations, entry, count["num_partitions"], count["replica_count"])
 
 
 def _instruction(text: str) -> Instruction:
-    found = _LINE.match(text)
-    if found is None:
+    match = _LINE.match(text)
+    if match is None:
         raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
-    root, name, type_text, op, rest = found.groups()
+    root, name, type_text, op, rest = match.groups()
     return Instruction(name, type_text, op, rest, bool(root))
 
 
@@ -311,16 +311,16 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | N
     None: the notation is unknown.
     """
     text = instruction.attributes
-    if found := _GRID.search(text):
-        shape, dims, order = (_integers(part or "") for part in found.groups())
+    if match := _GRID.search(text):
+        shape, dims, order = (_integers(part or "") for part in match.groups())
         ids = np.arange(math.prod(dims)).reshape(dims)
         return (ids.transpose(order) if order else ids).reshape(shape).tolist()
-    if found := _MESH.search(text):
-        return _mesh_groups(*found.groups())
-    if found := _LIST.search(text):
-        if found.group(1) is None:
+    if match := _MESH.search(text):
+        return _mesh_groups(*match.groups())
+    if match := _LIST.search(text):
+        if match.group(1) is None:
             return [list(range(num_devices))]
-        return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", found.group(1))]
+        return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", match.group(1))]
     return None
 
 

@@ -46,8 +46,8 @@ def read_dump(folder: str | pathlib.Path, module: str) -> Dump:
     files = [path for path in pathlib.Path(folder).glob("*.txt") if module in path.name]
 
     def text(ending: str) -> str:
-        found = [path for path in files if path.name.endswith(ending)]
-        return found[0].read_text() if found else ""
+        texts = [path for path in files if path.name.endswith(ending)]
+        return texts[0].read_text() if texts else ""
 
     return Dump(text(_BEFORE), text(_AFTER), text(_ASSIGNMENT), text(_LIVE_RANGES))
 
@@ -103,9 +103,6 @@ def at_peak(dump: Dump) -> Peak | None:
     return Peak(num_bytes, tuple(_buffers(shown, temporary, ranges, dump.after)))
 
 
-# ------------------------------------------------------------------------------------- reading
-
-
 def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
     """The permanent and the temporary values in the device's main memory."""
     permanent, temporary, kind = [], [], ""
@@ -136,9 +133,6 @@ def _live_ranges(text: str) -> dict[str, tuple[int, int]]:
     rows = re.findall(r"^\s+(\S+):(\d+)-(\d+)$", body, re.MULTILINE)
     # The only array of an instruction has an empty index here and none in the assignment.
     return {name.removesuffix("{}"): (int(first), int(last)) for name, first, last in rows}
-
-
-# ---------------------------------------------------------------------------------------- peak
 
 
 def _live_at(moment: int, values: Iterable[_Value], ranges: Ranges) -> list[_Value]:
@@ -182,9 +176,6 @@ def _without_overlaps(values: list[_Value], ranges: Ranges) -> list[_Value]:
         if all(value.end <= one.begin or one.end <= value.begin for one in chosen):
             chosen.append(value)
     return chosen
-
-
-# --------------------------------------------------------------------------------- description
 
 
 def _buffers(
@@ -233,15 +224,16 @@ def _same_slot(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[
 
 
 def _origin(instructions: Mapping[str, Instruction], name: str) -> tuple[str, int]:
-    """(operation, stack frame) of a value; of its operand if the compiler made the value."""
-    made = instructions.get(re.sub(r"\{.*", "", name))
-    if made is None:
+    """(operation, stack frame) of a value; of its operand if the compiler created it."""
+    instruction = instructions.get(re.sub(r"\{.*", "", name))
+    if instruction is None:
         return "", 0
-    operation, frame = _traced(made)
-    if operation or made.op in ("parameter", "while"):
+    operation, frame = _traced(instruction)
+    if operation or instruction.op in ("parameter", "while"):
         return operation, frame
-    operation, frame = _traced(instructions.get(made.operands[0])) if made.operands else ("", 0)
-    return (f"{made.op} of {operation}", frame) if operation else (made.op, 0)
+    operand = instruction.operands[0] if instruction.operands else ""
+    operation, frame = _traced(instructions.get(operand))
+    return (f"{instruction.op} of {operation}", frame) if operation else (instruction.op, 0)
 
 
 def _traced(instruction: Instruction | None) -> tuple[str, int]:
@@ -260,9 +252,9 @@ _TRACING = {"while", "body", "closed_call", "checkpoint", "eval_jaxpr", "shard_m
 
 def _readable(operation: str) -> str:
     """Without the parts of a name that tracing adds; the first of merged names."""
-    made, of, source = operation.partition(" of ")
+    op, of, source = operation.partition(" of ")
     if of:
-        return f"{made} of {_readable(source)}"
+        return f"{op} of {_readable(source)}"
     if operation.startswith(("state", "batch")):  # state.params[\'blocks\'][\'mlp\']
         return re.sub(r"\[\\?'([^]]*?)\\?'\]", r"/\1", operation)
     parts = operation.partition(":")[0].split("/")

@@ -51,7 +51,7 @@ class CostReport:
     ) -> tuple[Collective, ...]:
         """The collectives of a kind (or of several), over exactly `axes`, over at least `across`.
 
-        All of them by default. Those whose axes are unknown are found by their kind only.
+        All of them by default. Those whose axes are unknown are selected by kind only.
         """
         kinds = {kind} if isinstance(kind, str) else kind
         wanted = {axes} if isinstance(axes, str) else None if axes is None else set(axes)
@@ -102,9 +102,6 @@ def _not_visited(analysis: Analysis) -> list[str]:
         return []
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return [f"executions of {listed}: no instruction is known to run their computations"]
-
-
-# ----------------------------------------------------------------------- sums of optional numbers
 
 
 def times(count: float | None, value: float | None) -> float | None:
@@ -162,9 +159,6 @@ def _repeated(report: CostReport, trips: int | None) -> CostReport:
     )
 
 
-# -------------------------------------------------------------------------------- computations
-
-
 def _computation(analysis: Analysis, frame: Frame) -> CostReport:
     """The costs of a computation executed once."""
     chained, notes, firsts = collectives.read_chains(analysis, frame)
@@ -195,12 +189,12 @@ def _instruction(analysis: Analysis, frame: Frame, instruction: Instruction) -> 
         return _products(flops or 0.0, [] if flops is not None else [instruction.name])
     if instruction_costs.is_kernel(instruction):
         return _kernel(instruction)
-    found, notes = [], []
+    listed, notes = [], []
     if instruction.op == "send":
-        found, notes = collectives.read_send(analysis, frame.computation, instruction)
+        listed, notes = collectives.read_send(analysis, frame.computation, instruction)
     elif collective_kind(instruction):
-        found, notes = collectives.read_collective(analysis, frame, instruction)
-    return CostReport(collectives=tuple(found), unknown=tuple(notes))
+        listed, notes = collectives.read_collective(analysis, frame, instruction)
+    return CostReport(collectives=tuple(listed), unknown=tuple(notes))
 
 
 def _fusion(analysis: Analysis, frame: Frame, fusion: Instruction) -> CostReport:
@@ -211,9 +205,9 @@ def _fusion(analysis: Analysis, frame: Frame, fusion: Instruction) -> CostReport
         if (computation, instruction) in chained:
             continue  # counted where the chain begins
         inner = Frame(computation, fusion, frame)
-        found, notes = collectives.read_collective(analysis, inner, instruction, fusion=fusion)
+        listed, notes = collectives.read_collective(analysis, inner, instruction, fusion=fusion)
         moved = instruction_costs.bytes_of(analysis.module, computation, instruction)
-        reports.append(CostReport(collectives=tuple(found), bytes=moved, unknown=tuple(notes)))
+        reports.append(CostReport(collectives=tuple(listed), bytes=moved, unknown=tuple(notes)))
     return _sum(reports)
 
 
@@ -226,7 +220,7 @@ def _products(flops: float, unread: Sequence[str]) -> CostReport:
 
 
 def _asynchronous(analysis: Analysis, frame: Frame, start: Instruction) -> CostReport:
-    """The costs of a computation that runs beside others, often on a core of its own."""
+    """The costs of a computation that runs asynchronously, often on a core of its own."""
     report = _computation(analysis, frame.enter(analysis.module, start))
     overlap = collectives.overlap_of(analysis, frame.computation, start)
     return dataclasses.replace(

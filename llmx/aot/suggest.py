@@ -100,7 +100,7 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
         sorted({run.mesh.tensor, *(2**n for n in _DOUBLINGS if 2**n <= most_tensor)}),
         _HALVINGS,
     )
-    made = []
+    listed = []
     for layout, gather, remat, accumulation, tensor, halvings in combinations:
         wanted = {
             "sharding.layout": layout,
@@ -116,8 +116,8 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
         if not changes:
             continue
         levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
-        made.append(Variant(changes, levels, _cost(levels) - _cost(here)))
-    return sorted(made, key=lambda one: (one.cost, len(one.changes)))
+        listed.append(Variant(changes, levels, _cost(levels) - _cost(here)))
+    return sorted(listed, key=lambda one: (one.cost, len(one.changes)))
 
 
 @dataclasses.dataclass(frozen=True)
