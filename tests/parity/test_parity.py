@@ -9,45 +9,24 @@ in fp32: rounding alone differs, as sums are taken in another order.
 thousands of programs.
 """
 
-import functools
-
 import jax
 import numpy as np
 import pytest
-from support import compare, packed, pairwise, parity_grid, runs
+from support import compare, pairwise, parity_grid, runs
 
 from llmx.config import ConfigError
 
 TOLERANCE = 1e-5  # relative; the contract of docs/architecture.md, seen: below 3e-6
 BF16_TOLERANCE = 1e-2  # bf16 has 8 bits: 4e-3 for one number
-STEPS = 3
-
-
-@functools.cache
-def batches() -> list[dict]:
-    return packed.batches(
-        STEPS, rows=parity_grid.BATCH, length=parity_grid.LENGTH, vocab=parity_grid.VOCAB
-    )
-
-
-@functools.cache
-def reference(family: str, num_layers: int):
-    """What one device does: the initial state on the host, and three steps from it."""
-    staged = dict(model__num_layers=num_layers)
-    recipe = parity_grid.make_recipe(
-        parity_grid.PLAIN | dict(family=family), attention__implementation="reference", **staged
-    )
-    state = recipe.init(0)
-    return jax.device_get(state), runs.train(recipe, batches(), state)
 
 
 def trained(row: dict, precision: str = "fp32"):
     """(of the row's program, of one device)."""
-    initial, wanted = reference(row["family"], parity_grid.num_layers(row))
+    initial, wanted = parity_grid.reference(row["family"], parity_grid.num_layers(row))
     recipe = parity_grid.make_recipe(row, precision)
     # Stages have their layers in another order: born so, by the same seed.
     state = recipe.init(0) if row["stage"] > 1 else runs.put_state(recipe, initial)
-    return runs.train(recipe, batches(), state), wanted
+    return runs.train(recipe, parity_grid.batches(), state), wanted
 
 
 def pytest_generate_tests(metafunc):

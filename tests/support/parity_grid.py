@@ -8,12 +8,13 @@ import functools
 import itertools
 import math
 
-from support import pairwise, runs
+import jax
+from support import packed, pairwise, runs
 from support.pairwise import Rule
 
 from llmx.pipeline import schedules
 
-BATCH, LENGTH, VOCAB = 32, 16, 257
+BATCH, LENGTH, VOCAB, STEPS = 32, 16, 257, 3
 DEVICES = 8
 MESH_AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
 
@@ -103,6 +104,9 @@ RULES = (
 PLAIN = {axis: values[0] for axis, values in AXES.items()}
 
 
+REFERENCE = dict(attention__implementation="reference")
+
+
 # Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more.
 EXTREMES = [
     PLAIN | changes
@@ -145,9 +149,9 @@ def num_layers(row: dict) -> int:
     return 3 if row["stage"] == 1 else 9
 
 
-def make_recipe(row: dict, precision: str = "fp32", **keys):
-    """The program of a row."""
-    model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row))
+def make_recipe(row: dict, precision: str = "fp32", model: dict | None = None, **keys):
+    """The program of a row, with changes of the model and other keys of the config."""
+    model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
     return runs.make_recipe(
         runs.make_config(
@@ -156,7 +160,6 @@ def make_recipe(row: dict, precision: str = "fp32", **keys):
             mesh={axis: row[axis] for axis in MESH_AXES},
             precision=precision,
             remat=row["remat"],
-            batch__size=BATCH,
             batch__sequence_length=LENGTH,
             batch__accumulation=row["accumulation"],
             sharding__layout=row["layout"],
@@ -167,9 +170,23 @@ def make_recipe(row: dict, precision: str = "fp32", **keys):
             attention__zigzag=row["zigzag"],
             loss__chunks=row["chunks"],
             loss__z_loss=1e-4,
-            **runs.PARITY_OPTIMIZER | options | keys,
+            **runs.PARITY_OPTIMIZER | dict(batch__size=BATCH) | options | keys,
         )
     )
+
+
+@functools.cache
+def batches() -> list[dict]:
+    return packed.batches(STEPS, rows=BATCH, length=LENGTH, vocab=VOCAB)
+
+
+@functools.cache
+def reference(family: str, num_layers: int):
+    """What one device does: the initial state on the host, and three steps from it."""
+    row = PLAIN | dict(family=family)
+    recipe = make_recipe(row, model=dict(num_layers=num_layers), **REFERENCE)
+    state = recipe.init(0)
+    return jax.device_get(state), runs.train(recipe, batches(), state)
 
 
 def name(row: dict) -> str:
