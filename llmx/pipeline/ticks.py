@@ -140,25 +140,24 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
     stage_of, last = table.stage_of, table.num_chunks - 1
     chunk_of = ModelChunks((1,) * table.num_chunks, tuple(stage_of)).local_index
     none = lambda *shape: np.full(shape, -1)  # noqa: E731
-    rows = Row(
+    reads = {"inputs": "input_slot", "saved": "saved_slot"}
+    reads |= {"gradients": "gradient_slot", "deferred": "deferred_slot"}
+    fields = {name: none(ticks, stages) for name in Row._fields}
+    fields |= {name: none(ticks) for name in ("embedding", "head", "embedding_gradient")}
+    fields |= {name: np.zeros((ticks, stages), int) for name in reads.values()}
+    rows = Row(**fields)._replace(
         chunk=np.where(table.kind == IDLE, 0, np.array(chunk_of)[table.chunk]),
-        embedding=none(ticks), head=none(ticks), embedding_gradient=none(ticks),
-        is_first=(table.chunk == 0).astype(int), kind=table.kind, microbatch=none(ticks, stages),
-        input_slot=np.zeros((ticks, stages), int), gradient_slot=np.zeros((ticks, stages), int),
-        saved_slot=np.zeros((ticks, stages), int), deferred_slot=np.zeros((ticks, stages), int),
-        save_slot=none(ticks, stages), defer_slot=none(ticks, stages),
-        head_gradient_slot=none(ticks, stages), input_arrivals={}, gradient_arrivals={},
-    )  # fmt: skip
-    reads = dict(
-        inputs=rows.input_slot, saved=rows.saved_slot,
-        gradients=rows.gradient_slot, deferred=rows.deferred_slot,
-    )  # fmt: skip
+        is_first=(table.chunk == 0).astype(int),
+        kind=table.kind,
+        input_arrivals={},
+        gradient_arrivals={},
+    )
     arrivals = {"inputs": rows.input_arrivals, "gradients": rows.gradient_arrivals}
     for tick, stage, (kind, m, k) in table.operations():
         number = m + when[kind, m, k] // ticks * table.num_microbatches
         rows.microbatch[tick, stage] = number
         for name, read in reads.items():
-            read[tick, stage] = slot_of[name].get((m, k), 0)
+            getattr(rows, read)[tick, stage] = slot_of[name].get((m, k), 0)
         if kind == FORWARD and k == 0:
             rows.embedding[tick] = number
         if kind == FORWARD and k == last:

@@ -223,7 +223,7 @@ def test_only_the_executor_crosses_stages():
 # --------------------------------------------------------------------------------------- what fails
 
 
-def test_layers_that_do_not_fill_the_parts():
+def test_layers_that_do_not_fill_the_chunks():
     with pytest.raises(ValueError, match="add up to 8 layers"):
         stages.cut(8, (0, 1), (3, 4))
     with pytest.raises(ValueError, match="too few"):
