@@ -153,7 +153,7 @@ def schedule_asap(
     return Table(name, *np.moveaxis(np.array(rows, int).reshape(-1, len(orders), 3), 2, 0))
 
 
-# Microbatch and chunk; None is a turn in which nothing is done.
+# Microbatch and chunk; None = a turn without an operation.
 Pairs = list[tuple[int, int] | None]
 
 
@@ -195,7 +195,7 @@ class Facts:
     busy: float  # what a stage works of it: 3 per microbatch
     bubble: float  # fraction of the length that a stage idles, mean over stages
     # int[stages]: the most pairs of chunk and microbatch at once ...
-    peak_stash: np.ndarray  # ... between FORWARD and the last use of what it kept
+    peak_stash: np.ndarray  # ... between FORWARD and the last use of what it saved
     peak_waiting_weights: np.ndarray  # ... between BACKWARD and WEIGHT
 
 
