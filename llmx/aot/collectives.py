@@ -47,9 +47,6 @@ class Analysis:
     visited: set[str]  # names of collectives and products
 
 
-# ----------------------------------------------------------------------------- devices and the mesh
-
-
 @dataclasses.dataclass(frozen=True)
 class SlicedMesh:
     """The mesh, split into what lies within a TPU slice and what lies across slices."""
@@ -104,9 +101,6 @@ def sliced_mesh(
     return SlicedMesh(axes, within, tuple(across))
 
 
-# ------------------------------------------------------------------------------------------ fusions
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusionContents:
     """Products and collectives of a fusion's computation."""
@@ -145,9 +139,6 @@ def fusion_contents(analysis: Analysis, fusion: Instruction) -> FusionContents:
             flops, tuple(unread), tuple(collectives), frozenset(targets)
         )
     return analysis.fusions[computation.name]
-
-
-# -------------------------------------------------------------------------------------- collectives
 
 
 def read_collective(
@@ -246,8 +237,6 @@ def _wire_bytes(kind: str, size: int, n: int) -> int:
     return round(size * share * (2 if kind == "all-reduce" else 1))
 
 
-# ------------------------------------------------------- all-reduces of which only a slice is used
-
 # Operations that return a whole array in another form.
 _RESHAPING = {"bitcast", "convert", "copy", "copy-start", "copy-done", "reshape", "transpose"}
 
@@ -310,9 +299,6 @@ def _only_sliced(module: Module, frame: Frame, array: Instruction, limit: int) -
     return bool(users)
 
 
-# ------------------------------------------------------------------------------------------ overlap
-
-
 def _done(computation: Computation, start: Instruction) -> Instruction | None:
     """The done of an asynchronous start; None: it is not in this computation."""
     for user in computation.users[start.name]:
@@ -366,9 +352,6 @@ def _computes(analysis: Analysis, instruction: Instruction) -> bool:
     return not (asynchronous or moves or collective_kind(instruction))
 
 
-# ------------------------------------------------- one collective that several fusions carry out
-
-
 def read_chains(
     analysis: Analysis, frame: Frame
 ) -> tuple[list[Collective], list[str], list[tuple[Computation, Instruction]]]:
@@ -413,8 +396,6 @@ def _chains(
                 ended.append(open_chains.pop(key))
     return ended + list(open_chains.values())
 
-
-# ------------------------------------------------------------------------------- between TPU slices
 
 _TRANSFERS = {
     "ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter",

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-# -------------------------------------------------------------------------------------------- types
-
 _SPECIAL_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _TYPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
@@ -49,18 +47,6 @@ class Array:
         return -(-self.size * bits_of(self.dtype) // 8)
 
 
-def arrays_of(type_text: str) -> tuple[Array, ...]:
-    """The arrays of a type, tuples flattened, without tokens."""
-    return tuple(
-        Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in _TYPE.findall(type_text)
-        if dtype not in ("token", "opaque")
-    )
-
-
-# ------------------------------------------------------------------------------------- instructions
-
-
 @dataclasses.dataclass(eq=False)
 class Instruction:
     """One instruction. `rest` is its line after the opening parenthesis of the operands."""
@@ -73,7 +59,12 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        return arrays_of(self.type)
+        """The arrays of its type, tuples flattened, without tokens."""
+        return tuple(
+            Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
+            for dtype, dims in _TYPE.findall(self.type)
+            if dtype not in ("token", "opaque")
+        )
 
     @property
     def bytes(self) -> int:
@@ -232,7 +223,11 @@ def parse(text: str) -> Module:
 
     def finish():
         if pieces:
-            current.instructions.append(_instruction("\n".join(pieces)))
+            text = "\n".join(pieces)
+            if (match := _LINE.match(text)) is None:
+                raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
+            root, name, type_text, op, rest = match.groups()
+            current.instructions.append(Instruction(name, type_text, op, rest, bool(root)))
             pieces.clear()
 
     for line in lines[1:]:
@@ -258,16 +253,6 @@ def parse(text: str) -> Module:
     }
     return Module(computations, entry, count["num_partitions"], count["replica_count"])
 
-
-def _instruction(text: str) -> Instruction:
-    match = _LINE.match(text)
-    if match is None:
-        raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
-    root, name, type_text, op, rest = match.groups()
-    return Instruction(name, type_text, op, rest, bool(root))
-
-
-# -------------------------------------------------------------------------------------------- names
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -295,8 +280,6 @@ def source_of(instruction: Instruction) -> str:
         return short
     return f"{short[:_HEAD_OF_SOURCE]}...{short[_HEAD_OF_SOURCE + 3 - _LONGEST_SOURCE :]}"
 
-
-# ------------------------------------------------------------------------------------ device groups
 
 _GRID = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=[,\s)]|$)")
 _MESH = re.compile(
@@ -358,9 +341,6 @@ def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] |
 
 def _integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number.strip()]
-
-
-# ------------------------------------------------------------------------- scalars and trip counts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

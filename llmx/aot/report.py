@@ -205,8 +205,7 @@ def _compute(result: Result) -> list[str]:
         "compute of a device and step",
         f"  {'model':20}{_flops(result.model_flops):>12}   forward and backward",
     ]
-    program = result.program
-    if program is None:
+    if (program := result.program) is None:
         return lines
     flops = "unknown" if program.flops is None else _flops(program.flops)
     note = "matrix products, recomputed ones included, kernels not"

@@ -87,15 +87,12 @@ def levels_of(run: config.Config) -> Levels:
 
 
 def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
-    """All variants of a resolved config, cheapest first; some are invalid configs.
-
-    `most_tensor`: devices that are joined by fast links.
-    """
+    """All variants of a resolved config, cheapest first; some are invalid configs."""
     here = levels_of(run)
     combinations = itertools.product(
-        _ladder(run.sharding.layout, LAYOUT_COSTS),
-        _ladder(run.sharding.gather, GATHER_COSTS),
-        _ladder(run.remat, REMAT_COSTS),
+        LAYOUT_COSTS if run.sharding.layout in LAYOUT_COSTS else [run.sharding.layout],
+        GATHER_COSTS if run.sharding.gather in GATHER_COSTS else [run.sharding.gather],
+        REMAT_COSTS if run.remat in REMAT_COSTS else [run.remat],
         sorted({1, *(run.batch.accumulation * 2**n for n in _DOUBLINGS)}),
         sorted({run.mesh.tensor, *(2**n for n in _DOUBLINGS if 2**n <= most_tensor)}),
         _HALVINGS,
@@ -110,9 +107,7 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
             "batch.accumulation": accumulation,
             **_mesh(run, tensor),
         }
-        changes = {
-            key: value for key, value in wanted.items() if value != config.get_value(run, key)
-        }
+        changes = {k: value for k, value in wanted.items() if value != config.get_value(run, k)}
         if not changes:
             continue
         levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
@@ -120,8 +115,7 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
     return sorted(listed, key=lambda one: (one.cost, len(one.changes)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Bytes of one device."""
 
     levels: Levels
@@ -146,13 +140,11 @@ def search(
     the fastest come first. Those that cannot fit by a rough estimate are not compiled.
 
     Args:
-      run: a resolved config.
-      measured: levels and memory of `run` itself.
+      run, measured: a resolved config, and its own levels and memory.
       limit: bytes of one device.
       state_of: bytes of state and batch of a config; None: it is impossible on the machine.
       peak_of: compiles a variant and returns its peak; None: the compiler refuses it.
-      most_tensor: see `variants`.
-      enough, most_tries: when to stop.
+      most_tensor: devices that are joined by fast links.
     """
     start, tries, fitting = measured, 0, []
     for variant in variants(run, most_tensor=most_tensor):
@@ -189,10 +181,6 @@ def _is_config(variant: Variant, run: config.Config) -> bool:
     except config.ConfigError:
         return False
     return True
-
-
-def _ladder(value: str, costs: dict[str, float]) -> list[str]:
-    return list(costs) if value in costs else [value]
 
 
 def _level(value: str, costs: dict[str, float]) -> int:
