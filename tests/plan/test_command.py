@@ -1,0 +1,273 @@
+"""`python -m llmx.plan`: reports, pictures and files of schedules and of configs' pipelines."""
+
+import json
+import pathlib
+
+import pytest
+
+from llmx.model import costs, families
+from llmx.pipeline.schedule import check
+from llmx.pipeline.schedules import SCHEDULES
+from llmx.pipeline.simulate import simulate
+from llmx.plan import __main__ as command
+from llmx.plan import draw
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plan_shows_every_schedule(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["--schedule", name, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["stages"], report["microbatches"]) == (4, 16)
+    assert report["bubble"] == pytest.approx(report["closed_form"]["bubble"])
+    assert report["step_time"]["barriers"] == pytest.approx(report["length"])
+    assert command.main(["--schedule", name]) == 0
+    out = capsys.readouterr().out
+    assert f"{name}: 4 stages, 16 microbatches" in out
+    assert f"{report['bubble']:.2%}; closed form {report['closed_form']['formula']}" in out
+    assert " ".join(map(str, report["peak_stash"])) in out
+    picture = tmp_path / f"{name}_4x16.png"
+    assert f"picture: {picture.name}" in out and list(tmp_path.iterdir()) == [picture]
+    assert command.main(["--schedule", name, "--out", ""]) == 0
+    assert "picture" not in capsys.readouterr().out
+
+
+def test_plan_draws_and_takes_back_what_it_wrote(capsys, tmp_path):
+    csv, png = tmp_path / "zb_v.csv", tmp_path / "zb_v.png"
+    sizes = ["--stages=2", "--microbatches=4", "--virtual-stages=2"]
+    assert command.main(["--schedule=zb_v", *sizes, f"--csv={csv}", "--json"]) == 0
+    wrote = json.loads(capsys.readouterr().out)
+    times = ["--forward=0.3", "--backward=0.4", "--weight=0.3", "--transfer=0.01"]
+    assert command.main([f"--table={csv}", *times, f"--out={png}", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert read["bubble"] == wrote["bubble"] == pytest.approx(1 / 25)
+    assert "closed_form" not in read
+    assert read["step_time"]["free_running"] < read["step_time"]["barriers"]
+
+
+def test_the_picture_has_a_box_per_operation_and_their_numbers():
+    table = SCHEDULES["interleaved_1f1b"](2, 3)
+    facts, timeline = check(table), simulate(table, forward=1, backward=2)
+    work, memory = draw.draw(table, facts, timeline).axes
+    assert len(work.patches) == len(list(table.operations())) == len(work.texts)
+    assert "bubble 14.3%" in work.get_title()
+    shown = [int(text.get_text()) for text in memory.texts if text.get_text()]
+    assert max(shown) == facts.peak_stash.max()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--stages=0"], "stages=0: use at least 1"),
+        (["--schedule=dual_pipe_v", "--microbatches=3"], "use more, or zb_v"),
+        (["--table=none.csv"], "none.csv"),
+        (["--table=none.csv", "--stages=2"], "--stages with --table=none.csv: the file says it"),
+        (["--forward=-1"], "forward is"),
+        (["--out=picture.nothing"], "nothing"),
+        (["--forward=0", "--backward=0", "--weight=0", "--out=x.png"], "all times are 0"),
+    ],
+)
+def test_plan_says_what_is_wrong(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert words in err and not out
+    assert len(err.splitlines()) == 1
+
+
+def test_plan_refuses_options_that_it_does_not_have(capsys):
+    for argv in (
+        ["--schedule=2f2b"], ["--stages=two"], ["--schedule=1f1b", "--table=x.csv"],
+        ["--config.batch.size=8"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as error:
+            command.main(argv)
+        assert error.value.code == 2
+        assert "error:" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ a config's pipeline
+
+LLAMA = [f"--config={ROOT}/configs/llama3_8b.py", "--chip=v5p", "--stages=4"]
+MICROBATCHES_8 = ["--microbatches=8", "--config.batch.size=64"]
+
+# One layer sees the whole row, the others eight tokens of it.
+UNEVEN = """
+from llmx import config
+from llmx.model import families
+
+
+def get_config():
+    run = config.default()
+    run.model = families.preset(
+        "gemma3", vocab_size=300, num_layers=7, window=8, max_positions=4096,
+        layer_pattern=("global", *["local"] * 6),
+    )
+    run.mesh.stage, run.mesh.data = 2, 1
+    run.batch.size, run.batch.accumulation, run.batch.sequence_length = 4, 4, 4096
+    return run
+"""
+
+
+def planned(argv, capsys):
+    """The JSON report, and the text."""
+    assert command.main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert command.main(argv) == 0
+    return report, capsys.readouterr().out
+
+
+def test_a_configs_pipeline_is_cut_by_its_layers(capsys):
+    report, out = planned([*LLAMA, *MICROBATCHES_8], capsys)
+    assert (report["name"], report["stages"], report["microbatches"]) == ("1f1b", 4, 8)
+    assert report["bubble"] == pytest.approx(report["closed_form"]["bubble"])
+    best, equal = report["cuts"]["planned"], report["cuts"]["equal"]
+    # Stages share embedding and head, so equal layers are best.
+    assert best["layers"] == equal["layers"] == [8, 8, 8, 8]
+    assert best["barriers"] == equal["barriers"] == report["step_time"]["barriers"]
+    assert "the equal cut is as fast: leave pipeline.layers out" in out
+    assert "on stage4 x fsdp8; remat full; 8 microbatches of 8,192 tokens" in out
+    assert "at 50% (--utilization) of the 459 TFLOP/s in bfloat16 of TPU v5p" in out
+    assert "100 GB/s (one link of TPU v5p; --bandwidth)" in out
+    assert "block 8 to block 15" in out and "1/4 of embedding and head" in out
+
+
+def test_times_are_flops_over_what_the_devices_reach(capsys):
+    flags = [
+        *LLAMA,
+        *MICROBATCHES_8,
+        "--bandwidth=1e9",
+        "--config.remat=none",
+        "--config.loss.chunks=2",
+    ]
+    report, _ = planned([*flags, "--utilisation=0.25"], capsys)
+    llama = families.preset("llama3_8b")
+    parts = costs.forward_flops_by_part(llama, sequence_length=8192)
+    seconds = {name: 3 * flops * 8192 / (0.25 * 459e12) for name, flops in parts.items()}
+    head = seconds.pop("head")
+    # 8 + 3 times a stage's layers, and 8 times its share of a head whose logits are made again.
+    expected = 11 * sum(seconds.values()) / 4 + 8 * (4 / 3) * head / 4
+    assert report["step_time"]["barriers"] == pytest.approx(expected, rel=1e-6)
+    # Tensor parallelism shares the work of a replica.
+    split, _ = planned([*flags, "--utilisation=0.25", "--config.mesh.tensor=2"], capsys)
+    assert split["step_time"]["barriers"] == pytest.approx(expected / 2, rel=1e-6)
+
+
+def test_a_device_has_room_for_the_longest_part(capsys):
+    flags = [*LLAMA, *MICROBATCHES_8, "--config.model.num_layers=30"]
+    report, _ = planned([*flags, "--config.pipeline.layers=(12, 6, 6, 6)"], capsys)
+    cuts = report["cuts"]
+    assert cuts["config"]["layers"] == [12, 6, 6, 6]
+    parameters = costs.parameters_by_layer(families.preset("llama3_8b"))
+    share = 16 * (parameters[0] + parameters[-1]) / 4 / 8  # of embedding and head, over fsdp8
+    # 16 bytes of state over fsdp8; 7 microbatches of 8192 tokens of which a layer keeps its input.
+    block = 16 * parameters[1] / 8 + 7 * 8192 * 4096 * 2
+    for name, longest in (("planned", 8), ("equal", 8), ("config", 12)):
+        assert cuts[name]["memory_bytes"] == pytest.approx(share + longest * block, rel=1e-6)
+    assert cuts["config"]["barriers"] > 1.3 * cuts["planned"]["barriers"]
+
+
+def test_products_are_kept_until_their_weight_gradients(capsys):
+    flags = [*LLAMA, *MICROBATCHES_8]
+    reports = [planned([*flags, f"--schedule={name}"], capsys)[0] for name in ("gpipe", "zb_h1")]
+    plain, split = (report["cuts"]["planned"]["memory_bytes"] for report in reports)
+    # 8 microbatches of inputs; 4 of inputs and 4 of factors, in bf16: D, N H and F are 4096, 4096
+    # and 14336 wide, K H is 1024.
+    factors = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)  # q, out; k, v; MLP
+    assert split - plain == 8 * 2 * 8192 * (4 * factors - 4 * 4096)
+
+
+def test_layers_that_differ_are_cut_unevenly(tmp_path, capsys):
+    path = tmp_path / "uneven.py"
+    path.write_text(UNEVEN)
+    flags = [f"--config={path}", "--chip=h100", "--utilization=0.4"]
+    report, out = planned(flags, capsys)
+    best, equal = report["cuts"]["planned"], report["cuts"]["equal"]
+    assert equal["layers"] == [4, 3] and best["layers"][0] < best["layers"][1]
+    assert best["barriers"] < equal["barriers"]
+    gain = equal["barriers"] / best["barriers"]
+    line = f'--config.pipeline.layers="{tuple(best["layers"])}"   {gain:.3f} x as fast'
+    assert line in out
+    # What is to be pasted is taken, and gives that time.
+    again, _ = planned([*flags, line.split("   ")[0].replace('"', "")], capsys)
+    assert again["cuts"]["config"] == best
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "pipedream_2bw"])
+def test_every_schedule_has_times_of_a_configs_layers(name, capsys):
+    report, out = planned([*LLAMA, *MICROBATCHES_8, f"--schedule={name}"], capsys)
+    table = SCHEDULES[name](4, 8)
+    assert report["name"] == name and len(report["cuts"]["planned"]["layers"]) == table.num_chunks
+    assert report["step_time"]["free_running"] <= report["step_time"]["barriers"]
+    assert ("planner's formula" in out) == (name in ("gpipe", "pipedream_2bw"))
+    # Parameters and summed gradients once more, 8 bytes each way, over fsdp8.
+    one, _ = planned([*LLAMA, *MICROBATCHES_8, f"--schedule={name}", "--versions=1"], capsys)
+    more, less = (each["cuts"]["planned"]["memory_bytes"] for each in (report, one))
+    parameters = costs.num_parameters(families.preset("llama3_8b")) / 4
+    second = parameters if name == "pipedream_2bw" else 0
+    assert more - less == pytest.approx(second, rel=1e-3)
+
+
+def test_a_configs_pipeline_is_drawn_and_written(capsys, tmp_path):
+    csv, png = tmp_path / "mine.csv", tmp_path / "mine.png"
+    flags = [*LLAMA, "--config.batch.size=32", "--microbatches=4"]
+    assert command.main([*flags, "--schedule=gpipe", f"--csv={csv}", f"--out={png}"]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    named = planned([*flags, "--schedule=gpipe"], capsys)[0]["step_time"]
+    assert planned([*flags, f"--table={csv}"], capsys)[0]["step_time"] == named
+
+
+def test_pipedreams_own_plan_has_the_head_at_the_end(capsys):
+    flags = [*LLAMA, "--microbatches=8", "--replicate"]
+    report, out = planned([*flags, "--devices=4", "--bandwidth=50"], capsys)
+    assert report["planned"]["layers"] == [8, 9, 9, 6]
+    assert report["equal"]["layers"] == [8, 8, 8, 8]
+    assert report["planned"]["step_time"] < report["equal"]["step_time"]
+    assert "llmx.train does not run this plan" in out and "pipeline.layers=" not in out
+    free, _ = planned([*flags[:-3], "--microbatches=8", "--replicate", "--devices=6"], capsys)
+    assert sum(free["planned"]["replicas"]) <= 6
+
+
+def test_layers_are_timed_on_this_machine(tmp_path, capsys):
+    path = tmp_path / "small.py"
+    path.write_text(UNEVEN.replace("4096", "64"))
+    flags = [f"--config={path}", "--measure", "--bandwidth=1", "--config.precision=fp32"]
+    assert command.main(flags) == 0
+    out = capsys.readouterr().out
+    assert "times      measured on this machine (cpu)" in out
+    assert "in lockstep" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--chip=v9"], ["--chip=v9 is unknown: use one of v4, v5e, v5p"]),
+        (["--chip=v5p", "--memory=1"], ["(1.00 GiB) is too little", "use more devices"]),
+        (["--chip=v5p", "--forward=1"], ["--forward with --config: times come from the layers"]),
+        (["--chip=v5p", "--bandwidth=0"], ["--bandwidth=0 must be above 0"]),
+        (["--chip=v5p", "--schedule=zb_v", "--memory=1"], ["--memory=1 GiB is too little"]),
+        (["--chip=v5p", "--stages=5"], ["does not divide over stage=5"]),
+        (["--chip=v5p", "--stages=1"], ["mesh.stage=1 is no pipeline: give --stages=P"]),
+        (["--chip=v5p", "--table=none.csv"], ["pipeline.table='none.csv' cannot be read"]),
+        (["--chip=v4", "--config.mesh.across_slices=('stage',)"], ["give --bandwidth"]),
+        (["--chip=v5p", "--replicate"], ["--replicate needs --devices=N"]),
+        (["--chip=v5p", "--replicate", "--devices=8", "--schedule=zb_h1"], ["planner knows gpipe"]),
+        (["--chip=v5p", "--config.batch.sise=1"], ["did you mean batch.size?"]),
+        (["--measure"], ["--config needs --chip=NAME", "--measure with --bandwidth"]),
+    ],
+)
+def test_plan_says_what_is_wrong_with_a_config(argv, words, capsys):
+    assert command.main([LLAMA[0], "--stages=4", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    for word in words:
+        assert word in err
+
+
+def test_options_of_a_config_need_one(capsys):
+    assert command.main(["--chip=v5p", "--replicate"]) == 2
+    assert "--chip, --replicate without --config" in capsys.readouterr().err
