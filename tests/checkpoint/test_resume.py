@@ -1,5 +1,6 @@
 """Where a run begins: the newest checkpoint that is good, whatever devices each was saved on."""
 
+import functools
 import os
 import types
 from pathlib import Path
@@ -33,6 +34,13 @@ def run_of(workdir: Path, num_devices: int, **values):
     return run, runs.make_recipe(run)
 
 
+@functools.cache
+def new_state(num_devices: int, seed: int, values: tuple):
+    """Made once for all tests: making one compiles a program."""
+    _, recipe = run_of(Path("unused"), num_devices, **dict(values))
+    return recipe.init(seed)
+
+
 def opened(workdir: Path, log=print) -> checkpointer.Checkpointer:
     kept = checkpointer.CheckpointConfig(keep_last=100)
     return checkpointer.Checkpointer(str(workdir / "checkpoints"), kept, log=log)
@@ -47,7 +55,7 @@ def save(workdir: Path, step: int, num_devices: int, **values):
         "config": config.to_json(run),
     }
     with opened(workdir) as checkpoints:
-        state = recipe.init(step)
+        state = new_state(num_devices, step, tuple(values.items()))
         checkpoints.save(step, state, meta=meta, order=recipe.order)
     return state
 

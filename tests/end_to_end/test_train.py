@@ -13,6 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from llmx.runtime import launch
+
 # One run serves several tests: they belong on one worker.
 pytestmark = pytest.mark.xdist_group("train")
 
@@ -122,12 +124,19 @@ def test_run_again_it_is_done(scratch, undisturbed):
 def test_evaluate_and_generate_a_run(scratch, undisturbed):
     workdir, said = undisturbed
 
+    surroundings = environment(1)
+    if not launch.has_accelerator():
+        del surroundings["JAX_PLATFORMS"]  # the commands choose the CPU themselves, silently
+
     def run(module, *flags):
         done = subprocess.run(
-            command(scratch, workdir, *flags, module=module), env=environment(1), cwd=ROOT,
+            command(scratch, workdir, *flags, module=module), env=surroundings, cwd=ROOT,
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        if not launch.has_accelerator():
+            notes = ("data:", "attention:", "step 12, ")
+            assert all(line.startswith(notes) for line in done.stderr.splitlines()), done.stderr
         return done
 
     # The same batches as the evaluation at the end of training, unless others are asked for.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from llmx.model import apply, execution
+from llmx.model import apply
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.costs import (
     forward_flops_by_layer,
@@ -24,6 +24,7 @@ from llmx.model.costs import (
     saved_bytes_by_layer,
     training_flops_per_token,
 )
+from llmx.model.execution import Execution
 from llmx.model.families import FAMILIES, ModelConfig, preset
 from llmx.model.precision import POLICIES
 from llmx.sharding import AXES, Placement, make_layout, make_mesh
@@ -136,14 +137,14 @@ def losses_and_batch(
     shapes, _ = apply.abstract_parameters(model)
     place = one_device()
     plain = AttentionConfig("reference")  # all scores, which the formula counts
-    run = execution.Execution(
+    execution = Execution(
         place, POLICIES["fp32"], remat=remat, attention=plain, loss_chunks=loss_chunks
     )
     tokens = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
     batch = {name: tokens for name in ("tokens", "targets", "segment_ids", "positions")}
 
     def loss(params, batch):
-        return apply.Apply(model).losses(params, batch, run)[0].sum()
+        return apply.Apply(model).losses(params, batch, execution)[0].sum()
 
     return loss, shapes, batch, place
 
@@ -266,14 +267,14 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
     model = preset(family, vocab_size=96, num_layers=1, layer_pattern=("global",))
     shapes, _ = apply.abstract_parameters(model)
     place = one_device()
-    run = execution.Execution(
+    execution = Execution(
         place, POLICIES["bf16"], remat=remat, attention=AttentionConfig("blockwise"), packed=False
     )
 
     def pull(params, x_BTD, ids_BT):
         def blocks(params, x_BTD):
-            mask = apply.self_mask(ids_BT, ids_BT, run)
-            return apply.Apply(model).apply_layers(params["blocks"], x_BTD, mask, run)[0]
+            mask = apply.self_mask(ids_BT, ids_BT, execution)
+            return apply.Apply(model).apply_layers(params["blocks"], x_BTD, mask, execution)[0]
 
         return jax.vjp(blocks, params, x_BTD)[1]
 
@@ -296,10 +297,10 @@ def test_kept_bytes_of_the_head_are_those_of_the_traced_loss(loss_chunks):
     model = tiny(vocab_size=96, num_layers=1)
     shapes, _ = apply.abstract_parameters(model)
     place = one_device()
-    run = execution.Execution(place, POLICIES["bf16"], remat="full", loss_chunks=loss_chunks)
+    execution = Execution(place, POLICIES["bf16"], remat="full", loss_chunks=loss_chunks)
 
     def pull(params, batch):
-        return jax.vjp(lambda p: apply.Apply(model).losses(p, batch, run), params)[1]
+        return jax.vjp(lambda p: apply.Apply(model).losses(p, batch, execution), params)[1]
 
     ids_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ids_BT)

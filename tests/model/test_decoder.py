@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from llmx import sharding
-from llmx.model import apply, embedding, execution, families, precision, remat, rope
+from llmx.model import apply, embedding, families, precision, remat, rope
 from llmx.model import apply as apply_lib
 from llmx.model import decoder as decoder_lib
 from llmx.model.attention import masks
+from llmx.model.execution import Execution
 
 FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3")
 VOCAB = 257
@@ -30,7 +31,7 @@ class Built:
     config: families.ModelConfig
     apply: apply.Apply
     params: dict  # all of them random: zeros and ones hide mistakes
-    run: execution.Execution
+    execution: Execution
 
 
 @functools.cache
@@ -60,8 +61,8 @@ def make(config: families.ModelConfig) -> Built:
     params = jax.tree.map(
         lambda leaf: jnp.asarray(0.2 * noise.standard_normal(leaf.shape), leaf.dtype), shapes
     )
-    run = execution.Execution(one_device(), precision.POLICIES["fp32"])
-    return Built(config, apply.Apply(config), params, run)
+    execution = Execution(one_device(), precision.POLICIES["fp32"])
+    return Built(config, apply.Apply(config), params, execution)
 
 
 def row(*lengths: int):
@@ -81,7 +82,7 @@ def some_tokens(seed: int = 0, size: int = T) -> np.ndarray:
 def logits_of(family: str):
     """Jitted (params, tokens, segments, positions) -> logits [B, T, V]."""
     decoder = built(family)
-    return jax.jit(lambda params, *arrays: decoder.apply.logits(params, *arrays, decoder.run))
+    return jax.jit(lambda params, *arrays: decoder.apply.logits(params, *arrays, decoder.execution))
 
 
 def logits(family: str, tokens, segments, positions) -> np.ndarray:
@@ -96,11 +97,11 @@ def a_batch(segments, positions) -> dict:
     )  # fmt: skip
 
 
-def mean_loss(apply: apply.Apply, run: execution.Execution):
+def mean_loss(apply: apply.Apply, execution: Execution):
     """(params, batch) -> (mean loss, (losses, log Z))."""
 
     def function(params, batch):
-        losses_BT, log_z_BT = apply.losses(params, batch, run)
+        losses_BT, log_z_BT = apply.losses(params, batch, execution)
         return losses_BT.mean(), (losses_BT, log_z_BT)
 
     return function
@@ -110,7 +111,7 @@ def mean_loss(apply: apply.Apply, run: execution.Execution):
 def differentiated(family: str):
     """Jitted (params, batch) -> ((mean loss, (losses, log Z)), gradient)."""
     decoder = built(family)
-    return jax.jit(jax.value_and_grad(mean_loss(decoder.apply, decoder.run), has_aux=True))
+    return jax.jit(jax.value_and_grad(mean_loss(decoder.apply, decoder.execution), has_aux=True))
 
 
 @functools.cache
@@ -138,7 +139,7 @@ def test_future_has_zero_gradient(family):
     table = decoder.params["embedding"]
 
     def one_logit(table_VD):
-        run = decoder.run
+        execution = decoder.execution
         params = dict(decoder.params)
         if decoder.config.tied_head:
             untied = dataclasses.replace(decoder.config, tied_head=False)
@@ -147,7 +148,7 @@ def test_future_has_zero_gradient(family):
             apply = decoder.apply
         params["embedding"] = table_VD
         tokens, (segments, positions) = some_tokens(), row(T)
-        out = apply.logits(params, tokens, segments, positions, run)[0, position, :VOCAB]
+        out = apply.logits(params, tokens, segments, positions, execution)[0, position, :VOCAB]
         return jnp.sum(jnp.sin(out + jnp.arange(VOCAB)))
 
     gradient_VD = np.asarray(jax.jit(jax.grad(one_logit))(table))
@@ -214,12 +215,14 @@ def test_window_reaches_as_far_as_its_layers(pattern, num_layers, reach):
             num_layers=num_layers, window=5, layer_pattern=pattern,
         )
     )  # fmt: skip
-    run = jax.jit(lambda *arrays: decoder.apply.logits(decoder.params, *arrays, decoder.run))
+    logits_of = jax.jit(
+        lambda *arrays: decoder.apply.logits(decoder.params, *arrays, decoder.execution)
+    )
     (segments, positions), tokens = row(T), some_tokens()
-    before = np.asarray(run(tokens, segments, positions))[0, :, :VOCAB]
+    before = np.asarray(logits_of(tokens, segments, positions))[0, :, :VOCAB]
     changed = tokens.copy()
     changed[0, 2] = 3 if tokens[0, 2] != 3 else 4
-    after = np.asarray(run(changed, segments, positions))[0, :, :VOCAB]
+    after = np.asarray(logits_of(changed, segments, positions))[0, :, :VOCAB]
     touched = (before != after).any(axis=-1)
     inside = (np.arange(T) >= 2) & (np.arange(T) <= 2 + reach)
     np.testing.assert_array_equal(touched, inside)
@@ -272,7 +275,7 @@ def test_softcaps_act():
 
     tight = dataclasses.replace(decoder.config, attention_softcap=0.01)
     apply = apply_lib.Apply(tight)
-    capped = jax.jit(lambda *a: apply.logits(decoder.params, *a, decoder.run))(
+    capped = jax.jit(lambda *a: apply.logits(decoder.params, *a, decoder.execution))(
         some_tokens(), *row(T)
     )
     plain = logits("gemma2", some_tokens(), *row(T))
@@ -284,8 +287,8 @@ def test_softcaps_act():
 
 def unrolled_losses(decoder: Built, params: dict, batch: dict):
     """The decoder as a python loop over its blocks, with logits whole."""
-    config, run = decoder.config, decoder.run
-    place = dict(place=run.place, policy=run.policy)
+    config, execution = decoder.config, decoder.execution
+    place = dict(place=execution.place, policy=execution.policy)
     definition, _ = nnx.split(nnx.eval_shape(lambda: decoder_lib.Decoder(config, nnx.Rngs(0))))
     whole = nnx.merge(definition, params)
     definition, _ = nnx.split(nnx.eval_shape(lambda: decoder_lib.Block(config, nnx.Rngs(0))))
@@ -302,7 +305,7 @@ def unrolled_losses(decoder: Built, params: dict, batch: dict):
         if config.positions == "rope":
             rotation = rope.rotation_of(positions, rope.rope_frequencies(config, kind))
         window = config.window if kind == LOCAL else 0
-        x_BTD, _ = nnx.merge(definition, weights)(x_BTD, rotation, mask, window, run)
+        x_BTD, _ = nnx.merge(definition, weights)(x_BTD, rotation, mask, window, execution)
     head_VD = params["embedding"] if config.tied_head else params["head"]
     logits_BTV = jnp.einsum("BTD,VD->BTV", whole.norm(x_BTD), head_VD[:VOCAB])
     if config.logit_softcap:
@@ -326,7 +329,7 @@ def test_periods_of_layers_equal_a_loop():
     decoder = make(dataclasses.replace(built("gemma3").config, layer_pattern=pattern, num_layers=8))
     batch = a_batch(*row(10, 14))
     loop = jax.jit(lambda *args: unrolled_losses(decoder, *args))
-    scan = jax.jit(lambda *args: decoder.apply.losses(*args, decoder.run)[0])
+    scan = jax.jit(lambda *args: decoder.apply.losses(*args, decoder.execution)[0])
     got, want = scan(decoder.params, batch), loop(decoder.params, batch)
     np.testing.assert_allclose(got, want, **SAME)
 
@@ -335,8 +338,8 @@ def test_periods_of_layers_equal_a_loop():
 @pytest.mark.parametrize("family", ["gemma2"])
 def test_remat_changes_nothing(family, policy):
     decoder = built(family)
-    run = dataclasses.replace(decoder.run, remat=policy)
-    function = jax.jit(jax.value_and_grad(mean_loss(decoder.apply, run), has_aux=True))
+    execution = dataclasses.replace(decoder.execution, remat=policy)
+    function = jax.jit(jax.value_and_grad(mean_loss(decoder.apply, execution), has_aux=True))
     got = function(decoder.params, a_batch(*row(10, 14)))
     assert_same_trees(got, loss_and_gradient(family))
 
@@ -360,7 +363,7 @@ def test_program_does_not_grow_with_depth(family):
         config = families.preset(family, vocab_size=VOCAB, num_layers=num_layers)
         shapes, _ = apply_lib.abstract_parameters(config)
         apply = apply_lib.Apply(config)
-        function = jax.grad(mean_loss(apply, built(family).run), has_aux=True)
+        function = jax.grad(mean_loss(apply, built(family).execution), has_aux=True)
         return num_equations(jax.make_jaxpr(function)(shapes, a_batch(*row(T))).jaxpr)
 
     period = len(built(family).config.layer_pattern)

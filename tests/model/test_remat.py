@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llmx import sharding
 from llmx.model import apply as apply_lib
-from llmx.model import execution, families, precision, remat
+from llmx.model import families, precision, remat
+from llmx.model.execution import Execution
 
 # The same operations, fused by the compiler in another order.
 TOLERANCE = 1e-5
@@ -96,14 +97,14 @@ def decoder_residuals(policy: str) -> list[tuple[int, ...]]:
     )  # fmt: skip
     mesh = sharding.make_mesh({"data": 1}, devices=jax.devices()[:1])
     place = sharding.Placement(mesh, sharding.make_layout("ddp"))
-    run = execution.Execution(place=place, policy=precision.POLICIES["fp32"], remat=policy)
+    execution = Execution(place=place, policy=precision.POLICIES["fp32"], remat=policy)
     shapes, _ = apply_lib.abstract_parameters(config)
     apply = apply_lib.Apply(config)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
 
     def backward(params, batch):
-        return jax.vjp(lambda params: apply.losses(params, batch, run), params)[1]
+        return jax.vjp(lambda params: apply.losses(params, batch, execution), params)[1]
 
     with jax.set_mesh(mesh):
         leaves = jax.tree.leaves(jax.eval_shape(backward, shapes, batch))

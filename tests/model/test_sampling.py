@@ -13,7 +13,8 @@ import pytest
 from llmx import config, generate, sharding
 from llmx.checkpoint import checkpointer
 from llmx.data import tokenizers
-from llmx.model import apply, execution, families, precision, sampling
+from llmx.model import apply, families, precision, sampling
+from llmx.model.execution import Execution
 
 FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3")
 VOCAB = 257
@@ -30,11 +31,11 @@ class Built:
     config: families.ModelConfig
     apply: apply.Apply
     params: dict
-    run: execution.Execution
+    execution: Execution
 
     def generate(self, prompts, **changes) -> list[list[int]]:
         settings = dict(max_tokens=10, temperature=1.0, seed=3) | changes
-        return sampling.generate(self.apply, self.params, self.run, prompts, **settings)
+        return sampling.generate(self.apply, self.params, self.execution, prompts, **settings)
 
 
 @functools.cache
@@ -62,8 +63,8 @@ def built(family: str, mesh: tuple = (), *, replicate_kv: bool = False) -> Built
         return jax.device_put(array.astype(leaf.dtype), to)
 
     params = jax.tree_util.tree_map_with_path(draw, shapes, to)
-    run = execution.Execution(place, precision.POLICIES["fp32"])
-    return Built(decoder, apply.Apply(decoder), params, run)
+    execution = Execution(place, precision.POLICIES["fp32"])
+    return Built(decoder, apply.Apply(decoder), params, execution)
 
 
 # ----------------------------------------------------------------------------------------- cache
@@ -77,12 +78,12 @@ def test_cached_logits_equal_whole_ones(family):
     tokens = rng.integers(0, VOCAB, (2, num_tokens)).astype(np.int32)
     segments = np.zeros_like(tokens)
     positions = np.tile(np.arange(num_tokens, dtype=np.int32), (2, 1))
-    with jax.set_mesh(decoder.run.place.mesh):
-        whole = jax.jit(lambda *arrays: decoder.apply.logits(*arrays, decoder.run))(
+    with jax.set_mesh(decoder.execution.place.mesh):
+        whole = jax.jit(lambda *arrays: decoder.apply.logits(*arrays, decoder.execution))(
             decoder.params, tokens, segments, positions
         )
-        decode = jax.jit(lambda *arrays: decoder.apply.decode(*arrays, decoder.run))
-        cache = decoder.apply.empty_cache(2, num_tokens + 3, decoder.run)
+        decode = jax.jit(lambda *arrays: decoder.apply.decode(*arrays, decoder.execution))
+        cache = decoder.apply.empty_cache(2, num_tokens + 3, decoder.execution)
         steps = [slice(0, prefill), *(slice(t, t + 1) for t in range(prefill, num_tokens))]
         cached = []
         for at in steps:
@@ -114,10 +115,10 @@ def whole_logits(family: str):
 
     def logits(tokens, positions):
         segments = jnp.zeros_like(positions)
-        return decoder.apply.logits(decoder.params, tokens, segments, positions, decoder.run)
+        return decoder.apply.logits(decoder.params, tokens, segments, positions, decoder.execution)
 
     def run(tokens, positions):
-        with jax.set_mesh(decoder.run.place.mesh):
+        with jax.set_mesh(decoder.execution.place.mesh):
             return compiled(tokens, positions)
 
     compiled = jax.jit(logits)
@@ -157,7 +158,7 @@ def test_longer_text_begins_as_the_shorter():
 def test_repeated_use_compiles_once():
     decoder = dataclasses.replace(built("gpt2"))
     decoder.generate(PROMPTS)
-    program = sampling._make_program(decoder.apply, decoder.run, True)
+    program = sampling._make_program(decoder.apply, decoder.execution, True)
     before = program._cache_size()
     decoder.generate([[1], [2] * 40, [4], [5]], max_tokens=7, top_k=3, top_p=0.5, temperature=0.3)
     decoder.generate(
@@ -212,12 +213,12 @@ def test_mesh_equals_one_device(family, mesh):
 
 def test_the_cache_is_split_over_the_sequence_axis():
     """Each device holds its slots; their number is rounded up to divide."""
-    run = built("llama3", (("sequence", 4), ("data", 2))).run
-    place = sampling.placement(run.place, split_batch=True)
-    run = dataclasses.replace(run, place=place)
+    execution = built("llama3", (("sequence", 4), ("data", 2))).execution
+    place = sampling.placement(execution.place, split_batch=True)
+    execution = dataclasses.replace(execution, place=place)
     apply = built("llama3").apply
     with jax.set_mesh(place.mesh):
-        cache = jax.jit(lambda: apply.empty_cache(2, 30, run))()
+        cache = jax.jit(lambda: apply.empty_cache(2, 30, execution))()
     for name, rank in (("key", 5), ("positions", 2)):
         (shard, *_) = cache[name].addressable_shards
         assert cache[name].ndim == rank
