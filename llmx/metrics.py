@@ -5,8 +5,8 @@ import argparse
 from llmx.runtime import plot
 
 
-def main():
-    """`python -m llmx.metrics WORKDIR`."""
+def main() -> None:
+    """Draws WORKDIR/loss.png and prints its path."""
     parser = argparse.ArgumentParser(
         prog="python -m llmx.metrics", description="Draw the loss curves of a run to loss.png."
     )

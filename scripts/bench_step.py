@@ -13,6 +13,7 @@ load on the machine affects all of them; the result is the median of the ratios.
 import argparse
 import contextlib
 import copy
+import functools
 import math
 import statistics
 import tempfile
@@ -25,6 +26,8 @@ import optax
 from llmx import config, train
 from llmx.config import checks, flags
 from llmx.config import recipe as recipe_lib
+from llmx.model import families
+from llmx.runtime import launch
 
 KERNELS = {
     "reference": "as in the bare step",
@@ -32,11 +35,64 @@ KERNELS = {
 }
 
 
-def make_bare_step(run: config.Config):
-    """(init, step) of the same decoder, written out by hand."""
-    m, o = run.model, run.optimizer
+def init_params(m: families.ModelConfig) -> dict[str, jax.Array]:
+    """Parameters of the bare model, its layers stacked."""
     D, N, K, H, F, V, L = (m.width, m.num_heads, m.num_kv_heads, m.head_dim, m.mlp_dim,
                            m.padded_vocab, m.num_layers)  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape, fan: jax.random.normal(next(keys), shape) / math.sqrt(fan)  # noqa: E731
+    return {
+        "embed": normal(V, D, fan=D), "norm": jnp.ones(D),
+        "norm1": jnp.ones((L, D)), "norm2": jnp.ones((L, D)),
+        "q": normal(L, D, N, H, fan=D), "k": normal(L, D, K, H, fan=D),
+        "v": normal(L, D, K, H, fan=D), "o": normal(L, N, H, D, fan=N * H),
+        "gate": normal(L, D, F, fan=D), "up": normal(L, D, F, fan=D),
+        "down": normal(L, F, D, fan=F),
+    }  # fmt: skip
+
+
+def bare_loss(m: families.ModelConfig, params: dict, batch: dict) -> jax.Array:
+    """Mean nats per token of the model written out by hand."""
+    N, K, H = m.num_heads, m.num_kv_heads, m.head_dim
+    positions, segments = batch["positions"], batch["segment_ids"]
+    angles = positions[..., None, None] * m.rope_theta ** (-jnp.arange(0, H, 2) / H)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    visible = (segments[:, :, None] == segments[:, None, :]) & (
+        positions[:, :, None] >= positions[:, None, :]
+    )
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + m.norm_eps) * scale
+
+    def rotate(x):
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def layer(x, p):
+        h = norm(x, p["norm1"])
+        q = rotate(jnp.einsum("btd,dnh->btnh", h, p["q"]))
+        k = rotate(jnp.einsum("btd,dkh->btkh", h, p["k"]))
+        v = jnp.einsum("btd,dkh->btkh", h, p["v"])
+        q = q.reshape(*q.shape[:2], K, N // K, H)
+        scores = jnp.einsum("btkgh,bskh->bkgts", q, k) / math.sqrt(H)
+        scores = jnp.where(visible[:, None, None], scores, -1e30)
+        a = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v)
+        x = x + jnp.einsum("btnh,nhd->btd", a.reshape(*x.shape[:2], N, H), p["o"])
+        h = norm(x, p["norm2"])
+        h = jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
+        return x + h @ p["down"], None
+
+    x = params["embed"][batch["tokens"]]
+    layers = {name: leaf for name, leaf in params.items() if name not in ("embed", "norm")}
+    x, _ = jax.lax.scan(layer, x, layers)
+    logits = norm(x, params["norm"]) @ params["embed"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+def make_bare_step(run: config.Config):
+    """(init, step) of the same decoder, written out by hand."""
+    o = run.optimizer
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, o.learning_rate, o.warmup_steps, run.steps, o.learning_rate * o.final_fraction
     )
@@ -45,55 +101,11 @@ def make_bare_step(run: config.Config):
         optax.clip_by_global_norm(o.clip_norm),
         optax.adamw(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed),
     )
+    loss_of = functools.partial(bare_loss, run.model)
 
     def init():
-        keys = iter(jax.random.split(jax.random.key(0), 8))
-        normal = lambda *shape, fan: jax.random.normal(next(keys), shape) / math.sqrt(fan)  # noqa: E731
-        params = {
-            "embed": normal(V, D, fan=D), "norm": jnp.ones(D),
-            "norm1": jnp.ones((L, D)), "norm2": jnp.ones((L, D)),
-            "q": normal(L, D, N, H, fan=D), "k": normal(L, D, K, H, fan=D),
-            "v": normal(L, D, K, H, fan=D), "o": normal(L, N, H, D, fan=N * H),
-            "gate": normal(L, D, F, fan=D), "up": normal(L, D, F, fan=D),
-            "down": normal(L, F, D, fan=F),
-        }  # fmt: skip
+        params = init_params(run.model)
         return params, optimizer.init(params)
-
-    def norm(x, scale):
-        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + m.norm_eps) * scale
-
-    def loss_of(params, batch):
-        positions, segments = batch["positions"], batch["segment_ids"]
-        angles = positions[..., None, None] * m.rope_theta ** (-jnp.arange(0, H, 2) / H)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        visible = (segments[:, :, None] == segments[:, None, :]) & (
-            positions[:, :, None] >= positions[:, None, :]
-        )
-
-        def turn(x):
-            a, b = jnp.split(x, 2, -1)
-            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-        def layer(x, p):
-            h = norm(x, p["norm1"])
-            q = turn(jnp.einsum("btd,dnh->btnh", h, p["q"]))
-            k = turn(jnp.einsum("btd,dkh->btkh", h, p["k"]))
-            v = jnp.einsum("btd,dkh->btkh", h, p["v"])
-            q = q.reshape(*q.shape[:2], K, N // K, H)
-            scores = jnp.einsum("btkgh,bskh->bkgts", q, k) / math.sqrt(H)
-            scores = jnp.where(visible[:, None, None], scores, -1e30)
-            a = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v)
-            x = x + jnp.einsum("btnh,nhd->btd", a.reshape(*x.shape[:2], N, H), p["o"])
-            h = norm(x, p["norm2"])
-            h = jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
-            return x + h @ p["down"], None
-
-        x = params["embed"][batch["tokens"]]
-        layers = {name: leaf for name, leaf in params.items() if name not in ("embed", "norm")}
-        x, _ = jax.lax.scan(layer, x, layers)
-        logits = norm(x, params["norm"]) @ params["embed"].T
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
     @jax.jit(donate_argnums=0)
     def step(state, batch):
@@ -151,6 +163,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=20, help="of 10 steps each")
     args = parser.parse_args()
     _, run, problems = flags.parse(flags.parser("bench", ""), ["--config", args.config])
+    launch.start(run.launch)
     run = checks.resolve(run, 1, problems=problems)
     run.metrics.progress = "off"
     steps = 10

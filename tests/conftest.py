@@ -18,3 +18,11 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests look at what is compiled, so nothing may come from an earlier run's cache.
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full-grid",
+        action="store_true",
+        help="parity: every mesh x layout x family x schedule, instead of a cover of all pairs",
+    )

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             topology = topologies.parse(args.topology)
         except ValueError as error:
             checks.resolve(run, problems=[*problems, str(error)])
-            raise  # resolve does, with the config's own problems
+            raise  # not reached: resolve raises, together with the config's own problems
         run = compiler.resolve(run, topology, problems=problems)
         launch.note(f"compiling for {topology.text}")
         result = compiler.compile(run, topology, phase=args.phase)

@@ -14,15 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmx.aot import hlo_text, instruction_costs
-from llmx.aot.hlo_text import (
-    Computation,
-    Frame,
-    Instruction,
-    Module,
-    collective_kind,
-    label,
-    source_of,
-)
+from llmx.aot.hlo_text import Computation, Frame, Instruction, Module, collective_kind, source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +39,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Analysis:
-    """The program that is read, and what was found in it so far."""
+    """The program that is read, and intermediate results."""
 
     module: Module
     mesh: "SlicedMesh"
     fusions: dict[str, "FusionContents"]  # by name of the fused computation
     visited: set[str]  # names of collectives and products
-
-
-# ----------------------------------------------------------------------------- devices and the mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +101,6 @@ def sliced_mesh(
     return SlicedMesh(axes, within, tuple(across))
 
 
-# ------------------------------------------------------------------------------------------ fusions
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusionContents:
     """Products and collectives of a fusion's computation."""
@@ -155,15 +141,8 @@ def fusion_contents(analysis: Analysis, fusion: Instruction) -> FusionContents:
     return analysis.fusions[computation.name]
 
 
-# -------------------------------------------------------------------------------------- collectives
-
-
 def read_collective(
-    analysis: Analysis,
-    frame: Frame,
-    instruction: Instruction,
-    *,
-    fusion: Instruction | None = None,
+    analysis: Analysis, frame: Frame, instruction: Instruction, *, fusion: Instruction | None = None
 ) -> tuple[list[Collective], list[str]]:
     """A collective at its start, by itself or in a fusion, and what is unknown of it.
 
@@ -181,7 +160,7 @@ def read_collective(
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the others: room for the result, offsets and sizes
         unknown.append(
-            f"bytes of {label(instruction)}: they depend on data; its whole operand is counted"
+            f"bytes of {instruction.label}: they depend on data; its whole operand is counted"
         )
     size = sum(operand.bytes for operand in operands)
     if kind == "all-gather" and n:
@@ -215,7 +194,7 @@ def _participants(
         groups = hlo_text.groups_of(instruction, analysis.module.num_partitions)
     if groups is None:
         note = (
-            f"devices that {label(instruction)} joins: its groups cannot be parsed; it is counted "
+            f"devices that {instruction.label} joins: its groups cannot be parsed; it is counted "
             "with the largest possible number of bytes on the wire"
         )
         return None, 0, [note]
@@ -224,7 +203,11 @@ def _participants(
     n = max((len(group) for group in groups), default=1)
     axes = analysis.mesh.spanned(groups, analysis.mesh.within) if n > 1 else ()
     if axes is None:
-        return None, n, [f"mesh axes of {label(instruction)}: its groups are not of this mesh"]
+        return (
+            None,
+            n,
+            [f"mesh axes of {instruction.label}: its groups are not of this mesh"],
+        )
     return axes, n, []
 
 
@@ -254,8 +237,6 @@ def _wire_bytes(kind: str, size: int, n: int) -> int:
     return round(size * share * (2 if kind == "all-reduce" else 1))
 
 
-# ------------------------------------------------------- all-reduces of which only a slice is used
-
 # Operations that return a whole array in another form.
 _RESHAPING = {"bitcast", "convert", "copy", "copy-start", "copy-done", "reshape", "transpose"}
 
@@ -284,7 +265,7 @@ def _sliced_bytes(module: Module, frame: Frame, reduce: Instruction, n: int) -> 
         elements = [
             user
             for user in frame.computation.users[result.name]
-            if user.op == "get-tuple-element" and int(user.attribute("index")) == number
+            if user.op == "get-tuple-element" and user.index == number
         ]
         limit = array.arrays[0].size // n
         if elements and all(_only_sliced(module, frame, one, limit) for one in elements):
@@ -308,18 +289,14 @@ def _only_sliced(module: Module, frame: Frame, array: Instruction, limit: int) -
             if not hlo_text.depends_on_device(module, frame, user.operands[1:]):
                 return False
         elif user.op == "fusion":
-            (computation,) = module.called(user)
-            inner = Frame(computation, user, frame)
+            inner = frame.enter(module, user)
             for number, name in enumerate(user.operands):
-                parameter = computation.parameters[number]
+                parameter = inner.computation.parameters[number]
                 if name == array.name and not _only_sliced(module, inner, parameter, limit):
                     return False
         else:
             return False
     return bool(users)
-
-
-# ------------------------------------------------------------------------------------------ overlap
 
 
 def _done(computation: Computation, start: Instruction) -> Instruction | None:
@@ -375,9 +352,6 @@ def _computes(analysis: Analysis, instruction: Instruction) -> bool:
     return not (asynchronous or moves or collective_kind(instruction))
 
 
-# ------------------------------------------------- one collective that several fusions carry out
-
-
 def read_chains(
     analysis: Analysis, frame: Frame
 ) -> tuple[list[Collective], list[str], list[tuple[Computation, Instruction]]]:
@@ -390,20 +364,18 @@ def read_chains(
     for fusions, inside, part in _chains(analysis, frame.computation):
         first, last = fusions[0], fusions[-1]
         inner = Frame(inside, first, frame)
-        found, notes = read_collective(analysis, inner, part, fusion=first)
+        listed, notes = read_collective(analysis, inner, part, fusion=first)
         between = _num_computes(
             analysis, frame.computation, position[first.name], position[last.name] + 1
         )
         collectives += [
             dataclasses.replace(
-                one,
-                asynchronous=len(fusions) > 1,
-                hidden_by=between,
+                one, asynchronous=len(fusions) > 1, hidden_by=between,
                 name=",".join(fusion.name for fusion in fusions),
                 source=one.source or source_of(last),
             )
-            for one in found
-        ]
+            for one in listed
+        ]  # fmt: skip
         unknown += notes
         firsts.append((inside, part))
     return collectives, unknown, firsts
@@ -424,8 +396,6 @@ def _chains(
                 ended.append(open_chains.pop(key))
     return ended + list(open_chains.values())
 
-
-# ------------------------------------------------------------------------------- between TPU slices
 
 _TRANSFERS = {
     "ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter",
@@ -450,7 +420,7 @@ def read_send(
         target, sizes = _TARGET.search(send.attributes), mesh.across
         groups = _slice_groups(target.group(1)) if target else None
     else:
-        return [], [f"purpose of {label(send)}: it leaves the devices"]
+        return [], [f"purpose of {send.label}: it leaves the devices"]
     n = max(len(group) for group in groups) if groups else 0
     axes = mesh.spanned(groups, sizes) if groups else None
     size = sum(operand.bytes for operand in operands) * (n if transfer == "all-gather" else 1)
@@ -462,7 +432,7 @@ def read_send(
         name=send.name,
         source=source_of(send) or f"{transfer} {_rendezvous(send) or ''}".strip(),
     )  # fmt: skip
-    return [collective], [] if axes is not None else [f"destination of {label(send)}"]
+    return [collective], [] if axes is not None else [f"destination of {send.label}"]
 
 
 def _rendezvous(instruction: Instruction) -> str | None:

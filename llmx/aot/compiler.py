@@ -25,7 +25,7 @@ from llmx.contract import Strategy
 if typing.TYPE_CHECKING:
     from llmx.step.step import Recipe
 
-EXCHANGE = "exchange"  # beside the phases of `llmx.sync`: what replicas do between steps
+EXCHANGE = "exchange"  # in addition to the phases of `llmx.sync`: what replicas do between steps
 
 
 class CompileError(RuntimeError):
@@ -243,13 +243,13 @@ def _versions(topology: topologies.Topology) -> dict[str, str]:
     import jax
 
     packages = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
-    found = {"jax": jax.__version__}
+    versions = {"jax": jax.__version__}
     for package in packages[topology.platform]:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-# -------------------------------------------------------------------------------------------- types
-
 _SPECIAL_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _TYPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
@@ -49,18 +47,6 @@ class Array:
         return -(-self.size * bits_of(self.dtype) // 8)
 
 
-def arrays_of(type_text: str) -> tuple[Array, ...]:
-    """The arrays of a type, tuples flattened, without tokens."""
-    return tuple(
-        Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in _TYPE.findall(type_text)
-        if dtype not in ("token", "opaque")
-    )
-
-
-# ------------------------------------------------------------------------------------- instructions
-
-
 @dataclasses.dataclass(eq=False)
 class Instruction:
     """One instruction. `rest` is its line after the opening parenthesis of the operands."""
@@ -73,7 +59,12 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        return arrays_of(self.type)
+        """The arrays of its type, tuples flattened, without tokens."""
+        return tuple(
+            Array(dtype, tuple(int(dim.strip("<=")) for dim in dims.split(",") if dim))
+            for dtype, dims in _TYPE.findall(self.type)
+            if dtype not in ("token", "opaque")
+        )
 
     @property
     def bytes(self) -> int:
@@ -83,11 +74,11 @@ class Instruction:
     def _end(self) -> int:
         """Where the parenthesis of the operands closes."""
         depth = 0
-        for found in re.finditer(r"[()]", self.rest):
-            if found.group() == "(":
+        for match in re.finditer(r"[()]", self.rest):
+            if match.group() == "(":
                 depth += 1
             elif depth == 0:
-                return found.start()
+                return match.start()
             else:
                 depth -= 1
         return len(self.rest)
@@ -113,23 +104,34 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The name or number that follows `name=`."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
-        return found and found.group(1)
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return match and match.group(1)
+
+    @property
+    def label(self) -> str:
+        """The name in the text and the operation in the traced program, for messages."""
+        source = source_of(self)
+        return f"{self.name} ({source})" if source else self.name
+
+    @property
+    def index(self) -> int:
+        """The element that a get-tuple-element takes."""
+        return int(self.attribute("index"))
 
     def integers(self, name: str) -> tuple[int, ...]:
         """The numbers of `name={0,1}`; () where there is none."""
-        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(number) for number in found.group(1).split(",") if number) if found else ()
+        match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(number) for number in match.group(1).split(",") if number) if match else ()
 
     def quoted(self, name: str) -> str | None:
         """The text of `name="..."`."""
-        found = re.search(rf'\b{name}="([^"]*)"', self.attributes)
-        return found and found.group(1)
+        match = re.search(rf'\b{name}="([^"]*)"', self.attributes)
+        return match and match.group(1)
 
     def configured(self, name: str) -> str | None:
         """The value of `"name":"value"` or `"name":value` in `backend_config`."""
-        found = re.search(rf'"{name}":"?([\w.$\-+]+)', self.config)
-        return found and found.group(1)
+        match = re.search(rf'"{name}":"?([\w.$\-+]+)', self.config)
+        return match and match.group(1)
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ class Instruction:
             "call": ("to_apply",),
             "call-start": ("to_apply",),
         }.get(self.op, ("calls",))
-        return tuple(found for name in names if (found := self.attribute(name)))
+        return tuple(match for name in names if (match := self.attribute(name)))
 
 
 @dataclasses.dataclass(eq=False)
@@ -221,7 +223,11 @@ def parse(text: str) -> Module:
 
     def finish():
         if pieces:
-            current.instructions.append(_instruction("\n".join(pieces)))
+            text = "\n".join(pieces)
+            if (match := _LINE.match(text)) is None:
+                raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
+            root, name, type_text, op, rest = match.groups()
+            current.instructions.append(Instruction(name, type_text, op, rest, bool(root)))
             pieces.clear()
 
     for line in lines[1:]:
@@ -242,21 +248,11 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("the program's text has no ENTRY computation: it is cut off")
     count = {
-        name: int(found.group(1)) if (found := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
+        name: int(match.group(1)) if (match := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
         for name in ("num_partitions", "replica_count")
     }
     return Module(computations, entry, count["num_partitions"], count["replica_count"])
 
-
-def _instruction(text: str) -> Instruction:
-    found = _LINE.match(text)
-    if found is None:
-        raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
-    root, name, type_text, op, rest = found.groups()
-    return Instruction(name, type_text, op, rest, bool(root))
-
-
-# -------------------------------------------------------------------------------------------- names
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -285,14 +281,6 @@ def source_of(instruction: Instruction) -> str:
     return f"{short[:_HEAD_OF_SOURCE]}...{short[_HEAD_OF_SOURCE + 3 - _LONGEST_SOURCE :]}"
 
 
-def label(instruction: Instruction) -> str:
-    """The instruction's name in the text and its operation in the traced program."""
-    source = source_of(instruction)
-    return f"{instruction.name} ({source})" if source else instruction.name
-
-
-# ------------------------------------------------------------------------------------ device groups
-
 _GRID = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=[,\s)]|$)")
 _MESH = re.compile(
     r"replica_groups=@?mesh[\[<]([^\]>]*)[\]>](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
@@ -306,16 +294,16 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | N
     None: the notation is unknown.
     """
     text = instruction.attributes
-    if found := _GRID.search(text):
-        shape, dims, order = (_integers(part or "") for part in found.groups())
+    if match := _GRID.search(text):
+        shape, dims, order = (_integers(part or "") for part in match.groups())
         ids = np.arange(math.prod(dims)).reshape(dims)
         return (ids.transpose(order) if order else ids).reshape(shape).tolist()
-    if found := _MESH.search(text):
-        return _mesh_groups(*found.groups())
-    if found := _LIST.search(text):
-        if found.group(1) is None:
+    if match := _MESH.search(text):
+        return _mesh_groups(*match.groups())
+    if match := _LIST.search(text):
+        if match.group(1) is None:
             return [list(range(num_devices))]
-        return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", found.group(1))]
+        return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", match.group(1))]
     return None
 
 
@@ -355,9 +343,6 @@ def _integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number.strip()]
 
 
-# ------------------------------------------------------------------------- scalars and trip counts
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
     """A computation and the instruction that runs it, to follow a parameter to its source."""
@@ -367,6 +352,11 @@ class Frame:
     parent: "Frame | None" = None
     # Inside the loop that is analysed, elements of its state that change stay symbols.
     symbolic: bool = False
+
+    def enter(self, module: Module, caller: Instruction) -> "Frame":
+        """The frame of the one computation that an instruction runs."""
+        (computation,) = module.called(caller)
+        return Frame(computation, caller, self, self.symbolic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,32 +376,26 @@ _SAME = {
 def scalar(module: Module, frame: Frame, name: str, path: tuple[int, ...] = ()) -> Scalar | None:
     """The integer that an instruction (element `path` of its tuple) yields; None: unknown."""
     instruction = frame.computation.by_name[name]
-    if instruction.op == "constant":
-        return (
-            Scalar(int(instruction.literal))
-            if re.fullmatch(r"-?\d+", instruction.literal)
-            else None
-        )
-    if instruction.op in _SAME:
-        return scalar(module, frame, instruction.operands[0], path)
-    if instruction.op == "get-tuple-element":
-        return scalar(
-            module, frame, instruction.operands[0], (int(instruction.attribute("index")), *path)
-        )
-    if instruction.op == "tuple" and path:
-        return scalar(module, frame, instruction.operands[path[0]], path[1:])
-    if instruction.op == "parameter":
+    op, operands = instruction.op, instruction.operands
+    if op == "constant":
+        text = instruction.literal
+        return Scalar(int(text)) if re.fullmatch(r"-?\d+", text) else None
+    if op in _SAME:
+        return scalar(module, frame, operands[0], path)
+    if op == "get-tuple-element":
+        return scalar(module, frame, operands[0], (instruction.index, *path))
+    if op == "tuple" and path:
+        return scalar(module, frame, operands[path[0]], path[1:])
+    if op == "parameter":
         return _parameter(module, frame, int(instruction.literal), path)
-    if instruction.op in ("fusion", "call"):
-        (computation,) = module.called(instruction)
-        inner = Frame(computation, instruction, frame, frame.symbolic)
-        return scalar(module, inner, computation.root.name, path)
-    if instruction.op == "while":
+    if op in ("fusion", "call"):
+        inner = frame.enter(module, instruction)
+        return scalar(module, inner, inner.computation.root.name, path)
+    if op == "while":
         constant = path and _is_invariant(module, instruction, path[0])
-        return scalar(module, frame, instruction.operands[0], path) if constant else None
-    if instruction.op in ("add", "subtract", "multiply"):
-        left, right = (scalar(module, frame, operand) for operand in instruction.operands)
-        return _combine(instruction.op, left, right)
+        return scalar(module, frame, operands[0], path) if constant else None
+    if op in ("add", "subtract", "multiply"):
+        return _combine(op, *(scalar(module, frame, operand) for operand in operands))
     return None
 
 
@@ -435,15 +419,11 @@ def _parameter(module: Module, frame: Frame, number: int, path: tuple[int, ...])
 def _combine(op: str, left: Scalar | None, right: Scalar | None) -> Scalar | None:
     if left is None or right is None:
         return None
-    if left.symbol is None and right.symbol is None:
-        a, b = left.value, right.value
-        return Scalar({"add": a + b, "subtract": a - b, "multiply": a * b}[op])
-    if op == "add" and (left.symbol is None or right.symbol is None):
-        symbol = right.symbol if left.symbol is None else left.symbol
-        return Scalar(left.value + right.value, symbol)
-    if op == "subtract" and right.symbol is None:
-        return Scalar(left.value - right.value, left.symbol)
-    return None
+    a, b = left.value, right.value
+    value = {"add": a + b, "subtract": a - b, "multiply": a * b}[op]
+    if right.symbol is None and (left.symbol is None or op != "multiply"):
+        return Scalar(value, left.symbol)
+    return Scalar(value, right.symbol) if op == "add" and left.symbol is None else None
 
 
 def _is_invariant(module: Module, loop: Instruction, index: int) -> bool:
@@ -454,7 +434,7 @@ def _is_invariant(module: Module, loop: Instruction, index: int) -> bool:
     instruction = body.by_name[body.root.operands[index]]
     return (
         instruction.op == "get-tuple-element"
-        and int(instruction.attribute("index")) == index
+        and instruction.index == index
         and body.by_name[instruction.operands[0]].op == "parameter"
     )
 
@@ -475,9 +455,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     compare = condition.root
     while compare.op in ("fusion", *_SAME):
         if compare.op == "fusion":
-            (computation,) = module.called(compare)
-            inner = Frame(computation, compare, inner, symbolic=True)
-            compare = computation.root
+            inner = inner.enter(module, compare)
+            compare = inner.computation.root
         else:
             compare = inner.computation.by_name[compare.operands[0]]
     if compare.op != "compare":
@@ -530,31 +509,28 @@ def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> boo
             continue
         seen.add((id(where.computation), name, path))
         instruction = where.computation.by_name[name]
-        if instruction.op in ("partition-id", "replica-id"):
+        op, operands = instruction.op, instruction.operands
+        if op in ("partition-id", "replica-id"):
             return True
-        if instruction.op == "parameter" and where.caller is not None:
-            todo += [(where.parent, source, path) for source in _sources(where, instruction, path)]
-        elif instruction.op == "get-tuple-element":
-            todo.append(
-                (where, instruction.operands[0], (int(instruction.attribute("index")), *path))
-            )
-        elif instruction.op == "tuple" and path:
-            todo.append((where, instruction.operands[path[0]], path[1:]))
-        elif instruction.op in ("fusion", "call"):
-            (computation,) = module.called(instruction)
-            todo.append((Frame(computation, instruction, where), computation.root.name, path))
-        elif instruction.op == "while":
-            todo.append((where, instruction.operands[0], path))
+        if op == "parameter" and where.caller is not None:
+            todo += [(where.parent, source, path) for source in _sources(where, instruction)]
+        elif op == "get-tuple-element":
+            todo.append((where, operands[0], (instruction.index, *path)))
+        elif op == "tuple" and path:
+            todo.append((where, operands[path[0]], path[1:]))
+        elif op in ("fusion", "call"):
+            inner = where.enter(module, instruction)
+            todo.append((inner, inner.computation.root.name, path))
+        elif op == "while":
+            todo.append((where, operands[0], path))
         else:
-            todo += [(where, operand, ()) for operand in instruction.operands]
+            todo += [(where, operand, ()) for operand in operands]
     return False
 
 
-def _sources(frame: Frame, parameter: Instruction, path: tuple[int, ...]) -> list[str]:
+def _sources(frame: Frame, parameter: Instruction) -> Sequence[str]:
     """The operands of a computation's caller that a parameter may be."""
-    number = int(parameter.literal)
+    operands, number = frame.caller.operands, int(parameter.literal)
     if frame.caller.op == "while":
-        return [frame.caller.operands[0]]
-    if frame.caller.op == "conditional":
-        return list(frame.caller.operands[1:])
-    return list(frame.caller.operands[number : number + 1])
+        return operands[:1]
+    return operands[1:] if frame.caller.op == "conditional" else operands[number : number + 1]

@@ -17,8 +17,6 @@ import numpy as np
 
 from llmx.aot.hlo_text import Array, Computation, Instruction, Module, collective_kind
 
-# -------------------------------------------------------------------------------------------- FLOPs
-
 _GEMM = "__cublas$"
 
 
@@ -105,8 +103,6 @@ def _positions(
         total += int(np.sum((at >= 0) & (at % dilation == 0) & (at // dilation < size)))
     return total
 
-
-# -------------------------------------------------------------------------------------------- bytes
 
 # Operations that name existing arrays, run other computations, or start asynchronous ones.
 _FREE = {

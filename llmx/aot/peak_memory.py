@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from llmx.aot import hlo_text
 from llmx.aot.hlo_text import Instruction
@@ -46,8 +46,8 @@ def read_dump(folder: str | pathlib.Path, module: str) -> Dump:
     files = [path for path in pathlib.Path(folder).glob("*.txt") if module in path.name]
 
     def text(ending: str) -> str:
-        found = [path for path in files if path.name.endswith(ending)]
-        return found[0].read_text() if found else ""
+        texts = [path for path in files if path.name.endswith(ending)]
+        return texts[0].read_text() if texts else ""
 
     return Dump(text(_BEFORE), text(_AFTER), text(_ASSIGNMENT), text(_LIVE_RANGES))
 
@@ -103,9 +103,6 @@ def at_peak(dump: Dump) -> Peak | None:
     return Peak(num_bytes, tuple(_buffers(shown, temporary, ranges, dump.after)))
 
 
-# ------------------------------------------------------------------------------------- reading
-
-
 def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
     """The permanent and the temporary values in the device's main memory."""
     permanent, temporary, kind = [], [], ""
@@ -120,13 +117,9 @@ def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
             seen = False
         elif kind and (value := _VALUE.match(line)):
             name, size, offset, shape = value.groups()
-            assigned = _Value(
-                name=name.removesuffix("{}"),
-                shape="tuple" if shape.startswith("(") else shape.partition("{")[0],
-                begin=int(offset),
-                end=int(offset) + int(size),
-                argument="parameter" in kind,
-            )
+            shape = "tuple" if shape.startswith("(") else shape.partition("{")[0]
+            begin, argument = int(offset), "parameter" in kind
+            assigned = _Value(name.removesuffix("{}"), shape, begin, begin + int(size), argument)
             if "preallocated-temp" in kind:
                 temporary.append(assigned)
             elif not seen:  # the others reuse its memory: outputs that overwrite arguments
@@ -140,9 +133,6 @@ def _live_ranges(text: str) -> dict[str, tuple[int, int]]:
     rows = re.findall(r"^\s+(\S+):(\d+)-(\d+)$", body, re.MULTILINE)
     # The only array of an instruction has an empty index here and none in the assignment.
     return {name.removesuffix("{}"): (int(first), int(last)) for name, first, last in rows}
-
-
-# ---------------------------------------------------------------------------------------- peak
 
 
 def _live_at(moment: int, values: Iterable[_Value], ranges: Ranges) -> list[_Value]:
@@ -188,14 +178,11 @@ def _without_overlaps(values: list[_Value], ranges: Ranges) -> list[_Value]:
     return chosen
 
 
-# --------------------------------------------------------------------------------- description
-
-
 def _buffers(
     values: Iterable[_Value], others: Sequence[_Value], ranges: Ranges, program: str
 ) -> list[Buffer]:
     """The values as buffers, equal ones in groups, largest first."""
-    sources, instructions = _Sources(program), {}
+    line_of, instructions = _source_lines(program), {}
     for computation in hlo_text.parse(program).computations.values():
         instructions |= computation.by_name
     groups: dict[tuple, list[int]] = collections.defaultdict(list)
@@ -204,7 +191,7 @@ def _buffers(
         names = [one.name for one in (value, *_same_slot(value, others, ranges))]
         origins = [_origin(instructions, name) for name in names]
         operation, frame = max(origins, key=lambda pair: (pair[1] > 0, len(pair[0])))
-        key = (value.shape, _readable(operation), sources.line(frame), value.argument)
+        key = (value.shape, _readable(operation), line_of(frame), value.argument)
         groups[key].append(value.end - value.begin)
     buffers = [
         Buffer(
@@ -237,15 +224,16 @@ def _same_slot(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[
 
 
 def _origin(instructions: Mapping[str, Instruction], name: str) -> tuple[str, int]:
-    """(operation, stack frame) of a value; of its operand if the compiler made the value."""
-    made = instructions.get(re.sub(r"\{.*", "", name))
-    if made is None:
+    """(operation, stack frame) of a value; of its operand if the compiler created it."""
+    instruction = instructions.get(re.sub(r"\{.*", "", name))
+    if instruction is None:
         return "", 0
-    operation, frame = _traced(made)
-    if operation or made.op in ("parameter", "while"):
+    operation, frame = _traced(instruction)
+    if operation or instruction.op in ("parameter", "while"):
         return operation, frame
-    operation, frame = _traced(instructions.get(made.operands[0])) if made.operands else ("", 0)
-    return (f"{made.op} of {operation}", frame) if operation else (made.op, 0)
+    operand = instruction.operands[0] if instruction.operands else ""
+    operation, frame = _traced(instructions.get(operand))
+    return (f"{instruction.op} of {operation}", frame) if operation else (instruction.op, 0)
 
 
 def _traced(instruction: Instruction | None) -> tuple[str, int]:
@@ -264,9 +252,9 @@ _TRACING = {"while", "body", "closed_call", "checkpoint", "eval_jaxpr", "shard_m
 
 def _readable(operation: str) -> str:
     """Without the parts of a name that tracing adds; the first of merged names."""
-    made, of, source = operation.partition(" of ")
+    op, of, source = operation.partition(" of ")
     if of:
-        return f"{made} of {_readable(source)}"
+        return f"{op} of {_readable(source)}"
     if operation.startswith(("state", "batch")):  # state.params[\'blocks\'][\'mlp\']
         return re.sub(r"\[\\?'([^]]*?)\\?'\]", r"/\1", operation)
     parts = operation.partition(":")[0].split("/")
@@ -275,38 +263,30 @@ def _readable(operation: str) -> str:
     return "/".join(part for part in parts if part not in _TRACING and not part.startswith("jit("))
 
 
-class _Sources:
-    """Lines of source, from the tables at the head of a program."""
+def _source_lines(program: str) -> Callable[[int], str]:
+    """A function from a stack frame to the innermost line of llmx, else of any file, in it."""
+    files = dict(_table(program, "FileNames", r'"([^"]*)"'))
+    row = r"\{file_name_id=(\d+) function_name_id=\d+ line=(\d+)"
+    lines = {
+        number: (files[file], line) for number, file, line in _table(program, "FileLocations", row)
+    }
+    row = r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    frames = {number: fields for number, *fields in _table(program, "StackFrames", row)}
 
-    def __init__(self, program: str):
-        self._files = dict(_table(program, "FileNames", r'"([^"]*)"'))
-        self._locations = {
-            number: (file, line)
-            for number, file, line in _table(
-                program, "FileLocations", r"\{file_name_id=(\d+) function_name_id=\d+ line=(\d+)"
-            )
-        }
-        self._frames = {
-            number: (location, parent)
-            for number, location, parent in _table(
-                program, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-            )
-        }
-
-    def line(self, frame: int) -> str:
-        """The innermost line of llmx, else of any file, that a stack frame comes from."""
+    def line_of(frame: int) -> str:
         innermost, number = "", str(frame)
-        while number in self._frames:
-            location, parent = self._frames[number]
-            file, line = self._locations[location]
-            path = self._files[file]
-            where = f"{pathlib.PurePath(path).name}:{line}"
-            innermost = innermost or where
+        while number in frames:
+            location, parent = frames[number]
+            path, line = lines[location]
+            text = f"{pathlib.PurePath(path).name}:{line}"
+            innermost = innermost or text
             if "/llmx/" in path:
-                return where
+                return text
             # Numbers of parents are written plus one; 1 is none.
             number = str(int(parent) - 1) if parent else ""
         return innermost
+
+    return line_of
 
 
 def _table(program: str, title: str, row: str) -> list[tuple[str, ...]]:

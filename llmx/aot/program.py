@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from llmx.aot import collectives, hlo_text, instruction_costs
 from llmx.aot.collectives import Analysis, Collective
-from llmx.aot.hlo_text import Frame, Instruction, collective_kind, label, source_of
+from llmx.aot.hlo_text import Frame, Instruction, collective_kind, source_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CostReport:
     ) -> tuple[Collective, ...]:
         """The collectives of a kind (or of several), over exactly `axes`, over at least `across`.
 
-        All of them by default. Those whose axes are unknown are found by their kind only.
+        All of them by default. Those whose axes are unknown are selected by kind only.
         """
         kinds = {kind} if isinstance(kind, str) else kind
         wanted = {axes} if isinstance(axes, str) else None if axes is None else set(axes)
@@ -102,9 +102,6 @@ def _not_visited(analysis: Analysis) -> list[str]:
         return []
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return [f"executions of {listed}: no instruction is known to run their computations"]
-
-
-# ----------------------------------------------------------------------- sums of optional numbers
 
 
 def times(count: float | None, value: float | None) -> float | None:
@@ -162,9 +159,6 @@ def _repeated(report: CostReport, trips: int | None) -> CostReport:
     )
 
 
-# -------------------------------------------------------------------------------- computations
-
-
 def _computation(analysis: Analysis, frame: Frame) -> CostReport:
     """The costs of a computation executed once."""
     chained, notes, firsts = collectives.read_chains(analysis, frame)
@@ -172,11 +166,8 @@ def _computation(analysis: Analysis, frame: Frame) -> CostReport:
     reports = [CostReport(collectives=tuple(chained), bytes=moved, unknown=tuple(notes))]
     for instruction in frame.computation.instructions:
         moved = instruction_costs.bytes_of(analysis.module, frame.computation, instruction)
-        reports += [
-            CostReport(bytes=moved),
-            _cycles(instruction),
-            _instruction(analysis, frame, instruction),
-        ]
+        costs = _instruction(analysis, frame, instruction)
+        reports += [CostReport(bytes=moved), _cycles(instruction), costs]
     return _sum(reports)
 
 
@@ -187,8 +178,7 @@ def _instruction(analysis: Analysis, frame: Frame, instruction: Instruction) -> 
     if instruction.op == "conditional":
         return _branches(analysis, frame, instruction)
     if instruction.op == "call":
-        (computation,) = analysis.module.called(instruction)
-        return _computation(analysis, Frame(computation, instruction, frame))
+        return _computation(analysis, frame.enter(analysis.module, instruction))
     if instruction.op in ("call-start", "async-start"):
         return _asynchronous(analysis, frame, instruction)
     if instruction.op in ("fusion", "fusion-start"):
@@ -199,12 +189,12 @@ def _instruction(analysis: Analysis, frame: Frame, instruction: Instruction) -> 
         return _products(flops or 0.0, [] if flops is not None else [instruction.name])
     if instruction_costs.is_kernel(instruction):
         return _kernel(instruction)
-    found, notes = [], []
+    listed, notes = [], []
     if instruction.op == "send":
-        found, notes = collectives.read_send(analysis, frame.computation, instruction)
+        listed, notes = collectives.read_send(analysis, frame.computation, instruction)
     elif collective_kind(instruction):
-        found, notes = collectives.read_collective(analysis, frame, instruction)
-    return CostReport(collectives=tuple(found), unknown=tuple(notes))
+        listed, notes = collectives.read_collective(analysis, frame, instruction)
+    return CostReport(collectives=tuple(listed), unknown=tuple(notes))
 
 
 def _fusion(analysis: Analysis, frame: Frame, fusion: Instruction) -> CostReport:
@@ -215,9 +205,9 @@ def _fusion(analysis: Analysis, frame: Frame, fusion: Instruction) -> CostReport
         if (computation, instruction) in chained:
             continue  # counted where the chain begins
         inner = Frame(computation, fusion, frame)
-        found, notes = collectives.read_collective(analysis, inner, instruction, fusion=fusion)
+        listed, notes = collectives.read_collective(analysis, inner, instruction, fusion=fusion)
         moved = instruction_costs.bytes_of(analysis.module, computation, instruction)
-        reports.append(CostReport(collectives=tuple(found), bytes=moved, unknown=tuple(notes)))
+        reports.append(CostReport(collectives=tuple(listed), bytes=moved, unknown=tuple(notes)))
     return _sum(reports)
 
 
@@ -230,9 +220,8 @@ def _products(flops: float, unread: Sequence[str]) -> CostReport:
 
 
 def _asynchronous(analysis: Analysis, frame: Frame, start: Instruction) -> CostReport:
-    """The costs of a computation that runs beside others, often on a core of its own."""
-    (computation,) = analysis.module.called(start)
-    report = _computation(analysis, Frame(computation, start, frame))
+    """The costs of a computation that runs asynchronously, often on a core of its own."""
+    report = _computation(analysis, frame.enter(analysis.module, start))
     overlap = collectives.overlap_of(analysis, frame.computation, start)
     return dataclasses.replace(
         report,
@@ -251,7 +240,7 @@ def _loop(analysis: Analysis, frame: Frame, loop: Instruction) -> CostReport:
     )
     if trips is not None:
         return _sum([_repeated(body, trips), _repeated(condition, trips + 1)])
-    note = f"trip count of the loop {label(loop)}: its end depends on data"
+    note = f"trip count of the loop {loop.label}: its end depends on data"
     return _sum([_repeated(body, None), _repeated(condition, None), CostReport(unknown=(note,))])
 
 
@@ -272,7 +261,7 @@ def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> Cos
     ]
     if differing:
         unknown.append(
-            f"branch that {label(conditional)} takes: {', '.join(differing)}; "
+            f"branch that {conditional.label} takes: {', '.join(differing)}; "
             "the most of each is counted"
         )
     return CostReport(
@@ -302,7 +291,7 @@ def _cycles(instruction: Instruction) -> CostReport:
     cycles = int(instruction.configured("estimated_cycles") or 0)
     if cycles < _NO_ESTIMATE:
         return CostReport(estimated_cycles=float(cycles))
-    note = f"{_NO_CYCLES}{label(instruction)}: XLA has no estimate"
+    note = f"{_NO_CYCLES}{instruction.label}: XLA has no estimate"
     return CostReport(estimated_cycles=None, unknown=(note,))
 
 
@@ -311,12 +300,7 @@ def _kernel(call: Instruction) -> CostReport:
     named = re.search(r', name = "([\w.\-]+)"', call.config)  # Pallas on GPU
     name = named.group(1) if named else re.sub(r"\.\d+$", "", call.name)
     communicates = '"has_communication":true' in call.config
-    kernel = Kernel(
-        name=name,
-        target=call.quoted("custom_call_target"),
-        count=1,
-        flops=float(estimate.group(1)) if estimate else None,
-        source=source_of(call),
-    )
+    flops = float(estimate.group(1)) if estimate else None
+    kernel = Kernel(name, call.quoted("custom_call_target"), 1, flops, source_of(call))
     unknown = (f"bytes that the kernel {name} sends to other devices",) if communicates else ()
     return CostReport(kernels=(kernel,), unknown=unknown)

@@ -67,9 +67,6 @@ class Trial:
     problem: str = ""  # why the compiler refused it
 
 
-# ------------------------------------------------------------------------------------------ JSON
-
-
 def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
     """All of a result as JSON values; docs/aot.md documents the keys."""
     topology, program = result.topology, result.program
@@ -98,8 +95,6 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
         document["suggestions"] = [dataclasses.asdict(trial) for trial in trials]
     return json.loads(json.dumps(document))
 
-
-# ------------------------------------------------------------------------------------------ text
 
 WIDTH = 100
 _MOST_LINES = 14  # of arrays at the peak
@@ -210,8 +205,7 @@ def _compute(result: Result) -> list[str]:
         "compute of a device and step",
         f"  {'model':20}{_flops(result.model_flops):>12}   forward and backward",
     ]
-    program = result.program
-    if program is None:
+    if (program := result.program) is None:
         return lines
     flops = "unknown" if program.flops is None else _flops(program.flops)
     note = "matrix products, recomputed ones included, kernels not"

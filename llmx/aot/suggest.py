@@ -10,8 +10,9 @@ import copy
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmx import config, sharding
 from llmx.aot import compiler
@@ -38,8 +39,7 @@ ENOUGH = 2  # fitting variants that end it
 MOST_TENSOR = 16  # devices along `tensor`, on a TPU slice
 
 
-@dataclasses.dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """How much memory each dimension saves; 0 = nothing."""
 
     layout: int
@@ -51,8 +51,7 @@ class Levels:
 
     def at_least(self, other: "Levels") -> bool:
         """Whether this saves at least as much as `other` in every dimension."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return all(mine >= theirs for mine, theirs in pairs)
+        return all(map(operator.ge, self, other))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +87,17 @@ def levels_of(run: config.Config) -> Levels:
 
 
 def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
-    """All variants of a resolved config, cheapest first; some are invalid configs.
-
-    `most_tensor`: devices that are joined by fast links.
-    """
+    """All variants of a resolved config, cheapest first; some are invalid configs."""
     here = levels_of(run)
     combinations = itertools.product(
-        _ladder(run.sharding.layout, LAYOUT_COSTS),
-        _ladder(run.sharding.gather, GATHER_COSTS),
-        _ladder(run.remat, REMAT_COSTS),
+        LAYOUT_COSTS if run.sharding.layout in LAYOUT_COSTS else [run.sharding.layout],
+        GATHER_COSTS if run.sharding.gather in GATHER_COSTS else [run.sharding.gather],
+        REMAT_COSTS if run.remat in REMAT_COSTS else [run.remat],
         sorted({1, *(run.batch.accumulation * 2**n for n in _DOUBLINGS)}),
         sorted({run.mesh.tensor, *(2**n for n in _DOUBLINGS if 2**n <= most_tensor)}),
         _HALVINGS,
     )
-    made = []
+    listed = []
     for layout, gather, remat, accumulation, tensor, halvings in combinations:
         wanted = {
             "sharding.layout": layout,
@@ -111,20 +107,15 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
             "batch.accumulation": accumulation,
             **_mesh(run, tensor),
         }
-        changes = {
-            key: value for key, value in wanted.items() if value != config.get_value(run, key)
-        }
+        changes = {k: value for k, value in wanted.items() if value != config.get_value(run, k)}
         if not changes:
             continue
-        levels = dataclasses.replace(
-            levels_of(Variant(changes, here, 0.0).of(run)), halvings=halvings
-        )
-        made.append(Variant(changes, levels, _cost(levels) - _cost(here)))
-    return sorted(made, key=lambda one: (one.cost, len(one.changes)))
+        levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
+        listed.append(Variant(changes, levels, _cost(levels) - _cost(here)))
+    return sorted(listed, key=lambda one: (one.cost, len(one.changes)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Bytes of one device."""
 
     levels: Levels
@@ -149,13 +140,11 @@ def search(
     the fastest come first. Those that cannot fit by a rough estimate are not compiled.
 
     Args:
-      run: a resolved config.
-      measured: levels and memory of `run` itself.
+      run, measured: a resolved config, and its own levels and memory.
       limit: bytes of one device.
       state_of: bytes of state and batch of a config; None: it is impossible on the machine.
       peak_of: compiles a variant and returns its peak; None: the compiler refuses it.
-      most_tensor: see `variants`.
-      enough, most_tries: when to stop.
+      most_tensor: devices that are joined by fast links.
     """
     start, tries, fitting = measured, 0, []
     for variant in variants(run, most_tensor=most_tensor):
@@ -194,32 +183,22 @@ def _is_config(variant: Variant, run: config.Config) -> bool:
     return True
 
 
-def _ladder(value: str, costs: dict[str, float]) -> list[str]:
-    return list(costs) if value in costs else [value]
-
-
 def _level(value: str, costs: dict[str, float]) -> int:
     return list(costs).index(value) if value in costs else 0
 
 
 def _cost(levels: Levels) -> float:
-    return (
-        list(LAYOUT_COSTS.values())[levels.layout]
-        + list(GATHER_COSTS.values())[levels.gather]
-        + list(REMAT_COSTS.values())[levels.remat]
-        + DOUBLED_ACCUMULATION_COST * levels.accumulation
-        + DOUBLED_TENSOR_COST * levels.tensor
-        + HALVED_BATCH_COST * levels.halvings
-    )
+    tables = (LAYOUT_COSTS, GATHER_COSTS, REMAT_COSTS)
+    doublings = (DOUBLED_ACCUMULATION_COST, DOUBLED_TENSOR_COST, HALVED_BATCH_COST)
+    costs = [list(table.values())[level] for table, level in zip(tables, levels[:3], strict=True)]
+    return sum(costs) + sum(map(operator.mul, doublings, levels[3:]))
 
 
 def _mesh(run: config.Config, tensor: int) -> dict[str, int]:
-    """A mesh with another tensor axis: its devices come from fsdp, else from data."""
-    giver = "fsdp" if run.mesh.fsdp > 1 else "data"
-    return {
-        f"mesh.{giver}": vars(run.mesh)[giver] * run.mesh.tensor // tensor,
-        "mesh.tensor": tensor,
-    }
+    """A mesh with another tensor axis, whose devices come from fsdp, or from data."""
+    source = "fsdp" if run.mesh.fsdp > 1 else "data"
+    rest = vars(run.mesh)[source] * run.mesh.tensor // tensor
+    return {f"mesh.{source}": rest, "mesh.tensor": tensor}
 
 
 def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:

@@ -159,9 +159,6 @@ class Topology:
         return f"{slices}{shape} {self.chip.name}, {count}"
 
 
-# ------------------------------------------------------------------------------------------- names
-
-
 def parse(name: str) -> Topology:
     """The machine called `name`; jax is not imported.
 
@@ -259,9 +256,6 @@ def _gpus(name: str, family: str, shape: tuple[int, ...]) -> Topology:
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------- devices
-
-
 class CompilerMissing(ValueError):
     """The compiler of the platform is not installed."""
 
@@ -282,18 +276,18 @@ def devices(topology: str | Topology) -> list:
 
     if topology.platform == "gpu":
         hosts, per_host = topology.shape
-        found = topologies.get_topology_desc(
+        actual = topologies.get_topology_desc(
             platform="cuda", topology=f"1x{hosts}x{per_host}",
             target_config=gpu_target(GPUS[topology.family]),
         ).devices  # fmt: skip
     else:
-        found = topologies.get_topology_desc(
+        actual = topologies.get_topology_desc(
             platform="tpu",
             topology_name=f"{topology.family}:{'x'.join(map(str, topology.shape))}",
             **_slice_options(topology),
         ).devices
-    _check(topology, found)
-    return list(found)
+    _check(topology, actual)
+    return list(actual)
 
 
 def _prepare(platform: str) -> None:
@@ -334,7 +328,7 @@ def _assume_cudnn() -> None:
 
 
 def _slice_options(topology: Topology) -> dict:
-    """Options of libtpu for a slice, beside its name."""
+    """Options of libtpu for a slice, in addition to its name."""
     shape = (*topology.shape, 1)[:3]
     options = dict(TPUS[topology.family].options)
     # A host has 2x2 chips; without this option libtpu refuses a slice of a single chip.
@@ -353,18 +347,18 @@ def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
     return (whole, whole, whole)
 
 
-def _check(topology: Topology, found: Sequence) -> None:
+def _check(topology: Topology, actual: Sequence) -> None:
     """Raises RuntimeError if the compiler returned the devices of another machine."""
-    kinds = {device.device_kind for device in found}
-    slices = {device.slice_index for device in found if hasattr(device, "slice_index")}
+    kinds = {device.device_kind for device in actual}
+    slices = {device.slice_index for device in actual if hasattr(device, "slice_index")}
     num_slices = max(1, len(slices))
-    if (len(found), kinds, num_slices) != (
+    if (len(actual), kinds, num_slices) != (
         topology.num_devices, {topology.device_kind}, topology.num_slices,
     ):  # fmt: skip
         raise RuntimeError(
             f"topology {topology.name!r} should be {topology.num_devices} devices "
             f"{topology.device_kind!r} in {topology.num_slices} slices, and the compiler gives "
-            f"{len(found)} of {sorted(kinds)} in {num_slices}: install the version of it that this "
+            f"{len(actual)} of {sorted(kinds)} in {num_slices}: install the version that this "
             "jax pins, pip install 'llmx[aot]'"
         )
 

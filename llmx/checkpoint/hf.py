@@ -31,9 +31,6 @@ DTYPES = {
 }
 
 
-# ------------------------------------------------------------------------------------- tensors
-
-
 def _letters(row: Tensor) -> tuple[str, str]:
     """The dimensions of a tensor in our order and in theirs."""
     return ("Z" if row.parts else "") + row.dims, row.groups.replace(",", "")
@@ -67,9 +64,6 @@ def _numpy_dtype(name: str) -> np.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is unknown: use one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-# -------------------------------------------------------------------------------------- export
 
 
 def export(
@@ -188,9 +182,6 @@ def _write_tokenizer(
     }
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-# ---------------------------------------------------------------------------------------- load
 
 
 def load(

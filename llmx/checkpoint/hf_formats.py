@@ -17,8 +17,6 @@ from typing import Any
 from llmx.model import families
 from llmx.model.families import GLOBAL, LOCAL, ModelConfig
 
-# ------------------------------------------------------------------------- the formats, as data
-
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -197,9 +195,6 @@ _LLAMA3_ROPE = {
     "rope_high_freq": "high_freq_factor",
     "rope_old_context": "original_max_position_embeddings",
 }
-
-
-# --------------------------------------------------------------------------------- config.json
 
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -391,9 +386,6 @@ def differences(model: ModelConfig, other: ModelConfig, *, ignore: Sequence[str]
     ours, theirs = _meaning(model), _meaning(other)
     names = [n for n in vars(model) if n not in ignore and ours.get(n) != theirs.get(n)]
     return ", ".join(f"model.{n}={ours.get(n)!r} (it has {theirs.get(n)!r})" for n in names)
-
-
-# ------------------------------------------------------------------------------------- tensors
 
 
 def dimension_sizes(model: ModelConfig) -> dict[str, int]:

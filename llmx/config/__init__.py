@@ -10,7 +10,7 @@ import difflib
 import json
 import pathlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
@@ -107,11 +107,8 @@ def default() -> Config:
     return Config()
 
 
-# ---------------------------------------------------------------------------------------- the door
-
-
 class ConfigError(ValueError):
-    """All that is wrong with a config: one problem a line."""
+    """All problems of a config, one a line."""
 
     def __init__(self, problems: Sequence[str]):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -123,17 +120,16 @@ class ConfigError(ValueError):
 def leaf_types(kind: type, prefix: str = "") -> dict[str, Any]:
     """{"batch.size": int, ...} of a nested dataclass."""
     found = {}
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        name, hint = prefix + field.name, hints[field.name]
+    for name, hint in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(hint):
-            found |= leaf_types(hint, f"{name}.")
+            found |= leaf_types(hint, f"{prefix}{name}.")
         else:
-            found[name] = hint
+            found[prefix + name] = hint
     return found
 
 
-def unknown_key(key: str, known: typing.Iterable[str]) -> str:
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The problem of a key that no section has, with the key that was probably meant."""
     known = list(known)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
@@ -152,14 +148,9 @@ def get_value(config: Any, key: str) -> Any:
 
 
 def set_value(config: Any, key: str, value: Any):
-    """Sets what `get_value` gives."""
-    *sections, name = key.split(".")
-    for section in sections:
-        config = vars(config)[section]
-    setattr(config, name, value)
-
-
-# -------------------------------------------------------------------------------- written and read
+    """Sets the value of a key as "batch.size"."""
+    section, _, name = key.rpartition(".")
+    vars(get_value(config, section) if section else config)[name] = value
 
 
 def to_json(config: Config) -> dict:

@@ -2,14 +2,15 @@
 
 import copy
 import dataclasses
+import math
 import pathlib
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llmx import config, sharding
 from llmx import config as config_lib
+from llmx import sharding
 from llmx.checkpoint import checkpointer
 from llmx.config import Config, ConfigError
 from llmx.data import config as data_config
@@ -21,8 +22,6 @@ from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, launch
 from llmx.sync import replicas, strategy
-
-# -------------------------------------------------------------------------------------- the checks
 
 
 def resolve(
@@ -55,15 +54,16 @@ def resolve(
 
 def _unknown_keys(section: Any, prefix: str = "") -> Iterator[str]:
     """Attributes that a config file set and no section has."""
-    hints, known = typing.get_type_hints(type(section)), config.leaf_types(Config)
+    hints, known = typing.get_type_hints(type(section)), config_lib.leaf_types(Config)
     for name, value in vars(section).items():
         if name not in hints:
-            yield config.unknown_key(prefix + name, known)
+            yield config_lib.unknown_key(prefix + name, known)
         elif dataclasses.is_dataclass(hints[name]) and dataclasses.is_dataclass(value):
             yield from _unknown_keys(value, f"{prefix}{name}.")
 
 
 def _wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
+    """Values that are not of their field's type."""
     for name, hint in typing.get_type_hints(type(section)).items():
         value, key = vars(section)[name], prefix + name
         if not dataclasses.is_dataclass(hint):
@@ -81,14 +81,13 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple | list) and all(_has_type(item, inner) for item in value)
     if isinstance(hint, types.UnionType):
         return any(_has_type(value, one) for one in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
 def type_name(hint: Any) -> str:
+    """A type in the words of an error."""
     names = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
     if hint in names:
         return names[hint]
@@ -138,8 +137,8 @@ def _data(config: Config) -> list[str]:
 def replica_axes(config: Config, table: str) -> tuple[str, ...]:
     """The mesh axes over which a layout's table splits the width, with the config's strategy."""
     over = vars(sharding.LAYOUTS[config.sharding.layout])[table]["embed"]
-    apart = config.sync.strategy != "mean"
-    return tuple(axis for axis in over if not (apart and axis == replicas.AXIS))
+    whole = () if config.sync.strategy == "mean" else replicas.AXES
+    return tuple(axis for axis in over if axis not in whole)
 
 
 def _vocab_size(data: data_config.DataConfig) -> int:
@@ -155,31 +154,25 @@ def _vocab_size(data: data_config.DataConfig) -> int:
 
 def _mesh(config: Config, num_devices: int | None) -> list[str]:
     """Sizes against mesh axes; fills in the open mesh axis."""
-    sizes = {axis: config_lib.get_value(config.mesh, axis) for axis in sharding.AXES}
-    if num_devices is None:
-        if -1 in sizes.values():
-            return []
-    else:
+    sizes = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
+    if num_devices is not None:
         try:
             sizes = sharding.resolve_sizes(sizes, num_devices)
         except ValueError as error:
             return [f"mesh: {error}"]
-    for axis, size in sizes.items():
-        setattr(config.mesh, axis, size)
+    elif -1 in sizes.values():
+        return []
+    vars(config.mesh).update(sizes)
     if config.sharding.layout not in sharding.LAYOUTS:
         return []
+    unknown = [axis for axis in config.mesh.across_slices if axis not in sizes]
     return [
-        *_mesh_axes(config, sizes),
+        *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
         *_stages(config, sizes["stage"]),
         *_tensor(config, sizes),
-        *_batch_and_width(config, sizes),
+        *_batch(config, sizes),
+        *_context(config, sizes),
     ]
-
-
-def _mesh_axes(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    for axis in config.mesh.across_slices:
-        if axis not in sizes:
-            yield f"mesh.across_slices names {axis!r}: {bounds.use_one_of(axis, sharding.AXES)}"
 
 
 def _stages(config: Config, stages: int) -> Iterator[str]:
@@ -212,52 +205,82 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
 
 def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What tensor parallelism splits; the vocabulary is split over stages too."""
-    model, tensor = config.model, sizes["tensor"]
-    both = sizes["stage"] * tensor
-    over = (
-        f"tensor={tensor}" if sizes["stage"] == 1 else f"stage={sizes['stage']} x tensor={tensor}"
-    )
-    for key, value, what in (
-        ("num_heads", model.num_heads, "query heads"),
-        ("mlp_dim", model.mlp_dim, "the MLP"),
-    ):
-        if value >= 1 and value % tensor:
-            fitting = [n for n in range(1, tensor + 1) if value % n == 0]
+    model, tensor, shards = config.model, sizes["tensor"], sizes["stage"] * sizes["tensor"]
+    for key, split in (("num_heads", "query heads"), ("mlp_dim", "the MLP")):
+        if (value := vars(model)[key]) % tensor:
             yield (
-                f"model.{key}={value} does not divide over tensor={tensor}, which splits {what}: "
-                f"use tensor in {fitting} or another {key}"
+                f"model.{key}={value} does not divide over tensor={tensor}, which splits {split}: "
+                f"use tensor in {_divisors(value, tensor)} or another {key}"
             )
     kv_heads = model.num_kv_heads
-    if kv_heads >= 1 and kv_heads % tensor:
-        if not config.sharding.replicate_kv:
-            fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-            yield (
-                f"model.num_kv_heads={kv_heads} does not divide over tensor={tensor}: use tensor "
-                f"in {fitting}, or sharding.replicate_kv=True, which keeps all K/V heads on each "
-                "shard"
-            )
-        elif tensor % kv_heads:
-            yield (
-                f"model.num_kv_heads={kv_heads} and tensor={tensor}: with sharding.replicate_kv "
-                "one must be a multiple of the other, so that a shard's query heads share K/V heads"
-            )
-    if model.vocab_size >= 1 and model.vocab_multiple >= 1:
-        if model.padded_vocab % both:
-            yield (
-                f"the padded vocabulary of {model.padded_vocab} (vocab_size={model.vocab_size}) "
-                f"does not divide over {over}: set model.vocab_multiple to a multiple of {both}"
-            )
-        elif config.loss.chunks and model.padded_vocab // both % config.loss.chunks:
-            yield (
-                f"loss.chunks={config.loss.chunks} does not divide the "
-                f"{model.padded_vocab // both} rows of the head on each of {over} "
-                "shards: use a divisor, or 0 = automatic"
-            )
+    if kv_heads % tensor and not config.sharding.replicate_kv:
+        yield (
+            f"model.num_kv_heads={kv_heads} does not divide over tensor={tensor}: use tensor in "
+            f"{_divisors(kv_heads, kv_heads)}, or sharding.replicate_kv=True, which keeps all K/V "
+            "heads on each shard"
+        )
+    elif kv_heads % tensor and tensor % kv_heads:
+        yield (
+            f"model.num_kv_heads={kv_heads} and tensor={tensor}: with sharding.replicate_kv one "
+            "must be a multiple of the other, so that a shard's query heads share K/V heads"
+        )
+    if model.vocab_multiple < 1:
+        return
+    over = sharding.mesh_text({axis: sizes[axis] for axis in ("stage", "tensor")})
+    rows, rest = divmod(model.padded_vocab, shards)
+    if rest:
+        yield (
+            f"the padded vocabulary of {model.padded_vocab} (vocab_size={model.vocab_size}) does "
+            f"not divide over {shards} = {over}: set model.vocab_multiple to a multiple of {shards}"
+        )
+    elif config.loss.chunks and rows % config.loss.chunks:
+        yield (
+            f"loss.chunks={config.loss.chunks} does not divide the {rows} rows of the head per "
+            f"device ({over}): use a divisor, or 0 = automatic"
+        )
+
+
+def _divisors(value: int, most: int) -> list[int]:
+    return [n for n in range(1, most + 1) if value % n == 0]
+
+
+def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """What data parallelism splits: sequences, and the width of parameters or their state."""
+    batch, width, layout = config.batch, config.model.width, config.sharding.layout
+    over = {axis: sizes[axis] for axis in sharding.BATCH_AXES}
+    ways = math.prod(over.values()) * batch.accumulation
+    if ways >= 1 and batch.size % ways:
+        accumulated = f" times accumulation={batch.accumulation}" if batch.accumulation > 1 else ""
+        low = batch.size // ways * ways
+        yield (
+            f"batch.size={batch.size} does not divide over {ways} = {sharding.mesh_text(over)}"
+            f"{accumulated}: use {' or '.join(str(n) for n in (low, low + ways) if n > 0)}"
+        )
+    if config.sharding.gather == "step" and not replica_axes(config, "parameters"):
+        yield (
+            f"sharding.gather='step' gathers nothing with layout {layout!r}, whose parameters are "
+            "whole: use 'layer', or layout 'zero3' or 'hsdp'"
+        )
+    over = {axis: sizes[axis] for axis in replica_axes(config, "optimizer")}
+    if width % (ways := math.prod(over.values())):
+        yield (
+            f"model.width={width} does not divide over {ways} = "
+            f"{' x '.join(f'{axis}{size}' for axis, size in over.items())}, over which layout "
+            f"{layout!r} splits it: use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
+        )
 
 
 def _context(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    """How attention over split positions divides."""
-    ways, length, chosen = sizes["sequence"], config.batch.sequence_length, config.attention
+    """What context parallelism splits: positions, and in attention heads."""
+    ways, tensor = sizes["sequence"], sizes["tensor"]
+    length, chosen = config.batch.sequence_length, config.attention
+    tokens = ways * (tensor if config.sharding.sequence_parallel else 1)
+    if length % tokens:
+        yield (
+            f"batch.sequence_length={length} does not divide over {tokens} = sequence{ways} x "
+            f"tensor{tensor}: use a multiple of {tokens}"
+            + (", or sharding.sequence_parallel=False" if tensor > 1 else "")
+        )
     if ways == 1:
         return
     try:
@@ -265,56 +288,15 @@ def _context(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if length >= 1 and length % ways == 0:
+    if length % ways == 0:
         try:
             split.order(length)
         except ValueError as error:
             yield f"batch.sequence_length: {error}"
-    heads = config.model.num_heads // sizes["tensor"]
-    if heads >= 1 and heads % chosen.ulysses:
+    heads = config.model.num_heads // tensor
+    if heads % chosen.ulysses:
         yield (
             f"attention.ulysses={chosen.ulysses} does not divide the {heads} query heads of a "
-            f"device (model.num_heads={config.model.num_heads} over tensor={sizes['tensor']}): use "
-            "a divisor; the other devices of `sequence` form rings"
-        )
-
-
-def _batch_and_width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    """What data parallelism and context parallelism split."""
-    batch, model, layout = config.batch, config.model, config.sharding.layout
-    ways = 1
-    for axis in sharding.BATCH_AXES:
-        ways *= sizes[axis]
-    names = sharding.mesh_text({axis: sizes[axis] for axis in sharding.BATCH_AXES})
-    parts = ways * batch.accumulation
-    if batch.size >= 1 and batch.accumulation >= 1 and batch.size % parts:
-        accumulated = f" times accumulation={batch.accumulation}" if batch.accumulation > 1 else ""
-        low = batch.size // parts * parts
-        yield (
-            f"batch.size={batch.size} does not divide over {parts} = {names}"
-            f"{accumulated}: use {' or '.join(str(n) for n in (low, low + parts) if n)}"
-        )
-    tokens = sizes["sequence"] * (sizes["tensor"] if config.sharding.sequence_parallel else 1)
-    yield from _context(config, sizes)
-    if batch.sequence_length >= 1 and batch.sequence_length % tokens:
-        yield (
-            f"batch.sequence_length={batch.sequence_length} does not divide over {tokens} = "
-            f"sequence{sizes['sequence']} x tensor{sizes['tensor']}: use a multiple of {tokens}"
-            + (", or sharding.sequence_parallel=False" if sizes["tensor"] > 1 else "")
-        )
-    if config.sharding.gather == "step" and not replica_axes(config, "parameters"):
-        yield (
-            f"sharding.gather='step' gathers nothing with layout {layout!r}, whose parameters are "
-            "whole: use 'layer', or layout 'zero3' or 'hsdp'"
-        )
-    over = replica_axes(config, "optimizer")
-    ways = 1
-    for axis in over:
-        ways *= sizes[axis]
-    if model.width >= 1 and model.width % ways:
-        yield (
-            f"model.width={model.width} does not divide over {ways} = "
-            f"{' x '.join(f'{axis}{sizes[axis]}' for axis in over)}, which layout "
-            f"{layout!r} splits it over: use a multiple of {ways}, a smaller fsdp "
-            "axis, or layout 'ddp'"
+            f"device (model.num_heads={config.model.num_heads} over tensor={tensor}): use a "
+            "divisor; the other devices of `sequence` form rings"
         )

@@ -14,7 +14,7 @@ def model_text(config: Config, num_parameters: int) -> str:
 
 
 def batch_text(config: Config) -> str:
-    """What a step takes, on a line."""
+    """The batch of a step, on a line."""
     batch = config.batch
     splits = f" in {batch.accumulation} microbatches" if batch.accumulation > 1 else ""
     tokens = batch.size * batch.sequence_length
@@ -30,19 +30,18 @@ def stages_text(config: Config) -> str:
         config.pipeline, stages=stages, microbatches=config.batch.accumulation
     )
     layers = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
-    each = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
+    per_chunk = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
     return (
-        f"{table.name} on {stages} stages, {each} layers in each of {table.num_chunks} model "
+        f"{table.name} on {stages} stages, {per_chunk} layers in each of {table.num_chunks} model "
         f"chunks; bubble {schedule.check(table).bubble:.1%}"
     )
 
 
 def sync_text(config: Config) -> str:
-    """How replicas agree, on a line; "" where they sum their gradients as usual."""
-    chosen = config.sync
-    if chosen.strategy == "mean":
+    """How replicas synchronise, on a line; "" where they average their gradients each step."""
+    strategy, warmup = config.sync.strategy, config.sync.warmup_steps
+    if strategy == "mean":
         return ""
-    first = {
-        -1: ", after steps of 'mean' until the variance has settled", 0: "",
-    }.get(chosen.warmup_steps, f", after {chosen.warmup_steps} steps of 'mean'")  # fmt: skip
-    return f"{chosen.strategy} between {config.mesh.data} replicas{first}"
+    until = ", after steps of 'mean' until the variance settles"
+    first = {-1: until, 0: ""}.get(warmup, f", after {warmup} steps of 'mean'")
+    return f"{strategy} between {config.mesh.data} replicas{first}"

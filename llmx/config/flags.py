@@ -26,9 +26,9 @@ def parser(module: str, description: str) -> argparse.ArgumentParser:
 def parse(
     made: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, Config, list[str]]:
-    """The other arguments, the config with its overrides, and what was wrong with the overrides.
+    """The other arguments, the config with its overrides, and the problems of the overrides.
 
-    Raises ConfigError where there is no config to speak of: the file is missing or fails.
+    Raises ConfigError where there is no config: the file is missing or fails.
     """
     args, rest = made.parse_known_args(sys.argv[1:] if argv is None else argv)
     overrides, others = _overrides(rest)
@@ -84,16 +84,15 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         raise ConfigError(
             [f"{path}: get_config() returns {type(config).__name__}; return an llmx.config.Config"]
         )
-    types_, problems = config_lib.leaf_types(Config), []
+    kinds, problems = config_lib.leaf_types(Config), []
     for key, text in overrides.items():
-        if key not in types_:
-            problems.append(config_lib.unknown_key(key, types_))
+        if key not in kinds:
+            problems.append(config_lib.unknown_key(key, kinds))
             continue
         try:
             # One at a time: a bad value does not hide the next.
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
+            config_lib.set_value(config, key, value)
         except (ValueError, TypeError, absl.flags.Error):
-            problems.append(f"{key}={text!r} is not {checks.type_name(types_[key])}")
-            continue
-        config_lib.set_value(config, key, value)
+            problems.append(f"{key}={text!r} is not {checks.type_name(kinds[key])}")
     return config, problems

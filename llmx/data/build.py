@@ -115,7 +115,7 @@ def _read_progress(folder: pathlib.Path) -> dict:
 
 
 def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
-    """The recorded progress, after removing every file that it does not vouch for."""
+    """The recorded progress; files that it does not list are removed."""
     progress = _read_progress(folder)
     identity = recipe.identity()
     if progress and progress["identity"] != identity and not progress["shards"]:
@@ -365,10 +365,9 @@ def _make_folder(folder: pathlib.Path) -> None:
 def cached_shards(
     recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str], None]
 ) -> pathlib.Path:
-    """The folder of the recipe's shards in the cache; builds it at the first call.
+    """The folder of the recipe's shards in the cache; the first call builds it.
 
-    Several processes may call this at once: one builds, the others wait. A build that was killed
-    is continued.
+    Several processes may call this at once: one builds, the others wait. A killed build resumes.
     """
     name = ",".join(recipe.sources)
     slug = re.sub(r"[^A-Za-z0-9]+", "_", pathlib.PurePath(recipe.sources[0]).name)[-32:].strip("_")

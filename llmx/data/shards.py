@@ -94,6 +94,7 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
+        """Closes the files of an unfinished shard; a later build removes them."""
         for file in self._files.values():
             file.close()
 

@@ -44,6 +44,7 @@ class ByteTokenizer:
         return np.frombuffer(raw, np.uint8).astype(np.int32)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each text, without end-of-document tokens."""
         return [np.frombuffer(text, np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -54,10 +55,11 @@ class ByteTokenizer:
         return bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", errors="replace")
 
     def dumps(self) -> str:
+        """The text of the file that `load` reads back."""
         return json.dumps(_BYTES_FILE) + "\n"
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a file that `load` reads back."""
+        """Writes `dumps` to a file."""
         pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
 
 
@@ -85,6 +87,7 @@ class FileTokenizer:
         return np.asarray(encoding.ids, np.int32)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each text, without end-of-document tokens."""
         decoded = [_as_text(text) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
@@ -97,10 +100,11 @@ class FileTokenizer:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def dumps(self) -> str:
+        """The text of the file that `load` reads back."""
         return self._tokenizer.to_str()
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a file that `load` reads back."""
+        """Writes `dumps` to a file."""
         pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
 
 

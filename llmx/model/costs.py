@@ -23,12 +23,12 @@ Forward FLOPs per token, a multiply-add counted as 2:
 S is the mean number of keys that a query sees: (T + 1) / 2 in a causal layer, fewer behind a window
 W. The backward pass costs twice the forward: one product for the gradient of each of two factors.
 Norms, activations, softmax and the optimizer are left out, as is what remat computes again: these
-are the FLOPs of the model and not those of a program, as in PaLM (arXiv 2204.02311, appendix B)
+are FLOPs of the model, not of a program, as in PaLM (arXiv 2204.02311, appendix B)
 and the scaling book (jax-ml.github.io/scaling-book/transformers). PaLM has S = T (`causal=False`).
 
 Functions that end in `by_layer` give a number for each of L + 2 layers, in the order of depth: the
-embedding, the L blocks, and the final norm with the head. They also count what remat keeps and
-what it computes again, since that depends on the layer (`llmx.model.remat` has the names).
+embedding, the L blocks, and the final norm with the head. `llmx.model.remat` has the names of what
+remat saves.
 """
 
 from llmx.model.families import LOCAL, ModelConfig
@@ -153,23 +153,22 @@ def forward_flops_by_layer(
     parts = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)
     products = (parts["projections"] + parts["mlp"]) / model.num_layers
     scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
-    return [0.0, *[products + each for each in scores], parts["head"]]
+    return [0.0, *[products + flops for flops in scores], parts["head"]]
 
 
 def recomputed_flops_by_layer(
     model: ModelConfig, *, sequence_length: int, remat: str, loss_chunks: int, causal: bool = True
 ) -> list[float]:
-    """FLOPs per token that the backward pass repeats of the forward pass, by each layer.
+    """FLOPs per token of the forward pass that the backward pass repeats, by layer.
 
-    Only what gradients need: a block's last product is repeated where a norm follows it. Of scores
-    that were kept as their result, what a kernel makes again in its own backward pass is left out.
+    Only what gradients need: a block's last product is repeated where a norm follows it. What an
+    attention kernel computes again in its own backward pass is left out where its result is saved.
 
     Args:
       model: with its vocabulary.
       sequence_length: tokens of a sequence.
       remat: a name in `remat.POLICIES`.
-      loss_chunks: parts of the vocabulary that the loss walks; logits of more than one are not
-        kept.
+      loss_chunks: chunks of the vocabulary in the loss; logits of more than one are not saved.
       causal: see `keys_per_query`.
     """
     D, F, H = model.width, model.mlp_dim, model.head_dim
@@ -177,9 +176,9 @@ def recomputed_flops_by_layer(
     projections = 2.0 * (D * H * (N + 2 * K) + N * H * D)
     # Into the MLP, and out of it where the result is an input of a norm.
     mlp = 2.0 * ((2 if model.gated_mlp else 1) + (1 if model.post_norms else 0)) * D * F
-    # Queries and keys are kept as attention takes them: normalised, where the family does that.
+    # Queries and keys are saved as attention takes them: normalised, where the family does that.
     before_norms = 2.0 * D * H * (N + K) if model.qk_norm else 0.0
-    products, again = {
+    products, with_scores = {
         "none": (0.0, False),
         "dots": (0.0, True),
         "names": (before_norms + 2.0 * N * H * D + mlp, False),
@@ -187,46 +186,45 @@ def recomputed_flops_by_layer(
     }[remat]
     scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
     head = 2.0 * D * model.vocab_size if loss_chunks > 1 else 0.0
-    return [0.0, *[products + (each if again else 0.0) for each in scores], head]
+    return [0.0, *[products + (flops if with_scores else 0.0) for flops in scores], head]
 
 
-def kept_bytes_by_layer(
+def saved_bytes_by_layer(
     model: ModelConfig, *, remat: str, loss_chunks: int, compute_bytes: int
 ) -> list[int]:
-    """Bytes per token that each layer keeps from its forward to its backward pass.
+    """Bytes per token of the activations that each layer saves for its backward pass.
 
-    With a kernel of attention that keeps no scores, as jax traces it: a compiler may keep less of
-    it. The statistics of norms, a number for each D or H, are left out. With remat "full" a block
-    keeps its input alone.
+    As jax traces it, with an attention kernel that saves no scores; a compiler may save less. The
+    statistics of norms, a number for each D or H, are left out. With remat "full" a block saves its
+    input only.
 
     Args:
       model: with its vocabulary.
       remat: a name in `remat.POLICIES`.
-      loss_chunks: parts of the vocabulary that the loss walks; logits of more than one are not
-        kept.
+      loss_chunks: chunks of the vocabulary in the loss; logits of more than one are not saved.
       compute_bytes: of a number in the compute dtype; norms, logits and log-sum-exps are in fp32.
     """
     D, F, H = model.width, model.mlp_dim, model.head_dim
     N, K = model.num_heads, model.num_kv_heads
     num_norms = 4 if model.post_norms else 2
     queries_keys_values = (N + 2 * K) * H
-    inputs_of_mlp = (2 if model.gated_mlp else 1) * F
-    # Input, what attention takes and gives, what the MLP's activation is made of; a norm keeps its
-    # input, normalised and scaled.
+    mlp_inputs = (2 if model.gated_mlp else 1) * F
+    # Input, inputs and output of attention, inputs of the MLP's activation; a norm saves its input,
+    # normalised and scaled.
     activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)
     normed = num_norms * D + ((N + K) * H if model.qk_norm else 0)
-    kept, in_fp32 = {
+    in_compute_dtype, in_fp32 = {
         "none": (2 * D + queries_keys_values + N * H + activation, 3 * normed + N),
-        "dots": ((num_norms // 2 + 1) * D + queries_keys_values + inputs_of_mlp, 0),
+        "dots": ((num_norms // 2 + 1) * D + queries_keys_values + mlp_inputs, 0),
         "names": (D + queries_keys_values + N * H, N),
         "full": (D, 0),
     }[remat]
     logits = model.padded_vocab if loss_chunks == 1 else 0
-    block = compute_bytes * kept + 4 * in_fp32
+    block = compute_bytes * in_compute_dtype + 4 * in_fp32
     # Token ids; and into the head, the last norm's arrays, log Z and the target.
     return [4, *[block] * model.num_layers, compute_bytes * D + 4 * (3 * D + logits + 2)]
 
 
 def _scores_by_block(model: ModelConfig, *, sequence_length: int, causal: bool) -> list[float]:
-    seen = keys_per_query(model, sequence_length=sequence_length, causal=causal)
-    return [4.0 * model.num_heads * model.head_dim * each for each in seen]
+    keys = keys_per_query(model, sequence_length=sequence_length, causal=causal)
+    return [4.0 * model.num_heads * model.head_dim * num for num in keys]

@@ -1,16 +1,15 @@
-"""The decoder: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`. Only it imports Flax.
+"""The decoder's modules: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`.
 
 Flax NNX defines the modules and makes their parameters; from there on a model is a pure dict of
-arrays and functions of it. Every layer has the same parameters, stacked along a leading `layers`
-dimension and scanned, so that trace and compile time do not grow with depth; layers of different
-kinds (sliding window, global) alternate inside the scan's body. The model names logical axes and
-knows no mesh axis and no layout.
+arrays and functions of it (`llmx.model.apply`). Every layer has the same parameters, stacked along
+a leading `layers` dimension. The model names logical axes and knows no mesh axis and no layout.
 
 Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value
 heads, H head size, V vocabulary, L layers.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -31,9 +30,6 @@ INSIDE = ("batch", "sequence", "embed")
 HIDDEN = ("batch", "sequence", "mlp")
 # Tables of which rows are looked up: products never take them whole, unless one is the head too.
 LOOKED_UP = ("embedding", "positions")
-
-
-# --------------------------------------------------------------------------------------- parameters
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple, axes: tuple, std: float) -> nnx.Param:
@@ -60,7 +56,8 @@ class Norm(nnx.Module):
             y = y - y.mean(axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
         # y (1 + scale) is y + y scale.
-        y = y + dot.scaled(y, self.scale[...]) if self.plus_one else dot.scaled(y, self.scale[...])
+        scaled = dot.scaled(y, self.scale[...])
+        y = y + scaled if self.plus_one else scaled
         if self.bias is not None:
             y = dot.shifted(y, self.bias[...])
         return y.astype(x.dtype)
@@ -69,7 +66,7 @@ class Norm(nnx.Module):
 class Projection(nnx.Module):
     """One weight, and a bias where the family has them; multiplied by `dot.dot`."""
 
-    def __init__(self, rngs, shape, axes, *, contracted: int, bias: bool, scale: float = 1.0):
+    def __init__(self, rngs, shape, axes, *, bias: bool, contracted: int = 1, scale: float = 1.0):
         std = scale / math.sqrt(math.prod(shape[:contracted]))
         self.kernel = _weight(rngs, shape, axes, std)
         # A bias along the width is small and stays whole, as norms do.
@@ -90,22 +87,19 @@ class Attention(nnx.Module):
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
-        bias = model.bias
-        heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = Projection(rngs, (D, N, H), heads, contracted=1, bias=bias)
-        self.key = Projection(rngs, (D, K, H), kv_heads, contracted=1, bias=bias)
-        self.value = Projection(rngs, (D, K, H), kv_heads, contracted=1, bias=bias)
-        self.out = Projection(
-            rngs, (N, H, D), ("heads", "head_dim", "embed"), contracted=2, bias=bias,
-            scale=1 / math.sqrt(2 * model.num_layers),
-        )  # fmt: skip
+        project = functools.partial(Projection, rngs, bias=model.bias)
+        kv_heads = ("embed", "kv_heads", "head_dim")
+        self.query = project((D, N, H), ("embed", "heads", "head_dim"))
+        self.key, self.value = project((D, K, H), kv_heads), project((D, K, H), kv_heads)
+        self.out = project(
+            (N, H, D), ("heads", "head_dim", "embed"), contracted=2, scale=_out_scale(model)
+        )
         self.query_norm = Norm(_rms(model), H) if model.qk_norm else None
         self.key_norm = Norm(_rms(model), H) if model.qk_norm else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
         # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
-        # ignores. Its gradient is exactly zero; what rounding makes of it would be blown up by
-        # Adam's division.
-        self.constant_key_bias = bias and model.positions == "learned" and not self.softcap
+        # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.
+        self.constant_key_bias = model.bias and model.positions == "learned" and not self.softcap
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
         query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, attend.QUERY, execution)
@@ -116,10 +110,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotation is not None:
-            query_BTNH, key_BTKH = (
-                rope.rotate(query_BTNH, rotation),
-                rope.rotate(key_BTKH, rotation),
-            )
+            query_BTNH = rope.rotate(query_BTNH, rotation)
+            key_BTKH = rope.rotate(key_BTKH, rotation)
         query_BTNH = checkpoint_name(query_BTNH, remat.QUERY_KEY_VALUE)
         key_BTKH = checkpoint_name(key_BTKH, remat.QUERY_KEY_VALUE)
         value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
@@ -142,14 +134,11 @@ class Mlp(nnx.Module):
     """Feed-forward: plain, or gated (SwiGLU and GeGLU, arXiv 2002.05202)."""
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
-        D, F, bias = model.width, model.mlp_dim, model.bias
-        wide = dict(contracted=1, bias=bias)
-        self.gate = Projection(rngs, (D, F), ("embed", "mlp"), **wide) if model.gated_mlp else None
-        self.up = Projection(rngs, (D, F), ("embed", "mlp"), **wide)
-        self.down = Projection(
-            rngs, (F, D), ("mlp", "embed"), contracted=1, bias=bias,
-            scale=1 / math.sqrt(2 * model.num_layers),
-        )  # fmt: skip
+        D, F = model.width, model.mlp_dim
+        project = functools.partial(Projection, rngs, bias=model.bias)
+        self.gate = project((D, F), ("embed", "mlp")) if model.gated_mlp else None
+        self.up = project((D, F), ("embed", "mlp"))
+        self.down = project((F, D), ("mlp", "embed"), scale=_out_scale(model))
         self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
 
     def __call__(self, x_BTD, execution: Execution):
@@ -165,7 +154,10 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each on a normalised input and added to the stream."""
+    """Attention and MLP, each of a normalised input and added to the stream [B, T, D].
+
+    `window`: positions back including itself, 0 = all; `cache` and `now`: see `Apply.apply_layers`.
+    """
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
@@ -175,7 +167,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = Norm(model, model.width) if post else None
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None):
-        # Between blocks positions are split over `tensor` too; inside, every shard needs them all.
+        # Between blocks positions are split over `tensor` too; inside, each device needs them all.
         y_BTD = self.attention_norm(x_BTD)
         y_BTD = execution.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
         y_BTD, cache = self.attention(y_BTD, rotation, mask, window, execution, cache, now)
@@ -211,3 +203,8 @@ class Decoder(nnx.Module):
 def _rms(model: families.ModelConfig) -> families.ModelConfig:
     """The norm of queries and keys is RMSNorm in every family that has one."""
     return dataclasses.replace(model, norm="rms")
+
+
+def _out_scale(model: families.ModelConfig) -> float:
+    """Of the initial weights that write to the stream (GPT-2)."""
+    return 1 / math.sqrt(2 * model.num_layers)

@@ -34,6 +34,7 @@ class SplitTable:
 
     @property
     def vocab(self) -> tuple[str, ...]:
+        """Mesh axes that split V."""
         return mesh_axes(self.table.partitions[0])
 
     @property
@@ -52,6 +53,7 @@ class SplitTable:
 
     @property
     def gradient(self) -> PartitionSpec:
+        """Of the table's gradient."""
         return sharding.unreduced(self.table, self.table.reduced)
 
     def first_row(self, num_local_rows: int) -> Array | int:

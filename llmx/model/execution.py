@@ -1,4 +1,4 @@
-"""How a model is run: where, in which numbers, and what its forward pass keeps."""
+"""How a model is executed: where, in which dtypes, and what its forward pass saves."""
 
 import dataclasses
 
@@ -10,14 +10,14 @@ from llmx.model.attention.attend import AttentionConfig
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Execution:
-    """How a decoder is run: what a config resolves to, and no part of its parameters."""
+    """How a decoder is executed: all of it resolved from a config, none of it a parameter."""
 
-    place: sharding.Placement
+    place: sharding.Placement  # mesh and layout
     policy: precision.Policy
-    remat: str = "none"
+    remat: str = "none"  # a name in `remat.POLICIES`
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     packed: bool = True  # rows may hold several documents
-    loss_chunks: int = 0
+    loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size
 
     @property
     def split(self) -> split.Split:

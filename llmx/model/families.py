@@ -190,29 +190,29 @@ def preset(name: str, **changes) -> ModelConfig:
 
 
 def problems(model: ModelConfig) -> list[str]:
-    """All that is wrong with a model by itself, each with its remedy."""
-    found = bounds.problems(model, "model.")
+    """All problems of a model by itself, each with its remedy."""
+    texts = bounds.problems(model, "model.")
     if model.num_kv_heads >= 1 and model.num_heads % model.num_kv_heads:
-        found.append(
+        texts.append(
             f"model.num_heads={model.num_heads} is not a multiple of "
             f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of "
             f"query heads; use num_kv_heads in {_divisors(model.num_heads)}"
         )
     if model.positions == "rope" and model.head_dim % 2:
-        found.append(
+        texts.append(
             f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers"
         )
     kinds = set(model.layer_pattern)
     if not kinds or kinds - {GLOBAL, LOCAL}:
-        found.append(
+        texts.append(
             f"model.layer_pattern={model.layer_pattern} must be a non-empty tuple of "
             f"{GLOBAL!r} and {LOCAL!r}"
         )
     if LOCAL in kinds and model.window == 0:
-        found.append(
+        texts.append(
             f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}"
         )
-    return found
+    return texts
 
 
 def _divisors(n: int) -> list[int]:

@@ -1,10 +1,10 @@
 """Cross-entropy against a head split over vocabulary and width, in chunks of the vocabulary.
 
 The logits of a large vocabulary (B T V numbers in fp32) are the largest array of a train step. Here
-they never exist whole: the vocabulary is walked in chunks, each gathered over the replicas that
-split its width, turned into logits and folded into a running log-sum-exp. The backward pass walks
-the chunks again: each chunk's weight gradient is complete when the chunk is done and
-reduce-scattered at once, so neither a gathered head nor its whole gradient exists either.
+they never exist whole: a loop goes over chunks of the vocabulary, each gathered over the replicas
+that split its width, turned into logits and folded into a running log-sum-exp. So does the backward
+pass: each chunk's weight gradient is complete when the chunk is done, and reduce-scattered at once,
+so neither a gathered head nor its whole gradient exists either.
 
 Sources: online softmax (arXiv 1805.02867), vocabulary-parallel cross-entropy (arXiv 1909.08053),
 cut cross-entropy (arXiv 2411.09009), z-loss (arXiv 2204.02311).
@@ -85,9 +85,12 @@ def token_losses(
       targets_BT: the token that follows, below `num_real`.
       num_real: rows of the head from here on are padding and have no probability.
       softcap: c tanh(logit / c); 0 = off.
-      chunks: in how many parts the vocabulary is walked; 0 = by size; must divide the local
-        vocabulary.
+      chunks: of the vocabulary; 0 = by size; must divide the rows of the head on a device.
       place, policy: where arrays live, and their dtypes.
+
+    Communicates: gathers of positions that x is split by and the targets are not; per chunk, a
+    gather over the mesh axes that split D, in the backward pass a reduce-scatter of its gradient
+    too; sums [n] over those that split V, in the backward pass a sum of the gradient of x.
 
     Raises ValueError where `chunks` does not divide.
     """

@@ -1,4 +1,7 @@
-"""Rotary positions (arXiv 2104.09864), with the scalings of Llama 3 and Gemma 3."""
+"""Rotary positions (arXiv 2104.09864), with the scalings of Llama 3 and Gemma 3.
+
+Letters: B batch, T positions, N heads, H head size, P = H/2 pairs of numbers.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,14 +9,13 @@ from jaxtyping import Array, Int
 
 from llmx.model import families
 
-# --------------------------------------------------------------------------------- rotary positions
-
 
 def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
-    """Radians per position of each of the H/2 pairs (arXiv 2104.09864), stretched by the family.
+    """fp32 [P]: radians per position of each pair, in layers of this kind.
 
-    Llama 3's rule keeps high frequencies, divides low ones by `rope_factor`, and blends between;
-    "linear" divides all (arXiv 2306.15595). Local layers with their own base are not stretched.
+    `rope_scaling` stretches them: "llama3" keeps high frequencies, divides low ones by
+    `rope_factor`, and blends between; "linear" divides all (arXiv 2306.15595). Local layers with
+    their own base are not stretched.
     """
     local = kind == families.LOCAL and model.rope_theta_local
     theta = model.rope_theta_local if local else model.rope_theta
@@ -36,7 +38,7 @@ def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray):
 
 
 def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:
-    """Turns the pairs (i, i + H/2) of every head by their angles."""
+    """[B, T, N, H] with the pairs (i, i + H/2) of each head rotated, in the dtype of x."""
     cos, sin = rotation
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -3,13 +3,7 @@
 A tick of the table is an iteration of a loop (`tick.run_tick`). Consecutive ticks of one kind of
 operation are one loop whose body has that operation and no other; so are ticks that alternate
 between two kinds. In ticks of several kinds each stage takes the branch of its own.
-
-The table gives each value a slot in a buffer for as long as it is needed (`ticks.program`):
-
-    inputs      of a chunk, from their arrival to FORWARD
-    gradients   of a chunk's output, from their arrival to BACKWARD
-    saved       activations that the remat policy saves, from FORWARD to BACKWARD
-    deferred    operands of weight gradients, from BACKWARD to WEIGHT
+Values that wait for a later tick have slots in buffers (`tick.Carry`, `ticks.program`).
 
 Embedding and head are on all stages, each with an equal share of the vocabulary, and all stages
 compute those of each microbatch together (arXiv 2411.05288): no stage has more to hold or to do
@@ -33,14 +27,15 @@ from llmx.pipeline.schedule import IDLE
 from llmx.pipeline.stages import ModelChunks
 from llmx.pipeline.tick import (
     STAGE,
+    Body,
     Carry,
     Context,
-    Happening,
     Links,
     ModelFunctions,
     Residuals,
     When,
     run_tick,
+    with_leading,
 )
 from llmx.pipeline.ticks import Program, Row
 
@@ -105,15 +100,16 @@ def run_table(
 def _context(program, chunks, functions, mesh, params, batches, kinds, grad_buffers) -> Context:
     """Everything that the ticks share: see `run_table`."""
     blocks, outer = (None, None) if grad_buffers is None else grad_buffers
-    blocks = jax.tree.map(_of_stage, blocks)
+    stages = mesh.shape["stage"]
+    blocks = jax.tree.map(lambda leaf: with_leading(leaf, leaf.shape[0] // stages, of=1), blocks)
     context = Context(
         program=program, chunks=chunks, functions=functions, links=Links(mesh),
-        weights=tuple(to_stages(blocks, mesh) for blocks, _ in params),
-        outer=tuple(outer for _, outer in params),
+        weights=tuple(to_stages(stacked, mesh) for stacked, _ in params),
+        outer=tuple(others for _, others in params),
         batch=jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches),
         block_buffers=blocks, backward_buffers=blocks, outer_buffers=outer,
         kinds=_kinds(chunks, kinds, mesh),
-        stage=_by_stage(np.arange(mesh.shape["stage"], dtype=np.int32), mesh)[0],
+        stage=_by_stage(np.arange(stages, dtype=np.int32), mesh)[0],
     )  # fmt: skip
     x_type = jax.eval_shape(lambda: context.embedded(None, 0))
     context = dataclasses.replace(context, x_type=x_type)
@@ -132,8 +128,8 @@ def _empty(context: Context, steps: int) -> Carry:
         lambda x: context.functions.losses(context.outer[0], None, x, context.rows(0)),
         context.x_type,
     )
-    buffer = lambda leaf, name: sharding.zeros(_stacked(leaf, slots[name]))  # noqa: E731
-    add_up = lambda leaf: sharding.empty_sum(_stacked(leaf, steps))  # noqa: E731
+    buffer = lambda leaf, name: sharding.zeros(with_leading(leaf, slots[name]))  # noqa: E731
+    add_up = lambda leaf: sharding.empty_sum(with_leading(leaf, steps))  # noqa: E731
     return Carry(
         inputs=buffer(context.x_type, "inputs") if slots["inputs"] else None,
         gradients=buffer(context.x_type, "gradients") if slots["gradients"] else None,
@@ -143,7 +139,7 @@ def _empty(context: Context, steps: int) -> Carry:
             for record in context.deferred
         ),
         blocks=tuple(
-            sharding.empty_sum(_with_rows(leaf, leaf.shape[0] * steps))
+            sharding.empty_sum(with_leading(leaf, leaf.shape[0] * steps, of=1))
             for leaf in jax.tree.leaves(context.block_buffers)
         ),
         outer=jax.tree.map(add_up, context.outer_buffers),
@@ -155,43 +151,23 @@ def _empty(context: Context, steps: int) -> Carry:
 def _run_loop(context: Context, carry: Carry, first: int, length: int, times: int) -> Carry:
     """`times` iterations of a body with the ticks `first` to `first + length`."""
     end = first + length * times
-    happening = [
-        _happening(context.program, slice(first + tick, end, length)) for tick in range(length)
-    ]
+    rows = jax.tree.map(lambda array: array[first:end].astype(np.int32), context.program.rows)
+    rows = jax.tree.map(lambda a: a.reshape(times, length, *a.shape[1:]), rows)
+    bodies = [_body(jax.tree.map(lambda a: a[:, tick], rows)) for tick in range(length)]  # noqa: B023
 
-    def body(carry, rows):
-        for tick, here in enumerate(happening):
-            carry = run_tick(context, here, carry, jax.tree.map(lambda a: a[tick], rows))  # noqa: B023
+    def ticks(carry, rows):
+        for tick, body in enumerate(bodies):
+            carry = run_tick(context, body, carry, jax.tree.map(lambda a: a[tick], rows))  # noqa: B023
         return carry, None
 
-    def chunk(array):
-        array = array[first:end].astype(np.int32)
-        return array.reshape(times, length, *array.shape[1:])
-
-    return jax.lax.scan(body, carry, jax.tree.map(chunk, context.program.rows))[0]
+    return jax.lax.scan(ticks, carry, rows)[0]
 
 
-def _happening(program: Program, ticks: slice) -> Happening:
+def _body(rows: Row) -> Body:
     def when(array):
-        there = array[ticks] >= 0
-        return When.ALWAYS if there.all() else When.SOMETIMES if there.any() else When.NEVER
+        return When(bool((array >= 0).any()) + bool((array >= 0).all()))
 
-    rows: Row = program.rows
-    arrivals = {
-        distance: {"inputs": when(array), "gradients": when(rows.gradient_arrivals[distance])}
-        for distance, array in rows.input_arrivals.items()
-    }
-    arrivals = {
-        distance: {name: there for name, there in names.items() if there is not When.NEVER}
-        for distance, names in arrivals.items()
-    }
-    return Happening(
-        kinds=frozenset(np.unique(program.table.kind[ticks]).tolist()) - {IDLE},
-        embedding=when(rows.embedding),
-        head=when(rows.head),
-        embedding_gradient=when(rows.embedding_gradient),
-        arrivals={distance: names for distance, names in arrivals.items() if names},
-    )
+    return Body(frozenset(np.unique(rows.kind).tolist()) - {IDLE}, jax.tree.map(when, rows))
 
 
 # ----------------------------------------------------------------------------- what a chunk leaves
@@ -207,7 +183,7 @@ def _residuals(context: Context) -> Residuals:
         numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
         argument_of = tuple(numbers.get(id(value)) for value in values)
         pairs = zip(values, argument_of, strict=True)
-        saved = tuple(_type(value) for value, number in pairs if number is None)
+        saved = tuple(jax.typeof(value) for value, number in pairs if number is None)
         found.append(Residuals(structure, argument_of, saved))
 
     jax.eval_shape(lambda x: trace(x, context.arguments(0, 0)), context.x_type)
@@ -218,11 +194,8 @@ def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
     """Records of a chunk's deferred weight gradients, with types over its layers, and the gradient
     buffers of the backward operation, which leave these out."""
     size = context.chunks.size
-    buffers = jax.tree.map(
-        lambda leaf, uses_dot: dot.WeightGradRecord() if uses_dot else leaf,
-        context.block_buffers,
-        context.functions.uses_dot,
-    )
+    record_or = lambda leaf, uses_dot: dot.WeightGradRecord() if uses_dot else leaf  # noqa: E731
+    buffers = jax.tree.map(record_or, context.block_buffers, context.functions.uses_dot)
 
     def trace(x_BTD):
         weights, _, side_inputs, kinds = context.arguments(0, 0)
@@ -233,7 +206,7 @@ def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
     is_record = lambda leaf: isinstance(leaf, dot.WeightGradRecord)  # noqa: E731
     records = [leaf for leaf in jax.tree.leaves(buffers, is_leaf=is_record) if is_record(leaf)]
     for record in records:
-        record.types = jax.tree.map(lambda leaf: _stacked(leaf, size), record.types)
+        record.types = jax.tree.map(lambda leaf: with_leading(leaf, size), record.types)
     types = lambda leaf: leaf.types if is_record(leaf) else leaf  # noqa: E731
     return tuple(records), jax.tree.map(types, buffers, is_leaf=is_record)
 
@@ -295,25 +268,3 @@ def _kinds(chunks: ModelChunks, kinds: tuple, mesh: Mesh) -> tuple | jax.Array:
     names = sorted(set(kinds))
     numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
     return _by_stage(np.array(numbers, np.int32), mesh)
-
-
-def _of_stage(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    to, stages = stage_sharding(leaf.sharding), leaf.sharding.mesh.shape["stage"]
-    return _with_rows(
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to), leaf.shape[0] // stages
-    )
-
-
-def _with_rows(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
-
-
-def _stacked(leaf: jax.ShapeDtypeStruct, num: int) -> jax.ShapeDtypeStruct:
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, sharding.split_as(spec, None, *spec.partitions))
-    return jax.ShapeDtypeStruct((num, *leaf.shape), leaf.dtype, sharding=to)
-
-
-def _type(array: Any) -> Any:
-    kind = jax.typeof(array)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding)

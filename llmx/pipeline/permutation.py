@@ -40,7 +40,7 @@ class LayerPermutation:
 
     def shape(self, shape: Sequence[int], to: "LayerPermutation") -> tuple[int, ...]:
         """The shape in the permutation `to` of a stacked array."""
-        return (len(self.rows(to)), *shape[1:])
+        return tuple(shape) if self == to else (len(self.rows(to)), *shape[1:])
 
     def plain_shape(self, name: str, shape: Sequence[int]) -> list[int]:
         """The shape that an array has with its layers in the model's order."""

@@ -123,13 +123,7 @@ def schedule_asap(
     """The table in which each stage does its `orders`, every operation as soon as it can.
 
     `turns` are the kinds of operation that a tick may hold, one tick after the other and then from
-    the first again; ticks in which no stage would work are left out. A schedule of your own for two
-    stages and two microbatches:
-
-        F, B = FORWARD, BACKWARD
-        first = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]  # kind, microbatch, chunk
-        last = [(F, 0, 1), (B, 0, 1), (F, 1, 1), (B, 1, 1)]
-        table = schedule_asap("mine", [first, last])
+    the first again; ticks in which no stage would work are left out. Example: docs/pipeline.md.
 
     Raises ValueError where the orders wait for each other.
     """
@@ -159,9 +153,8 @@ def schedule_asap(
     return Table(name, *np.moveaxis(np.array(rows, int).reshape(-1, len(orders), 3), 2, 0))
 
 
-Pairs = list[
-    tuple[int, int] | None
-]  # microbatch and chunk; None is a turn in which nothing is done
+# Microbatch and chunk; None = a turn without an operation.
+Pairs = list[tuple[int, int] | None]
 
 
 def in_phases(
@@ -202,7 +195,7 @@ class Facts:
     busy: float  # what a stage works of it: 3 per microbatch
     bubble: float  # fraction of the length that a stage idles, mean over stages
     # int[stages]: the most pairs of chunk and microbatch at once ...
-    peak_stash: np.ndarray  # ... between FORWARD and the last use of what it kept
+    peak_stash: np.ndarray  # ... between FORWARD and the last use of what it saved
     peak_waiting_weights: np.ndarray  # ... between BACKWARD and WEIGHT
 
 
@@ -265,12 +258,12 @@ def _wrong_counts(table: Table) -> Iterator[str]:
     stage_of = {chunk: count.most_common(1)[0][0] for chunk, count in stages.items()}
     seen = {}
     for tick, stage, operation in table.operations():
-        place = f"tick {tick}, stage {stage}: {text(operation)}"
+        where = f"tick {tick}, stage {stage}: {text(operation)}"
         if operation in seen:
-            yield f"{place} is done already in {seen[operation]}"
+            yield f"{where} is done already in {seen[operation]}"
         seen.setdefault(operation, f"tick {tick}, stage {stage}")
         if (home := stage_of[operation[2]]) != stage:
-            yield f"{place}: stage {home} holds this chunk"
+            yield f"{where}: stage {home} holds this chunk"
     kinds = [FORWARD, BACKWARD] + [WEIGHT] * table.splits_backward
     sizes = range(table.num_microbatches), range(table.num_chunks)
     for operation in itertools.product(kinds, *sizes):
@@ -285,13 +278,13 @@ def _wrong_counts(table: Table) -> Iterator[str]:
 def _wrong_times(table: Table) -> Iterator[str]:
     ticks = operation_ticks(table)
     for tick, stage, operation in table.operations():
-        place = f"tick {tick}, stage {stage}: {text(operation)}"
+        where = f"tick {tick}, stage {stage}: {text(operation)}"
         for need in needs(operation, table.num_chunks):
             if ticks[need] >= ticks[operation]:
-                yield f"{place} needs {text(need)} in an earlier tick, and it is in {ticks[need]}"
+                yield f"{where} needs {text(need)} in an earlier tick, and it is in {ticks[need]}"
         if table.periodic and ticks[operation] >= 2 * table.num_ticks:
             yield (
-                f"{place} comes {ticks[operation] // table.num_ticks} periods after its step "
+                f"{where} comes {ticks[operation] // table.num_ticks} periods after its step "
                 "began, at most 1 may: it would take a third version of the weights; use more "
                 "microbatches"
             )

@@ -40,7 +40,7 @@ def gpipe(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
 def one_f_one_b(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """One forward, one backward (PipeDream-flush, arXiv 2006.09503), in ticks of one kind.
 
-    Bubble (P-1) / (M+P-1). Since all stages turn together, stage s holds up to 2(P-1-s) + 1
+    Bubble (P-1) / (M+P-1). Since all stages alternate together, stage s holds up to 2(P-1-s) + 1
     microbatches, where stages that run freely hold P-s.
     """
     _refuse_sizes("1f1b", stages, microbatches, virtual_stages, takes=1)

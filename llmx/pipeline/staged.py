@@ -109,8 +109,8 @@ class _Pipeline:
         mesh = self.loss.mesh
         with jax.set_mesh(mesh), self.loss.execution.policy.products():
             types = jax.eval_shape(make, self.loss.params, self.loss.abstract_batch(rows))
-        place = lambda leaf: NamedSharding(mesh, leaf.sharding.spec)  # noqa: E731
-        return jax.tree.map(lambda leaf: training_loss.placed(leaf, place(leaf)), types)
+        place = lambda leaf: training_loss.placed(leaf, NamedSharding(mesh, leaf.sharding.spec))  # noqa: E731
+        return jax.tree.map(place, types)
 
     def run(self, steps, in_flight=None, *, table: Table | None = None, differentiate: bool = True):
         """What `executor.run_table` returns for (parameters, batch) of this step, and of the step

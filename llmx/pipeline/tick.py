@@ -59,7 +59,7 @@ class Residuals(NamedTuple):
 
     structure: Any
     argument_of: tuple[int | None, ...]  # for each value, which of the arguments it is
-    saved: tuple[jax.ShapeDtypeStruct, ...]  # types of those that are no argument
+    saved: tuple[Any, ...]  # types of those that are no argument
 
 
 class Carry(NamedTuple):
@@ -84,14 +84,6 @@ class Results(NamedTuple):
     blocks: tuple[jax.Array | None, ...] = ()  # gradients of one chunk's weights
 
 
-class Assignment(NamedTuple):
-    """What this stage works on in a tick."""
-
-    chunk: jax.Array  # which of the stage's chunks
-    microbatch: jax.Array
-    embedded: jax.Array | None  # input of the model's first chunk
-
-
 class When(enum.Enum):
     """In which ticks of a loop something happens."""
 
@@ -100,14 +92,11 @@ class When(enum.Enum):
     ALWAYS = 2
 
 
-class Happening(NamedTuple):
-    """What happens in the ticks of a loop, so that its program has nothing else."""
+class Body(NamedTuple):
+    """What the ticks of a loop have in common. Its program has nothing that never happens."""
 
-    kinds: frozenset[int]
-    embedding: When
-    head: When
-    embedding_gradient: When
-    arrivals: dict[int, dict[str, When]]  # by distance and buffer, without those that never do
+    kinds: frozenset[int]  # of operations
+    when: Row  # of `When`: in which ticks an entry is not -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +154,8 @@ class Links:
 
     def _manual(self, local: Callable, x_BTD: jax.Array) -> jax.Array:
         to = jax.typeof(x_BTD).sharding.spec
-        return jax.shard_map(local, mesh=self.mesh, in_specs=to, out_specs=to, check_vma=False)(
-            x_BTD
-        )
+        region = jax.shard_map(local, mesh=self.mesh, in_specs=to, out_specs=to, check_vma=False)
+        return region(x_BTD)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,26 +235,25 @@ class Context:
 # ------------------------------------------------------------------------------------------ a tick
 
 
-def run_tick(context: Context, happening: Happening, carry: Carry, row: Row) -> Carry:
+def run_tick(context: Context, body: Body, carry: Carry, row: Row) -> Carry:
     """One tick of all stages."""
     links, mine = context.links, context.mine
     row = links.after(carry.token, row)
     chunk, microbatch = mine(row.chunk), mine(row.microbatch)
-    if FORWARD in happening.kinds and carry.inputs is not None:
+    if FORWARD in body.kinds and carry.inputs is not None:
         # Not before the tick before has ended: what it works with takes as much memory.
         inputs, blocks = jax.lax.optimization_barrier((carry.inputs, carry.blocks))
         carry = carry._replace(inputs=inputs, blocks=blocks)
     embedded = None
-    if happening.embedding is not When.NEVER:
+    if body.when.embedding is not When.NEVER:
         embedded = _if(
-            row.embedding >= 0, happening.embedding is When.ALWAYS and not links.ordered,
+            row.embedding >= 0, body.when.embedding is When.ALWAYS and not links.ordered,
             lambda: context.embedded(None, row.embedding),
             lambda: sharding.zeros(context.x_type),
         )  # fmt: skip
-    assignment = Assignment(chunk, microbatch, embedded)
     operations = {
-        kind: functools.partial(OPERATIONS[kind], context, carry, row, assignment)
-        for kind in sorted(happening.kinds)
+        kind: functools.partial(OPERATIONS[kind], context, carry, row, chunk, microbatch, embedded)
+        for kind in sorted(body.kinds)
     }
     if len(operations) == 1:
         # A stage without an operation does what the others do, and its results are not used.
@@ -274,21 +261,21 @@ def run_tick(context: Context, happening: Happening, carry: Carry, row: Row) -> 
     else:
         branch = jnp.searchsorted(np.array([IDLE, *operations]), mine(row.kind))
         results = _switch(branch, list(operations.values()))
-    carry = _stored(context, carry, row, assignment, results)
+    carry = _stored(context, carry, row, chunk, microbatch, results)
     if results.sent is None:
         return carry
     carry = carry._replace(token=links.completed(carry.token, results.sent))
-    carry, row = _ends(context, happening, carry, row, results.sent)
-    return _exchanged(context, happening, carry, row, results.sent)
+    carry, row = _ends(context, body.when, carry, row, results.sent)
+    return _exchanged(context, body.when, carry, row, results.sent)
 
 
-def _forward(context: Context, carry: Carry, row: Row, assignment: Assignment) -> Results:
+def _forward(context: Context, carry: Carry, row: Row, chunk, microbatch, embedded) -> Results:
     """FORWARD: a chunk's output, and the activations that its derivative needs."""
-    chunk, microbatch, x_BTD = assignment
+    x_BTD = embedded
     if carry.inputs is not None:
         x_BTD = _read(carry.inputs, context.mine(row.input_slot))
-        if assignment.embedded is not None:
-            x_BTD = jnp.where(context.mine(row.is_first) > 0, assignment.embedded, x_BTD)
+        if embedded is not None:
+            x_BTD = jnp.where(context.mine(row.is_first) > 0, embedded, x_BTD)
     weights, buffers, side_inputs, kinds = context.arguments(chunk, microbatch)
     if context.block_buffers is None:
         return Results(context.functions.apply_chunk(weights, None, x_BTD, side_inputs, kinds))
@@ -297,13 +284,13 @@ def _forward(context: Context, carry: Carry, row: Row, assignment: Assignment) -
     return Results(y_BTD, saved=tuple(value for value, number in values if number is None))
 
 
-def _backward(context: Context, carry: Carry, row: Row, assignment: Assignment) -> Results:
+def _backward(context: Context, carry: Carry, row: Row, chunk, microbatch, _) -> Results:
     """BACKWARD: gradients of a chunk's input and weights, some of these deferred."""
     mine, residuals = context.mine, context.residuals
     # A stage without an operation computes gradients of zero.
     works = mine(row.kind) == BACKWARD
     gradient = jnp.where(works, _read(carry.gradients, mine(row.gradient_slot)), 0)
-    arguments = jax.tree.leaves(context.arguments(assignment.chunk, assignment.microbatch))
+    arguments = jax.tree.leaves(context.arguments(chunk, microbatch))
     saved = iter([_read(buffer, mine(row.saved_slot)) for buffer in carry.saved])
     values = [next(saved) if n is None else arguments[n] for n in residuals.argument_of]
     gradient_x, gradients = jax.tree.unflatten(residuals.structure, values)(gradient)
@@ -316,9 +303,8 @@ def _backward(context: Context, carry: Carry, row: Row, assignment: Assignment) 
     )
 
 
-def _weight(context: Context, carry: Carry, row: Row, assignment: Assignment) -> Results:
-    """WEIGHT: the deferred gradients of a chunk's weights."""
-    del assignment  # the operands are all that it takes
+def _weight(context: Context, carry: Carry, row: Row, *_) -> Results:
+    """WEIGHT: the deferred gradients of a chunk's weights, from their operands."""
     mine = context.mine
     operands = [
         jax.tree.map(lambda buffer: _read(buffer, mine(row.deferred_slot)), buffers)
@@ -331,8 +317,8 @@ def _weight(context: Context, carry: Carry, row: Row, assignment: Assignment) ->
     def one(uses_dot, buffer):
         if not uses_dot:
             return None
-        record, operands = next(deferred)
-        layer = lambda two: sharding.to_buffer(record.gradient(two), _layer_type(buffer))  # noqa: E731
+        (record, operands), layer_type = next(deferred), with_leading(buffer, of=1)
+        layer = lambda two: sharding.to_buffer(record.gradient(two), layer_type)  # noqa: E731
         return jax.lax.map(layer, operands)
 
     buffers = jax.tree.leaves(context.block_buffers)
@@ -376,9 +362,7 @@ def _switch(branch, functions: list[Callable]) -> Results:
 # -------------------------------------------------------------------------------- after operations
 
 
-def _stored(
-    context: Context, carry: Carry, row: Row, assignment: Assignment, results: Results
-) -> Carry:
+def _stored(context: Context, carry: Carry, row: Row, chunk, microbatch, results: Results) -> Carry:
     """`carry` with what stays on the stage: saved activations, deferred and summed gradients."""
     # Stages that save nothing now write to a free slot: a choice would need the old value too.
     if results.saved:
@@ -390,26 +374,25 @@ def _stored(
         pairs = zip(carry.deferred, results.deferred, strict=True)
         carry = carry._replace(deferred=tuple(jax.tree.map(put, *pair) for pair in pairs))
     if results.blocks:
-        chunks, age = context.chunks, context.age(assignment.microbatch)
-        at = (age * chunks.per_stage + assignment.chunk) * chunks.size
+        chunks = context.chunks
+        at = (context.age(microbatch) * chunks.per_stage + chunk) * chunks.size
         pairs = zip(carry.blocks, results.blocks, strict=True)
         blocks = tuple(old if new is None else _plus(old, new, at) for old, new in pairs)
         carry = carry._replace(blocks=blocks)
     return carry
 
 
-def _ends(context: Context, happening: Happening, carry: Carry, row: Row, sent: jax.Array):
+def _ends(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Array):
     """`carry` and `row` after the head and the embedding's gradient, which all stages share."""
     links, stage_of = context.links, context.program.table.stage_of
     for name, function, stage in (
         ("head", _head, stage_of[-1]),
         ("embedding_gradient", _embedding_gradient, stage_of[0]),
     ):
-        when = getattr(happening, name)
-        if when is not When.NEVER:
+        if getattr(when, name) is not When.NEVER:
             row = links.after(carry.token, row)
             apply = functools.partial(function, context, stage, row, sent)
-            always = when is When.ALWAYS and not links.ordered
+            always = getattr(when, name) is When.ALWAYS and not links.ordered
             carry = _if(getattr(row, name) >= 0, always, apply, lambda carry: carry, carry)
     return carry, row
 
@@ -451,17 +434,23 @@ def _embedding_gradient(
     return carry._replace(outer=outer, token=context.links.completed(carry.token, gradient))
 
 
-def _exchanged(
-    context: Context, happening: Happening, carry: Carry, row: Row, sent: jax.Array
-) -> Carry:
+def _exchanged(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Array) -> Carry:
     """`carry` with what arrives from other stages in its buffers."""
-    slots = {"inputs": row.input_arrivals, "gradients": row.gradient_arrivals}
-    for distance, names in happening.arrivals.items():
-        arrived = context.links.shift(context.links.after(carry.token, sent), distance)
-        carry = carry._replace(token=context.links.completed(carry.token, arrived))
-        for name, when in names.items():
-            at = context.mine(slots[name][distance])
-            where = None if when is When.ALWAYS else at >= 0
+    links, program = context.links, context.program
+    for distance in program.rows.input_arrivals:
+        arrivals = {"inputs": "input_arrivals", "gradients": "gradient_arrivals"}
+        arrivals = {
+            name: (getattr(when, entry)[distance], getattr(row, entry)[distance])
+            for name, entry in arrivals.items()
+            if getattr(when, entry)[distance] is not When.NEVER
+        }
+        if not arrivals:
+            continue
+        arrived = links.shift(links.after(carry.token, sent), distance)
+        carry = carry._replace(token=links.completed(carry.token, arrived))
+        for name, (ticks, slots) in arrivals.items():
+            at = context.mine(slots)
+            where = None if ticks is When.ALWAYS else at >= 0
             buffer = _written(getattr(carry, name), at, arrived, where)
             carry = carry._replace(**{name: buffer})
     return carry
@@ -494,11 +483,12 @@ def _plus(total: jax.Array, new: jax.Array, at) -> jax.Array:
     return total + new
 
 
-def _layer_type(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of one layer's share of an array over layers."""
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, sharding.split_as(spec, *spec.partitions[1:]))
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=to)
+def with_leading(leaf: Any, *sizes: int, of: int = 0) -> jax.ShapeDtypeStruct:
+    """The type of `leaf` with the first `of` dimensions replaced by these, which are not split."""
+    spec, entries = leaf.sharding.spec, leaf.sharding.spec.partitions
+    spec = sharding.split_as(spec, *(None,) * len(sizes), *entries[of:])
+    to = NamedSharding(leaf.sharding.mesh, spec)
+    return jax.ShapeDtypeStruct((*sizes, *leaf.shape[of:]), leaf.dtype, sharding=to)
 
 
 def _read(buffer: jax.Array, at) -> jax.Array:

@@ -140,25 +140,24 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
     stage_of, last = table.stage_of, table.num_chunks - 1
     chunk_of = ModelChunks((1,) * table.num_chunks, tuple(stage_of)).local_index
     none = lambda *shape: np.full(shape, -1)  # noqa: E731
-    rows = Row(
+    reads = {"inputs": "input_slot", "saved": "saved_slot"}
+    reads |= {"gradients": "gradient_slot", "deferred": "deferred_slot"}
+    fields = {name: none(ticks, stages) for name in Row._fields}
+    fields |= {name: none(ticks) for name in ("embedding", "head", "embedding_gradient")}
+    fields |= {name: np.zeros((ticks, stages), int) for name in reads.values()}
+    rows = Row(**fields)._replace(
         chunk=np.where(table.kind == IDLE, 0, np.array(chunk_of)[table.chunk]),
-        embedding=none(ticks), head=none(ticks), embedding_gradient=none(ticks),
-        is_first=(table.chunk == 0).astype(int), kind=table.kind, microbatch=none(ticks, stages),
-        input_slot=np.zeros((ticks, stages), int), gradient_slot=np.zeros((ticks, stages), int),
-        saved_slot=np.zeros((ticks, stages), int), deferred_slot=np.zeros((ticks, stages), int),
-        save_slot=none(ticks, stages), defer_slot=none(ticks, stages),
-        head_gradient_slot=none(ticks, stages), input_arrivals={}, gradient_arrivals={},
-    )  # fmt: skip
-    reads = dict(
-        inputs=rows.input_slot, saved=rows.saved_slot,
-        gradients=rows.gradient_slot, deferred=rows.deferred_slot,
-    )  # fmt: skip
+        is_first=(table.chunk == 0).astype(int),
+        kind=table.kind,
+        input_arrivals={},
+        gradient_arrivals={},
+    )
     arrivals = {"inputs": rows.input_arrivals, "gradients": rows.gradient_arrivals}
     for tick, stage, (kind, m, k) in table.operations():
         number = m + when[kind, m, k] // ticks * table.num_microbatches
         rows.microbatch[tick, stage] = number
         for name, read in reads.items():
-            read[tick, stage] = slot_of[name].get((m, k), 0)
+            getattr(rows, read)[tick, stage] = slot_of[name].get((m, k), 0)
         if kind == FORWARD and k == 0:
             rows.embedding[tick] = number
         if kind == FORWARD and k == last:
@@ -179,31 +178,28 @@ def _fill_written(table: Table, rows: Row, lifetimes, slot_of, slots, loops) -> 
     """Sets the slots that operations write, in place.
 
     In ticks whose loop has such an operation every stage writes; a stage without one writes to a
-    slot that is free, for which `slots` grows if it must.
+    free slot, for which `slots` grows if it must.
     """
-    kinds = [set(row) for row in table.kind.tolist()]
-    loop_kinds = [set()] * table.num_ticks
+    writes = (("saved", rows.save_slot, FORWARD), ("deferred", rows.defer_slot, BACKWARD))
+    occupied = {
+        (name, tick % table.num_ticks, stage, slot_of[name][key])
+        for name, *_ in writes
+        for key, (stage, first, last) in lifetimes[name].items()
+        for tick in range(first, last + 1)
+    }
     for first, length, times in loops:
-        for tick in range(first, first + length):
-            same = range(tick, first + length * times, length)
-            for other in same:
-                loop_kinds[other] = set().union(*(kinds[t] for t in same))
-    for name, written, maker in (
-        ("saved", rows.save_slot, FORWARD),
-        ("deferred", rows.defer_slot, BACKWARD),
-    ):
-        occupied = [
-            _occupied(lifetimes[name], slot_of[name], stage, table.num_ticks)
-            for stage in range(table.num_stages)
-        ]
-        for cell in itertools.product(range(table.num_ticks), range(table.num_stages)):
-            key = int(table.microbatch[cell]), int(table.chunk[cell])
-            if table.kind[cell] == maker and key in slot_of[name]:
-                written[cell] = slot_of[name][key]
-            elif lifetimes[name] and maker in loop_kinds[cell[0]]:
-                used = occupied[cell[1]][cell[0]]
-                written[cell] = next(n for n in itertools.count() if n not in used)
-                slots[name] = max(slots[name], int(written[cell]) + 1)
+        for body, (name, written, maker) in itertools.product(range(length), writes):
+            ticks = range(first + body, first + length * times, length)
+            if not lifetimes[name] or not (table.kind[ticks] == maker).any():
+                continue
+            for tick, stage in itertools.product(ticks, range(table.num_stages)):
+                key = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
+                slot = slot_of[name].get(key) if table.kind[tick, stage] == maker else None
+                if slot is None:
+                    free = (n for n in itertools.count() if (name, tick, stage, n) not in occupied)
+                    slot = next(free)
+                written[tick, stage] = slot
+                slots[name] = max(slots[name], slot + 1)
 
 
 def _fill_idle_microbatches(table: Table, rows: Row, num_slots: int) -> None:
@@ -238,16 +234,6 @@ def _periodic_slots(starts, ends, period: int) -> tuple[list[int], int]:
     for block in blocks:
         slots[block] = np.arange(len(block))
     return slots.tolist(), max(map(len, blocks))
-
-
-def _occupied(lifetimes: Lifetimes, slot_of: dict, stage: int, ticks: int) -> list[set[int]]:
-    """By tick, the slots of a stage that hold a value."""
-    occupied = [set() for _ in range(ticks)]
-    for key, (at, first, end) in lifetimes.items():
-        if at == stage:
-            for tick in range(first, end + 1):
-                occupied[tick % ticks].add(slot_of[key])
-    return occupied
 
 
 def forwards(table: Table) -> Table:

@@ -16,7 +16,6 @@ from llmx.plan import options, partition, schedule_report, stage_costs
 from llmx.plan.partition import Layer, Partition
 from llmx.runtime import launch
 
-GIB = 2**30
 # Keys of the config that flags override.
 KEYS = {
     "schedule": "pipeline.schedule",
@@ -48,7 +47,7 @@ def show(
     bandwidth, clock, head = machine(args, config)
     limits = dict(
         bandwidth=bandwidth, versions=args.versions,
-        memory_bytes=None if args.memory is None else int(args.memory * GIB),
+        memory_bytes=None if args.memory is None else int(args.memory * 2**30),
     )  # fmt: skip
     if args.replicate:
         layers = stage_costs.chain(config, clock)
@@ -161,10 +160,9 @@ def _show_cuts(
         lines += [partition.describe(best.planned, comparison.profile.blocks), ""]
     rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device")]
     for name, cut in cuts.items():
-        memory = f"{cut.memory_bytes / GIB:.2f} GiB"
-        rows.append((name, str(cut.layers), _ms(cut.barriers), _ms(cut.free), memory))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        memory = schedule_report.gib(cut.memory_bytes)
+        rows.append((name, cut.layers, _ms(cut.barriers), _ms(cut.free), memory))
+    lines += schedule_report.columns(rows)
     gain = equal.barriers / best.barriers
     if gain > 1 + partition.RELATIVE_TIE:
         paste = f'--config.pipeline.layers="{best.layers}"'

@@ -1,7 +1,6 @@
-"""How long the layers of a model take on the first device of this machine.
+"""Times of a model's layers on the first device of this machine, in place of estimates by FLOPs.
 
-What `llmx.plan.partition` otherwise estimates from FLOPs. Memory, weights and messages are counted
-in either case: they need no clock.
+Memory, weights and messages of `llmx.plan.partition` need no clock: they are counted in any case.
 """
 
 import dataclasses
@@ -14,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from llmx import sharding
-from llmx.model import apply, embedding, execution, losses, precision
+from llmx.model import apply, embedding, losses, precision
 from llmx.model.attention.attend import AttentionConfig
+from llmx.model.execution import Execution
 from llmx.model.families import ModelConfig
 from llmx.plan import partition
+from llmx.plan.partition import Layer
 
 RUNS = 5  # of which the median counts
 
@@ -33,7 +34,7 @@ def measured(
     loss_chunks: int = 0,
     number_bytes: partition.NumberBytes | None = None,
     runs: int = RUNS,
-) -> list[partition.Layer]:
+) -> list[Layer]:
     """`partition.layers_of` with times of this machine: medians of several runs.
 
     One block of each kind of attention is timed, and the loss with its head but without the norm
@@ -41,17 +42,13 @@ def measured(
     and their gradients must fit on the device.
 
     Args:
-      model: with its vocabulary.
-      tokens: of a microbatch, a multiple of `sequence_length`.
-      sequence_length: tokens of a sequence.
+      model, tokens, sequence_length, remat, number_bytes: see `partition.layers_of`.
       policy: a name in `precision.POLICIES`.
-      remat: a name in `remat.POLICIES`.
       attention: which kernel; None = the best for the platform.
-      loss_chunks: parts of the vocabulary that the loss walks; 0 = by size.
-      number_bytes: see `partition.layers_of`.
-      runs: how often each function runs, after a first time that compiles it.
+      loss_chunks: chunks of the vocabulary in the loss; 0 = by size.
+      runs: runs of each function, after a first one that compiles it.
 
-    Raises ValueError where `tokens` are no whole sequences, and as `partition.layers_of` does.
+    Raises ValueError if `tokens` are no whole sequences, and as `partition.layers_of` does.
     """
     if tokens < 1 or tokens % sequence_length:
         raise ValueError(
@@ -66,32 +63,26 @@ def measured(
     )  # fmt: skip
     sizes = dict.fromkeys(sharding.AXES, 1)
     mesh = sharding.make_mesh(sizes, devices=jax.devices()[:1])
-    run = execution.Execution(
+    execution = Execution(
         place=sharding.Placement(mesh, sharding.make_layout("ddp")),
-        policy=precision.POLICIES[policy],
-        remat=remat,
-        attention=attention or AttentionConfig(),
-        packed=False,
-        loss_chunks=loss_chunks,
-    )
+        policy=precision.POLICIES[policy], remat=remat, attention=attention or AttentionConfig(),
+        packed=False, loss_chunks=loss_chunks,
+    )  # fmt: skip
     shape = (tokens // sequence_length, sequence_length)
     with jax.set_mesh(mesh):
-        blocks = {kind: _block(model, kind, shape, run, runs) for kind in set(model.layer_pattern)}
-        table_VD = jnp.zeros((model.padded_vocab, model.width), jnp.float32)
-        seconds = [
-            _embedding(table_VD, shape, run, runs),
-            *(blocks[kind] for kind in model.layer_kinds),
-            _head(model, table_VD, shape, run, runs),
-        ]
+        kinds = {kind: _block(model, kind, shape, execution) for kind in set(model.layer_pattern)}
+        blocks = {kind: _seconds(*block, runs) for kind, block in kinds.items()}
+        first, last = (_seconds(*end, runs) for end in _ends(model, shape, execution))
+    seconds = [first, *(blocks[kind] for kind in model.layer_kinds), last]
     return [
         dataclasses.replace(layer, forward=forward, backward=backward)
         for layer, (forward, backward) in zip(layers, seconds, strict=True)
     ]
 
 
-def _block(model: ModelConfig, kind: str, shape, run: execution.Execution, runs: int):
-    """Forward and backward seconds of a block with attention of that kind."""
-    # A decoder of one block, whose tables nobody looks at.
+def _block(model: ModelConfig, kind: str, shape: tuple[int, int], execution: Execution):
+    """The function of a block with attention of that kind, and its arguments."""
+    # A decoder of one block, with the smallest tables, which are not used.
     one = dataclasses.replace(
         model, num_layers=1, layer_pattern=(kind,), vocab_size=1, vocab_multiple=1, max_positions=1
     )
@@ -100,39 +91,37 @@ def _block(model: ModelConfig, kind: str, shape, run: execution.Execution, runs:
     positions_BT = jnp.tile(jnp.arange(shape[1], dtype=jnp.int32), (shape[0], 1))
 
     def block(blocks, x_BTD):
-        mask = apply.self_mask(segments_BT, positions_BT, run)
-        return apply.Apply(one).apply_layers(blocks, x_BTD, mask, run)[0]
+        mask = apply.self_mask(segments_BT, positions_BT, execution)
+        return apply.Apply(one).apply_layers(blocks, x_BTD, mask, execution)[0]
 
-    return _seconds(block, (blocks, _stream(model.width, shape, run)), runs)
+    return block, (blocks, _stream(model.width, shape, execution))
 
 
-def _embedding(table_VD, shape, run: execution.Execution, runs: int):
-    tokens_BT = jax.random.randint(jax.random.key(0), shape, 0, table_VD.shape[0])
+def _ends(model: ModelConfig, shape: tuple[int, int], execution: Execution):
+    """The functions of the embedding and of the head with its loss, and their arguments."""
+    place, policy = execution.place, execution.policy
+    table_VD = jnp.zeros((model.padded_vocab, model.width), jnp.float32)
+    tokens_BT = jax.random.randint(jax.random.key(0), shape, 0, model.vocab_size)
 
     def embed(table_VD):
-        return embedding.embed(tokens_BT, table_VD, place=run.place, policy=run.policy)
-
-    return _seconds(embed, (table_VD,), runs)
-
-
-def _head(model: ModelConfig, table_VD, shape, run: execution.Execution, runs: int):
-    targets_BT = jax.random.randint(jax.random.key(0), shape, 0, model.vocab_size)
+        return embedding.embed(tokens_BT, table_VD, place=place, policy=policy)
 
     def head(x_BTD, head_VD):
         return losses.token_losses(
-            x_BTD, head_VD, targets_BT, num_real=model.vocab_size, softcap=model.logit_softcap,
-            chunks=run.loss_chunks, place=run.place, policy=run.policy,
+            x_BTD, head_VD, tokens_BT, num_real=model.vocab_size, softcap=model.logit_softcap,
+            chunks=execution.loss_chunks, place=place, policy=policy,
         )  # fmt: skip
 
-    return _seconds(head, (_stream(model.width, shape, run), table_VD), runs)
+    x_BTD = _stream(model.width, shape, execution)
+    return (embed, (table_VD,)), (head, (x_BTD, table_VD))
 
 
-def _stream(width: int, shape, run: execution.Execution):
-    return jax.random.normal(jax.random.key(1), (*shape, width), run.policy.compute)
+def _stream(width: int, shape: tuple[int, int], execution: Execution) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (*shape, width), execution.policy.compute)
 
 
 def _seconds(function: Callable, arguments: tuple, runs: int) -> tuple[float, float]:
-    """Of the forward pass, which keeps what the other needs, and of the backward pass."""
+    """Seconds of the forward pass, which saves residuals, and of the backward pass."""
     forward = jax.jit(lambda arguments: jax.vjp(function, *arguments))
     backward = jax.jit(lambda pull, gradient: pull(gradient))
     out, pull = forward(arguments)
@@ -141,7 +130,7 @@ def _seconds(function: Callable, arguments: tuple, runs: int) -> tuple[float, fl
 
 
 def _median(function: Callable, arguments: tuple[Any, ...], runs: int) -> float:
-    """Seconds of a run of a jitted function, after the first."""
+    """Median seconds of a jitted function, after a first run that compiles it."""
     jax.block_until_ready(function(*arguments))
     seconds = []
     for _ in range(runs):

@@ -17,8 +17,7 @@ reduce their gradients:
 
 Everything overlaps: the exchange with the computation of the same stage, a link with both of its
 stages. M = 1 is PipeDream's formula, which exchanges with every microbatch. As there, a link costs
-the same whatever the number of replicas at its ends; where both ends have several, which share it,
-that is more than they need.
+the same whatever the number of replicas at its ends, which overestimates links that several share.
 
 The memory of each replica, n microbatches in flight on the stage and v versions of its weights:
 
@@ -31,12 +30,11 @@ stage to the first. Layers i.. in n stages on at most d devices take
 
 where stage(i, j, m) is infinite if it needs too much memory with n - 1 stages behind it.
 
-`Pipeline.per_stage` is added to every stage whatever its layers are: from `spread`, a share of
-embedding and head, which `llmx.pipeline.executor` splits over all stages. The chain is then the
-blocks alone, so that every stage has at least one.
+`Pipeline.per_stage` is added to every stage: from `spread`, a share of embedding and head, which
+`llmx.pipeline.executor` splits over all stages. The chain is then the blocks alone.
 
-Temporaries are not counted (the backward pass of one layer, weights in the compute dtype,
-workspaces): set the limit lower than the memory of a device.
+Temporaries (the backward pass of one layer, weights in the compute dtype, workspaces) are not
+counted: set the limit lower than the memory of a device.
 """
 
 import dataclasses
@@ -49,6 +47,7 @@ import numpy as np
 from llmx.model import costs
 from llmx.model import remat as remat_lib
 from llmx.model.families import ModelConfig
+from llmx.plan.schedule_report import columns, gib
 
 # Costs within this are equal: sums of floats in another order.
 RELATIVE_TIE = 1e-9
@@ -221,31 +220,31 @@ def priced(
 def _check(
     layers: Sequence[Layer], num_devices: int, num_stages: int | None, pipeline: Pipeline
 ) -> None:
-    problems = []
+    numbers = dict(
+        num_devices=num_devices, microbatches=pipeline.microbatches, versions=pipeline.versions,
+        num_stages=num_stages,
+    )  # fmt: skip
+    problems = [
+        f"{name}={value} must be at least 1"
+        for name, value in numbers.items()
+        if value is not None and value < 1
+    ]
     if not layers:
         problems.append("there are no layers to place")
-    for name, value in (
-        ("num_devices", num_devices), ("microbatches", pipeline.microbatches),
-        ("versions", pipeline.versions), ("num_stages", num_stages),
-    ):  # fmt: skip
-        if value is not None and value < 1:
-            problems.append(f"{name}={value} must be at least 1")
     if not pipeline.bandwidth > 0:
         problems.append(f"bandwidth={pipeline.bandwidth} must be positive, in bytes per second")
     if pipeline.in_flight not in IN_FLIGHT:
-        problems.append(
-            f"in_flight={pipeline.in_flight!r} is unknown: use one of {', '.join(IN_FLIGHT)}"
-        )
-    if num_stages is not None and layers and num_stages > len(layers):
-        problems.append(
-            f"num_stages={num_stages} is more than the {len(layers)} layers: a stage has at least "
-            f"one, use num_stages up to {len(layers)}"
-        )
-    if num_stages is not None and num_stages > num_devices:
-        problems.append(
-            f"num_stages={num_stages} is more than num_devices={num_devices}: a stage has at least "
-            f"one device of its own, use num_stages up to {num_devices}"
-        )
+        names = ", ".join(IN_FLIGHT)
+        problems.append(f"in_flight={pipeline.in_flight!r} is unknown: use one of {names}")
+    for most, there, one in (
+        (len(layers), f"the {len(layers)} layers", "layer"),
+        (num_devices, f"num_devices={num_devices}", "device of its own"),
+    ):
+        if most and num_stages is not None and num_stages > most:
+            problems.append(
+                f"num_stages={num_stages} is more than {there}: a stage has at least one {one}, "
+                f"use num_stages up to {most}"
+            )
     for layer in layers:
         negative = [name for name, value in vars(layer).items() if name != "name" and value < 0]
         if negative:
@@ -395,9 +394,9 @@ def _too_little(
         remedies.append(f"more stages than {num_stages}")
     remedies += ["remat", "fewer tokens per microbatch", "a schedule with fewer in flight"]
     return (
-        f"memory_bytes={limit} ({_gib(limit)}) is too little for {len(layers)} layers on "
+        f"memory_bytes={limit} ({gib(limit)}) is too little for {len(layers)} layers on "
         f"{num_devices} devices: even the partition that needs least has {stage.memory_bytes} "
-        f"bytes ({_gib(stage.memory_bytes)}) on stage {number} of {len(least.stages)} "
+        f"bytes ({gib(stage.memory_bytes)}) on stage {number} of {len(least.stages)} "
         f"({_names(stage, layers)}, replicas={stage.replicas}); use {', '.join(remedies[:-1])} or "
         f"{remedies[-1]}"
     )
@@ -453,7 +452,7 @@ def layers_of(
     again = costs.recomputed_flops_by_layer(
         model, sequence_length=sequence_length, remat=remat, loss_chunks=loss_chunks
     )
-    saved = costs.kept_bytes_by_layer(
+    saved = costs.saved_bytes_by_layer(
         model, remat=remat, loss_chunks=loss_chunks, compute_bytes=size.compute
     )
     parameters = costs.parameters_by_layer(model)
@@ -527,20 +526,15 @@ def describe(partition: Partition, layers: Sequence[Layer]) -> str:
     """
     rows = [("stage", "layers", "replicas", "ms", "memory")]
     for number, stage in enumerate(partition.stages):
-        rows.append((
-            str(number), _names(stage, layers), str(stage.replicas), f"{1e3 * stage.seconds:.3f}",
-            _gib(stage.memory_bytes),
-        ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for number, names, *figures in rows:
-        right = [text.rjust(width) for text, width in zip(figures, widths[2:], strict=True)]
-        lines.append("  ".join([number.ljust(widths[0]), names.ljust(widths[1]), *right]))
+        milliseconds = f"{1e3 * stage.seconds:.3f}"
+        memory = gib(stage.memory_bytes)
+        rows.append((number, _names(stage, layers), stage.replicas, milliseconds, memory))
+    lines = columns(rows, right=3)
     per_stage = partition.pipeline.per_stage
     if per_stage != NOTHING:
         lines.append(
             f"everywhere  {per_stage.name}: {1e3 * per_stage.seconds:.3f} ms and "
-            f"{_gib(per_stage.state_bytes)} of each stage's"
+            f"{gib(per_stage.state_bytes)} of each stage's"
         )
     work = sum(layer.seconds for layer in layers) + len(partition.stages) * per_stage.seconds
     devices, ticks = partition.num_devices, partition.num_ticks
@@ -571,7 +565,3 @@ def _slowest(partition: Partition, layers: Sequence[Layer]) -> str:
 def _names(stage: Stage, layers: Sequence[Layer]) -> str:
     names = [layers[stage.first].name, layers[stage.stop - 1].name]
     return names[0] if stage.num_layers == 1 else " to ".join(names)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,6 +1,6 @@
-"""What a schedule costs, as JSON and as text, its picture and its file. Does not import jax."""
+"""What a schedule costs, as JSON and as text; its picture and its file. Does not import jax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmx.pipeline import schedule
@@ -74,6 +74,19 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(
         [head + "microbatches", *(f"  {name:<10} {row}" for name, row in rows.items())]
     )
+
+
+def columns(rows: Sequence[Sequence], *, right: int = 0) -> list[str]:
+    """Rows as lines with aligned columns, of which the last `right` are aligned to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    aligns = [str.ljust] * (len(widths) - right) + [str.rjust] * right
+    cells = [zip(aligns, row, widths, strict=True) for row in texts]
+    return ["  ".join(align(text, width) for align, text, width in row).rstrip() for row in cells]
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def write(

@@ -26,7 +26,7 @@ from llmx.model import costs, losses, precision
 from llmx.pipeline import schedule, schedules, simulate, stages
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import layer_times, partition
+from llmx.plan import layer_times, partition, schedule_report
 from llmx.plan.partition import Layer, Partition, Pipeline
 from llmx.runtime import hardware
 
@@ -65,10 +65,9 @@ def bandwidth_of(chip: hardware.Chip, config: Config) -> tuple[float, str]:
     num_devices = math.prod(vars(config.mesh)[axis] for axis in sharding.AXES)
     all_linked = chip.topology != "switch" or num_devices <= chip.max_domain
     if "stage" not in config.mesh.across_slices and all_linked:
-        if chip.topology == "switch":
-            links = chip.num_links
-            return links * chip.link_bandwidth / chip.devices_per_chip, f"{links} links"
-        return chip.link_bandwidth / chip.devices_per_chip, "one link"
+        links = chip.num_links if chip.topology == "switch" else 1
+        name = f"{links} links" if chip.topology == "switch" else "one link"
+        return links * chip.link_bandwidth / chip.devices_per_chip, name
     if chip.network_bandwidth is None:
         raise ValueError(
             f"{chip.name} has no published bandwidth of the network between its slices or hosts: "
@@ -167,10 +166,9 @@ def make_profile(config: Config, clock: Clock) -> Profile:
     by_part = costs.forward_flops_by_part(model, sequence_length=length)
     # Attention scores have no weights.
     products = (by_part["projections"] + by_part["mlp"]) / model.num_layers
-    backwards = zip(blocks, flops, again, strict=True)
     weights = [
         block.backward * products / ((costs.TRAINING_PASSES - 1) * forward + more)
-        for block, forward, more in backwards
+        for block, forward, more in zip(blocks, flops, again, strict=True)
     ]
     return Profile(blocks, per_stage, weights, _factor_bytes(config))
 
@@ -256,8 +254,8 @@ def compare_cuts(
     if memory_bytes is not None and (needed := cuts["planned"].memory_bytes) > memory_bytes:
         raise ValueError(
             f"--memory={memory_bytes / 2**30:g} GiB is too little: the model chunks of "
-            f"{table.name} {layers['planned']} take {needed / 2**30:.2f} GiB of each device; use "
-            "more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
+            f"{table.name} {layers['planned']} take {schedule_report.gib(needed)} of each device; "
+            "use more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
         )
     return Comparison(table, profile, cuts)
 

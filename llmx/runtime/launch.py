@@ -1,12 +1,10 @@
-"""Starting and stopping a run: platform and XLA flags, one or many processes, signals, and a
-watchdog for hangs.
+"""Starting a run: platform, XLA flags, one or many processes.
 
 Importing this module starts nothing. `start` must run before the first array exists, because JAX
 reads platform, device count and XLA flags when its backend starts; it may be called again with
-the same config. A single process needs nothing and pays nothing. Many processes are found from
-the config, from LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID
-(scripts/local_cluster.py sets them), or from Open MPI, SLURM, Cloud TPU and Kubernetes as JAX
-detects them.
+the same config. Many processes are found from the config, from LLMX_COORDINATOR,
+LLMX_NUM_PROCESSES and LLMX_PROCESS_ID (scripts/local_cluster.py sets them), or from Open MPI,
+SLURM, Cloud TPU and Kubernetes as JAX detects them.
 """
 
 import dataclasses
@@ -67,7 +65,7 @@ class LaunchConfig:
 
 
 def problems(config: LaunchConfig) -> list[str]:
-    """All that is wrong with `config`, as texts."""
+    """All that is wrong with the section, each with its remedy."""
     found = bounds.problems(config, "launch.")
     if config.cpu_devices and config.platform in ("gpu", "tpu"):
         found.append(
@@ -125,10 +123,9 @@ def _process_problems(config: LaunchConfig) -> list[str]:
 
 
 def start(config: LaunchConfig) -> None:
-    """Set up JAX as `config` says and join the other processes, if there are any. Call before any
-    array exists.
+    """Sets up JAX and joins the other processes, if there are any. Call it before any array exists.
 
-    Raises: ValueError for a bad config or environment; RuntimeError if JAX's backend runs already
+    Raises ValueError for a bad config or environment; RuntimeError if JAX's backend runs already
     with other settings.
     """
     if found := problems(config):
@@ -175,7 +172,7 @@ def has_accelerator() -> bool:
 def device_count(config: LaunchConfig) -> int:
     """Devices of the whole run. Starts the backend, unless the config alone gives the number.
 
-    Raises: ValueError if the platform asked for is not there.
+    Raises ValueError if the platform does not start.
     """
     if config.platform == "cpu" and config.cpu_devices and not jax.distributed.is_initialized():
         return config.cpu_devices
@@ -189,13 +186,13 @@ def device_count(config: LaunchConfig) -> int:
 
 
 def log(text: str) -> None:
-    """Print `text` in process 0, nothing in the others."""
+    """Prints a line in process 0, nothing in the others."""
     if _is_first():
         print(text, flush=True)
 
 
 def note(text: str) -> None:
-    """The same to stderr, for commands whose stdout is their result."""
+    """Prints a line to stderr in process 0, for commands whose stdout is their result."""
     if _is_first():
         print(text, file=sys.stderr, flush=True)
 
@@ -206,7 +203,7 @@ def _is_first() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What `jax.distributed.initialize` is told; None = JAX finds it out."""
+    """Arguments of `jax.distributed.initialize`; None = JAX detects them."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -214,9 +211,7 @@ class Cluster:
 
 
 def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluster | None:
-    """The processes of this run, from the config, else LLMX_*, else the scheduler's variables.
-    None = this one alone.
-    """
+    """The processes of the run by config, LLMX_* or scheduler; None = this process only."""
     if config.coordinator == "auto":
         return Cluster()
     if config.coordinator:
@@ -245,8 +240,7 @@ def _is_several(number: str | None) -> bool:
     return number is not None and number.isdecimal() and int(number) > 1
 
 
-# Which schedulers have started several processes. JAX detects the same ones, but with a single
-# process it need not be asked.
+# Which schedulers have started several processes; JAX detects the same ones.
 SCHEDULERS: dict[str, Callable[[Mapping[str, str]], bool]] = {
     "Open MPI": lambda env: (
         "OMPI_MCA_orte_hnp_uri" in env and _is_several(env.get("OMPI_COMM_WORLD_SIZE"))
@@ -264,7 +258,7 @@ SCHEDULERS: dict[str, Callable[[Mapping[str, str]], bool]] = {
     ),
 }
 
-# On these hosts the TPU's own metadata, not the environment, tells how many there are.
+# On hosts with these files the TPU's metadata, not the environment, gives the number of processes.
 TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 # Of NVIDIA's driver, of WSL's, of AMD's. Without one a plugin is there to compile with only.
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

@@ -66,15 +66,11 @@ class StepTimer:
     """
 
     def __init__(self):
-        self._begin = time.perf_counter()
-        self._data_seconds = 0.0
-        self._interrupted = False
+        self.start()
 
     def start(self):
-        """Begin a lap now and forget what was measured of the present one."""
-        self._begin = time.perf_counter()
-        self._data_seconds = 0.0
-        self._interrupted = False
+        """Begins a lap now and discards the measurements of the current one."""
+        self._begin, self._data_seconds, self._interrupted = time.perf_counter(), 0.0, False
 
     @contextlib.contextmanager
     def data(self) -> Iterator[None]:
@@ -85,9 +81,9 @@ class StepTimer:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside is no training: the lap that it falls in gets no time at all.
+        """Time spent inside is not training: the current lap gets no time.
 
-        Subtracting would not do: the step that was under way goes on meanwhile.
+        It is not subtracted, because the step in progress runs on meanwhile.
         """
         yield
         self._interrupted = True
@@ -102,11 +98,11 @@ class StepTimer:
 
 
 class Reporter:
-    """Shows and writes the numbers of one run; on processes other than the first it is silent.
+    """Shows and writes the metrics of one run; only the first process does.
 
-    Use it as a context manager, or call `close()`: that gives the terminal back and finishes the
-    files. A call costs microseconds except where a line or record is due; event files and drawings
-    are made by a background thread.
+    Use it as a context manager, or call `close()`, which restores the terminal and closes the
+    files. A call takes microseconds unless a line or record is due; a background thread writes
+    event files and drawings.
     """
 
     def __init__(
@@ -209,7 +205,7 @@ class Reporter:
         return found
 
     def close(self):
-        """Give the terminal back and finish the files. Does nothing the second time."""
+        """Restores the terminal and closes the files. Does nothing the second time."""
         if self._closed or not self._writes:
             return
         self._closed = True
@@ -235,7 +231,7 @@ class Reporter:
             self._submit(self._events.write, kind, step, now, scalars)
 
     def _submit(self, function: Callable, *args) -> concurrent.futures.Future:
-        """Run in the background; what went wrong there is raised here, at a later call."""
+        """Runs in the background; its errors are raised by a later call."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
         self._pending.append(self._worker.submit(function, *args))

@@ -28,7 +28,7 @@ def plot_loss(workdir: str | os.PathLike) -> pathlib.Path:
     if not curves["train"][0]:
         raise ValueError(f"{path} has no step with a finite loss: nothing to draw yet")
     figure = _draw(*curves["train"], *curves["eval"], title=path.absolute().parent.name)
-    # Made aside and renamed: who looks during training never sees half a picture.
+    # Written aside and renamed: a reader during training never sees half a picture.
     target, temporary = path.with_name(PLOT), path.with_name(PLOT + ".tmp")
     figure.savefig(temporary, format="png", dpi=150)
     temporary.replace(target)
@@ -60,7 +60,7 @@ def _draw(tokens, losses, eval_tokens, eval_losses, *, title: str):
         label = f"held-out: {eval_losses[-1]:.3f} at end"
         axes.plot(eval_x, eval_losses, color="tab:orange", linewidth=1.8, marker="o", markersize=4,
                   label=label)  # fmt: skip
-    # The steep first steps and single spikes may leave the frame: the rest is what one looks for.
+    # The steep first steps and single spikes may leave the frame.
     settled = smooth[len(smooth) // 50 :] + [
         loss for t, loss in zip(eval_tokens, eval_losses, strict=True) if t >= largest / 50
     ]

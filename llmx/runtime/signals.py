@@ -17,11 +17,10 @@ HUNG = 75
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C asks the loop to stop after its step; a second Ctrl-C ends the process at
-    once (exit 130).
+    """SIGTERM or Ctrl-C stops the loop after its step; a second Ctrl-C exits at once with 130.
 
-    In runs of many processes JAX's own preemption notice carries the request: it owns SIGTERM,
-    and makes all processes agree on one step, so that nobody waits in a collective for one that
+    In runs of many processes JAX's preemption notice carries the request: it handles SIGTERM and
+    makes all processes stop at the same step, so that none waits in a collective for one that
     left. Enter it in the main thread, after `start`.
     """
 
@@ -34,9 +33,8 @@ class StopSignal:
         self._many = jax.process_count() > 1
         # JAX's notifier must keep SIGTERM where it runs.
         handled = (signal.SIGINT,) if self._many else (signal.SIGINT, signal.SIGTERM)
-        # Python runs handlers between bytecodes of the main thread, which may sit in a
-        # compilation; the wakeup descriptor is written at once, and the thread at its other end
-        # acts.
+        # Python runs handlers between bytecodes of the main thread, which may be compiling. The
+        # wakeup descriptor is written at once, and a thread reads it.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous = {number: signal.signal(number, _do_nothing) for number in handled}
@@ -54,9 +52,7 @@ class StopSignal:
         self._reader.close()
 
     def agreed(self, step: int) -> bool:
-        """Whether to stop before `step`. Every process asks at every step and gets the same
-        answer.
-        """
+        """Whether to stop before `step`; the same in all processes, which must all call it."""
         if not self._many:
             return self._requested
         if not self._agreed:
@@ -83,16 +79,15 @@ class StopSignal:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """The handler of signals that only the wakeup descriptor reports."""
+    """Handler of signals that the wakeup descriptor reports."""
 
 
 class Watchdog:
-    """Ends the process when `beat` is not called for `seconds`: prints the stacks of all threads
-    and exits with 75.
+    """Prints the stacks of all threads and exits with 75 when `beat` is not called for `seconds`.
 
-    A process that hangs in a collective keeps its heartbeat, so without this its run hangs for
-    ever. 0 seconds is off. Enter it after compiling; evaluation and checkpoints call `beat` too,
-    or take less than the limit.
+    A process that hangs in a collective keeps its heartbeat, so that without a watchdog its run
+    never ends. 0 seconds is off. Enter it after compilation; evaluations and checkpoints call
+    `beat` too, or take less than the limit.
     """
 
     def __init__(self, seconds: float, *, log: Callable[[str], None]) -> None:
@@ -121,8 +116,7 @@ class Watchdog:
     def _watch(self) -> None:
         tick = min(1.0, self._seconds / 4)
         while not self._over.wait(tick):
-            # Where the interpreter itself is stuck this thread is too; faulthandler's own thread
-            # then acts.
+            # If the interpreter itself hangs, this thread does too: faulthandler's own then exits.
             faulthandler.dump_traceback_later(
                 self._seconds + 4 * tick, exit=True, file=sys.__stderr__
             )

@@ -7,6 +7,7 @@ writes it.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -24,7 +25,14 @@ from llmx.aot import hlo_text
 from llmx.aot import program as program_lib
 
 ACCELERATORS = ["h100:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
-PLATFORMS = ["cpu", *(pytest.param(name, marks=pytest.mark.aot) for name in ACCELERATORS)]
+# Programs are compiled once for each: one worker has all tests of a platform.
+PLATFORMS = [
+    "cpu",
+    *(
+        pytest.param(name, marks=[pytest.mark.aot, pytest.mark.xdist_group(f"programs {name}")])
+        for name in ACCELERATORS
+    ),
+]
 
 
 def devices_of(platform: str) -> list:
@@ -80,6 +88,7 @@ def moved(program: program_lib.CostReport) -> dict:
 L, B, D = 6, 16, 128  # layers, rows of each device, width
 
 
+@functools.cache
 def fsdp(platform):
     """Layers whose weights are split over eight devices: gathered twice, gradients scattered."""
     mesh = make_mesh(platform, {"fsdp": 8})
@@ -115,6 +124,7 @@ SUBSETS = [
 ]  # fmt: skip
 
 
+@functools.cache
 def cube(platform):
     """Every kind of collective over every subset of the axes of a 2x2x2 mesh."""
     mesh = make_mesh(platform, {"data": 2, "fsdp": 2, "tensor": 2})
@@ -144,6 +154,7 @@ def cube(platform):
     return text, mesh, expected, 0
 
 
+@functools.cache
 def loops(platform):
     """Loops in loops that count up, down, by more than one, and to a number that they must hit."""
     mesh = make_mesh(platform, {"x": 8})
@@ -185,6 +196,7 @@ def loops(platform):
     return text, mesh, expected, 25 * L * 2 * B * D * D
 
 
+@functools.cache
 def ddp(platform):
     """Replicas: the gradients of all layers are reduced by one operation (tensor fusion)."""
     mesh = make_mesh(platform, {"data": 8})

@@ -496,7 +496,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         assert checkpoints.save(1, {"a": x}, meta={}, wait=True)
 
 
-def test_a_failed_write_is_told_and_the_step_can_be_saved_again(tmp_path):
+def test_a_failed_write_raises_and_the_step_can_be_saved_again(tmp_path):
     write(tmp_path, [1])
     with reopen(tmp_path) as checkpoints:
         checkpoints.save(2, small_state(2), meta={})

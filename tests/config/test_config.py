@@ -52,7 +52,7 @@ BAD = [
     (
         dict(mesh__data=1, mesh__tensor=3, model__num_heads=3, model__num_kv_heads=3,
              batch__sequence_length=255, model__vocab_size=260, model__vocab_multiple=10),
-        3, ["vocabulary of 260", "tensor=3", "vocab_multiple"],
+        3, ["vocabulary of 260", "tensor3", "vocab_multiple"],
     ),
     (dict(batch__size=12), 8, ["batch.size=12", "data8", "8 or 16"]),
     (dict(batch__size=16, batch__accumulation=3), 8, ["batch.size=16", "accumulation=3", "24"]),
@@ -103,11 +103,11 @@ BAD = [
     ),
     (
         dict(mesh__stage=2, mesh__tensor=2, model__vocab_size=258, model__vocab_multiple=2), 4,
-        ["vocabulary of 258", "stage=2 x tensor=2", "vocab_multiple to a multiple of 4"],
+        ["vocabulary of 258", "stage2 x tensor2", "vocab_multiple to a multiple of 4"],
     ),
     (
         dict(mesh__stage=2, mesh__tensor=2, loss__chunks=7), 4,
-        ["loss.chunks=7", "stage=2 x tensor=2"],
+        ["loss.chunks=7", "stage2 x tensor2"],
     ),
     (dict(pipeline__layers=(1, 2)), 1, ["pipeline.layers=(1, 2)", "mesh.stage=1", "leave it out"]),
     (dict(pipeline__virtual_stages=2), 8, ["pipeline.virtual_stages=2", "mesh.stage=1"]),

@@ -14,7 +14,6 @@ from llmx.model.costs import (
     forward_flops_by_layer,
     forward_flops_by_part,
     forward_flops_per_token,
-    kept_bytes_by_layer,
     keys_per_query,
     num_non_embedding_parameters,
     num_parameters,
@@ -22,6 +21,7 @@ from llmx.model.costs import (
     parameters_by_layer,
     parameters_by_part,
     recomputed_flops_by_layer,
+    saved_bytes_by_layer,
     training_flops_per_token,
 )
 from llmx.model.families import FAMILIES, ModelConfig, preset
@@ -285,7 +285,7 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
         leaf for leaf in jax.tree.leaves(kept) if leaf.shape[:2] == (1, B) and leaf.shape[-1] > 1
     ]
     traced = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in activations)
-    counted = kept_bytes_by_layer(model, remat=remat, loss_chunks=1, compute_bytes=2)
+    counted = saved_bytes_by_layer(model, remat=remat, loss_chunks=1, compute_bytes=2)
     spare = KEPT_TOLERANCE if remat == "none" else 0
     assert (1 - spare) * counted[1] <= traced / (B * T) <= counted[1]
 
@@ -312,5 +312,7 @@ def test_kept_bytes_of_the_head_are_those_of_the_traced_loss(loss_chunks):
         if leaf.shape[:2] == (B, T) and leaf.ndim == 3 and leaf.shape[-1] > 1
     ]
     traced = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in numbers)
-    counted = kept_bytes_by_layer(model, remat="full", loss_chunks=loss_chunks, compute_bytes=2)[-1]
+    counted = saved_bytes_by_layer(model, remat="full", loss_chunks=loss_chunks, compute_bytes=2)[
+        -1
+    ]
     assert traced == B * T * (counted - 8)  # without log Z and the target

@@ -467,10 +467,11 @@ def test_a_file_gives_the_same_table(name, tmp_path):
         assert (again.name, again.periodic) == (table.name, table.periodic)
 
 
-def test_a_file_may_be_plain_rows_in_any_order(tmp_path):
+@pytest.mark.parametrize("column", ["chunk", "part"])  # its name today, and before
+def test_a_file_may_be_plain_rows_in_any_order(tmp_path, column):
     path = tmp_path / "mine.csv"
     path.write_text(
-        "tick,stage,operation,microbatch,chunk\n1, 0, backward, 0, 0\n\n# a remark\n"
+        f"tick,stage,operation,microbatch,{column}\n1, 0, backward, 0, 0\n\n# a remark\n"
         "0,0,forward,0,0\n"
     )
     table = schedule.read_csv(path)

@@ -1,6 +1,6 @@
-"""GPU attention by cuDNN's fused kernel, through what jax has of it.
+"""GPU attention by cuDNN's fused kernel, as jax calls it.
 
-cuDNN knows order and windows but no documents: rows that may hold several are refused, as are
+cuDNN has causal masks and windows but no documents: rows that may hold several are refused, as are
 scores with a soft cap.
 
 Sources: flash attention (arXiv 2205.14135, 2307.08691); docs.nvidia.com/deeplearning/cudnn.
@@ -18,7 +18,10 @@ from llmx.model.attention.masks import Mask, Scores
 
 
 def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str) -> dict:
-    """The static arguments of cuDNN's kernel. NotImplementedError for what it does not do."""
+    """The static arguments of cuDNN's kernel.
+
+    Raises NotImplementedError for inputs that it does not support.
+    """
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     T, H = query_BTNH.shape[1], query_BTNH.shape[-1]

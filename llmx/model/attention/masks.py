@@ -42,6 +42,7 @@ class Mask:
 
     @property
     def num_keys(self) -> int:
+        """S."""
         return self.key_segments_BS.shape[1]
 
     def visible(self, window: int) -> Array:

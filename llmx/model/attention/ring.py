@@ -47,6 +47,7 @@ class Tile:
     ahead: int | None  # of the queries' first row to the keys' first; None: positions decide
 
     def rows(self, chunk: int) -> tuple[slice, slice]:
+        """Rows of queries and of keys, where a chunk has `chunk` positions."""
         return slice(*(chunk * i for i in self.queries)), slice(*(chunk * i for i in self.keys))
 
 

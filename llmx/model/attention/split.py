@@ -1,4 +1,7 @@
-"""Positions split over devices: which device has which, and what it sees of the others'."""
+"""Which device of the mesh axis `sequence` holds which positions of a row.
+
+Letters: B batch, T positions, R groups of devices in a ring.
+"""
 
 import dataclasses
 import functools
@@ -35,6 +38,7 @@ class Split:
 
     @property
     def rings(self) -> int:
+        """R, groups in a ring; 1 = no ring."""
         return self.ways // self.ulysses
 
     @property
@@ -47,10 +51,11 @@ class Split:
 
     @property
     def in_row_order(self) -> bool:
+        """Whether devices hold consecutive positions."""
         return self.chunks.shape[1] == 1
 
     def order(self, num_positions: int) -> np.ndarray:
-        """int[T of all devices]: the position that each place of the split row holds.
+        """int[num_positions]: the position at each index of the split row.
 
         Raises ValueError where the row does not divide into the chunks.
         """
@@ -66,18 +71,17 @@ class Split:
 
 
 def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Array:
-    """`array` [B, T, ...] from the order of its rows to that of `split`; or back.
+    """`array` [B, T, ...] from the order of its rows to that of `split`, or `back`.
 
-    Its devices keep as many positions as they have. Communicates over `sequence`: meant for token
-    ids and losses.
+    Its sharding stays. Gathers over the mesh axes that split T: meant for token ids and losses.
     """
     if split.in_row_order:
         return array
     return _reordered(split, mesh, back, array)
 
 
-# The gradient goes the other way: what differentiates a region by itself would add up the gradients
-# of replicas that know nothing of each other (`sharding.to_local`).
+# The gradient goes the other way: automatic differentiation of the region would add up gradients of
+# replicas that take their own (`sharding.to_local`).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _reordered(split: Split, mesh: Mesh, back: bool, array: Array) -> Array:
     order = split.order(array.shape[1])

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support import pairwise
+from support.pairwise import Rule
 
 from llmx import config, sharding
 from llmx.aot import compiler, report
@@ -149,23 +151,34 @@ def assert_equal(found, wanted, dtype: str):
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-# Every split once by default, every kind of mask once, and the one that is all kinds; the rest of
-# the battery takes minutes more.
+BATTERY = {
+    "case": tuple(CASES),
+    "ring": (1, 2, 4, 8),
+    "ulysses": (1, 2, 4, 8),
+    "zigzag": (True, False),
+    "implementation": ("blockwise", "reference"),
+}
+RULES = (
+    Rule(("ring", "ulysses"), lambda r, u: "more than eight devices" if r * u > 8 else ""),
+    Rule(("ring", "zigzag"), lambda r, z: "no ring" if r == 1 and not z else ""),
+)
+
+
 def battery():
-    for split in SPLITS:
-        for case in CASES:
-            for implementation in ("blockwise", "reference"):
-                if implementation == "reference" and case not in ("causal", "all"):
-                    continue
-                quick = implementation == "blockwise" and (case == "all" or split == "zigzag4")
-                marks = () if quick else pytest.mark.slow
-                yield pytest.param(split, case, implementation, marks=marks)
+    """Every split and every kind of mask once by default, all pairs of a cover with `slow`."""
+    quick = [(split, "all", "blockwise") for split in SPLITS.values()]
+    quick += [(SPLITS["zigzag4"], case, "blockwise") for case in CASES if case != "all"]
+    for row in pairwise.cover(BATTERY, RULES).rows:
+        split = Split(row["ring"] * row["ulysses"], row["ulysses"], row["zigzag"])
+        if (chosen := (split, row["case"], row["implementation"])) not in quick:
+            yield pytest.param(*chosen, marks=pytest.mark.slow)
+    yield from quick
 
 
-@pytest.mark.parametrize("split, case, implementation", list(battery()))
+@pytest.mark.parametrize("split, case, implementation", list(battery()), ids=str)
 def test_split_attention_equals_the_reference(split, case, implementation):
     kernel = attend.IMPLEMENTATIONS[implementation]
-    found = attended(CASES[case], SPLITS[split], kernel, "float32")
+    found = attended(CASES[case], split, kernel, "float32")
     assert_equal(found, expected(case), "float32")
 
 

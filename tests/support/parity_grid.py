@@ -1,0 +1,213 @@
+"""The table of the parity contract: which options train as one device does, and what cannot meet.
+
+A new technique that leaves the numbers alone adds an axis, or a value to one; the cover of all
+pairs follows by itself. `python tests/support/parity_grid.py` prints it.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+from support import packed, pairwise, runs
+from support.pairwise import Rule
+
+from llmx.pipeline import schedules
+
+BATCH, LENGTH, VOCAB, STEPS = 32, 16, 257, 3
+DEVICES = 8
+MESH_AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
+
+# Sizes that divide over eight devices; layer kinds alternate where a family has several.
+MODEL = dict(vocab_size=VOCAB, width=64, mlp_dim=128, num_heads=8, head_dim=8)
+FAMILIES = {
+    "llama3": dict(num_kv_heads=4),
+    "gpt2": dict(num_kv_heads=8),  # tied, learned positions, biases
+    "qwen3": dict(num_kv_heads=4),
+    "gemma2": dict(num_kv_heads=4, window=5),
+    "gemma3": dict(num_kv_heads=4, window=5, layer_pattern=("local", "global")),
+}
+
+# The first value of each axis is the plain one.
+AXES = {
+    "schedule": (
+        "", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dual_pipe_v",
+    ),
+    "layout": ("zero3", "ddp", "zero1", "zero2", "hsdp"),
+    "family": tuple(FAMILIES),
+    "stage": (1, 2, 4),
+    "sequence": (1, 2, 4),
+    "tensor": (1, 2, 4),
+    "fsdp": (1, 2, 4),
+    "data": (1, 2),
+    "expert": (1, 2),
+    "accumulation": (1, 2, 4, 8),
+    "remat": ("none", "full", "names", "dots"),
+    "gather": ("layer", "step"),
+    "ulysses": (1, 2),
+    "zigzag": (True, False),
+    "sequence_parallel": (True, False),
+    "replicate_kv": (False, True),
+    "chunks": (0, 3),
+}  # fmt: skip
+
+
+@functools.cache
+def _schedule(schedule: str, stage: int, accumulation: int) -> str:
+    if not schedule:
+        return ""
+    try:
+        schedules.SCHEDULES[schedule](stage, accumulation)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _devices(*sizes: int) -> str:
+    return "more than eight devices" if math.prod(sizes) > DEVICES else ""
+
+
+def _rows(*ways: int) -> str:
+    return "rows of the batch do not divide" if BATCH % math.prod(ways) else ""
+
+
+def _stages(schedule: str, stage: int) -> str:
+    return "a schedule is for several stages" if bool(schedule) != (stage > 1) else ""
+
+
+def _gather(gather: str, layout: str) -> str:
+    whole = gather == "step" and layout not in ("zero3", "hsdp")
+    return "parameters of this layout are whole: there is nothing to gather" if whole else ""
+
+
+def _zigzag(zigzag: bool, sequence: int, ulysses: int) -> str:
+    return "without a ring there is no zigzag" if not zigzag and sequence == ulysses else ""
+
+
+def _of(axis: str, plain):
+    """An option other than the plain one does something only where the mesh axis is split."""
+    return lambda value, size: f"no effect without {axis}" if value != plain and size == 1 else ""
+
+
+RULES = (
+    Rule(MESH_AXES, _devices, partial=True),
+    Rule(("data", "fsdp", "expert", "accumulation"), _rows, partial=True),
+    Rule(("schedule", "stage"), _stages),
+    Rule(("schedule", "stage", "accumulation"), _schedule),
+    Rule(("gather", "layout"), _gather),
+    Rule(("ulysses", "sequence"), _of("sequence", 1)),
+    Rule(("zigzag", "sequence"), _of("sequence", True)),
+    Rule(("zigzag", "sequence", "ulysses"), _zigzag),
+    Rule(("sequence_parallel", "tensor"), _of("tensor", True)),
+    Rule(("replicate_kv", "tensor"), _of("tensor", False)),
+)
+PLAIN = {axis: values[0] for axis, values in AXES.items()}
+
+
+REFERENCE = dict(attention__implementation="reference")
+
+
+# Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more.
+EXTREMES = [
+    PLAIN | changes
+    for changes in (
+        dict(data=8, layout="zero1", remat="full", accumulation=2),
+        dict(fsdp=8, family="gpt2", remat="full", chunks=3),
+        dict(tensor=8, layout="ddp", replicate_kv=True, accumulation=2),
+        dict(sequence=8, family="gemma3", remat="names"),
+        dict(stage=8, schedule="1f1b", accumulation=4, family="gpt2"),
+        dict(stage=8, schedule="zb_h1", accumulation=16, layout="ddp", remat="full"),
+    )
+]
+
+
+@functools.cache
+def cover() -> pairwise.Cover:
+    return pairwise.cover(AXES, RULES)
+
+
+def full_grid() -> list[dict]:
+    """Every mesh with every layout, family and schedule; the other options as the rules want."""
+    product = {axis: AXES[axis] for axis in ("layout", "family", "schedule", *MESH_AXES)}
+    combinations = itertools.product(*product.values())
+    rows = (dict(zip(product, values, strict=True)) for values in combinations)
+    found = (
+        pairwise.completed(row, AXES, RULES, lambda *_: 0)
+        for row in rows
+        if not pairwise.problem(row, RULES)
+    )
+    return [row for row in found if row]
+
+
+def quick() -> list[dict]:
+    """A few rows in which every value occurs."""
+    return pairwise.every_value(cover().rows, cost=lambda row: 2 if row["stage"] > 1 else 1)
+
+
+def num_layers(row: dict) -> int:
+    """Layers that no number of stages divides, and one at least for each model chunk."""
+    return 3 if row["stage"] == 1 else 9
+
+
+def make_config(row: dict, precision: str = "fp32", model: dict | None = None, **keys):
+    """The config of a row, with changes of the model and other keys."""
+    model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
+    options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
+    return runs.make_config(
+        row["family"],
+        model=model,
+        mesh={axis: row[axis] for axis in MESH_AXES},
+        precision=precision,
+        remat=row["remat"],
+        batch__sequence_length=LENGTH,
+        batch__accumulation=row["accumulation"],
+        sharding__layout=row["layout"],
+        sharding__gather=row["gather"],
+        sharding__sequence_parallel=row["sequence_parallel"],
+        sharding__replicate_kv=row["replicate_kv"],
+        attention__ulysses=row["ulysses"],
+        attention__zigzag=row["zigzag"],
+        loss__chunks=row["chunks"],
+        loss__z_loss=1e-4,
+        **runs.PARITY_OPTIMIZER | dict(batch__size=BATCH) | options | keys,
+    )
+
+
+def make_recipe(row: dict, precision: str = "fp32", **keys):
+    """The program of a row; see `make_config`."""
+    return runs.make_recipe(make_config(row, precision, **keys))
+
+
+@functools.cache
+def batches() -> list[dict]:
+    return packed.batches(STEPS, rows=BATCH, length=LENGTH, vocab=VOCAB)
+
+
+@functools.cache
+def reference(family: str, num_layers: int):
+    """What one device does: the initial state on the host, and three steps from it."""
+    row = PLAIN | dict(family=family)
+    recipe = make_recipe(row, model=dict(num_layers=num_layers), **REFERENCE)
+    state = recipe.init(0)
+    return jax.device_get(state), runs.train(recipe, batches(), state)
+
+
+def name(row: dict) -> str:
+    """What a row has beside the plain values: "gpt2-ddp-data2-tensor4-remat_full"."""
+    words = [row["family"], row["layout"]]
+    for axis, value in row.items():
+        if axis in ("family", "layout") or value == PLAIN[axis]:
+            continue
+        if axis in MESH_AXES:
+            words.append(f"{axis}{value}")
+        elif axis == "schedule":
+            words.append(value)
+        else:
+            words.append(axis if value is True else f"{axis}_{value}")
+    return "-".join(words)
+
+
+if __name__ == "__main__":
+    print(*map(name, cover().rows), sep="\n")
+    for pair, reason in cover().invalid.items():
+        print(*(f"{axis}={value!r}" for axis, value in pair), "cannot meet:", reason)
