@@ -150,7 +150,7 @@ def num_layers(row: dict) -> int:
 
 
 def make_config(row: dict, precision: str = "fp32", model: dict | None = None, **keys):
-    """The resolved config of a row, with changes of the model and other keys."""
+    """The config of a row, with changes of the model and other keys."""
     model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
     return runs.make_config(
@@ -173,9 +173,9 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     )
 
 
-def make_recipe(row: dict, precision: str = "fp32", model: dict | None = None, **keys):
-    """The program of a row, with changes of the model and other keys of the config."""
-    return runs.make_recipe(make_config(row, precision, model, **keys))
+def make_recipe(row: dict, precision: str = "fp32", **keys):
+    """The program of a row; see `make_config`."""
+    return runs.make_recipe(make_config(row, precision, **keys))
 
 
 @functools.cache
