@@ -38,7 +38,7 @@ AXES = {
     "stage": (1, 2, 4),
     "sequence": (1, 2, 4),
     "tensor": (1, 2, 4),
-    "fsdp": (1, 2, 4),
+    "fsdp": (1, 2),
     "data": (1, 2),
     "expert": (1, 2),
     "accumulation": (1, 2, 4, 8),
@@ -113,6 +113,7 @@ EXTREMES = [
     for changes in (
         dict(data=8, layout="zero1", remat="full", accumulation=2),
         dict(fsdp=8, family="gpt2", remat="full", chunks=3),
+        dict(data=2, fsdp=4, layout="hsdp", gather="step", accumulation=2, chunks=3),
         dict(tensor=8, layout="ddp", replicate_kv=True, accumulation=2),
         dict(sequence=8, family="gemma3", remat="names"),
         dict(stage=8, schedule="1f1b", accumulation=4, family="gpt2"),
