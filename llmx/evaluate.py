@@ -77,6 +77,29 @@ def batch_size(run: config.Config) -> int:
     return run.batch.size // (run.batch.accumulation if run.mesh.stage == 1 else 1)
 
 
+class Evaluation:
+    """The held-out loss of a run that trains, when it is due."""
+
+    def __init__(self, run: config.Config, recipe: Recipe, dataset: data_lib.Dataset, reporter):
+        self._run, self._recipe, self._dataset, self._reporter = run, recipe, dataset, reporter
+        self._eval_step = jax.jit(recipe.gradient.loss)
+
+    def due(self, step: int) -> bool:
+        every = self._run.evaluation.every
+        return every > 0 and step % every == 0 and step < self._run.steps
+
+    def __call__(self, step: int, state: State) -> None:
+        """Reports the loss, unless nothing is held out. Every process must call it."""
+        if not self._dataset.num_held_out_windows:
+            return
+        result = held_out_loss(
+            self._recipe, self._eval_step, averaged(state), self._dataset,
+            batch_size=batch_size(self._run), batches=self._run.evaluation.batches,
+        )  # fmt: skip
+        scalars = {name: result[name] for name in ("loss", "perplexity")}
+        self._reporter.eval(step, scalars, batches_text(result))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints the held-out loss of a trained run."""
     command = argparse.ArgumentParser(

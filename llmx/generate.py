@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,6 +51,29 @@ def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
     reshard.move(arrays, wanted, order=IDENTITY, saved=recipe.order)
     plain = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
     return dataclasses.replace(execution, place=place), jax.device_put(plain, to)
+
+
+def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[str], None]) -> None:
+    """Logs a continuation of the config's prompt, at the end of a training run."""
+    if not config.sample.prompt:
+        return
+    prompt = tokenizer.encode(config.sample.prompt).tolist()
+    room = config.model.max_positions - len(prompt)
+    if room < 1:
+        log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
+        return
+    try:
+        execution, params = without_stages(recipe, params)
+    except ValueError as error:
+        log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
+        return
+    [added] = sampling.generate(
+        recipe.loss.apply, params, execution, [prompt],
+        max_tokens=min(config.sample.max_tokens, room), temperature=config.sample.temperature,
+        top_k=config.sample.top_k, top_p=config.sample.top_p, seed=config.seed,
+        stop_token=tokenizer.end_of_document,
+    )  # fmt: skip
+    log(f"sample:\n{tokenizer.decode([*prompt, *added])}\n")
 
 
 # ------------------------------------------------------------------------------------- command line

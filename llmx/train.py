@@ -1,7 +1,7 @@
 """Trains a model: python -m llmx.train --config configs/<run>.py [--config.section.key=value ...]
 
 `main` is the story, top to bottom: config, mesh and shapes, data, state, compile, loop, and what
-is shown at the end. Run again with the same work directory, it goes on where it stopped.
+is shown at the end. Run again with the same work directory, it continues where it stopped.
 """
 
 import contextlib
@@ -16,12 +16,10 @@ from typing import Any
 import jax
 
 from llmx import config as config_lib
-from llmx import sharding
 from llmx.checkpoint import checkpointer
-from llmx.config import Config, checks, flags
-from llmx.config import describe as describe_lib
+from llmx.config import Config, checks, describe, flags
 from llmx.contract import Batch, State, Strategy
-from llmx.runtime import launch, metrics, plot, signals
+from llmx.runtime import launch, metrics, plot, profiling, signals
 
 # What a mistake in the config does not need is imported where it is used.
 if typing.TYPE_CHECKING:
@@ -38,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     begun, log = time.perf_counter(), launch.log
     try:
-        # 1. The config: all that is wrong with it is told before anything heavy is loaded.
+        # 1. The config: all its problems are reported before anything heavy is imported.
         command = flags.parser("llmx.train", "Train a model; run it again to resume.")
         _, config, problems = flags.parse(command, argv)
         num_devices = None
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from llmx.config import recipe as recipe_lib
 
         recipe = recipe_lib.make_recipe(config)
-        log(describe(config, recipe))
+        log(describe.run_text(config, recipe.mesh))
 
         # 3. Data: text is tokenised once, each process then reads its rows of every global batch.
         dataset = open_data(config, log)
@@ -73,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     programs = compile_programs(config, recipe, state, first, log)
 
     # 6. The loop.
+    from llmx import evaluate, generate
+
     code = 0
     with contextlib.ExitStack() as resources:
         resources.enter_context(checkpoints)
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         resources.enter_context(watchdog)
         loop = Loop(config, recipe, programs, dataset, state, first)
         resources.callback(loop.close)
-        evaluation = Evaluation(config, recipe, dataset, loop.reporter)
-        profile = Profile(config)
+        evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
+        profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
         try:
             while loop.step < config.steps and not stop.agreed(loop.step):
@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first < loop.step == config.steps:
             evaluation(loop.step, loop.state)
         if loop.step == config.steps:
-            show_sample(config, recipe, loop.state, dataset, log)
+            params = evaluate.averaged(loop.state)
+            generate.show_sample(config, recipe, params, dataset.tokenizer, log)
     if jax.process_index() == 0 and loop.step > 0:
         log(f"loss curve: {plot.plot_loss(config.workdir)}")
     log(farewell(config, loop.step, code))
@@ -120,22 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # -------------------------------------------------------------------------------- before the loop
-
-
-def describe(config: Config, recipe) -> str:
-    """What is about to be trained, on what."""
-    from llmx.model import costs
-
-    mesh, device = sharding.mesh_text(recipe.mesh.shape), jax.devices()[0].device_kind
-    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    tokens = config.batch.size * config.batch.sequence_length * config.steps
-    return (
-        f"model: {describe_lib.model_text(config, costs.num_parameters(config.model))}\n"
-        f"mesh:  {mesh} ({device}{processes}), layout {config.sharding.layout}\n"
-        + (f"stages: {stages}\n" if (stages := describe_lib.stages_text(config)) else "")
-        + (f"sync:  {sync}\n" if (sync := describe_lib.sync_text(config)) else "")
-        + f"batch: {describe_lib.batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens"
-    )
 
 
 def open_data(config: Config, log: Log):
@@ -315,56 +300,6 @@ class Loop:
         )
 
 
-class Evaluation:
-    """The loss on the held-out split, when it is due."""
-
-    def __init__(self, config: Config, recipe, dataset, reporter: metrics.Reporter):
-        from llmx import evaluate
-
-        self.config, self.reporter = config, reporter
-        eval_step = jax.jit(recipe.gradient.loss)
-        self._loss_of = lambda state: evaluate.held_out_loss(
-            recipe, eval_step, evaluate.averaged(state), dataset,
-            batch_size=evaluate.batch_size(config), batches=config.evaluation.batches,
-        )  # fmt: skip
-        self._batches_text = evaluate.batches_text
-        self._has_any = dataset.num_held_out_windows > 0
-
-    def due(self, step: int) -> bool:
-        every = self.config.evaluation.every
-        return every > 0 and step % every == 0 and step < self.config.steps
-
-    def __call__(self, step: int, state):
-        if self._has_any:
-            result = self._loss_of(state)
-            scalars = {name: result[name] for name in ("loss", "perplexity")}
-            self.reporter.eval(step, scalars, self._batches_text(result))
-
-
-class Profile:
-    """The window of steps that jax.profiler records."""
-
-    def __init__(self, config: Config):
-        self.first, self.num = config.profile.first_step, config.profile.num_steps
-        self.directory, self.running = f"{config.workdir}/profile", False
-
-    def before(self, step: int):
-        if self.first and step == self.first:
-            options = jax.profiler.ProfileOptions()
-            # The tracer of Python calls hooks into all threads, and crashes on one that is ending.
-            options.python_tracer_level = 0
-            jax.profiler.start_trace(self.directory, profiler_options=options)
-            self.running = True
-
-    def ends(self, step: int) -> bool:
-        return self.running and step >= self.first + self.num - 1
-
-    def close(self):
-        if self.running:
-            jax.profiler.stop_trace()
-            self.running = False
-
-
 def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool = False):
     """Checkpoints the state after the steps taken so far."""
     meta = {
@@ -376,38 +311,9 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
     checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
 
 
-# --------------------------------------------------------------------------------- after the loop
-
-
-def show_sample(config: Config, recipe, state, dataset, log: Log):
-    """Prints a continuation of the configured prompt."""
-    if not config.sample.prompt:
-        return
-    from llmx import evaluate, generate
-    from llmx.model import sampling
-
-    prompt = dataset.tokenizer.encode(config.sample.prompt).tolist()
-    room = config.model.max_positions - len(prompt)
-    if room < 1:
-        log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
-        return
-    try:
-        execution, params = generate.without_stages(recipe, evaluate.averaged(state))
-    except ValueError as error:
-        log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
-        return
-    [added] = sampling.generate(
-        recipe.loss.apply, params, execution, [prompt],
-        max_tokens=min(config.sample.max_tokens, room), temperature=config.sample.temperature,
-        top_k=config.sample.top_k, top_p=config.sample.top_p, seed=config.seed,
-        stop_token=dataset.tokenizer.end_of_document,
-    )  # fmt: skip
-    log(f"sample:\n{dataset.tokenizer.decode([*prompt, *added])}\n")
-
-
 def farewell(config: Config, step: int, code: int) -> str:
     if code == 0 and step < config.steps:
-        return f"stopped at step {step} of {config.steps}: run the same command again to go on"
+        return f"stopped at step {step} of {config.steps}: run the same command again to continue"
     return f"step {step} of {config.steps}: everything is in {config.workdir}"
 
 

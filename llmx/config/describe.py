@@ -1,8 +1,28 @@
 """A run in lines of text."""
 
+import jax
+
+from llmx import sharding
 from llmx.config import Config
+from llmx.model import costs
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
+
+
+def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
+    """What is about to be trained, on what."""
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    device = mesh.devices.flat[0].device_kind
+    tokens = config.batch.size * config.batch.sequence_length * config.steps
+    stages, sync = stages_text(config), sync_text(config)
+    return "\n".join([
+        f"model: {model_text(config, costs.num_parameters(config.model))}",
+        f"mesh:  {sharding.mesh_text(mesh.shape)} ({device}{processes}), "
+        f"layout {config.sharding.layout}",
+        *([f"stages: {stages}"] if stages else []),
+        *([f"sync:  {sync}"] if sync else []),
+        f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
+    ])  # fmt: skip
 
 
 def model_text(config: Config, num_parameters: int) -> str:

@@ -10,10 +10,9 @@ AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning r
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -21,6 +20,7 @@ from llmx import sharding
 from llmx.contract import Optimizer
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
+from llmx.step import trust_ratio
 
 
 @dataclasses.dataclass
@@ -99,75 +99,6 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
-# -------------------------------------------------------------------------------- layer norms
-
-# 1-bit LAMB: arXiv 2104.06069, algorithm 1, and the constants of its section 5.
-_AVERAGE, _LOWEST, _HIGHEST = 0.9, 0.01, 10.0
-_LEAST_FACTOR, _MOST_FACTOR, _FACTOR_STEP = 0.5, 4.0, 0.1
-
-
-class TrustState(NamedTuple):
-    """One number per layer of a parameter: [L], or [] where layers are not stacked."""
-
-    average: Any  # of the trust ratios so far
-    factor: Any  # that the average was last multiplied with, once the variance is frozen
-
-
-def scale_by_trust_ratio(axes: Any) -> optax.GradientTransformationExtraArgs:
-    """LAMB's layerwise learning rate: |parameters| / |update| of each layer (arXiv 1904.00962).
-
-    Layers that are stacked along an axis "layers" have a ratio each. With `freshness` in `update`,
-    a tree of (frozen / fresh standard deviation) per layer, the ratio is the average of those
-    before the freeze times that factor, bounded and changing by at most a tenth a step (arXiv
-    2104.06069).
-    """
-
-    def rows(array, names):
-        return tuple(range(1 if names[:1] == ("layers",) else 0, array.ndim))
-
-    def over_layers(function, *trees):
-        return jax.tree.map(function, axes, *trees, is_leaf=_is_names)
-
-    def norm(array, names):
-        squares = jnp.square(array.astype(jnp.float32))
-        return jnp.sqrt(jnp.sum(squares, axis=rows(array, names), keepdims=True))
-
-    def flat(ratio, names):
-        return ratio.reshape(ratio.shape[:1] if names[:1] == ("layers",) else ())
-
-    def like(ratio, array):
-        return ratio.reshape(*ratio.shape, *(1,) * (array.ndim - ratio.ndim))
-
-    def init(params):
-        ones = lambda names, p: jnp.ones(p.shape[:1] if names[:1] == ("layers",) else ())  # noqa: E731
-        return TrustState(over_layers(ones, params), over_layers(ones, params))
-
-    def update(updates, state, params, *, freshness=None, **extra):
-        del extra
-
-        def ratio(names, update, param):
-            of_param, of_update = norm(param, names), norm(update, names)
-            found = jnp.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0)
-            return flat(jnp.clip(found, _LOWEST, _HIGHEST), names)
-
-        if freshness is None:
-            ratios = over_layers(ratio, updates, params)
-            mix = lambda a, r: _AVERAGE * a + (1 - _AVERAGE) * r  # noqa: E731
-            state = state._replace(average=jax.tree.map(mix, state.average, ratios))
-        else:
-
-            def moved(fresh, factor):
-                wanted = jnp.clip(fresh, _LEAST_FACTOR, _MOST_FACTOR)
-                return jnp.clip(wanted, factor * (1 - _FACTOR_STEP), factor * (1 + _FACTOR_STEP))
-
-            state = state._replace(factor=jax.tree.map(moved, freshness, state.factor))
-            ratios = jax.tree.map(jnp.multiply, state.average, state.factor)
-        scaled = jax.tree.map(lambda u, r: u * like(r, u), updates, ratios)
-        return scaled, state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 # --------------------------------------------------------------------------------------- optimizers
 
 
@@ -214,7 +145,7 @@ def _adamw_tail(config, schedule, axes):
 def _lamb_tail(config, schedule, axes):
     return (
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
-        scale_by_trust_ratio(axes),
+        trust_ratio.scale_by_trust_ratio(axes),
         optax.scale_by_learning_rate(schedule),
     )
 
