@@ -52,7 +52,7 @@ def parts_of(run: config.Config, chosen: SyncConfig, reduce_bytes: int) -> list[
     replicas = network.replicas_of(chosen, run.model, SIZES)
     schedule = optimizers.make_schedule(run.optimizer, total_steps=run.steps)
     rates = jax.vmap(schedule)(jnp.arange(run.steps))
-    timetable = STRATEGIES[chosen.strategy].timetable(chosen, run.steps, rates)
+    timetable = STRATEGIES[chosen.strategy].timetable(chosen, rates)
     parts = network.of_run(replicas, timetable, reduce_bytes=reduce_bytes)
     # One step of warm-up stands for none: these strategies need some.
     return [part for part in parts if chosen.warmup_steps != 1 or part.phase != MEAN]

@@ -99,12 +99,15 @@ def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) ->
 def _entered(recipe: Recipe, state: State, saved: Document) -> State:
     """The state on entry of a phase that the checkpoint's last step was not in, but would have been
     with the present strategy and warm-up: that change of phase is seen by no step to come."""
-    section, last = saved.meta.get("config", {}).get("sync", {}), saved.step - 1
-    then = SyncConfig(**section)
-    table = STRATEGIES[then.strategy].timetable(then, saved.step, [1.0] * saved.step)
+    last = saved.step - 1
+    if last < 0:
+        return state
+    section = saved.meta.get("config", {}).get("sync", {})
+    then = SyncConfig(**{name: section[name] for name in section if name in vars(SyncConfig())})
+    table = STRATEGIES[then.strategy].timetable(then, [1.0] * saved.step)
     freeze_step = int(recipe.strategy.scalars(state.sync).get("freeze_step", -1))
     phase = recipe.strategy.timetable.phase_of(last, freeze_step)
-    if last < 0 or phase == MEAN or table.phase_of(last, freeze_step) != MEAN:
+    if phase == MEAN or table.phase_of(last, freeze_step) != MEAN:
         return state
     with jax.set_mesh(recipe.mesh):
         return recipe.strategy.enter(state, MEAN, phase)

@@ -126,7 +126,7 @@ def _make_strategy(
             with_head=inputs_with,
             decays=trees.named(optimizers.decay_mask(loss.axes)),
             forget_norms=lambda state: state._replace(guard=guard.forgotten(state.guard)),
-            timetable=technique.timetable(config.sync, config.steps, rates),
+            timetable=technique.timetable(config.sync, rates),
         )
 
     return technique.make(inputs_with(None))

@@ -102,18 +102,15 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 # --------------------------------------------------------------------------------------- optimizers
 
 
-def _is_names(leaf: Any) -> bool:
-    return isinstance(leaf, tuple)
+_IS_NAMES = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
 
 
 def decay_mask(axes: Any) -> Any:
     """True for the parameters that decay: those with a contracted dimension, by axis names."""
     whole = {"layers", "norm", "positions", "head_dim"}
 
-    def decays(names):
-        return len(set(names) - whole) >= 2
-
-    return jax.tree.map(decays, axes, is_leaf=_is_names)
+    decays = lambda names: len(set(names) - whole) >= 2  # noqa: E731
+    return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
 
 
 def _muon_dimensions(axes: Any) -> Any:
@@ -128,7 +125,7 @@ def _muon_dimensions(axes: Any) -> Any:
             return contrib.MuonDimensionNumbers(reduction_axis=others, output_axis=(width,))
         return contrib.MuonDimensionNumbers(reduction_axis=(width,), output_axis=others)
 
-    return jax.tree_util.tree_map_with_path(dimensions, axes, is_leaf=_is_names)
+    return jax.tree_util.tree_map_with_path(dimensions, axes, is_leaf=_IS_NAMES)
 
 
 def _adam(config):

@@ -6,10 +6,10 @@ and keeps what it leaves out as error-feedback residuals. Works with every optim
 
 from typing import NamedTuple
 
-from llmx.contract import Gradients, Phase, Strategy
+from llmx.contract import Gradients, Strategy
 from llmx.sync import phases, reshard
 from llmx.sync.compressors import Residuals
-from llmx.sync.replicas import COMPRESSED, MEAN, StrategyInputs
+from llmx.sync.replicas import StrategyInputs
 
 
 class Compressed(NamedTuple):
@@ -29,16 +29,4 @@ def make(inputs: StrategyInputs) -> Strategy:
     def resharded(saved: Compressed, layers: reshard.Layers) -> Compressed:
         return Compressed(reshard.residuals(saved.residuals, abstract.residuals, layers))
 
-    return Strategy(
-        abstract=(inputs.opt_state, abstract),
-        init=lambda params: (inputs.optimizer.whole.init(params), reshard.zeros(abstract)),
-        phases={
-            MEAN: phases.mean(inputs),
-            COMPRESSED: Phase(
-                phases.shared_params, inputs.replica_gradient, reduce, phases.updated(inputs)
-            ),
-        },
-        reshard=resharded,
-        messages=replicas.messages(),
-        **phases.scheduled(inputs),
-    )
+    return phases.in_steps(inputs, abstract, phases.exchanged(inputs, reduce), resharded)

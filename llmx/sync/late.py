@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from llmx.contract import Gradients, Phase, Strategy
+from llmx.contract import Gradients, Strategy
 from llmx.sync import phases, reshard
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import AXIS, COMPRESSED, MEAN, StrategyInputs
+from llmx.sync.replicas import AXIS, StrategyInputs
 
 # Simulated replicas: log-normal factors of their time for a step, constant ones and of each step.
 _SPREAD_OF_REPLICAS, _SPREAD_OF_STEPS = 0.1, 0.3
@@ -75,18 +75,7 @@ def make(inputs: StrategyInputs) -> Strategy:
         late = {name: waiting(name, like) for name, like in abstract.late.items()}
         return Late(saved.num_steps, jnp.zeros(abstract.lateness.shape), late)
 
-    return Strategy(
-        abstract=(inputs.opt_state, abstract),
-        init=lambda params: (inputs.optimizer.whole.init(params), reshard.zeros(abstract)),
-        phases={
-            MEAN: phases.mean(inputs),
-            COMPRESSED: Phase(
-                phases.shared_params, inputs.replica_gradient, reduce, phases.updated(inputs)
-            ),
-        },
-        reshard=resharded,
-        **phases.scheduled(inputs),
-    )
+    return phases.in_steps(inputs, abstract, phases.exchanged(inputs, reduce), resharded)
 
 
 def delays(config: SyncConfig, lateness: jax.Array, num_steps: jax.Array):

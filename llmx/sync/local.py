@@ -66,9 +66,9 @@ def make(inputs: StrategyInputs) -> Strategy:
     )
 
 
-def timetable(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
+def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
     """Outer steps every `every` steps, of one fragment after the other, and of all at the end."""
-    phase_of = phases.local(config, total_steps, rates).phase_of
+    total_steps, phase_of = phases.local(config, rates)[:2]
     num = config.fragments if config.strategy == "diloco" else 1
 
     def fragments_after(step: int) -> tuple[int, ...]:

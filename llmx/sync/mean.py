@@ -2,14 +2,8 @@
 
 from llmx.contract import Strategy
 from llmx.sync import phases
-from llmx.sync.replicas import MEAN, StrategyInputs
+from llmx.sync.replicas import StrategyInputs
 
 
 def make(inputs: StrategyInputs) -> Strategy:
-    return Strategy(
-        abstract=(inputs.opt_state, ()),
-        init=lambda params: (inputs.optimizer.whole.init(params), ()),
-        phases={MEAN: phases.mean(inputs)},
-        reshard=lambda saved, layers: saved,
-        **phases.scheduled(inputs),
-    )
+    return phases.in_steps(inputs, (), {}, lambda saved, layers: saved)

@@ -137,7 +137,6 @@ def frozen_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformatio
     """
 
     def update(terms, state, params=None, *, exchange, frozen_at, num_replicas, **extra):
-        del params, extra
         count = optax.safe_increment(state.count)
         size = lambda nu: denominator(nu, frozen_at, b2=b2, eps=eps)  # noqa: E731
         live = jax.tree.map(lambda nu: nu > 0, state.nu)

@@ -11,35 +11,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from llmx.contract import Gradients, Phase, State, Timetable
+from llmx.contract import Gradients, Phase, State, Strategy, Timetable
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, StrategyInputs
 
 
-def after_warmup(phase: str) -> Callable[..., Timetable]:
-    """The timetable of a strategy with one phase of its own."""
+def after_warmup(phase: str) -> Callable[[SyncConfig, Sequence[float]], Timetable]:
+    """The timetable of a strategy with one phase of its own, by the learning rates of all steps."""
 
-    def timetable(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
-        del rates
-
+    def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
         def phase_of(step: int, freeze_step: int = -1) -> str:
             if config.warmup_steps < 0:
                 return phase if 0 <= freeze_step <= step - 2 else MEAN
             return MEAN if step < config.warmup_steps else phase
 
-        return Timetable(total_steps, phase_of)
+        return Timetable(len(rates), phase_of)
 
     return timetable
 
 
-def always_mean(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
-    """The timetable of replicas that average gradients in every step."""
-    del config, rates
-    return Timetable(total_steps, lambda step, freeze_step=-1: MEAN)
-
-
-compressed = after_warmup(COMPRESSED)
-local = after_warmup(LOCAL)
+always_mean, compressed, local = map(after_warmup, (MEAN, COMPRESSED, LOCAL))
 
 
 # -------------------------------------------------------------------------------------- conflicts
@@ -115,11 +106,28 @@ def mean(inputs: StrategyInputs) -> Phase:
     return Phase(shared_params, inputs.gradient, reduced, updated(inputs))
 
 
-def scheduled(inputs: StrategyInputs) -> dict[str, Any]:
-    """The fields of a Strategy that synchronizes in its steps and keeps no scalars to report."""
-    return {
-        "timetable": inputs.timetable,
-        "enter": lambda state, previous, phase: state,
-        "outer": {},
-        "scalars": lambda sync: {},
-    }
+def in_steps(
+    inputs: StrategyInputs, abstract: Any, phases: dict[str, Phase], reshard: Callable
+) -> Strategy:
+    """A strategy that synchronizes gradients within its steps, and whose state begins at zero.
+
+    `abstract`: shapes with shardings of its state. `phases`: in addition to the mean of gradients.
+    """
+    zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)  # noqa: E731
+    return Strategy(
+        abstract=(inputs.opt_state, abstract),
+        init=lambda params: (inputs.optimizer.whole.init(params), zeros()),
+        phases={MEAN: mean(inputs)} | phases,
+        timetable=inputs.timetable,
+        enter=lambda state, previous, phase: state,
+        outer={},
+        scalars=lambda sync: {},
+        reshard=reshard,
+        messages=inputs.replicas.messages() if inputs.replicas else (0, ()),
+    )
+
+
+def exchanged(inputs: StrategyInputs, reduce: Callable) -> dict[str, Phase]:
+    """Replicas take gradients of their own rows, which `reduce` sums."""
+    update = updated(inputs)
+    return {COMPRESSED: Phase(shared_params, inputs.replica_gradient, reduce, update)}

@@ -18,7 +18,7 @@ class Technique(NamedTuple):
 
     make: Callable  # StrategyInputs -> contract.Strategy
     compressor: Compressor = COMPRESSORS["mean"]  # of what is not summed in full
-    timetable: Callable = phases.compressed  # (SyncConfig, total steps, rates) -> Timetable
+    timetable: Callable = phases.compressed  # (SyncConfig, rates of all steps) -> Timetable
     conflicts: Callable = phases.conflicts  # Config -> what it cannot go with, as texts
 
 

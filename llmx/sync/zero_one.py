@@ -87,9 +87,10 @@ def make(inputs: StrategyInputs) -> Strategy:
     )
 
 
-def timetable(config: SyncConfig, total_steps: int, rates: Sequence[float]) -> Timetable:
+def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
     """Exchanges in every step until the learning rate `rates` is at its peak, then ever fewer."""
     exchanges, moments = intervals(config, np.asarray(rates, np.float64))
+    total_steps = len(rates)
 
     def phase_of(step: int, freeze_step: int = -1) -> str:
         if step < config.warmup_steps:
@@ -159,7 +160,6 @@ def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
         return ZeroOneState(zero, zero, zeros(), zeros())
 
     def update(grads, state, params=None, *, shared, **extra):
-        del params, extra
         count, moments, nu = optax.safe_increment(state.count), state.moments, state.nu
         if shared is not None:
             moments = optax.safe_increment(moments)

@@ -134,7 +134,7 @@ def timetable(chosen: SyncConfig, total_steps: int) -> Timetable:
         optimizers.OptimizerConfig(warmup_steps=total_steps // 10), total_steps=total_steps
     )
     rates = jax.vmap(schedule)(jnp.arange(total_steps))
-    return STRATEGIES[chosen.strategy].timetable(chosen, total_steps, rates)
+    return STRATEGIES[chosen.strategy].timetable(chosen, rates)
 
 
 def test_a_run_begins_with_the_mean():

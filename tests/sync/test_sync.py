@@ -24,7 +24,7 @@ ROUNDING = 1e-6  # of the largest number: fp32 sums in another order
 
 def table(strategy: str, total: int = 20, rates=None, **values) -> Timetable:
     rates = np.ones(total) if rates is None else rates
-    return strategy_lib.STRATEGIES[strategy].timetable(SyncConfig(strategy, **values), total, rates)
+    return strategy_lib.STRATEGIES[strategy].timetable(SyncConfig(strategy, **values), rates)
 
 
 def walk(found: Timetable, freeze_step: int = -1) -> list[str]:
@@ -253,7 +253,7 @@ def strategy_of(
         optimizer_config=optimizers.OptimizerConfig(),
         opt_state={"mu": placed},
         update=None, with_head=lambda head: inputs, decays={}, forget_norms=lambda state: state,
-        timetable=technique.timetable(chosen, 20, np.ones(20)),
+        timetable=technique.timetable(chosen, np.ones(20)),
     )  # fmt: skip
     made = technique.make(inputs)
     random = np.random.default_rng(n)
