@@ -22,13 +22,12 @@ Forward FLOPs per token, a multiply-add counted as 2:
 
 S is the mean number of keys that a query sees: (T + 1) / 2 in a causal layer, fewer behind a window
 W. The backward pass costs twice the forward: one product for the gradient of each of two factors.
-Norms, activations, softmax and the optimizer are left out, as is what remat computes again: these
-are FLOPs of the model, not of a program, as in PaLM (arXiv 2204.02311, appendix B)
-and the scaling book (jax-ml.github.io/scaling-book/transformers). PaLM has S = T (`causal=False`).
+Norms, activations, softmax, the optimizer and what remat computes again are left out: these are
+FLOPs of the model, not of a program, as in PaLM (arXiv 2204.02311, appendix B; its S is T:
+`causal=False`) and the scaling book (jax-ml.github.io/scaling-book/transformers).
 
 Functions that end in `by_layer` give a number for each of L + 2 layers, in the order of depth: the
-embedding, the L blocks, and the final norm with the head. `llmx.model.remat` has the names of what
-remat saves.
+embedding, the L blocks, and the final norm with the head.
 """
 
 from llmx.model.families import LOCAL, ModelConfig
@@ -41,15 +40,11 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
 
     "padding" is what `vocab_multiple` adds to the embedding table and to the head.
     """
-    D, F, L, H = model.width, model.mlp_dim, model.num_layers, model.head_dim
-    N, K, V = model.num_heads, model.num_kv_heads, model.vocab_size
-    num_matrices = 3 if model.gated_mlp else 2
-
-    attention = D * H * (N + 2 * K) + N * H * D
-    mlp = num_matrices * D * F
+    D, L, H, V = model.width, model.num_layers, model.head_dim, model.vocab_size
+    attention, mlp = _weights_of_block(model)
     if model.bias:
-        attention += H * (N + 2 * K) + D
-        mlp += (num_matrices - 1) * F + D
+        attention += H * (model.num_heads + 2 * model.num_kv_heads) + D
+        mlp += (2 if model.gated_mlp else 1) * model.mlp_dim + D
     norm = 2 * D if model.norm == "layer" else D
     block_norms = (4 if model.post_norms else 2) * norm + (2 * H if model.qk_norm else 0)
     num_tables = 1 if model.tied_head else 2
@@ -62,6 +57,13 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
         "head": 0 if model.tied_head else V * D,
         "padding": num_tables * (model.padded_vocab - V) * D,
     }
+
+
+def _weights_of_block(model: ModelConfig) -> tuple[int, int]:
+    """Of the projections of attention, and of the MLP, in one block."""
+    D, H, N, K = model.width, model.head_dim, model.num_heads, model.num_kv_heads
+    matrices = 3 if model.gated_mlp else 2
+    return D * H * (N + 2 * K) + N * H * D, matrices * D * model.mlp_dim
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -83,8 +85,8 @@ def num_non_embedding_parameters(model: ModelConfig) -> int:
 def keys_per_query(model: ModelConfig, *, sequence_length: int, causal: bool = True) -> list[float]:
     """S of each of the L layers: keys that a query sees, averaged over the sequence's positions.
 
-    causal=False counts every key, also those that the masks hide: what attention without a kernel
-    that skips them computes. Boundaries of packed documents are not taken off in either case.
+    causal=False counts hidden keys too, which attention computes if its kernel does not skip them.
+    Boundaries of packed documents are not taken off in either case.
     """
     T, W = sequence_length, min(model.window, sequence_length)
     seen = {kind: (T + 1) / 2 if causal else float(T) for kind in model.layer_kinds}
@@ -98,14 +100,12 @@ def forward_flops_by_part(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> dict[str, float]:
     """Forward FLOPs per token of the attention projections, the scores, the MLP and the head."""
-    D, F, L, H = model.width, model.mlp_dim, model.num_layers, model.head_dim
-    N, K, V = model.num_heads, model.num_kv_heads, model.vocab_size
-    scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
+    projections, mlp = _weights_of_block(model)
     return {
-        "projections": 2.0 * L * (D * H * (N + 2 * K) + N * H * D),
-        "scores": sum(scores),
-        "mlp": 2.0 * L * (3 if model.gated_mlp else 2) * D * F,
-        "head": 2.0 * D * V,
+        "projections": 2.0 * model.num_layers * projections,
+        "scores": sum(_scores_by_block(model, sequence_length, causal)),
+        "mlp": 2.0 * model.num_layers * mlp,
+        "head": 2.0 * model.width * model.vocab_size,
     }
 
 
@@ -113,21 +113,16 @@ def forward_flops_per_token(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> float:
     """FLOPs of the forward pass per token of a sequence."""
-    return sum(
-        forward_flops_by_part(model, sequence_length=sequence_length, causal=causal).values()
-    )
+    parts = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)
+    return sum(parts.values())
 
 
 def training_flops_per_token(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> float:
     """FLOPs of forward and backward pass per token: what MFU is measured by."""
-    return TRAINING_PASSES * forward_flops_per_token(
-        model, sequence_length=sequence_length, causal=causal
-    )
-
-
-# ---------------------------------------------------------------------------------------- by layer
+    forward = forward_flops_per_token(model, sequence_length=sequence_length, causal=causal)
+    return TRAINING_PASSES * forward
 
 
 def parameters_by_layer(model: ModelConfig) -> list[int]:
@@ -152,7 +147,7 @@ def forward_flops_by_layer(
     """FLOPs of the forward pass per token of each layer. The embedding, a lookup, has none."""
     parts = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)
     products = (parts["projections"] + parts["mlp"]) / model.num_layers
-    scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
+    scores = _scores_by_block(model, sequence_length, causal)
     return [0.0, *[products + flops for flops in scores], parts["head"]]
 
 
@@ -164,29 +159,23 @@ def recomputed_flops_by_layer(
     Only what gradients need: a block's last product is repeated where a norm follows it. What an
     attention kernel computes again in its own backward pass is left out where its result is saved.
 
-    Args:
-      model: with its vocabulary.
-      sequence_length: tokens of a sequence.
-      remat: a name in `remat.POLICIES`.
-      loss_chunks: chunks of the vocabulary in the loss; logits of more than one are not saved.
-      causal: see `keys_per_query`.
+    `remat` is a name in `remat.POLICIES`. With more than one of `loss_chunks`, chunks of the
+    vocabulary in the loss, logits are not saved.
     """
-    D, F, H = model.width, model.mlp_dim, model.head_dim
-    N, K = model.num_heads, model.num_kv_heads
-    projections = 2.0 * (D * H * (N + 2 * K) + N * H * D)
+    D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
     # Into the MLP, and out of it where the result is an input of a norm.
-    mlp = 2.0 * ((2 if model.gated_mlp else 1) + (1 if model.post_norms else 0)) * D * F
+    mlp = 2.0 * ((2 if model.gated_mlp else 1) + model.post_norms) * D * model.mlp_dim
     # Queries and keys are saved as attention takes them: normalised, where the family does that.
     before_norms = 2.0 * D * H * (N + K) if model.qk_norm else 0.0
     products, with_scores = {
         "none": (0.0, False),
         "dots": (0.0, True),
         "names": (before_norms + 2.0 * N * H * D + mlp, False),
-        "full": (projections + mlp, True),
+        "full": (2.0 * _weights_of_block(model)[0] + mlp, True),
     }[remat]
-    scores = _scores_by_block(model, sequence_length=sequence_length, causal=causal)
+    scores = _scores_by_block(model, sequence_length, causal)
     head = 2.0 * D * model.vocab_size if loss_chunks > 1 else 0.0
-    return [0.0, *[products + (flops if with_scores else 0.0) for flops in scores], head]
+    return [0.0, *[products + with_scores * flops for flops in scores], head]
 
 
 def saved_bytes_by_layer(
@@ -195,14 +184,9 @@ def saved_bytes_by_layer(
     """Bytes per token of the activations that each layer saves for its backward pass.
 
     As jax traces it, with an attention kernel that saves no scores; a compiler may save less. The
-    statistics of norms, a number for each D or H, are left out. With remat "full" a block saves its
-    input only.
-
-    Args:
-      model: with its vocabulary.
-      remat: a name in `remat.POLICIES`.
-      loss_chunks: chunks of the vocabulary in the loss; logits of more than one are not saved.
-      compute_bytes: of a number in the compute dtype; norms, logits and log-sum-exps are in fp32.
+    statistics of norms, a number for each D or H, are left out. `remat` and `loss_chunks`: see
+    `recomputed_flops_by_layer`. `compute_bytes`: of a number in the compute dtype. Norms, logits
+    and log-sum-exps are in fp32.
     """
     D, F, H = model.width, model.mlp_dim, model.head_dim
     N, K = model.num_heads, model.num_kv_heads
@@ -225,6 +209,6 @@ def saved_bytes_by_layer(
     return [4, *[block] * model.num_layers, compute_bytes * D + 4 * (3 * D + logits + 2)]
 
 
-def _scores_by_block(model: ModelConfig, *, sequence_length: int, causal: bool) -> list[float]:
+def _scores_by_block(model: ModelConfig, sequence_length: int, causal: bool) -> list[float]:
     keys = keys_per_query(model, sequence_length=sequence_length, causal=causal)
     return [4.0 * model.num_heads * model.head_dim * num for num in keys]

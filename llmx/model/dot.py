@@ -1,15 +1,13 @@
 """The matrix product of the model: cast, gather, contract; gradients are placed as parameters are.
 
 Under ZeRO-3 a weight is split over replicas, gathered for the product, and its gradient
-reduce-scattered. Written as a custom gradient the communication is exact: the gathered weight never
-lives from the forward to the backward pass, which gathers it once more, for what it computes again
-and for the gradient together; and the weight gradient is made with the sharding of the weight
-itself, summed in the reduce dtype. It can also be deferred (the operation W of zero-bubble
-pipelines): the backward pass then returns its two operands.
+reduce-scattered. A custom gradient makes the communication exact: the gathered weight does not live
+from the forward to the backward pass, which gathers it once more; the weight gradient has the
+sharding of the weight and is summed in the reduce dtype. It can also be deferred (the operation W
+of zero-bubble pipelines): the backward pass then returns its two operands.
 
-Mesh axes: gathers and reduce-scatters over those of `TOKEN_AXES` that split the weight; sums over
-the mesh axes that split the contracted dimensions (`tensor` in the output projections); sums weight
-gradients over the axes that split the batch.
+Gathers and reduce-scatters over those of `TOKEN_AXES` that split the weight; sums over the axes
+that split contracted dimensions; sums weight gradients over the axes that split the batch.
 """
 
 import dataclasses
@@ -59,10 +57,7 @@ class _Product:
 
 
 class WeightGradOperands(NamedTuple):
-    """The buffer of a deferred weight gradient (W), and what the backward pass leaves in it.
-
-    `WeightGradRecord.gradient` multiplies the two.
-    """
+    """What the backward pass leaves in the buffer of a deferred weight gradient (W)."""
 
     x: jax.Array  # what the weight was multiplied with
     gradient: jax.Array  # of the product
@@ -99,14 +94,9 @@ def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> A
 
 
 def dot(
-    expression: str,
-    x: jax.Array,
-    weight: jax.Array | DeferredWeight,
-    *,
-    out: PartitionSpec,
-    policy: precision.Policy,
-    recomputed: bool = False,
-) -> jax.Array:
+    expression: str, x: jax.Array, weight: jax.Array | DeferredWeight, *,
+    out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
+) -> jax.Array:  # fmt: skip
     """`einsum(expression, x, weight)` in the compute dtype, placed as `out`.
 
     Args:
@@ -114,16 +104,11 @@ def dot(
         one operand.
       x: activations, in the compute dtype.
       weight: a master parameter in any layout, or an element of `with_grad_buffers`.
-      out: PartitionSpec of the result.
-      policy: the dtypes.
+      out, policy: PartitionSpec of the result, and the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
         gathered weight for it. Otherwise the gradient gathers for itself.
-
-    Returns the product in the compute dtype.
     """
-    buffer = None
-    if isinstance(weight, DeferredWeight):
-        weight, buffer = weight
+    weight, buffer = weight if isinstance(weight, DeferredWeight) else (weight, None)
     product = _Product(
         expression=expression, x=jax.typeof(x).sharding.spec,
         weight=jax.typeof(weight).sharding.spec, out=out, param=weight.dtype, reduce=policy.reduce,
@@ -145,8 +130,8 @@ def gathered(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`weight.astype(dtype)`, in two steps of which the first does the rounding.
 
-    XLA moves a plain cast of one layer's weights out of the loop over layers, and then keeps a
-    second copy of all weights. It does not move a rounding.
+    XLA moves a plain cast, but no rounding, out of the loop over layers: it would keep a second
+    copy of all weights.
     """
     if weight.dtype == dtype:
         return weight
@@ -160,10 +145,8 @@ def _dot(product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradO
 
 
 def _dot_forward(product, x, weight, buffer):
-    whole = gathered(weight, x.dtype)
-    out = _contracted(
-        product.expression, x, whole, product.x, product.gathered, product.out, x.dtype
-    )
+    whole, of_whole = gathered(weight, x.dtype), product.gathered
+    out = _contracted(product.expression, x, whole, product.x, of_whole, product.out, x.dtype)
     # A policy that kept the product itself would keep it before its sum over devices.
     out = checkpoint_name(out, remat.PRODUCT)
     return out, (x, whole if product.recomputed else weight)
@@ -223,10 +206,10 @@ def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, d
 
 @jax.custom_vjp
 def scaled(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """y * scale, along the last dimensions of y; the gradient of scale is summed as its type says.
+    """y * scale, along the last dimensions of y; both in one dtype.
 
-    Both in one dtype. Communicates, in the backward pass, over the axes that split the leading
-    dimensions of y, unless `scale` is `reduced` over them.
+    Communicates, in the backward pass, over the axes that split the leading dimensions of y, unless
+    `scale` is `reduced` over them.
     """
     return y * _plain(scale)
 

@@ -1,11 +1,10 @@
 """The embedding table, split over vocabulary and width, looked up without ever being gathered.
 
-The vocabulary is split over `tensor`, and over `stage` in a pipeline. Under ZeRO-3 the width is
-split over replicas (`fsdp`, `data`) that hold different rows of the batch. Instead of gathering the
-table (V x D), the replicas share their token ids, each looks up its columns for all of them, and
-one all-to-all returns to each replica all columns of its rows: B T D numbers move in place of V D.
-The backward pass goes the same way in reverse, so the table's gradient is split from the start.
-Vocabulary-parallel lookup: Megatron (arXiv 1909.08053).
+The vocabulary is split over `tensor` and `stage`. Under ZeRO-3 the width is split over replicas
+with different rows of the batch. Instead of gathering the table (V x D), these share their token
+ids, each looks up its columns for all of them, and one all-to-all returns to each replica all
+columns of its rows: B T D numbers move in place of V D. The backward pass is the reverse, so the
+table's gradient is split from the start. Vocabulary-parallel lookup: Megatron (arXiv 1909.08053).
 
 Letters: B batch, T positions, V vocabulary, D width. All regions are fully manual.
 """
@@ -44,10 +43,7 @@ class SplitTable:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Mesh axes to sum the table's gradient over: the table is whole and tokens differ.
-
-        Without the axes over which its type is `reduced`: the sum over these is done later.
-        """
+        """Mesh axes to sum the table's gradient over: where it is `reduced`, that is done later."""
         varied = sharding.used_axes(self.tokens)
         return tuple(a for a in varied if a not in self.width and a not in self.table.reduced)
 
@@ -62,12 +58,9 @@ class SplitTable:
 
 
 def embed(
-    tokens_BT: Int[Array, "B T"],
-    table_VD: Float[Array, "V D"],
-    *,
-    place: sharding.Placement,
-    policy: precision.Policy,
-) -> Float[Array, "B T D"]:
+    tokens_BT: Int[Array, "B T"], table_VD: Float[Array, "V D"], *,
+    place: sharding.Placement, policy: precision.Policy,
+) -> Float[Array, "B T D"]:  # fmt: skip
     """Rows of the table, in the compute dtype, with positions split as between blocks.
 
     Communicates token ids and results over the mesh axes that split D; a reduce-scatter (or a sum)
@@ -75,8 +68,7 @@ def embed(
     """
     table = jax.typeof(table_VD).sharding.spec
     out = place.activation(("batch", "block_sequence", "embed"))
-    # Positions that a reduce-scatter over the vocabulary's axes will not split are split from the
-    # start.
+    # What a reduce-scatter over the vocabulary's axes will not split is split from the start.
     tokens = sharding.without(PartitionSpec(out[0], out[1]), mesh_axes(table.partitions[0]))
     split = SplitTable(place.mesh, table, tokens, policy)
     return _embed(split, out, sharding.constrain(tokens_BT, place.mesh, tokens), table_VD)
@@ -111,9 +103,6 @@ def _scattered(split: SplitTable, out: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for axis in mesh_axes(out[1]) if axis in split.vocab)
 
 
-# ----------------------------------------------------- on one device's shard, inside manual regions
-
-
 def _local_rows(split: SplitTable, tokens_BT, num_local_rows):
     """Token ids of all replicas that share the columns, as local rows; and which are local."""
     if split.width:
@@ -139,9 +128,8 @@ def _accumulate(split: SplitTable, scattered, tokens_BT, table_VD, gradient_BTD)
     if scattered:
         gradient_BTD = jax.lax.all_gather(gradient_BTD, scattered, axis=1, tiled=True)
     if split.width:
-        gradient_BTD = jax.lax.all_to_all(
-            gradient_BTD, split.width, split_axis=2, concat_axis=0, tiled=True
-        )
+        exchange = functools.partial(jax.lax.all_to_all, split_axis=2, concat_axis=0, tiled=True)
+        gradient_BTD = exchange(gradient_BTD, split.width)
     gradient_BTD = jnp.where(mine_BT[..., None], gradient_BTD, 0).astype(jnp.float32)
     gradient_VD = jnp.zeros(table_VD.shape, jnp.float32)
     gradient_VD = gradient_VD.at[jnp.clip(local_BT, 0, table_VD.shape[0] - 1)].add(gradient_BTD)

@@ -1,20 +1,19 @@
 """What a decoder is made of: `ModelConfig`, and the published models as data over one decoder.
 
-Pure data, no jax. A family (gpt2, llama3, qwen3, gemma2, gemma3) is a set of values for the fields
-of `ModelConfig`; a preset is a family at a published size. `llmx.model` reads the fields and knows
-no family by name.
+Pure data, no jax. A family is a set of values for the fields of `ModelConfig`; a preset is a family
+at a published size. The model reads the fields and knows no family by name.
 
 Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, V vocab_size, L num_layers.
 """
 
 import dataclasses
+import itertools
 import math
 
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
-# Attention kinds, one per layer, repeated along the depth: every layer, or a sliding window in some
-# of them.
+# Attention kinds of layers: all that precedes a token, or a sliding window.
 GLOBAL, LOCAL = "global", "local"
 
 
@@ -77,9 +76,7 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The attention kind of each of the L layers."""
-        return tuple(
-            self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers)
-        )
+        return tuple(itertools.islice(itertools.cycle(self.layer_pattern), self.num_layers))
 
 
 def _gpt2(**values) -> ModelConfig:
@@ -130,19 +127,18 @@ def _gemma3(**values) -> ModelConfig:
 
 
 # A family's own name gives its smallest useful shape, for tests and small runs.
-_TINY = dict(width=64, num_layers=3, num_heads=4, max_positions=256)
+_TINY = dict(vocab_size=0, width=64, num_layers=3, num_heads=4, max_positions=256)
+_TINY_HEADS = dict(num_kv_heads=2, head_dim=16, mlp_dim=192)
 _LLAMA32 = dict(tied_head=True, max_positions=131072, rope_scaling="llama3", rope_factor=32.0)
 
 FAMILIES = {
-    "gpt2": lambda: _gpt2(**_TINY, vocab_size=0),
-    "llama3": lambda: _llama3(**_TINY, vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192),
-    "qwen3": lambda: _qwen3(**_TINY, vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192),
-    "gemma2": lambda: _gemma2(
-        **_TINY, vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192, window=16
-    ),
+    "gpt2": lambda: _gpt2(**_TINY),
+    "llama3": lambda: _llama3(**_TINY, **_TINY_HEADS),
+    "qwen3": lambda: _qwen3(**_TINY, **_TINY_HEADS),
+    "gemma2": lambda: _gemma2(**_TINY, **_TINY_HEADS, window=16),
     "gemma3": lambda: _gemma3(
-        **_TINY | dict(num_layers=4), vocab_size=0, num_kv_heads=2, head_dim=16, mlp_dim=192,
-        window=16, query_scale=0.0, layer_pattern=(LOCAL, LOCAL, GLOBAL),
+        **_TINY | dict(num_layers=4), **_TINY_HEADS, window=16, query_scale=0.0,
+        layer_pattern=(LOCAL, LOCAL, GLOBAL),
     ),
     "gpt2_124m": lambda: _gpt2(width=768, num_layers=12, num_heads=12),
     "gpt2_1.5b": lambda: _gpt2(width=1600, num_layers=48, num_heads=25),
@@ -193,10 +189,11 @@ def problems(model: ModelConfig) -> list[str]:
     """All problems of a model by itself, each with its remedy."""
     texts = bounds.problems(model, "model.")
     if model.num_kv_heads >= 1 and model.num_heads % model.num_kv_heads:
+        divisors = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
         texts.append(
             f"model.num_heads={model.num_heads} is not a multiple of "
             f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of "
-            f"query heads; use num_kv_heads in {_divisors(model.num_heads)}"
+            f"query heads; use num_kv_heads in {divisors}"
         )
     if model.positions == "rope" and model.head_dim % 2:
         texts.append(
@@ -213,7 +210,3 @@ def problems(model: ModelConfig) -> list[str]:
             f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}"
         )
     return texts
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

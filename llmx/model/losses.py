@@ -1,10 +1,10 @@
 """Cross-entropy against a head split over vocabulary and width, in chunks of the vocabulary.
 
 The logits of a large vocabulary (B T V numbers in fp32) are the largest array of a train step. Here
-they never exist whole: a loop goes over chunks of the vocabulary, each gathered over the replicas
-that split its width, turned into logits and folded into a running log-sum-exp. So does the backward
-pass: each chunk's weight gradient is complete when the chunk is done, and reduce-scattered at once,
-so neither a gathered head nor its whole gradient exists either.
+they never exist whole: each chunk of the vocabulary is gathered over the replicas that split its
+width, turned into logits and folded into a running log-sum-exp. The backward pass goes over chunks
+too, and reduce-scatters each one's weight gradient at once: neither a gathered head nor its whole
+gradient exists.
 
 Sources: online softmax (arXiv 1805.02867), vocabulary-parallel cross-entropy (arXiv 1909.08053),
 cut cross-entropy (arXiv 2411.09009), z-loss (arXiv 2204.02311).
@@ -67,16 +67,9 @@ class _HeadLoss:
 
 
 def token_losses(
-    x_BTD: Float[Array, "B T D"],
-    head_VD: Float[Array, "V D"],
-    targets_BT: Int[Array, "B T"],
-    *,
-    num_real: int,
-    softcap: float,
-    chunks: int,
-    place: sharding.Placement,
-    policy: precision.Policy,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    x_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"], targets_BT: Int[Array, "B T"], *,
+    num_real: int, softcap: float, chunks: int, place: sharding.Placement, policy: precision.Policy,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:  # fmt: skip
     """Per-token -log p(target), and log Z, in nats, fp32.
 
     Args:
@@ -89,8 +82,8 @@ def token_losses(
       place, policy: where arrays live, and their dtypes.
 
     Communicates: gathers of positions that x is split by and the targets are not; per chunk, a
-    gather over the mesh axes that split D, in the backward pass a reduce-scatter of its gradient
-    too; sums [n] over those that split V, in the backward pass a sum of the gradient of x.
+    gather over the mesh axes that split D; sums [n] over those that split V. In the backward pass
+    also a reduce-scatter of each chunk's gradient, and a sum of the gradient of x.
 
     Raises ValueError where `chunks` does not divide.
     """
@@ -172,13 +165,12 @@ def _gathered_chunk(loss: _HeadLoss, chunk_CD):
 
 
 def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
-    """fp32 logits [n, C] of one chunk, and the gathered chunk [C, D]."""
-    chunk_CD = _gathered_chunk(loss, chunk_CD)
+    """fp32 logits [n, C] of one gathered chunk."""
     logits_nC = jnp.einsum("nD,CD->nC", x_nD, chunk_CD, preferred_element_type=jnp.float32)
     if loss.softcap:
         logits_nC = loss.softcap * jnp.tanh(logits_nC / loss.softcap)
     padding_C = first + jnp.arange(chunk_CD.shape[0]) >= loss.num_real
-    return jnp.where(padding_C, -jnp.inf, logits_nC), chunk_CD
+    return jnp.where(padding_C, -jnp.inf, logits_nC)
 
 
 def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
@@ -187,13 +179,13 @@ def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
     chunks, firsts = _chunks(loss, head_VD)
 
     def fold(carry, chunk_and_first):
-        top_n, total_n, hit_n = carry
-        logits_nC, _ = _chunk_logits(loss, x_nD, *chunk_and_first)
+        (top_n, total_n, hit_n), (chunk_CD, first) = carry, chunk_and_first
+        logits_nC = _chunk_logits(loss, x_nD, _gathered_chunk(loss, chunk_CD), first)
         # A finite floor keeps a chunk of padding only from making inf - inf.
         new_top_n = jnp.maximum(top_n, logits_nC.max(axis=-1))
         total_n = total_n * jnp.exp(top_n - new_top_n)
         total_n = total_n + jnp.exp(logits_nC - new_top_n[:, None]).sum(axis=-1)
-        column_n = targets_n - chunk_and_first[1]
+        column_n = targets_n - first
         inside_n = (column_n >= 0) & (column_n < logits_nC.shape[1])
         picked_n = jnp.take_along_axis(logits_nC, column_n[:, None], axis=1, mode="clip")[:, 0]
         return (new_top_n, total_n, hit_n + jnp.where(inside_n, picked_n, 0)), logits_nC
@@ -204,8 +196,9 @@ def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
         (top_n, total_n, hit_n), logits_nV = fold(carry, (chunks[0], firsts[0]))
         logits_BTV = logits_nV.reshape(*targets_BT.shape, -1)
     else:
-        scan = jax.lax.scan(lambda c, xs: (fold(c, xs)[0], None), carry, (chunks, firsts))
-        (top_n, total_n, hit_n), logits_BTV = scan[0], None
+        (top_n, total_n, hit_n), logits_BTV = jax.lax.scan(
+            lambda carry, chunk: (fold(carry, chunk)[0], None), carry, (chunks, firsts)
+        )
     if split.vocab:
         all_top_n = jax.lax.pmax(top_n, split.vocab)
         total_n = jax.lax.psum(total_n * jnp.exp(top_n - all_top_n), split.vocab)
@@ -223,13 +216,13 @@ def _backward_local(
     gradient_loss_n = gradient_loss_BT.reshape(-1)
     gradient_both_n = gradient_loss_n + gradient_log_z_BT.reshape(-1)
     chunks, firsts = _chunks(loss, head_VD)
+    scatter = functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
 
     def walk(gradient_x_nD, chunk_and_first, logits_nC=None):
         chunk_CD, first = chunk_and_first
+        chunk_CD = _gathered_chunk(loss, chunk_CD)
         if logits_nC is None:
-            logits_nC, chunk_CD = _chunk_logits(loss, x_nD, chunk_CD, first)
-        else:
-            chunk_CD = _gathered_chunk(loss, chunk_CD)
+            logits_nC = _chunk_logits(loss, x_nD, chunk_CD, first)
         # d loss / d logit = softmax - [target], d log Z / d logit = softmax.
         gradient_nC = jnp.exp(logits_nC - log_z_n[:, None]) * gradient_both_n[:, None]
         target_nC = (targets_n[:, None] - first) == jnp.arange(logits_nC.shape[1])
@@ -245,9 +238,7 @@ def _backward_local(
             "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=split.policy.reduce
         )
         if split.width:
-            gradient_CD = jax.lax.psum_scatter(
-                gradient_CD, split.width, scatter_dimension=1, tiled=True
-            )
+            gradient_CD = scatter(gradient_CD, split.width)
         if split.summed:
             gradient_CD = jax.lax.psum(gradient_CD, split.summed)
         return gradient_x_nD, gradient_CD.astype(head_VD.dtype)
@@ -260,9 +251,7 @@ def _backward_local(
         gradient_x_nD, gradient_head = jax.lax.scan(walk, start_nD, (chunks, firsts))
     gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
     if loss.gathered:
-        gradient_x = jax.lax.psum_scatter(
-            gradient_x, loss.gathered, scatter_dimension=1, tiled=True
-        )
+        gradient_x = scatter(gradient_x, loss.gathered)
     if over := tuple(axis for axis in split.vocab if axis not in loss.gathered):
         gradient_x = jax.lax.psum(gradient_x, over)
     return gradient_x, gradient_head.reshape(head_VD.shape)

@@ -1,14 +1,13 @@
 """Continues token sequences: a KV cache, a program for each bucket of lengths, a choice of tokens.
 
 The prompts fill a key/value cache at once, then a loop adds one token to every row until all rows
-are done. Lengths are rounded up to powers of two, so that it compiles once per (batch, bucket) and
-not once per prompt. Sampling settings, seed and limits are data: changing them compiles nothing.
+are done. Lengths are rounded up to powers of two, so that it compiles once per (batch, bucket).
+Sampling settings, seed and limits are data: changing them compiles nothing.
 
-Prompts of different lengths lie in one batch left-aligned. What fills the shorter ones up has
-another segment than the text, so that attention does not see it, and positions count the tokens of
-the row, not cache slots. A row's random numbers come from the seed, the token's index, and how many
-equal prompts come before it: a row's text does not depend on the others, and copies of a prompt are
-different samples.
+Prompts lie in one batch left-aligned. What fills the shorter ones up has another segment than the
+text, so that attention does not see it; positions count a row's tokens, not cache slots. A row's
+random numbers come from the seed, the token's index, and the number of equal prompts before it: its
+text does not depend on the other rows, and copies of a prompt are different samples.
 
 Letters: B rows, P prompt slots, M slots for new tokens, T positions, V vocabulary.
 """
@@ -16,6 +15,7 @@ Letters: B rows, P prompt slots, M slots for new tokens, T positions, V vocabula
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -46,20 +46,19 @@ def sampling_mask(
 
     Of equal logits the lower token id counts as the likelier (arXiv 1904.09751 for the nucleus).
     """
+    num_rows, num_tokens = logits_BV.shape
     order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-    num_kept = jnp.where(top_k > 0, top_k, logits_BV.shape[-1])
-    first_BV = jnp.arange(logits_BV.shape[-1])[None, :] < num_kept
-    weights_BV = jax.nn.softmax(
-        jnp.where(first_BV, _tempered(sorted_BV, temperature), -jnp.inf), axis=-1
-    )
+    first_BV = jnp.arange(num_tokens)[None, :] < jnp.where(top_k > 0, top_k, num_tokens)
+    scores_BV = jnp.where(first_BV, _tempered(sorted_BV, temperature), -jnp.inf)
+    weights_BV = jax.nn.softmax(scores_BV, axis=-1)
     before_BV = jnp.cumsum(weights_BV, axis=-1) - weights_BV
     # Rounding can bring the sum to 1 before the end: 1 means all.
-    kept_BV = first_BV & ((before_BV < top_p) | (top_p >= 1))
+    allowed_BV = first_BV & ((before_BV < top_p) | (top_p >= 1))
     # However small top_p is: rounding must not leave nothing.
-    kept_BV = kept_BV.at[:, 0].set(True)
-    rows_B1 = jnp.arange(logits_BV.shape[0])[:, None]
-    return jnp.zeros_like(kept_BV).at[rows_B1, order_BV].set(kept_BV)
+    allowed_BV = allowed_BV.at[:, 0].set(True)
+    rows_B1 = jnp.arange(num_rows)[:, None]
+    return jnp.zeros_like(allowed_BV).at[rows_B1, order_BV].set(allowed_BV)
 
 
 def pick(
@@ -68,8 +67,8 @@ def pick(
     """One token per row: the likeliest at temperature 0, else one of `sampling_mask`."""
 
     def sample():
-        kept_BV = sampling_mask(logits_BV, temperature, top_k, top_p)
-        scores_BV = jnp.where(kept_BV, _tempered(logits_BV, temperature), -jnp.inf)
+        allowed_BV = sampling_mask(logits_BV, temperature, top_k, top_p)
+        scores_BV = jnp.where(allowed_BV, _tempered(logits_BV, temperature), -jnp.inf)
         return jax.vmap(jax.random.categorical)(keys_B, scores_BV).astype(jnp.int32)
 
     def likeliest():
@@ -170,9 +169,7 @@ def prompt_problems(
         problems.append(f"max_tokens={max_tokens} must be at least 1")
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            problems.append(
-                f"prompt {number} is empty: give it at least one token to continue from"
-            )
+            problems.append(f"prompt {number} is empty: give at least one token to continue from")
             continue
         if bad := [token for token in prompt if not 0 <= token < model.vocab_size]:
             problems.append(
@@ -212,12 +209,8 @@ def _bucket(size: int) -> int:
 
 def _copies(prompts: Sequence[Sequence[int]]) -> list[int]:
     """How many equal prompts come before each: it distinguishes the samples of one prompt."""
-    seen = collections.Counter()
-    counts = []
-    for prompt in map(tuple, prompts):
-        counts.append(seen[prompt])
-        seen[prompt] += 1
-    return counts
+    seen = collections.defaultdict(itertools.count)
+    return [next(seen[tuple(prompt)]) for prompt in prompts]
 
 
 def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Placement:

@@ -1,8 +1,6 @@
 """What training minimises: the loss of a model on a mesh, and where its gradient is added up.
 
-The loss is a sum over tokens divided once by the token count of the global batch. Each matrix's
-gradient is summed over devices at once, behind the next layer's work; what can be summed once per
-step is summed once (`TrainingLoss.buffers`).
+The loss is a sum over tokens divided once by the token count of the global batch.
 
 Letters: B batch, T positions.
 """
@@ -22,13 +20,8 @@ from llmx.model import decoder, dot, families
 from llmx.model.execution import Execution
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
-BATCH_DTYPES = {
-    "tokens": "int32",
-    "targets": "int32",
-    "segment_ids": "int32",
-    "positions": "int32",
-    "weights": "float32",
-}
+BATCH_DTYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), "int32")
+BATCH_DTYPES |= {"weights": "float32"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,16 +72,11 @@ class TrainingLoss:
 
         def one(leaf, to: NamedSharding, axes) -> jax.ShapeDtypeStruct:
             small = "embed" not in axes
-            later = [
-                axis
-                for axis in place.token_axes
-                if axis not in sharding.used_axes(to.spec) and (small or accumulation > 1)
-            ]
-            spec = sharding.reduced(to.spec, later)
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype if small else policy.reduce,
-                sharding=NamedSharding(place.mesh, spec),
-            )  # fmt: skip
+            later = set(place.token_axes) - set(sharding.used_axes(to.spec))
+            spec = sharding.reduced(to.spec, later if small or accumulation > 1 else ())
+            dtype = leaf.dtype if small else policy.reduce
+            to = NamedSharding(place.mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=to)
 
         return jax.tree.map(one, self.params, self.gradients, self.axes)
 
@@ -96,8 +84,7 @@ class TrainingLoss:
         """Parameters as the whole step uses them.
 
         With gather="step": the weights of products whole over the batch axes, in the compute dtype;
-        communicates over them. The tables that are looked up stay split: token ids and results
-        travel in their place.
+        communicates over these. Tables that are looked up stay split.
         """
         if self.gather != "step":
             return params
@@ -167,9 +154,8 @@ def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def squared_norms(tree: Any) -> jax.Array:
     """The squared norm of each leaf, fp32 [leaves]."""
-    return jnp.stack([
-        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
-    ])  # fmt: skip
+    leaves = jax.tree.leaves(tree)
+    return jnp.stack([jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves])
 
 
 def scaled(tree: Any, factors: jax.Array) -> Any:
@@ -178,9 +164,9 @@ def scaled(tree: Any, factors: jax.Array) -> Any:
     def one(leaf):
         if not factors.ndim:
             return leaf * factors
-        rows, ones = jax.typeof(leaf).sharding.spec.partitions[:1], (1,) * (leaf.ndim - 1)
-        to = PartitionSpec(*rows, *(None,) * (leaf.ndim - 1))
-        return leaf * jnp.reshape(factors, (-1, *ones), out_sharding=to)
+        num = leaf.ndim - 1
+        to = PartitionSpec(jax.typeof(leaf).sharding.spec.partitions[0], *[None] * num)
+        return leaf * jnp.reshape(factors, (-1, *[1] * num), out_sharding=to)
 
     return jax.tree.map(one, tree)
 

@@ -1,12 +1,11 @@
 """Where arrays live: a named mesh, logical axis names, and tables from the one to the other.
 
 A tensor dimension has a *logical axis* ("embed", "heads", "batch", ...). A `Layout` says, for
-parameters, gradients, optimizer state and activations, which *mesh axes* each logical axis is split
-over. Data parallelism, ZeRO-1/2/3, HSDP, tensor parallelism and sequence parallelism differ in
-these tables only; the model and the train step are one text.
+parameters, gradients, optimizer state and activations, which *mesh axes* split each logical axis.
+Data, tensor and sequence parallelism, ZeRO-1/2/3 and HSDP differ in these tables only.
 
-This package needs jax and numpy only, and works on any pytree: docs/sharding.md shows its use in
-other JAX code. Its names are public here; the files are internal.
+The package needs jax and numpy only and works on any pytree: docs/sharding.md shows its use in
+other JAX code. The names are public here; the files are internal.
 
 Sources: ZeRO (arXiv 1910.02054), Megatron tensor and sequence parallelism (arXiv 1909.08053,
 2205.05198), HSDP (arXiv 2304.11277), logical axes (GSPMD, arXiv 2105.04663).

@@ -1,6 +1,4 @@
-"""Gradient buffers: the dtype in which a parameter's gradient is accumulated, how it is split, and
-when it is summed over devices.
-"""
+"""Gradient buffers: in which dtype, how split and when summed a parameter's gradient is."""
 
 import functools
 from collections.abc import Sequence
@@ -21,8 +19,8 @@ def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
 
 def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """fp32 zeros to accumulate gradients in, where each device keeps its own terms of the sum."""
-    spec = leaf.sharding.spec
-    to = NamedSharding(leaf.sharding.mesh, specs.unreduced(spec, spec.reduced))
+    to = specs.unreduced(leaf.sharding.spec, leaf.sharding.spec.reduced)
+    to = NamedSharding(leaf.sharding.mesh, to)
     return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
 
 
@@ -30,17 +28,12 @@ def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def accumulate_into(axes: tuple[str, ...], array: jax.Array, buffer: jax.Array) -> jax.Array:
     """`array`, whose gradient goes to `buffer`: in its dtype, and split and summed as it is.
 
-    A gradient must have the type of what it is the gradient of. ZeRO-2 keeps whole parameters and
-    split gradients, mixed precision sums gradients of fp32 parameters in bf16: so `array` is held
-    constant and the gradient is taken by `buffer`, an array of the same shape whose value is not
-    used. Where the type of `buffer` is `reduced` along an axis, its gradient is not summed over it.
+    A gradient has the type of what it is the gradient of. ZeRO-2 keeps whole parameters and split
+    gradients, mixed precision sums gradients of fp32 parameters in bf16: so `array` is held
+    constant, and the gradient is taken by `buffer`, an array of its shape whose value is not used.
 
-    Args:
-      axes: the mesh axes along which devices see different tokens (`Placement.token_axes`).
-      array: a parameter.
-      buffer: any array of its shape.
-
-    Communicates, in the backward pass, over those of `axes` over which the buffer is not `reduced`.
+    `axes` are the mesh axes along which devices see different tokens (`Placement.token_axes`).
+    Communicates, in the backward pass, over those of them over which `buffer` is not `reduced`.
     """
     # A gathered weight has the compute dtype, and its gradient the dtype that it is summed in.
     return with_unreduced_grad(axes, array.astype(jnp.promote_types(array.dtype, buffer.dtype)))
@@ -49,9 +42,8 @@ def accumulate_into(axes: tuple[str, ...], array: jax.Array, buffer: jax.Array) 
 def with_unreduced_grad(axes: Sequence[str], array: jax.Array) -> jax.Array:
     """A parameter whose gradient stays a sum of terms, one on each device along `axes`."""
     to = jax.typeof(array).sharding.spec
-    return jax.sharding.reshard(
-        array, specs.reduced(to, [a for a in axes if a not in specs.used_axes(to)])
-    )
+    later = [axis for axis in axes if axis not in specs.used_axes(to)]
+    return jax.sharding.reshard(array, specs.reduced(to, later))
 
 
 def to_buffer(gradient: jax.Array, buffer: Any) -> jax.Array:

@@ -38,13 +38,12 @@ class Layout:
         """The same, but nothing in these tables is split over the mesh axes `axes`."""
         strip = lambda over: tuple(axis for axis in over if axis not in axes)  # noqa: E731
         return dataclasses.replace(
-            self,
-            **{t: {name: strip(over) for name, over in vars(self)[t].items()} for t in tables},
+            self, **{t: {name: strip(over) for name, over in vars(self)[t].items()} for t in tables}
         )
 
 
-# Tensor and pipeline parallelism: which logical axes of a parameter go to which mesh axes, in every
-# layout. Each stage has an equal share of embedding and head: see `llmx.pipeline.executor`.
+# Tensor and pipeline parallelism, the same in every layout: of parameters and activations, then of
+# each. Every stage has an equal share of embedding and head: see `llmx.pipeline.executor`.
 _MODEL = {
     "vocab": ("stage", "tensor"),
     "heads": ("tensor",),
@@ -52,32 +51,20 @@ _MODEL = {
     "mlp": ("tensor",),
     "embed": (),
     "head_dim": (),
-    "positions": (),
-    "norm": (),
-    "layers": ("stage",),
 }
-
-_ACTIVATIONS = {
+_PARAMETERS = _MODEL | {"positions": (), "norm": (), "layers": ("stage",)}
+_ACTIVATIONS = _MODEL | {
     "batch": BATCH_AXES,
     "sequence": ("sequence",),  # inside attention and MLP
     "block_sequence": ("sequence", "tensor"),  # between them: sequence-parallel norms
     "cache": ("sequence",),  # slots for keys and values of what was decoded
-    "vocab": ("stage", "tensor"),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "embed": (),
-    "head_dim": (),
     "layers": (),
 }
 
 
 def _layout(*over: tuple[str, ...]) -> Layout:
-    """Parameters, gradients and optimizer state each split over these replicas too.
-
-    They are split along the width, which every matrix has.
-    """
-    return Layout(*(_MODEL | {"embed": axes} for axes in over), _ACTIVATIONS)
+    """Parameters, gradients and optimizer state, each with its width split over these replicas."""
+    return Layout(*(_PARAMETERS | {"embed": axes} for axes in over), _ACTIVATIONS)
 
 
 # The devices of `sequence` are replicas of the parameters too: they have other tokens of a row.
@@ -98,12 +85,7 @@ GATHERS = ("layer", "step")
 
 
 def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool = False) -> Layout:
-    """`LAYOUTS[name]`, with sequence-parallel norms switched off or K/V heads kept whole.
-
-    Args:
-      name: a key of `LAYOUTS`.
-      sequence_parallel: between blocks, positions are split over `tensor` too.
-      replicate_kv: each device of `tensor` keeps all K/V heads.
+    """`LAYOUTS[name]` with the variations of `ShardingConfig`.
 
     Raises ValueError for an unknown name.
     """
@@ -128,11 +110,10 @@ def spec(
 ) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions have these logical axes (None = not split).
 
-    Mesh axes that the mesh does not have, or that have size 1, drop out. With `shape` the result is
-    checked.
+    Mesh axes that the mesh does not have, or that have size 1, drop out.
 
-    Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, a rank that
-    differs from `shape`'s, or a dimension that does not divide.
+    Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, and, if
+    `shape` is given, for another rank or a dimension that does not divide.
     """
     if shape is not None and len(shape) != len(axes):
         raise ValueError(

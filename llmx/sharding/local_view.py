@@ -1,11 +1,10 @@
 """Local views: arrays that differ along a mesh axis which their types do not name.
 
-The stages of a pipeline do different things at the same time: one a forward pass, another a
-backward pass, a third nothing. A program of explicit axes can say that if the axis `stage` is
-local: an array that differs from stage to stage has a type that does not name the axis, as if the
-array were whole along it. Products, gathers and sums over the other axes then stay within a stage,
-and a conditional takes the branch that its stage's predicate says. Only manual regions communicate
-between stages. Replicas that take gradients of their own are local along `data` in the same way.
+The stages of a pipeline do different things at the same time: a forward pass, a backward pass, or
+nothing. On explicit axes a program can say that if the axis `stage` is local: arrays that differ
+from stage to stage have types as if they were whole along it. Products, gathers and sums over other
+axes then stay within a stage, a conditional takes the branch of its stage's predicate, and only
+manual regions communicate between stages. So it is with replicas that have gradients of their own.
 """
 
 import functools
@@ -32,8 +31,8 @@ def _relabel(mesh: Mesh, array: jax.Array, in_specs, out_specs) -> jax.Array:
 def to_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
     """[n * ways, ...], split over `axes` along the first dimension, as a local view [n, ...].
 
-    `ways` is the number of devices along `axes`. Each device keeps its own part; nothing is
-    communicated, also not by the gradient, which goes back by `from_local`.
+    `ways` is the number of devices along `axes`. Each keeps its own part: neither this nor its
+    gradient (`from_local`) communicates.
     """
     rest = jax.typeof(array).sharding.spec.partitions[1:]
     split = leading(axes, PartitionSpec(*rest))

@@ -12,10 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 # Mesh axes, outermost (slowest network) first. The innermost get the fastest links.
 AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
 
-# The mesh axes that split the batch: replicas of the model work on different rows.
+# Those that split the batch: replicas of the model work on different rows.
 BATCH_AXES = ("data", "fsdp", "expert")
-
-# The mesh axes that split tokens: along them, weight gradients are sums.
+# Those that split tokens: along them, weight gradients are sums.
 TOKEN_AXES = (*BATCH_AXES, "sequence")
 
 
@@ -71,15 +70,15 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with axes `sizes` (name -> size, outermost first; one may be -1) over `devices`.
 
-    Inner axes get the fastest links (`mesh_utils`). Axes named in `across_slices` cross the slow
-    network: their sizes multiply to the number of slices (or of processes, where the devices have
-    no slices).
+    Inner axes get the fastest links. The sizes of the axes in `across_slices`, which cross the slow
+    network, multiply to the number of slices (of processes, where the devices have no slices).
 
     Raises ValueError where sizes and devices do not fit.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(sizes, len(devices))
     shape = tuple(sizes.values())
+    options = dict(devices=devices, allow_split_physical_axes=True)
     if unknown := set(across_slices) - set(sizes):
         raise ValueError(f"mesh.across_slices names {sorted(unknown)}: the axes are {tuple(sizes)}")
     if across_slices:
@@ -94,15 +93,12 @@ def make_mesh(
                 f"multiply to {num}, or set across_slices to ()"
             )
         array = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, devices=devices, process_is_granule=not by_slice,
-            allow_split_physical_axes=True,
-        )  # fmt: skip
+            inner, outer, process_is_granule=not by_slice, **options
+        )
     elif devices[0].platform == "cpu":
         array = np.array(devices).reshape(shape)
     else:
-        array = mesh_utils.create_device_mesh(
-            shape, devices=devices, allow_split_physical_axes=True
-        )
+        array = mesh_utils.create_device_mesh(shape, **options)
     return Mesh(array, tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
 
@@ -117,29 +113,22 @@ def mesh_text(sizes: Mapping[str, int], *, if_single: str = "one device") -> str
 
 def process_rows(to: NamedSharding, shape: Sequence[int]) -> list[int]:
     """Indices of the rows of a global array of `shape` that this process holds, in order."""
-    rows = set()
-    for index in to.addressable_devices_indices_map(tuple(shape)).values():
-        rows.update(range(*index[0].indices(shape[0])))
-    return sorted(rows)
+    indices = to.addressable_devices_indices_map(tuple(shape)).values()
+    return sorted(set().union(*(range(*index[0].indices(shape[0])) for index in indices)))
 
 
 def assemble(local: np.ndarray, rows: Sequence[int], to: NamedSharding, num_rows: int) -> jax.Array:
-    """The global array of which this process holds `rows`; each process gives its own rows.
+    """The global array [num_rows, ...] with sharding `to`; each process gives its own rows.
 
-    Args:
-      local: [len(rows), ...], the rows of this process, in the order of `rows`.
-      rows: their global indices: what `process_rows` returns.
-      to: sharding of the result.
-      num_rows: rows of the global array.
+    `local` [len(rows), ...] are those of this process, `rows` their indices from `process_rows`.
     """
     if jax.process_count() == 1:
         return jax.device_put(local, to)
-    local_index = {row: i for i, row in enumerate(rows)}
-    shape = (num_rows, *local.shape[1:])
+    first_rows = {row: i for i, row in enumerate(rows)}
 
     def part(index):
         start, stop, _ = index[0].indices(num_rows)
-        first = local_index[start]
+        first = first_rows[start]
         return local[(slice(first, first + stop - start), *index[1:])]
 
-    return jax.make_array_from_callback(shape, to, part)
+    return jax.make_array_from_callback((num_rows, *local.shape[1:]), to, part)

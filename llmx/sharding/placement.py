@@ -1,4 +1,4 @@
-"""A mesh and a layout together: with it, model code names logical axes only."""
+"""`Placement`: a mesh and a layout together."""
 
 import dataclasses
 import functools
@@ -35,8 +35,8 @@ class Placement:
         """`array` placed as an activation with these logical axes.
 
         Communicates over the mesh axes that split it otherwise. Where products turn the array into
-        axes `multiplied_into`, each device along their mesh axes has one term of its gradient:
-        these are added up once, here, and not after every product.
+        axes `multiplied_into`, the devices along their mesh axes have terms of its gradient: these
+        are added up once, here, and not after every product.
         """
         to = self.activation(axes, array.shape)
         table = self.layout.activations
@@ -48,8 +48,7 @@ class Placement:
     def manual(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
         """`jax.shard_map` of `function`, also differentiable under `local_axes`.
 
-        The gradient of an input that `in_specs` calls whole along an axis is a sum over that axis,
-        but not over local axes.
+        The gradient of an input is a sum over the axes along which it is whole, local ones apart.
         """
         region = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
         if not (axes := self.local_axes):
@@ -81,10 +80,9 @@ class Placement:
         return grad_buffers.with_unreduced_grad(self.token_axes, array)
 
     def per_replica(self, axes: tuple[str, ...]) -> "Placement":
-        """The placement of one replica along `axes`.
+        """The placement of one replica along `axes`: all communication stays within it.
 
-        Arrays have types as on a mesh without these axes, and all communication stays within the
-        replica.
+        Arrays have types as on a mesh without these axes.
         """
         layout = self.layout.without(axes, "parameters", "gradients", "optimizer", "activations")
         return dataclasses.replace(self, layout=layout, local_axes=(*self.local_axes, *axes))

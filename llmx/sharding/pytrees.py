@@ -21,12 +21,11 @@ def logical_axes(tree: Any, rules: Any = None) -> Any:
     `rules` is one of
       None: read Flax metadata, of NNX variables (metadata "axes", "out_sharding", "sharding_names"
         or "sharding") or of Linen boxes (`names`). A leaf without any is not split.
-      a tree of tuples of names, one per leaf of `tree`, in the same structure.
+      a tree of tuples of names, in the structure of `tree`.
       a sequence of (regular expression, names): the first whose expression is found in the leaf's
         path ("decoder/0/kernel") gives its axes.
 
-    Raises ValueError for a leaf that no rule matches, or if no leaf is a Flax one and no rules are
-    given.
+    Raises ValueError for a leaf that no rule matches, or where neither Flax nor `rules` name axes.
     """
     if rules is None:
         if not any(map(_is_boxed, jax.tree.leaves(tree, is_leaf=_is_boxed))):
@@ -48,25 +47,24 @@ def shardings(
 
     Args:
       abstract_tree: any pytree; boxed leaves (Flax NNX variables, Linen boxes) count as one leaf.
-      mesh: the mesh.
-      layout: one of `LAYOUTS`, or your own `Layout`.
+      mesh, layout: one of `LAYOUTS`, or your own `Layout`.
       rules: where the logical axes come from: see `logical_axes`.
-      table: which of the layout's tables: "parameters", "gradients", "optimizer" or "activations".
+      table: of the layout: "parameters", "gradients", "optimizer" or "activations".
 
     Raises ValueError, naming the leaf, for whatever `spec` refuses.
     """
-    axes = logical_axes(abstract_tree, rules)
-    over = vars(layout)[table]
-    tree = jax.tree.map(_unboxed, abstract_tree, is_leaf=_is_boxed)
 
     def one(path, leaf, names):
+        # Leaves without names (scalars, counters) are not split.
+        names = names or (None,) * len(leaf.shape)
         try:
-            # Leaves without names (scalars, counters) are not split.
-            names = names if names else (None,) * len(leaf.shape)
-            return NamedSharding(mesh, layouts.spec(names, over, mesh, shape=leaf.shape))
+            to = layouts.spec(names, vars(layout)[table], mesh, shape=leaf.shape)
         except ValueError as error:
             raise ValueError(f"{trees.path_name(path)}: {error}") from None
+        return NamedSharding(mesh, to)
 
+    axes = logical_axes(abstract_tree, rules)
+    tree = jax.tree.map(_unboxed, abstract_tree, is_leaf=_is_boxed)
     return jax.tree_util.tree_map_with_path(one, tree, axes)
 
 
@@ -89,10 +87,9 @@ def _axes_from_metadata(leaf: Any) -> tuple[str | None, ...]:
 
 
 def _is_rule_list(rules: Any) -> bool:
-    def is_rule(rule):
-        return isinstance(rule, tuple) and list(map(type, rule)) == [str, tuple]
-
-    return isinstance(rules, Sequence) and all(map(is_rule, rules))
+    return isinstance(rules, Sequence) and all(
+        isinstance(rule, tuple) and list(map(type, rule)) == [str, tuple] for rule in rules
+    )
 
 
 def _axes_from_rules(rules: Sequence[tuple[str, tuple]], path: Sequence[Any], leaf: Any) -> tuple:

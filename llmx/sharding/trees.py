@@ -11,7 +11,7 @@ def named(tree: Any) -> dict[str, Any]:
 
     Raises ValueError where two leaves have the same path.
     """
-    leaves: dict[str, Any] = {}
+    leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path) or "value"
         if name in leaves:
