@@ -64,19 +64,29 @@ def inner(platform: str, *args, **kwargs) -> int:
     return program_lib.wire_bytes(found.select(axes="fsdp"))
 
 
-# Programs are compiled once for each: one worker has all tests of a platform.
-@pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TOPOLOGIES]
-)
-def platform(request) -> str:
-    return request.param
+# Compiled for both machines; the others for H100s, and for v5e, where each takes half a minute of a
+# core, with `pytest --full-grid`.
+ON_BOTH = {"mean", "one_bit", "int8"}
 
 
-def test_mean_is_a_ring_all_reduce_of_the_shard(platform):
+def cases(*strategies: str) -> list:
+    """(platform, strategy); one worker has all tests of a platform, so programs compile once."""
+    found = []
+    for platform in TOPOLOGIES:
+        for strategy in strategies:
+            marks = [pytest.mark.xdist_group(platform)]
+            if platform == "v5e" and strategy not in ON_BOTH:
+                marks.append(pytest.mark.full_grid)
+            found.append(pytest.param(platform, strategy, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("platform, strategy", cases("mean"))
+def test_mean_is_a_ring_all_reduce_of_the_shard(platform, strategy):
     """What the ratios below are ratios to."""
     shard = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in shapes(platform))
     ring = 2 * (REPLICAS - 1) / REPLICAS * 4 * shard
-    assert sent(platform, "mean") == pytest.approx(ring, rel=FORMULA - 1)
+    assert sent(platform, strategy) == pytest.approx(ring, rel=FORMULA - 1)
 
 
 def shapes(platform):
@@ -84,7 +94,7 @@ def shapes(platform):
     return jax.tree.leaves(recipe.abstract.params)
 
 
-@pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
+@pytest.mark.parametrize("platform, strategy", cases("one_bit", "one_bit_lamb"))
 def test_one_bit_sends_a_thirtieth(platform, strategy):
     """Scales, norms and padding included."""
     bits = sent(platform, strategy)
@@ -92,41 +102,46 @@ def test_one_bit_sends_a_thirtieth(platform, strategy):
     assert bits * 15 <= sent(platform, "mean", "bf16")
 
 
-def test_zero_one_sends_as_much_in_an_exchange_and_nothing_between(platform):
-    assert sent(platform, "zero_one", phase="exchange") * 30 <= sent(platform, "mean")
-    assert sent(platform, "zero_one", phase="local") <= SCALARS
+@pytest.mark.parametrize("platform, strategy", cases("zero_one"))
+def test_zero_one_sends_as_much_in_an_exchange_and_nothing_between(platform, strategy):
+    assert sent(platform, strategy, phase="exchange") * 30 <= sent(platform, "mean")
+    assert sent(platform, strategy, phase="local") <= SCALARS
 
 
-def test_int8_sends_a_quarter(platform):
-    assert sent(platform, "int8") * 3.8 <= sent(platform, "mean")
+@pytest.mark.parametrize("platform, strategy", cases("int8"))
+def test_int8_sends_a_quarter(platform, strategy):
+    assert sent(platform, strategy) * 3.8 <= sent(platform, "mean")
 
 
-def test_power_sgd_sends_its_factors(platform):
+@pytest.mark.parametrize("platform, strategy", cases("power_sgd"))
+def test_power_sgd_sends_its_factors(platform, strategy):
     """r (a + b) of every shard of a matrix, and all of what is none, summed in fp32."""
-    _, recipe = program(platform, "power_sgd")
+    _, recipe = program(platform, strategy)
     numbers = 0
     for each in runs.tensors(recipe).values():
         layers, a, b = each.matrix or (0, 0, 0)
         numbers += RANK * layers * (a + b) if each.matrix else math.prod(each.shape)
     ring = 2 * (REPLICAS - 1) / REPLICAS * 4 * numbers
-    assert ring <= sent(platform, "power_sgd") <= FORMULA * ring + SCALARS
+    assert ring <= sent(platform, strategy) <= FORMULA * ring + SCALARS
 
 
-def test_top_k_sends_its_numbers_and_places(platform):
+@pytest.mark.parametrize("platform, strategy", cases("top_k"))
+def test_top_k_sends_its_numbers_and_places(platform, strategy):
     """6 bytes for each number that is taken, to every other replica."""
-    _, recipe = program(platform, "top_k")
+    _, recipe = program(platform, strategy)
     taken = sum(FRACTION * math.prod(each.shape) for each in runs.tensors(recipe).values())
     formula = (REPLICAS - 1) * 6 * taken
-    assert sent(platform, "top_k") <= FORMULA * formula + SCALARS
+    assert sent(platform, strategy) <= FORMULA * formula + SCALARS
 
 
-def test_diloco_sends_parameters_once_and_nothing_between(platform):
-    exchange = sent(platform, "diloco", phase="exchange")
+@pytest.mark.parametrize("platform, strategy", cases("diloco"))
+def test_diloco_sends_parameters_once_and_nothing_between(platform, strategy):
+    exchange = sent(platform, strategy, phase="exchange")
     assert exchange == pytest.approx(sent(platform, "mean"), rel=FORMULA - 1)
-    assert sent(platform, "diloco", phase="local") <= SCALARS
+    assert sent(platform, strategy, phase="local") <= SCALARS
 
 
-@pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k", "power_sgd"])
+@pytest.mark.parametrize("platform, strategy", cases("one_bit", "int8", "top_k", "power_sgd"))
 def test_within_a_replica_nothing_changes(platform, strategy):
     """Beside the gradients of norms: "mean" sums them over `data` and `fsdp` at once, here their
     sum within the replica is one by itself. (And sizes of compressed rows, of a whole replica.)"""
@@ -137,7 +152,7 @@ def test_within_a_replica_nothing_changes(platform, strategy):
     assert abs(change - ring) <= SCALARS
 
 
-@pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k"])
+@pytest.mark.parametrize("platform, strategy", cases("one_bit", "int8", "top_k"))
 def test_compressed_tensors_travel_together(platform, strategy):
     """All tensors of this model fit one bucket: one message per phase of an exchange."""
     found, recipe = program(platform, strategy)
