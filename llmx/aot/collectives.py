@@ -7,6 +7,7 @@ all-to-all, twice that for an all-reduce, all of it for a permute
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -57,16 +58,12 @@ class SlicedMesh:
 
     def spanned(self, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple | None:
         """The axes along which members of a group differ. None: some are outside the mesh."""
-        longest = max(len(group) for group in groups)
+        longest = max(map(len, groups))
         members = np.array([(*group, *[group[0]] * (longest - len(group))) for group in groups])
         if members.max() >= math.prod(sizes):
             return None
-        coordinates = np.unravel_index(members, sizes)
-        return tuple(
-            axis
-            for axis, along in zip(self.axes, coordinates, strict=True)
-            if np.any(along != along[:, :1])
-        )
+        varies = (np.any(along != along[:, :1]) for along in np.unravel_index(members, sizes))
+        return tuple(itertools.compress(self.axes, varies))
 
 
 def sliced_mesh(
@@ -84,31 +81,27 @@ def sliced_mesh(
             "mesh that it was compiled for"
         )
     num_slices = max(devices // partitions, 1)
-    if across_slices:
-        across = [size if name in across_slices else 1 for name, size in mesh]
-        if math.prod(across) != num_slices:
-            raise ValueError(
-                f"across_slices={tuple(across_slices)} of mesh {shown} make {math.prod(across)} "
-                f"slices and the program is that of one of {num_slices}: name the axes that cross "
-                "them"
-            )
-    else:
-        across = []
-        for size in sizes:
-            across.append(math.gcd(size, num_slices))
-            num_slices //= across[-1]
+    across = [size if name in across_slices else 1 for name, size in mesh]
+    if not across_slices:
+        for dim, size in enumerate(sizes):
+            across[dim] = math.gcd(size, num_slices // math.prod(across[:dim]))
+    elif math.prod(across) != num_slices:
+        raise ValueError(
+            f"across_slices={tuple(across_slices)} of mesh {shown} make {math.prod(across)} "
+            f"slices and the program is that of one of {num_slices}: name the axes that cross them"
+        )
     within = tuple(size // outer for size, outer in zip(sizes, across, strict=True))
     return SlicedMesh(axes, within, tuple(across))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class FusionContents:
     """Products and collectives of a fusion's computation."""
 
-    flops: float
-    unread: tuple[str, ...]  # products whose dimensions cannot be parsed
-    collectives: tuple[tuple[Computation, Instruction], ...]
-    targets: frozenset[str]  # of custom calls
+    flops: float = 0.0
+    unread: list[str] = dataclasses.field(default_factory=list)  # dimensions cannot be parsed
+    collectives: list[tuple[Computation, Instruction]] = dataclasses.field(default_factory=list)
+    targets: set[str] = dataclasses.field(default_factory=set)  # of custom calls
 
     def chains(self) -> dict[tuple, tuple[Computation, Instruction]]:
         """Collectives that this fusion carries out in part, by what all parts have in common."""
@@ -122,23 +115,21 @@ class FusionContents:
 def fusion_contents(analysis: Analysis, fusion: Instruction) -> FusionContents:
     """What a fusion contains, fusions inside it included; cached in `analysis`."""
     (computation,) = analysis.module.called(fusion)
-    if computation.name not in analysis.fusions:
-        flops, unread, collectives, targets = 0.0, [], [], set()
-        for inside, instruction in analysis.module.inside(fusion):
-            if instruction_costs.is_product(instruction):
-                product = instruction_costs.flops_of(inside, instruction)
-                flops += product or 0.0
-                unread += [instruction.name] if product is None else []
-                analysis.visited.add(instruction.name)
-            elif collective_kind(instruction):
-                collectives.append((inside, instruction))
-                analysis.visited.add(instruction.name)
-            elif instruction.op == "custom-call":
-                targets.add(instruction.quoted("custom_call_target"))
-        analysis.fusions[computation.name] = FusionContents(
-            flops, tuple(unread), tuple(collectives), frozenset(targets)
-        )
-    return analysis.fusions[computation.name]
+    if computation.name in analysis.fusions:
+        return analysis.fusions[computation.name]
+    contents = analysis.fusions[computation.name] = FusionContents()
+    for inside, instruction in analysis.module.inside(fusion):
+        if instruction_costs.is_product(instruction):
+            analysis.visited.add(instruction.name)
+            flops = instruction_costs.flops_of(inside, instruction)
+            contents.flops += flops or 0.0
+            contents.unread += [instruction.name] if flops is None else []
+        elif collective_kind(instruction):
+            analysis.visited.add(instruction.name)
+            contents.collectives.append((inside, instruction))
+        elif instruction.op == "custom-call":
+            contents.targets.add(instruction.quoted("custom_call_target"))
+    return contents
 
 
 def read_collective(
@@ -171,16 +162,13 @@ def read_collective(
     if kind == "all-to-all" and n and not instruction.integers("dimensions"):
         arrays //= n  # written as one operand per device
     sliced = _sliced_bytes(module, frame, instruction, n) if kind == "all-reduce" and n else 0
-    if fusion is None:
-        overlap = overlap_of(analysis, computation, instruction)
-    else:
-        overlap = overlap_of(analysis, frame.parent.computation, fusion)
+    outer = instruction if fusion is None else fusion
+    around = computation if fusion is None else frame.parent.computation
     collective = Collective(
         kind=kind, axes=axes, dtype=_dtypes(operands), arrays=arrays, count=1, bytes=size,
         wire_bytes=_wire_bytes(kind, size, n), in_loop=0, sliced=sliced > 0, sliced_bytes=sliced,
-        name=(fusion or instruction).name,
-        source=source_of(instruction) or (source_of(fusion) if fusion is not None else ""),
-        **overlap,
+        name=outer.name, source=source_of(instruction) or source_of(outer),
+        **overlap_of(analysis, around, outer),
     )  # fmt: skip
     return [collective], unknown
 
@@ -202,13 +190,8 @@ def _participants(
         groups = [pair for pair in groups if pair[0] != pair[1]]
     n = max((len(group) for group in groups), default=1)
     axes = analysis.mesh.spanned(groups, analysis.mesh.within) if n > 1 else ()
-    if axes is None:
-        return (
-            None,
-            n,
-            [f"mesh axes of {instruction.label}: its groups are not of this mesh"],
-        )
-    return axes, n, []
+    note = f"mesh axes of {instruction.label}: its groups are not of this mesh"
+    return axes, n, [note] if axes is None else []
 
 
 def _dtypes(operands: Sequence[Instruction]) -> str:
@@ -220,10 +203,7 @@ def _num_joined(module: Module, computation: Computation, operand: Instruction) 
     """The number of arrays in one operand: GPU programs join them end to end."""
     while operand.op == "bitcast":
         operand = computation.by_name[operand.operands[0]]
-    joined = operand
-    if operand.op == "fusion":
-        (fused,) = module.called(operand)
-        joined = fused.root
+    joined = next(module.called(operand)).root if operand.op == "fusion" else operand
     if joined.op == "concatenate" and len(joined.arrays[0].dims) == 1:
         return len(joined.operands)
     return len(operand.arrays)
@@ -260,13 +240,9 @@ def _sliced_bytes(module: Module, frame: Frame, reduce: Instruction, n: int) -> 
     if len(arrays) == 1:
         sliced = _only_sliced(module, frame, result, arrays[0].arrays[0].size // n)
         return arrays[0].bytes if sliced else 0
-    total = 0
+    total, users = 0, frame.computation.users[result.name]
     for number, array in enumerate(arrays):
-        elements = [
-            user
-            for user in frame.computation.users[result.name]
-            if user.op == "get-tuple-element" and user.index == number
-        ]
+        elements = [one for one in users if one.op == "get-tuple-element" and one.index == number]
         limit = array.arrays[0].size // n
         if elements and all(_only_sliced(module, frame, one, limit) for one in elements):
             total += array.bytes
@@ -284,9 +260,8 @@ def _only_sliced(module: Module, frame: Frame, array: Instruction, limit: int) -
             if not _only_sliced(module, frame, user, limit):
                 return False
         elif user.op == "dynamic-slice" and user.operands[0] == array.name:
-            if user.arrays[0].size > limit:
-                return False
-            if not hlo_text.depends_on_device(module, frame, user.operands[1:]):
+            chosen = hlo_text.depends_on_device(module, frame, user.operands[1:])
+            if user.arrays[0].size > limit or not chosen:
                 return False
         elif user.op == "fusion":
             inner = frame.enter(module, user)
@@ -363,19 +338,17 @@ def read_chains(
     position = frame.computation.position
     for fusions, inside, part in _chains(analysis, frame.computation):
         first, last = fusions[0], fusions[-1]
-        inner = Frame(inside, first, frame)
-        listed, notes = read_collective(analysis, inner, part, fusion=first)
-        between = _num_computes(
-            analysis, frame.computation, position[first.name], position[last.name] + 1
-        )
+        listed, notes = read_collective(analysis, Frame(inside, first, frame), part, fusion=first)
+        begin, end = position[first.name], position[last.name] + 1
+        changes = {
+            "asynchronous": len(fusions) > 1,
+            "hidden_by": _num_computes(analysis, frame.computation, begin, end),
+            "name": ",".join(fusion.name for fusion in fusions),
+        }
         collectives += [
-            dataclasses.replace(
-                one, asynchronous=len(fusions) > 1, hidden_by=between,
-                name=",".join(fusion.name for fusion in fusions),
-                source=one.source or source_of(last),
-            )
+            dataclasses.replace(one, source=one.source or source_of(last), **changes)
             for one in listed
-        ]  # fmt: skip
+        ]
         unknown += notes
         firsts.append((inside, part))
     return collectives, unknown, firsts
@@ -386,9 +359,7 @@ def _chains(
 ) -> list[tuple[list[Instruction], Computation, Instruction]]:
     """For each chain its fusions, and the collective in the first of them."""
     open_chains, ended = {}, []
-    for fusion in computation.instructions:
-        if fusion.op != "fusion":
-            continue
+    for fusion in (one for one in computation.instructions if one.op == "fusion"):
         contents = fusion_contents(analysis, fusion)
         for key, (inside, part) in contents.chains().items():
             open_chains.setdefault(key, ([], inside, part))[0].append(fusion)
@@ -404,6 +375,7 @@ _TRANSFERS = {
 # A device is written as 100000 x its slice, counted from 1, + its number in the slice.
 _SLICE = 100_000
 _TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\}(?:x\{[\d:,]*\})?)"?,_xla')
+_RENDEZVOUS = "_xla_host_transfer_rendezvous"
 _PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{.*?\}\})')
 
 
@@ -430,22 +402,17 @@ def read_send(
         wire_bytes=_wire_bytes(transfer, size, n), asynchronous=True,
         hidden_by=_num_computes(analysis, computation, begin, end), in_loop=0, sliced=False,
         name=send.name,
-        source=source_of(send) or f"{transfer} {_rendezvous(send) or ''}".strip(),
+        source=source_of(send) or f"{transfer} {send.quoted(_RENDEZVOUS) or ''}".strip(),
     )  # fmt: skip
     return [collective], [] if axes is not None else [f"destination of {send.label}"]
 
 
-def _rendezvous(instruction: Instruction) -> str | None:
-    return instruction.quoted("_xla_host_transfer_rendezvous")
-
-
 def _reply_position(computation: Computation, send: Instruction) -> int:
     """The position at which the reply to a send has been received."""
-    if (name := _rendezvous(send)) is not None:
-        for instruction in computation.instructions:
-            if instruction.op == "recv" and _rendezvous(instruction) == name:
-                return _position(computation, _done(computation, instruction))
-    return _position(computation, _done(computation, send))
+    name = send.quoted(_RENDEZVOUS)
+    receives = (one for one in computation.instructions if one.op == "recv" and name is not None)
+    receive = next((one for one in receives if one.quoted(_RENDEZVOUS) == name), send)
+    return _position(computation, _done(computation, receive))
 
 
 def _id_groups(text: str) -> list[list[int]]:

@@ -4,15 +4,15 @@ State and batch are shapes only. A program that does not fit is a `Result` like 
 compilers refuse it, but report the two amounts of memory and write the buffers down first.
 """
 
+import contextlib
 import copy
-import dataclasses
 import os
 import re
 import tempfile
 import time
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmx import config, sharding
 from llmx.aot import peak_memory, report, topologies
@@ -32,8 +32,7 @@ class CompileError(RuntimeError):
     """The compiler refuses the program, for another reason than its size."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OutOfMemory:
+class OutOfMemory(NamedTuple):
     """What XLA:TPU reports of a program that does not fit, in bytes of one device."""
 
     needed: int
@@ -64,14 +63,9 @@ def resolve(
 def compile(run: config.Config, topology: str | topologies.Topology, *, phase: str = "") -> Result:
     """Compiles a run's train step for a machine and reports its memory and costs.
 
-    Args:
-      run: a config, resolved or not.
-      topology: the machine, by name (see `topologies`).
-      phase: which program, if replicas do not average gradients: a phase of `llmx.sync`, or
-        "exchange"; "" = the phase that most steps are in.
-
-    Raises ValueError for a wrong config or topology, and CompileError where the compiler refuses
-    the program for another reason than its size.
+    `phase` names the program, if replicas do not average gradients: a phase of `llmx.sync`, or
+    "exchange"; "" = the phase that most steps are in. Raises ValueError for a wrong config or
+    topology, and CompileError where the compiler refuses the program, except for its size.
     """
     if isinstance(topology, str):
         topology = topologies.parse(topology)
@@ -108,10 +102,8 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     flops = costs.training_flops_per_token(run.model, sequence_length=length)
     return Result(
         run=run, topology=topology, phase=chosen, fused=_fused(recipe.strategy, chosen),
-        memory=memory,
-        largest=() if peak is None else peak.buffers,
-        program=program, state=_state_bytes(recipe),
-        num_parameters=costs.num_parameters(run.model),
+        memory=memory, largest=() if peak is None else peak.buffers, program=program,
+        state=_state_bytes(recipe), num_parameters=costs.num_parameters(run.model),
         model_flops=flops * run.batch.size * length / topology.num_devices,
         lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
         versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
@@ -120,12 +112,12 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
 
 def _phase(strategy: Strategy, phase: str) -> str:
     """The phase to compile; "" where a run has one program only."""
+    if len(strategy.phases) == 1 and phase:
+        raise ValueError(
+            f"--phase={phase}: the run has one program, as its sync.strategy is 'mean'; leave it "
+            "out"
+        )
     if len(strategy.phases) == 1:
-        if phase:
-            raise ValueError(
-                f"--phase={phase}: the run has one program, as its sync.strategy is 'mean'; leave "
-                "it out"
-            )
         return ""
     phases = strategy.timetable.phases_from(0)
     known = (*phases, *((EXCHANGE,) if strategy.outer else ()))
@@ -140,8 +132,8 @@ def _lowered(recipe: "Recipe", phase: str) -> Any:
     if phase == EXCHANGE:
         whole_model = max(recipe.strategy.outer, key=len)
         return recipe.strategy.outer[whole_model].lower(recipe.abstract)
-    made = step.make_train_step(recipe, phase or "mean")
-    return made.lower(recipe.abstract, recipe.abstract_batch)
+    train_step = step.make_train_step(recipe, phase or "mean")
+    return train_step.lower(recipe.abstract, recipe.abstract_batch)
 
 
 def _fused(strategy: Strategy, phase: str) -> tuple[int, tuple[int, ...]]:
@@ -199,25 +191,19 @@ def _memory(
             + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes,
         ), unknown  # fmt: skip
     unknown.append("host memory, and outputs apart from temporaries: the compilation stopped early")
-    needed, buffers = refusal.needed, () if peak is None else peak.buffers
-    if peak is not None and abs(peak.bytes - needed) > 0.01 * needed:
-        unknown.append(
-            f"which of {report.size(peak.bytes)} (buffers) and {report.size(needed)} is right"
-        )
-    elif peak is not None:
-        needed = peak.bytes
-    arguments = sum(buffer.bytes for buffer in buffers if buffer.argument)
-    return Memory(
-        arguments=arguments, outputs=0, temporaries=needed - arguments, peak=needed,
-        limit=refusal.available, host=None,
-    ), unknown  # fmt: skip
+    needed, arguments = refusal.needed, 0
+    if peak is not None:
+        arguments = sum(buffer.bytes for buffer in peak.buffers if buffer.argument)
+        if abs(peak.bytes - needed) <= 0.01 * needed:
+            needed = peak.bytes
+        else:
+            sizes = f"{report.size(peak.bytes)} (buffers) and {report.size(needed)}"
+            unknown.append(f"which of {sizes} is right")
+    return Memory(arguments, 0, needed - arguments, needed, refusal.available, None), unknown
 
 
 def state_bytes(run: config.Config, topology: topologies.Topology) -> int:
-    """Bytes of state and batch on one device; nothing is compiled.
-
-    Raises ValueError where config and machine do not go together.
-    """
+    """Bytes of state and batch on one device; ValueError where config and machine do not fit."""
     from llmx.config.recipe import make_recipe
 
     recipe = make_recipe(run, devices=topologies.devices(topology))
@@ -245,15 +231,13 @@ def _versions(topology: topologies.Topology) -> dict[str, str]:
     packages = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
     versions = {"jax": jax.__version__}
     for package in packages[topology.platform]:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_AMOUNT = r"([\d.]+)([KMGTB]?)"
+_AMOUNT = r"([\d.]+[KMGTB]?)"
 
 
 def parse_out_of_memory(text: str) -> OutOfMemory | None:
@@ -261,16 +245,12 @@ def parse_out_of_memory(text: str) -> OutOfMemory | None:
 
     A program without room in vector memory is not: there a kernel's blocks are too large.
     """
-    if "RESOURCE_EXHAUSTED" not in text:
-        return None
     for pattern in (
         rf"HLO temporaries \({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)",
         rf"Ran out of memory in memory space hbm. Used {_AMOUNT} of {_AMOUNT} hbm",
     ):
-        if match := re.search(pattern, text):
-            needed, needed_unit, available, available_unit = match.groups()
-            return OutOfMemory(
-                int(float(needed) * _UNITS[needed_unit]),
-                int(float(available) * _UNITS[available_unit]),
-            )
+        if "RESOURCE_EXHAUSTED" in text and (match := re.search(pattern, text)):
+            numbers = [float(amount.rstrip("KMGTB")) for amount in match.groups()]
+            units = [_UNITS[amount.lstrip("0123456789.")] for amount in match.groups()]
+            return OutOfMemory(*(int(n * unit) for n, unit in zip(numbers, units, strict=True)))
     return None

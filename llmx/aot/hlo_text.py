@@ -1,8 +1,7 @@
 """Parses the text of a compiled XLA program: computations, instructions, types and device groups.
 
 It also evaluates scalars, as far as the text defines them: trip counts of loops, and whether a
-value depends on the device. CPU, GPU and TPU compilers print dialects of one language; this reads
-what they have in common. `llmx.aot.program` makes a cost report of it.
+value depends on the device. It reads what the texts of CPU, GPU and TPU compilers have in common.
 
 Reference: openxla.org/xla/operation_semantics; xla/hlo/parser in github.com/openxla/xla.
 """
@@ -25,10 +24,9 @@ def bits_of(dtype: str) -> int:
     """Bits of one element: of "bf16", "f8e4m3fn", "u4", ..."""
     if dtype in _SPECIAL_BITS:
         return _SPECIAL_BITS[dtype]
-    width = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
-    if width is None:
-        raise ValueError(f"element type {dtype!r} of the program's text is unknown: add its width")
-    return int(width.group(1))
+    if width := re.match(r"(?:bf|f|s|u|c)(\d+)", dtype):
+        return int(width.group(1))
+    raise ValueError(f"element type {dtype!r} of the program's text is unknown: add its width")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +71,21 @@ class Instruction:
     @functools.cached_property
     def _end(self) -> int:
         """Where the parenthesis of the operands closes."""
-        depth = 0
+        depth = 1
         for match in re.finditer(r"[()]", self.rest):
-            if match.group() == "(":
-                depth += 1
-            elif depth == 0:
+            depth += 1 if match.group() == "(" else -1
+            if depth == 0:
                 return match.start()
-            else:
-                depth -= 1
         return len(self.rest)
-
-    @functools.cached_property
-    def operands(self) -> tuple[str, ...]:
-        return tuple(re.findall(r"%([\w.\-]+)", self.rest[: self._end]))
 
     @property
     def literal(self) -> str:
-        """The value of a constant, or the number of a parameter."""
+        """The text of the operands: the value of a constant, the number of a parameter."""
         return self.rest[: self._end]
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(re.findall(r"%([\w.\-]+)", self.literal))
 
     @functools.cached_property
     def attributes(self) -> str:
@@ -121,7 +116,7 @@ class Instruction:
     def integers(self, name: str) -> tuple[int, ...]:
         """The numbers of `name={0,1}`; () where there is none."""
         match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(number) for number in match.group(1).split(",") if number) if match else ()
+        return tuple(_integers(match.group(1))) if match else ()
 
     def quoted(self, name: str) -> str | None:
         """The text of `name="..."`."""
@@ -136,14 +131,11 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs once, or one of which it runs; not those of a loop."""
-        branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
-        if branches:
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.attributes):
             return tuple(re.findall(r"%([\w.\-]+)", branches.group(1)))
-        names = {
-            "conditional": ("true_computation", "false_computation"),
-            "call": ("to_apply",),
-            "call-start": ("to_apply",),
-        }.get(self.op, ("calls",))
+        names = ["to_apply"] if self.op in ("call", "call-start") else ["calls"]
+        if self.op == "conditional":
+            names = ["true_computation", "false_computation"]
         return tuple(match for name in names if (match := self.attribute(name)))
 
 
@@ -207,10 +199,7 @@ _BEGIN = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = ")
 
 
 def parse(text: str) -> Module:
-    """The module of a compiled program's text.
-
-    Raises ValueError if it is not the text of a scheduled program.
-    """
+    """The module of a compiled program's text; ValueError if it is not of a scheduled program."""
     lines = text.split("\n")
     if not lines[0].startswith("HloModule") or "is_scheduled=true" not in lines[0]:
         raise ValueError(
@@ -226,8 +215,8 @@ def parse(text: str) -> Module:
             text = "\n".join(pieces)
             if (match := _LINE.match(text)) is None:
                 raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
-            root, name, type_text, op, rest = match.groups()
-            current.instructions.append(Instruction(name, type_text, op, rest, bool(root)))
+            root, *fields = match.groups()
+            current.instructions.append(Instruction(*fields, root=bool(root)))
             pieces.clear()
 
     for line in lines[1:]:
@@ -247,11 +236,9 @@ def parse(text: str) -> Module:
             pieces.append(line)
     if entry is None:
         raise ValueError("the program's text has no ENTRY computation: it is cut off")
-    count = {
-        name: int(match.group(1)) if (match := re.search(rf"\b{name}=(\d+)", lines[0])) else 1
-        for name in ("num_partitions", "replica_count")
-    }
-    return Module(computations, entry, count["num_partitions"], count["replica_count"])
+    counts = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", lines[0]))
+    num_partitions, num_replicas = counts.get("num_partitions", 1), counts.get("replica_count", 1)
+    return Module(computations, entry, int(num_partitions), int(num_replicas))
 
 
 COLLECTIVES = (
@@ -289,15 +276,11 @@ _LIST = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})?
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | None:
-    """The groups of logical devices that a collective works in; of a permute, its pairs.
-
-    None: the notation is unknown.
-    """
+    """The groups of logical devices of a collective, or pairs of a permute; None: unknown."""
     text = instruction.attributes
     if match := _GRID.search(text):
-        shape, dims, order = (_integers(part or "") for part in match.groups())
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+        shape, dims, order = match.groups()
+        return _grid(dims, order).reshape(_integers(shape)).tolist()
     if match := _MESH.search(text):
         return _mesh_groups(*match.groups())
     if match := _LIST.search(text):
@@ -305,6 +288,13 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | N
             return [list(range(num_devices))]
         return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", match.group(1))]
     return None
+
+
+def _grid(dims: str, order: str | None) -> np.ndarray:
+    """The numbers from 0 on in an array of shape `dims`, transposed by `order`."""
+    shape = _integers(dims)
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    return grid.transpose(_integers(order)) if order else grid
 
 
 def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] | None:
@@ -318,9 +308,7 @@ def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] |
         return None
     ids = np.arange(math.prod(sizes.values()))
     if devices and (grid := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices)):
-        dims, order = _integers(grid.group(1)), _integers(grid.group(2) or "")
-        ids = ids.reshape(dims)
-        ids = (ids.transpose(order) if order else ids).reshape(-1)
+        ids = _grid(*grid.groups())
     elif devices:
         ids = np.array(_integers(devices))
     shape, inside = [], []
@@ -378,8 +366,8 @@ def scalar(module: Module, frame: Frame, name: str, path: tuple[int, ...] = ()) 
     instruction = frame.computation.by_name[name]
     op, operands = instruction.op, instruction.operands
     if op == "constant":
-        text = instruction.literal
-        return Scalar(int(text)) if re.fullmatch(r"-?\d+", text) else None
+        number = re.fullmatch(r"-?\d+", instruction.literal)
+        return Scalar(int(number.group())) if number else None
     if op in _SAME:
         return scalar(module, frame, operands[0], path)
     if op == "get-tuple-element":
@@ -461,8 +449,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
             compare = inner.computation.by_name[compare.operands[0]]
     if compare.op != "compare":
         return None
-    left, right = (scalar(module, inner, operand) for operand in compare.operands)
     direction = compare.attribute("direction")
+    left, right = (scalar(module, inner, operand) for operand in compare.operands)
     if left is None or right is None or (left.symbol is None) == (right.symbol is None):
         return None
     if left.symbol is None:
@@ -505,9 +493,9 @@ def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> boo
     seen, todo = set(), [(frame, name, ()) for name in names]
     while todo:
         where, name, path = todo.pop()
-        if (id(where.computation), name, path) in seen:
+        if (key := (where.computation.name, name, path)) in seen:
             continue
-        seen.add((id(where.computation), name, path))
+        seen.add(key)
         instruction = where.computation.by_name[name]
         op, operands = instruction.op, instruction.operands
         if op in ("partition-id", "replica-id"):

@@ -2,7 +2,6 @@
 
 FLOPs are those of matrix products and convolutions, a multiply-add counting as 2. TPU programs
 write every matrix product as a convolution. Window positions on padding or on holes do not count.
-
 Bytes are those of an operation's operands and results, in any memory; a fusion is one operation.
 Of a sliced array the bytes of the slice count, of one updated in place those of the update.
 
@@ -17,13 +16,11 @@ import numpy as np
 
 from llmx.aot.hlo_text import Array, Computation, Instruction, Module, collective_kind
 
-_GEMM = "__cublas$"
-
 
 def is_product(instruction: Instruction) -> bool:
     """Whether it is a matrix product or a convolution, cuBLAS calls included."""
     if instruction.op == "custom-call":
-        return (instruction.quoted("custom_call_target") or "").startswith(_GEMM)
+        return (instruction.quoted("custom_call_target") or "").startswith("__cublas$")
     return instruction.op in ("dot", "scaled-dot", "convolution")
 
 
@@ -38,12 +35,9 @@ _NO_KERNELS = {
 
 def is_kernel(instruction: Instruction) -> bool:
     """Whether it calls a computation that the text does not show; cuBLAS calls are products."""
-    called = instruction.op in ("custom-call", "custom-call-start")
-    return (
-        called
-        and instruction.quoted("custom_call_target") not in _NO_KERNELS
-        and not is_product(instruction)
-    )
+    if instruction.op not in ("custom-call", "custom-call-start") or is_product(instruction):
+        return False
+    return instruction.quoted("custom_call_target") not in _NO_KERNELS
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> float | None:
@@ -69,30 +63,24 @@ def _convolution(instruction: Instruction, left: Array, right: Array, out: Array
     of_left, of_right, of_out = labels.groups()
     groups = int(instruction.attribute("feature_group_count") or 1)
     batches = int(instruction.attribute("batch_group_count") or 1)
-    window = re.search(r"\bwindow=\{([^}]*)\}", instruction.attributes)
-    values = dict(part.split("=") for part in window.group(1).split()) if window else {}
     products = left.dims[of_left.index("f")] // groups * right.dims[of_right.index("o")]
     products *= left.dims[of_left.index("b")] // batches
+    window = re.search(r"\bwindow=\{([^}]*)\}", instruction.attributes)
+    values = dict(part.split("=") for part in window.group(1).split()) if window else {}
     for dim, label in enumerate(sorted(set(of_left) - {"b", "f"})):
-
-        def per_dim(name: str, default: str, dim=dim) -> str:
-            return values[name].split("x")[dim] if name in values else default
-
+        # "size=3x3 pad=1_1x1_1": of a padding the part before the array counts.
+        window = {name: int(text.split("x")[dim].split("_")[0]) for name, text in values.items()}
         products *= _positions(
-            size=left.dims[of_left.index(label)],
-            out=out.dims[of_out.index(label)],
-            window=int(per_dim("size", "1")),
-            stride=int(per_dim("stride", "1")),
-            pad=int(per_dim("pad", "0_0").split("_")[0]),
-            dilation=int(per_dim("lhs_dilate", "1")),
-            window_dilation=int(per_dim("rhs_dilate", "1")),
-        )
+            left.dims[of_left.index(label)], out.dims[of_out.index(label)],
+            window=window.get("size", 1), stride=window.get("stride", 1), pad=window.get("pad", 0),
+            dilation=window.get("lhs_dilate", 1), window_dilation=window.get("rhs_dilate", 1),
+        )  # fmt: skip
     return 2.0 * products
 
 
 @functools.cache
 def _positions(
-    *, size: int, out: int, window: int, stride: int, pad: int, dilation: int, window_dilation: int
+    size: int, out: int, *, window: int, stride: int, pad: int, dilation: int, window_dilation: int
 ) -> int:
     """Pairs of an output position and a window position that meet an element of the input."""
     starts, steps = np.arange(out) * stride - pad, np.arange(window) * window_dilation
@@ -127,10 +115,10 @@ def bytes_of(module: Module, computation: Computation, instruction: Instruction)
     Those of a fusion do not include the bytes of a collective inside it.
     """
     op = instruction.op
-    if op in _FREE or op.endswith("-update"):
-        return 0.0
-    if op in _ENDS or op in _SLICES:
+    if op in _ENDS or op in _SLICES or op == "all-reduce-start":
         return 2.0 * instruction.bytes
+    if op in _FREE or op.endswith(("-update", "-done")):
+        return 0.0
     operands = computation.operands_of(instruction)
     if op == "dynamic-update-slice":
         return 2.0 * operands[1].bytes
@@ -143,10 +131,6 @@ def bytes_of(module: Module, computation: Computation, instruction: Instruction)
             for number, operand in enumerate(operands)
         )
         return float(read + _written(module, fused, fused.root))
-    if op.endswith("-done"):
-        return 0.0
-    if op == "all-reduce-start":
-        return 2.0 * instruction.bytes
     if op.endswith("-start"):
         return float(instruction.bytes)  # it names operands and results
     if instruction.quoted("custom_call_target") in _NO_KERNELS:

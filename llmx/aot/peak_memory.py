@@ -2,11 +2,9 @@
 
 XLA can dump its buffer assignment, even of a program that it then refuses because it does not fit:
 the address, the size and the live range of every value, counted in instructions of the schedule.
-`at_peak` finds the moment of most memory, and the arrays at that moment with the line of source
-that made each.
-
-`peak_memory_in_bytes` of `compiled.memory_analysis()` is the same sum without the arrays. Arrays
-in other memories (the host's, vector memory) are not counted.
+`at_peak` finds the moment of most memory (`peak_memory_in_bytes` of `compiled.memory_analysis()`)
+and the arrays at that moment with the line of source that made each. Arrays in other memories (the
+host's, vector memory) are not counted.
 """
 
 import collections
@@ -18,12 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from llmx.aot import hlo_text
 from llmx.aot.hlo_text import Instruction
-
-# Endings of the files of a dump, behind the name of the module.
-_BEFORE = "before_optimizations.txt"
-_AFTER = "after_optimizations.txt"
-_ASSIGNMENT = "after_optimizations-buffer-assignment.txt"
-_LIVE_RANGES = "after_optimizations-live-range.txt"
 
 
 def dump_options(folder: str | pathlib.Path) -> dict[str, str | bool]:
@@ -46,10 +38,13 @@ def read_dump(folder: str | pathlib.Path, module: str) -> Dump:
     files = [path for path in pathlib.Path(folder).glob("*.txt") if module in path.name]
 
     def text(ending: str) -> str:
-        texts = [path for path in files if path.name.endswith(ending)]
-        return texts[0].read_text() if texts else ""
+        return next((p.read_text() for p in files if p.name.endswith(f"{ending}.txt")), "")
 
-    return Dump(text(_BEFORE), text(_AFTER), text(_ASSIGNMENT), text(_LIVE_RANGES))
+    return Dump(
+        before=text("before_optimizations"), after=text("after_optimizations"),
+        assignment=text("after_optimizations-buffer-assignment"),
+        live_ranges=text("after_optimizations-live-range"),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +89,7 @@ def at_peak(dump: Dump) -> Peak | None:
     """
     permanent, temporary = _assignment(dump.assignment)
     ranges = _live_ranges(dump.live_ranges)
-    if not permanent or not ranges:
+    if not (permanent and ranges):
         return None
     temporary = [value for value in temporary if value.name in ranges]
     live = _live_at(_peak_moment(temporary, ranges), temporary, ranges)
@@ -105,21 +100,20 @@ def at_peak(dump: Dump) -> Peak | None:
 
 def _assignment(text: str) -> tuple[list[_Value], list[_Value]]:
     """The permanent and the temporary values in the device's main memory."""
-    permanent, temporary, kind = [], [], ""
-    seen = False
+    permanent, temporary, kind, seen = [], [], "", False
     for line in text.splitlines():
         if line.startswith("allocation "):
-            header = re.match(r"allocation \d+: size (\d+)(.*):$", line)
-            traits = header.group(2)
+            traits = re.match(r"allocation \d+: size \d+(.*):$", line).group(1)
             # Colors other than 0 are other memories: vector memory, scalars, the host's.
             other_memory = re.search(r"color [1-9]", traits) or "thread-local" in traits
-            kind = "" if other_memory else traits
-            seen = False
+            kind, seen = "" if other_memory else traits, False
         elif kind and (value := _VALUE.match(line)):
             name, size, offset, shape = value.groups()
-            shape = "tuple" if shape.startswith("(") else shape.partition("{")[0]
-            begin, argument = int(offset), "parameter" in kind
-            assigned = _Value(name.removesuffix("{}"), shape, begin, begin + int(size), argument)
+            assigned = _Value(
+                name=name.removesuffix("{}"),
+                shape="tuple" if shape.startswith("(") else shape.partition("{")[0],
+                begin=int(offset), end=int(offset) + int(size), argument="parameter" in kind,
+            )  # fmt: skip
             if "preallocated-temp" in kind:
                 temporary.append(assigned)
             elif not seen:  # the others reuse its memory: outputs that overwrite arguments
@@ -193,13 +187,7 @@ def _buffers(
         operation, frame = max(origins, key=lambda pair: (pair[1] > 0, len(pair[0])))
         key = (value.shape, _readable(operation), line_of(frame), value.argument)
         groups[key].append(value.end - value.begin)
-    buffers = [
-        Buffer(
-            bytes=sum(sizes), count=len(sizes), shape=shape, operation=operation,
-            source=source, argument=argument,
-        )
-        for (shape, operation, source, argument), sizes in groups.items()
-    ]  # fmt: skip
+    buffers = [Buffer(sum(sizes), len(sizes), *key) for key, sizes in groups.items()]
     return sorted(buffers, key=lambda buffer: -buffer.bytes)
 
 
@@ -225,14 +213,11 @@ def _same_slot(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[
 
 def _origin(instructions: Mapping[str, Instruction], name: str) -> tuple[str, int]:
     """(operation, stack frame) of a value; of its operand if the compiler created it."""
-    instruction = instructions.get(re.sub(r"\{.*", "", name))
-    if instruction is None:
-        return "", 0
+    instruction = instructions.get(name.partition("{")[0])
     operation, frame = _traced(instruction)
-    if operation or instruction.op in ("parameter", "while"):
+    if instruction is None or operation or instruction.op in ("parameter", "while"):
         return operation, frame
-    operand = instruction.operands[0] if instruction.operands else ""
-    operation, frame = _traced(instructions.get(operand))
+    operation, frame = _traced(instructions.get(next(iter(instruction.operands), "")))
     return (f"{instruction.op} of {operation}", frame) if operation else (instruction.op, 0)
 
 
@@ -240,8 +225,7 @@ def _traced(instruction: Instruction | None) -> tuple[str, int]:
     """(operation of the traced program, stack frame); ("", 0) where the text has none."""
     if instruction is None:
         return "", 0
-    frame = instruction.attribute("stack_frame_id")
-    return instruction.quoted("op_name") or "", int(frame or 0)
+    return instruction.quoted("op_name") or "", int(instruction.attribute("stack_frame_id") or 0)
 
 
 _WORDS = {
@@ -257,19 +241,16 @@ def _readable(operation: str) -> str:
         return f"{op} of {_readable(source)}"
     if operation.startswith(("state", "batch")):  # state.params[\'blocks\'][\'mlp\']
         return re.sub(r"\[\\?'([^]]*?)\\?'\]", r"/\1", operation)
-    parts = operation.partition(":")[0].split("/")
-    parts = [part.removeprefix("(") if part not in _WORDS else _WORDS[part] for part in parts]
+    parts = [part.removeprefix("(") for part in operation.partition(":")[0].split("/")]
     parts = [_WORDS.get(part, part) for part in parts]
     return "/".join(part for part in parts if part not in _TRACING and not part.startswith("jit("))
 
 
 def _source_lines(program: str) -> Callable[[int], str]:
     """A function from a stack frame to the innermost line of llmx, else of any file, in it."""
-    files = dict(_table(program, "FileNames", r'"([^"]*)"'))
     row = r"\{file_name_id=(\d+) function_name_id=\d+ line=(\d+)"
-    lines = {
-        number: (files[file], line) for number, file, line in _table(program, "FileLocations", row)
-    }
+    files = dict(_table(program, "FileNames", r'"([^"]*)"'))
+    lines = {number: fields for number, *fields in _table(program, "FileLocations", row)}
     row = r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     frames = {number: fields for number, *fields in _table(program, "StackFrames", row)}
 
@@ -277,10 +258,10 @@ def _source_lines(program: str) -> Callable[[int], str]:
         innermost, number = "", str(frame)
         while number in frames:
             location, parent = frames[number]
-            path, line = lines[location]
-            text = f"{pathlib.PurePath(path).name}:{line}"
+            file, line = lines[location]
+            text = f"{pathlib.PurePath(files[file]).name}:{line}"
             innermost = innermost or text
-            if "/llmx/" in path:
+            if "/llmx/" in files[file]:
                 return text
             # Numbers of parents are written plus one; 1 is none.
             number = str(int(parent) - 1) if parent else ""

@@ -1,12 +1,10 @@
 """The cost report of a compiled program: what one step computes, moves and waits for, per device.
 
 `read` takes the text of a compiled, partitioned and scheduled XLA program (`compiled.as_text()`
-for CPU, GPU or TPU; no such device is needed). It lists every collective with its kind, mesh axes,
-bytes and executions per step, and adds up FLOPs, memory traffic and kernels. Loops are multiplied
-in, which `compiled.cost_analysis()` does not do. A figure that the text does not contain is None,
-and `CostReport.unknown` says why.
-
-`instruction_costs` defines FLOPs and bytes, `collectives` the bytes on the wire.
+for CPU, GPU or TPU; no such device is needed). Loops are multiplied in, which
+`compiled.cost_analysis()` does not do. A figure that the text does not contain is None, and
+`CostReport.unknown` says why. `instruction_costs` defines FLOPs and bytes, `collectives` the bytes
+on the wire.
 """
 
 import collections
@@ -53,13 +51,12 @@ class CostReport:
 
         All of them by default. Those whose axes are unknown are selected by kind only.
         """
-        kinds = {kind} if isinstance(kind, str) else kind
-        wanted = {axes} if isinstance(axes, str) else None if axes is None else set(axes)
+        kinds, wanted = ({one} if isinstance(one, str) else one for one in (kind, axes))
         return tuple(
             one
             for one in self.collectives
             if (kinds is None or one.kind in kinds)
-            and (wanted is None or (one.axes is not None and set(one.axes) == wanted))
+            and (wanted is None or (one.axes is not None and set(one.axes) == set(wanted)))
             and (across is None or (one.axes is not None and across in one.axes))
         )
 
@@ -67,10 +64,9 @@ class CostReport:
 def read(
     text: str, mesh: Sequence[tuple[str, int]], *, across_slices: Sequence[str] = ()
 ) -> CostReport:
-    """The cost report of a compiled program.
+    """The cost report of the compiled program with this text.
 
     Args:
-      text: `compiled.as_text()`.
       mesh: (axis, size) of the mesh that the program was compiled for, outermost first.
       across_slices: the axes that cross TPU slices, as given to `sharding.make_mesh`. A program for
         several slices is the text of one; without this the outermost axes are taken to cross them.
@@ -92,11 +88,11 @@ def read(
 def _not_visited(analysis: Analysis) -> list[str]:
     """Collectives and products in computations that no visited instruction is known to run."""
     names = [
-        instruction.name
+        one.name
         for computation in analysis.module.computations.values()
-        for instruction in computation.instructions
-        if (collective_kind(instruction) or instruction_costs.is_product(instruction))
-        and instruction.name not in analysis.visited
+        for one in computation.instructions
+        if (collective_kind(one) or instruction_costs.is_product(one))
+        and one.name not in analysis.visited
     ]
     if not names:
         return []
@@ -200,7 +196,7 @@ def _instruction(analysis: Analysis, frame: Frame, instruction: Instruction) -> 
 def _fusion(analysis: Analysis, frame: Frame, fusion: Instruction) -> CostReport:
     contents = collectives.fusion_contents(analysis, fusion)
     reports = [_products(contents.flops, contents.unread)]
-    chained = list(contents.chains().values())
+    chained = contents.chains().values()
     for computation, instruction in contents.collectives:
         if (computation, instruction) in chained:
             continue  # counted where the chain begins
@@ -254,11 +250,8 @@ def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> Cos
     flops = [report.flops for report in reports]
     calls = [len(report.kernels) for report in reports]
     unknown = [note for report in reports for note in report.unknown]
-    differing = [
-        f"{_either(values)} {what}"
-        for values, what in ((wires, "bytes sent"), (flops, "FLOPs"), (calls, "kernels"))
-        if len(set(values)) > 1
-    ]
+    costs = {"bytes sent": wires, "FLOPs": flops, "kernels": calls}
+    differing = [f"{_either(costs[what])} {what}" for what in costs if len(set(costs[what])) > 1]
     if differing:
         unknown.append(
             f"branch that {conditional.label} takes: {', '.join(differing)}; "

@@ -155,23 +155,19 @@ def _header(result: Result) -> list[str]:
 
 def _program(result: Result) -> list[str]:
     """Which of several programs was compiled, and its fused messages."""
-    if not result.phase:
-        return []
-    line = f"program     {result.phase}"
     count, messages = result.fused
+    fused = ""
     if messages:
-        largest = size(max(messages))
-        line += f"; {count} compressed tensors in {len(messages)} messages of up to {largest}"
-    return [line]
+        fused = f"; {count} compressed tensors in {len(messages)} messages of up to "
+        fused += size(max(messages))
+    return [f"program     {result.phase}{fused}"] if result.phase else []
 
 
 def _memory(result: Result) -> list[str]:
     memory = result.memory
-    verdict = (
-        f"fits, {size(memory.headroom)} left"
-        if result.fits
-        else f"DOES NOT FIT: {size(-memory.headroom)} too much"
-    )
+    verdict = f"fits, {size(memory.headroom)} left"
+    if not result.fits:
+        verdict = f"DOES NOT FIT: {size(-memory.headroom)} too much"
     host = "unknown" if memory.host is None else size(memory.host)
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in result.state.items())
     lines = [

@@ -4,14 +4,12 @@
     4@v5e:16x16     four slices of 256 chips, joined by the data-center network
     h100:4x8        four hosts with eight H100s each; h100:8 is one host
 
-`parse` needs no jax, so errors are reported at once. `devices` asks the compiler of the platform
-for devices to lower and compile for. Names for which libtpu would abort the process are refused
-before.
+`parse` needs no jax and refuses names for which libtpu would abort the process. `devices` asks the
+compiler of the platform for devices to lower and compile for.
 
 Sources: shapes of slices from the Cloud TPU documentation, pages "TPU v4" to "TPU7x (Ironwood)";
-wraparound from the scaling book (jax-ml.github.io/scaling-book/tpus): every axis of a slice built
-of whole 4x4x4 cubes, and the axes of 16 of a 2D slice. GPUs: NVIDIA's architecture white papers of
-Ampere, Hopper and Blackwell, and what the driver reports of these boards.
+wraparound from the scaling book (jax-ml.github.io/scaling-book/tpus). GPUs: NVIDIA's architecture
+white papers of Ampere, Hopper and Blackwell, and what the driver reports of these boards.
 """
 
 import dataclasses
@@ -26,16 +24,13 @@ from typing import Any
 
 from llmx.runtime import hardware
 
-GIB = hardware.GIB
-
 # Other common names.
 OTHER_NAMES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "v7x": "tpu7x", "v7": "tpu7x",
     "ironwood": "tpu7x", "a100_80gb": "a100", "h100_sxm": "h100",
 }  # fmt: skip
 
-# Compilation for more devices is untested.
-MAX_DEVICES = 2**16
+MAX_DEVICES = 2**16  # compilation for more is untested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +53,12 @@ class _Gpu:
 
     chip: str  # in hardware.CHIPS
     device_kind: str
+    memory_bytes: int  # that the driver reports
+    bandwidth: int  # bytes/s
     capability: int  # major version; the minor one is 0 for all of these
     num_cores: int  # streaming multiprocessors
     fpus_per_core: int  # fp32 lanes
     clock_ghz: float
-    memory_bytes: int  # that the driver reports
-    bandwidth: int  # bytes/s
     l2_bytes: int
     shared_bytes: int  # shared memory of a core
     num_links: int
@@ -73,24 +68,13 @@ _CUBELESS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 TPUS = {
     "v4": _Tpu(
-        chip="tpu_v4", device_kind="TPU v4", largest=(16, 16, 16), smallest=_CUBELESS,
-        hbm_gib=30.75, options={"chip_config_name": "megacore"},
+        "tpu_v4", "TPU v4", (16, 16, 16), _CUBELESS, 30.75, {"chip_config_name": "megacore"}
     ),
-    "v5e": _Tpu(
-        chip="tpu_v5e", device_kind="TPU v5 lite", largest=(16, 16), smallest=(), hbm_gib=15.75,
-    ),
-    "v5p": _Tpu(
-        chip="tpu_v5p", device_kind="TPU v5", largest=(16, 20, 28),
-        smallest=((1, 1, 1), *_CUBELESS), hbm_gib=95.73,
-    ),
-    "v6e": _Tpu(
-        chip="tpu_v6e", device_kind="TPU v6 lite", largest=(16, 16), smallest=(), hbm_gib=31.24,
-    ),
-    "tpu7x": _Tpu(
-        chip="tpu7x", device_kind="TPU7x", largest=(16, 24, 24),
-        smallest=((1, 1, 1), *_CUBELESS), hbm_gib=94.74,
-    ),
-}  # fmt: skip
+    "v5e": _Tpu("tpu_v5e", "TPU v5 lite", (16, 16), (), 15.75),
+    "v5p": _Tpu("tpu_v5p", "TPU v5", (16, 20, 28), ((1, 1, 1), *_CUBELESS), 95.73),
+    "v6e": _Tpu("tpu_v6e", "TPU v6 lite", (16, 16), (), 31.24),
+    "tpu7x": _Tpu("tpu7x", "TPU7x", (16, 24, 24), ((1, 1, 1), *_CUBELESS), 94.74),
+}
 
 # Slices of the 2D generations.
 _FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -103,30 +87,22 @@ _AMPERE = {
     "capability": 8, "num_cores": 108, "fpus_per_core": 64, "clock_ghz": 1.41,
     "l2_bytes": 40 * 2**20, "shared_bytes": 164 * 2**10, "num_links": 12,
 }  # fmt: skip
+_BLACKWELL = {
+    "capability": 10, "num_cores": 148, "fpus_per_core": 128, "clock_ghz": 1.965,
+    "l2_bytes": 132_644_864, "shared_bytes": 228 * 2**10, "num_links": 18,
+}  # fmt: skip
 
 GPUS = {
-    "h100": _Gpu(
-        chip="h100_sxm", device_kind="NVIDIA H100 80GB HBM3",
-        memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, **_HOPPER,
-    ),
-    "h200": _Gpu(
-        chip="h200", device_kind="NVIDIA H200",
-        memory_bytes=151_397_597_184, bandwidth=4_800_000_000_000, **_HOPPER,
-    ),
+    "h100": _Gpu("h100_sxm", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000, **_HOPPER),
+    "h200": _Gpu("h200", "NVIDIA H200", 151_397_597_184, 4_800_000_000_000, **_HOPPER),
     "a100": _Gpu(
-        chip="a100_80gb", device_kind="NVIDIA A100-SXM4-80GB",
-        memory_bytes=85_100_068_864, bandwidth=2_039_040_000_000, **_AMPERE,
+        "a100_80gb", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000, **_AMPERE
     ),
     "a100_40gb": _Gpu(
-        chip="a100_40gb", device_kind="NVIDIA A100-SXM4-40GB",
-        memory_bytes=42_331_013_120, bandwidth=1_555_200_000_000, **_AMPERE,
+        "a100_40gb", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 1_555_200_000_000, **_AMPERE
     ),
-    "b200": _Gpu(
-        chip="b200", device_kind="NVIDIA B200", capability=10, num_cores=148, fpus_per_core=128,
-        clock_ghz=1.965, memory_bytes=191_514_411_008, bandwidth=7_672_320_000_000,
-        l2_bytes=132_644_864, shared_bytes=228 * 2**10, num_links=18,
-    ),
-}  # fmt: skip
+    "b200": _Gpu("b200", "NVIDIA B200", 191_514_411_008, 7_672_320_000_000, **_BLACKWELL),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +125,13 @@ class Topology:
     @property
     def text(self) -> str:
         """ "4 slices of 16x16 TPU v5e, 1,024 devices"."""
-        shape = "x".join(map(str, self.shape))
         count = f"{self.num_devices:,} device{'s' if self.num_devices > 1 else ''}"
         if self.platform == "gpu":
             hosts, per_host = self.shape
             where = f"{hosts} hosts of {per_host}" if hosts > 1 else "one host of"
             return f"{where} {self.chip.name}, {count}"
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
-        return f"{slices}{shape} {self.chip.name}, {count}"
+        return f"{slices}{_by(self.shape)} {self.chip.name}, {count}"
 
 
 def parse(name: str) -> Topology:
@@ -206,20 +181,24 @@ def _unknown_family(name: str, family: str) -> str:
 
 
 def _slice(name: str, family: str, shape: tuple[int, ...]) -> Topology:
-    valid = slice_shapes(family)
+    tpu, valid = TPUS[family], slice_shapes(family)
     if shape not in valid:
         near = sorted(valid, key=lambda other: _distance(shape, other))[:3]
         raise ValueError(
             f"topology {name!r}: no {family} slice has this shape; the nearest are "
-            f"{', '.join(f'{family}:' + 'x'.join(map(str, one)) for one in near)} "
-            f"(the largest is {'x'.join(map(str, TPUS[family].largest))})"
+            f"{', '.join(f'{family}:{_by(one)}' for one in near)} (the largest is "
+            f"{_by(tpu.largest)})"
         )
-    tpu = TPUS[family]
     return Topology(
         name=name, platform="tpu", family=family, shape=shape, num_slices=1,
         chip=hardware.CHIPS[tpu.chip], device_kind=tpu.device_kind,
-        hbm_bytes=int(tpu.hbm_gib * GIB),
+        hbm_bytes=int(tpu.hbm_gib * hardware.GIB),
     )  # fmt: skip
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    """ "2x2x4"."""
+    return "x".join(map(str, shape))
 
 
 def slice_shapes(family: str) -> list[tuple[int, ...]]:
@@ -263,9 +242,7 @@ class CompilerMissing(ValueError):
 def devices(topology: str | Topology) -> list:
     """jax devices of the machine, to make a mesh of and to compile for; nothing runs on them.
 
-    Sets environment variables of the process that the compilers read when they are loaded, so call
-    it before they are.
-
+    Call it before the compilers are loaded: it sets environment variables that they then read.
     Raises CompilerMissing; ValueError for a bad name; RuntimeError if the compiler returns other
     devices than requested.
     """
@@ -282,10 +259,9 @@ def devices(topology: str | Topology) -> list:
         ).devices  # fmt: skip
     else:
         actual = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=f"{topology.family}:{'x'.join(map(str, topology.shape))}",
+            platform="tpu", topology_name=f"{topology.family}:{_by(topology.shape)}",
             **_slice_options(topology),
-        ).devices
+        ).devices  # fmt: skip
     _check(topology, actual)
     return list(actual)
 
@@ -301,8 +277,7 @@ def _prepare(platform: str) -> None:
             f"the {platform.upper()} compiler is not installed ({' or '.join(modules)}): "
             "pip install 'llmx[aot]' (no such device is needed)"
         )
-    # Devices of this machine are not used.
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # devices of this machine are not used
     if platform == "gpu":
         _assume_cudnn()
         return
@@ -319,32 +294,31 @@ def _prepare(platform: str) -> None:
 def _assume_cudnn() -> None:
     """Lets cuDNN attention compile without cuDNN, whose version jax checks first.
 
-    9.12 is the version in the target descriptions. The kernel's workspace is known to cuDNN only,
-    so the program's memory does not include it.
+    The kernel's workspace is known to cuDNN only: the program's memory does not include it.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused_attention
 
-    fused_attention.check_cudnn_version = lambda: 91200
+    fused_attention.check_cudnn_version = lambda: 91200  # that of `gpu_target`
 
 
 def _slice_options(topology: Topology) -> dict:
     """Options of libtpu for a slice, in addition to its name."""
-    shape = (*topology.shape, 1)[:3]
-    options = dict(TPUS[topology.family].options)
-    # A host has 2x2 chips; without this option libtpu refuses a slice of a single chip.
-    options["chips_per_host_bounds"] = (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
-    options["wrap"] = wraps(topology.shape)
-    if topology.num_slices > 1:
-        options["num_slices"] = topology.num_slices
-    return options
+    return TPUS[topology.family].options | {
+        # A host has 2x2 chips; without this option libtpu refuses a slice of a single chip.
+        "chips_per_host_bounds": (1, 1, 1) if math.prod(topology.shape) == 1 else (2, 2, 1),
+        "wrap": wraps(topology.shape),
+        **({"num_slices": topology.num_slices} if topology.num_slices > 1 else {}),
+    }
 
 
 def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Along which axes of a slice the links form a ring, which changes how reductions compile."""
+    """Along which axes of a slice the links form a ring, which changes how reductions compile.
+
+    Every axis of a slice that is built of whole 4x4x4 cubes, and those of 16 of a 2D slice.
+    """
     if len(shape) == 2:
         return (shape[0] == 16, shape[1] == 16, False)
-    whole = all(size % 4 == 0 for size in shape)
-    return (whole, whole, whole)
+    return (all(size % 4 == 0 for size in shape),) * 3
 
 
 def _check(topology: Topology, actual: Sequence) -> None:
@@ -364,14 +338,9 @@ def _check(topology: Topology, actual: Sequence) -> None:
 
 
 def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | None = None) -> Any:
-    """Compiles a lowered program with the flags that a run on `platform` sets.
+    """Compiles `lowered`, of `jax.jit(...).lower(...)`, with the flags of a run on `platform`.
 
-    Args:
-      lowered: `jax.jit(...).lower(...)` for devices of this module.
-      platform: "tpu" or "gpu".
-      options: more compiler options.
-
-    Raises what `lowered.compile` raises.
+    Raises what `lowered.compile` raises. `options`: more compiler options.
     """
     import jax
 
@@ -410,21 +379,12 @@ gpu_device_info {{
   shared_memory_per_core: {gpu.shared_bytes}
   shared_memory_per_block: {48 * 2**10}
   shared_memory_per_block_optin: {gpu.shared_bytes - 2**10}
-  registers_per_core_limit: {2**16}
-  registers_per_block_limit: {2**16}
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: {2**31 - 1}
-  block_dim_limit_y: {2**16 - 1}
-  block_dim_limit_z: {2**16 - 1}
+  registers_per_core_limit: {2**16} registers_per_block_limit: {2**16}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1} block_dim_limit_z: {2**16 - 1}
   device_interconnect_info {{ active_links: {gpu.num_links} }}
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.12.0"
 }}
 platform_name: "CUDA"
