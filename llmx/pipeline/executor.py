@@ -1,13 +1,12 @@
 """One executor for every pipeline: it runs a table's operations on the mesh axis `stage`.
 
-A tick of the table is an iteration of a loop (`tick.run_tick`). Consecutive ticks of one kind of
-operation are one loop whose body has that operation and no other; so are ticks that alternate
-between two kinds. In ticks of several kinds each stage takes the branch of its own.
-Values that wait for a later tick have slots in buffers (`tick.Carry`, `ticks.program`).
+A tick of the table is an iteration of a loop (`tick.run_tick`, `ticks.loops_of`). In ticks of
+several kinds of operations each stage takes the branch of its own. Values that wait for a later
+tick have slots in buffers (`tick.Carry`).
 
-Embedding and head are on all stages, each with an equal share of the vocabulary, and all stages
-compute those of each microbatch together (arXiv 2411.05288): no stage has more to hold or to do
-than another, and a table that is embedding and head at once needs no second copy.
+Every stage has an equal share of the vocabulary, and all compute embedding and head of each
+microbatch together (arXiv 2411.05288): stages hold and do the same, and a tied table needs no
+second copy.
 
 Mesh axes: see `llmx.pipeline.tick`. Letters: B batch, T positions, M microbatches.
 """
@@ -68,12 +67,10 @@ def run_table(
     grad_buffers: tuple[Any, Any] | None,
     in_flight: Buffers | None = None,
 ) -> tuple[Sums, Buffers | None]:
-    """Runs all operations of a table.
+    """Runs all operations of a table on a mesh with the axis `stage`.
 
     Args:
-      program: of the table.
-      chunks: where the layers are.
-      functions: the model.
+      program, chunks, functions: of the table, the layers and the model.
       mesh: with the axis `stage`.
       params: (blocks, outer): weights of the layers as staged, [slots, ...], and the other
         parameters. For a periodic table twice: of this step, and of the step before.
@@ -134,9 +131,8 @@ def _empty(context: Context, steps: int) -> Carry:
         inputs=buffer(context.x_type, "inputs") if slots["inputs"] else None,
         gradients=buffer(context.x_type, "gradients") if slots["gradients"] else None,
         saved=() if residuals is None else tuple(buffer(leaf, "saved") for leaf in residuals.saved),
-        deferred=tuple(
-            jax.tree.map(lambda leaf: buffer(leaf, "deferred"), record.types)
-            for record in context.deferred
+        deferred=jax.tree.map(
+            lambda leaf: buffer(leaf, "deferred"), tuple(of.types for of in context.deferred)
         ),
         blocks=tuple(
             sharding.empty_sum(with_leading(leaf, leaf.shape[0] * steps, of=1))
@@ -151,8 +147,8 @@ def _empty(context: Context, steps: int) -> Carry:
 def _run_loop(context: Context, carry: Carry, first: int, length: int, times: int) -> Carry:
     """`times` iterations of a body with the ticks `first` to `first + length`."""
     end = first + length * times
-    rows = jax.tree.map(lambda array: array[first:end].astype(np.int32), context.program.rows)
-    rows = jax.tree.map(lambda a: a.reshape(times, length, *a.shape[1:]), rows)
+    in_loop = lambda a: a[first:end].astype(np.int32).reshape(times, length, *a.shape[1:])  # noqa: E731
+    rows = jax.tree.map(in_loop, context.program.rows)
     bodies = [_body(jax.tree.map(lambda a: a[:, tick], rows)) for tick in range(length)]  # noqa: B023
 
     def ticks(carry, rows):
@@ -170,24 +166,20 @@ def _body(rows: Row) -> Body:
     return Body(frozenset(np.unique(rows.kind).tolist()) - {IDLE}, jax.tree.map(when, rows))
 
 
-# ----------------------------------------------------------------------------- what a chunk leaves
-
-
 def _residuals(context: Context) -> Residuals:
     """What has to be saved of one chunk and microbatch for its derivative."""
-    found = []
+    traced = []
 
-    def trace(x_BTD, arguments):
-        _, pull = context.differentiated(x_BTD, *arguments)
-        values, structure = jax.tree.flatten(pull)
+    def trace(x_BTD):
+        arguments = context.arguments(0, 0)
+        values, structure = jax.tree.flatten(context.differentiated(x_BTD, *arguments)[1])
         numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
         argument_of = tuple(numbers.get(id(value)) for value in values)
-        pairs = zip(values, argument_of, strict=True)
-        saved = tuple(jax.typeof(value) for value, number in pairs if number is None)
-        found.append(Residuals(structure, argument_of, saved))
+        saved = tuple(jax.typeof(value) for value in values if id(value) not in numbers)
+        traced.append(Residuals(structure, argument_of, saved))
 
-    jax.eval_shape(lambda x: trace(x, context.arguments(0, 0)), context.x_type)
-    return found[0]
+    jax.eval_shape(trace, context.x_type)
+    return traced[0]
 
 
 def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
@@ -233,9 +225,6 @@ def _resumed(in_flight: Buffers, carry: Carry, mesh: Mesh) -> dict[str, Any]:
 
     buffers = Buffers(carry.inputs, carry.gradients, carry.saved)
     return jax.tree.map(one, in_flight, buffers)._asdict()
-
-
-# ------------------------------------------------------------------------- each stage's own arrays
 
 
 def to_stages(tree: Any, mesh: Mesh) -> Any:

@@ -1,9 +1,7 @@
 """Layer permutations: which layer of the model each slot of a stacked weight [slots, ...] holds.
 
-Stages hold the layers in an order that follows from their schedule, perhaps with empty slots. A
-checkpoint stores arrays in that order, with the permutation beside them.
-
-Letters: L layers.
+The schedule orders the layers on stages, perhaps with empty slots. A checkpoint stores arrays in
+that order, with the permutation beside them. Letters: L layers.
 """
 
 import dataclasses
@@ -36,7 +34,7 @@ class LayerPermutation:
         """
         if self == to or name.startswith(f"{OWN_MOVE}/") or LAYERS not in name.split("/"):
             return False
-        return tuple(shape[:1]) == (len(self.slots) or _num_layers(to.slots),)
+        return tuple(shape[:1]) == (len(self.slots or to.rows(self)),)
 
     def shape(self, shape: Sequence[int], to: "LayerPermutation") -> tuple[int, ...]:
         """The shape in the permutation `to` of a stacked array."""
@@ -48,7 +46,7 @@ class LayerPermutation:
 
     def rows(self, to: "LayerPermutation") -> tuple[int, ...]:
         """For each slot of `to`, the slot of this permutation with its layer, or EMPTY."""
-        plain = tuple(range(_num_layers(self.slots or to.slots)))
+        plain = tuple(range(max(self.slots or to.slots) + 1))
         slot_of = {layer: slot for slot, layer in enumerate(self.slots or plain) if layer != EMPTY}
         return tuple(EMPTY if layer == EMPTY else slot_of[layer] for layer in to.slots or plain)
 
@@ -78,7 +76,3 @@ def take_rows(array: jax.Array, rows: Sequence[int]) -> jax.Array:
     found = jnp.take(array, np.where(filled, rows, 0), axis=0)
     there = filled.reshape(-1, *(1,) * (array.ndim - 1))
     return found if filled.all() else jnp.where(there, found, jnp.zeros((), array.dtype))
-
-
-def _num_layers(slots: tuple[int, ...]) -> int:
-    return max(slots) + 1

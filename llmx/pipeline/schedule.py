@@ -1,16 +1,13 @@
 """Pipeline schedules as data: which stage does what in which tick, proved legal and timed.
 
-The layers of the model are cut into consecutive chunks, of which each stage holds one or more. A
-`Table` gives every stage at most one operation per tick: the FORWARD or BACKWARD of one microbatch
-in one chunk, or its WEIGHT, the gradients of the chunk's weights, in tables that split them off
-BACKWARD. What a tick makes travels at its end and can be used from the next tick on. A tick lasts
-as long as its longest operation; in forwards of one chunk that is
+Each stage holds one or more chunks, runs of consecutive layers of the model. A `Table` gives every
+stage at most one operation per tick: the FORWARD or BACKWARD of one microbatch in one chunk, or,
+in tables that split the gradients of weights off BACKWARD, its WEIGHT. Results travel at the end of
+a tick. A tick lasts as long as its longest operation: FORWARD 1, BACKWARD 2 (1 where WEIGHT is
+split off), WEIGHT 1, in forwards of one chunk.
 
-    FORWARD 1, BACKWARD 2 (1 where WEIGHT is split off), WEIGHT 1
-
-`SCHEDULES` has functions that make tables; `schedule_asap` makes one from an order of operations
-for each stage, written by hand or with `in_phases`; `read_csv` reads one from a file. `check`
-proves that a table is legal, `simulate` computes its times.
+Tables come from functions in `SCHEDULES`, from `schedule_asap` with an order of operations for each
+stage, or from a file. `check` proves that a table is legal, `simulate` computes its times.
 
 Letters: P stages, M microbatches, v chunks of a stage.
 """
@@ -32,7 +29,6 @@ KINDS = ("idle", "forward", "backward", "weight")
 Operation = tuple[int, int, int]
 
 MOST_PROBLEMS = 10  # that `check` lists
-WARM_PERIODS = 6  # after which stages that run freely have their lasting speed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +63,6 @@ class Table:
 
     @property
     def chunks_per_stage(self) -> int:
-        """Chunks of a stage."""
         return self.num_chunks // self.num_stages
 
     @property
@@ -212,9 +207,7 @@ def check(table: Table) -> Facts:
             raise ValueError(f"table {table.name!r} is not a legal schedule:\n  {lines}")
     work = table.costs[table.kind]
     length, busy = work.max(axis=1).sum(), work.sum(axis=0).mean()  # in forwards of one chunk
-    waiting = np.zeros_like(table.kind)
-    if table.splits_backward:
-        waiting = held(table, BACKWARD, WEIGHT)
+    waiting = held(table, BACKWARD, WEIGHT) if table.splits_backward else np.zeros_like(table.kind)
     return Facts(
         length=float(length / table.chunks_per_stage),
         busy=float(busy / table.chunks_per_stage),
@@ -234,16 +227,16 @@ def _wrong_cells(table: Table) -> Iterator[str]:
         if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
             yield f"{name} is {array.dtype}{list(array.shape)}: it must be int{list(shape)}"
             return
-    low = np.where(table.kind == IDLE, -1, 0)
     wrong = (table.kind < IDLE) | (table.kind > WEIGHT)
     for array in (table.microbatch, table.chunk):
-        wrong |= (array < low) | ((table.kind == IDLE) & (array != -1))
+        wrong |= np.where(table.kind == IDLE, array != -1, array < 0)
     for tick, stage in np.argwhere(wrong).tolist():
-        cell = tick, stage
+        kind, microbatch, chunk = (
+            a[tick, stage] for a in (table.kind, table.microbatch, table.chunk)
+        )
         yield (
-            f"tick {tick}, stage {stage}: kind {table.kind[cell]}, microbatch "
-            f"{table.microbatch[cell]}, chunk {table.chunk[cell]}: kinds are 0 to 3, the others "
-            "from 0 on, and -1 where idle"
+            f"tick {tick}, stage {stage}: kind {kind}, microbatch {microbatch}, chunk {chunk}: "
+            "kinds are 0 to 3, the others from 0 on, and -1 where idle"
         )
     for name, axis in (("tick", 1), ("stage", 0)):
         for index in np.flatnonzero(~table.kind.any(axis=axis)).tolist():
@@ -269,10 +262,9 @@ def _wrong_counts(table: Table) -> Iterator[str]:
     for operation in itertools.product(kinds, *sizes):
         if operation not in seen:
             yield f"{text(operation)} is missing"
-    counts = collections.Counter(stage_of.values())
-    if len(set(counts.values())) > 1:
-        found = [counts[stage] for stage in range(table.num_stages)]
-        yield f"stages hold {found} chunks: give each stage as many"
+    counts = np.bincount(list(stage_of.values()), minlength=table.num_stages)
+    if len(set(counts[counts > 0])) > 1:
+        yield f"stages hold {counts.tolist()} chunks: give each stage as many"
 
 
 def _wrong_times(table: Table) -> Iterator[str]:
@@ -293,7 +285,7 @@ def _wrong_times(table: Table) -> Iterator[str]:
 def operation_ticks(table: Table) -> np.ndarray:
     """int[4, microbatches, chunks]: the tick of each operation by its kind, -1 where there is none.
 
-    In a periodic table, ticks from the start of the period in which the operation's step starts.
+    In a periodic table, ticks count from the start of the period in which the step starts.
     """
     ticks = np.full((len(KINDS), table.num_microbatches, table.num_chunks), -1)
     for tick, _, operation in table.operations():
@@ -356,10 +348,9 @@ COLUMNS = ("tick", "stage", "operation", "microbatch", "chunk")
 
 
 def write_csv(table: Table, path: str | pathlib.Path) -> None:
-    """Writes one row per operation: tick, stage, operation, microbatch, chunk.
+    """Writes one row with the COLUMNS per operation: forward, backward or weight.
 
-    The first line is the comment `# name: ...`, the second `# periodic` if the table is. Operations
-    are forward, backward, weight; idle cells have no row.
+    The first line is the comment `# name: ...`, the second `# periodic` if the table is.
     """
     with open(path, "w", newline="") as file:
         file.write(f"# name: {table.name}\n" + "# periodic\n" * table.periodic)
@@ -372,8 +363,7 @@ def write_csv(table: Table, path: str | pathlib.Path) -> None:
 def read_csv(path: str | pathlib.Path) -> Table:
     """The table of a file as `write_csv` writes it; `check` it before use.
 
-    Rows may come in any order; comments may be left out. Raises ValueError with file and line of
-    rows that are not legal.
+    Rows may come in any order, without the comments. Raises ValueError with file and line.
     """
     path = pathlib.Path(path)
     name, periodic, header, cells = path.stem, False, None, {}

@@ -23,8 +23,6 @@ class PipelineConfig:
     layers: tuple[int, ...] = ()  # of each chunk, in the model's order; () = as equal as possible
 
 
-# --------------------------------------------------------------------------------- schedules
-
 ALTERNATING = ((FORWARD,), (BACKWARD,))
 
 
@@ -40,8 +38,8 @@ def gpipe(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
 def one_f_one_b(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """One forward, one backward (PipeDream-flush, arXiv 2006.09503), in ticks of one kind.
 
-    Bubble (P-1) / (M+P-1). Since all stages alternate together, stage s holds up to 2(P-1-s) + 1
-    microbatches, where stages that run freely hold P-s.
+    Bubble (P-1) / (M+P-1). Stages alternate together, so stage s holds up to 2(P-1-s) + 1
+    microbatches; stages that run freely would hold P-s.
     """
     _refuse_sizes("1f1b", stages, microbatches, virtual_stages, takes=1)
     return _alternating("1f1b", stages, microbatches, 1)
@@ -51,7 +49,7 @@ def interleaved_1f1b(stages: int, microbatches: int, virtual_stages: int = 2) ->
     """1F1B with v chunks on a stage, chunk k on stage k % P (arXiv 2104.04473), ticks of one kind.
 
     Bubble (P-1) / (vM+P-1) from M = P on. Microbatches go through a stage's chunks in groups of P
-    to 2P-1, so that M need not divide. Of groups of up to g, stage s holds up to
+    to 2P-1, so that any M is legal. With groups of up to g, stage s holds up to
     2(P-1-s) + (v-1)g + 1 pairs of chunk and microbatch.
     """
     _refuse_sizes("interleaved_1f1b", stages, microbatches, virtual_stages)
@@ -100,8 +98,7 @@ def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
     _refuse_sizes("zb_v", P, M, virtual_stages, takes=2)
 
     def order(stage):
-        full = 2 * (P - 1 - stage) + 2 * (stage + 1)
-        phases = [("F", full), ("BWF", 2 * M - P - 1), ("BF", stage), ("BWF", 2 * M), ("W", P)]
+        phases = [("F", 2 * P), ("BWF", 2 * M - P - 1), ("BF", stage), ("BWF", 2 * M), ("W", P)]
         return schedule.in_phases(*_down_and_up(P, M, stage), phases)
 
     return schedule.schedule_asap("zb_v", [order(stage) for stage in range(P)])
@@ -110,9 +107,9 @@ def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
 def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
     """DualPipeV (github.com/deepseek-ai/DualPipe): chunks as in `zb_v`, DualPipe's eight phases.
 
-    Order and splits are those of DeepSeek's code, except that every backward is split here and that
-    what it does at once, a forward beside a backward, is one after the other. Needs M >= 2P; then
-    6M + P-1 ticks, and a stage holds up to 2P+1 pairs of chunk and microbatch.
+    Order and splits are DeepSeek's, but every backward is split here, and a forward beside a
+    backward takes two ticks. Needs M >= 2P; then 6M + P-1 ticks, and a stage holds up to 2P+1 pairs
+    of chunk and microbatch.
     """
     P, M = stages, microbatches
     _refuse_sizes("dual_pipe_v", P, M, virtual_stages, takes=2)
@@ -125,16 +122,8 @@ def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Tabl
     def order(stage):
         forwards, backwards = _down_and_up(P, M, stage)
         before, after = stage + 1, P - 1 - stage
-        phases = [
-            ("F", 2 * after),
-            ("FF", before),
-            ("BWF", after),
-            ("FBWFBW", M - 2 * P + before),
-            ("BWFBW", after),
-            ("BW" * before + "B" * before, 1),
-            ("WB", after),
-            ("W", before),
-        ]
+        phases = [("F", 2 * after), ("FF", before), ("BWF", after), ("FBWFBW", M - 2 * P + before)]
+        phases += [("BWFBW", after), ("BW", before), ("B", before), ("WB", after), ("W", before)]
         return schedule.in_phases([pair for pair in forwards if pair], backwards, phases)
 
     return schedule.schedule_asap("dual_pipe_v", [order(stage) for stage in range(P)])
@@ -158,10 +147,9 @@ def _down_and_up(P: int, M: int, stage: int) -> tuple[Pairs, Pairs]:
 def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """PipeDream-2BW (arXiv 2006.09503): 1F1B without a flush, one period of it. No bubble.
 
-    A microbatch is forward on stage s in round s+j and backward in 2(P-1)-s+j, rounds counted
-    around the period of M. The update by a step's gradients comes at the end of the next period,
-    so that two versions of the weights are enough from M = 2P-2 on; and from M = 2P-1 on a
-    microbatch's activations are used before those of the same number in the next period.
+    Microbatch j is forward on stage s in round s+j and backward in 2(P-1)-s+j, modulo M. A step's
+    update comes at the end of the next period: two versions of the weights are enough from
+    M = 2P-2 on. From M = 2P-1 on the next period's activations do not replace any still in use.
     """
     P, M = stages, microbatches
     _refuse_sizes("pipedream_2bw", P, M, virtual_stages, takes=1)
@@ -181,10 +169,9 @@ def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Ta
 
 def _refuse_sizes(name: str, stages: int, microbatches: int, virtual: int, *, takes: int = 0):
     """Raises ValueError; `takes` is the one number of chunks per stage that the schedule has."""
-    if stages < 1:
-        raise ValueError(f"{name} with stages={stages}: use at least 1")
-    if microbatches < 1:
-        raise ValueError(f"{name} with microbatches={microbatches}: use at least 1")
+    for size, value in (("stages", stages), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name} with {size}={value}: use at least 1")
     if takes and virtual != takes:
         raise ValueError(
             f"{name} with virtual_stages={virtual}: it has {takes} per stage; use {takes}, or "
@@ -211,29 +198,27 @@ def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table
     Raises ValueError, naming the key, where there is none for so many stages and microbatches.
     """
     if config.table:
+        where = f"pipeline.table={config.table!r}"
         try:
             table = schedule.read_csv(config.table)
         except OSError as error:
-            raise ValueError(
-                f"pipeline.table={config.table!r} cannot be read: {error.strerror}"
-            ) from None
+            raise ValueError(f"{where} cannot be read: {error.strerror}") from None
         have = (table.num_stages, table.num_microbatches)
         if have != (stages, microbatches):
             raise ValueError(
-                f"pipeline.table={config.table!r} is for {have[0]} stages and {have[1]} "
-                f"microbatches: set mesh.stage={have[0]} (it is {stages}) and "
-                f"batch.accumulation={have[1]} (it is {microbatches})"
+                f"{where} is for {have[0]} stages and {have[1]} microbatches: set "
+                f"mesh.stage={have[0]} (it is {stages}) and batch.accumulation={have[1]} (it is "
+                f"{microbatches})"
             )
-        schedule.check(table)
-        return table
-    if config.schedule not in SCHEDULES:
+    elif config.schedule in SCHEDULES:
+        virtual = {"virtual_stages": config.virtual_stages} if config.virtual_stages else {}
+        table = SCHEDULES[config.schedule](stages, microbatches, **virtual)
+    else:
         near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
             f"pipeline.schedule={config.schedule!r} is unknown: use one of "
             f"{', '.join(SCHEDULES)}{hint}"
         )
-    virtual = {"virtual_stages": config.virtual_stages} if config.virtual_stages else {}
-    table = SCHEDULES[config.schedule](stages, microbatches, **virtual)
     schedule.check(table)
     return table

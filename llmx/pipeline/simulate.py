@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmx.pipeline import schedule
-from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, KINDS, WARM_PERIODS, WEIGHT, Table
+from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, KINDS, WEIGHT, Table
 
-# ------------------------------------------------------------------------------------- its times
+WARM_PERIODS = 6  # after which stages that run freely have their lasting speed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,13 +31,12 @@ def simulate(
 ) -> Timeline:
     """Times of a legal table.
 
-    `forward`, `backward` and `weight` are seconds of a whole stage, or a sequence with those of
-    each chunk. Where the table does not split WEIGHT off, BACKWARD takes both times.
-    `transfer` is that of one message between stages.
+    `forward`, `backward`, `weight`: seconds of a whole stage, or of each chunk. Where the table
+    does not split WEIGHT off, BACKWARD takes both times. `transfer`: of a message between stages.
 
     With `barriers` all stages begin a tick together, when the longest operation of the tick before
-    has ended and, if a stage sent something, it has come. Without, a stage goes on with its next
-    operation as soon as what it needs is there, and sends while it works.
+    has ended and its messages have arrived. Without, a stage begins an operation as soon as its
+    inputs are there, and sends while it works.
     """
     chunks = np.ones(table.num_chunks) / table.chunks_per_stage
     times = [
@@ -62,10 +61,10 @@ def simulate(
     # The first periods wait for nothing of the step before: the mean of later ones is the time.
     end = _run_freely(table, seconds, transfer, 2 * WARM_PERIODS)
     by_period = np.nanmax(end.reshape(2 * WARM_PERIODS, -1), axis=1)
-    end = end[-table.num_ticks :] - np.nanmin(end[-table.num_ticks :] - seconds)
-    return Timeline(
-        end - seconds, end, float(by_period[-1] - by_period[WARM_PERIODS - 1]) / WARM_PERIODS
-    )
+    step_time = float(by_period[-1] - by_period[WARM_PERIODS - 1]) / WARM_PERIODS
+    end = end[-table.num_ticks :]
+    end = end - np.nanmin(end - seconds)
+    return Timeline(end - seconds, end, step_time)
 
 
 def _sends(table: Table) -> np.ndarray:

@@ -1,8 +1,8 @@
 """The gradient of a batch by the operations of a pipeline's table, as a `contract.Gradient`.
 
 A table that flushes drains the pipeline in each step, and `State.in_flight` is (). A periodic one
-(PipeDream-2BW) takes a batch in with the parameters W(t) that its step begins with, and completes
-the one before, which entered with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)).
+(PipeDream-2BW) takes in a batch with parameters W(t) and completes the one before, which entered
+with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)).
 
 Letters: B batch, T positions, D width, M microbatches.
 """
@@ -46,9 +46,8 @@ def staged(
       chunks: which layers each stage holds.
       rows: (B, T) of a batch, needed for a periodic table.
 
-    `Gradients.tokens` are those of the batch whose gradient comes out: with a periodic table the
-    batch of the step before, so 0 in the first step. Communicates over `stage` (activations and
-    their gradients), and within a stage as the model does.
+    With a periodic table, loss, tokens and gradient are of the batch of the step before: 0 in the
+    first step. Communicates over `stage`, and within a stage as the model does.
     """
     pipeline = _Pipeline(loss, table, chunks)
     if not table.periodic:
@@ -115,18 +114,15 @@ class _Pipeline:
     def run(self, steps, in_flight=None, *, table: Table | None = None, differentiate: bool = True):
         """What `executor.run_table` returns for (parameters, batch) of this step, and of the step
         before; losses are: what is differentiated, of the tokens, the z-loss."""
-        apply, execution = self.loss.apply, self.loss.execution
-        table = self.table if table is None else table
+        table, buffers, apply = table or self.table, self.grad_buffers, self.loss.apply
 
         def prepared(batch):
             tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
             batch = batch | {"share": batch["weights"] / tokens}
-            split = apply.split_rows(batch.values(), execution)
-            return training_loss.microbatches(
-                dict(zip(batch, split, strict=True)), table.num_microbatches
-            )
+            split = apply.split_rows(batch.values(), self.loss.execution)
+            split = dict(zip(batch, split, strict=True))
+            return training_loss.microbatches(split, table.num_microbatches)
 
-        buffers = self.grad_buffers
         return executor.run_table(
             ticks.program(table), self.chunks, _functions(self.loss), self.loss.mesh,
             params=tuple((params["blocks"], _outside(params)) for params, _ in steps),
@@ -137,8 +133,7 @@ class _Pipeline:
 
     def placed(self, sums: executor.Sums) -> list:
         """Gradients of this step, and of the one before if there is one, as `loss.gradients`."""
-        steps = sums.losses[0].shape[0]
-        to, buffers = self.loss.gradients, self.grad_buffers
+        steps, to, buffers = len(sums.losses[0]), self.loss.gradients, self.grad_buffers
 
         def outside(leaf, buffer, to):
             spec = PartitionSpec(None, *to.spec.partitions)
@@ -187,17 +182,15 @@ def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
 
     def losses(outer, buffers, x_BTD, rows):
         outer = with_buffers(outer, buffers)
-        found = apply.last_losses(outer, x_BTD, rows["targets"], execution)
-        return loss.weighted(*found, rows["share"])
+        token_losses = apply.last_losses(outer, x_BTD, rows["targets"], execution)
+        return loss.weighted(*token_losses, rows["share"])
 
-    learned = model.positions == "learned"
+    params, axes = loss.params["blocks"], loss.axes["blocks"]
     return tick.ModelFunctions(
         embed, side_inputs, apply_chunk, losses,
-        embed_names=("embedding", *(["positions"] if learned else [])),
+        embed_names=("embedding", "positions") if model.positions == "learned" else ("embedding",),
         losses_names=("norm", "embedding" if model.tied_head else "head"),
-        uses_dot=jax.tree.map(
-            lambda _, axes: "embed" in axes, loss.params["blocks"], loss.axes["blocks"]
-        ),
+        uses_dot=jax.tree.map(lambda _, axes: "embed" in axes, params, axes),
     )  # fmt: skip
 
 

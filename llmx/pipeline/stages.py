@@ -1,8 +1,8 @@
 """A model's layers cut into model chunks: which stage of a pipeline holds which layers.
 
-A pipeline's table runs model chunks (virtual stages): runs of consecutive layers. Each stage has
-the same number of slots for layers, so that one array per weight, split over `stage`, holds them
-all. Where a chunk has fewer layers than the longest one, slots stay empty.
+Model chunks (virtual stages) are runs of consecutive layers. Each stage has as many slots for
+layers as the others, so that one array per weight, split over `stage`, holds all; chunks that are
+shorter than the longest leave slots empty.
 """
 
 import dataclasses
@@ -63,13 +63,9 @@ class ModelChunks:
 
 
 def cut(num_layers: int, stage_of: Sequence[int], layers: Sequence[int] = ()) -> ModelChunks:
-    """The chunks of a model with so many layers.
+    """The chunks of a model with `num_layers` layers; `stage_of`: the stage of each chunk.
 
-    Args:
-      num_layers: of the model.
-      stage_of: the stage of each chunk.
-      layers: of each chunk; () = equal, or where that does not divide the earlier chunks one more.
-
+    `layers`: of each chunk; () = equal, or where that does not divide the earlier chunks one more.
     Raises ValueError where the layers do not fill the chunks.
     """
     num_chunks = len(stage_of)
@@ -79,12 +75,10 @@ def cut(num_layers: int, stage_of: Sequence[int], layers: Sequence[int] = ()) ->
                 f"{num_layers} layers are too few for {num_chunks} model chunks: use at most "
                 f"{num_layers} stages x virtual stages"
             )
-        layers = [
-            (num_layers + num_chunks - 1 - chunk) // num_chunks for chunk in range(num_chunks)
-        ]
+        layers = [len(part) for part in np.array_split(np.arange(num_layers), num_chunks)]
     if len(layers) != num_chunks or sum(layers) != num_layers or min(layers) < 1:
         raise ValueError(
             f"pipeline.layers={tuple(layers)} must be {num_chunks} numbers of at least 1, one for "
             f"each model chunk, that add up to {num_layers} layers: their sum is {sum(layers)}"
         )
-    return ModelChunks(tuple(layers), tuple(int(stage) for stage in stage_of))
+    return ModelChunks(tuple(layers), tuple(map(int, stage_of)))

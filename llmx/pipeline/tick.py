@@ -1,12 +1,11 @@
 """One tick of a pipeline: the operations of all stages, as functions of (carry, row).
 
-Each stage applies its operation, if it has one, to its own microbatch and model chunk. Then the
-results go to the stages that need them. The axis `stage` is local (`sharding.to_local`): arrays
-that differ from stage to stage have types that do not name it, and everything else is placed over
-the other axes as without stages.
+Each stage applies its operation, if any, to its own microbatch and model chunk, and sends the
+result to the stage that needs it. The axis `stage` is local (`sharding.to_local`): the types of
+arrays that differ from stage to stage do not name it; the other axes are as without stages.
 
-Mesh axes: neighbours on `stage` exchange activations and their gradients; sums over `stage` of what
-enters the head and of the gradient that leaves the embedding.
+Mesh axes: stages exchange activations and their gradients over `stage`, and sum over it the input
+of the head and the gradient of the embedding's output.
 
 Letters: B batch, T positions, D width, M microbatches.
 """
@@ -103,9 +102,8 @@ class Body(NamedTuple):
 class Links:
     """Communication between stages.
 
-    XLA:CPU starts loops and collectives that do not depend on each other in any order, on each
-    device in another, and then they wait for each other until XLA ends the process. There
-    communication is ordered by a token, which is always 0; the compiler cannot know that.
+    XLA:CPU starts independent loops and collectives in another order on each device, so that they
+    deadlock. There a token orders communication; it is always 0, which the compiler cannot know.
     """
 
     mesh: jax.sharding.Mesh
@@ -138,11 +136,8 @@ class Links:
     def broadcast(self, x_BTD: jax.Array, stage: int) -> jax.Array:
         """One stage's array on all stages."""
 
-        def local(x_BTD):
-            mine = jax.lax.axis_index(STAGE) == stage
-            return jax.lax.psum(jnp.where(mine, x_BTD, 0), STAGE)
-
-        return self._manual(local, x_BTD)
+        mine = lambda: jax.lax.axis_index(STAGE) == stage  # noqa: E731
+        return self._manual(lambda x: jax.lax.psum(jnp.where(mine(), x, 0), STAGE), x_BTD)
 
     def shift(self, x_BTD: jax.Array, distance: int) -> jax.Array:
         """Every stage's array on the stage `distance` further, in a circle."""
@@ -150,7 +145,7 @@ class Links:
             return x_BTD
         stages = self.mesh.shape["stage"]
         pairs = [(stage, (stage + distance) % stages) for stage in range(stages)]
-        return self._manual(lambda x_BTD: jax.lax.ppermute(x_BTD, STAGE, pairs), x_BTD)
+        return self._manual(lambda x: jax.lax.ppermute(x, STAGE, pairs), x_BTD)
 
     def _manual(self, local: Callable, x_BTD: jax.Array) -> jax.Array:
         to = jax.typeof(x_BTD).sharding.spec
@@ -201,14 +196,10 @@ class Context:
 
     def arguments(self, chunk, microbatch) -> tuple:
         """Weights, buffers, side inputs and kinds of one chunk and microbatch."""
-        size = self.chunks.size
-
-        def share(tree):
-            if self.chunks.per_stage == 1:
-                return tree
+        size, share = self.chunks.size, lambda tree: tree
+        if self.chunks.per_stage > 1:
             rows = lambda array: jax.lax.dynamic_slice_in_dim(array, chunk * size, size)  # noqa: E731
-            return jax.tree.map(rows, tree)
-
+            share = functools.partial(jax.tree.map, rows)
         buffers = None
         if self.block_buffers is not None:
             buffers = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), self.backward_buffers)
@@ -222,9 +213,8 @@ class Context:
     def differentiated(self, x_BTD, weights, buffers, side_inputs, kinds):
         """A chunk's output, and the function from its gradient to those of x and the buffers."""
 
-        def apply(x_BTD, buffers):
-            return self.functions.apply_chunk(weights, buffers, x_BTD, side_inputs, kinds)
-
+        apply_chunk = self.functions.apply_chunk
+        apply = lambda x_BTD, buffers: apply_chunk(weights, buffers, x_BTD, side_inputs, kinds)  # noqa: E731
         return jax.vjp(apply, x_BTD, buffers)
 
     def embedded(self, buffers, microbatch):
@@ -322,9 +312,8 @@ def _weight(context: Context, carry: Carry, row: Row, *_) -> Results:
         return jax.lax.map(layer, operands)
 
     buffers = jax.tree.leaves(context.block_buffers)
-    return Results(
-        None, blocks=tuple(map(one, jax.tree.leaves(context.functions.uses_dot), buffers))
-    )
+    uses_dot = jax.tree.leaves(context.functions.uses_dot)
+    return Results(None, blocks=tuple(map(one, uses_dot, buffers)))
 
 
 OPERATIONS = {FORWARD: _forward, BACKWARD: _backward, WEIGHT: _weight}
@@ -370,15 +359,14 @@ def _stored(context: Context, carry: Carry, row: Row, chunk, microbatch, results
         saved = [_written(b, at, v) for b, v in zip(carry.saved, results.saved, strict=True)]
         carry = carry._replace(saved=tuple(saved))
     if results.deferred:
-        put = lambda buffer, new: _written(buffer, context.mine(row.defer_slot), new)  # noqa: E731
-        pairs = zip(carry.deferred, results.deferred, strict=True)
-        carry = carry._replace(deferred=tuple(jax.tree.map(put, *pair) for pair in pairs))
+        write = lambda buffer, new: _written(buffer, context.mine(row.defer_slot), new)  # noqa: E731
+        carry = carry._replace(deferred=jax.tree.map(write, carry.deferred, results.deferred))
     if results.blocks:
         chunks = context.chunks
         at = (context.age(microbatch) * chunks.per_stage + chunk) * chunks.size
         pairs = zip(carry.blocks, results.blocks, strict=True)
-        blocks = tuple(old if new is None else _plus(old, new, at) for old, new in pairs)
-        carry = carry._replace(blocks=blocks)
+        blocks = (old if new is None else _plus(old, new, at) for old, new in pairs)
+        carry = carry._replace(blocks=tuple(blocks))
     return carry
 
 
@@ -397,7 +385,7 @@ def _ends(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Array):
     return carry, row
 
 
-def _head(context: Context, stage: int, row: Row, sent: jax.Array, carry: Carry) -> Carry:
+def _head(context: Context, stage: int, row: Row, sent, carry: Carry) -> Carry:
     """Losses of a microbatch that left the last chunk, and the gradient that goes back into it."""
     microbatch, at = row.head, context.mine(row.head_gradient_slot)
     links, functions = context.links, context.functions
@@ -423,9 +411,7 @@ def _head(context: Context, stage: int, row: Row, sent: jax.Array, carry: Carry)
     )
 
 
-def _embedding_gradient(
-    context: Context, stage: int, row: Row, sent: jax.Array, carry: Carry
-) -> Carry:
+def _embedding_gradient(context: Context, stage: int, row: Row, sent, carry: Carry) -> Carry:
     """The embedding's gradient, of a microbatch that came back through the first chunk."""
     microbatch, gradient = row.embedding_gradient, context.links.broadcast(sent, stage)
     buffers = context.empty_outer(context.functions.embed_names)
@@ -436,27 +422,20 @@ def _embedding_gradient(
 
 def _exchanged(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Array) -> Carry:
     """`carry` with what arrives from other stages in its buffers."""
-    links, program = context.links, context.program
-    for distance in program.rows.input_arrivals:
-        arrivals = {"inputs": "input_arrivals", "gradients": "gradient_arrivals"}
-        arrivals = {
-            name: (getattr(when, entry)[distance], getattr(row, entry)[distance])
-            for name, entry in arrivals.items()
-            if getattr(when, entry)[distance] is not When.NEVER
-        }
-        if not arrivals:
+    links, entries = context.links, {"inputs": "input_arrivals", "gradients": "gradient_arrivals"}
+    for distance in context.program.rows.input_arrivals:
+        ticks = {name: getattr(when, entry)[distance] for name, entry in entries.items()}
+        if set(ticks.values()) == {When.NEVER}:
             continue
         arrived = links.shift(links.after(carry.token, sent), distance)
         carry = carry._replace(token=links.completed(carry.token, arrived))
-        for name, (ticks, slots) in arrivals.items():
-            at = context.mine(slots)
-            where = None if ticks is When.ALWAYS else at >= 0
-            buffer = _written(getattr(carry, name), at, arrived, where)
-            carry = carry._replace(**{name: buffer})
+        for name, entry in entries.items():
+            if ticks[name] is not When.NEVER:
+                at = context.mine(getattr(row, entry)[distance])
+                where = None if ticks[name] is When.ALWAYS else at >= 0
+                buffer = _written(getattr(carry, name), at, arrived, where)
+                carry = carry._replace(**{name: buffer})
     return carry
-
-
-# ------------------------------------------------------------------------------------------ arrays
 
 
 def _if(condition, always: bool, function: Callable, otherwise: Callable, *arguments):

@@ -1,5 +1,4 @@
-"""From a pipeline's table to a program for its stages: rows of operations, loops over ticks, and
-the buffer slot of every value.
+"""From a pipeline's table to a program for its stages: rows of operations, loops, buffer slots.
 
 Stages run one program on arrays of one shape, so every stage has as many slots for a kind of value
 as the stage that needs most. Slots and microbatches are data: int arrays over ticks and stages.
@@ -62,23 +61,22 @@ def loops_of(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
     """
     several = [tick for tick, kinds_of in enumerate(kinds) if len(kinds_of) > 1]
     start, stop = (several[0], several[-1] + 1) if several else (len(kinds),) * 2
-    loops, at = [], 0
-    while at < len(kinds):
-        if at == start:
-            loops.append((start, 1, stop - start))
-            at = stop
-            continue
-        end = start if at < start else len(kinds)
-        covered = []
-        for length in (1, 2):
-            pattern, times = kinds[at : at + length], 1
-            while kinds[at + times * length : min(end, at + (times + 1) * length)] == pattern:
-                times += 1
-            covered.append((length * times if times > 1 or length == 1 else 0, -length, times))
-        _, length, times = max(covered)
-        loops.append((at, -length, times))
-        at += -length * times
-    return loops
+
+    def repeated(at, end):
+        while at < end:
+            loops = []
+            for length in (1, 2):
+                pattern, times = kinds[at : at + length], 1
+                while kinds[at + times * length : min(end, at + (times + 1) * length)] == pattern:
+                    times += 1
+                if length == 1 or times > 1:
+                    loops.append((at, length, times))
+            loop = max(loops, key=lambda loop: loop[1] * loop[2])
+            yield loop
+            at += loop[1] * loop[2]
+
+    mixed = [(start, 1, stop - start)] if several else []
+    return [*repeated(0, start), *mixed, *repeated(stop, len(kinds))]
 
 
 def program(table: Table) -> Program:
@@ -177,8 +175,8 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
 def _fill_written(table: Table, rows: Row, lifetimes, slot_of, slots, loops) -> None:
     """Sets the slots that operations write, in place.
 
-    In ticks whose loop has such an operation every stage writes; a stage without one writes to a
-    free slot, for which `slots` grows if it must.
+    Where a loop's body has such an operation all stages write, those without one to a free slot,
+    for which `slots` grows if it must.
     """
     writes = (("saved", rows.save_slot, FORWARD), ("deferred", rows.defer_slot, BACKWARD))
     occupied = {
@@ -205,8 +203,8 @@ def _fill_written(table: Table, rows: Row, lifetimes, slot_of, slots, loops) -> 
 def _fill_idle_microbatches(table: Table, rows: Row, num_slots: int) -> None:
     """Sets the microbatch of idle stages, in place.
 
-    In a tick of backward operations an idle stage differentiates what was last written to a slot:
-    it needs the microbatch from which that was computed.
+    In a tick of backward operations an idle stage differentiates what a slot holds, and needs the
+    microbatch from which that was computed.
     """
     content = np.zeros((table.num_stages, num_slots + 1), int)
     for tick, stage in itertools.product(range(table.num_ticks), range(table.num_stages)):
@@ -238,12 +236,8 @@ def _periodic_slots(starts, ends, period: int) -> tuple[list[int], int]:
 
 def forwards(table: Table) -> Table:
     """The forward operations of a table alone, each as soon as it can be."""
+    orders = [[] for _ in range(table.num_stages)]
     when = schedule.operation_ticks(table)[FORWARD]
-    orders = [
-        sorted(
-            ((FORWARD, m, k) for k in table.chunks_of(stage) for m in range(len(when))),
-            key=lambda operation: when[operation[1:]],
-        )
-        for stage in range(table.num_stages)
-    ]
+    for microbatch, chunk in sorted(np.ndindex(when.shape), key=lambda pair: when[pair]):
+        orders[table.stage_of[chunk]].append((FORWARD, microbatch, chunk))
     return schedule.schedule_asap("forward", orders)
