@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from llmx import config
 from llmx.plan import network
-from llmx.plan.network import Link, Part
+from llmx.plan.network import Link, StepGroup
 from llmx.runtime import hardware
 from llmx.step import optimizers
 from llmx.sync.config import SyncConfig
@@ -47,22 +47,22 @@ LINES = (
 )  # fmt: skip
 
 
-def parts_of(run: config.Config, chosen: SyncConfig, reduce_bytes: int) -> list[Part]:
+def step_groups(run: config.Config, chosen: SyncConfig, reduce_bytes: int) -> list[StepGroup]:
     """The steps of a run with this strategy."""
     replicas = network.replicas_of(chosen, run.model, SIZES)
     schedule = optimizers.make_schedule(run.optimizer, total_steps=run.steps)
     rates = jax.vmap(schedule)(jnp.arange(run.steps))
     timetable = STRATEGIES[chosen.strategy].timetable(chosen, rates)
-    parts = network.of_run(replicas, timetable, reduce_bytes=reduce_bytes)
+    groups = network.of_run(replicas, timetable, reduce_bytes=reduce_bytes)
     # One step of warm-up stands for none: these strategies need some.
-    return [part for part in parts if chosen.warmup_steps != 1 or part.phase != MEAN]
+    return [group for group in groups if chosen.warmup_steps != 1 or group.phase != MEAN]
 
 
-def draw(run: config.Config, compute: float, lines: dict[str, list[Part]], out: str) -> None:
+def draw(run: config.Config, compute: float, lines: dict[str, list[StepGroup]], out: str) -> None:
     speeds = np.geomspace(TICKS[0], TICKS[-1], 200)
     times = {
-        label: [network.step_seconds(parts, Link(speed * GBIT), compute) for speed in speeds]
-        for label, parts in lines.items()
+        label: [network.step_seconds(groups, Link(speed * GBIT), compute) for speed in speeds]
+        for label, groups in lines.items()
     }
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots()
@@ -119,7 +119,7 @@ def _label(axes: Axes, ends: dict[str, float]) -> None:
         )  # fmt: skip
 
 
-def table(compute: float, lines: dict[str, list[Part]]) -> str:
+def table(compute: float, lines: dict[str, list[StepGroup]]) -> str:
     """Bytes per step, and step times at some bandwidths, as a Markdown table."""
     shown = TICKS[::-1]
     rows = [
@@ -128,9 +128,9 @@ def table(compute: float, lines: dict[str, list[Part]]) -> str:
         "| --- |" + " --- |" * (2 + len(shown)),
     ]  # fmt: skip
     usual = network.per_step(lines["mean, bf16"]).bytes
-    for label, parts in lines.items():
-        sent = network.per_step(parts).bytes
-        times = [network.step_seconds(parts, Link(speed * GBIT), compute) for speed in shown]
+    for label, groups in lines.items():
+        sent = network.per_step(groups).bytes
+        times = [network.step_seconds(groups, Link(speed * GBIT), compute) for speed in shown]
         rows.append(
             f"| {label} | {sent / 1e6:,.0f} | {_ratio(usual / sent)} | "
             + " | ".join(f"{time:.3g}" for time in times) + " |"
@@ -157,7 +157,7 @@ def main() -> None:
         run.model, tokens=run.batch.sequence_length, sequence_length=run.batch.sequence_length,
         chip=CHIP, utilization=UTILIZATION,
     )  # fmt: skip
-    lines = {label: parts_of(run, chosen, width) for label, chosen, width, *_ in LINES}
+    lines = {label: step_groups(run, chosen, width) for label, chosen, width, *_ in LINES}
     draw(run, compute, lines, args.out)
     print(table(compute, lines))
 

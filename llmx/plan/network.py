@@ -1,23 +1,21 @@
-"""What replicas send over `data`, in bytes, and what that makes of a step's time.
+"""What replicas send over `data`, in bytes, and how long a step takes with it.
 
 Bytes follow from the tensors that a device exchanges, one by one, padding and scales included;
-times are those of a simple model, whose assumptions are the fields of `Link`.
+times from a simple model, whose assumptions are the fields of `Link`. Bytes that one device sends:
 
-Counted is what one device sends:
+    all-reduce of b bytes, ring    2 (n-1)/n b    each device passes on n-1 pieces, twice
+    all-to-all of b bytes          (n-1)/n b      of n equal pieces one stays
+    all-gather of b bytes each     (n-1) b        in a ring, or directly to n-1 others
 
-    sum of b bytes, ring:      2 (n-1)/n b    each device passes on n-1 parts, twice
-    all-to-all of b bytes:     (n-1)/n b      of the n equal parts one stays
-    all-gather of b bytes own: (n-1) b        a ring passes all others' on; without one, a device
-                                              sends its own to n-1 others: the same
+Not counted: numbers that do not grow with the model (losses, token counts, norms), and what a
+layout exchanges within a replica. The mean counts what a device has of the gradients while they are
+updated, which is all of it where a layout splits gradients as the optimizer's state, as "ddp",
+"zero2", "zero3" and "hsdp" do.
 
-The few numbers of a step that do not grow with the model (losses, token counts, norms) are left
-out. So is what a layout exchanges within a replica. The mean counts what a device has of the
-gradients while they are updated, which is all of it where a layout splits gradients as the
-optimizer's state, as "ddp", "zero2", "zero3" and "hsdp" do.
-
-Letters: n replicas, L rows of a tensor (its layers), Q numbers of a row that a server has.
+Letters: n replicas.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -58,21 +56,11 @@ def all_reduce(num_bytes: float, n: int) -> Sent:
     return Sent(2 * (n - 1) / n * num_bytes, 2 * (n - 1)) if num_bytes else Sent()
 
 
-def all_to_all(num_bytes: float, n: int) -> Sent:
-    """An all-to-all of `num_bytes` on each device."""
-    return Sent((n - 1) / n * num_bytes, n - 1)
-
-
-def all_gather(num_bytes: float, n: int) -> Sent:
-    """An all-gather of which `num_bytes` are each device's own."""
-    return Sent((n - 1) * num_bytes, n - 1)
-
-
-# By `compressors.Message.collective`.
+# By `compressors.Message.collective`: of the bytes on each device and the number of devices.
 COLLECTIVES: dict[str, Callable[[float, int], Sent]] = {
     "all_reduce": all_reduce,
-    "all_to_all": all_to_all,
-    "all_gather": all_gather,
+    "all_to_all": lambda num_bytes, n: Sent((n - 1) / n * num_bytes, n - 1),
+    "all_gather": lambda num_bytes, n: Sent((n - 1) * num_bytes, n - 1),
 }
 
 
@@ -98,20 +86,17 @@ def in_full(tensors: Iterable[Tensor], number_bytes: int, n: int) -> Sent:
     return all_reduce(number_bytes * sum(tensor.rows * tensor.length for tensor in tensors), n)
 
 
-# ------------------------------------------------------------------------------ of a step, a run
-
-
 def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
-    """A train step in `phase`, without what may follow it.
+    """A train step in `phase`, without the outer step after it.
 
-    `reduce_bytes`: of a number of a matrix's gradient in the mean (`precision.Policy.reduce`);
-    those of vectors are in fp32, as is all that replicas which take their own gradients sum.
+    `reduce_bytes`: of a number of a matrix's gradient in the mean (`precision.Policy.reduce`).
+    Gradients of vectors, and those that replicas take on their own, are summed in fp32.
     """
     tensors, n = replicas.tensors.values(), replicas.size
     if phase == MEAN:
         matrices = [tensor for tensor in tensors if tensor.matrix]
         vectors = [tensor for tensor in tensors if not tensor.matrix]
-        small = in_full(vectors, FP32, n)._replace(hops=0)  # at the same time
+        small = in_full(vectors, FP32, n)._replace(hops=0)  # sent at the same time
         return in_sequence([in_full(matrices, reduce_bytes, n), small])
     if phase == VARIANCE:
         return in_full(tensors, FP32, n)
@@ -119,82 +104,73 @@ def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
 
 
 def of_outer_step(replicas: Replicas, fragments: Sequence[int], num_fragments: int) -> Sent:
-    """The exchange of parameters after a step; see `contract.Timetable`."""
+    """The outer step: the exchange of parameters after a step; see `contract.Timetable`."""
     if not fragments:
         return Sent()
     if replicas.compressor is not COMPRESSORS["mean"] or len(fragments) == num_fragments:
         return of_exchange(replicas)
     numbers = 0
-    for each in replicas.tensors.values():
-        rows = sum(len(range(f, each.rows, num_fragments)) for f in fragments)
-        numbers += each.length * (rows if each.layered else int(0 in fragments))
+    for tensor in replicas.tensors.values():
+        rows = sum(len(range(f, tensor.rows, num_fragments)) for f in fragments)
+        numbers += tensor.length * (rows if tensor.layered else int(0 in fragments))
     return all_reduce(FP32 * numbers, replicas.size)
 
 
-class Part(NamedTuple):
-    """Steps of a run that are alike."""
+class StepGroup(NamedTuple):
+    """Steps of a run that send the same."""
 
     phase: str
-    fragments: tuple[int, ...]
+    fragments: tuple[int, ...]  # that the outer step exchanges
     steps: int
-    step: Sent  # in the step
-    outer: Sent  # after it
+    step: Sent  # in the train step
+    outer: Sent  # in the outer step after it
 
 
 def of_run(
     replicas: Replicas, timetable: Timetable, *, reduce_bytes: int = 2, freeze_step: int = -1
-) -> list[Part]:
-    """All steps of a run, those that are alike together.
+) -> list[StepGroup]:
+    """All steps of a run, in groups.
 
     `freeze_step`: with warmup_steps = -1, the step that finds the variance settled.
     """
-    num: dict[tuple, int] = {}
-    for step in range(timetable.total_steps):
-        kind = timetable.phase_of(step, freeze_step), timetable.fragments_after(step)
-        num[kind] = num.get(kind, 0) + 1
-    return [
-        Part(
-            phase, fragments, steps, of_step(replicas, phase, reduce_bytes=reduce_bytes),
-            of_outer_step(replicas, fragments, timetable.num_fragments),
-        )
-        for (phase, fragments), steps in num.items()
-    ]  # fmt: skip
+    counts = collections.Counter(
+        (timetable.phase_of(step, freeze_step), timetable.fragments_after(step))
+        for step in range(timetable.total_steps)
+    )
+    groups = []
+    for (phase, fragments), steps in counts.items():
+        outer = of_outer_step(replicas, fragments, timetable.num_fragments)
+        step = of_step(replicas, phase, reduce_bytes=reduce_bytes)
+        groups.append(StepGroup(phase, fragments, steps, step, outer))
+    return groups
 
 
-def per_step(parts: Sequence[Part]) -> Sent:
+def per_step(groups: Sequence[StepGroup]) -> Sent:
     """The mean over all steps."""
-    total = in_sequence(in_sequence([part.step, part.outer]).times(part.steps) for part in parts)
-    return total.times(1 / sum(part.steps for part in parts))
-
-
-# ---------------------------------------------------------------------------------- step times
+    total = in_sequence(in_sequence([of.step, of.outer]).times(of.steps) for of in groups)
+    return total.times(1 / sum(group.steps for group in groups))
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The slow network, as one device sees it, and what may hide it."""
+    """The slow network between replicas, as one device sees it."""
 
     bandwidth: float  # bytes/s that a device sends; of a host's link, its share
     latency: float = 50e-6  # seconds of a message without bytes
-    # Of a step's computation, behind which the mean can travel: without accumulation the gradients
-    # of each layer are summed while the backward pass works on the next. What replicas exchange in
-    # their own way begins when the backward pass has ended.
+    # Fraction of a step's computation that overlaps with the mean: without accumulation, gradients
+    # of a layer are summed during the backward pass of the next. Other exchanges begin after it.
     overlap: float = 0.5
 
     def seconds(self, sent: Sent) -> float:
-        """The time that it takes, hidden or not."""
+        """The time of these messages without overlap."""
         return sent.bytes / self.bandwidth + sent.hops * self.latency
 
 
 def compute_seconds(
-    config: ModelConfig,
-    *,
-    tokens: int,
-    sequence_length: int,
-    chip: hardware.Chip,
+    config: ModelConfig, *, tokens: int, sequence_length: int, chip: hardware.Chip,
     utilization: float,
-) -> float:
-    """A device's computation in a step that takes `tokens` of its own, at a share of its peak.
+) -> float:  # fmt: skip
+    """A device's computation in a step with `tokens` of its own, at a fraction of its peak FLOP/s.
 
     About 6 N FLOPs per token, N parameters, and those of attention's scores.
     """
@@ -202,39 +178,33 @@ def compute_seconds(
     return flops * tokens / (chip.device_flops() * utilization)
 
 
-def step_seconds(parts: Sequence[Part], link: Link, compute: float) -> float:
-    """The mean time of a step of a run: `compute` and what is not hidden behind it."""
+def step_seconds(groups: Sequence[StepGroup], link: Link, compute: float) -> float:
+    """The mean time of a step of a run: `compute`, and messages that do not overlap with it."""
     total = 0.0
-    for part in parts:
-        hidden = link.overlap * compute if part.phase == MEAN else 0.0
-        exposed = max(0.0, link.seconds(part.step) - hidden) + link.seconds(part.outer)
-        total += part.steps * (compute + exposed)
-    return total / sum(part.steps for part in parts)
+    for group in groups:
+        overlap = link.overlap * compute if group.phase == MEAN else 0.0
+        exposed = max(0.0, link.seconds(group.step) - overlap) + link.seconds(group.outer)
+        total += group.steps * (compute + exposed)
+    return total / sum(group.steps for group in groups)
 
 
 def late_seconds(sent: Sent, link: Link, compute: float, staleness: int) -> float:
-    """The least time of a step whose gradients may come `staleness` steps late and travel in the
-    background: the link is never idle, and s + 1 steps are time for one computation and exchange.
+    """The least time of a step whose gradients may arrive `staleness` steps late.
 
-    A bound for other programs: strategy "stale" makes gradients late, and sums them in the step.
+    s + 1 steps are time for one computation and exchange, in the background. A bound for other
+    programs: strategy "stale" makes gradients late, and sums them in the step.
     """
     travel = link.seconds(sent)
     return max(compute, travel if staleness else 0.0, (compute + travel) / (staleness + 1))
 
 
-# --------------------------------------------------------------------------- without a machine
-
-
 def replicas_of(
     chosen: SyncConfig, config: ModelConfig, sizes: Mapping[str, int], layout: str = "hsdp"
 ) -> Replicas:
-    """The replicas of a model on a mesh of these sizes, which need not be here.
+    """The replicas of a model on an abstract mesh.
 
-    Args:
-      chosen: the strategy.
-      config: the model, with its vocabulary.
-      sizes: of mesh axes, `data` among them; without `stage`.
-      layout: a name in `sharding.LAYOUTS`.
+    `chosen`: the strategy. `config`: the model, with its vocabulary. `sizes`: of mesh axes, `data`
+    among them, without `stage`. `layout`: a name in `sharding.LAYOUTS`.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     shapes, axes = apply.abstract_parameters(config)

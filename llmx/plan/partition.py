@@ -1,13 +1,12 @@
 """Where a pipeline is cut and how many replicas each stage has, so that the slowest is fastest.
 
-The layers of a model are a chain of L; a stage is a run of neighbors on m devices (replicas) of its
-own. Among all partitions that fit into memory `partition` finds the one whose slowest stage or link
-takes the least time, by dynamic programming: PipeDream (SOSP 2019, section 3.1; an earlier form in
-arXiv 1806.03377), with the memory of PipeDream-2BW (arXiv 2006.09503).
+A stage is a run of layers on m devices (replicas) of its own. Among all partitions that fit into
+memory `partition` finds the one whose slowest stage or link takes the least time, by dynamic
+programming: PipeDream (SOSP 2019, section 3.1; an earlier form in arXiv 1806.03377), with the
+memory of PipeDream-2BW (arXiv 2006.09503).
 
-The cost of a microbatch, once the pipeline is full. A stage has layers i..j-1 and m replicas, each
-of which takes 1/m of the rows of a microbatch; a step has M microbatches, after which the replicas
-reduce their gradients:
+The cost of a microbatch in a full pipeline, for a stage with layers i..j-1 and m replicas, each of
+which takes 1/m of the rows; replicas reduce their gradients after the M microbatches of a step:
 
     compute   = sum(forward + backward) / m
     exchange  = 2 (m - 1) / m * sum(weight_bytes) / bandwidth / M      ring all-reduce, once a step
@@ -15,23 +14,23 @@ reduce their gradients:
     link      = 2 output_bytes of layer j-1 / bandwidth       activations forward, gradients back
     slowest   = max(stages, links)
 
-Everything overlaps: the exchange with the computation of the same stage, a link with both of its
-stages. M = 1 is PipeDream's formula, which exchanges with every microbatch. As there, a link costs
-the same whatever the number of replicas at its ends, which overestimates links that several share.
+The exchange overlaps with the computation of the same stage, a link with both of its stages. M = 1
+is PipeDream's formula. As there, a link costs the same for any number of replicas at its ends, an
+overestimate where several share it.
 
 The memory of each replica, n microbatches in flight on the stage and v versions of its weights:
 
     memory    = sum(state_bytes) + (v - 1) sum(version_bytes) + n sum(stash_bytes) / m
 
-n depends on the number of stages behind this one (`IN_FLIGHT`), so the search goes from the last
-stage to the first. Layers i.. in n stages on at most d devices take
+n depends on the number of later stages (`IN_FLIGHT`), so the search goes from the last stage to the
+first. Layers i.. in n stages on at most d devices take
 
     best[n][i, d] = min over j, m of max(stage(i, j, m), link(j), best[n-1][j, d-m])
 
 where stage(i, j, m) is infinite if it needs too much memory with n - 1 stages behind it.
 
-`Pipeline.per_stage` is added to every stage: from `spread`, a share of embedding and head, which
-`llmx.pipeline.executor` splits over all stages. The chain is then the blocks alone.
+`llmx.pipeline.executor` splits embedding and head over all stages: the chain is then the blocks
+alone, with `Pipeline.per_stage` from `spread` added to every stage.
 
 Temporaries (the backward pass of one layer, weights in the compute dtype, workspaces) are not
 counted: set the limit lower than the memory of a device.
@@ -52,10 +51,9 @@ from llmx.plan.schedule_report import columns, gib
 # Costs within this are equal: sums of floats in another order.
 RELATIVE_TIE = 1e-9
 
-# Microbatches in flight on a stage by the number of stages behind it and M, the microbatches of a
-# step. In lockstep a microbatch comes back to a stage after 2 `later` ticks. PipeDream-2BW in
-# lockstep is "1f1b_unflushed" with versions=2; PipeDream is "asynchronous" with versions=None and
-# M = 1.
+# Microbatches in flight on a stage by the number of later stages and M, the microbatches of a step.
+# In lockstep a microbatch comes back to a stage after 2 `later` ticks. PipeDream-2BW in lockstep is
+# "1f1b_unflushed" with versions=2; PipeDream is "asynchronous" with versions=None and M = 1.
 IN_FLIGHT: dict[str, Callable[[int, int], int]] = {
     "gpipe": lambda later, M: M,
     "1f1b": lambda later, M: min(2 * later + 1, M),  # in lockstep, flushed after each step
@@ -181,13 +179,13 @@ def partition(
             return tables.seconds
         return np.where(tables.memory(later) <= memory_bytes, tables.seconds, math.inf)
 
+    def memory(later: int) -> np.ndarray:
+        return np.where(np.isinf(tables.seconds), math.inf, tables.memory(later))
+
     cuts = _least_maximum(fitting, tables.links, num_devices, counts)
     if cuts is None:
         # The same search with memory in place of time finds the least that any partition needs.
-        cuts = _least_maximum(
-            lambda later: np.where(np.isinf(tables.seconds), math.inf, tables.memory(later)),
-            np.zeros_like(tables.links), num_devices, counts,
-        )  # fmt: skip
+        cuts = _least_maximum(memory, np.zeros_like(tables.links), num_devices, counts)
         least = tables.partition(cuts)
         raise ValueError(_too_little(least, layers, memory_bytes, num_devices, num_stages))
     return tables.partition(cuts)
@@ -196,15 +194,9 @@ def partition(
 def priced(
     layers: Sequence[Layer], counts: Sequence[int], pipeline: Pipeline, *, replicas: int = 1
 ) -> Partition:
-    """A given partition with its times and memory.
+    """The partition of a chain into stages of `counts` layers, with its times and memory.
 
-    Args:
-      layers: the chain.
-      counts: number of layers on each stage, from the first.
-      pipeline: schedule and links.
-      replicas: of every stage.
-
-    Raises ValueError if the counts do not add up to the chain.
+    `replicas`: of every stage. Raises ValueError if the counts do not add up to the chain.
     """
     _check(layers, replicas * len(counts), len(counts) or None, pipeline)
     if min(counts, default=0) < 1 or sum(counts) != len(layers):
@@ -217,13 +209,10 @@ def priced(
     return _tables(layers, replicas, pipeline).partition(cuts)
 
 
-def _check(
-    layers: Sequence[Layer], num_devices: int, num_stages: int | None, pipeline: Pipeline
-) -> None:
-    numbers = dict(
-        num_devices=num_devices, microbatches=pipeline.microbatches, versions=pipeline.versions,
-        num_stages=num_stages,
-    )  # fmt: skip
+def _check(layers: Sequence[Layer], num_devices: int, num_stages: int | None, pipeline: Pipeline):
+    """Raises ValueError for arguments that do not go together."""
+    numbers = dict(num_devices=num_devices, microbatches=pipeline.microbatches)
+    numbers |= dict(versions=pipeline.versions, num_stages=num_stages)
     problems = [
         f"{name}={value} must be at least 1"
         for name, value in numbers.items()
@@ -279,34 +268,30 @@ class _Tables:
 def _tables(layers: Sequence[Layer], most_replicas: int, pipeline: Pipeline) -> _Tables:
     M, bandwidth, per_stage = pipeline.microbatches, pipeline.bandwidth, pipeline.per_stage
     m = np.arange(1, most_replicas + 1)
-    compute = _sums([layer.seconds for layer in layers])[:, :, None]
-    compute = (compute + per_stage.seconds) / m
-    weights = _sums([float(layer.weight_bytes) for layer in layers])[:, :, None]
-    weights = weights + per_stage.weight_bytes
-    exchange = weights * (2 * (m - 1) / m / M / bandwidth)
-    seconds = np.maximum(compute, exchange)
+
+    def sums(name: str) -> np.ndarray:
+        """[i, j, 1]: of layers i..j-1, added up in order, so that equal runs have equal sums."""
+        values = np.array([getattr(layer, name) for layer in layers])
+        runs = [np.pad(np.cumsum(values[i:]), (i + 1, 0)) for i in range(len(values) + 1)]
+        return np.stack(runs)[:, :, None]
+
+    compute = (sums("seconds") + per_stage.seconds) / m
+    weights = sums("weight_bytes") + float(per_stage.weight_bytes)
+    seconds = np.maximum(compute, weights * (2 * (m - 1) / m / M / bandwidth))
     seconds[np.tri(len(layers) + 1, dtype=bool)] = math.inf
-    state = _sums([layer.state_bytes for layer in layers]) + per_stage.state_bytes
-    version = _sums([layer.version_bytes for layer in layers]) + per_stage.version_bytes
-    stash = _sums([layer.stash_bytes for layer in layers])
+    state = sums("state_bytes") + per_stage.state_bytes
+    version = sums("version_bytes") + per_stage.version_bytes
+    stash = sums("stash_bytes")
 
     def memory(later: int) -> np.ndarray:
         in_flight = pipeline.room
         if in_flight is None:
             in_flight = IN_FLIGHT[pipeline.in_flight](later, M)
         more = (in_flight if pipeline.versions is None else pipeline.versions) - 1
-        return (state + more * version)[:, :, None] - (-in_flight * stash[:, :, None] // m)
+        return state + more * version - (-in_flight * stash // m)
 
     links = [0.0, *(2 * layer.output_bytes / bandwidth for layer in layers[:-1]), 0.0]
     return _Tables(pipeline, seconds, np.array(links), memory)
-
-
-def _sums(values: list) -> np.ndarray:
-    """[i, j]: the sum of values[i:j], added up in order, so that equal runs have equal sums."""
-    sums = np.zeros((len(values) + 1, len(values) + 1), np.array(values).dtype)
-    for i in range(len(values)):
-        sums[i, i + 1 :] = np.cumsum(values[i:])
-    return sums
 
 
 # ------------------------------------------------------------------------------------- the search
@@ -318,19 +303,15 @@ def _least_maximum(
     """Stages (first, stop, replicas) with the least maximum of their costs and of the links.
 
     Among equals the first as `partition` orders them. None if all partitions cost infinitely much.
-
-    Args:
-      cost: [i, j, m-1] by how many stages are behind, infinite where there must be no such stage.
-      links: [j], the cost of a boundary before layer j.
-      num_devices: for all stages together.
-      counts: how many stages there may be.
+    `cost`: [i, j, m-1] by the number of later stages, infinite where there must be no such stage.
+    `links`: [j], of a boundary before layer j. `counts`: how many stages there may be.
     """
     best = _best(cost, links, num_devices, counts.stop - 1, np.maximum)
-    values = [best[count][0, num_devices] for count in counts]
-    if math.isinf(min(values)):
+    least = min(best[count][0, num_devices] for count in counts)
+    if math.isinf(least):
         return None
-    bound = min(values) * (1 + RELATIVE_TIE)
-    count = next(n for n, value in zip(counts, values, strict=True) if value <= bound)
+    bound = least * (1 + RELATIVE_TIE)
+    count = next(count for count in counts if best[count][0, num_devices] <= bound)
     devices = int(np.argmax(best[count][0] <= bound))
 
     # The most even of them: the same search with sums of squares of the costs under the bound.
@@ -359,7 +340,7 @@ def _best(
 ) -> list[np.ndarray]:  # fmt: skip
     """[n][i, d]: the least that layers i.. cost in n stages on at most d devices.
 
-    `combine` (np.maximum, np.add) combines the costs of stages and links.
+    `combine` adds up the costs of stages and links: np.maximum or np.add.
     """
     num_layers = len(links) - 1
     nothing = np.full((num_layers + 1, num_devices + 1), math.inf)
@@ -378,10 +359,9 @@ def _best(
 
 def _following(best: np.ndarray, most_replicas: int) -> np.ndarray:
     """[j, m-1, d]: `best` [j, d] of the devices that are left when a stage uses m of d."""
-    num_stops, num_devices = best.shape[0], best.shape[1] - 1
-    left = np.full((num_stops, most_replicas, num_devices + 1), math.inf)
-    for m in range(1, min(most_replicas, num_devices) + 1):
-        left[:, m - 1, m:] = best[:, : num_devices + 1 - m]
+    left = np.full((len(best), most_replicas, best.shape[1]), math.inf)
+    for m in range(1, min(most_replicas + 1, best.shape[1])):
+        left[:, m - 1, m:] = best[:, :-m]
     return left
 
 
@@ -429,13 +409,13 @@ def layers_of(
 
     Time is FLOPs over FLOP/s: none for the embedding, a lookup; for the backward pass twice that of
     the forward pass, and what remat computes again. A tied table counts with the embedding and with
-    the head, because both need it when they are on different stages.
+    the head, which may be on different stages.
 
     Args:
       model: with its vocabulary.
       tokens: of a microbatch, on all replicas of a stage.
       sequence_length: tokens of a sequence.
-      flops_per_second: what a device reaches, not its peak.
+      flops_per_second: that a device reaches, not its peak.
       remat: a name in `remat.POLICIES`.
       loss_chunks: chunks of the vocabulary in the loss (`losses.num_chunks`).
       number_bytes: None = bf16 with a state in fp32.
@@ -445,16 +425,11 @@ def layers_of(
     if not model.vocab_size:
         raise ValueError("model.vocab_size=0 follows the tokenizer: resolve the config first")
     if remat not in remat_lib.POLICIES:
-        policies = ", ".join(remat_lib.POLICIES)
-        raise ValueError(f"remat {remat!r} is unknown: use one of {policies}")
-    size = number_bytes or NumberBytes()
+        raise ValueError(f"remat {remat!r} is unknown: use one of {', '.join(remat_lib.POLICIES)}")
+    size, remat_of = number_bytes or NumberBytes(), dict(remat=remat, loss_chunks=loss_chunks)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length)
-    again = costs.recomputed_flops_by_layer(
-        model, sequence_length=sequence_length, remat=remat, loss_chunks=loss_chunks
-    )
-    saved = costs.saved_bytes_by_layer(
-        model, remat=remat, loss_chunks=loss_chunks, compute_bytes=size.compute
-    )
+    again = costs.recomputed_flops_by_layer(model, sequence_length=sequence_length, **remat_of)
+    saved = costs.saved_bytes_by_layer(model, compute_bytes=size.compute, **remat_of)
     parameters = costs.parameters_by_layer(model)
     if model.tied_head:
         parameters[-1] += model.padded_vocab * model.width
@@ -488,20 +463,14 @@ def spread(
     if model.tied_head:
         norm = costs.parameters_by_layer(model)[-1]
         fraction = norm / (norm + model.padded_vocab * model.width)
-
-    def share(name: str) -> int:
-        return math.ceil((vars(first)[name] + fraction * vars(last)[name]) / num_stages)
-
-    return blocks, Layer(
-        name=f"1/{num_stages} of embedding and head",
-        forward=(first.forward + last.forward) / num_stages,
-        backward=(first.backward + last.backward) / num_stages,
-        weight_bytes=share("weight_bytes"),
-        state_bytes=share("state_bytes"),
-        version_bytes=share("version_bytes"),
-        output_bytes=0,
-        stash_bytes=0,
+    weight, state, version = (
+        math.ceil((vars(first)[name] + fraction * vars(last)[name]) / num_stages)
+        for name in ("weight_bytes", "state_bytes", "version_bytes")
     )
+    forward = (first.forward + last.forward) / num_stages
+    backward = (first.backward + last.backward) / num_stages
+    name = f"1/{num_stages} of embedding and head"
+    return blocks, Layer(name, forward, backward, weight, state, version, 0, 0)
 
 
 def to_counts(partition: Partition) -> tuple[int, ...]:
@@ -521,14 +490,13 @@ def to_counts(partition: Partition) -> tuple[int, ...]:
 def describe(partition: Partition, layers: Sequence[Layer]) -> str:
     """The stages as a table, which of them is slowest, and how much of the devices' time is used.
 
-    Efficiency is the share of all devices' time in a step in which they compute: the share of ticks
-    in which the pipeline is full, times how evenly the work is spread then.
+    Efficiency is the fraction of the devices' time in which they compute: the fraction of ticks in
+    which the pipeline is full, times how evenly the work is spread then.
     """
     rows = [("stage", "layers", "replicas", "ms", "memory")]
     for number, stage in enumerate(partition.stages):
-        milliseconds = f"{1e3 * stage.seconds:.3f}"
-        memory = gib(stage.memory_bytes)
-        rows.append((number, _names(stage, layers), stage.replicas, milliseconds, memory))
+        costs_of = f"{1e3 * stage.seconds:.3f}", gib(stage.memory_bytes)
+        rows.append((number, _names(stage, layers), stage.replicas, *costs_of))
     lines = columns(rows, right=3)
     per_stage = partition.pipeline.per_stage
     if per_stage != NOTHING:

@@ -139,16 +139,16 @@ def timetable(chosen: SyncConfig, total_steps: int) -> Timetable:
 
 def test_a_run_begins_with_the_mean():
     replicas = of_tiny("one_bit", warmup_steps=15)
-    parts = network.of_run(replicas, timetable(replicas.config, 100))
+    groups = network.of_run(replicas, timetable(replicas.config, 100))
     mean, signs = (network.of_step(replicas, phase) for phase in (MEAN, COMPRESSED))
-    assert [(part.phase, part.steps) for part in parts] == [(MEAN, 15), (COMPRESSED, 85)]
-    assert network.per_step(parts).bytes == pytest.approx(0.15 * mean.bytes + 0.85 * signs.bytes)
+    assert [(group.phase, group.steps) for group in groups] == [(MEAN, 15), (COMPRESSED, 85)]
+    assert network.per_step(groups).bytes == pytest.approx(0.15 * mean.bytes + 0.85 * signs.bytes)
 
 
 def test_a_run_that_waits_for_the_variance_is_told_when():
     replicas = of_tiny("one_bit", warmup_steps=-1)
-    parts = network.of_run(replicas, timetable(replicas.config, 100), freeze_step=28)
-    assert [(part.phase, part.steps) for part in parts] == [(MEAN, 30), (COMPRESSED, 70)]
+    groups = network.of_run(replicas, timetable(replicas.config, 100), freeze_step=28)
+    assert [(group.phase, group.steps) for group in groups] == [(MEAN, 30), (COMPRESSED, 70)]
 
 
 def test_parameters_travel_now_and_then():
@@ -247,8 +247,8 @@ def test_ratios_on_a_large_model():
     assert sent("power_sgd", COMPRESSED, 2) <= fp32 / 50
     # A whole run with 15% of warm-up, against the mean of 16-bit gradients in all steps.
     chosen = SyncConfig(strategy="one_bit", warmup_steps=150)
-    parts = network.of_run(of_large("one_bit", warmup_steps=150), timetable(chosen, 1000))
-    assert bf16 / network.per_step(parts).bytes >= 4.9
+    groups = network.of_run(of_large("one_bit", warmup_steps=150), timetable(chosen, 1000))
+    assert bf16 / network.per_step(groups).bytes >= 4.9
 
 
 def test_what_is_kept_is_an_error_per_number_and_a_share_of_one():
@@ -272,16 +272,16 @@ def test_step_times_by_hand():
     link = Link(bandwidth=100.0, latency=0.5, overlap=0.5)
     sent = Sent(bytes=300.0, hops=2)  # 4 seconds
 
-    def part(phase: str, step: Sent, outer: Sent = Sent(0, 0), steps: int = 1):  # noqa: B008
-        return network.Part(phase, (), steps, step, outer)
+    def group(phase: str, step: Sent, outer: Sent = Sent(0, 0), steps: int = 1):  # noqa: B008
+        return network.StepGroup(phase, (), steps, step, outer)
 
     assert link.seconds(sent) == 4
     # The mean hides behind half of the computation, an exchange behind none.
-    assert network.step_seconds([part(MEAN, sent)], link, 6.0) == 6 + 4 - 3
-    assert network.step_seconds([part(MEAN, sent)], link, 10.0) == 10
-    assert network.step_seconds([part(COMPRESSED, sent)], link, 6.0) == 6 + 4
+    assert network.step_seconds([group(MEAN, sent)], link, 6.0) == 6 + 4 - 3
+    assert network.step_seconds([group(MEAN, sent)], link, 10.0) == 10
+    assert network.step_seconds([group(COMPRESSED, sent)], link, 6.0) == 6 + 4
     # One outer step in four steps.
-    local = [part(LOCAL, Sent(), steps=3), part(LOCAL, Sent(), sent)]
+    local = [group(LOCAL, Sent(), steps=3), group(LOCAL, Sent(), sent)]
     assert network.step_seconds(local, link, 6.0) == 6 + 4 / 4
     assert [network.late_seconds(sent, link, 6.0, s) for s in (0, 1, 2)] == [10, 6, 6]
     assert network.late_seconds(sent, link, 1.0, 3) == 4
