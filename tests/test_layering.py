@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -132,3 +133,36 @@ def test_rows_name_each_module_once():
 def test_the_check_finds_what_it_is_for(name, source, words):
     (problem,) = problems_of(name, source)
     assert words in problem
+
+
+LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 18
+LONG_STORIES = {("llmx.train", "main")}  # one linear text
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functions_and_files_stay_short(name):
+    text = MODULES[name].read_text()
+    assert len(text.splitlines()) <= LONGEST_FILE, f"{name}: split it"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and (name, node.name) not in LONG_STORIES:
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= LONGEST_FUNCTION, f"{name}.{node.name}: {lines} lines; split it"
+
+
+def test_the_package_has_few_entries():
+    entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES, f"put it into a room: {sorted(entries)}"
+
+
+def test_the_step_names_no_technique():
+    from llmx.pipeline.schedules import SCHEDULES
+    from llmx.sharding import LAYOUTS
+    from llmx.step.optimizers import OPTIMIZERS
+    from llmx.sync.compressors import COMPRESSORS
+    from llmx.sync.strategy import STRATEGIES
+
+    text = MODULES["llmx.step.step"].read_text()
+    words = set(re.findall(r"\w+", text))
+    # The mean of gradients is what the step does without a technique.
+    names = {*SCHEDULES, *LAYOUTS, *OPTIMIZERS, *COMPRESSORS, *STRATEGIES} - {"mean"}
+    assert not names & words, "the step asks for a technique: make it a part of the Recipe"

@@ -5,6 +5,7 @@ of the momentum, with error feedback.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,30 +45,6 @@ def make(inputs: StrategyInputs) -> Strategy:
         sync = reshard.zeros(abstract)._replace(freeze_step=jnp.full((), -1, jnp.int32))
         return inputs.optimizer.whole.init(params), sync
 
-    plain = phases.mean(inputs)
-
-    def watched(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
-        """The usual update, which then looks whether the variance has settled."""
-        new = plain.update(found, state, sync, accepted)
-        return new._replace(sync=settled(inputs, state.step, new.opt_state[0].nu, new.sync))
-
-    def reduce(found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
-        """Shares of the gradient; the momentum that they make is exchanged in the update."""
-        return found._replace(
-            tree=scaled(found.tree, found.shares), norms=jnp.sqrt(found.squares.sum())
-        ), sync
-
-    def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
-        head, tail = state.opt_state[0], state.opt_state[1:]
-        direction, new_head, new_sync, extra = _exchanged_direction(inputs, found.tree, head, sync)
-        new = inputs.update(
-            direction, state._replace(opt_state=tail), accepted, inputs.optimizer.tail, **extra
-        )
-        return new._replace(
-            opt_state=(phases.keep(accepted, new_head, head), *new.opt_state),
-            sync=phases.keep(accepted, new_sync, sync),
-        )
-
     @functools.partial(jax.jit, donate_argnums=0)
     def freeze(state: State) -> State:
         """What the variance has seen is noted before the first step that does not update it."""
@@ -83,12 +60,13 @@ def make(inputs: StrategyInputs) -> Strategy:
             residuals=reshard.residuals(saved.residuals, abstract.residuals, layers),
         )
 
+    compressed = Phase(phases.shared_params, inputs.replica_gradient, _shares, _update(inputs))
     return Strategy(
         abstract=(inputs.opt_state, abstract),
         init=init,
         phases={
-            MEAN: plain._replace(update=watched) if config.warmup_steps < 0 else plain,
-            COMPRESSED: Phase(phases.shared_params, inputs.replica_gradient, reduce, update),
+            MEAN: _watched(inputs) if config.warmup_steps < 0 else phases.mean(inputs),
+            COMPRESSED: compressed,
         },
         timetable=inputs.timetable,
         enter=lambda state, previous, phase: freeze(state),
@@ -97,6 +75,40 @@ def make(inputs: StrategyInputs) -> Strategy:
         reshard=resharded,
         messages=replicas.messages(),
     )
+
+
+def _watched(inputs: StrategyInputs) -> Phase:
+    """Usual steps, each of which looks whether the variance has settled."""
+    mean = phases.mean(inputs)
+
+    def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
+        new = mean.update(found, state, sync, accepted)
+        return new._replace(sync=settled(inputs, state.step, new.opt_state[0].nu, new.sync))
+
+    return mean._replace(update=update)
+
+
+def _shares(found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
+    """Shares of the gradient; the momentum that they make is exchanged in the update."""
+    norm = jnp.sqrt(found.squares.sum())
+    return found._replace(tree=scaled(found.tree, found.shares), norms=norm), sync
+
+
+def _update(inputs: StrategyInputs) -> Callable:
+    """The update by an exchange of momentum."""
+
+    def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
+        head, tail = state.opt_state[0], state.opt_state[1:]
+        direction, new_head, new_sync, extra = _exchanged_direction(inputs, found.tree, head, sync)
+        new = inputs.update(
+            direction, state._replace(opt_state=tail), accepted, inputs.optimizer.tail, **extra
+        )
+        return new._replace(
+            opt_state=(phases.keep(accepted, new_head, head), *new.opt_state),
+            sync=phases.keep(accepted, new_sync, sync),
+        )
+
+    return update
 
 
 def conflicts(config: Any) -> list[str]:
