@@ -97,11 +97,10 @@ def verify(folder: pathlib.Path) -> None:
     index = shards_lib.read_index(folder)
     with _make_bar(unit="shards") as bar:
         task = bar.add_task(f"verify {folder}", total=len(index["shards"]), note="")
-        dtype = np.dtype(index["dtype"])
-        shards_lib.check_sizes(folder, index["shards"], dtype=dtype)
-        shards_lib.check_sums(
-            folder, index["shards"], dtype=dtype, log=lambda entry: bar.advance(task)
-        )
+        shards_lib.check_sizes(folder, index["shards"], dtype=np.dtype(index["dtype"]))
+        for entry in index["shards"]:
+            shards_lib.check_sums(folder, entry)
+            bar.advance(task)
     shards_lib.open_shards(folder)
     print(
         f"{folder}: {len(index['shards'])} shards, {index['tokens']:,} tokens: all checksums match"

@@ -16,7 +16,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Recipe:
     tokenizer: tokenizers.Tokenizer | int  # an int: train one of that vocabulary size
     text_key: str
     skip_bad: bool
-    shard_tokens: int = SHARD_TOKENS
+    shard_tokens: int
 
     def identity(self) -> str:
         """A hash that changes when the files (path, size, time) or a setting do."""
@@ -61,8 +61,20 @@ class Recipe:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     @property
+    def name(self) -> str:
+        return ",".join(self.sources)
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    def documents(
+        self, start: sources_lib.Position, skipped: collections.Counter
+    ) -> Iterator[sources_lib.Document]:
+        """The documents from a position on; `skipped` counts what was left out, by kind."""
+        return sources_lib.read_documents(
+            self.files, text_key=self.text_key, skip_bad=self.skip_bad, start=start, skipped=skipped
+        )
 
 
 @dataclasses.dataclass
@@ -87,13 +99,10 @@ def make_recipe(
     return Recipe(tuple(sources), tuple(files), tokenizer, text_key, skip_bad, shard_tokens)
 
 
-# ---- one folder ----
-
-
-def clear(folder: pathlib.Path) -> None:
-    """Removes what a build writes from the folder, and nothing else."""
+def clear(folder: pathlib.Path, *, keep: Collection[str] = ()) -> None:
+    """Removes what a build writes from the folder, but the names in `keep`, and nothing else."""
     for path in list(folder.iterdir()):
-        if _OWN_FILES.fullmatch(path.name):
+        if _OWN_FILES.fullmatch(path.name) and path.name not in keep:
             path.unlink()
 
 
@@ -118,57 +127,44 @@ def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
     """The recorded progress; files that it does not list are removed."""
     progress = _read_progress(folder)
     identity = recipe.identity()
-    if progress and progress["identity"] != identity and not progress["shards"]:
-        progress = {}  # nothing was finished, so nothing is lost by starting over
     if progress and progress["identity"] != identity:
-        raise ValueError(
-            f"{folder} holds the unfinished result of other sources or settings (or the source "
-            "files have changed since): run with --overwrite, or choose another folder"
-        )
+        if progress["shards"]:
+            raise ValueError(
+                f"{folder} holds the unfinished result of other sources or settings (or the source "
+                "files have changed since): run with --overwrite, or choose another folder"
+            )
+        progress = {}  # nothing was finished, so nothing is lost by starting over
     if not progress:
         clear(folder)
         position = dataclasses.asdict(sources_lib.Position())
         progress = {"identity": identity, "shards": [], "position": position, "skipped": {}}
         shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
     known = {f"{e['name']}.{kind}" for e in progress["shards"] for kind in e["sha256"]}
-    known |= {shards_lib.PROGRESS, tokenizers.FILE_NAME}
-    for path in list(folder.iterdir()):
-        if _OWN_FILES.fullmatch(path.name) and path.name not in known:
-            path.unlink()
+    clear(folder, keep={*known, shards_lib.PROGRESS, tokenizers.FILE_NAME})
     return progress
 
 
-def train_tokenizer(recipe: Recipe, *, path: pathlib.Path, size: int) -> tokenizers.Tokenizer:
+def _train_tokenizer(recipe: Recipe, path: pathlib.Path) -> tokenizers.Tokenizer:
     """Trains a tokenizer on the recipe's text into `path`, or loads the one that is there."""
     if not path.is_file():
-        documents = sources_lib.read_documents(
-            recipe.files, text_key=recipe.text_key, skip_bad=recipe.skip_bad,
-            skipped=collections.Counter(),
-        )  # fmt: skip
-        trained = tokenizers.train((d.text for d in documents), vocab_size=size)
+        documents = recipe.documents(sources_lib.Position(), collections.Counter())
+        texts = (document.text for document in documents)
+        trained = tokenizers.train(texts, vocab_size=recipe.tokenizer)
         shards_lib.write_atomically(path, trained.dumps())
     return tokenizers.load(path)
 
 
-def _encoded(
-    tokenizer: tokenizers.Tokenizer, batch: Sequence[sources_lib.Document]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens with ends of documents, lengths, hashes) of some documents."""
-    end = np.array([tokenizer.end_of_document], np.int64)
-    parts, lengths = [], np.empty(len(batch), np.int64)
-    encoded = tokenizer.encode_documents([document.text for document in batch])
-    for i, ids in enumerate(encoded):
-        parts += (ids, end)
-        lengths[i] = len(ids) + 1
-    tokens = np.concatenate(parts)
-    if tokens.max() >= tokenizer.vocab_size or tokens.min() < 0:
-        bad = tokens[(tokens >= tokenizer.vocab_size) | (tokens < 0)][0]
+def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """Ids of each text, checked against the vocabulary."""
+    encoded = tokenizer.encode_documents(texts)
+    ids = np.concatenate(encoded)
+    outside = ids[(ids >= tokenizer.vocab_size) | (ids < 0)]
+    if len(outside):
         raise ValueError(
-            f"tokenizer {tokenizer.name} produced the token id {bad}, outside its vocabulary of "
-            f"{tokenizer.vocab_size}: its file is inconsistent, give another"
+            f"tokenizer {tokenizer.name} produced the token id {outside[0]}, outside its "
+            f"vocabulary of {tokenizer.vocab_size}: its file is inconsistent, give another"
         )
-    hashes = np.array([shards_lib.document_hash(d.text) for d in batch], np.uint64)
-    return tokens, lengths, hashes
+    return encoded
 
 
 def _batches(
@@ -189,83 +185,52 @@ def _batches(
         yield batch, counts
 
 
+def _totals(entries: Sequence[Mapping]) -> dict[str, int]:
+    return {key: sum(entry[key] for entry in entries) for key in ("tokens", "documents")}
+
+
 def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dict:
     """Writes or continues the shards of a recipe in an existing folder; returns the index."""
     progress = _start(folder, recipe)
     tokenizer = recipe.tokenizer
     path = folder / tokenizers.FILE_NAME
     if isinstance(tokenizer, int):
-        tokenizer = train_tokenizer(recipe, path=path, size=tokenizer)
+        tokenizer = _train_tokenizer(recipe, path)
     else:
         shards_lib.write_atomically(path, tokenizer.dumps())
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     entries = progress["shards"]
     shards_lib.check_sizes(folder, entries, dtype=dtype)
     skipped = collections.Counter(progress["skipped"])
-    documents = sources_lib.read_documents(
-        recipe.files, text_key=recipe.text_key, skip_bad=recipe.skip_bad,
-        start=sources_lib.Position(**progress["position"]), skipped=skipped,
-    )  # fmt: skip
-    num_tokens = sum(entry["tokens"] for entry in entries)
-    num_documents = sum(entry["documents"] for entry in entries)
-    done = Progress(0, recipe.num_bytes, num_tokens, num_documents)
+    documents = recipe.documents(sources_lib.Position(**progress["position"]), skipped)
+    done = Progress(0, recipe.num_bytes, **_totals(entries))
     sizes_before = np.cumsum([0] + [file.num_bytes for file in recipe.files])
-    with contextlib.closing(_Shard(folder, dtype, recipe.shard_tokens, progress)) as shard:
+    writer = None
+    try:
         for batch, counts in _batches(documents, skipped):
-            tokens, lengths, hashes = _encoded(tokenizer, batch)
-            shard.add(batch, counts, tokens, lengths, hashes)
-            done.tokens += len(tokens)
+            encoded = _encode(tokenizer, [document.text for document in batch])
+            for document, ids, count in zip(batch, encoded, counts, strict=True):
+                writer = writer or shards_lib.ShardWriter(
+                    folder, len(entries), dtype, tokenizer.end_of_document
+                )
+                writer.add(ids, document.text)
+                if writer.num_tokens >= recipe.shard_tokens:
+                    entries.append(writer.close())
+                    writer = None
+                    position = dataclasses.asdict(document.end)
+                    progress |= {"position": position, "skipped": count}
+                    shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
+                done.tokens += len(ids) + 1
             done.documents += len(batch)
             end = batch[-1].end
             done.done_bytes = int(sizes_before[end.file]) + end.offset
             report(done)
-        shard.finish()
+        if writer:
+            entries.append(writer.close())
+    finally:
+        if writer:
+            writer.abandon()
     return _finish(folder, recipe, tokenizer, entries, skipped)
-
-
-class _Shard:
-    """The shard that is being written; each finished one is recorded in progress.json."""
-
-    def __init__(self, folder: pathlib.Path, dtype: np.dtype, shard_tokens: int, progress: dict):
-        self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
-        self._progress = progress
-        self._writer = None
-
-    def add(
-        self, batch: Sequence[sources_lib.Document], counts: Sequence[dict],
-        tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Writes documents, encoded, to as many shards as they fill."""
-        ends = np.cumsum(lengths)
-        first = 0
-        while first < len(batch):
-            if self._writer is None:
-                number = len(self._progress["shards"])
-                self._writer = shards_lib.ShardWriter(
-                    self._folder, number=number, dtype=self._dtype
-                )
-            before = int(ends[first - 1]) if first else 0
-            room = self._limit - self._writer.num_tokens
-            last = min(int(np.searchsorted(ends, before + room)) + 1, len(batch))
-            part = tokens[before : int(ends[last - 1])]
-            self._writer.add(part, hashes[first:last], lengths[first:last])
-            if self._writer.num_tokens >= self._limit:
-                self.finish()
-                self._progress["position"] = dataclasses.asdict(batch[last - 1].end)
-                self._progress["skipped"] = counts[last - 1]
-                shards_lib.write_json(self._folder / shards_lib.PROGRESS, self._progress)
-            first = last
-
-    def finish(self) -> None:
-        """Closes the shard, if one is open."""
-        if self._writer is not None:
-            self._progress["shards"].append(self._writer.close())
-            self._writer = None
-
-    def close(self) -> None:
-        """Closes the files of a shard that is not finished."""
-        if self._writer is not None:
-            self._writer.abandon()
 
 
 def _finish(
@@ -273,8 +238,8 @@ def _finish(
     entries: list[dict], skipped: collections.Counter,
 ) -> dict:  # fmt: skip
     """Writes the index, which makes the folder complete."""
-    names = ", ".join(map(repr, recipe.sources))
     if not entries:
+        names = ", ".join(map(repr, recipe.sources))
         raise ValueError(
             f"{names} hold no document with text (left out: {dict(skipped) or 'nothing'}): name "
             "sources with text"
@@ -296,8 +261,7 @@ def _finish(
         "end_of_document": tokenizer.end_of_document,
         "tokenizer_sha256": hashlib.sha256(tokenizer_file).hexdigest(),
         "dtype": tokenizers.token_dtype(tokenizer.vocab_size).str,
-        "tokens": sum(entry["tokens"] for entry in entries),
-        "documents": sum(entry["documents"] for entry in entries),
+        **_totals(entries),
         "skipped": dict(sorted(skipped.items())),
         "shards": entries,
     }
@@ -305,9 +269,6 @@ def _finish(
     shards_lib.write_json(folder / shards_lib.INDEX, index)
     (folder / shards_lib.PROGRESS).unlink()
     return index
-
-
-# ---- locks and the cache ----
 
 
 @contextlib.contextmanager
@@ -339,7 +300,7 @@ def exclusive(folder: pathlib.Path, *, on_wait: Callable[[], None]) -> Iterator[
         os.close(descriptor)
 
 
-def _log_report(name: str, log: Callable[[str], None]) -> Report:
+def _log_report(recipe: Recipe, log: Callable[[str], None]) -> Report:
     last = time.monotonic()
 
     def report(progress: Progress) -> None:
@@ -347,7 +308,7 @@ def _log_report(name: str, log: Callable[[str], None]) -> Report:
         if time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
             share = progress.done_bytes / max(progress.total_bytes, 1)
-            log(f"data: {name}: {share:.0%}, {progress.tokens:,} tokens")
+            log(f"data: {recipe.name}: {share:.0%}, {progress.tokens:,} tokens")
 
     return report
 
@@ -369,19 +330,18 @@ def cached_shards(
 
     Several processes may call this at once: one builds, the others wait. A killed build resumes.
     """
-    name = ",".join(recipe.sources)
     slug = re.sub(r"[^A-Za-z0-9]+", "_", pathlib.PurePath(recipe.sources[0]).name)[-32:].strip("_")
     final = cache_dir / f"{slug or 'data'}-{recipe.identity()[:24]}"
     partial = cache_dir / f".{final.name}.partial"
 
     def wait() -> None:
-        log(f"data: {name}: waiting for another process that writes {final}")
+        log(f"data: {recipe.name}: waiting for another process that writes {final}")
 
     while not (final / shards_lib.INDEX).is_file():
         _make_folder(partial)
         try:
             with exclusive(partial, on_wait=wait) as held:
-                _build_once(recipe, final=final, partial=partial, held=held, name=name, log=log)
+                _build_once(recipe, final=final, partial=partial, held=held, log=log)
         except FileNotFoundError:
             if (final / shards_lib.INDEX).is_file():
                 break  # finished and moved into place by another process meanwhile
@@ -391,7 +351,7 @@ def cached_shards(
 
 
 def _build_once(
-    recipe: Recipe, *, final: pathlib.Path, partial: pathlib.Path, held: bool, name: str,
+    recipe: Recipe, *, final: pathlib.Path, partial: pathlib.Path, held: bool,
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Builds in `partial` and renames it to `final`, unless another process has meanwhile."""
@@ -399,10 +359,14 @@ def _build_once(
         with contextlib.suppress(OSError):
             partial.rmdir()  # made empty after the builder had moved its own away
         return
-    work = partial if held else _private_folder(partial)
-    log(f"data: {name}: {recipe.num_bytes:,} bytes in {len(recipe.files):,} files to {final}")
+    work = partial
+    if not held:  # without locks, build in a folder of this process alone
+        work = partial.with_name(f"{partial.name}-{os.uname().nodename}-{os.getpid()}")
+        work.mkdir()
+    files = f"{recipe.num_bytes:,} bytes in {len(recipe.files):,} files"
+    log(f"data: {recipe.name}: {files} to {final}")
     try:
-        write_shards(work, recipe, report=_log_report(name, log))
+        write_shards(work, recipe, report=_log_report(recipe, log))
     except ValueError:
         clear(work)  # the same input fails the same way; nothing to continue
         work.rmdir()
@@ -419,15 +383,8 @@ def _build_once(
             ) from error
 
 
-def _private_folder(partial: pathlib.Path) -> pathlib.Path:
-    """A work folder of this process alone, for file systems without locks."""
-    private = partial.with_name(f"{partial.name}-{os.uname().nodename}-{os.getpid()}")
-    private.mkdir()
-    return private
-
-
 def cached_tokenizer(
-    recipe: Recipe, *, size: int, cache_dir: pathlib.Path, log: Callable[[str], None]
+    recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str], None]
 ) -> tokenizers.Tokenizer:
     """The tokenizer trained on the recipe's text, kept in the cache."""
     folder = cache_dir / f"tokenizer-{recipe.identity()[:24]}"
@@ -435,6 +392,6 @@ def cached_tokenizer(
     if not path.is_file():
         _make_folder(folder)
         with exclusive(folder, on_wait=lambda: log(f"data: waiting for the tokenizer in {folder}")):
-            log(f"data: training a tokenizer of {size:,} tokens to {folder}")
-            return train_tokenizer(recipe, path=path, size=size)
+            log(f"data: training a tokenizer of {recipe.tokenizer:,} tokens to {folder}")
+            return _train_tokenizer(recipe, path)
     return tokenizers.load(path)

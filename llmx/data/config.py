@@ -80,7 +80,7 @@ def _source_problems(config: DataConfig) -> Iterator[str]:
         if source:
             yield from (f"data.sources: {text}" for text in sources_lib.problems(source))
         else:
-            yield 'data.sources holds : use "stdlib", a path or glob, or "shards:DIR"'
+            yield 'data.sources holds \'\': use "stdlib", a path or glob, or "shards:DIR"'
     for source, count in collections.Counter(config.sources).items():
         if count > 1:
             yield (

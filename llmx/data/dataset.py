@@ -64,7 +64,6 @@ class Dataset:
         splits: Sequence[split_lib.Split], config: config_lib.DataConfig,
         sequence_length: int, seed: int,
     ):  # fmt: skip
-        self.names = tuple(names)
         self.sequence_length = sequence_length
         self.tokenizer = shards[0].tokenizer
         self.vocab_size = self.tokenizer.vocab_size
@@ -73,14 +72,9 @@ class Dataset:
         self._seed = seed
         self._shuffle = config.shuffle
         rows = dict(sequence_length=sequence_length, one_document_per_row=not config.pack)
-        sides = [(split.train, split.held_out) for split in splits]
-        self._train, self._held_out = (
-            [
-                packing.Windows(source, part, **rows)
-                for source, part in zip(shards, parts, strict=True)
-            ]
-            for parts in zip(*sides, strict=True)
-        )
+        pairs = list(zip(shards, splits, strict=True))
+        self._train = [packing.Windows(source, both.train, **rows) for source, both in pairs]
+        self._held_out = [packing.Windows(source, both.held_out, **rows) for source, both in pairs]
         self._train_bases = np.cumsum([0] + [w.num_windows for w in self._train])
         self._held_out_bases = np.cumsum([0] + [w.num_windows for w in self._held_out])
         self.num_train_windows = int(self._train_bases[-1])
@@ -93,11 +87,9 @@ class Dataset:
                     f"source {name!r} has {count:,} windows, above the {_MAX_WINDOWS:,} that can "
                     "be shuffled: name parts of it as several sources"
                 )
+        tables = (source.lengths.tobytes() + source.hashes.tobytes() for source in shards)
         settings = {
-            "documents": [
-                hashlib.sha256(source.lengths.tobytes() + source.hashes.tobytes()).hexdigest()
-                for source in shards
-            ],
+            "documents": [hashlib.sha256(table).hexdigest() for table in tables],
             "vocab_size": self.vocab_size,
             "shares": self.shares,
             "held_out": float(config.held_out),
@@ -121,9 +113,8 @@ class Dataset:
             if self._shuffle:
                 order = order.shuffle(seed=_index_seed(self._seed, source))
             orders.append(order)
-        if len(orders) == 1:
-            order = orders[0]
-        else:
+        order = orders[0]
+        if len(orders) > 1:
             order = grain.MapDataset.select_from_datasets(orders, Interleave(self.shares))
         order[0]  # grain sets up its statistics at the first access, which is not thread-safe
         return order
@@ -142,9 +133,7 @@ class Dataset:
     ) -> dict[str, np.ndarray]:
         """Rows of the given windows, numbered over all sources; -1 stays padding."""
         filler = self.tokenizer.end_of_document
-        batch = packing.empty_batch(
-            len(windows), sequence_length=self.sequence_length, filler=filler
-        )
+        batch = packing.empty_batch(len(windows), self.sequence_length, filler)
         for source, part in enumerate(parts):
             chosen = np.flatnonzero((windows >= bases[source]) & (windows < bases[source + 1]))
             if len(chosen):
@@ -154,8 +143,7 @@ class Dataset:
     def train_rows(self, step: int, rows: Sequence[int], batch_size: int) -> dict[str, np.ndarray]:
         """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T]."""
         _check_rows(step, rows, batch_size)
-        order = self._train_order
-        first = step * batch_size
+        order, first = self._train_order, step * batch_size
         windows = np.array([order[first + int(row)] for row in rows], np.int64)
         return self._rows(self._train, self._train_bases, windows)
 
@@ -168,9 +156,8 @@ class Dataset:
             raise ValueError(
                 "data.held_out=0 keeps no held-out split: set it above 0, such as 0.05, to evaluate"
             )
-        first, count = index * batch_size, self.num_held_out_windows
-        samples = [first + int(row) for row in rows]
-        order = self._held_out_order
+        order, count = self._held_out_order, self.num_held_out_windows
+        samples = [index * batch_size + int(row) for row in rows]
         windows = np.array([order[k] if k < count else -1 for k in samples], np.int64)
         return self._rows(self._held_out, self._held_out_bases, windows)
 
@@ -180,15 +167,11 @@ def _check_rows(step: int, rows: Sequence[int], batch_size: int) -> None:
         raise ValueError(f"step={step} is negative: steps count from 0")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is below 1: give the global number of rows")
-    for row in rows:
-        if not 0 <= row < batch_size:
-            raise ValueError(
-                f"row {row} is outside the global batch of {batch_size}: give rows from 0 to "
-                f"{batch_size - 1}"
-            )
-
-
-# ---- opening ----
+    if outside := [row for row in rows if not 0 <= row < batch_size]:
+        raise ValueError(
+            f"row {outside[0]} is outside the global batch of {batch_size}: give rows from 0 to "
+            f"{batch_size - 1}"
+        )
 
 
 def _choose_tokenizer(
@@ -202,8 +185,7 @@ def _choose_tokenizer(
             text_sources, tokenizer=config.train_tokenizer, text_key=config.text_key,
             skip_bad=config.skip_bad,
         )  # fmt: skip
-        size = config.train_tokenizer
-        return build.cached_tokenizer(recipe, size=size, cache_dir=cache_dir, log=log)
+        return build.cached_tokenizer(recipe, cache_dir=cache_dir, log=log)
     if config.tokenizer != "auto":
         chosen, origin = tokenizers.load(config.tokenizer), f"data.tokenizer={config.tokenizer!r}"
     elif opened:

@@ -1,5 +1,6 @@
 """The iterator of one process: its rows of every global batch, prepared ahead by grain threads."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,23 +20,19 @@ class Loader:
 
     def __init__(
         self, dataset: dataset_lib.Dataset, *, batch_size: int, rows: Sequence[int],
-        start_step: int = 0, prefetch: int | None = None,
+        start_step: int = 0,
     ):  # fmt: skip
         import grain
 
         rows = tuple(int(row) for row in rows)
-        prefetch = dataset.prefetch if prefetch is None else prefetch
-        threads = dataset.num_threads if prefetch else 0
+        threads = dataset.num_threads if dataset.prefetch else 0
         dataset.train_rows(start_step, rows[:1], batch_size)  # raises here, not in a thread
 
-        def produce(step: int) -> dict[str, np.ndarray]:
-            return dataset.train_rows(step, rows, batch_size)
-
+        produce = functools.partial(dataset.train_rows, rows=rows, batch_size=batch_size)
         self._fingerprint = dataset.fingerprint
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=dataset.prefetch)
         batches = grain.MapDataset.range(_MAX_STEPS).map(produce).to_iter_dataset(options)
         self._iterator = iter(batches)
-        self._step = 0
         self._seek(start_step)
 
     def _seek(self, step: int) -> None:
@@ -50,9 +47,8 @@ class Loader:
 
     def __next__(self) -> tuple[int, dict[str, np.ndarray]]:
         batch = next(self._iterator)
-        step = self._step
         self._step += 1
-        return step, batch
+        return self._step - 1, batch
 
     def state(self) -> dict[str, int | str]:
         """The step that comes next and the data's fingerprint; fit for JSON."""

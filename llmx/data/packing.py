@@ -14,7 +14,7 @@ from llmx.data import shards as shards_lib
 from llmx.data import split as split_lib
 
 
-def empty_batch(num_rows: int, *, sequence_length: int, filler: int) -> dict[str, np.ndarray]:
+def empty_batch(num_rows: int, sequence_length: int, filler: int) -> dict[str, np.ndarray]:
     """A batch of padding: filler tokens, segment 0, weight 0. All arrays [B, T]."""
     shape = (num_rows, sequence_length)
     return {

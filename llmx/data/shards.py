@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ FORMAT = "llmx-token-shards"
 VERSION = 1
 INDEX = "index.json"
 PROGRESS = "progress.json"
+KINDS = ("tokens", "documents")  # the files of a shard
 DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8")])
 # A folder up to this size is checked against its checksums whenever it is opened.
 VERIFY_BYTES = 256 << 20
@@ -58,27 +59,27 @@ def seal(index: Mapping) -> dict:
 class ShardWriter:
     """Writes one shard's two files, hashing as it goes."""
 
-    def __init__(self, folder: pathlib.Path, *, number: int, dtype: np.dtype):
+    def __init__(self, folder: pathlib.Path, number: int, dtype: np.dtype, end_of_document: int):
         self.name = f"shard-{number:05d}"
         self._dtype = dtype
+        self._end = np.array(end_of_document, dtype).tobytes()
         self._files = {
-            kind: (folder / f"{self.name}.{kind}").open("wb", buffering=1 << 20)
-            for kind in ("tokens", "documents")
+            kind: (folder / f"{self.name}.{kind}").open("wb", buffering=1 << 20) for kind in KINDS
         }
         self._hashes = {kind: hashlib.sha256() for kind in self._files}
         self.num_tokens = 0
         self.num_documents = 0
 
-    def add(self, tokens: np.ndarray, hashes: np.ndarray, lengths: np.ndarray) -> None:
-        """Appends whole documents: their tokens in one array, their hashes and lengths."""
-        records = np.empty(len(lengths), DOCUMENT_DTYPE)
-        records["length"], records["hash"] = lengths, hashes
-        for kind, array in (("tokens", tokens.astype(self._dtype)), ("documents", records)):
-            raw = array.tobytes()
+    def add(self, ids: np.ndarray, text: bytes) -> None:
+        """Appends a document: its ids, closed by the end-of-document token, and its hash."""
+        length = len(ids) + 1
+        record = np.array((length, document_hash(text)), DOCUMENT_DTYPE)
+        tokens = ids.astype(self._dtype).tobytes() + self._end
+        for kind, raw in (("tokens", tokens), ("documents", record.tobytes())):
             self._files[kind].write(raw)
             self._hashes[kind].update(raw)
-        self.num_tokens += len(tokens)
-        self.num_documents += len(lengths)
+        self.num_tokens += length
+        self.num_documents += 1
 
     def close(self) -> dict:
         """Makes the files durable and returns the shard's entry in the index."""
@@ -144,56 +145,40 @@ def read_index(folder: pathlib.Path) -> dict:
     return index
 
 
-def _files(
-    folder: pathlib.Path, entry: Mapping, *, token_bytes: int
-) -> list[tuple[pathlib.Path, int, str]]:
-    """(path, expected bytes, sha256) of a shard's two files."""
-    sizes = {
-        "tokens": entry["tokens"] * token_bytes,
-        "documents": entry["documents"] * DOCUMENT_DTYPE.itemsize,
-    }
-    return [
-        (folder / f"{entry['name']}.{kind}", size, entry["sha256"][kind])
-        for kind, size in sizes.items()
-    ]
+def _path(folder: pathlib.Path, entry: Mapping, kind: str) -> pathlib.Path:
+    return folder / f"{entry['name']}.{kind}"
 
 
 def check_sizes(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.dtype) -> int:
     """Compares every file's size with the index; returns their sum in bytes."""
     total = 0
     for entry in entries:
-        for path, expected, _ in _files(folder, entry, token_bytes=dtype.itemsize):
+        for kind, item in (("tokens", dtype), ("documents", DOCUMENT_DTYPE)):
+            path, expected = _path(folder, entry, kind), entry[kind] * item.itemsize
             if not path.is_file():
                 raise ValueError(f"{path} is missing: {_rebuild(folder)}")
             actual = path.stat().st_size
             if actual != expected:
-                kind = "truncated" if actual < expected else "too long"
+                wrong = "truncated" if actual < expected else "too long"
                 raise ValueError(
-                    f"{path} is {kind}: it ends at byte {actual}, the index says {expected}: "
+                    f"{path} is {wrong}: it ends at byte {actual}, the index says {expected}: "
                     f"{_rebuild(folder)}"
                 )
             total += actual
     return total
 
 
-def check_sums(
-    folder: pathlib.Path,
-    entries: Sequence[Mapping],
-    *,
-    dtype: np.dtype,
-    log: Callable[[Mapping], None],
-) -> None:
-    """Compares every file with its checksum. `log(entry)` is called after each shard."""
-    for entry in entries:
-        for path, _, expected in _files(folder, entry, token_bytes=dtype.itemsize):
-            with open(path, "rb") as file:
-                actual = hashlib.file_digest(file, "sha256").hexdigest()
-            if actual != expected:
-                raise ValueError(
-                    f"{path}: checksum mismatch (sha256 {actual[:12]}..., the index says "
-                    f"{expected[:12]}...): its content has changed on disk; {_rebuild(folder)}"
-                )
-        log(entry)
+def check_sums(folder: pathlib.Path, entry: Mapping, kinds: Sequence[str] = KINDS) -> None:
+    """Compares a shard's files with their checksums."""
+    for kind in kinds:
+        path, expected = _path(folder, entry, kind), entry["sha256"][kind]
+        with open(path, "rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != expected:
+            raise ValueError(
+                f"{path}: checksum mismatch (sha256 {actual[:12]}..., the index says "
+                f"{expected[:12]}...): its content has changed on disk; {_rebuild(folder)}"
+            )
 
 
 def _load_tokenizer(folder: pathlib.Path, index: Mapping) -> tokenizers.Tokenizer:
@@ -222,19 +207,17 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
     dtype = np.dtype(index["dtype"])
     entries = index["shards"]
     total = check_sizes(folder, entries, dtype=dtype)
-    if verify or total <= VERIFY_BYTES:
-        check_sums(folder, entries, dtype=dtype, log=lambda entry: None)
+    kinds = KINDS if verify or total <= VERIFY_BYTES else ("documents",)
     tables = []
     for entry in entries:
-        path, _, expected = _files(folder, entry, token_bytes=dtype.itemsize)[1]
-        raw = path.read_bytes()
-        if hashlib.sha256(raw).hexdigest() != expected:
-            raise ValueError(f"{path}: checksum mismatch with {INDEX}: {_rebuild(folder)}")
-        table = np.frombuffer(raw, DOCUMENT_DTYPE)
-        if int(table["length"].sum()) != entry["tokens"]:
+        check_sums(folder, entry, kinds)
+        path = _path(folder, entry, "documents")
+        table = np.fromfile(path, DOCUMENT_DTYPE)
+        num_tokens = int(table["length"].sum())
+        if num_tokens != entry["tokens"]:
             raise ValueError(
-                f"{path}: its documents have {int(table['length'].sum())} tokens, {INDEX} says "
-                f"{entry['tokens']}: {_rebuild(folder)}"
+                f"{path}: its documents have {num_tokens} tokens, {INDEX} says {entry['tokens']}: "
+                f"{_rebuild(folder)}"
             )
         tables.append(table)
     table = np.concatenate(tables) if tables else np.empty(0, DOCUMENT_DTYPE)
@@ -246,7 +229,7 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
         vocab_size=index["vocab_size"],
         # np.asarray: slicing a plain view of the map costs a tenth of slicing np.memmap itself.
         tokens=tuple(
-            np.asarray(np.memmap(folder / f"{entry['name']}.tokens", dtype, mode="r"))
+            np.asarray(np.memmap(_path(folder, entry, "tokens"), dtype, mode="r"))
             for entry in entries
         ),
         names=tuple(entry["name"] for entry in entries),

@@ -5,11 +5,13 @@ line ends into several. A JSONL record and a Parquet row are one document each. 
 the file and the line, byte or row.
 """
 
+import bisect
 import collections
 import dataclasses
 import difflib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -40,7 +42,6 @@ _STDLIB_EXCLUDED = {
     "lib2to3", "turtledemo", "ensurepip", "lib-dynload",
 }  # fmt: skip
 _BOM = b"\xef\xbb\xbf"
-_SKIP_REMEDY = "or set data.skip_bad=True (--skip-bad) to leave such {} out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,28 +71,24 @@ class Document:
     end: Position
 
 
-# ---- which files ----
-
-
 def problems(source: str) -> list[str]:
     """What is wrong with a source's name, without reading any content."""
     if source == STDLIB:
         root = sysconfig.get_path("stdlib")
-        if not os.path.isdir(root):
-            return [f"{STDLIB!r}: this Python keeps its library at {root}, which is no folder"]
-        return []
+        wrong = f"{STDLIB!r}: this Python keeps its library at {root}, which is no folder"
+        return [] if os.path.isdir(root) else [wrong]
     if source.startswith(SHARDS_PREFIX):
         return _shards_problems(source)
     path = pathlib.Path(source).expanduser()
     if path.is_dir():
-        if next(_walk(path), None) is None:
-            seen = sorted({p.suffix or p.name for p in list(path.rglob("*"))[:1000] if p.is_file()})
-            holds = f"only {', '.join(seen[:8])}" if seen else "no files at all"
-            return [
-                f"folder {source!r} has no file of a known kind ({', '.join(KIND_BY_SUFFIX)}) but "
-                f"{holds}: name the files by a glob such as {os.path.join(source, '*')!r}"
-            ]
-        return []
+        if any(_walk(path)):
+            return []
+        seen = sorted({p.suffix or p.name for p in list(path.rglob("*"))[:1000] if p.is_file()})
+        holds = f"only {', '.join(seen[:8])}" if seen else "no files at all"
+        return [
+            f"folder {source!r} has no file of a known kind ({', '.join(KIND_BY_SUFFIX)}) but "
+            f"{holds}: name the files by a glob such as {os.path.join(source, '*')!r}"
+        ]
     paths = [str(path)] if path.exists() else _glob(path)
     if paths:
         return [text for name in paths[:1000] for text in _suffix_problem(name)][:3]
@@ -166,8 +163,7 @@ def _stdlib_paths() -> list[str]:
 
 def list_files(source: str) -> list[InputFile]:
     """The files of a text source in reading order. Raises ValueError when there are none."""
-    found = problems(source)
-    if found:
+    if found := problems(source):
         raise ValueError(found[0])
     path = pathlib.Path(source).expanduser()
     if source == STDLIB:
@@ -178,8 +174,7 @@ def list_files(source: str) -> list[InputFile]:
         names = [str(path)] if path.exists() else _glob(path)
     files = []
     for name in names:
-        wrong = _suffix_problem(name)
-        if wrong:
+        if wrong := _suffix_problem(name):
             raise ValueError(wrong[0])
         status = os.stat(name)
         kind = KIND_BY_SUFFIX.get(pathlib.PurePath(name).suffix.lower(), "text")
@@ -192,23 +187,22 @@ def list_files(source: str) -> list[InputFile]:
     return files
 
 
-# ---- documents ----
-
-
 class _BadText(ValueError):
     """Text that cannot be used: its kind, what to do about it, and what `skip_bad` leaves out."""
 
     def __init__(self, kind: str, message: str, what: str):
-        super().__init__(f"{message}, {_SKIP_REMEDY.format(what)}")
+        super().__init__(
+            f"{message}, or set data.skip_bad=True (--skip-bad) to leave such {what} out"
+        )
         self.kind = kind
 
 
+@dataclasses.dataclass(frozen=True)
 class _Skips:
     """Raises for bad text, or counts it where the config says that it may be left out."""
 
-    def __init__(self, *, skip_bad: bool, counts: collections.Counter):
-        self._skip_bad = skip_bad
-        self._counts = counts
+    skip_bad: bool
+    counts: collections.Counter
 
     def text(self, read: Callable[..., bytes], *args: Any) -> bytes:
         """What `read` returns, b"" where it finds bad text that is left out."""
@@ -220,9 +214,9 @@ class _Skips:
 
     def bad(self, error: _BadText) -> None:
         """Raises or counts an error."""
-        if not self._skip_bad:
+        if not self.skip_bad:
             raise error
-        self._counts[error.kind] += 1
+        self.counts[error.kind] += 1
 
     def empty(self, path: str, holds: str) -> None:
         """Raises or counts a file without text."""
@@ -230,18 +224,13 @@ class _Skips:
 
 
 def read_documents(
-    files: Sequence[InputFile],
-    *,
-    text_key: str,
-    skip_bad: bool,
-    start: Position = Position(),
+    files: Sequence[InputFile], *, text_key: str, skip_bad: bool, start: Position = Position(),
     skipped: collections.Counter,
-) -> Iterator[Document]:
+) -> Iterator[Document]:  # fmt: skip
     """Documents from a position on. `skipped` counts what was left out, by kind."""
-    skips = _Skips(skip_bad=skip_bad, counts=skipped)
-    for index in range(start.file, len(files)):
+    skips = _Skips(skip_bad, skipped)
+    for index, file in enumerate(files[start.file :], start.file):
         begin = start if index == start.file else Position(file=index)
-        file = files[index]
         try:
             if os.stat(file.path).st_size == 0:
                 skips.empty(file.path, "0 bytes")
@@ -257,10 +246,6 @@ def read_documents(
                 f"{file.path}: cannot be read ({error.strerror or error}): check that it exists "
                 "and that this user may read it"
             ) from error
-
-
-def _next_file(position: Position) -> Position:
-    return Position(file=position.file + 1)
 
 
 def _check_utf8(path: str, raw: bytes, offset: int, line: int, what: str) -> bytes:
@@ -305,9 +290,9 @@ def _text_documents(path: str, start: Position, skips: _Skips) -> Iterator[Docum
             text = skips.text(_check_utf8, path, raw, offset, lines + 1, "text")
             offset += len(raw)
             lines += raw.count(b"\n")
-            here = Position(start.file, offset, lines)
             if text:
-                yield Document(text, _next_file(start) if last else here)
+                after = Position(start.file + 1) if last else Position(start.file, offset, lines)
+                yield Document(text, after)
             if last:
                 return
 
@@ -392,26 +377,19 @@ def _parquet_documents(
             _check_parquet_column(path, file.schema_arrow, text_key)
             if file.metadata.num_rows == 0:
                 skips.empty(path, "0 rows")
-            row = 0
-            for group in range(file.num_row_groups):
-                num_rows = file.metadata.row_group(group).num_rows
-                if row + num_rows <= start.offset:
-                    row += num_rows
+            groups = range(file.num_row_groups)
+            ends = [0, *itertools.accumulate(file.metadata.row_group(i).num_rows for i in groups)]
+            read = bisect.bisect_right(ends, start.offset) - 1  # groups that are read already
+            batches = file.iter_batches(
+                batch_size=1024, row_groups=groups[read:], columns=[text_key], use_threads=False
+            )
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            for row, value in enumerate(values, ends[read] + 1):
+                if row <= start.offset:
                     continue
-                batches = file.iter_batches(
-                    batch_size=1024, row_groups=[group], columns=[text_key], use_threads=False
-                )
-                for batch in batches:
-                    if row + batch.num_rows <= start.offset:
-                        row += batch.num_rows
-                        continue
-                    for value in batch.column(0).to_pylist():
-                        row += 1
-                        if row <= start.offset:
-                            continue
-                        text = skips.text(_parquet_text, value, f"{path}: row {row}", text_key)
-                        if text:
-                            yield Document(text, Position(start.file, row, row))
+                text = skips.text(_parquet_text, value, f"{path}: row {row}", text_key)
+                if text:
+                    yield Document(text, Position(start.file, row, row))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path}: not readable as Parquet ({error}): the file is damaged or cut off; write it "

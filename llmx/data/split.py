@@ -9,6 +9,7 @@ less than a fifth or more than five times its share of the tokens (or more than 
 of a fitting size is held out instead, and where there is none, the end of the longest document.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -44,7 +45,8 @@ class Split:
 class _Choice:
     rule: str
     held: np.ndarray  # hashes of documents held out whole
-    cuts: dict[int, int]  # hash -> tokens held out at its end
+    # hash -> tokens held out at its end
+    cuts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
 
 def _fits(held_tokens: int, total: int, held_out: float) -> bool:
@@ -57,12 +59,12 @@ def _choose(lengths: np.ndarray, hashes: np.ndarray, held_out: float, name: str)
     total = int(lengths.sum())
     mask = hashes < np.uint64(int(held_out * 2**64))
     if _fits(int(lengths[mask].sum()), total, held_out):
-        return _Choice("documents", np.unique(hashes[mask]), {})
+        return _Choice("documents", np.unique(hashes[mask]))
     distinct, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     tokens = np.bincount(inverse, weights=lengths).astype(np.int64)
     nearest = int(np.argmin(np.abs(tokens / total - held_out)))
     if _fits(int(tokens[nearest]), total, held_out):
-        return _Choice("document", distinct[nearest : nearest + 1], {})
+        return _Choice("document", distinct[nearest : nearest + 1])
     longest = int(np.argmax(lengths[first]))
     length = int(lengths[first[longest]])
     copies = int(tokens[longest]) // length
@@ -72,7 +74,8 @@ def _choose(lengths: np.ndarray, hashes: np.ndarray, held_out: float, name: str)
             f"held-out split of {held_out}: add text, or set data.held_out=0"
         )
     kept_back = int(np.clip(round(held_out * total / copies), 2, length // 2))
-    return _Choice("end", distinct[:0], {int(distinct[longest]): kept_back})
+    cuts = collections.Counter({int(distinct[longest]): kept_back})
+    return _Choice("end", distinct[:0], cuts)
 
 
 def split_sources(
@@ -80,24 +83,21 @@ def split_sources(
 ) -> list[Split]:
     """Splits sources given as (lengths, hashes) of their documents; never overlapping, also
     between sources."""
-    empty = Part(np.empty(0, np.int64), np.empty(0, np.int64))
     if held_out == 0:
-        starts = [np.cumsum(lengths) - lengths for lengths, _ in tables]
-        parts = [Part(s, lengths) for s, (lengths, _) in zip(starts, tables, strict=True)]
-        return [Split(part, empty, "none") for part in parts]
+        nothing = _Choice("none", np.empty(0, np.uint64))
+        return [_apply(lengths, hashes, nothing) for lengths, hashes in tables]
     choices = [
         _choose(lengths, hashes, held_out, name)
         for (lengths, hashes), name in zip(tables, names, strict=True)
     ]
     # What one source holds out, every other one must: the sides are told by content alone.
     held = np.unique(np.concatenate([choice.held for choice in choices]))
-    cuts = {}
+    cuts = collections.Counter()
     for choice in choices:
-        for key, kept_back in choice.cuts.items():
-            cuts[key] = max(kept_back, cuts.get(key, 0))
+        cuts |= choice.cuts  # the longer of two
     splits = []
     for (lengths, hashes), choice, name in zip(tables, choices, names, strict=True):
-        split = _apply(lengths, hashes, held, cuts, choice.rule)
+        split = _apply(lengths, hashes, _Choice(choice.rule, held, cuts))
         for side, part in (("train", split.train), ("held-out", split.held_out)):
             if part.num_tokens < 2:
                 raise ValueError(
@@ -109,13 +109,11 @@ def split_sources(
     return splits
 
 
-def _apply(
-    lengths: np.ndarray, hashes: np.ndarray, held: np.ndarray, cuts: dict[int, int], rule: str
-) -> Split:
+def _apply(lengths: np.ndarray, hashes: np.ndarray, choice: _Choice) -> Split:
     starts = np.cumsum(lengths) - lengths
-    is_held = np.isin(hashes, held)
+    is_held = np.isin(hashes, choice.held)
     at_end = np.zeros(len(lengths), np.int64)
-    for key, kept_back in cuts.items():
+    for key, kept_back in choice.cuts.items():
         at_end[hashes == np.uint64(key)] = kept_back
     is_cut = at_end > 0
     in_train = ~is_held | is_cut
@@ -123,4 +121,4 @@ def _apply(
     train = Part(starts[in_train], (lengths - at_end)[in_train])
     held_starts = np.where(is_cut, starts + lengths - at_end, starts)
     held_lengths = np.where(is_cut, at_end, lengths)
-    return Split(train, Part(held_starts[in_held], held_lengths[in_held]), rule)
+    return Split(train, Part(held_starts[in_held], held_lengths[in_held]), choice.rule)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,11 +26,45 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def _as_text(text: str | bytes) -> str:
-    return text if isinstance(text, str) else text.decode("utf-8")
+class Tokenizer:
+    """What byte and file tokenizers share."""
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+    fingerprint: str
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Ids, int32, without the end-of-document token. Bytes must be UTF-8."""
+        raw = text.encode("utf-8") if isinstance(text, str) else text
+        return self.encode_documents([raw])[0].astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each text, without end-of-document tokens."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text without special tokens. Invalid UTF-8 and unknown ids become U+FFFD: a model may
+        have a larger vocabulary."""
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64).reshape(-1)
+        if (array < 0).any():
+            raise ValueError(f"token id {array.min()} is negative: ids count from 0")
+        first, *others = np.split(array, np.flatnonzero(array >= self.vocab_size))
+        return "\ufffd".join(map(self._decode, [first, *(run[1:] for run in others)]))
+
+    def _decode(self, ids: np.ndarray) -> str:
+        raise NotImplementedError
+
+    def dumps(self) -> str:
+        """The text of the file that `load` reads back."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes `dumps` to a file."""
+        pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are the ids 0 to 255; 256 ends a document."""
 
     name = "bytes"
@@ -38,40 +72,25 @@ class ByteTokenizer:
     end_of_document = 256
     fingerprint = "bytes"
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids, int32, without the end-of-document token."""
-        raw = text.encode("utf-8") if isinstance(text, str) else text
-        return np.frombuffer(raw, np.uint8).astype(np.int32)
-
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each text, without end-of-document tokens."""
         return [np.frombuffer(text, np.uint8) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text; ends of documents are left out, invalid UTF-8 and unknown ids become U+FFFD."""
-        return _decode_known(ids, vocab_size=self.vocab_size, decode=self._decode)
 
     def _decode(self, ids: np.ndarray) -> str:
         return bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", errors="replace")
 
     def dumps(self) -> str:
-        """The text of the file that `load` reads back."""
         return json.dumps(_BYTES_FILE) + "\n"
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes `dumps` to a file."""
-        pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
 
-
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A Hugging Face `tokenizers.Tokenizer` with an end-of-document token, found or added."""
 
     def __init__(self, tokenizer, *, name: str):
         # Truncation and padding belong to models that the file was made for, not to a corpus.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        found = [token for token in END_TOKENS if tokenizer.token_to_id(token) is not None]
-        end = found[0] if found else END_TOKENS[0]
+        present = (token for token in END_TOKENS if tokenizer.token_to_id(token) is not None)
+        end = next(present, END_TOKENS[0])
         # Also where it is there: only a *special* token is left to the documents' ends.
         tokenizer.add_special_tokens([end])
         tokenizer.encode_special_tokens = True
@@ -81,59 +100,25 @@ class FileTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids, int32, without the end-of-document token. Bytes must be UTF-8."""
-        encoding = self._tokenizer.encode(_as_text(text), add_special_tokens=False)
-        return np.asarray(encoding.ids, np.int32)
-
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each text, without end-of-document tokens."""
-        decoded = [_as_text(text) for text in texts]
+        decoded = [text.decode("utf-8") for text in texts]
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text; special tokens are left out, invalid UTF-8 and unknown ids become U+FFFD."""
-        return _decode_known(ids, vocab_size=self.vocab_size, decode=self._decode)
 
     def _decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def dumps(self) -> str:
-        """The text of the file that `load` reads back."""
         return self._tokenizer.to_str()
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes `dumps` to a file."""
-        pathlib.Path(path).write_text(self.dumps(), encoding="utf-8")
-
-
-Tokenizer = ByteTokenizer | FileTokenizer
-
-
-def _decode_known(
-    ids: Iterable[int], *, vocab_size: int, decode: Callable[[np.ndarray], str]
-) -> str:
-    """Decodes runs of known ids. Others become U+FFFD: a model may have a larger vocabulary."""
-    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64).reshape(-1)
-    if (array < 0).any():
-        raise ValueError(f"token id {array.min()} is negative: ids count from 0")
-    unknown = np.flatnonzero(array >= vocab_size)
-    runs = np.split(array, unknown)
-    return "\ufffd".join(decode(run if i == 0 else run[1:]) for i, run in enumerate(runs))
 
 
 def problems(name: str) -> list[str]:
     """What is wrong with a tokenizer's name, without loading it."""
-    if name in ("auto", "bytes"):
-        return []
     path = pathlib.Path(name).expanduser()
+    if name in ("auto", "bytes") or path.is_file() or (path / FILE_NAME).is_file():
+        return []
     if path.is_dir():
-        if not (path / FILE_NAME).is_file():
-            return [f"folder {name!r} holds no {FILE_NAME}: name the tokenizer file itself"]
-        return []
-    if path.is_file():
-        return []
+        return [f"folder {name!r} holds no {FILE_NAME}: name the tokenizer file itself"]
     return [
         f'{name!r} is no tokenizer: use "auto", "bytes", or the path of an existing '
         f"{FILE_NAME} (Hugging Face `tokenizers`); data.train_tokenizer=4096 trains one"
@@ -180,11 +165,9 @@ def train(texts: Iterable[bytes], *, vocab_size: int) -> FileTokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKENS[0]],
+        vocab_size=vocab_size, special_tokens=[END_TOKENS[0]], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    )  # fmt: skip
     inner.train_from_iterator(_first_bytes(texts, limit=TRAIN_BYTES), trainer)
     return FileTokenizer(inner, name=f"bpe-{vocab_size}")
 

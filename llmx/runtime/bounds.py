@@ -18,15 +18,10 @@ HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
 
 
 def bounded(
-    default: float,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    unless: float | None = None,
+    default: float, *, at_least: float | None = None, above: float | None = None,
+    at_most: float | None = None, below: float | None = None, unless: float | None = None,
     remedy: str = "",
-) -> Any:
+) -> Any:  # fmt: skip
     """A field with a number within bounds.
 
     Args:

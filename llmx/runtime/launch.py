@@ -12,8 +12,9 @@ import glob
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
@@ -66,20 +67,26 @@ class LaunchConfig:
 
 def problems(config: LaunchConfig) -> list[str]:
     """All that is wrong with the section, each with its remedy."""
-    found = bounds.problems(config, "launch.")
+    return [
+        *bounds.problems(config, "launch."),
+        *_option_problems(config),
+        *_process_problems(config),
+    ]
+
+
+def _option_problems(config: LaunchConfig) -> Iterator[str]:
     if config.cpu_devices and config.platform in ("gpu", "tpu"):
-        found.append(
+        yield (
             f"launch.cpu_devices={config.cpu_devices} has no effect on "
             f"launch.platform={config.platform!r}: use 0, or platform cpu"
         )
     for option in config.compiler_options:
         name, equals, _ = option.partition("=")
         if not equals or not name.startswith("xla_"):
-            found.append(
+            yield (
                 f"launch.compiler_options has {option!r}: write xla_name=value, as "
                 "xla_enable_async_all_gather=true"
             )
-    return found + _process_problems(config)
 
 
 def compiler_options(config: LaunchConfig) -> dict[str, str | bool | int]:
@@ -95,31 +102,29 @@ def option_value(text: str) -> str | bool | int:
     return int(text) if text.isdecimal() else text
 
 
-def _process_problems(config: LaunchConfig) -> list[str]:
-    found = []
+def _process_problems(config: LaunchConfig) -> Iterator[str]:
     host, _, port = config.coordinator.rpartition(":")
     if config.coordinator not in ("", "auto"):
         if not host or not port.isdecimal():
-            found.append(
+            yield (
                 f"launch.coordinator={config.coordinator!r} is not host:port: "
                 "write for example 10.0.0.1:4321, 'auto', or '' for the environment"
             )
         if config.num_processes < 1:
-            found.append(
+            yield (
                 f"launch.num_processes={config.num_processes} with launch.coordinator set: "
                 "set the number of processes, at least 1"
             )
         elif not 0 <= config.process_id < config.num_processes:
-            found.append(
+            yield (
                 f"launch.process_id={config.process_id} is not in 0..{config.num_processes - 1}: "
                 "give each process its own number"
             )
     elif config.num_processes or config.process_id != -1:
-        found.append(
+        yield (
             f"launch.num_processes={config.num_processes}, launch.process_id={config.process_id} "
             "without launch.coordinator: set launch.coordinator=host:port of process 0"
         )
-    return found
 
 
 def start(config: LaunchConfig) -> None:
@@ -143,11 +148,9 @@ def start(config: LaunchConfig) -> None:
         if platform == "cpu":
             _set("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            coordinator_address=cluster.coordinator,
-            num_processes=cluster.num_processes,
-            process_id=cluster.process_id,
+            cluster.coordinator, cluster.num_processes, cluster.process_id,
             heartbeat_timeout_seconds=config.heartbeat_seconds,
-        )
+        )  # fmt: skip
 
 
 def choose_platform(config: LaunchConfig) -> str:
@@ -185,20 +188,15 @@ def device_count(config: LaunchConfig) -> int:
         ) from error
 
 
-def log(text: str) -> None:
+def log(text: str, file: TextIO | None = None) -> None:
     """Prints a line in process 0, nothing in the others."""
-    if _is_first():
-        print(text, flush=True)
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        print(text, file=file, flush=True)
 
 
 def note(text: str) -> None:
-    """Prints a line to stderr in process 0, for commands whose stdout is their result."""
-    if _is_first():
-        print(text, file=sys.stderr, flush=True)
-
-
-def _is_first() -> bool:
-    return not jax.distributed.is_initialized() or jax.process_index() == 0
+    """`log` to stderr, for commands whose stdout is their result."""
+    log(text, file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,16 +217,13 @@ def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluste
             return None
         return Cluster(config.coordinator, config.num_processes, config.process_id)
     names = ("LLMX_COORDINATOR", "LLMX_NUM_PROCESSES", "LLMX_PROCESS_ID")
-    if any(name in environment for name in names):
-        missing = [name for name in names if name not in environment]
+    missing = [name for name in names if name not in environment]
+    if len(missing) < len(names):
         if missing:
             raise ValueError(f"{', '.join(missing)} not set: set all of {', '.join(names)} or none")
-        given = LaunchConfig(
-            coordinator=environment[names[0]],
-            num_processes=int(environment[names[1]]),
-            process_id=int(environment[names[2]]),
-        )
-        if found := _process_problems(given):
+        address, count, number = (environment[name] for name in names)
+        given = LaunchConfig(coordinator=address, num_processes=int(count), process_id=int(number))
+        if found := list(_process_problems(given)):
             raise ValueError(f"from {', '.join(names)}: " + "\n".join(found))
         return find_cluster(given, {})
     several = any(detect(environment) for detect in SCHEDULERS.values())

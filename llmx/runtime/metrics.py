@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from llmx.runtime import plot
 from llmx.runtime.bounds import bounded, choice
@@ -90,10 +91,9 @@ class StepTimer:
 
     def lap(self) -> tuple[float | None, float]:
         """Seconds since the last lap, or None where it was paused; seconds of it spent on data."""
-        now = time.perf_counter()
-        seconds = None if self._interrupted else now - self._begin
+        seconds = None if self._interrupted else time.perf_counter() - self._begin
         data_seconds = self._data_seconds
-        self._begin, self._data_seconds, self._interrupted = now, 0.0, False
+        self.start()
         return seconds, data_seconds
 
 
@@ -128,7 +128,8 @@ class Reporter:
         self._first = None  # (step, time) of the first report
         self._refreshed = -math.inf
         self._drawing = None  # the last drawing handed to the worker
-        self._closed = False
+        self._pending = collections.deque()  # what the worker has not been seen to finish
+        self._resources = contextlib.ExitStack()
 
         import jax  # here: drawing a plot should not wait for it
 
@@ -136,11 +137,17 @@ class Reporter:
         if not self._writes:
             return
         self._workdir.mkdir(parents=True, exist_ok=True)
-        self._records = RecordFile(self._workdir / RECORDS, start_step=start_step)
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
-        self._pending = collections.deque()  # what the worker has not been seen to finish
-        self._events = EventFile(self._workdir / EVENTS, start_step=start_step)
-        self._display = _make_display(config.progress, log or functools.partial(print, flush=True))
+        # The last is closed first: the worker ends before the event file that it writes.
+        self._resources.callback(lambda: [future.result() for future in self._pending])
+        self._records = self._open(RecordFile(self._workdir / RECORDS, start_step=start_step))
+        self._events = self._open(EventFile(self._workdir / EVENTS, start_step=start_step))
+        worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
+        self._worker = self._resources.enter_context(worker)
+        log = log or functools.partial(print, flush=True)
+        self._display = self._open(_make_display(config.progress, log))
+
+    def _open(self, resource: Any) -> Any:
+        return self._resources.enter_context(contextlib.closing(resource))
 
     def train(
         self, step: int, scalars: dict[str, float], *,
@@ -194,27 +201,14 @@ class Reporter:
         """Over the recent steps: tokens_per_second (median), data_share, and mfu where known."""
         if not self._recent:
             return {}
-        rate = self._tokens_per_step / statistics.median(step for step, _ in self._recent)
-        total = sum(step for step, _ in self._recent)
-        found = {
-            "tokens_per_second": rate,
-            "data_share": sum(data for _, data in self._recent) / total,
-        }
-        if self._mfu_per_rate:
-            found["mfu"] = rate * self._mfu_per_rate
-        return found
+        steps, data = zip(*self._recent, strict=True)
+        rate = self._tokens_per_step / statistics.median(steps)
+        found = {"tokens_per_second": rate, "data_share": sum(data) / sum(steps)}
+        return found | ({"mfu": rate * self._mfu_per_rate} if self._mfu_per_rate else {})
 
     def close(self):
         """Restores the terminal and closes the files. Does nothing the second time."""
-        if self._closed or not self._writes:
-            return
-        self._closed = True
-        self._display.close()
-        self._records.close()
-        self._worker.shutdown(wait=True)
-        self._events.close()
-        for future in self._pending:
-            future.result()
+        self._resources.close()
 
     def __enter__(self) -> "Reporter":
         return self
@@ -246,13 +240,12 @@ class Reporter:
         pieces, rates = [], self.rates()
         if rates:
             seconds = self._tokens_per_step / rates["tokens_per_second"]
-            pieces.append(f"{_count(rates['tokens_per_second'])} tok/s")
-            if "mfu" in rates:
-                pieces.append(f"MFU {rates['mfu']:.1%}")
-            pieces.append(
-                f"{seconds * 1e3:.4g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step"
-            )
-            pieces.append(f"data {rates['data_share']:.1%}")
+            pieces += [
+                f"{_count(rates['tokens_per_second'])} tok/s",
+                *([f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []),
+                f"{seconds * 1e3:.4g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step",
+                f"data {rates['data_share']:.1%}",
+            ]
         first_step, first_time = self._first
         if step > first_step:
             # By the clock and not by step times: evaluations and checkpoints are to come as well.
@@ -268,53 +261,33 @@ def _make_display(progress: str, log: Callable[[str], None]):
     return {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress](log)
 
 
-class _PlainLines:
-    """A line per logged step."""
-
-    def __init__(self, log: Callable[[str], None]):
-        self._log = log
-
-    def line(self, position: str, pieces: list[str]):
-        self._log("  ".join([position, *pieces]))
-
-    def refresh(self, progress: float, position: str, pieces: list[str]):
-        """Lines that are printed stay as they are."""
-
-    def note(self, text: str):
-        self._log(text)
-
-    def close(self):
-        """Nothing is held."""
-
-
 class _Quiet:
     """Notes and evaluations only."""
 
     def __init__(self, log: Callable[[str], None]):
-        self._log = log
+        self.note = log
 
     def line(self, position: str, pieces: list[str]):
-        """No progress is shown."""
+        """Shows the progress of a logged step."""
 
     def refresh(self, progress: float, position: str, pieces: list[str]):
-        """No progress is shown."""
-
-    def note(self, text: str):
-        self._log(text)
+        """Draws the live line again."""
 
     def close(self):
-        """Nothing is held."""
+        """Restores the terminal."""
 
 
-class _LiveLine:
-    """One line at the foot of the terminal, drawn again in place; other output goes above it."""
-
-    def __init__(self, log: Callable[[str], None]):
-        self._log = log
-        self._live = None  # until the first step: nothing to show while XLA compiles
+class _PlainLines(_Quiet):
+    """A line per logged step."""
 
     def line(self, position: str, pieces: list[str]):
-        """The live line says it."""
+        self.note("  ".join([position, *pieces]))
+
+
+class _LiveLine(_Quiet):
+    """One line at the foot of the terminal, drawn again in place; other output goes above it."""
+
+    _live = None  # until the first step: nothing to show while XLA compiles
 
     def refresh(self, progress: float, position: str, pieces: list[str]):
         from rich.text import Text
@@ -338,9 +311,6 @@ class _LiveLine:
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
         console.show_cursor(True)  # a run that is killed must not leave a terminal without one
-
-    def note(self, text: str):
-        self._log(text)
 
     def close(self):
         if self._live is not None:

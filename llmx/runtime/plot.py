@@ -40,10 +40,8 @@ def _draw(tokens, losses, eval_tokens, eval_losses, *, title: str):
     from matplotlib.figure import Figure  # not pyplot: no global state, safe in a thread
 
     largest = max(tokens + eval_tokens)
-    unit, name = next(
-        (u, n) for u, n in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, ""))
-        if largest >= u or u == 1
-    )  # fmt: skip
+    units = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+    unit, name = next((unit for unit in units if largest >= unit[0]), (1, ""))
     x, eval_x = [t / unit for t in tokens], [t / unit for t in eval_tokens]
     smooth = _smoothed(losses)
 
@@ -51,10 +49,8 @@ def _draw(tokens, losses, eval_tokens, eval_losses, *, title: str):
     axes = figure.add_subplot()
     label = "train"
     if len(losses) >= 100:  # with fewer, smoothing leaves them as they are
-        label = "train, smoothed"
-        axes.plot(
-            x, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train, each record"
-        )
+        label, each = "train, smoothed", "train, each record"
+        axes.plot(x, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label=each)
     axes.plot(x, smooth, color="tab:blue", linewidth=1.8, label=f"{label}: {smooth[-1]:.3f} at end")
     if eval_x:
         label = f"held-out: {eval_losses[-1]:.3f} at end"

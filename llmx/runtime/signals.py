@@ -37,7 +37,7 @@ class StopSignal:
         # wakeup descriptor is written at once, and a thread reads it.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._previous = {number: signal.signal(number, _do_nothing) for number in handled}
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -76,10 +76,6 @@ class StopSignal:
                     self._log(f"{name}: stopping after this step; Ctrl-C exits at once")
                     if self._many:
                         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    """Handler of signals that the wakeup descriptor reports."""
 
 
 class Watchdog:
