@@ -24,14 +24,9 @@ from llmx.step.step import Recipe
 
 
 def held_out_loss(
-    recipe: Recipe,
-    eval_step: Callable,
-    params: Any,
-    dataset: data_lib.Dataset,
-    *,
-    batch_size: int,
-    batches: int = 0,
-) -> dict[str, float]:
+    recipe: Recipe, eval_step: Callable, params: Any, dataset: data_lib.Dataset, *,
+    batch_size: int, batches: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Mean loss over the first `batches` batches of the held-out split; 0 = all of it.
 
     Every process must call it; all get the same numbers. Communicates over all mesh axes.
@@ -132,11 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     dataset = data_lib.open_dataset(
-        run.data,
-        sequence_length=run.batch.sequence_length,
-        seed=run.seed,
-        cache_dir=config.DATA_CACHE,
-        log=launch.note,
+        run.data, sequence_length=run.batch.sequence_length, seed=run.seed, log=launch.note
     )
     with jax.set_mesh(recipe.mesh):
         result = held_out_loss(
@@ -144,18 +135,14 @@ def main(argv: list[str] | None = None) -> int:
             batch_size=batch_size(run),
             batches=run.evaluation.batches if args.batches is None else args.batches,
         )  # fmt: skip
-    result["step"] = restored.step
-    if jax.process_index() == 0:
-        print(json.dumps(result) if args.json else _sentence(result))
-    return 0
-
-
-def _sentence(result: dict[str, float]) -> str:
-    return (
-        f"step {result['step']}: held-out loss {result['loss']:.4f} nats per token "
+    sentence = (
+        f"step {restored.step}: held-out loss {result['loss']:.4f} nats per token "
         f"(perplexity {result['perplexity']:.2f}) {batches_text(result)}, "
         f"{result['num_tokens']:,.0f} tokens"
     )
+    if jax.process_index() == 0:
+        print(json.dumps({**result, "step": restored.step}) if args.json else sentence)
+    return 0
 
 
 if __name__ == "__main__":

@@ -128,9 +128,8 @@ def open_data(config: Config, log: Log):
     from llmx.data import dataset as data_lib
 
     return data_lib.open_dataset(
-        config.data, sequence_length=config.batch.sequence_length, seed=config.seed,
-        cache_dir=config_lib.DATA_CACHE, log=log,
-    )  # fmt: skip
+        config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log
+    )
 
 
 def compile_programs(

@@ -98,10 +98,6 @@ class Config:
     launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
 
 
-# Where token shards made from text are kept, unless data.cache_dir says otherwise.
-DATA_CACHE = "~/.cache/llmx/data"
-
-
 def default() -> Config:
     """A config to change: a small Llama on the text of Python's standard library."""
     return Config()

@@ -53,7 +53,7 @@ class DataConfig:
     prefetch: int = dataclasses.field(
         default=4, metadata={"limits": {"at least": 0, "at most": 1024}}
     )
-    # Where token shards made from text are kept; "" = the trainer's default.
+    # Where token shards made from text are kept; "" = ~/.cache/llmx/data.
     cache_dir: str = ""
 
 

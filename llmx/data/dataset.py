@@ -20,6 +20,7 @@ from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 from llmx.data import split as split_lib
 
+DATA_CACHE = "~/.cache/llmx/data"  # of token shards made from text
 _MAX_WINDOWS = 1 << 32  # grain's index shuffle is of 32 bits
 _HELD_OUT_SEED = 0
 
@@ -205,7 +206,7 @@ def _choose_tokenizer(
 
 def open_dataset(
     config: config_lib.DataConfig, *, sequence_length: int, seed: int,
-    cache_dir: str | pathlib.Path, log: Callable[[str], None] = print,
+    cache_dir: str | pathlib.Path = DATA_CACHE, log: Callable[[str], None] = print,
 ) -> Dataset:  # fmt: skip
     """Opens the sources of a config; the first call tokenises text into shards in the cache.
 
