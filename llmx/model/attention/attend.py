@@ -1,8 +1,7 @@
 """Attention of arrays placed on a mesh: chooses the kernel, and how split positions see each other.
 
 `attend` runs a kernel in a fully manual region: the batch is split over the batch axes, heads over
-`tensor`, positions over `sequence`, along which devices form rings and exchange heads. A cache of
-keys and values may be split over `sequence` too.
+`tensor`, positions and cache slots over `sequence`, where devices form rings and exchange heads.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads,
 H head size.
@@ -33,14 +32,13 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     "splash": SPLASH,
     "cudnn": CUDNN,
 }
+# What "auto" tries, in this order, by the platform of the mesh.
+PREFERRED = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise")}
+OTHERWISE = ("blockwise",)
 
 # Logical axes of queries, keys and values.
 QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY = ("batch", "sequence", "kv_heads", "head_dim")
-
-# What "auto" tries, in this order, by the platform of the mesh.
-PREFERRED = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise")}
-OTHERWISE = ("blockwise",)
 
 
 @dataclasses.dataclass
@@ -89,9 +87,8 @@ def attention_over(
     The function takes this device's query, key, value, mask and scores, as a `Kernel` does.
     `independent`, and what it communicates: see `ring.ring` and `ulysses.ulysses`.
     """
-    if split.rings == 1:
-        attend = functools.partial(kernel, device_kind=device_kind)
-    else:
+    attend = functools.partial(kernel, device_kind=device_kind)
+    if split.rings > 1:
         attend = ring.ring(
             kernel, axis=axis, split=split, device_kind=device_kind, independent=independent
         )
@@ -102,13 +99,9 @@ def attend(
     query_BTNH: Float[Array, "B T N H"],
     key_BSKH: Float[Array, "B S K H"],
     value_BSKH: Float[Array, "B S K H"],
-    mask: Mask,
-    scores: Scores,
-    *,
-    config: AttentionConfig,
-    place: sharding.Placement,
-    keys: str = "sequence",
-) -> Float[Array, "B T N H"]:
+    mask: Mask, scores: Scores, *,
+    config: AttentionConfig, place: sharding.Placement, keys: str = "sequence",
+) -> Float[Array, "B T N H"]:  # fmt: skip
     """Attention of arrays placed on a mesh.
 
     `keys` is the logical axis of key positions: "sequence", as of the queries, or "cache", whose
@@ -138,17 +131,13 @@ def attend(
     def local(query_BTNH, key_BSKH, value_BSKH, mask):
         if pick_heads:
             num = query_BTNH.shape[2]
-            first = jax.lax.axis_index(heads) * num // group
-            slice_ = (first, max(1, num // group), 2)
-            key_BSKH = jax.lax.dynamic_slice_in_dim(key_BSKH, *slice_)
-            value_BSKH = jax.lax.dynamic_slice_in_dim(value_BSKH, *slice_)
+            mine = (jax.lax.axis_index(heads) * num // group, max(1, num // group), 2)
+            key_BSKH = jax.lax.dynamic_slice_in_dim(key_BSKH, *mine)
+            value_BSKH = jax.lax.dynamic_slice_in_dim(value_BSKH, *mine)
         return over(query_BTNH, key_BSKH, value_BSKH, mask, scores)
 
     tokens, slots = place.activation(QUERY[:2]), place.activation((KEY[0], keys))
-    mask_specs = dataclasses.replace(
-        mask, segments_BT=tokens, positions_BT=tokens, key_segments_BS=slots,
-        key_positions_BS=slots,
-    )  # fmt: skip
+    mask_specs = Mask(tokens, tokens, slots, slots, mask.ahead, mask.one_document)
     region = place.manual(local, in_specs=(query, key, key, mask_specs), out_specs=query)
     try:
         return region(query_BTNH, key_BSKH, value_BSKH, mask)

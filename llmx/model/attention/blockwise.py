@@ -1,8 +1,8 @@
 """Attention in blocks, in plain JAX: memory grows with T + S and not with T x S, on any device.
 
-A loop goes over pairs of a query block and a key block. Pairs that order or window rule out are not
-in it; pairs in which no document meets itself are skipped. The scores of one pair exist at a time,
-and the backward pass computes them again.
+A loop goes over pairs of a query block and a key block, without those that order or window rule
+out, and skips those in which no document meets itself. The scores of one pair exist at a time, and
+the backward pass computes them again.
 
 Sources: online softmax (arXiv 1805.02867), blockwise attention (arXiv 2112.05682), flash attention
 (arXiv 2205.14135).
@@ -25,6 +25,8 @@ ROWS = 512  # queries of a block at most
 PAIRS = 512 * 512  # scores of a block and head at most
 HIDDEN = -1e38  # below every score and every log-sum-exp that counts
 NO_QUERY, NO_KEY = -(2**31), -(2**31) + 1  # segments of padding
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,9 @@ class _Blocks:
     def keys(self, array, axis: int = 1, fill=0):
         return _cut(array, self.num_keys, self.key, axis, fill)
 
+    def key_heads(self, array_BSKH):
+        return self.keys(array_BSKH.swapaxes(1, 2), axis=2)
+
 
 def _cut(array, num: int, size: int, axis: int, fill):
     pad = [(0, 0)] * array.ndim
@@ -91,9 +96,7 @@ def _visible_blocks(blocks: _Blocks, mask: Mask, window: int):
 
 def _scores(query_BKGTH, key_BKSH, visible_BTS, scores: Scores):
     """fp32 scores, `HIDDEN` where they are not seen."""
-    scores_BKGTS = scores.capped(
-        jnp.einsum("BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH, preferred_element_type=jnp.float32)
-    )
+    scores_BKGTS = scores.capped(_product("BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH))
     return jnp.where(visible_BTS[:, None, None], scores_BKGTS, HIDDEN)
 
 
@@ -113,11 +116,9 @@ def _walk(blocks: _Blocks, at, step, carry):
 
 def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
     B, T, N, _ = query_BTNH.shape
-    K = key_BSKH.shape[2]
     blocks = _Blocks.of(mask, scores.window)
-    query_qBKGTH = blocks.queries(heads_first(query_BTNH, K), axis=3)
-    key_kBKSH = blocks.keys(key_BSKH.swapaxes(1, 2), axis=2)
-    value_kBKSH = blocks.keys(value_BSKH.swapaxes(1, 2), axis=2)
+    query_qBKGTH = blocks.queries(heads_first(query_BTNH, key_BSKH.shape[2]), axis=3)
+    key_kBKSH, value_kBKSH = blocks.key_heads(key_BSKH), blocks.key_heads(value_BSKH)
 
     def step(carry, i, j, visible_BTS):
         out, top, total = carry
@@ -125,10 +126,9 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
         new_top = jnp.maximum(top[i], scores_BKGTS.max(axis=-1))
         weights_BKGTS = jnp.exp(scores_BKGTS - new_top[..., None])
         shrink = jnp.exp(top[i] - new_top)
-        new_out = out[i] * shrink[..., None] + jnp.einsum(
-            "BKGTS,BKSH->BKGTH", weights_BKGTS.astype(value_BSKH.dtype), value_kBKSH[j],
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        new_out = out[i] * shrink[..., None] + _product(
+            "BKGTS,BKSH->BKGTH", weights_BKGTS.astype(value_BSKH.dtype), value_kBKSH[j]
+        )
         new_total = total[i] * shrink + weights_BKGTS.sum(axis=-1)
         return out.at[i].set(new_out), top.at[i].set(new_top), total.at[i].set(new_total)
 
@@ -151,23 +151,19 @@ def _backward(
     S, K = key_BSKH.shape[1:3]
     dtype = query_BTNH.dtype
     blocks = _Blocks.of(mask, scores.window)
-    delta_BTN = jnp.einsum(
-        "BTNH,BTNH->BTN", out_BTNH, gradient_BTNH, preferred_element_type=jnp.float32
-    )
+    delta_BTN = _product("BTNH,BTNH->BTN", out_BTNH, gradient_BTNH)
     rows = lambda array: blocks.queries(array.reshape(B, K, N // K, T), axis=3)  # noqa: E731
     delta_qBKGT, lse_qBKGT = rows(delta_BTN.swapaxes(1, 2)), rows(lse_BNT)
     query_qBKGTH = blocks.queries(heads_first(query_BTNH, K), axis=3)
     gradient_qBKGTH = blocks.queries(heads_first(gradient_BTNH.astype(dtype), K), axis=3)
-    key_kBKSH = blocks.keys(key_BSKH.swapaxes(1, 2), axis=2)
-    value_kBKSH = blocks.keys(value_BSKH.swapaxes(1, 2), axis=2)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    key_kBKSH, value_kBKSH = blocks.key_heads(key_BSKH), blocks.key_heads(value_BSKH)
 
     def step(carry, i, j, visible_BTS):
         query_gradient, key_gradient, value_gradient = carry
         query, key, gradient = query_qBKGTH[i], key_kBKSH[j], gradient_qBKGTH[i]
         scores_BKGTS = _scores(query, key, visible_BTS, scores)
         weights_BKGTS = jnp.exp(scores_BKGTS - lse_qBKGT[i][..., None])
-        of_weights = product("BKGTH,BKSH->BKGTS", gradient, value_kBKSH[j])
+        of_weights = _product("BKGTH,BKSH->BKGTS", gradient, value_kBKSH[j])
         of_scores = weights_BKGTS * (of_weights - delta_qBKGT[i][..., None])
         if scores.softcap:
             slope = 1 - jnp.square(scores_BKGTS / scores.softcap)
@@ -175,20 +171,17 @@ def _backward(
         of_scores = (of_scores * scores.scale).astype(dtype)
         weights_BKGTS = weights_BKGTS.astype(dtype)
         return (
-            query_gradient.at[i].add(product("BKGTS,BKSH->BKGTH", of_scores, key)),
-            key_gradient.at[j].add(product("BKGTS,BKGTH->BKSH", of_scores, query)),
-            value_gradient.at[j].add(product("BKGTS,BKGTH->BKSH", weights_BKGTS, gradient)),
+            query_gradient.at[i].add(_product("BKGTS,BKSH->BKGTH", of_scores, key)),
+            key_gradient.at[j].add(_product("BKGTS,BKGTH->BKSH", of_scores, query)),
+            value_gradient.at[j].add(_product("BKGTS,BKGTH->BKSH", weights_BKGTS, gradient)),
         )
 
-    carry = tuple(
-        jnp.zeros(array.shape, jnp.float32) for array in (query_qBKGTH, key_kBKSH, value_kBKSH)
-    )
+    arrays = (query_qBKGTH, key_kBKSH, value_kBKSH)
+    carry = tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
     at = _visible_blocks(blocks, mask, scores.window)
     query_gradient, *others = _walk(blocks, at, step, carry)
-    return (
-        heads_last(_joined(query_gradient, 3, T)),
-        *(_joined(array, 2, S).swapaxes(1, 2) for array in others),
-    )
+    others = (_joined(array, 2, S).swapaxes(1, 2) for array in others)
+    return heads_last(_joined(query_gradient, 3, T)), *others
 
 
 BLOCKWISE = Kernel(_forward, _backward)

@@ -54,9 +54,9 @@ def write_slots(old: Array, new: Array, start: Array | int, *, place: sharding.P
 def attention_over_slots(kernel: Kernel, *, axes: tuple[str, ...], device_kind: str) -> Callable:
     """Attention, in a manual region, of whole queries to keys that are split over mesh axes `axes`.
 
-    Returns (query [B, T, N, H], key, value [B, S, K, H], mask, scores) -> [B, T, N, H]. Each
-    device's part of the result is weighted by its log-sum-exp. Communicates over `axes`: a maximum
-    [B, N, T], and sums of that size and of the result.
+    Takes and returns what `attend.attention_over` does. Each device's part of the result is
+    weighted by its log-sum-exp. Communicates over `axes`: a maximum [B, N, T], and sums of that
+    size and of the result.
     """
 
     def attend(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores):

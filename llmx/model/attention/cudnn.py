@@ -70,13 +70,12 @@ def _backward(
     # A parameter that newer versions of jax have.
     parameters = inspect.signature(fused._dot_product_attention_bwd_impl).parameters
     newer = {"score_mod": None} if "score_mod" in parameters else {}
-    return tuple(
-        fused._dot_product_attention_bwd_p_wrapper.bind(
-            query_BTNH, key_BSKH, value_BSKH, *(none,) * 7, lse_BNT, out_BTNH.astype(dtype),
-            gradient_BTNH.astype(dtype), seed=42, dropout_rate=0.0, variadic_args=(False, False),
-            layout=fused.AttentionLayout.BTNH.value, **newer, **chosen,
-        )
+    gradients = fused._dot_product_attention_bwd_p_wrapper.bind(
+        query_BTNH, key_BSKH, value_BSKH, *(none,) * 7, lse_BNT, out_BTNH.astype(dtype),
+        gradient_BTNH.astype(dtype), seed=42, dropout_rate=0.0, variadic_args=(False, False),
+        layout=fused.AttentionLayout.BTNH.value, **newer, **chosen,
     )  # fmt: skip
+    return tuple(gradients)
 
 
 CUDNN = Kernel(_forward, _backward)

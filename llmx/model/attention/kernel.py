@@ -1,5 +1,4 @@
-"""The contract of attention kernels: two functions of the arrays on one device. Attention over
-several devices is built from the same two.
+"""The contract of attention kernels: two functions of the arrays on one device.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads, H head
 size; G = N/K.
@@ -7,7 +6,7 @@ size; G = N/K.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +42,7 @@ class Kernel:
     may be a part of these: the gradients of all parts then add up to the whole.
 
     Both raise NotImplementedError for inputs that they do not support, `forward` also for those
-    that `backward` would refuse. Nothing communicates. Called as a function, a kernel is
-    differentiable attention.
+    that `backward` would refuse. Nothing communicates. Calling the kernel is differentiable.
     """
 
     forward: Callable
@@ -55,18 +53,14 @@ class Kernel:
         query_BTNH: Float[Array, "B T N H"],
         key_BSKH: Float[Array, "B S K H"],
         value_BSKH: Float[Array, "B S K H"],
-        mask: Mask,
-        scores: Scores,
-        *,
-        device_kind: str,
-    ) -> Float[Array, "B T N H"]:
+        mask: Mask, scores: Scores, *, device_kind: str,
+    ) -> Float[Array, "B T N H"]:  # fmt: skip
         """`out`; what the backward pass needs of it is named `remat.ATTENTION`."""
-        if self.backward is None:
-            out, _ = self.forward(
-                query_BTNH, key_BSKH, value_BSKH, mask, scores, device_kind=device_kind
-            )
-            return checkpoint_name(out, remat.ATTENTION)
-        return _attention(self, scores, device_kind, query_BTNH, key_BSKH, value_BSKH, mask)
+        arrays = (query_BTNH, key_BSKH, value_BSKH, mask)
+        if self.backward is not None:
+            return _attention(self, scores, device_kind, *arrays)
+        out, _ = self.forward(*arrays, scores, device_kind=device_kind)
+        return checkpoint_name(out, remat.ATTENTION)
 
     def gradients(self, query, key, value, mask, scores, out, lse, gradient, *, device_kind):
         """`backward`; where it is None, the same by automatic differentiation of `forward`."""
@@ -97,11 +91,9 @@ def _attention_forward(kernel, scores, device_kind, query, key, value, mask):
 
 
 def _attention_backward(kernel, scores, device_kind, residuals, gradient):
-    query, key, value, mask, out, lse = residuals
-    gradients = kernel.backward(
-        query, key, value, mask, scores, out, lse, gradient, device_kind=device_kind
-    )
-    return *(g.astype(query.dtype) for g in gradients), None
+    *arrays, mask, out, lse = residuals
+    gradients = kernel.backward(*arrays, mask, scores, out, lse, gradient, device_kind=device_kind)
+    return *(g.astype(arrays[0].dtype) for g in gradients), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -131,7 +123,7 @@ def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str], None]) -> Ke
     NotImplementedError where none supports the inputs, with the reason of each.
     """
 
-    def attempt(method: str, *arguments: Sequence, device_kind: str):
+    def attempt(method: str, *arguments, device_kind: str):
         refusals = []
         for name, kernel in kernels.items():
             try:

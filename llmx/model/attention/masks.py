@@ -17,10 +17,9 @@ class Mask:
 
     Positions count from 0 within a document. Documents packed into a row have different segments.
 
-    `ahead` is a promise that lets kernels skip blocks without reading the arrays: queries and keys
-    are rows of one text in order, positions count up by one along it within a document, and the
-    first query lies `ahead` rows after the first key. Rows then stand for positions, which may be
-    None. Without the promise `ahead` is None.
+    `ahead`, if not None, promises that queries and keys are rows of one text in order, positions
+    count up by one along it within a document, and the first query lies `ahead` rows after the
+    first key. Rows then stand for positions, which may be None, and kernels skip blocks unread.
     `one_document` promises that whatever precedes a token in its row is of its document, except for
     tokens whose output is not used (a row's padding): then segments need not be read either.
     """
@@ -42,7 +41,6 @@ class Mask:
 
     @property
     def num_keys(self) -> int:
-        """S."""
         return self.key_segments_BS.shape[1]
 
     def visible(self, window: int) -> Array:
@@ -60,8 +58,7 @@ class Mask:
 def visible(segments_BT, key_segments_BS, positions_BT, key_positions_BS, window: int) -> Array:
     """bool[B, T, S]: the same document, not the future, and within the window (0 = all)."""
     back_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
-    visible_BTS = segments_BT[:, :, None] == key_segments_BS[:, None, :]
-    visible_BTS &= back_BTS >= 0
+    visible_BTS = (segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (back_BTS >= 0)
     return visible_BTS & (back_BTS < window) if window else visible_BTS
 
 

@@ -1,10 +1,10 @@
 """Ring attention: blocks of keys and values travel around the devices of the mesh axis `sequence`.
 
 Each device works on the block that it has while the next one travels; each block's part of the
-softmax is weighted by its log-sum-exp. Any `Kernel` serves. Which chunks see each other is known
-before the program runs (`tiling`), by order and window: chunks that do not are in no tile. With the
-zigzag placement of `Split` all devices have the same causal work. All of it runs inside fully
-manual regions. Groups of neighbours may exchange heads first (`ulysses`): groups then form rings.
+softmax is weighted by its log-sum-exp. Any `Kernel` serves. By order and window it is known before
+the program runs which chunks see each other (`tiling`). With the zigzag placement of `Split` all
+devices have the same causal work. Groups of neighbours may exchange heads first (`ulysses`): groups
+then form rings. All of it runs inside fully manual regions.
 
 Sources: ring attention (arXiv 2310.01889), its zigzag placement (arXiv 2405.19716, 3.3, and
 arXiv 2407.21783, 3.3.2).
@@ -30,8 +30,8 @@ from llmx.model.attention.split import Split
 # Ring steps up to this many are written out one by one, more are a loop.
 WRITTEN_OUT = 3
 
-# But not on these: XLA:CPU starts a loop that sends and whatever else communicates in any order, on
-# each device in another, and then they wait for each other for ever.
+# But not on these: XLA:CPU starts a loop that sends and whatever else communicates in another order
+# on each device, and they deadlock.
 NEVER_LOOPED = ("cpu",)
 
 
@@ -62,7 +62,7 @@ class Tiling:
     def steps(self) -> list[int]:
         """Those in which any group has a tile; over the others blocks are sent on in one go."""
         occupied = np.array([len(tiles) > 0 for tiles in self.tile_lists])
-        return np.nonzero(occupied[self.table].any(axis=0))[0].tolist()
+        return np.flatnonzero(occupied[self.table].any(axis=0)).tolist()
 
 
 # How far the queries' chunk is ahead of the keys', in chunks: else one of these.
@@ -71,12 +71,9 @@ _HIDDEN, _WHOLE = -1, -2
 
 @functools.lru_cache(maxsize=64)
 def tiling(split: Split, num_positions: int, window: int) -> Tiling:
-    """The tiles of causal attention over a row in the order of `split`.
+    """The tiles of causal attention over a row of `num_positions` in the order of `split`.
 
-    Args:
-      split: which device holds which positions.
-      num_positions: of the whole row.
-      window: positions back including itself, 0 = all.
+    `window`: positions back including itself, 0 = all.
     """
     chunks, R = split.chunks, split.rings
     size = num_positions // chunks.size
@@ -112,15 +109,13 @@ def _tiles(kinds: np.ndarray, size: int, window: int) -> tuple[Tile, ...]:
 
 
 def scores_per_device(split: Split, num_positions: int, window: int = 0) -> np.ndarray:
-    """float[devices]: pairs (query, key) of one head that each device computes of a row: all pairs
-    that the masks of its tiles show."""
+    """float[devices]: pairs (query, key) of one head that each device computes of a row."""
     tiles_of = tiling(split, num_positions, window)
     size = num_positions // split.chunks.size
 
     def visible_pairs(tile: Tile) -> int:
-        rows, columns = tile.rows(size)
-        back = tile.ahead + np.arange(rows.stop - rows.start)[:, None]
-        back = back - np.arange(columns.stop - columns.start)[None]
+        rows, columns = (np.arange(part.stop - part.start) for part in tile.rows(size))
+        back = tile.ahead + rows[:, None] - columns[None]
         return int(((back >= 0) & (back < window if window else True)).sum())
 
     per_list = np.array([sum(map(visible_pairs, tiles)) for tiles in tiles_of.tile_lists])
@@ -171,14 +166,13 @@ def ring(
 
     The function that it returns takes this device's query [B, T, N, H], key and value
     [B, T, K, H], mask and scores, and returns [B, T, N, H]. `mask.ahead` is 0 where rows are in the
-    order of `split`; None: then no pair of chunks is known to be hidden, and positions decide.
-    `independent`: devices of other rings may be at another point of the program, as those of other
-    pipeline stages.
+    order of `split`; None: no pair of chunks is known to be hidden, and positions decide.
+    `independent`: devices of other rings, as of other pipeline stages, may be elsewhere in the
+    program.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
-    backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype. With a window
-    only as many as there are steps with work, less one. No send but the last waits for the work of
-    its step.
+    backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype; with a window
+    only as many as there are steps with work, less one. No send but the last waits for its step.
     """
 
     def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
@@ -276,9 +270,8 @@ def _around(facts: _Ring, mask: Mask, step: Callable, state, block: _Block):
     """`step(state, block, fold, moved)` for each block with work, from this group's own on.
 
     `fold(function, so_far)` folds `so_far` over the tiles of this group and step, by
-    `function(tile, rows, columns, so_far)`. The block has moved on by `moved` groups since the last
-    step. The loop leaves out the first step, which has the diagonal, and the last, which sends
-    nothing.
+    `function(tile, rows, columns, so_far)`. The block moved by `moved` groups since the last step.
+    The loop leaves out the first step, which has the diagonal, and the last, which sends nothing.
     """
     tiles_of = facts.tiling(mask)
     strides = np.diff(tiles_of.steps).tolist()

@@ -36,14 +36,13 @@ class Blocks:
 
 
 # By jax's `device_kind`. Larger blocks fetch less and need more on-chip memory, of which a kernel
-# gets 16 MiB (v4, v5e, v5p) or 32 MiB (v6e, 7x) by default; tests/test_splash.py compiles each. The
-# gradient of queries is written once per backward block of keys: few of them save memory.
+# gets 16 MiB (v4, v5e, v5p) or 32 MiB (v6e, 7x) by default. The gradient of queries is written once
+# per backward block of keys: few of them save memory.
 _16_MIB = Blocks(512, 1024, 512, 512, 2048, 512)
 _32_MIB = Blocks(2048, 2048, 1024, 1024, 2048, 1024)
 BLOCKS = {"TPU v6 lite": _32_MIB, "TPU v6e": _32_MIB, "TPU7x": _32_MIB}
 OTHER_BLOCKS = _16_MIB
-# Of keys, in one call of the backward kernel.
-MOST_BLOCKS = 4
+MOST_BLOCKS = 4  # of keys, in one call of the backward kernel
 
 
 def _refuse(mask: Mask, device_kind: str) -> None:
@@ -66,8 +65,7 @@ def _jax_modules():
 
 
 def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: str):
-    """jax's kernel for one key/value head and its group of query heads: a callable that carries
-    the static parts of the mask."""
+    """jax's kernel for one key/value head and its group of query heads."""
     kernels, masks = _jax_modules()
     shape = (mask.segments_BT.shape[1], mask.num_keys)
     if mask.sees_all(scores.window):
@@ -80,22 +78,21 @@ def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: 
     return kernels.make_splash_mqa_single_device(
         masks.MultiHeadMask([visible] * group),
         block_sizes=_block_sizes(kernels.BlockSizes, blocks, shape, head_dim),
-        attn_logits_soft_cap=scores.softcap or None,
-        save_residuals=True,
+        attn_logits_soft_cap=scores.softcap or None, save_residuals=True,
         interpret=device_kind == "cpu",
-    )
+    )  # fmt: skip
 
 
-def _segments(mask: Mask):
-    """None where rows are one document: the kernel then reads none."""
-    kernels, _ = _jax_modules()
-    return None if mask.one_document else kernels.SegmentIds(mask.segments_BT, mask.key_segments_BS)
+def _per_head(function, arrays, mask: Mask):
+    """`function(*arrays, segments)` over batch and key/value heads, the first two dimensions.
 
-
-def _per_head(function, rows_and_heads, segments):
-    """`function(*arrays, segments)` over batch and key/value heads, the first two dimensions."""
-    over_heads = jax.vmap(function, in_axes=(*(0 for _ in rows_and_heads), None))
-    return jax.vmap(over_heads)(*rows_and_heads, segments)
+    Segments are None where rows are one document: the kernel then reads none.
+    """
+    make_segments = _jax_modules()[0].SegmentIds
+    rows = (mask.segments_BT, mask.key_segments_BS)
+    segments = None if mask.one_document else make_segments(*rows)
+    over_heads = jax.vmap(function, in_axes=(*(0 for _ in arrays), None))
+    return jax.vmap(over_heads)(*arrays, segments)
 
 
 def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
@@ -106,9 +103,8 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     kernel = _kernel(mask, scores, N // K, H, device_kind)
     out_BKGTH, (lse_BKGT,) = _per_head(
         lambda query, key, value, segments: kernel(query, key, value, segment_ids=segments),
-        _by_head(query_BTNH, key_BSKH, value_BSKH, scores),
-        _segments(mask),
-    )
+        _by_head(query_BTNH, key_BSKH, value_BSKH, scores), mask,
+    )  # fmt: skip
     # A query that sees nothing of these keys has -inf here if none of its blocks was visited.
     lse_BNT = jnp.maximum(lse_BKGT.reshape(B, N, T), jnp.finfo(jnp.float32).min)
     return heads_last(out_BKGTH)[..., :H], lse_BNT
@@ -118,8 +114,7 @@ def _backward(
     query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, out_BTNH, lse_BNT, gradient_BTNH,
     *, device_kind: str,
 ):  # fmt: skip
-    """A slice of keys at a time: the kernel writes a gradient of queries for each block of keys,
-    and these together would grow with T x S."""
+    """A slice of keys at a time: the kernel writes a gradient of queries for each block of them."""
     _refuse(mask, device_kind)
     T, S = query_BTNH.shape[1], key_BSKH.shape[1]
     size = _slice_of_keys(S, query_BTNH.shape[-1], device_kind)
@@ -186,28 +181,22 @@ def _slice_backward(
     def one_head(query, key, value, out, lse, gradient, segments):
         # The kernel's own backward pass, for which jax has no public name: it takes any
         # log-sum-exp.
-        residuals = (
-            query, key, value, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info,
-        )  # fmt: skip
+        masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
+        residuals = (query, key, value, segments, None, out, lse, *masks)
         gradients = kernels._splash_attention_bwd(
             False, static["mask_value"], True, static["block_sizes"], None, static["mask_function"],
             static["attn_logits_soft_cap"], static["interpret"], residuals, gradient,
         )  # fmt: skip
         return gradients[3:6]
 
-    query_gradient, *others = _per_head(
-        one_head,
-        (
-            *_by_head(query_BTNH, key_BSKH, value_BSKH, scores),
-            _grouped(out_BTNH.astype(dtype), K), lse_BNT.reshape(B, K, N // K, T),
-            _grouped(gradient_BTNH.astype(dtype), K),
-        ),
-        _segments(mask),
+    arrays = (
+        *_by_head(query_BTNH, key_BSKH, value_BSKH, scores),
+        _grouped(out_BTNH.astype(dtype), K), lse_BNT.reshape(B, K, N // K, T),
+        _grouped(gradient_BTNH.astype(dtype), K),
     )  # fmt: skip
-    return (
-        heads_last(query_gradient)[..., :H].astype(jnp.float32) * scores.scale,
-        *(array.swapaxes(1, 2)[..., :H] for array in others),
-    )
+    query_gradient, *others = _per_head(one_head, arrays, mask)
+    query_gradient = heads_last(query_gradient)[..., :H].astype(jnp.float32) * scores.scale
+    return query_gradient, *(array.swapaxes(1, 2)[..., :H] for array in others)
 
 
 SPLASH = Kernel(_forward, _backward)

@@ -18,11 +18,10 @@ from llmx.sharding import mesh_axes
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Which device of `sequence` holds which positions of a row.
+    """`ways` devices of `sequence` in R = ways / ulysses groups of neighbours.
 
-    `ways` devices stand in R = ways / ulysses groups of neighbours. A row is cut into chunks: with
-    zigzag 2R, of which group r has chunks r and 2R-1-r, else R, group r having chunk r. A group's
-    positions lie on its devices in order.
+    A row is cut into chunks: with zigzag 2R, of which group r has chunks r and 2R-1-r, else R,
+    group r having chunk r. A group's positions lie on its devices in order.
     """
 
     ways: int
@@ -49,11 +48,6 @@ class Split:
             return group
         return np.concatenate([group, 2 * self.rings - 1 - group], axis=1)
 
-    @property
-    def in_row_order(self) -> bool:
-        """Whether devices hold consecutive positions."""
-        return self.chunks.shape[1] == 1
-
     def order(self, num_positions: int) -> np.ndarray:
         """int[num_positions]: the position at each index of the split row.
 
@@ -75,9 +69,8 @@ def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Ar
 
     Its sharding stays. Gathers over the mesh axes that split T: meant for token ids and losses.
     """
-    if split.in_row_order:
-        return array
-    return _reordered(split, mesh, back, array)
+    one_chunk_each = split.chunks.shape[1] == 1
+    return array if one_chunk_each else _reordered(split, mesh, back, array)
 
 
 # The gradient goes the other way: automatic differentiation of the region would add up gradients of

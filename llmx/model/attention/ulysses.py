@@ -31,15 +31,13 @@ def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
     if size == 1:
         return attend
     groups = np.arange(split.ways).reshape(-1, size).tolist() if split.rings > 1 else None
+    within = dict(axis_index_groups=groups, tiled=True)
 
     def exchange(array, *, gather: int, scatter: int):
-        return jax.lax.all_to_all(
-            array, axis, split_axis=scatter, concat_axis=gather, axis_index_groups=groups,
-            tiled=True,
-        )  # fmt: skip
+        return jax.lax.all_to_all(array, axis, scatter, gather, **within)
 
     def gather_rows(rows):
-        return jax.lax.all_gather(rows, axis, axis=1, axis_index_groups=groups, tiled=True)
+        return jax.lax.all_gather(rows, axis, axis=1, **within)
 
     def attend_to_whole_rows(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
         num_heads, num_kv_heads = query_BTNH.shape[2], key_BTKH.shape[2]
