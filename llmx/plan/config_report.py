@@ -1,6 +1,8 @@
 """The report of `llmx.plan` on a config's pipeline: flags into the config, cuts, their times."""
 
 import argparse
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from llmx import sharding
 from llmx.config import Config, checks, flags
 from llmx.model import precision
 from llmx.pipeline import schedule
-from llmx.plan import options, partition, schedule_report, stage_costs
+from llmx.plan import layer_times, options, partition, schedule_report, stage_costs
 from llmx.plan.partition import Layer, Partition
 from llmx.runtime import launch
 
@@ -33,11 +35,9 @@ def show(
 ) -> Report:
     """Where a config's layers are cut best, and how long its schedule takes then.
 
-    Args:
-      command, args: `options.parser`, and what it has read.
-      argv: the command line, with overrides of the config; None = `sys.argv`.
-
-    Raises ValueError for a wrong config or flag, and if nothing fits into memory.
+    `args`: of `command`, which is `options.parser`. `argv`: the command line, with overrides of the
+    config; None = `sys.argv`. Raises ValueError for a wrong config or flag, and if nothing fits
+    into memory.
     """
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
@@ -120,13 +120,16 @@ def machine(args: argparse.Namespace, config: Config) -> tuple[float, stage_cost
         )
     if args.measure:
         launch.choose_platform(config.launch)
-        clock = stage_costs.measured(config)
+        attention = dataclasses.replace(config.attention, ulysses=1)
+        clock = functools.partial(
+            layer_times.measured, policy=config.precision, attention=attention
+        )
         times = f"measured on this machine ({jax.devices()[0].device_kind})"
     else:
         share = options.UTILIZATION if args.utilization is None else args.utilization
         dtype = precision.POLICIES[config.precision].compute.name
         peak = chip.device_flops(dtype)
-        clock = stage_costs.counted(share * peak)
+        clock = functools.partial(partition.layers_of, flops_per_second=share * peak)
         times = (
             f"by FLOPs at {share:.0%} (--utilization) of the {peak / 1e12:g} TFLOP/s in {dtype} of "
             f"{chip.name}" + (" device" if chip.devices_per_chip > 1 else "")
@@ -183,12 +186,12 @@ def _show_replicated(
     head: list[str], layers: Sequence[Layer], planned: Partition, equal: Partition | None,
     group: int,
 ) -> Report:  # fmt: skip
-    counts = partition.to_counts(planned)
     lines = [*head, "", partition.describe(planned, layers), ""]
     if group > 1:
         lines.append(f"a replica is {group} devices, which the mesh axes inside it split")
     lines.append(
-        f"blocks of each stage: {counts}, with embedding and head beside them on the first and last"
+        f"blocks of each stage: {partition.to_counts(planned)}, with embedding and head beside "
+        "them on the first and last"
     )
     if equal is None:
         lines.append("no equal cut has as many stages and devices")

@@ -21,11 +21,6 @@ DIGIT_INCHES = 0.075  # at the font size of the numbers
 def draw(table: Table, facts: Facts, timeline: Timeline) -> Figure:
     """The picture of a schedule: above, operations over time; below, the activations saved.
 
-    Args:
-      table: the schedule.
-      facts: from `schedule.check`.
-      timeline: from `simulate.simulate`, in seconds.
-
     Raises ValueError if all times are 0.
     """
     stages, span = table.num_stages, timeline.step_time

@@ -1,11 +1,8 @@
-"""Times of a model's layers on the first device of this machine, in place of estimates by FLOPs.
-
-Memory, weights and messages of `llmx.plan.partition` need no clock: they are counted in any case.
-"""
+"""Times of a model's layers on the first device of this machine, in place of estimates by FLOPs."""
 
 import dataclasses
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -37,16 +34,16 @@ def measured(
 ) -> list[Layer]:
     """`partition.layers_of` with times of this machine: medians of several runs.
 
-    One block of each kind of attention is timed, and the loss with its head but without the norm
-    before it. A row is one document. The parameters of one block, of the embedding or of the head,
-    and their gradients must fit on the device.
+    One block of each kind of attention is timed, and the loss with its head but without the last
+    norm. A row is one document. One block, the embedding or the head must fit on the device, with
+    its gradients.
 
     Args:
       model, tokens, sequence_length, remat, number_bytes: see `partition.layers_of`.
       policy: a name in `precision.POLICIES`.
       attention: which kernel; None = the best for the platform.
       loss_chunks: chunks of the vocabulary in the loss; 0 = by size.
-      runs: runs of each function, after a first one that compiles it.
+      runs: of each function, after a first one that compiles it.
 
     Raises ValueError if `tokens` are no whole sequences, and as `partition.layers_of` does.
     """
@@ -61,8 +58,7 @@ def measured(
         model, tokens=tokens, sequence_length=sequence_length, flops_per_second=1.0, remat=remat,
         loss_chunks=loss_chunks, number_bytes=number_bytes,
     )  # fmt: skip
-    sizes = dict.fromkeys(sharding.AXES, 1)
-    mesh = sharding.make_mesh(sizes, devices=jax.devices()[:1])
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), devices=jax.devices()[:1])
     execution = Execution(
         place=sharding.Placement(mesh, sharding.make_layout("ddp")),
         policy=precision.POLICIES[policy], remat=remat, attention=attention or AttentionConfig(),
@@ -131,10 +127,6 @@ def _seconds(function: Callable, arguments: tuple, runs: int) -> tuple[float, fl
 
 def _median(function: Callable, arguments: tuple[Any, ...], runs: int) -> float:
     """Median seconds of a jitted function, after a first run that compiles it."""
-    jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(runs):
-        begun = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds)
+    run = lambda: jax.block_until_ready(function(*arguments))  # noqa: E731
+    run()
+    return statistics.median(timeit.repeat(run, number=1, repeat=runs))

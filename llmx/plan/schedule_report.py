@@ -24,11 +24,8 @@ def summary(
 ) -> dict[str, Any]:
     """The report on a schedule as JSON.
 
-    Args:
-      table, facts: the schedule, and what `schedule.check` finds.
-      barriers: seconds of a step, stages in lockstep.
-      free: seconds of a step, stages running freely.
-      own: the table is from a file, not one of `SCHEDULES`.
+    `barriers`, `free`: seconds of a step, stages in lockstep or running freely. `own`: the table is
+    from a file, not one of `SCHEDULES`.
     """
     report = {
         "name": table.name,

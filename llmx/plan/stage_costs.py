@@ -1,20 +1,18 @@
 """Time and memory of a config's pipeline stages, and which layers each stage should have.
 
-A profile has the times of layers on the devices of a stage: by FLOPs and the data sheet of a chip
-(`counted`), or measured on this machine (`measured`). `llmx.plan.partition` finds the cut whose
-slowest stage is fastest, `pipeline.simulate` how long the config's schedule takes with it.
+A profile has the times of layers on the devices of a stage. `llmx.plan.partition` finds the cut
+whose slowest stage is fastest, `pipeline.simulate` how long the config's schedule takes with it.
 
 Stages are those of `llmx.pipeline.executor`: embedding and head are split over all of them, each
 has the same number of devices, and each device has room for the longest model chunk and for the
 most microbatches that any stage saves. `chain` is PipeDream's problem instead: the embedding is on
 the first stage, the head on the last, and the number of replicas differs between stages.
 
-Inside a stage the mesh and layout of the config split the work: `sequence` and `tensor` that of a
-replica, `data`, `fsdp` and `expert` the rows. Communication inside a stage takes no time here.
+Inside a stage the axes `sequence` and `tensor` split a replica, `data`, `fsdp` and `expert` the
+rows. Communication inside a stage takes no time here.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +24,7 @@ from llmx.model import costs, losses, precision
 from llmx.pipeline import schedule, schedules, simulate, stages
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import layer_times, partition, schedule_report
+from llmx.plan import partition, schedule_report
 from llmx.plan.partition import Layer, Partition, Pipeline
 from llmx.runtime import hardware
 
@@ -36,9 +34,6 @@ VERSIONS = {"pipedream_2bw": 2}  # of the weights; others have 1
 
 # partition.layers_of or layer_times.measured, with what only one of them takes.
 Clock = Callable[..., list[Layer]]
-
-
-# ------------------------------------------------------------------------------------- the machine
 
 
 def chip_named(name: str) -> hardware.Chip:
@@ -63,10 +58,10 @@ def bandwidth_of(chip: hardware.Chip, config: Config) -> tuple[float, str]:
     Raises ValueError if the bandwidth is not published.
     """
     num_devices = math.prod(vars(config.mesh)[axis] for axis in sharding.AXES)
-    all_linked = chip.topology != "switch" or num_devices <= chip.max_domain
+    switched = chip.topology == "switch"
+    all_linked = not switched or num_devices <= chip.max_domain
     if "stage" not in config.mesh.across_slices and all_linked:
-        links = chip.num_links if chip.topology == "switch" else 1
-        name = f"{links} links" if chip.topology == "switch" else "one link"
+        links, name = (chip.num_links, f"{chip.num_links} links") if switched else (1, "one link")
         return links * chip.link_bandwidth / chip.devices_per_chip, name
     if chip.network_bandwidth is None:
         raise ValueError(
@@ -74,9 +69,6 @@ def bandwidth_of(chip: hardware.Chip, config: Config) -> tuple[float, str]:
             "give --bandwidth"
         )
     return chip.network_bandwidth / chip.devices_per_chip, "the network"
-
-
-# ------------------------------------------------------------------------------------- the profile
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,17 +79,6 @@ class Profile:
     per_stage: Layer  # each stage's share of embedding and head
     weight_seconds: list[float]  # WEIGHT's part of the backward pass of each block
     factor_bytes: int  # per block, saved between BACKWARD and WEIGHT: factors of weight gradients
-
-
-def counted(flops_per_second: float) -> Clock:
-    """Times by FLOPs, on a device that reaches `flops_per_second`."""
-    return functools.partial(partition.layers_of, flops_per_second=flops_per_second)
-
-
-def measured(config: Config) -> Clock:
-    """Times on the first device of this machine."""
-    attention = dataclasses.replace(config.attention, ulysses=1)
-    return functools.partial(layer_times.measured, policy=config.precision, attention=attention)
 
 
 def _number_bytes(config: Config) -> partition.NumberBytes:
@@ -126,18 +107,20 @@ def chain(config: Config, clock: Clock) -> list[Layer]:
         model, tokens=tokens, sequence_length=config.batch.sequence_length, remat=config.remat,
         loss_chunks=chunks, number_bytes=number,
     )  # fmt: skip
-    state, version = (
-        sum(count / _ways(config, table) for table, count in counts.items())
-        for counts in (
-            {"parameters": 4, "gradients": 4, "optimizer": 8}, {"parameters": 4, "gradients": 4},
-        )
-    )  # fmt: skip
+    tables = vars(sharding.LAYOUTS[config.sharding.layout])
+    # Bytes of a matrix's number, as the layout splits the matrix on a stage.
+    parameters, gradients, moments = (
+        num_bytes / math.prod(vars(mesh)[axis] for axis in tables[table]["embed"])
+        for table, num_bytes in (("parameters", 4), ("gradients", 4), ("optimizer", 8))
+    )
+    version, state = parameters + gradients, parameters + gradients + moments
     tokens_ways = mesh.sequence * (mesh.tensor if config.sharding.sequence_parallel else 1)
+    devices = mesh.sequence * mesh.tensor
     return [
         dataclasses.replace(
             layer,
-            forward=layer.forward / (mesh.sequence * mesh.tensor),
-            backward=layer.backward / (mesh.sequence * mesh.tensor),
+            forward=layer.forward / devices,
+            backward=layer.backward / devices,
             weight_bytes=math.ceil(layer.weight_bytes / mesh.tensor),
             state_bytes=math.ceil(layer.state_bytes / number.state * state / mesh.tensor),
             version_bytes=math.ceil(layer.version_bytes / number.version * version / mesh.tensor),
@@ -148,27 +131,21 @@ def chain(config: Config, clock: Clock) -> list[Layer]:
     ]
 
 
-def _ways(config: Config, table: str) -> int:
-    """Into how many parts a layout's table splits a matrix on a stage, without `tensor`."""
-    axes = vars(sharding.LAYOUTS[config.sharding.layout])[table]["embed"]
-    return math.prod(vars(config.mesh)[axis] for axis in axes)
-
-
 def make_profile(config: Config, clock: Clock) -> Profile:
     """The blocks, and each stage's share of embedding and head."""
     model = config.model
     blocks, per_stage = partition.spread(chain(config, clock), model, num_stages=config.mesh.stage)
     length = config.batch.sequence_length
-    flops = costs.forward_flops_by_layer(model, sequence_length=length)[1:-1]
+    flops = costs.forward_flops_by_layer(model, sequence_length=length)
     again = costs.recomputed_flops_by_layer(
         model, sequence_length=length, remat=config.remat, loss_chunks=1
-    )[1:-1]
+    )
     by_part = costs.forward_flops_by_part(model, sequence_length=length)
     # Attention scores have no weights.
     products = (by_part["projections"] + by_part["mlp"]) / model.num_layers
     weights = [
         block.backward * products / ((costs.TRAINING_PASSES - 1) * forward + more)
-        for block, forward, more in zip(blocks, flops, again, strict=True)
+        for block, forward, more in zip(blocks, flops[1:-1], again[1:-1], strict=True)
     ]
     return Profile(blocks, per_stage, weights, _factor_bytes(config))
 
@@ -182,9 +159,6 @@ def _factor_bytes(config: Config) -> int:
     split = (N + 2 * K) * H + N * H + inward * F + F  # over `tensor`
     tokens = tokens_of(config) // mesh.sequence
     return math.ceil(_number_bytes(config).compute * tokens * (whole + split / mesh.tensor))
-
-
-# ---------------------------------------------------------------------------------------- the cuts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,18 +188,13 @@ def compare_cuts(
 ) -> Comparison:  # fmt: skip
     """The best cut of a resolved config with stages, beside the equal one and its own.
 
-    Args:
-      config: the config.
-      profile: from `make_profile`.
-      bandwidth: bytes/s between devices of neighboring stages.
-      memory_bytes: of a device; None = no limit.
-      versions: of the weights; None = those of the schedule.
-
-    Raises ValueError if nothing fits into memory.
+    `bandwidth`: bytes/s between devices of neighboring stages. `memory_bytes`: of a device; None =
+    no limit. `versions`: of the weights; None = those of the schedule. Raises ValueError if nothing
+    fits into memory.
     """
     M = config.batch.accumulation
     table = schedules.table_of(config.pipeline, stages=config.mesh.stage, microbatches=M)
-    # Everything that a device has room for, as if it were of one microbatch.
+    # All that a device saves, as if it were of one microbatch.
     saved = int(schedule.held(table, FORWARD, BACKWARD).max())
     waiting = int(schedule.check(table).peak_waiting_weights.max())
     blocks = [
@@ -265,32 +234,28 @@ def _cut(table: Table, profile: Profile, pipeline: Pipeline, layers: tuple[int, 
     planned = partition.priced(blocks, layers, pipeline) if table.name in PLANNED else None
     stops = itertools.accumulate(layers)
     spans = [slice(stop - num, stop) for num, stop in zip(layers, stops, strict=True)]
+    total = lambda name, span: sum(vars(block)[name] for block in blocks[span])  # noqa: E731
     weight = [sum(profile.weight_seconds[span]) for span in spans]
-    backward = [sum(block.backward for block in blocks[span]) for span in spans]
     seconds = dict(
-        forward=[sum(block.forward for block in blocks[span]) for span in spans],
-        backward=[both - later for both, later in zip(backward, weight, strict=True)],
-        weight=weight,
+        forward=[total("forward", span) for span in spans], weight=weight,
+        backward=[total("backward", s) - later for s, later in zip(spans, weight, strict=True)],
         transfer=blocks[0].output_bytes / pipeline.bandwidth,
-    )
+    )  # fmt: skip
     timeline = simulate.simulate(table, **seconds)
     free = simulate.simulate(table, **seconds, barriers=False)
     # All stages do their share of a microbatch's embedding and head at the same time.
     shared = table.num_microbatches * per_stage.seconds
-    longest = [blocks[span] for span in spans if span.stop - span.start == max(layers)]
+    longest = [span for num, span in zip(layers, spans, strict=True) if num == max(layers)]
     state, version, stash = (
-        max(sum(vars(block)[name] for block in chunk) for chunk in longest)
+        max(total(name, span) for span in longest)
         for name in ("state_bytes", "version_bytes", "stash_bytes")
     )
-    more = pipeline.versions - 1
+    state += (pipeline.versions - 1) * version
+    beside = per_stage.state_bytes + (pipeline.versions - 1) * per_stage.version_bytes
     return Cut(
-        layers=layers,
-        planned=planned,
-        timeline=timeline,
-        barriers=timeline.step_time + shared,
+        layers, planned, timeline, barriers=timeline.step_time + shared,
         free=free.step_time + shared,
-        memory_bytes=table.chunks_per_stage * (state + more * version) + stash
-        + per_stage.state_bytes + more * per_stage.version_bytes,
+        memory_bytes=table.chunks_per_stage * state + stash + beside,
     )  # fmt: skip
 
 
@@ -298,11 +263,9 @@ def replicated(
     config: Config, layers: Sequence[Layer], num_devices: int, *, bandwidth: float,
     num_stages: int | None = None, memory_bytes: int | None = None, versions: int | None = None,
 ) -> tuple[Partition, Partition | None]:  # fmt: skip
-    """PipeDream's partition of a `chain`, and one with equal stages to compare it with.
+    """PipeDream's partition of a `chain`, and one with as many stages and devices, equal stages.
 
-    The latter has as many stages and devices, and is None if they do not divide. Arguments are
-    those of `compare_cuts` and `partition.partition`.
-
+    The latter is None if they do not divide. Arguments: see `compare_cuts`, `partition.partition`.
     Raises ValueError for a schedule without a formula, and if nothing fits into memory.
     """
     name = config.pipeline.schedule
