@@ -250,7 +250,7 @@ def test_layers_are_timed_on_this_machine(tmp_path, capsys):
         (["--chip=v5p", "--forward=1"], ["--forward with --config: times come from the layers"]),
         (["--chip=v5p", "--bandwidth=0"], ["--bandwidth=0 must be above 0"]),
         (["--chip=v5p", "--schedule=zb_v", "--memory=1"], ["--memory=1 GiB is too little"]),
-        (["--chip=v5p", "--stages=5"], ["does not divide over stage=5"]),
+        (["--chip=v5p", "--stages=5"], ["does not divide over 5 = stage5"]),
         (["--chip=v5p", "--stages=1"], ["mesh.stage=1 is no pipeline: give --stages=P"]),
         (["--chip=v5p", "--table=none.csv"], ["pipeline.table='none.csv' cannot be read"]),
         (["--chip=v4", "--config.mesh.across_slices=('stage',)"], ["give --bandwidth"]),
