@@ -108,8 +108,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[str]):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        super().__init__(f"the config has {count}:\n{lines}")
+        super().__init__("\n  - ".join([f"the config has {count}:", *problems]))
         self.problems = list(problems)
 
 
@@ -155,10 +154,7 @@ def to_json(config: Config) -> dict:
 
 
 def from_json(values: dict) -> Config:
-    """The config that `to_json` wrote.
-
-    Raises ConfigError for keys that are not a config's, as of another version.
-    """
+    """The config that `to_json` wrote. Raises ConfigError for keys of another version."""
     known, config, problems = leaf_types(Config), Config(), []
 
     def fill(values: dict, prefix: str):
@@ -187,10 +183,7 @@ def save_run(config: Config):
 
 
 def load_run(workdir: str) -> Config:
-    """The resolved config of the run in `workdir`.
-
-    Raises ValueError where there is none.
-    """
+    """The resolved config of the run in `workdir`. Raises ValueError where there is none."""
     path = pathlib.Path(workdir) / "config.json"
     if not path.is_file():
         raise ValueError(

@@ -54,10 +54,10 @@ def resolve(
 
 def _unknown_keys(section: Any, prefix: str = "") -> Iterator[str]:
     """Attributes that a config file set and no section has."""
-    hints, known = typing.get_type_hints(type(section)), config_lib.leaf_types(Config)
+    hints = typing.get_type_hints(type(section))
     for name, value in vars(section).items():
         if name not in hints:
-            yield config_lib.unknown_key(prefix + name, known)
+            yield config_lib.unknown_key(prefix + name, config_lib.leaf_types(Config))
         elif dataclasses.is_dataclass(hints[name]) and dataclasses.is_dataclass(value):
             yield from _unknown_keys(value, f"{prefix}{name}.")
 
@@ -88,12 +88,10 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 def type_name(hint: Any) -> str:
     """A type in the words of an error."""
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-    if hint in names:
-        return names[hint]
     if typing.get_origin(hint) is tuple:
         return f"a tuple of {type_name(typing.get_args(hint)[0]).removeprefix('a ')}s"
-    return str(hint)
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+    return names.get(hint, str(hint))
 
 
 def _sections(config: Config) -> list[str]:

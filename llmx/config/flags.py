@@ -12,12 +12,10 @@ from llmx.config import Config, ConfigError, checks
 def parser(module: str, description: str) -> argparse.ArgumentParser:
     """The command line that all commands share."""
     made = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
+        prog=f"python -m {module}", description=description, allow_abbrev=False,
         epilog="Any value of the config is overridden by --config.SECTION.KEY=VALUE; "
         "docs/configuration.md lists them.",
-        allow_abbrev=False,
-    )
+    )  # fmt: skip
     made.add_argument("--config", required=True, help="a config file, e.g. configs/quickstart.py")
     made.add_argument("--workdir", default="", help="overrides config.workdir")
     return made
@@ -76,14 +74,11 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
     try:
         config = read([])
     except Exception as error:
-        text = str(error).strip().splitlines()
-        raise ConfigError(
-            [f"{path} fails: {text[-1] if text else type(error).__name__}"]
-        ) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError([f"{path} fails: {lines[-1]}"]) from error
     if not isinstance(config, Config):
-        raise ConfigError(
-            [f"{path}: get_config() returns {type(config).__name__}; return an llmx.config.Config"]
-        )
+        given = type(config).__name__
+        raise ConfigError([f"{path}: get_config() returns {given}; return an llmx.config.Config"])
     kinds, problems = config_lib.leaf_types(Config), []
     for key, text in overrides.items():
         if key not in kinds:

@@ -6,6 +6,7 @@ Interrupted, it continues when run again, to the same bytes. --verify DIR checks
 import argparse
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -23,28 +24,20 @@ def make_parser() -> argparse.ArgumentParser:
         "continues.",
     )
     add = parser.add_argument
-    add(
-        "--source", nargs="+", action="extend", default=[], metavar="SOURCE",
-        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl .parquet',
-    )  # fmt: skip
+    # fmt: off
+    add("--source", nargs="+", action="extend", default=[], metavar="SOURCE",
+        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl .parquet')
     add("--output", metavar="DIR", help="folder to write; new, or to continue")
-    add(
-        "--tokenizer", default="bytes", metavar="NAME",
-        help='"bytes" (default), or a tokenizer.json of Hugging Face tokenizers',
-    )  # fmt: skip
-    add(
-        "--train-tokenizer", type=int, default=0, metavar="N",
-        help="train a byte-level BPE of N tokens on the sources and use it",
-    )  # fmt: skip
+    add("--tokenizer", default="bytes", metavar="NAME",
+        help='"bytes" (default), or a tokenizer.json of Hugging Face tokenizers')
+    add("--train-tokenizer", type=int, default=0, metavar="N",
+        help="train a byte-level BPE of N tokens on the sources and use it")
     add("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)")
-    add(
-        "--shard-tokens", type=int, default=build.SHARD_TOKENS, metavar="N",
-        help=f"close a shard at this many tokens ({build.SHARD_TOKENS})",
-    )  # fmt: skip
-    add(
-        "--skip-bad", action="store_true",
-        help="leave out empty or unreadable files and records, counted, instead of an error",
-    )  # fmt: skip
+    add("--shard-tokens", type=int, default=build.SHARD_TOKENS, metavar="N",
+        help=f"close a shard at this many tokens ({build.SHARD_TOKENS})")
+    add("--skip-bad", action="store_true",
+        help="leave out empty or unreadable files and records, counted, instead of an error")
+    # fmt: on
     add("--overwrite", action="store_true", help="discard what an earlier run left in DIR")
     add("--verify", metavar="DIR", help="check every checksum of finished shards, write nothing")
     return parser
@@ -62,34 +55,30 @@ def _make_bar(*, unit: str):
     )  # fmt: skip
 
 
-def _argument_problems(arguments: argparse.Namespace) -> list[str]:
-    problems = []
+def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
     if not arguments.source:
-        problems.append('--source is missing: name text, such as --source stdlib or "docs/**/*.md"')
+        yield '--source is missing: name text, such as --source stdlib or "docs/**/*.md"'
     if not arguments.output:
-        problems.append("--output is missing: name the folder to write")
+        yield "--output is missing: name the folder to write"
     for source in arguments.source:
         if source.startswith(sources_lib.SHARDS_PREFIX):
-            problems.append(f"--source {source!r} is tokens already: name text")
+            yield f"--source {source!r} is tokens already: name text"
         else:
-            problems.extend(f"--source: {text}" for text in sources_lib.problems(source))
-    size, low = arguments.train_tokenizer, tokenizers.MIN_TRAINED_SIZE
-    if size and not low <= size <= tokenizers.MAX_TRAINED_SIZE:
-        problems.append(
-            f"--train-tokenizer {size} is outside {low} to {tokenizers.MAX_TRAINED_SIZE}: choose "
-            "for example 4096"
-        )
+            yield from (f"--source: {text}" for text in sources_lib.problems(source))
+    size = arguments.train_tokenizer
+    low, high = tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE
+    if size and not low <= size <= high:
+        yield f"--train-tokenizer {size} is outside {low} to {high}: choose for example 4096"
     if size and arguments.tokenizer != "bytes":
-        problems.append("--train-tokenizer and --tokenizer exclude each other: give one")
+        yield "--train-tokenizer and --tokenizer exclude each other: give one"
     if arguments.tokenizer == "auto":
-        problems.append('--tokenizer "auto" has no meaning here: give "bytes" or a file')
-    problems.extend(f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
+        yield '--tokenizer "auto" has no meaning here: give "bytes" or a file'
+    yield from (f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
     if arguments.shard_tokens < 1:
-        problems.append(f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1")
+        yield f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1"
     output = pathlib.Path(arguments.output or ".").expanduser()
     if output.exists() and not output.is_dir():
-        problems.append(f"--output {output} is a file: name a folder")
-    return problems
+        yield f"--output {output} is a file: name a folder"
 
 
 def verify(folder: pathlib.Path) -> None:
@@ -120,8 +109,7 @@ def _already_complete(folder: pathlib.Path, recipe: build.Recipe) -> bool:
         (folder / shards_lib.PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is complete already: {index['tokens']:,} tokens; nothing to do")
         return True
-    foreign = build.foreign_files(folder)
-    if foreign:
+    if foreign := build.foreign_files(folder):
         raise ValueError(
             f"{folder} holds other files ({', '.join(foreign[:3])}): choose a new or empty folder"
         )
@@ -170,8 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.verify:
             verify(pathlib.Path(arguments.verify).expanduser())
             return 0
-        problems = _argument_problems(arguments)
-        if problems:
+        if problems := list(_argument_problems(arguments)):
             raise ValueError("\n".join(problems))
         write(arguments)
     except (ValueError, OSError) as error:

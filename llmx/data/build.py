@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -58,7 +59,7 @@ class Recipe:
             "train_bytes": tokenizers.TRAIN_BYTES,
             "version": shards_lib.VERSION,
         }
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        return shards_lib.json_hash(settings)
 
     @property
     def name(self) -> str:
@@ -144,8 +145,9 @@ def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
     return progress
 
 
-def _train_tokenizer(recipe: Recipe, path: pathlib.Path) -> tokenizers.Tokenizer:
-    """Trains a tokenizer on the recipe's text into `path`, or loads the one that is there."""
+def _train_tokenizer(recipe: Recipe, folder: pathlib.Path) -> tokenizers.Tokenizer:
+    """Trains a tokenizer on the recipe's text into a folder, or loads the one that is there."""
+    path = folder / tokenizers.FILE_NAME
     if not path.is_file():
         documents = recipe.documents(sources_lib.Position(), collections.Counter())
         texts = (document.text for document in documents)
@@ -193,11 +195,10 @@ def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dic
     """Writes or continues the shards of a recipe in an existing folder; returns the index."""
     progress = _start(folder, recipe)
     tokenizer = recipe.tokenizer
-    path = folder / tokenizers.FILE_NAME
     if isinstance(tokenizer, int):
-        tokenizer = _train_tokenizer(recipe, path)
+        tokenizer = _train_tokenizer(recipe, folder)
     else:
-        shards_lib.write_atomically(path, tokenizer.dumps())
+        shards_lib.write_atomically(folder / tokenizers.FILE_NAME, tokenizer.dumps())
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     entries = progress["shards"]
     shards_lib.check_sizes(folder, entries, dtype=dtype)
@@ -333,14 +334,11 @@ def cached_shards(
     slug = re.sub(r"[^A-Za-z0-9]+", "_", pathlib.PurePath(recipe.sources[0]).name)[-32:].strip("_")
     final = cache_dir / f"{slug or 'data'}-{recipe.identity()[:24]}"
     partial = cache_dir / f".{final.name}.partial"
-
-    def wait() -> None:
-        log(f"data: {recipe.name}: waiting for another process that writes {final}")
-
+    waiting = f"data: {recipe.name}: waiting for another process that writes {final}"
     while not (final / shards_lib.INDEX).is_file():
         _make_folder(partial)
         try:
-            with exclusive(partial, on_wait=wait) as held:
+            with exclusive(partial, on_wait=functools.partial(log, waiting)) as held:
                 _build_once(recipe, final=final, partial=partial, held=held, log=log)
         except FileNotFoundError:
             if (final / shards_lib.INDEX).is_file():
@@ -393,5 +391,5 @@ def cached_tokenizer(
         _make_folder(folder)
         with exclusive(folder, on_wait=lambda: log(f"data: waiting for the tokenizer in {folder}")):
             log(f"data: training a tokenizer of {recipe.tokenizer:,} tokens to {folder}")
-            return _train_tokenizer(recipe, path)
+            return _train_tokenizer(recipe, folder)
     return tokenizers.load(path)

@@ -62,7 +62,7 @@ def problems(config: DataConfig) -> list[str]:
 
     Reads no data. Types and bounds of the values are checked with the rest of the config.
     """
-    found = [*_source_problems(config), *_weight_problems(config), *_tokenizer_problems(config)]
+    found = [*_source_problems(config), *_tokenizer_problems(config)]
     if not config.text_key:
         found.append(
             "data.text_key='' is not a field name: give the JSONL field or Parquet column that "
@@ -87,9 +87,6 @@ def _source_problems(config: DataConfig) -> Iterator[str]:
                 f"data.sources names {source!r} {count} times: name it once and give it a larger "
                 "share in data.weights"
             )
-
-
-def _weight_problems(config: DataConfig) -> Iterator[str]:
     if config.weights and len(config.weights) != len(config.sources):
         yield (
             f"data.weights has {len(config.weights)} entries for {len(config.sources)} "

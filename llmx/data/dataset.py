@@ -7,7 +7,7 @@ shuffle, which needs no array of the corpus's size; sources are interleaved in e
 
 import functools
 import hashlib
-import json
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -53,8 +53,7 @@ class Interleave:
 def _index_seed(seed: int, source: int) -> int:
     """32 bits of (seed, source). Hashed, because grain adds the epoch to it: with plain seeds,
     epoch 1 of seed 0 would be epoch 0 of seed 1."""
-    raw = hashlib.blake2b(f"{seed}/{source}".encode(), digest_size=4).digest()
-    return int.from_bytes(raw, "little")
+    return shards_lib.integer_hash(f"{seed}/{source}".encode(), num_bytes=4)
 
 
 class Dataset:
@@ -68,10 +67,8 @@ class Dataset:
         self.sequence_length = sequence_length
         self.tokenizer = shards[0].tokenizer
         self.vocab_size = self.tokenizer.vocab_size
-        self.num_threads = config.num_threads
-        self.prefetch = config.prefetch
-        self._seed = seed
-        self._shuffle = config.shuffle
+        self.num_threads, self.prefetch = config.num_threads, config.prefetch
+        self._seed, self._shuffle = seed, config.shuffle
         rows = dict(sequence_length=sequence_length, one_document_per_row=not config.pack)
         pairs = list(zip(shards, splits, strict=True))
         self._train = [packing.Windows(source, both.train, **rows) for source, both in pairs]
@@ -99,8 +96,7 @@ class Dataset:
             "sequence_length": sequence_length,
             "seed": seed,
         }
-        raw = json.dumps(settings, sort_keys=True).encode()
-        self.fingerprint = hashlib.sha256(raw).hexdigest()
+        self.fingerprint = shards_lib.json_hash(settings)
 
     @functools.cached_property
     def _train_order(self):
@@ -108,9 +104,8 @@ class Dataset:
         import grain
 
         orders = []
-        for source, windows in enumerate(self._train):
-            base = int(self._train_bases[source])
-            order = grain.MapDataset.range(base, base + windows.num_windows)
+        for source, (low, high) in enumerate(itertools.pairwise(self._train_bases.tolist())):
+            order = grain.MapDataset.range(low, high)
             if self._shuffle:
                 order = order.shuffle(seed=_index_seed(self._seed, source))
             orders.append(order)
@@ -176,17 +171,9 @@ def _check_rows(step: int, rows: Sequence[int], batch_size: int) -> None:
 
 
 def _choose_tokenizer(
-    config: config_lib.DataConfig, opened: dict[str, shards_lib.Shards], *,
-    cache_dir: pathlib.Path, log: Callable[[str], None],
-) -> tokenizers.Tokenizer:  # fmt: skip
+    config: config_lib.DataConfig, opened: dict[str, shards_lib.Shards]
+) -> tokenizers.Tokenizer:
     """The one tokenizer of all sources. Raises ValueError where shards do not agree with it."""
-    text_sources = [s for s in config.sources if s not in opened]
-    if config.train_tokenizer:
-        recipe = build.make_recipe(
-            text_sources, tokenizer=config.train_tokenizer, text_key=config.text_key,
-            skip_bad=config.skip_bad,
-        )  # fmt: skip
-        return build.cached_tokenizer(recipe, cache_dir=cache_dir, log=log)
     if config.tokenizer != "auto":
         chosen, origin = tokenizers.load(config.tokenizer), f"data.tokenizer={config.tokenizer!r}"
     elif opened:
@@ -247,16 +234,21 @@ def _open_sources(
         for source in config.sources
         if source.startswith(prefix)
     }
-    tokenizer = _choose_tokenizer(config, opened, cache_dir=cache_dir, log=log)
-    for source in config.sources:
-        if source not in opened:
-            recipe = build.make_recipe(
-                (source,), tokenizer=tokenizer, text_key=config.text_key, skip_bad=config.skip_bad
-            )
-            folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
-            if skipped := shards_lib.read_index(folder)["skipped"]:
-                log(f"data: {source}: left out by data.skip_bad: {skipped}")
-            opened[source] = shards_lib.open_shards(folder, verify=config.verify)
+    text_sources = [source for source in config.sources if source not in opened]
+    make_recipe = functools.partial(
+        build.make_recipe, text_key=config.text_key, skip_bad=config.skip_bad
+    )
+    if config.train_tokenizer:
+        recipe = make_recipe(text_sources, tokenizer=config.train_tokenizer)
+        tokenizer = build.cached_tokenizer(recipe, cache_dir=cache_dir, log=log)
+    else:
+        tokenizer = _choose_tokenizer(config, opened)
+    for source in text_sources:
+        recipe = make_recipe((source,), tokenizer=tokenizer)
+        folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
+        if skipped := shards_lib.read_index(folder)["skipped"]:
+            log(f"data: {source}: left out by data.skip_bad: {skipped}")
+        opened[source] = shards_lib.open_shards(folder, verify=config.verify)
     return [opened[source] for source in config.sources]
 
 

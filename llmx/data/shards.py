@@ -29,9 +29,14 @@ DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8")])
 VERIFY_BYTES = 256 << 20
 
 
-def document_hash(text: bytes) -> int:
-    """64 bits of a document's content: decides on which side of the held-out split it lies."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+def integer_hash(raw: bytes, *, num_bytes: int) -> int:
+    """An unsigned integer of `num_bytes` bytes, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=num_bytes).digest(), "little")
+
+
+def json_hash(value: Mapping) -> str:
+    """SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:
@@ -52,8 +57,7 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
 def seal(index: Mapping) -> dict:
     """The index with a checksum of itself."""
     content = {key: value for key, value in index.items() if key != "checksum"}
-    raw = json.dumps(content, sort_keys=True).encode()
-    return {**content, "checksum": hashlib.sha256(raw).hexdigest()}
+    return {**content, "checksum": json_hash(content)}
 
 
 class ShardWriter:
@@ -71,9 +75,12 @@ class ShardWriter:
         self.num_documents = 0
 
     def add(self, ids: np.ndarray, text: bytes) -> None:
-        """Appends a document: its ids, closed by the end-of-document token, and its hash."""
+        """Appends a document: its ids, closed by the end-of-document token, and its hash.
+
+        64 bits of the text's hash decide on which side of the held-out split it lies.
+        """
         length = len(ids) + 1
-        record = np.array((length, document_hash(text)), DOCUMENT_DTYPE)
+        record = np.array((length, integer_hash(text, num_bytes=8)), DOCUMENT_DTYPE)
         tokens = ids.astype(self._dtype).tobytes() + self._end
         for kind, raw in (("tokens", tokens), ("documents", record.tobytes())):
             self._files[kind].write(raw)

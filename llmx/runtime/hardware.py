@@ -49,88 +49,56 @@ class Chip:
 
 # Keys of `flops` are numpy type names, with "float8" and "float4" for all forms of that width, and
 # "tf32" for float32 factors rounded to 10 bits of mantissa (XLA's default for float32 on NVIDIA).
-_A100_FLOPS = {"bfloat16": 312e12, "float16": 312e12, "int8": 624e12, "tf32": 156e12,
-               "float32": 19.5e12}  # fmt: skip
-_HOPPER_SXM_FLOPS = {"bfloat16": 989.5e12, "float16": 989.5e12, "float8": 1979e12,
-                     "int8": 1979e12, "tf32": 494.5e12, "float32": 67e12}  # fmt: skip
+# fmt: off
+_A100 = {"bfloat16": 312e12, "float16": 312e12, "int8": 624e12, "tf32": 156e12, "float32": 19.5e12}
+_HOPPER = {"bfloat16": 989.5e12, "float16": 989.5e12, "float8": 1979e12, "int8": 1979e12,
+           "tf32": 494.5e12, "float32": 67e12}
+_H100_PCIE = {"bfloat16": 756.5e12, "float16": 756.5e12, "float8": 1513e12, "int8": 1513e12,
+              "tf32": 378e12, "float32": 51e12}
+_BLACKWELL = {"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "float4": 9000e12,
+              "int8": 4500e12, "tf32": 1100e12, "float32": 80e12}
 
+# Second line of a row: hbm_bytes, hbm_bandwidth, link_bandwidth, num_links, topology, max_domain,
+# network_bandwidth.
 CHIPS = {
     # ICI: 6 links of 50 GB/s (ISCA 2023, table 4). The data-center bandwidth is not published.
-    "tpu_v4": Chip(
-        name="TPU v4", flops={"bfloat16": 275e12, "int8": 275e12}, hbm_bytes=32 * GIB,
-        hbm_bandwidth=1200e9, link_bandwidth=50e9, num_links=6, topology="torus_3d",
-        max_domain=4096, network_bandwidth=None,
-    ),
+    "tpu_v4": Chip("TPU v4", {"bfloat16": 275e12, "int8": 275e12},
+                   32 * GIB, 1200e9, 50e9, 6, "torus_3d", 4096, None),
     # ICI: 1600 Gbit/s over 4 ports. Network: 6.4 Tbit/s per pod of 256.
-    "tpu_v5e": Chip(
-        name="TPU v5e", flops={"bfloat16": 197e12, "int8": 393e12}, hbm_bytes=16 * GIB,
-        hbm_bandwidth=819e9, link_bandwidth=50e9, num_links=4, topology="torus_2d",
-        max_domain=256, network_bandwidth=3.125e9,
-    ),
+    "tpu_v5e": Chip("TPU v5e", {"bfloat16": 197e12, "int8": 393e12},
+                    16 * GIB, 819e9, 50e9, 4, "torus_2d", 256, 3.125e9),
     # ICI: 1200 GB/s both ways over 6 links. Network: 50 Gbit/s. The largest slice is 6144 chips.
-    "tpu_v5p": Chip(
-        name="TPU v5p", flops={"bfloat16": 459e12, "float8": 459e12, "int8": 918e12},
-        hbm_bytes=95 * GIB, hbm_bandwidth=2765e9, link_bandwidth=100e9, num_links=6,
-        topology="torus_3d", max_domain=8960, network_bandwidth=6.25e9,
-    ),
+    "tpu_v5p": Chip("TPU v5p", {"bfloat16": 459e12, "float8": 459e12, "int8": 918e12},
+                    95 * GIB, 2765e9, 100e9, 6, "torus_3d", 8960, 6.25e9),
     # ICI: 800 GB/s both ways over 4 ports. Network: 25.6 Tbit/s per pod of 256.
-    "tpu_v6e": Chip(
-        name="TPU v6e", flops={"bfloat16": 918e12, "float8": 918e12, "int8": 1836e12},
-        hbm_bytes=32 * GIB, hbm_bandwidth=1638e9, link_bandwidth=100e9, num_links=4,
-        topology="torus_2d", max_domain=256, network_bandwidth=12.5e9,
-    ),
+    "tpu_v6e": Chip("TPU v6e", {"bfloat16": 918e12, "float8": 918e12, "int8": 1836e12},
+                    32 * GIB, 1638e9, 100e9, 4, "torus_2d", 256, 12.5e9),
     # ICI: 1200 GB/s both ways over 6 links. Network: 100 Gbit/s. Each of the two dies is a device.
-    "tpu7x": Chip(
-        name="TPU7x", flops={"bfloat16": 2307e12, "float8": 4614e12}, hbm_bytes=192 * GIB,
-        hbm_bandwidth=7380e9, link_bandwidth=100e9, num_links=6, topology="torus_3d",
-        max_domain=9216, network_bandwidth=12.5e9, devices_per_chip=2,
-    ),
+    "tpu7x": Chip("TPU7x", {"bfloat16": 2307e12, "float8": 4614e12},
+                  192 * GIB, 7380e9, 100e9, 6, "torus_3d", 9216, 12.5e9, devices_per_chip=2),
     # NVLink 3: 600 GB/s both ways over 12 links. Network: one 200 Gbit/s adapter per GPU.
-    "a100_40gb": Chip(
-        name="NVIDIA A100 SXM 40GB", flops=_A100_FLOPS, hbm_bytes=40 * GIB, hbm_bandwidth=1555e9,
-        link_bandwidth=25e9, num_links=12, topology="switch", max_domain=8, network_bandwidth=25e9,
-    ),
-    "a100_80gb": Chip(
-        name="NVIDIA A100 SXM 80GB", flops=_A100_FLOPS, hbm_bytes=80 * GIB, hbm_bandwidth=2039e9,
-        link_bandwidth=25e9, num_links=12, topology="switch", max_domain=8, network_bandwidth=25e9,
-    ),
+    "a100_40gb": Chip("NVIDIA A100 SXM 40GB", _A100,
+                      40 * GIB, 1555e9, 25e9, 12, "switch", 8, 25e9),
+    "a100_80gb": Chip("NVIDIA A100 SXM 80GB", _A100,
+                      80 * GIB, 2039e9, 25e9, 12, "switch", 8, 25e9),
     # PCIe cards: NVLink only as a bridge between two; the network is the server maker's choice.
-    "a100_pcie_40gb": Chip(
-        name="NVIDIA A100 PCIe 40GB", flops=_A100_FLOPS, hbm_bytes=40 * GIB, hbm_bandwidth=1555e9,
-        link_bandwidth=25e9, num_links=12, topology="pair", max_domain=2, network_bandwidth=None,
-    ),
-    "a100_pcie_80gb": Chip(
-        name="NVIDIA A100 PCIe 80GB", flops=_A100_FLOPS, hbm_bytes=80 * GIB, hbm_bandwidth=1935e9,
-        link_bandwidth=25e9, num_links=12, topology="pair", max_domain=2, network_bandwidth=None,
-    ),
+    "a100_pcie_40gb": Chip("NVIDIA A100 PCIe 40GB", _A100,
+                           40 * GIB, 1555e9, 25e9, 12, "pair", 2, None),
+    "a100_pcie_80gb": Chip("NVIDIA A100 PCIe 80GB", _A100,
+                           80 * GIB, 1935e9, 25e9, 12, "pair", 2, None),
     # NVLink 4: 900 GB/s both ways over 18 links. Network: one 400 Gbit/s adapter per GPU.
-    "h100_sxm": Chip(
-        name="NVIDIA H100 SXM 80GB", flops=_HOPPER_SXM_FLOPS, hbm_bytes=80 * GIB,
-        hbm_bandwidth=3350e9, link_bandwidth=25e9, num_links=18, topology="switch", max_domain=8,
-        network_bandwidth=50e9,
-    ),
+    "h100_sxm": Chip("NVIDIA H100 SXM 80GB", _HOPPER,
+                     80 * GIB, 3350e9, 25e9, 18, "switch", 8, 50e9),
     # NVLink bridge: 600 GB/s both ways.
-    "h100_pcie": Chip(
-        name="NVIDIA H100 PCIe 80GB",
-        flops={"bfloat16": 756.5e12, "float16": 756.5e12, "float8": 1513e12, "int8": 1513e12,
-               "tf32": 378e12, "float32": 51e12},
-        hbm_bytes=80 * GIB, hbm_bandwidth=2000e9, link_bandwidth=25e9, num_links=12,
-        topology="pair", max_domain=2, network_bandwidth=None,
-    ),
-    "h200": Chip(
-        name="NVIDIA H200 SXM 141GB", flops=_HOPPER_SXM_FLOPS, hbm_bytes=141 * GIB,
-        hbm_bandwidth=4800e9, link_bandwidth=25e9, num_links=18, topology="switch", max_domain=8,
-        network_bandwidth=50e9,
-    ),
+    "h100_pcie": Chip("NVIDIA H100 PCIe 80GB", _H100_PCIE,
+                      80 * GIB, 2000e9, 25e9, 12, "pair", 2, None),
+    "h200": Chip("NVIDIA H200 SXM 141GB", _HOPPER,
+                 141 * GIB, 4800e9, 25e9, 18, "switch", 8, 50e9),
     # NVLink 5: 1800 GB/s both ways over 18 links. Memory: a DGX B200 has 1440 GB, 64 TB/s over 8.
-    "b200": Chip(
-        name="NVIDIA B200 180GB",
-        flops={"bfloat16": 2250e12, "float16": 2250e12, "float8": 4500e12, "float4": 9000e12,
-               "int8": 4500e12, "tf32": 1100e12, "float32": 80e12},
-        hbm_bytes=180 * GIB, hbm_bandwidth=8000e9, link_bandwidth=50e9, num_links=18,
-        topology="switch", max_domain=8, network_bandwidth=50e9,
-    ),
-}  # fmt: skip
+    "b200": Chip("NVIDIA B200 180GB", _BLACKWELL,
+                 180 * GIB, 8000e9, 50e9, 18, "switch", 8, 50e9),
+}
+# fmt: on
 
 # What `jax.Device.device_kind` says, exactly, and the chip that it means. Other variants of these
 # chips (H100 NVL, H20, A800, ...) have other figures and are deliberately not guessed.

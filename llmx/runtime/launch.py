@@ -12,7 +12,7 @@ import glob
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -226,32 +226,33 @@ def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluste
         if found := list(_process_problems(given)):
             raise ValueError(f"from {', '.join(names)}: " + "\n".join(found))
         return find_cluster(given, {})
-    several = any(detect(environment) for detect in SCHEDULERS.values())
     on_tpu_host = config.platform == "tpu" and any(map(glob.glob, TPU_DEVICES))
-    return Cluster() if several or on_tpu_host else None
+    return Cluster() if on_tpu_host or _started_by_scheduler(environment) else None
 
 
-def _is_several(number: str | None) -> bool:
-    return number is not None and number.isdecimal() and int(number) > 1
+def _started_by_scheduler(environment: Mapping[str, str]) -> bool:
+    """Whether a scheduler has started several processes; JAX detects the same ones."""
 
+    def several(name: str) -> bool:
+        number = environment.get(name, "")
+        return number.isdecimal() and int(number) > 1
 
-# Which schedulers have started several processes; JAX detects the same ones.
-SCHEDULERS: dict[str, Callable[[Mapping[str, str]], bool]] = {
-    "Open MPI": lambda env: (
-        "OMPI_MCA_orte_hnp_uri" in env and _is_several(env.get("OMPI_COMM_WORLD_SIZE"))
-    ),
-    # Without srun (SLURM_STEP_NODELIST) there is one process, whatever SLURM_NTASKS says.
-    "SLURM": lambda env: "SLURM_STEP_NODELIST" in env and _is_several(env.get("SLURM_NTASKS")),
-    "Cloud TPU": lambda env: (
-        "," in env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES", ""))
-        or _is_several(env.get("MEGASCALE_NUM_SLICES"))
-    ),
-    "Kubernetes": lambda env: (
-        "KUBERNETES_SERVICE_HOST" in env
-        and "JOB_COMPLETION_INDEX" in env
-        and importlib.util.find_spec("kubernetes") is not None
-    ),
-}
+    def has(*names: str) -> bool:
+        return all(name in environment for name in names)
+
+    tpu_hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
+    return (
+        (has("OMPI_MCA_orte_hnp_uri") and several("OMPI_COMM_WORLD_SIZE"))
+        # Without srun (SLURM_STEP_NODELIST) there is one process, whatever SLURM_NTASKS says.
+        or (has("SLURM_STEP_NODELIST") and several("SLURM_NTASKS"))
+        or "," in environment.get("TPU_PROCESS_ADDRESSES", tpu_hosts)
+        or several("MEGASCALE_NUM_SLICES")
+        or (
+            has("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+            and importlib.util.find_spec("kubernetes") is not None
+        )
+    )
+
 
 # On hosts with these files the TPU's metadata, not the environment, gives the number of processes.
 TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")

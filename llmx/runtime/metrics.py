@@ -53,17 +53,8 @@ class StepTimer:
     """True step times: from the end of one step to the end of the next, nothing else inside.
 
     jax returns from a step before the step has run, so the caller must wait for a step's output
-    before `lap()`. Waiting for step n-1 after step n was started keeps the device busy:
-
-        timer.start()                                   # after compilation
-        for step in ...:
-            with timer.data():
-                batch = next(batches)
-            state, report = train_step(state, batch)    # step n is under way
-            jax.block_until_ready(previous)             # step n-1 is done
-            step_seconds, data_seconds = timer.lap()    # how long step n-1 took
-            with timer.pause():
-                ...                                     # evaluation, a checkpoint
+    before `lap()`. Waiting for step n-1 after step n was started keeps the device busy; `lap()`
+    then tells how long step n-1 took. Call `start()` after compilation.
     """
 
     def __init__(self):
@@ -97,12 +88,12 @@ class StepTimer:
         return seconds, data_seconds
 
 
-class Reporter:
+class Reporter(contextlib.ExitStack):
     """Shows and writes the metrics of one run; only the first process does.
 
-    Use it as a context manager, or call `close()`, which restores the terminal and closes the
-    files. A call takes microseconds unless a line or record is due; a background thread writes
-    event files and drawings.
+    It is the stack of what it opened: use it as a context manager, or call `close()`, which
+    restores the terminal and closes the files. A call takes microseconds unless a line or record
+    is due; a background thread writes event files and drawings.
     """
 
     def __init__(
@@ -117,10 +108,10 @@ class Reporter:
         start_step: updates that the restored state has behind it; 0 begins the files afresh.
         log: prints one line. Default: print to stdout.
         """
+        super().__init__()
         self._config = config
         self._workdir = pathlib.Path(workdir)
         self._total_steps = total_steps
-        self._start_step = start_step
         self._tokens_per_step = tokens_per_step
         peak = chip.device_flops("bfloat16") * num_devices if chip else math.inf
         self._mfu_per_rate = flops_per_token / peak  # times tokens/s gives the MFU
@@ -129,7 +120,6 @@ class Reporter:
         self._refreshed = -math.inf
         self._drawing = None  # the last drawing handed to the worker
         self._pending = collections.deque()  # what the worker has not been seen to finish
-        self._resources = contextlib.ExitStack()
 
         import jax  # here: drawing a plot should not wait for it
 
@@ -138,16 +128,16 @@ class Reporter:
             return
         self._workdir.mkdir(parents=True, exist_ok=True)
         # The last is closed first: the worker ends before the event file that it writes.
-        self._resources.callback(lambda: [future.result() for future in self._pending])
+        self.callback(lambda: [future.result() for future in self._pending])
         self._records = self._open(RecordFile(self._workdir / RECORDS, start_step=start_step))
         self._events = self._open(EventFile(self._workdir / EVENTS, start_step=start_step))
         worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
-        self._worker = self._resources.enter_context(worker)
+        self._worker = self.enter_context(worker)
         log = log or functools.partial(print, flush=True)
         self._display = self._open(_make_display(config.progress, log))
 
     def _open(self, resource: Any) -> Any:
-        return self._resources.enter_context(contextlib.closing(resource))
+        return self.enter_context(contextlib.closing(resource))
 
     def train(
         self, step: int, scalars: dict[str, float], *,
@@ -205,16 +195,6 @@ class Reporter:
         rate = self._tokens_per_step / statistics.median(steps)
         found = {"tokens_per_second": rate, "data_share": sum(data) / sum(steps)}
         return found | ({"mfu": rate * self._mfu_per_rate} if self._mfu_per_rate else {})
-
-    def close(self):
-        """Restores the terminal and closes the files. Does nothing the second time."""
-        self._resources.close()
-
-    def __enter__(self) -> "Reporter":
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
     def _record(self, kind: str, step: int, scalars: dict[str, float]):
         assert not scalars.keys() & {"kind", "step", "tokens", "time"}, "names taken by the record"
