@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """How the gradient of a batch is taken: `step.gradients.whole_batch`, `pipeline.staged`."""
+    """How a batch's gradient is taken: `step.gradients.whole_batch`, `pipeline.staged.staged`."""
 
     init: Callable  # params -> in_flight: what is under way before the first batch
     take: Callable  # (params, batch, in_flight) -> (Gradients, in_flight)

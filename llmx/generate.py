@@ -32,7 +32,7 @@ def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
     Raises ValueError where the width does not divide over so many replicas.
     """
     execution, mesh = recipe.loss.execution, recipe.mesh
-    if recipe.chunks is None:
+    if recipe.mesh.shape["stage"] == 1:
         return execution, params
     assert mesh.axis_names[:2] == ("stage", "data")  # so that devices stay in their order
     devices = mesh.devices.reshape(1, -1, *mesh.devices.shape[2:])

@@ -58,7 +58,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--phase", default="",
-        help="with sync.strategy: which program; mean, compressed, alone, variance, or exchange",
+        help="with sync.strategy: which program; mean, compressed, local, variance, or exchange",
     )  # fmt: skip
     command.add_argument(
         "--save-hlo", metavar="DIR", default="",

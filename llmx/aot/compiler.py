@@ -64,7 +64,7 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     """Compiles a run's train step for a machine and reports its memory and costs.
 
     `phase` names the program, if replicas do not average gradients: a phase of `llmx.sync`, or
-    "exchange"; "" = the phase that most steps are in. Raises ValueError for a wrong config or
+    "exchange"; "" = the last phase of the run. Raises ValueError for a wrong config or
     topology, and CompileError where the compiler refuses the program, except for its size.
     """
     if isinstance(topology, str):

@@ -33,7 +33,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"^sync/taken$", "sync/num_steps"),
     (r"^sync/updates$", "sync/num_updates"),
 )
-# Scalars that the state of every strategy once had; those that a strategy does not keep are left.
+# Scalars that the state of every strategy once had: saved ones that a strategy does not have are
+# ignored.
 UNKEPT = {
     f"sync/{name}" for name in ("freeze_step", "num_steps", "num_updates", "rates", "variance")
 }

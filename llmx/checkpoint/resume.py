@@ -78,12 +78,12 @@ def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) ->
     if trees.named(recipe.abstract.sync):
         if state.sync == ():
             log(f"the replicas begin to synchronize by {config.sync.strategy!r}")
-            opt_state, sync = recipe.init_sync(state.params)
-            # A strategy whose replicas have optimizer states of their own begins with new ones.
-            state = state._replace(opt_state=state.opt_state or opt_state, sync=sync)
+            _, sync = recipe.init_sync(state.params)
+            state = state._replace(sync=sync)
         elif not _of_these_replicas(recipe, saved):
             state = state._replace(sync=_resharded(recipe, state.sync, saved.order))
-            log(f"what replicas had not sent is split among {config.mesh.data}")
+            name, num = config.sync.strategy, config.mesh.data
+            log(f"the state of {name!r} was converted to {num} replicas")
         state = _entered(recipe, state, saved)
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
@@ -125,6 +125,12 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
             f"--config.start_from={config.workdir}"
         )
     wanted = recipe.abstract
+    if strategy == "mean" and wanted.opt_state == ():
+        raise Mismatch(
+            f"{config.workdir} was trained with sync.strategy='mean', and with "
+            f"{config.sync.strategy!r} every replica has an optimizer state of its own: continue "
+            f"with its parameters in another workdir, --config.start_from={config.workdir}"
+        )
     if not saved.fits(wanted.in_flight, prefix="in_flight"):
         wanted = wanted._replace(in_flight=())
     if not saved.holds("sync"):

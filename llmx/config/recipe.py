@@ -16,6 +16,7 @@ from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import schedules, staged
 from llmx.pipeline import stages as stages_lib
+from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import launch
 from llmx.sharding import trees
 from llmx.step import gradients, guard, optimizers
@@ -52,7 +53,7 @@ def make_recipe(
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
         compiler_options=launch.compiler_options(config.launch),
-        chunks=chunks,
+        order=IDENTITY if chunks is None else chunks.permutation,
     )
 
 

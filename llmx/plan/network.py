@@ -29,9 +29,9 @@ from llmx.model.families import ModelConfig
 from llmx.runtime import hardware
 from llmx.sync import buckets
 from llmx.sync import replicas as replicas_lib
-from llmx.sync.compressors import COMPRESSORS, FP32, Tensor
+from llmx.sync.compressors import FP32, Tensor
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import LOCAL, MEAN, VARIANCE, Replicas
+from llmx.sync.replicas import MEAN, Replicas
 from llmx.sync.strategy import STRATEGIES
 
 
@@ -64,11 +64,12 @@ COLLECTIVES: dict[str, Callable[[float, int], Sent]] = {
 }
 
 
-def of_exchange(replicas: Replicas) -> Sent:
-    """One exchange of all tensors by the strategy's compressor."""
-    group, compressor = replicas.group, replicas.compressor
+def of_exchange(replicas: Replicas, program: str | tuple[int, ...]) -> Sent:
+    """What the strategy sends in a phase, or in an outer step of these fragments."""
+    tensors, compressor = STRATEGIES[replicas.config.strategy].sends(replicas, program)
+    group = replicas.group
     sizes: dict[tuple, list[int]] = {}
-    for tensor in replicas.tensors.values():
+    for tensor in tensors:
         for phase, message in enumerate(compressor.messages(tensor, group)):
             sizes.setdefault((phase, message.collective, message.over), []).append(message.bytes)
     messages = []
@@ -98,22 +99,7 @@ def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
         vectors = [tensor for tensor in tensors if not tensor.matrix]
         small = in_full(vectors, FP32, n)._replace(hops=0)  # sent at the same time
         return in_sequence([in_full(matrices, reduce_bytes, n), small])
-    if phase == VARIANCE:
-        return in_full(tensors, FP32, n)
-    return Sent() if phase == LOCAL else of_exchange(replicas)
-
-
-def of_outer_step(replicas: Replicas, fragments: Sequence[int], num_fragments: int) -> Sent:
-    """The outer step: the exchange of parameters after a step; see `contract.Timetable`."""
-    if not fragments:
-        return Sent()
-    if replicas.compressor is not COMPRESSORS["mean"] or len(fragments) == num_fragments:
-        return of_exchange(replicas)
-    numbers = 0
-    for tensor in replicas.tensors.values():
-        rows = sum(len(range(f, tensor.rows, num_fragments)) for f in fragments)
-        numbers += tensor.length * (rows if tensor.layered else int(0 in fragments))
-    return all_reduce(FP32 * numbers, replicas.size)
+    return of_exchange(replicas, phase)
 
 
 class StepGroup(NamedTuple):
@@ -139,7 +125,7 @@ def of_run(
     )
     groups = []
     for (phase, fragments), steps in counts.items():
-        outer = of_outer_step(replicas, fragments, timetable.num_fragments)
+        outer = of_exchange(replicas, fragments) if fragments else Sent()
         step = of_step(replicas, phase, reduce_bytes=reduce_bytes)
         groups.append(StepGroup(phase, fragments, steps, step, outer))
     return groups

@@ -21,7 +21,7 @@ import jax
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
-# XLA aborts on a flag that it does not know: tests/test_launch.py tries each of these.
+# XLA aborts on a flag that it does not know: tests/runtime/test_launch.py tries each of these.
 XLA_FLAGS: dict[str, dict[str, str]] = {
     # Several devices in one process on few cores: collectives of one program otherwise start in
     # different orders on different devices and wait for each other until XLA ends the process.

@@ -27,7 +27,6 @@ from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss, placed, scaled
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
-from llmx.pipeline.stages import ModelChunks
 from llmx.sharding import trees
 from llmx.step import guard as guards
 
@@ -59,7 +58,7 @@ class Recipe:
     ema_decay: float  # of the average of parameters; 0 = no average
     batch_shape: tuple[int, int]  # (sequences, tokens) of a global batch
     compiler_options: Mapping[str, str | bool | int]  # of XLA, by name
-    chunks: ModelChunks | None = None  # of the layers on stages; None: no stages
+    order: LayerPermutation = IDENTITY  # in which the state, and so its checkpoints, has the layers
 
     @property
     def mesh(self) -> Mesh:
@@ -89,11 +88,6 @@ class Recipe:
         return self.loss.abstract_batch(self.batch_shape)
 
     @property
-    def order(self) -> LayerPermutation:
-        """In which order the state has the layers: what its checkpoints need to know."""
-        return IDENTITY if self.chunks is None else self.chunks.permutation
-
-    @property
     def leaf_names(self) -> list[str]:
         """Parameter paths in the order of `Report.bad_leaf`."""
         return list(trees.named(self.loss.params))
@@ -104,8 +98,7 @@ class Recipe:
 
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
-            if self.chunks is not None:
-                params["blocks"] = self.chunks.permutation.apply(params["blocks"])
+            params["blocks"] = self.order.apply(params["blocks"])
             opt_state, sync = self.strategy.init(params)
             average = params if self.ema_decay else ()
             return State(

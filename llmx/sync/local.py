@@ -5,6 +5,7 @@ local_sgd (arXiv 1805.09767): every `every` steps all replicas continue from the
 what the replicas have moved as its gradient; fragments of the model do so at different steps.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from llmx import sharding
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable
 from llmx.sharding import trees
 from llmx.sync import phases, reshard
-from llmx.sync.compressors import Tensor
+from llmx.sync.compressors import Compressor, Tensor
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, StrategyInputs
+from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, Replicas, StrategyInputs
 
 
 class Local(NamedTuple):
@@ -68,8 +69,8 @@ def make(inputs: StrategyInputs) -> Strategy:
 
 def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
     """Outer steps every `every` steps, of one fragment after the other, and of all at the end."""
-    total_steps, phase_of = phases.local(config, rates)[:2]
-    num = config.fragments if config.strategy == "diloco" else 1
+    total_steps = len(rates)
+    num = num_fragments(config)
 
     def fragments_after(step: int) -> tuple[int, ...]:
         if step < config.warmup_steps:
@@ -79,7 +80,23 @@ def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
         apart, done = config.every // num, step + 1 - config.warmup_steps
         return () if done % apart else (done // apart % num,)
 
-    return Timetable(total_steps, phase_of, fragments_after, num)
+    return phases.local(config, rates)._replace(fragments_after=fragments_after, num_fragments=num)
+
+
+def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tensor], Compressor]:
+    """Nothing in a local step; in an outer step the rows that belong to its fragments."""
+    tensors, num = [], num_fragments(replicas.config)
+    for tensor in replicas.tensors.values() if isinstance(program, tuple) else ():
+        slices = _rows_of(tensor, program, num)
+        if not tensor.layered:
+            tensors += [tensor] * len(slices)
+        elif rows := sum(len(range(tensor.rows)[part]) for part in slices):
+            tensors.append(dataclasses.replace(tensor, shape=(rows, *tensor.shape[1:])))
+    return tensors, replicas.compressor
+
+
+def num_fragments(config: SyncConfig) -> int:
+    return config.fragments if config.strategy == "diloco" else 1
 
 
 def conflicts(config: Any) -> list[str]:
@@ -174,7 +191,7 @@ def advanced(
 # ------------------------------------------------------------------------------------ outer steps
 
 
-def outer_step(inputs: StrategyInputs, synchronize: Callable[[State], State]) -> Callable:
+def outer_step(synchronize: Callable[[State], State]) -> Callable[[State], State]:
     """The jitted program between steps, which donates its state; a stopped run stays as it is."""
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -225,7 +242,7 @@ def make_outer_step(inputs: StrategyInputs, fragments: Sequence[int]) -> Callabl
         params, own = as_kept(inputs, params, own)
         return state._replace(params=params, sync=state.sync._replace(params=own, outer=outer))
 
-    return outer_step(inputs, synchronize)
+    return outer_step(synchronize)
 
 
 def _averaged(inputs, fragments, params, own, outer):

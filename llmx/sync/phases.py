@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.sync.compressors import Compressor, Tensor
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, StrategyInputs
+from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, Replicas, StrategyInputs
 
 
 def after_warmup(phase: str) -> Callable[[SyncConfig, Sequence[float]], Timetable]:
@@ -31,6 +32,11 @@ def after_warmup(phase: str) -> Callable[[SyncConfig, Sequence[float]], Timetabl
 
 
 always_mean, compressed, local = map(after_warmup, (MEAN, COMPRESSED, LOCAL))
+
+
+def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tensor], Compressor]:
+    """A strategy whose own phase exchanges all tensors sends them by its compressor."""
+    return list(replicas.tensors.values()), replicas.compressor
 
 
 # -------------------------------------------------------------------------------------- conflicts

@@ -19,23 +19,29 @@ class Technique(NamedTuple):
     make: Callable  # StrategyInputs -> contract.Strategy
     compressor: Compressor = COMPRESSORS["mean"]  # of what is not summed in full
     timetable: Callable = phases.compressed  # (SyncConfig, rates of all steps) -> Timetable
+    # (Replicas, phase or fragments of an outer step) -> (tensors, Compressor) that are exchanged
+    sends: Callable = phases.sends
     conflicts: Callable = phases.conflicts  # Config -> what it cannot go with, as texts
 
 
 _SIGNS = COMPRESSORS["signs"]
+_LOCAL = Technique(
+    local.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts
+)
+
 STRATEGIES: dict[str, Technique] = {
     "mean": Technique(mean.make, timetable=phases.always_mean, conflicts=lambda config: []),
     "int8": Technique(compressed.make, COMPRESSORS["int8"]),  # arXiv 1511.04561, 1610.02132
     "top_k": Technique(compressed.make, COMPRESSORS["top_k"]),  # arXiv 1704.05021, 1712.01887
     "power_sgd": Technique(compressed.make, COMPRESSORS["low_rank"]),  # arXiv 1905.13727
     "stale": Technique(late.make),  # stale synchronous parallel, Ho et al. 2013
-    "one_bit": Technique(one_bit.make, COMPRESSORS["signs"], conflicts=one_bit.conflicts),
-    "one_bit_lamb": Technique(one_bit.make, COMPRESSORS["signs"], conflicts=one_bit.conflicts),
+    "one_bit": Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts),
+    "one_bit_lamb": Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts),
     "zero_one": Technique(
-        zero_one.make, COMPRESSORS["signs"], zero_one.timetable, zero_one.conflicts
+        zero_one.make, _SIGNS, zero_one.timetable, zero_one.sends, zero_one.conflicts
     ),
-    "local_sgd": Technique(local.make, timetable=local.timetable, conflicts=local.conflicts),
-    "diloco": Technique(local.make, timetable=local.timetable, conflicts=local.conflicts),
+    "local_sgd": _LOCAL,  # arXiv 1805.09767
+    "diloco": _LOCAL,  # arXiv 2311.08105, 2501.18512
 }
 
 

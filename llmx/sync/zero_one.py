@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable
 from llmx.sharding import trees
 from llmx.sync import local, phases, reshard
-from llmx.sync.compressors import Residuals
+from llmx.sync.compressors import COMPRESSORS, Compressor, Residuals, Tensor
 from llmx.sync.config import SyncConfig
 from llmx.sync.one_bit import denominator
-from llmx.sync.replicas import AXIS, LOCAL, MEAN, VARIANCE, WHOLE, StrategyInputs
+from llmx.sync.replicas import AXIS, LOCAL, MEAN, VARIANCE, WHOLE, Replicas, StrategyInputs
 
 # Updates of the second moment before the interval between them doubles (arXiv 2202.06009, 6).
 _VARIANCE_UPDATES = 16
@@ -131,6 +131,14 @@ def intervals(config: SyncConfig, rates: np.ndarray) -> tuple[np.ndarray, np.nda
     return exchanges, moments
 
 
+def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tensor], Compressor]:
+    """Gradients in full for the second moment, signs in an outer step, else nothing."""
+    if program == LOCAL:
+        return [], replicas.compressor
+    compressor = COMPRESSORS["mean"] if program == VARIANCE else replicas.compressor
+    return list(replicas.tensors.values()), compressor
+
+
 def conflicts(config: Any) -> list[str]:
     """What this strategy cannot go with."""
     return [*local.conflicts(config), *phases.needs_optimizer(config, "adamw")]
@@ -236,7 +244,7 @@ def make_exchange(inputs: StrategyInputs) -> Callable[[State], State]:
         )  # fmt: skip
         return state._replace(params=params, sync=sync)
 
-    return local.outer_step(inputs, synchronize)
+    return local.outer_step(synchronize)
 
 
 def _exchanged(inputs, params, own, residuals, count, mu, nu, rates):

@@ -159,8 +159,8 @@ def test_parameters_travel_now_and_then():
 
 def test_fragments_add_up_to_the_model():
     replicas = of_tiny("diloco", every=6, fragments=3)
-    pieces = [network.of_outer_step(replicas, (f,), 3) for f in range(3)]
-    whole = network.of_outer_step(replicas, (0, 1, 2), 3)
+    pieces = [network.of_exchange(replicas, (f,)) for f in range(3)]
+    whole = network.of_exchange(replicas, (0, 1, 2))
     assert sum(piece.bytes for piece in pieces) == pytest.approx(whole.bytes, rel=RELATIVE)
     # The first has what is outside the layers: embedding, head, norm; each has one of 3 layers.
     layer = sum(length for rows, length in TENSORS.values() if rows == 3)
@@ -173,7 +173,7 @@ def test_fragments_add_up_to_the_model():
 def test_zero_one_follows_its_timetable():
     replicas = of_tiny("zero_one", every=16)
     when = timetable(replicas.config, 400)
-    signs = network.of_exchange(replicas).bytes
+    signs = network.of_exchange(replicas, (0,)).bytes
     full = network.of_step(replicas, VARIANCE).bytes
     assert full == pytest.approx(ring(4 * numbers(TENSORS)))
     exchanges = sum(when.fragments_after(step) == (0,) for step in range(400))
@@ -214,7 +214,7 @@ def test_bytes_are_those_of_the_compiled_exchange(strategy):
     wide = [each for each in along if each.axes != ("data",)]
     there = sum(each.bytes for each in wide)
     sent = program_lib.wire_bytes([each for each in along if each.axes == ("data",)]) + ring(there)
-    assert sent == pytest.approx(network.of_exchange(replicas).bytes, rel=RELATIVE)
+    assert sent == pytest.approx(network.of_exchange(replicas, COMPRESSED).bytes, rel=RELATIVE)
     assert bool(wide) == (strategy == "one_bit")
 
 

@@ -177,16 +177,12 @@ def put_state(recipe, state):
 
 def in_stages(recipe, params: dict) -> dict:
     """Parameters with their layers in the order in which the recipe's stages hold them."""
-    if recipe.chunks is None:
-        return params
     return params | {"blocks": recipe.order.apply(params["blocks"])}
 
 
 def in_order(recipe, params: dict) -> dict:
     """On the host, with layers in the model's order: the inverse of `in_stages`."""
     params = jax.device_get(params)
-    if recipe.chunks is None:
-        return params
     return params | {"blocks": jax.device_get(recipe.order.inverse(params["blocks"]))}
 
 

@@ -20,7 +20,7 @@ GRADIENT = dict(rtol=1e-4, atol=2e-5)
 # The same numbers on another mesh: only sums over heads that share K/V change their order.
 MESH = dict(rtol=1e-5, atol=1e-6)
 
-# The others walk blocks of 128 positions, or run on GPUs only: tests/test_splash.py, test_cudnn.py.
+# The others walk blocks of 128 positions, or run on GPUs only: test_splash.py, test_cudnn.py.
 ANY_LENGTH = ["reference", "blockwise"]
 
 B, T, H = 2, 24, 8
