@@ -25,6 +25,8 @@ class Technique(NamedTuple):
 
 
 _SIGNS = COMPRESSORS["signs"]
+_ONE_BIT = Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts)
+_ZERO_ONE = Technique(zero_one.make, _SIGNS, zero_one.timetable, zero_one.sends, zero_one.conflicts)
 _LOCAL = Technique(
     local.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts
 )
@@ -35,11 +37,9 @@ STRATEGIES: dict[str, Technique] = {
     "top_k": Technique(compressed.make, COMPRESSORS["top_k"]),  # arXiv 1704.05021, 1712.01887
     "power_sgd": Technique(compressed.make, COMPRESSORS["low_rank"]),  # arXiv 1905.13727
     "stale": Technique(late.make),  # stale synchronous parallel, Ho et al. 2013
-    "one_bit": Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts),
-    "one_bit_lamb": Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts),
-    "zero_one": Technique(
-        zero_one.make, _SIGNS, zero_one.timetable, zero_one.sends, zero_one.conflicts
-    ),
+    "one_bit": _ONE_BIT,  # arXiv 2102.02888
+    "one_bit_lamb": _ONE_BIT,  # arXiv 2104.06069
+    "zero_one": _ZERO_ONE,  # arXiv 2202.06009
     "local_sgd": _LOCAL,  # arXiv 1805.09767
     "diloco": _LOCAL,  # arXiv 2311.08105, 2501.18512
 }
