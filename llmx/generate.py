@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from llmx import config, sharding
+from llmx import config as config_lib
+from llmx import sharding
 from llmx.checkpoint import checkpointer, reshard
 from llmx.config import recipe as recipe_lib
 from llmx.data import tokenizers
@@ -25,9 +26,9 @@ from llmx.step.step import Recipe
 
 
 def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
-    """How and with what the devices of a mesh with stages generate: as replicas, layers in order.
+    """How and with what the devices of a mesh with stages generate: as ZeRO-3 replicas.
 
-    Each holds as little of the parameters as ZeRO-3 leaves it. Communicates over all mesh axes.
+    The layers are put in the order of depth. Communicates over all mesh axes.
 
     Raises ValueError where the width does not divide over so many replicas.
     """
@@ -36,21 +37,17 @@ def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
         return execution, params
     assert mesh.axis_names[:2] == ("stage", "data")  # so that devices stay in their order
     devices = mesh.devices.reshape(1, -1, *mesh.devices.shape[2:])
+    mesh = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
     layout = execution.place.layout
     split = {"embed": sharding.LAYOUTS["zero3"].parameters["embed"]}
     layout = dataclasses.replace(layout, parameters=dict(layout.parameters) | split)
-    place = sharding.Placement(
-        jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), layout
-    )
     wanted = reshard.stored(trees.named(recipe.loss.params), order=recipe.order, saved=IDENTITY)
-    structure = jax.tree.structure(params)
-    to = sharding.shardings(
-        jax.tree.unflatten(structure, wanted.values()), place.mesh, layout, rules=recipe.loss.axes
-    )
+    shapes = trees.unnamed(wanted, params)
+    to = sharding.shardings(shapes, mesh, layout, rules=recipe.loss.axes)
     arrays = trees.named(params)
     reshard.move(arrays, wanted, order=IDENTITY, saved=recipe.order)
-    plain = jax.tree.unflatten(structure, [arrays[name] for name in wanted])
-    return dataclasses.replace(execution, place=place), jax.device_put(plain, to)
+    execution = dataclasses.replace(execution, place=sharding.Placement(mesh, layout))
+    return execution, jax.device_put(trees.unnamed(arrays, params), to)
 
 
 def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[str], None]) -> None:
@@ -74,9 +71,6 @@ def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[s
         stop_token=tokenizer.end_of_document,
     )  # fmt: skip
     log(f"sample:\n{tokenizer.decode([*prompt, *added])}\n")
-
-
-# ------------------------------------------------------------------------------------- command line
 
 
 def _command() -> argparse.ArgumentParser:
@@ -114,38 +108,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _continue(args: argparse.Namespace):
-    run = config.load_run(args.workdir)
-    texts = _prompt_texts(args, run.sample.prompt)
+    config = config_lib.load_run(args.workdir)
+    texts = _prompt_texts(args, config.sample.prompt)
     coder = tokenizers.load(f"{args.workdir}/tokenizer.json")
     prompts = [coder.encode(text).tolist() for text in texts for _ in range(args.samples)]
-    room = run.model.max_positions - max(len(prompt) for prompt in prompts)
-    defaults = run.sample
-    settings = {
-        # A default gives way to the model's limit, an explicit wish does not.
-        "max_tokens": _given(args.max_tokens, max(1, min(defaults.max_tokens, room))),
-        "temperature": _given(args.temperature, defaults.temperature),
-        "top_k": _given(args.top_k, defaults.top_k),
-        "top_p": _given(args.top_p, defaults.top_p),
-    }
-    if found := [
-        *sampling.prompt_problems(run.model, prompts, settings["max_tokens"]),
-        *sampling.sampling_problems(
-            *(settings[name] for name in ("temperature", "top_k", "top_p"))
-        ),
-    ]:
-        raise ValueError("\n".join(found))
+    room = config.model.max_positions - max(len(prompt) for prompt in prompts)
+    names = ("max_tokens", "temperature", "top_k", "top_p")
+    settings = {name: getattr(config.sample, name) for name in names}
+    # A default gives way to the model's limit, an explicit value does not.
+    settings["max_tokens"] = max(1, min(settings["max_tokens"], room))
+    settings |= {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    max_tokens, *how = settings.values()
+    problems = sampling.prompt_problems(config.model, prompts, max_tokens)
+    if problems := [*problems, *sampling.sampling_problems(*how)]:
+        raise ValueError("\n".join(problems))
     # This process alone, on the best device here, wherever the run was trained.
-    launch.start(launch.LaunchConfig(compile_cache=run.launch.compile_cache))
-    recipe = _make_recipe(run, tensor=args.tensor, fsdp=args.fsdp)
+    launch.start(launch.LaunchConfig(compile_cache=config.launch.compile_cache))
+    recipe = _make_recipe(config, tensor=args.tensor, fsdp=args.fsdp)
     restored = checkpointer.restore_part(
         f"{args.workdir}/checkpoints", recipe.loss.params, step=args.step,
-        prefix="ema" if run.optimizer.ema_decay else "params",
-        log=launch.note,
+        prefix="ema" if config.optimizer.ema_decay else "params", log=launch.note,
     )  # fmt: skip
     if restored is None:
         raise ValueError(
             f"--workdir={args.workdir} has no checkpoint yet: wait for the run's first one "
-            f"(checkpoint.every={run.checkpoint.every}), or let it end"
+            f"(checkpoint.every={config.checkpoint.every}), or let it end"
         )
     added = sampling.generate(
         recipe.loss.apply, restored.state, recipe.loss.execution, prompts, **settings,
@@ -159,17 +146,12 @@ def _continue(args: argparse.Namespace):
         print(coder.decode([*prompt, *new]), flush=True)
 
 
-def _given(value, default):
-    return default if value is None else value
-
-
 def _prompt_texts(args: argparse.Namespace, default: str) -> list[str]:
     texts = list(args.prompt)
     if args.prompt_file:
         lines = pathlib.Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
-        texts += [line for line in lines if line]
-    if not texts and default:
-        texts = [default]
+        texts += filter(None, lines)
+    texts = texts or list(filter(None, [default]))
     if not texts:
         raise ValueError('there is no prompt: give --prompt "..." or --prompt-file FILE')
     if args.samples < 1:
@@ -177,18 +159,17 @@ def _prompt_texts(args: argparse.Namespace, default: str) -> list[str]:
     return texts
 
 
-def _make_recipe(run: config.Config, *, tensor: int, fsdp: int) -> Recipe:
+def _make_recipe(config: config_lib.Config, *, tensor: int, fsdp: int) -> Recipe:
     """The run's model on a mesh of its own: a token at a time needs fewer devices than training."""
     devices = jax.devices()
     if min(tensor, fsdp) < 1 or tensor * fsdp > len(devices):
         raise ValueError(
             f"--tensor={tensor} times --fsdp={fsdp} must be 1 to {len(devices)}, the devices here"
         )
-    run.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)  # and no stages
-    run.sharding = sharding.ShardingConfig(
-        layout="zero3", replicate_kv=run.model.num_kv_heads % tensor != 0
-    )
-    return recipe_lib.make_recipe(run, devices=devices[: tensor * fsdp])
+    config.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)  # and no stages
+    replicate_kv = config.model.num_kv_heads % tensor != 0
+    config.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)
+    return recipe_lib.make_recipe(config, devices=devices[: tensor * fsdp])
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
 def init_parameters(model: families.ModelConfig, seed: int) -> dict:
     """Parameters as a nested dict of fp32 arrays; jit with out_shardings makes them split.
 
-    Weights are normal with variance 1/fan_in; the projections that write to the stream are smaller
-    by sqrt(2L) (GPT-2); norms are one, biases zero.
+    Weights are normal with variance 1/fan_in, smaller by sqrt(2L) if they write to the stream
+    (GPT-2); norms are one, biases zero.
     """
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
@@ -51,8 +51,7 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
 class Apply:
     """A decoder as functions of its parameter dict, whose blocks [L, ...] are stacked.
 
-    Arrays are global; they communicate over the mesh axes that split them, as `dot`, `embedding`,
-    `losses` and `attention.attend` say.
+    Arrays are global. What communicates: see `dot`, `embedding`, `losses`, `attention.attend`.
     """
 
     model: families.ModelConfig
@@ -62,12 +61,9 @@ class Apply:
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Loss of each token, and log Z, in nats, fp32.
 
-        Args:
-          params: the parameters.
-          batch: tokens, targets, segment_ids and positions, each int32 [B, T].
-          execution: how the model is run.
-          grad_buffers: like `params`, if gradients are split or summed otherwise than parameters:
-            see `sharding.accumulate_into`.
+        `batch` has tokens, targets, segment_ids and positions, each int32 [B, T]. `grad_buffers`,
+        like `params`: where gradients are split or summed otherwise than parameters, see
+        `sharding.accumulate_into`.
         """
         block_buffers = None
         if grad_buffers is not None:
@@ -106,10 +102,8 @@ class Apply:
 
     def split_rows(self, arrays, execution: Execution, *, back: bool = False) -> list[Array]:
         """Arrays [B, T, ...] from the order of their rows to that of `execution.split`, or back."""
-        reorder = functools.partial(
-            split.reorder, split=execution.split, mesh=execution.place.mesh, back=back
-        )
-        return list(map(reorder, arrays))
+        to, mesh = execution.split, execution.place.mesh
+        return [split.reorder(array, to, mesh, back=back) for array in arrays]
 
     def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
         """A cache of at least `length` slots in which nothing is visible (segment -1).
@@ -122,13 +116,9 @@ class Apply:
         length = -(-length // ways) * ways
         shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
         zeros = place.constrain(jnp.zeros(shape, execution.policy.compute), CACHE)
-        unseen_BS = jnp.full((batch, length), -1, jnp.int32)
-        return {
-            "key": zeros,
-            "value": zeros,
-            "segments": place.constrain(unseen_BS, ("batch", "cache")),
-            "positions": place.constrain(jnp.zeros_like(unseen_BS), ("batch", "cache")),
-        }
+        unseen_BS = place.constrain(jnp.full((batch, length), -1, jnp.int32), CACHE[1:3])
+        positions_BS = place.constrain(jnp.zeros((batch, length), jnp.int32), CACHE[1:3])
+        return dict(key=zeros, value=zeros, segments=unseen_BS, positions=positions_BS)
 
     def decode(
         self, params: dict, cache: dict, tokens_BT: Int[Array, "B T"], segments_BT, positions_BT,
@@ -139,18 +129,14 @@ class Apply:
         Args:
           params: the parameters.
           cache: from `empty_cache`, or from the call before.
-          tokens_BT: the tokens.
-          segments_BT: of the tokens, int32; a token sees slots of its own segment only.
-          positions_BT: of the tokens in their text, int32: 0, 1, ...
+          tokens_BT, segments_BT, positions_BT: int32. A token sees slots of its own segment only;
+            positions in a text are 0, 1, ...
           now: int32 [], the slot of the first token; the others follow.
-          execution: how the model is run. Its layout must not split positions, as one token cannot
-            be split, but may split the cache's slots over `sequence`.
+          execution: its layout does not split positions, but may split slots over `sequence`.
         """
-        place = execution.place
-        tokens_BT, segments_BT, positions_BT = (
-            place.constrain(array, ("batch", "sequence"))
-            for array in (tokens_BT, segments_BT, positions_BT)
-        )
+        place, rows = execution.place, (tokens_BT, segments_BT, positions_BT)
+        rows = [place.constrain(array, ("batch", "sequence")) for array in rows]
+        tokens_BT, segments_BT, positions_BT = rows
         segments_BS = write_slots(cache["segments"], segments_BT, now, place=place)
         positions_BS = write_slots(cache["positions"], positions_BT, now, place=place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
@@ -158,7 +144,7 @@ class Apply:
         x_BTD, (keys, values) = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, cache=(cache["key"], cache["value"]), now=now
         )
-        cache = {"key": keys, "value": values, "segments": segments_BS, "positions": positions_BS}
+        cache = dict(key=keys, value=values, segments=segments_BS, positions=positions_BS)
         return self._head(params, x_BTD, execution), cache
 
     @functools.cached_property
@@ -202,10 +188,9 @@ class Apply:
 
     def rotations(self, positions_BT: Int[Array, "B T"]) -> dict:
         """By kind of layer, the argument of `rope.rotate`; {} where positions are learned."""
-        if self.model.positions != "rope":
-            return {}
+        kinds = self.kind_names if self.model.positions == "rope" else ()
         frequencies = functools.partial(rope.rope_frequencies, self.model)
-        return {kind: rope.rotation_of(positions_BT, frequencies(kind)) for kind in self.kind_names}
+        return {kind: rope.rotation_of(positions_BT, frequencies(kind)) for kind in kinds}
 
     def apply_layers(
         self, blocks: dict, x_BTD: Float[Array, "B T D"], mask: Mask, execution: Execution, *,
@@ -215,15 +200,13 @@ class Apply:
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
-        The layers are scanned in the shortest period of their kinds; then what is left of a period.
-        Inside a period neighbours of one kind are a scan too: the program holds each series of
-        equal layers once.
+        The layers are scanned in the shortest period of their kinds, then what is left of a period;
+        inside it neighbours of one kind are a scan: the program holds equal neighbours once.
 
         Args:
           blocks: weights of l layers, [l, ...] each; `split_rows` has ordered what goes in.
           x_BTD: input of the first of them, split as between blocks, in the compute dtype.
-          mask: which keys each query sees.
-          execution: how the model is run.
+          mask, execution: which keys each query sees; how the model is run.
           kinds: of the l layers, by default those of the model; or int32 [l], indices into
             `kind_names`, if they are known at run time only: -1 is no layer.
           grad_buffers: like `blocks`: see `losses`.
@@ -280,8 +263,7 @@ def _scan_periods(layers: dict[str, Callable], kinds: tuple[str, ...], x_BTD, st
     )
     caches = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), caches)
     if end < num:
-        rest = jax.tree.map(lambda array: array[end:], stacked)
-        x_BTD, last = _scan_series(layers, kinds[end:], x_BTD, rest)
+        x_BTD, last = _scan_series(layers, kinds[end:], x_BTD, _rows(stacked, end))
         caches = _concatenated(caches, last)
     return x_BTD, caches
 
@@ -291,11 +273,14 @@ def _scan_series(layers: dict[str, Callable], kinds: tuple[str, ...], x_BTD, sta
     caches, first = [], 0
     for kind, series in itertools.groupby(kinds):
         end = first + len(list(series))
-        part = jax.tree.map(lambda array: array[first:end], stacked)  # noqa: B023
-        x_BTD, cache = jax.lax.scan(layers[kind], x_BTD, part)
+        x_BTD, cache = jax.lax.scan(layers[kind], x_BTD, _rows(stacked, first, end))
         caches.append(cache)
         first = end
     return x_BTD, _concatenated(*caches)
+
+
+def _rows(tree, first: int, end: int | None = None):
+    return jax.tree.map(lambda array: array[first:end], tree)
 
 
 def _concatenated(*trees):
@@ -304,7 +289,5 @@ def _concatenated(*trees):
 
 def self_mask(segments_BT, positions_BT, execution: Execution) -> Mask:
     """The mask of rows of tokens that attend to themselves, in the order of `execution.split`."""
-    return Mask(
-        segments_BT, positions_BT, segments_BT, positions_BT, ahead=0,
-        one_document=not execution.packed,
-    )  # fmt: skip
+    rows = (segments_BT, positions_BT)
+    return Mask(*rows, *rows, ahead=0, one_document=not execution.packed)

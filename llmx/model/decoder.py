@@ -1,8 +1,8 @@
 """The decoder's modules: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`.
 
-Flax NNX defines the modules and makes their parameters; from there on a model is a pure dict of
-arrays and functions of it (`llmx.model.apply`). Every layer has the same parameters, stacked along
-a leading `layers` dimension. The model names logical axes and knows no mesh axis and no layout.
+Flax NNX defines the modules and makes their parameters; from there on a model is a dict of arrays
+and functions of it (`llmx.model.apply`). The layers have equal parameters, stacked along a leading
+dimension. The model names logical axes and knows no mesh axis and no layout.
 
 Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value
 heads, H head size, V vocabulary, L layers.
@@ -94,8 +94,10 @@ class Attention(nnx.Module):
         self.out = project(
             (N, H, D), ("heads", "head_dim", "embed"), contracted=2, scale=_out_scale(model)
         )
-        self.query_norm = Norm(_rms(model), H) if model.qk_norm else None
-        self.key_norm = Norm(_rms(model), H) if model.qk_norm else None
+        # RMSNorm in every family that normalises them.
+        rms = dataclasses.replace(model, norm="rms")
+        self.query_norm = Norm(rms, H) if model.qk_norm else None
+        self.key_norm = Norm(rms, H) if model.qk_norm else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
         # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
         # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.
@@ -112,18 +114,16 @@ class Attention(nnx.Module):
         if rotation is not None:
             query_BTNH = rope.rotate(query_BTNH, rotation)
             key_BTKH = rope.rotate(key_BTKH, rotation)
-        query_BTNH = checkpoint_name(query_BTNH, remat.QUERY_KEY_VALUE)
-        key_BTKH = checkpoint_name(key_BTKH, remat.QUERY_KEY_VALUE)
-        value_BTKH = checkpoint_name(value_BTKH, remat.QUERY_KEY_VALUE)
+        query_BTNH, key_BTKH, value_BTKH = (
+            checkpoint_name(array, remat.QUERY_KEY_VALUE)
+            for array in (query_BTNH, key_BTKH, value_BTKH)
+        )
         if cache is not None:
-            cache = tuple(
-                write_slots(old, new, now, place=execution.place)
-                for old, new in zip(cache, (key_BTKH, value_BTKH), strict=True)
-            )
-            key_BTKH, value_BTKH = cache
+            write = functools.partial(write_slots, start=now, place=execution.place)
+            key_BTKH, value_BTKH = cache = tuple(map(write, cache, (key_BTKH, value_BTKH)))
         out_BTNH = attend.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,
-            Scores(scale=self.scale, softcap=self.softcap, window=window),
+            Scores(self.scale, self.softcap, window),
             config=execution.attention, place=execution.place,
             keys="sequence" if cache is None else "cache",
         )  # fmt: skip
@@ -146,10 +146,8 @@ class Mlp(nnx.Module):
         if self.gate is None:
             hidden_BTF = self.activation(up_BTF)
         else:
-            gate_BTF = checkpoint_name(
-                self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution), remat.MLP
-            )
-            hidden_BTF = self.activation(gate_BTF) * up_BTF
+            gate_BTF = self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution)
+            hidden_BTF = self.activation(checkpoint_name(gate_BTF, remat.MLP)) * up_BTF
         return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, execution)
 
 
@@ -162,9 +160,8 @@ class Block(nnx.Module):
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
         self.attention, self.mlp = Attention(model, rngs), Mlp(model, rngs)
-        post = model.post_norms
-        self.attention_post_norm = Norm(model, model.width) if post else None
-        self.mlp_post_norm = Norm(model, model.width) if post else None
+        self.attention_post_norm = Norm(model, model.width) if model.post_norms else None
+        self.mlp_post_norm = Norm(model, model.width) if model.post_norms else None
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None):
         # Between blocks positions are split over `tensor` too; inside, each device needs them all.
@@ -186,23 +183,13 @@ class Decoder(nnx.Module):
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         V, D, std = model.padded_vocab, model.width, 1 / math.sqrt(model.width)
+        learned, shape = model.positions == "learned", (model.max_positions, D)
         self.embedding = _weight(rngs, (V, D), ("vocab", "embed"), std)
-        self.positions = (
-            _weight(rngs, (model.max_positions, D), ("positions", "embed"), std)
-            if model.positions == "learned"
-            else None
-        )
-        stack = nnx.split_rngs(splits=model.num_layers)(
-            nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
-        )
-        self.blocks = stack(rngs)
+        self.positions = _weight(rngs, shape, ("positions", "embed"), std) if learned else None
+        stack = nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
+        self.blocks = nnx.split_rngs(splits=model.num_layers)(stack)(rngs)
         self.norm = Norm(model, D)
         self.head = None if model.tied_head else _weight(rngs, (V, D), ("vocab", "embed"), std)
-
-
-def _rms(model: families.ModelConfig) -> families.ModelConfig:
-    """The norm of queries and keys is RMSNorm in every family that has one."""
-    return dataclasses.replace(model, norm="rms")
 
 
 def _out_scale(model: families.ModelConfig) -> float:

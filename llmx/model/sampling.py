@@ -87,24 +87,15 @@ def _tempered(logits_BV, temperature):
 
 
 def generate(
-    apply: Apply,
-    params: dict,
-    execution: Execution,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop_token: int | None = None,
-) -> list[list[int]]:
+    apply: Apply, params: dict, execution: Execution, prompts: Sequence[Sequence[int]], *,
+    max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    seed: int = 0, stop_token: int | None = None,
+) -> list[list[int]]:  # fmt: skip
     """Continues each prompt by up to `max_tokens` tokens; the prompts themselves are not returned.
 
     Args:
       apply, params, execution: a decoder, its parameters on `execution.place.mesh`, and how to run
-        it; any mesh and layout: rows are split over the batch axes where their number divides,
-        positions are not split.
+        it, in any layout. Rows are split over the batch axes where their number divides.
       prompts: token ids, at least one in each.
       max_tokens: most tokens to add to a row.
       temperature: divides the logits; 0 = always the likeliest token.
@@ -116,13 +107,10 @@ def generate(
     Communicates over the mesh axes that split `params`. Every process calls it with the same
     arguments and gets the same texts.
 
-    Raises ValueError where prompts are empty or hold unknown tokens, or where a prompt and
-    `max_tokens` exceed the model's `max_positions`: rotary positions too, as the model was not
-    trained beyond it.
+    Raises ValueError for the texts of `prompt_problems` and `sampling_problems`.
     """
     problems = prompt_problems(apply.model, prompts, max_tokens)
-    problems += sampling_problems(temperature, top_k, top_p)
-    if problems:
+    if problems := [*problems, *sampling_problems(temperature, top_k, top_p)]:
         raise ValueError("\n".join(problems))
     inputs = _prompt_inputs(prompts) | {
         "seed": np.array(seed % 2**32, np.uint32),
@@ -150,18 +138,24 @@ def _prompt_inputs(prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     tokens_BP = np.zeros((len(prompts), _bucket(max(lengths))), np.int32)
     for row, prompt in enumerate(prompts):
         tokens_BP[row, : lengths[row]] = prompt[:-1]
+    # How many equal prompts come before each: it distinguishes the samples of one prompt.
+    seen = collections.defaultdict(itertools.count)
+    copies = [next(seen[tuple(prompt)]) for prompt in prompts]
     return {
         "tokens_BP": tokens_BP,
         "last_B": np.array([prompt[-1] for prompt in prompts], np.int32),
         "lengths_B": np.array(lengths, np.int32),
-        "copies_B": np.array(_copies(prompts), np.uint32),
+        "copies_B": np.array(copies, np.uint32),
     }
 
 
 def prompt_problems(
     model: families.ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[str]:
-    """What is wrong with prompts and `max_tokens`, each problem with its remedy."""
+    """What is wrong with prompts and `max_tokens`, each problem with its remedy.
+
+    `max_positions` limits rotary positions too, as the model was not trained beyond it.
+    """
     problems = []
     if not prompts:
         problems.append("there are no prompts: give at least one")
@@ -176,13 +170,13 @@ def prompt_problems(
                 f"prompt {number} has token {bad[0]}, and the vocabulary has {model.vocab_size} "
                 "tokens: encode it with the tokenizer that the model was trained with"
             )
-        if max_tokens >= 1 and len(prompt) + max_tokens > model.max_positions:
-            room = model.max_positions - len(prompt)
+        room = model.max_positions - len(prompt)
+        if max_tokens >= 1 and max_tokens > room:
+            remedy = f"use max_tokens of at most {room}" if room > 0 else "use a shorter prompt"
             problems.append(
                 f"prompt {number} of {len(prompt)} tokens and max_tokens={max_tokens} make "
                 f"{len(prompt) + max_tokens} positions, and the model has "
-                f"max_positions={model.max_positions}: "
-                + (f"use max_tokens of at most {room}" if room > 0 else "use a shorter prompt")
+                f"max_positions={model.max_positions}: {remedy}"
             )
     return problems
 
@@ -207,17 +201,11 @@ def _bucket(size: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
 
 
-def _copies(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """How many equal prompts come before each: it distinguishes the samples of one prompt."""
-    seen = collections.defaultdict(itertools.count)
-    return [next(seen[tuple(prompt)]) for prompt in prompts]
-
-
 def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Placement:
     """`place` for decoding: positions are not split, as there is one; rows if `split_batch`."""
-    whole = {"sequence": (), "block_sequence": ()} | ({} if split_batch else {"batch": ()})
-    layout = place.layout
-    layout = dataclasses.replace(layout, activations=dict(layout.activations) | whole)
+    names = ("sequence", "block_sequence", *(() if split_batch else ("batch",)))
+    activations = dict(place.layout.activations) | dict.fromkeys(names, ())
+    layout = dataclasses.replace(place.layout, activations=activations)
     return dataclasses.replace(place, layout=layout)
 
 
@@ -247,12 +235,11 @@ def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Call
             params, cache, inputs["tokens_BP"], jnp.where(is_text_BP, TEXT, FILLING),
             jnp.where(is_text_BP, slots_BP, 0), 0,
         )  # fmt: skip
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(inputs["seed"]), inputs["copies_B"]
-        )
+        seed_key = jax.random.key(inputs["seed"])
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, inputs["copies_B"])
 
         def unfinished(carry):
-            index, _, _, done_B, _, _ = carry
+            index, _, _, done_B, *_ = carry
             return (index < inputs["max_tokens"]) & ~done_B.all()
 
         def step(carry):
@@ -261,10 +248,9 @@ def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Call
                 params, cache, token_B[:, None], jnp.full((num_rows, 1), TEXT),
                 (lengths_B + index)[:, None], num_prompt + index,
             )  # fmt: skip
-            token_B = pick(
-                logits_BV, jax.vmap(jax.random.fold_in, (0, None))(keys_B, index),
-                inputs["temperature"], inputs["top_k"], inputs["top_p"],
-            )  # fmt: skip
+            step_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
+            how = (inputs[name] for name in ("temperature", "top_k", "top_p"))
+            token_B = pick(logits_BV, step_keys_B, *how)
             done_B |= token_B == inputs["stop_token"]
             texts_BM = jax.lax.dynamic_update_index_in_dim(texts_BM, token_B, index, axis=1)
             counts_B += jnp.where(done_B, 0, 1)

@@ -100,9 +100,9 @@ class TrainingLoss:
         """Bytes per device of the weights that gather="step" keeps whole."""
         with jax.set_mesh(self.mesh):
             gathered = jax.eval_shape(self.gathered, self.params)
-        split = jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)
-        leaves = zip(jax.tree.leaves(gathered), jax.tree.leaves(split), strict=True)
-        return sharding.device_bytes([leaf for leaf, to in leaves if leaf.sharding.spec != to])
+        pairs = zip(jax.tree.leaves(gathered), jax.tree.leaves(self.params), strict=True)
+        changed = [leaf for leaf, old in pairs if leaf.sharding.spec != old.sharding.spec]
+        return sharding.device_bytes(changed)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -117,13 +117,9 @@ class TrainingLoss:
 
 
 def make(
-    config: families.ModelConfig,
-    execution: Execution,
-    *,
-    arrange: Callable[[Any], Any] | None = None,
-    z_loss: float = 0.0,
-    gather: str = "layer",
-) -> TrainingLoss:
+    config: families.ModelConfig, execution: Execution, *,
+    arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
+) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
     `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.

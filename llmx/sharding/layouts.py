@@ -79,8 +79,8 @@ LAYOUTS = {
     "hsdp": _layout(_FAST, _FAST, _FAST),  # zero3 over `fsdp`, replicated over `data`
 }
 
-# When split weights are gathered: in every layer of every pass, so that few exist at a time; or all
-# at once before the first microbatch, kept whole in the compute dtype for the whole step.
+# When split weights are gathered: in every layer and pass, so that few exist at a time; or all
+# before the first microbatch, kept whole in the compute dtype for the step.
 GATHERS = ("layer", "step")
 
 
@@ -102,12 +102,9 @@ def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool
 
 
 def spec(
-    axes: Sequence[str | None],
-    table: Mapping[str, tuple[str, ...]],
-    mesh: Mesh,
-    *,
+    axes: Sequence[str | None], table: Mapping[str, tuple[str, ...]], mesh: Mesh, *,
     shape: Sequence[int] | None = None,
-) -> PartitionSpec:
+) -> PartitionSpec:  # fmt: skip
     """The PartitionSpec of an array whose dimensions have these logical axes (None = not split).
 
     Mesh axes that the mesh does not have, or that have size 1, drop out.
@@ -142,5 +139,5 @@ def spec(
                 f"{mesh_lib.mesh_text({name: mesh.shape[name] for name in over})}: {shape[dim]} is "
                 f"not a multiple of {ways}; pad it, or use a smaller mesh axis"
             )
-        entries.append(None if not over else over[0] if len(over) == 1 else over)
+        entries.append(over)
     return PartitionSpec(*entries)

@@ -17,14 +17,13 @@ from llmx.sharding import specs
 
 def leading(axes: tuple[str, ...], to: PartitionSpec) -> PartitionSpec:
     """`to` with a new first dimension, split over `axes`."""
-    return PartitionSpec(axes[0] if len(axes) == 1 else axes, *to.partitions)
+    return PartitionSpec(axes, *to.partitions)
 
 
 def _relabel(mesh: Mesh, array: jax.Array, in_specs, out_specs) -> jax.Array:
     """The same data on each device, under another type."""
-    return jax.shard_map(
-        lambda local: local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )(array)
+    region = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    return region(lambda local: local, in_specs=in_specs, out_specs=out_specs)(array)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -35,15 +34,14 @@ def to_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
     gradient (`from_local`) communicates.
     """
     rest = jax.typeof(array).sharding.spec.partitions[1:]
-    split = leading(axes, PartitionSpec(*rest))
-    return _relabel(mesh, array, split, PartitionSpec(None, *rest))
+    return _relabel(mesh, array, PartitionSpec(axes, *rest), PartitionSpec(None, *rest))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def from_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
     """The reverse of `to_local`: a local view [n, ...] as [n * ways, ...] split over `axes`."""
     to = jax.typeof(array).sharding.spec
-    return _relabel(mesh, array, to, leading(axes, PartitionSpec(*to.partitions[1:])))
+    return _relabel(mesh, array, to, PartitionSpec(axes, *to.partitions[1:]))
 
 
 def local_part(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 On explicit axes a type can say that each device holds one term of a sum over some mesh axes
 (`unreduced`), and that an array's gradient will be such a sum (`reduced`). So each sum is done once
-and at a chosen time: a reduce-scatter in the layer, or one all-reduce after the last microbatch.
+and at a chosen time: in the layer, or after the last microbatch.
 """
 
 import math
@@ -34,8 +34,8 @@ def ways(mesh: Mesh, entry: Entry) -> int:
 
 def without(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """`to` with these mesh axes removed: what a parameter looks like gathered over them."""
-    kept = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to.partitions]
-    return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
+    rest = [tuple(a for a in mesh_axes(entry) if a not in axes) for entry in to.partitions]
+    return PartitionSpec(*rest)
 
 
 def unreduced(to: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
@@ -60,9 +60,9 @@ def split_only(to: PartitionSpec) -> PartitionSpec:
 
 def constrain(array: jax.Array, mesh: Mesh, to: PartitionSpec) -> jax.Array:
     """`array` with sharding `to`: a reshard on Explicit axes, a compiler hint on Auto ones."""
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(array, NamedSharding(mesh, to))
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, to))
+    explicit = all(kind == AxisType.Explicit for kind in mesh.axis_types)
+    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return place(array, NamedSharding(mesh, to))
 
 
 def regrouped(stacked: jax.Array, size: int) -> jax.Array:
@@ -74,7 +74,5 @@ def regrouped(stacked: jax.Array, size: int) -> jax.Array:
 
 def device_bytes(tree: Any) -> int:
     """Bytes that each device holds of the arrays of `tree`, or of shapes with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
