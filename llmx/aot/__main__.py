@@ -7,7 +7,6 @@ state and batch are shapes only. Exit codes: 0 the program fits, 1 it does not, 
 topology is wrong, or the compiler refuses the program.
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -25,7 +24,17 @@ FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the cost report; returns the exit code."""
     command = flags.parser("llmx.aot", "Compile the train step for a machine that is not here.")
-    _add_arguments(command)
+    command.add_argument(
+        "--topology", required=True,
+        help="the machine, e.g. v5p:2x2x2, 4@v5e:16x16 (four slices), h100:4x8 (docs/aot.md)",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    variants = "compile variants that fit; if the config fits, faster ones that fit too"
+    command.add_argument("--suggest", action="store_true", help=variants)
+    phases = "with sync.strategy: which program; mean, compressed, local, variance, or exchange"
+    command.add_argument("--phase", default="", help=phases)
+    written = "write the program before and after optimisation, and cost_report.json"
+    command.add_argument("--save-hlo", metavar="DIR", default="", help=written)
     try:
         args, run, problems = flags.parse(command, argv)
         try:
@@ -44,26 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         save(result, pathlib.Path(args.save_hlo), trials)
     print(json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials))
     return FITS if result.fits else DOES_NOT_FIT
-
-
-def _add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--topology", required=True,
-        help="the machine, e.g. v5p:2x2x2, 4@v5e:16x16 (four slices), h100:4x8 (docs/aot.md)",
-    )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument(
-        "--suggest", action="store_true",
-        help="compile variants that fit; if the config fits, faster ones that fit too",
-    )  # fmt: skip
-    command.add_argument(
-        "--phase", default="",
-        help="with sync.strategy: which program; mean, compressed, local, variance, or exchange",
-    )  # fmt: skip
-    command.add_argument(
-        "--save-hlo", metavar="DIR", default="",
-        help="write the program before and after optimisation, and cost_report.json",
-    )  # fmt: skip
 
 
 def save(result: Result, folder: pathlib.Path, trials: Sequence[Trial] | None = None) -> None:

@@ -38,16 +38,6 @@ class Collective:
     sliced_bytes: int = 0  # those of `bytes` of which devices keep only their slice
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Analysis:
-    """The program that is read, and intermediate results."""
-
-    module: Module
-    mesh: "SlicedMesh"
-    fusions: dict[str, "FusionContents"]  # by name of the fused computation
-    visited: set[str]  # names of collectives and products
-
-
 @dataclasses.dataclass(frozen=True)
 class SlicedMesh:
     """The mesh, split into what lies within a TPU slice and what lies across slices."""
@@ -112,6 +102,17 @@ class FusionContents:
         }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Analysis:
+    """The program that is read, and intermediate results."""
+
+    module: Module
+    mesh: SlicedMesh
+    # by name of the fused computation
+    fusions: dict[str, FusionContents] = dataclasses.field(default_factory=dict)
+    visited: set[str] = dataclasses.field(default_factory=set)  # names of collectives and products
+
+
 def fusion_contents(analysis: Analysis, fusion: Instruction) -> FusionContents:
     """What a fusion contains, fusions inside it included; cached in `analysis`."""
     (computation,) = analysis.module.called(fusion)
@@ -150,9 +151,8 @@ def read_collective(
     operands = computation.operands_of(instruction)
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the others: room for the result, offsets and sizes
-        unknown.append(
-            f"bytes of {instruction.label}: they depend on data; its whole operand is counted"
-        )
+        note = "they depend on data; its whole operand is counted"
+        unknown.append(f"bytes of {instruction.label}: {note}")
     size = sum(operand.bytes for operand in operands)
     if kind == "all-gather" and n:
         size *= n
@@ -237,12 +237,11 @@ def _sliced_bytes(module: Module, frame: Frame, reduce: Instruction, n: int) -> 
         frame = frame.parent
     if result is None:
         return 0
-    if len(arrays) == 1:
-        sliced = _only_sliced(module, frame, result, arrays[0].arrays[0].size // n)
-        return arrays[0].bytes if sliced else 0
     total, users = 0, frame.computation.users[result.name]
     for number, array in enumerate(arrays):
         elements = [one for one in users if one.op == "get-tuple-element" and one.index == number]
+        if len(arrays) == 1:
+            elements = [result]
         limit = array.arrays[0].size // n
         if elements and all(_only_sliced(module, frame, one, limit) for one in elements):
             total += array.bytes
@@ -255,23 +254,26 @@ def _only_sliced(module: Module, frame: Frame, array: Instruction, limit: int) -
     if array is frame.computation.root:
         in_fusion = frame.caller is not None and frame.caller.op == "fusion"
         return in_fusion and _only_sliced(module, frame.parent, frame.caller, limit)
-    for user in users:
-        if user.op in _RESHAPING:
-            if not _only_sliced(module, frame, user, limit):
-                return False
-        elif user.op == "dynamic-slice" and user.operands[0] == array.name:
-            chosen = hlo_text.depends_on_device(module, frame, user.operands[1:])
-            if user.arrays[0].size > limit or not chosen:
-                return False
-        elif user.op == "fusion":
-            inner = frame.enter(module, user)
-            for number, name in enumerate(user.operands):
-                parameter = inner.computation.parameters[number]
-                if name == array.name and not _only_sliced(module, inner, parameter, limit):
-                    return False
-        else:
-            return False
-    return bool(users)
+    return bool(users) and all(_slices(module, frame, array, user, limit) for user in users)
+
+
+def _slices(
+    module: Module, frame: Frame, array: Instruction, user: Instruction, limit: int
+) -> bool:
+    """Whether one user of an array takes such a slice, itself or in what it returns or runs."""
+    if user.op in _RESHAPING:
+        return _only_sliced(module, frame, user, limit)
+    if user.op == "dynamic-slice" and user.operands[0] == array.name:
+        chosen = hlo_text.depends_on_device(module, frame, user.operands[1:])
+        return chosen and user.arrays[0].size <= limit
+    if user.op != "fusion":
+        return False
+    inner = frame.enter(module, user)
+    return all(
+        _only_sliced(module, inner, inner.computation.parameters[number], limit)
+        for number, name in enumerate(user.operands)
+        if name == array.name
+    )
 
 
 def _done(computation: Computation, start: Instruction) -> Instruction | None:
@@ -323,17 +325,15 @@ def _computes(analysis: Analysis, instruction: Instruction) -> bool:
         contents = fusion_contents(analysis, instruction)
         return contents.flops > 0 or not contents.collectives
     asynchronous = instruction.op.endswith(("-start", "-update", "-done"))
-    moves = instruction_costs.is_free(instruction) or instruction.op in _MOVES
+    moves = instruction.op in instruction_costs.FREE | _MOVES
     return not (asynchronous or moves or collective_kind(instruction))
 
 
 def read_chains(
     analysis: Analysis, frame: Frame
 ) -> tuple[list[Collective], list[str], list[tuple[Computation, Instruction]]]:
-    """The collectives of a computation that several fusions begin, carry on and end (TPU v5e).
-
-    With what is unknown of them, and the instruction of each in its first fusion.
-    """
+    """The collectives that several fusions begin, carry on and end (TPU v5e), what is unknown of
+    them, and the instruction of each in its first fusion."""
     collectives, unknown, firsts = [], [], []
     position = frame.computation.position
     for fusions, inside, part in _chains(analysis, frame.computation):
@@ -417,7 +417,7 @@ def _reply_position(computation: Computation, send: Instruction) -> int:
 
 def _id_groups(text: str) -> list[list[int]]:
     groups = re.findall(r"\{([\d,\->]+)\}", text)
-    return [[int(number) for number in re.findall(r"\d+", group)] for group in groups]
+    return [list(map(int, re.findall(r"\d+", group))) for group in groups]
 
 
 def _slice_groups(target: str) -> list[list[int]]:

@@ -43,14 +43,14 @@ def resolve(
     run: config.Config, topology: topologies.Topology, *, problems: Sequence[str] = ()
 ) -> config.Config:
     """`run` resolved for the machine. Raises ConfigError with all its problems."""
-    run, problems = copy.deepcopy(run), list(problems)
-    if run.launch.platform not in ("", topology.platform):
+    run, problems, platform = copy.deepcopy(run), list(problems), topology.platform
+    if run.launch.platform not in ("", platform):
         problems.append(
             f"launch.platform={run.launch.platform!r} and topology {topology.name} is a "
-            f"{topology.platform}: set --config.launch.platform={topology.platform}"
+            f"{platform}: set --config.launch.platform={platform}"
         )
     else:
-        run.launch.platform = topology.platform
+        run.launch.platform = platform
     if topology.num_slices > 1 and not run.mesh.across_slices:
         problems.append(
             f"topology {topology.name} has {topology.num_slices} slices: name the mesh axes of "
@@ -101,7 +101,8 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     length = run.batch.sequence_length
     flops = costs.training_flops_per_token(run.model, sequence_length=length)
     return Result(
-        run=run, topology=topology, phase=chosen, fused=_fused(recipe.strategy, chosen),
+        run=run, topology=topology, phase=chosen,
+        fused=recipe.strategy.messages if chosen in ("compressed", EXCHANGE) else (0, ()),
         memory=memory, largest=() if peak is None else peak.buffers, program=program,
         state=_state_bytes(recipe), num_parameters=costs.num_parameters(run.model),
         model_flops=flops * run.batch.size * length / topology.num_devices,
@@ -134,11 +135,6 @@ def _lowered(recipe: "Recipe", phase: str) -> Any:
         return recipe.strategy.outer[whole_model].lower(recipe.abstract)
     train_step = step.make_train_step(recipe, phase or "mean")
     return train_step.lower(recipe.abstract, recipe.abstract_batch)
-
-
-def _fused(strategy: Strategy, phase: str) -> tuple[int, tuple[int, ...]]:
-    """The number of compressed tensors, and the bytes of each message that they are fused into."""
-    return strategy.messages if phase in ("compressed", EXCHANGE) else (0, ())
 
 
 def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, OutOfMemory | None]:

@@ -15,17 +15,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-_SPECIAL_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _TYPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 
 @functools.cache
 def bits_of(dtype: str) -> int:
     """Bits of one element: of "bf16", "f8e4m3fn", "u4", ..."""
-    if dtype in _SPECIAL_BITS:
-        return _SPECIAL_BITS[dtype]
     if width := re.match(r"(?:bf|f|s|u|c)(\d+)", dtype):
         return int(width.group(1))
+    if dtype == "pred":
+        return 8
     raise ValueError(f"element type {dtype!r} of the program's text is unknown: add its width")
 
 
@@ -255,7 +254,6 @@ def collective_kind(instruction: Instruction) -> str | None:
 
 # Parts of an operation's name that tracing adds.
 _TRACING = {"while", "body", "closed_call", "shard_map", "checkpoint", "remat2", "eval_jaxpr"}
-_LONGEST_SOURCE, _HEAD_OF_SOURCE = 100, 40
 
 
 def source_of(instruction: Instruction) -> str:
@@ -263,9 +261,7 @@ def source_of(instruction: Instruction) -> str:
     name = instruction.quoted("op_name") or ""
     parts = [part for part in name.split("/") if part not in _TRACING]
     short = "/".join(parts[1:] if parts[0].startswith("jit(") else parts)
-    if len(short) <= _LONGEST_SOURCE:
-        return short
-    return f"{short[:_HEAD_OF_SOURCE]}...{short[_HEAD_OF_SOURCE + 3 - _LONGEST_SOURCE :]}"
+    return short if len(short) <= 100 else f"{short[:40]}...{short[-57:]}"
 
 
 _GRID = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=[,\s)]|$)")
@@ -313,11 +309,10 @@ def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] |
         ids = np.array(_integers(devices))
     shape, inside = [], []
     for axis, size in sizes.items():
-        spans = [
-            (int(before or 1), int(before or 1) * int(part or size))
-            for name, before, part in parts
-            if name == axis
+        used = [
+            (int(before or 1), int(part or size)) for name, before, part in parts if name == axis
         ]
+        spans = [(before, before * part) for before, part in used]
         cuts = sorted({1, size}.union(*spans))
         for low, high in itertools.pairwise(cuts):
             shape.append(high // low)
@@ -419,12 +414,10 @@ def _is_invariant(module: Module, loop: Instruction, index: int) -> bool:
     body = module.computations[loop.attribute("body")]
     if body.root.op != "tuple" or index >= len(body.root.operands):
         return False
-    instruction = body.by_name[body.root.operands[index]]
-    return (
-        instruction.op == "get-tuple-element"
-        and instruction.index == index
-        and body.by_name[instruction.operands[0]].op == "parameter"
-    )
+    element = body.by_name[body.root.operands[index]]
+    if element.op != "get-tuple-element" or element.index != index:
+        return False
+    return body.by_name[element.operands[0]].op == "parameter"
 
 
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
@@ -438,9 +431,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.config):
         return int(known.group(1))
-    condition = module.computations[loop.attribute("condition")]
-    inner = Frame(condition, loop, frame, symbolic=True)
-    compare = condition.root
+    inner = Frame(module.computations[loop.attribute("condition")], loop, frame, symbolic=True)
+    compare = inner.computation.root
     while compare.op in ("fusion", *_SAME):
         if compare.op == "fusion":
             inner = inner.enter(module, compare)
@@ -456,9 +448,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     if left.symbol is None:
         left, right, direction = right, left, _MIRRORED[direction]
     start = scalar(module, frame, loop.operands[0], (left.symbol,))
-    body = module.computations[loop.attribute("body")]
-    inner = Frame(body, loop, frame, symbolic=True)
-    next_value = scalar(module, inner, body.root.name, (left.symbol,))
+    body = Frame(module.computations[loop.attribute("body")], loop, frame, symbolic=True)
+    next_value = scalar(module, body, body.computation.root.name, (left.symbol,))
     if start is None or start.symbol is not None:
         return None
     if next_value is None or next_value.symbol != left.symbol:

@@ -93,7 +93,7 @@ def _positions(
 
 
 # Operations that name existing arrays, run other computations, or start asynchronous ones.
-_FREE = {
+FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "add-dependency",
     "domain", "optimization-barrier", "partition-id", "replica-id", "while", "conditional", "call",
     "call-start", "call-done", "async-start", "async-done", "send-done", "recv-done", "copy-start",
@@ -104,11 +104,6 @@ _ENDS = {"copy-done", "slice-done", "dynamic-slice-done"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 
-def is_free(instruction: Instruction) -> bool:
-    """Whether it reads and writes nothing itself: see `_FREE`."""
-    return instruction.op in _FREE
-
-
 def bytes_of(module: Module, computation: Computation, instruction: Instruction) -> float:
     """Bytes that an instruction reads and writes; 0 for those that only name or call others.
 
@@ -117,7 +112,7 @@ def bytes_of(module: Module, computation: Computation, instruction: Instruction)
     op = instruction.op
     if op in _ENDS or op in _SLICES or op == "all-reduce-start":
         return 2.0 * instruction.bytes
-    if op in _FREE or op.endswith(("-update", "-done")):
+    if op in FREE or op.endswith(("-update", "-done")):
         return 0.0
     operands = computation.operands_of(instruction)
     if op == "dynamic-update-slice":

@@ -198,16 +198,14 @@ def _same_slot(value: _Value, others: Sequence[_Value], ranges: Ranges) -> list[
     slot = (value.begin, value.end, value.shape)
     same = [one for one in others if (one.begin, one.end, one.shape) == slot]
     same.sort(key=lambda one: ranges[one.name])
-    first, last = ranges[value.name]
     joined = []
-    for one in same:
-        if ranges[one.name][0] == last:
-            joined.append(one)
-            last = ranges[one.name][1]
-    for one in reversed(same):
-        if ranges[one.name][1] == first:
-            joined.append(one)
-            first = ranges[one.name][0]
+    # After the value: what begins at its last instruction. Before it: what ends at its first.
+    for ordered, near, far in ((same, 0, 1), (reversed(same), 1, 0)):
+        reached = ranges[value.name][far]
+        for one in ordered:
+            if ranges[one.name][near] == reached:
+                joined.append(one)
+                reached = ranges[one.name][far]
     return joined
 
 

@@ -74,8 +74,7 @@ def read(
     Raises ValueError where the text is not that of a compiled program, or not of this mesh.
     """
     module = hlo_text.parse(text)
-    mesh = collectives.sliced_mesh(module, mesh, across_slices)
-    analysis = Analysis(module, mesh, fusions={}, visited=set())
+    analysis = Analysis(module, collectives.sliced_mesh(module, mesh, across_slices))
     report = _computation(analysis, Frame(module.entry))
     unknown = [*dict.fromkeys(report.unknown), *_not_visited(analysis)]
     silent = collections.Counter(one.name for one in report.kernels if one.flops is None)
@@ -292,8 +291,8 @@ def _kernel(call: Instruction) -> CostReport:
     estimate = re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config)
     named = re.search(r', name = "([\w.\-]+)"', call.config)  # Pallas on GPU
     name = named.group(1) if named else re.sub(r"\.\d+$", "", call.name)
-    communicates = '"has_communication":true' in call.config
     flops = float(estimate.group(1)) if estimate else None
     kernel = Kernel(name, call.quoted("custom_call_target"), 1, flops, source_of(call))
+    communicates = '"has_communication":true' in call.config
     unknown = (f"bytes that the kernel {name} sends to other devices",) if communicates else ()
     return CostReport(kernels=(kernel,), unknown=unknown)

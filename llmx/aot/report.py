@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import re
 import textwrap
@@ -107,7 +108,8 @@ def text(result: Result, trials: Sequence[Trial] | None = None) -> str:
         sections.append(["unknown", *_grouped(result.unknown)])
     if trials is not None:
         sections.append(_trials(result, trials))
-    return "\n\n".join("\n".join(map(_wrapped, lines)) for lines in sections if lines)
+    wrap = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent="    ")
+    return "\n\n".join("\n".join(map(wrap, lines)) for lines in sections if lines)
 
 
 def _grouped(notes: Sequence[str]) -> list[str]:
@@ -115,15 +117,7 @@ def _grouped(notes: Sequence[str]) -> list[str]:
     groups = collections.defaultdict(list)
     for note in notes:
         groups[re.sub(r"\.\d+(?: |$)", " ", note)].append(note)
-    return [
-        f"  {notes[0]}" if len(notes) == 1 else f"  {len(notes)} x {text}"
-        for text, notes in groups.items()
-    ]
-
-
-def _wrapped(line: str) -> str:
-    line = line.rstrip()
-    return line if len(line) <= WIDTH else textwrap.fill(line, WIDTH, subsequent_indent="    ")
+    return [f"  {n[0]}" if len(n) == 1 else f"  {len(n)} x {text}" for text, n in groups.items()]
 
 
 def size(num_bytes: float) -> str:

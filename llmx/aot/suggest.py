@@ -67,7 +67,6 @@ class Variant:
         return [f"--config.{key}={value}" for key, value in self.changes.items()]
 
     def of(self, run: config.Config) -> config.Config:
-        """`run` with the changes."""
         run = copy.deepcopy(run)
         for key, value in self.changes.items():
             config.set_value(run, key, value)
@@ -76,19 +75,24 @@ class Variant:
 
 def levels_of(run: config.Config) -> Levels:
     """The levels of a resolved config."""
+
+    def level(value: str, costs: dict[str, float]) -> int:
+        return list(costs).index(value) if value in costs else 0
+
     return Levels(
-        layout=_level(run.sharding.layout, LAYOUT_COSTS),
-        gather=_level(run.sharding.gather, GATHER_COSTS),
-        remat=_level(run.remat, REMAT_COSTS),
+        layout=level(run.sharding.layout, LAYOUT_COSTS),
+        gather=level(run.sharding.gather, GATHER_COSTS), remat=level(run.remat, REMAT_COSTS),
         accumulation=int(math.log2(run.batch.accumulation)),
-        tensor=int(math.log2(run.mesh.tensor)),
-        halvings=0,
-    )
+        tensor=int(math.log2(run.mesh.tensor)), halvings=0,
+    )  # fmt: skip
 
 
 def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
     """All variants of a resolved config, cheapest first; some are invalid configs."""
     here = levels_of(run)
+    # Devices along `tensor` come from fsdp, or from data.
+    source = "fsdp" if run.mesh.fsdp > 1 else "data"
+    shared = vars(run.mesh)[source] * run.mesh.tensor
     combinations = itertools.product(
         LAYOUT_COSTS if run.sharding.layout in LAYOUT_COSTS else [run.sharding.layout],
         GATHER_COSTS if run.sharding.gather in GATHER_COSTS else [run.sharding.gather],
@@ -105,13 +109,13 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
             "remat": remat,
             "batch.size": run.batch.size // 2**halvings,
             "batch.accumulation": accumulation,
-            **_mesh(run, tensor),
+            f"mesh.{source}": shared // tensor,
+            "mesh.tensor": tensor,
         }
         changes = {k: value for k, value in wanted.items() if value != config.get_value(run, k)}
-        if not changes:
-            continue
-        levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
-        listed.append(Variant(changes, levels, _cost(levels) - _cost(here)))
+        if changes:
+            levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
+            listed.append(Variant(changes, levels, _cost(levels) - _cost(here)))
     return sorted(listed, key=lambda one: (one.cost, len(one.changes)))
 
 
@@ -183,22 +187,11 @@ def _is_config(variant: Variant, run: config.Config) -> bool:
     return True
 
 
-def _level(value: str, costs: dict[str, float]) -> int:
-    return list(costs).index(value) if value in costs else 0
-
-
 def _cost(levels: Levels) -> float:
     tables = (LAYOUT_COSTS, GATHER_COSTS, REMAT_COSTS)
     doublings = (DOUBLED_ACCUMULATION_COST, DOUBLED_TENSOR_COST, HALVED_BATCH_COST)
     costs = [list(table.values())[level] for table, level in zip(tables, levels[:3], strict=True)]
     return sum(costs) + sum(map(operator.mul, doublings, levels[3:]))
-
-
-def _mesh(run: config.Config, tensor: int) -> dict[str, int]:
-    """A mesh with another tensor axis, whose devices come from fsdp, or from data."""
-    source = "fsdp" if run.mesh.fsdp > 1 else "data"
-    rest = vars(run.mesh)[source] * run.mesh.tensor // tensor
-    return {f"mesh.{source}": rest, "mesh.tensor": tensor}
 
 
 def suggest(result: Result, *, log: Callable[[str], None]) -> list[Trial]:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmx.runtime import hardware
+from llmx.runtime.hardware import GIB
 
 # Other common names.
 OTHER_NAMES = {
@@ -42,7 +43,7 @@ class _Tpu:
     largest: tuple[int, ...]  # shape of the largest slice
     smallest: tuple[tuple[int, ...], ...]  # 3D only: those that are not of whole 4x4x4 cubes
     # Available to programs on one device, as libtpu reports it when a program needs more.
-    hbm_gib: float
+    hbm_bytes: float
     # libtpu's default for TPU v4 is one device per core; the machine has one for both cores.
     options: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -53,7 +54,7 @@ class _Gpu:
 
     chip: str  # in hardware.CHIPS
     device_kind: str
-    memory_bytes: int  # that the driver reports
+    hbm_bytes: int  # that the driver reports
     bandwidth: int  # bytes/s
     capability: int  # major version; the minor one is 0 for all of these
     num_cores: int  # streaming multiprocessors
@@ -68,12 +69,12 @@ _CUBELESS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 TPUS = {
     "v4": _Tpu(
-        "tpu_v4", "TPU v4", (16, 16, 16), _CUBELESS, 30.75, {"chip_config_name": "megacore"}
+        "tpu_v4", "TPU v4", (16, 16, 16), _CUBELESS, 30.75 * GIB, {"chip_config_name": "megacore"}
     ),
-    "v5e": _Tpu("tpu_v5e", "TPU v5 lite", (16, 16), (), 15.75),
-    "v5p": _Tpu("tpu_v5p", "TPU v5", (16, 20, 28), ((1, 1, 1), *_CUBELESS), 95.73),
-    "v6e": _Tpu("tpu_v6e", "TPU v6 lite", (16, 16), (), 31.24),
-    "tpu7x": _Tpu("tpu7x", "TPU7x", (16, 24, 24), ((1, 1, 1), *_CUBELESS), 94.74),
+    "v5e": _Tpu("tpu_v5e", "TPU v5 lite", (16, 16), (), 15.75 * GIB),
+    "v5p": _Tpu("tpu_v5p", "TPU v5", (16, 20, 28), ((1, 1, 1), *_CUBELESS), 95.73 * GIB),
+    "v6e": _Tpu("tpu_v6e", "TPU v6 lite", (16, 16), (), 31.24 * GIB),
+    "tpu7x": _Tpu("tpu7x", "TPU7x", (16, 24, 24), ((1, 1, 1), *_CUBELESS), 94.74 * GIB),
 }
 
 # Slices of the 2D generations.
@@ -141,35 +142,35 @@ def parse(name: str) -> Topology:
     """
     match = re.fullmatch(r"(?:(\d+)@)?([a-z0-9_]+):(\d+(?:x\d+)*)", name)
     if not match:
-        raise ValueError(_unreadable(name))
+        raise ValueError(
+            f"topology {name!r}: write the slices first: {slices[2]}@{slices[1]}"
+            if (slices := re.fullmatch(r"([a-z0-9_]+:[\dx]+)\*(\d+)", name))
+            else f"topology {name!r} is not FAMILY:SHAPE: write for example v5p:2x2x2, "
+            "4@v5e:16x16 (four slices), h100:8 or h100:4x8 (hosts x GPUs per host)"
+        )
     num_slices, family, shape = match.groups()
     shape = tuple(int(size) for size in shape.split("x"))
     if family not in TPUS | GPUS:
         raise ValueError(_unknown_family(name, family))
-    topology = _gpus(name, family, shape) if family in GPUS else _slice(name, family, shape)
-    if num_slices is not None:
-        if family in GPUS or int(num_slices) < 1:
-            raise ValueError(
-                f"topology {name!r}: {num_slices}@ counts slices of TPUs, at least 1: "
-                f"write {name.partition('@')[2]!r}"
-                + (", with hosts before GPUs per host: h100:4x8" if family in GPUS else "")
-            )
-        topology = dataclasses.replace(topology, num_slices=int(num_slices))
+    is_gpu, machine = family in GPUS, (TPUS | GPUS)[family]
+    shape = _gpu_shape(name, family, shape) if is_gpu else _slice_shape(name, family, shape)
+    if num_slices is not None and (is_gpu or int(num_slices) < 1):
+        raise ValueError(
+            f"topology {name!r}: {num_slices}@ counts slices of TPUs, at least 1: "
+            f"write {name.partition('@')[2]!r}"
+            + (", with hosts before GPUs per host: h100:4x8" if is_gpu else "")
+        )
+    topology = Topology(
+        name=name, platform="gpu" if is_gpu else "tpu", family=family, shape=shape,
+        num_slices=int(num_slices or 1), chip=hardware.CHIPS[machine.chip],
+        device_kind=machine.device_kind, hbm_bytes=int(machine.hbm_bytes),
+    )  # fmt: skip
     if topology.num_devices > MAX_DEVICES:
         raise ValueError(
             f"topology {name!r} has {topology.num_devices:,} devices: at most {MAX_DEVICES:,} are "
             "supported; use fewer slices or hosts"
         )
     return topology
-
-
-def _unreadable(name: str) -> str:
-    if slices := re.fullmatch(r"([a-z0-9_]+:[\dx]+)\*(\d+)", name):
-        return f"topology {name!r}: write the slices first: {slices[2]}@{slices[1]}"
-    return (
-        f"topology {name!r} is not FAMILY:SHAPE: write for example v5p:2x2x2, 4@v5e:16x16 (four "
-        "slices), h100:8 or h100:4x8 (hosts x GPUs per host)"
-    )
 
 
 def _unknown_family(name: str, family: str) -> str:
@@ -180,20 +181,16 @@ def _unknown_family(name: str, family: str) -> str:
     return f"topology {name!r}: {family!r} is unknown: use one of {', '.join(known)}{hint}"
 
 
-def _slice(name: str, family: str, shape: tuple[int, ...]) -> Topology:
-    tpu, valid = TPUS[family], slice_shapes(family)
-    if shape not in valid:
-        near = sorted(valid, key=lambda other: _distance(shape, other))[:3]
-        raise ValueError(
-            f"topology {name!r}: no {family} slice has this shape; the nearest are "
-            f"{', '.join(f'{family}:{_by(one)}' for one in near)} (the largest is "
-            f"{_by(tpu.largest)})"
-        )
-    return Topology(
-        name=name, platform="tpu", family=family, shape=shape, num_slices=1,
-        chip=hardware.CHIPS[tpu.chip], device_kind=tpu.device_kind,
-        hbm_bytes=int(tpu.hbm_gib * hardware.GIB),
-    )  # fmt: skip
+def _slice_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    valid = slice_shapes(family)
+    if shape in valid:
+        return shape
+    near = sorted(valid, key=lambda other: _distance(shape, other))[:3]
+    raise ValueError(
+        f"topology {name!r}: no {family} slice has this shape; the nearest are "
+        f"{', '.join(f'{family}:{_by(one)}' for one in near)} (the largest is "
+        f"{_by(TPUS[family].largest)})"
+    )
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -218,21 +215,17 @@ def _distance(shape: tuple[int, ...], valid: tuple[int, ...]) -> tuple[float, fl
     return chips, sum(abs(a - b) for a, b in sides)
 
 
-def _gpus(name: str, family: str, shape: tuple[int, ...]) -> Topology:
-    gpu = GPUS[family]
-    chip = hardware.CHIPS[gpu.chip]
+def _gpu_shape(name: str, family: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(hosts, GPUs per host)."""
+    most = hardware.CHIPS[GPUS[family].chip].max_domain
     hosts, per_host = shape if len(shape) == 2 else (1, shape[0])
-    if len(shape) > 2 or hosts < 1 or not 1 <= per_host <= chip.max_domain:
-        total = math.prod(shape)
-        full = max(1, math.ceil(total / chip.max_domain))
-        raise ValueError(
-            f"topology {name!r}: a host has 1 to {chip.max_domain} GPUs: write hosts x GPUs per "
-            f"host, here {family}:{full}x{min(max(total, 1), chip.max_domain)}"
-        )
-    return Topology(
-        name=name, platform="gpu", family=family, shape=(hosts, per_host), num_slices=1, chip=chip,
-        device_kind=gpu.device_kind, hbm_bytes=gpu.memory_bytes,
-    )  # fmt: skip
+    if len(shape) <= 2 and hosts >= 1 and 1 <= per_host <= most:
+        return hosts, per_host
+    total = math.prod(shape)
+    raise ValueError(
+        f"topology {name!r}: a host has 1 to {most} GPUs: write hosts x GPUs per host, here "
+        f"{family}:{max(1, math.ceil(total / most))}x{min(max(total, 1), most)}"
+    )
 
 
 class CompilerMissing(ValueError):
@@ -260,7 +253,10 @@ def devices(topology: str | Topology) -> list:
     else:
         actual = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{topology.family}:{_by(topology.shape)}",
-            **_slice_options(topology),
+            # A host has 2x2 chips; without this option libtpu refuses a slice of a single chip.
+            chips_per_host_bounds=(1, 1, 1) if math.prod(topology.shape) == 1 else (2, 2, 1),
+            wrap=wraps(topology.shape), **TPUS[topology.family].options,
+            **({"num_slices": topology.num_slices} if topology.num_slices > 1 else {}),
         ).devices  # fmt: skip
     _check(topology, actual)
     return list(actual)
@@ -279,7 +275,11 @@ def _prepare(platform: str) -> None:
         )
     jax.config.update("jax_platforms", "cpu")  # devices of this machine are not used
     if platform == "gpu":
-        _assume_cudnn()
+        import jax._src.cudnn.fused_attention_stablehlo as fused_attention
+
+        # jax asks cuDNN for its version before it compiles attention; this is that of
+        # `gpu_target`. Only cuDNN knows the kernel's workspace: the program's memory lacks it.
+        fused_attention.check_cudnn_version = lambda: 91200
         return
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),  # there is no metadata server to ask
@@ -289,26 +289,6 @@ def _prepare(platform: str) -> None:
         ("TPU_WORKER_HOSTNAMES", "localhost"),
     ):
         os.environ.setdefault(name, value)
-
-
-def _assume_cudnn() -> None:
-    """Lets cuDNN attention compile without cuDNN, whose version jax checks first.
-
-    The kernel's workspace is known to cuDNN only: the program's memory does not include it.
-    """
-    import jax._src.cudnn.fused_attention_stablehlo as fused_attention
-
-    fused_attention.check_cudnn_version = lambda: 91200  # that of `gpu_target`
-
-
-def _slice_options(topology: Topology) -> dict:
-    """Options of libtpu for a slice, in addition to its name."""
-    return TPUS[topology.family].options | {
-        # A host has 2x2 chips; without this option libtpu refuses a slice of a single chip.
-        "chips_per_host_bounds": (1, 1, 1) if math.prod(topology.shape) == 1 else (2, 2, 1),
-        "wrap": wraps(topology.shape),
-        **({"num_slices": topology.num_slices} if topology.num_slices > 1 else {}),
-    }
 
 
 def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
@@ -326,9 +306,8 @@ def _check(topology: Topology, actual: Sequence) -> None:
     kinds = {device.device_kind for device in actual}
     slices = {device.slice_index for device in actual if hasattr(device, "slice_index")}
     num_slices = max(1, len(slices))
-    if (len(actual), kinds, num_slices) != (
-        topology.num_devices, {topology.device_kind}, topology.num_slices,
-    ):  # fmt: skip
+    expected = (topology.num_devices, {topology.device_kind}, topology.num_slices)
+    if (len(actual), kinds, num_slices) != expected:
         raise RuntimeError(
             f"topology {topology.name!r} should be {topology.num_devices} devices "
             f"{topology.device_kind!r} in {topology.num_slices} slices, and the compiler gives "
@@ -373,7 +352,7 @@ gpu_device_info {{
   core_count: {gpu.num_cores}
   fpus_per_core: {gpu.fpus_per_core}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory_bytes}
+  device_memory_size: {gpu.hbm_bytes}
   memory_bandwidth: {gpu.bandwidth}
   l2_cache_size: {gpu.l2_bytes}
   shared_memory_per_core: {gpu.shared_bytes}
