@@ -57,7 +57,9 @@ def make(inputs: StrategyInputs) -> Strategy:
         init=init,
         phases={
             MEAN: mean(inputs, update),
-            LOCAL: Phase(own_params(inputs), inputs.replica_gradient, phases.reduced, update),
+            LOCAL: Phase(
+                own_params(inputs), inputs.replica_gradient, phases.already_reduced, update
+            ),
         },
         timetable=inputs.timetable,
         enter=forget_after_mean(inputs),
@@ -80,7 +82,9 @@ def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
         apart, done = config.every // num, step + 1 - config.warmup_steps
         return () if done % apart else (done // apart % num,)
 
-    return phases.local(config, rates)._replace(fragments_after=fragments_after, num_fragments=num)
+    return phases.after_warmup(LOCAL)(config, rates)._replace(
+        fragments_after=fragments_after, num_fragments=num
+    )
 
 
 def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tensor], Compressor]:
@@ -143,6 +147,11 @@ def for_all(inputs: StrategyInputs, tree: Any) -> Any:
     return jax.tree.map(copy, tree)
 
 
+def own_phase(inputs: StrategyInputs, update: Callable) -> Phase:
+    """Each replica updates its own parameters by its own gradient."""
+    return Phase(own_params(inputs), inputs.replica_gradient, phases.already_reduced, update)
+
+
 def mean(inputs: StrategyInputs, update: Callable) -> Phase:
     """Replicas average their gradients, and each updates itself by the mean: all stay equal."""
     own = own_params(inputs)
@@ -152,7 +161,7 @@ def mean(inputs: StrategyInputs, update: Callable) -> Phase:
         state = update(found, state, sync, accepted)
         return state._replace(params=own(state))
 
-    return Phase(phases.shared_params, inputs.gradient, phases.reduced, update_all)
+    return Phase(phases.shared_params, inputs.gradient, phases.already_reduced, update_all)
 
 
 def forget_after_mean(inputs: StrategyInputs) -> Callable[[State, str, str], State]:

@@ -65,7 +65,7 @@ def make(inputs: StrategyInputs) -> Strategy:
         abstract=(inputs.opt_state, abstract),
         init=init,
         phases={
-            MEAN: _watched(inputs) if config.warmup_steps < 0 else phases.mean(inputs),
+            MEAN: _watched(inputs) if config.warmup_steps < 0 else phases.mean_phase(inputs),
             COMPRESSED: compressed,
         },
         timetable=inputs.timetable,
@@ -79,11 +79,13 @@ def make(inputs: StrategyInputs) -> Strategy:
 
 def _watched(inputs: StrategyInputs) -> Phase:
     """Usual steps, each of which looks whether the variance has settled."""
-    mean = phases.mean(inputs)
+    mean = phases.mean_phase(inputs)
 
     def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
         new = mean.update(found, state, sync, accepted)
-        return new._replace(sync=settled(inputs, state.step, new.opt_state[0].nu, new.sync))
+        return new._replace(
+            sync=with_freeze_step(inputs, state.step, new.opt_state[0].nu, new.sync)
+        )
 
     return mean._replace(update=update)
 
@@ -230,7 +232,7 @@ def _freshness(config: Any, old, new, sync: OneBit):
     return fresh, {name: ratio(name) for name in fresh}
 
 
-def settled(inputs: StrategyInputs, step: jax.Array, nu: Any, sync: OneBit) -> OneBit:
+def with_freeze_step(inputs: StrategyInputs, step: jax.Array, nu: Any, sync: OneBit) -> OneBit:
     """Whether the variance has settled: every 1 / (1 - b2) steps its L1 norm is compared with what
     it was, and is to be within 4% (arXiv 2102.02888, section 7.1), after the learning rate's
     warm-up."""

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.sync import reshard as reshard_lib
 from llmx.sync.compressors import Compressor, Tensor
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, Replicas, StrategyInputs
+from llmx.sync.replicas import COMPRESSED, MEAN, Replicas, StrategyInputs
 
 
 def after_warmup(phase: str) -> Callable[[SyncConfig, Sequence[float]], Timetable]:
@@ -29,9 +30,6 @@ def after_warmup(phase: str) -> Callable[[SyncConfig, Sequence[float]], Timetabl
         return Timetable(len(rates), phase_of)
 
     return timetable
-
-
-always_mean, compressed, local = map(after_warmup, (MEAN, COMPRESSED, LOCAL))
 
 
 def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tensor], Compressor]:
@@ -92,7 +90,7 @@ def shared_params(state: State) -> Any:
     return state.params
 
 
-def reduced(found: Gradients, sync: Any) -> tuple[Gradients, Any]:
+def already_reduced(found: Gradients, sync: Any) -> tuple[Gradients, Any]:
     """Gradients that are reduced already."""
     return found, sync
 
@@ -107,23 +105,22 @@ def updated(inputs: StrategyInputs) -> Callable:
     return update
 
 
-def mean(inputs: StrategyInputs) -> Phase:
+def mean_phase(inputs: StrategyInputs) -> Phase:
     """Replicas average their gradients."""
-    return Phase(shared_params, inputs.gradient, reduced, updated(inputs))
+    return Phase(shared_params, inputs.gradient, already_reduced, updated(inputs))
 
 
 def in_steps(
-    inputs: StrategyInputs, abstract: Any, phases: dict[str, Phase], reshard: Callable
+    inputs: StrategyInputs, abstract: Any, own_phases: dict[str, Phase], reshard: Callable
 ) -> Strategy:
     """A strategy that synchronizes gradients within its steps, and whose state begins at zero.
 
-    `abstract`: shapes with shardings of its state. `phases`: in addition to the mean of gradients.
+    `abstract`: shapes with shardings of its state. `own_phases`: in addition to the mean.
     """
-    zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)  # noqa: E731
     return Strategy(
         abstract=(inputs.opt_state, abstract),
-        init=lambda params: (inputs.optimizer.whole.init(params), zeros()),
-        phases={MEAN: mean(inputs)} | phases,
+        init=lambda params: (inputs.optimizer.whole.init(params), reshard_lib.zeros(abstract)),
+        phases={MEAN: mean_phase(inputs)} | own_phases,
         timetable=inputs.timetable,
         enter=lambda state, previous, phase: state,
         outer={},

@@ -11,6 +11,7 @@ from llmx.runtime import bounds
 from llmx.sync import compressed, late, local, mean, one_bit, phases, zero_one
 from llmx.sync.compressors import COMPRESSORS, Compressor
 from llmx.sync.config import SyncConfig
+from llmx.sync.replicas import COMPRESSED, MEAN
 
 
 class Technique(NamedTuple):
@@ -18,7 +19,8 @@ class Technique(NamedTuple):
 
     make: Callable  # StrategyInputs -> contract.Strategy
     compressor: Compressor = COMPRESSORS["mean"]  # of what is not summed in full
-    timetable: Callable = phases.compressed  # (SyncConfig, rates of all steps) -> Timetable
+    # (SyncConfig, learning rates of all steps) -> contract.Timetable
+    timetable: Callable = phases.after_warmup(COMPRESSED)
     # (Replicas, phase or fragments of an outer step) -> (tensors, Compressor) that are exchanged
     sends: Callable = phases.sends
     conflicts: Callable = phases.conflicts  # Config -> what it cannot go with, as texts
@@ -32,7 +34,7 @@ _LOCAL = Technique(
 )
 
 STRATEGIES: dict[str, Technique] = {
-    "mean": Technique(mean.make, timetable=phases.always_mean, conflicts=lambda config: []),
+    "mean": Technique(mean.make, timetable=phases.after_warmup(MEAN), conflicts=lambda config: []),
     "int8": Technique(compressed.make, COMPRESSORS["int8"]),  # arXiv 1511.04561, 1610.02132
     "top_k": Technique(compressed.make, COMPRESSORS["top_k"]),  # arXiv 1704.05021, 1712.01887
     "power_sgd": Technique(compressed.make, COMPRESSORS["low_rank"]),  # arXiv 1905.13727

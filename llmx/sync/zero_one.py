@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.contract import Gradients, State, Strategy, Timetable
 from llmx.sharding import trees
 from llmx.sync import local, phases, reshard
 from llmx.sync.compressors import COMPRESSORS, Compressor, Residuals, Tensor
@@ -58,11 +58,6 @@ def make(inputs: StrategyInputs) -> Strategy:
 
         return update
 
-    own = local.own_params(inputs)
-
-    def own_phase(name: str) -> Phase:
-        return Phase(own, inputs.replica_gradient, phases.reduced, update(name))
-
     def resharded(saved: ZeroOne, layers: reshard.Layers) -> ZeroOne:
         return saved._replace(
             params=reshard.averaged(saved.params, abstract.params, layers),
@@ -75,8 +70,8 @@ def make(inputs: StrategyInputs) -> Strategy:
         init=init,
         phases={
             MEAN: local.mean(inputs, update(MEAN)),
-            VARIANCE: own_phase(VARIANCE),
-            LOCAL: own_phase(LOCAL),
+            VARIANCE: local.own_phase(inputs, update(VARIANCE)),
+            LOCAL: local.own_phase(inputs, update(LOCAL)),
         },
         timetable=inputs.timetable,
         enter=local.forget_after_mean(inputs),
