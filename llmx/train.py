@@ -31,7 +31,7 @@ Log = Callable[[str], None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the config says.
 
-    Returns the exit code: 0 done, or told to stop; 2 the config or data is wrong; 3 stopped by the
+    Returns the exit code: 0 done, or stopped by a signal; 2 the config or data is wrong; 3 stopped by the
     guard.
     """
     begun, log = time.perf_counter(), launch.log
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = 3
         save(config, recipe, checkpoints, dataset, loop, wait=True)
 
-        # 7. What came of it.
+        # 7. The final evaluation and sample.
         if first < loop.step == config.steps:
             evaluation(loop.step, loop.state)
         if loop.step == config.steps:

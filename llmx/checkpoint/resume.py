@@ -46,7 +46,7 @@ def restore_or_init(
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
         raise ValueError(
             f"{config.workdir} was trained on data {saved[:12]} and the config gives "
-            f"{dataset.fingerprint[:12]}: going on would repeat some samples and miss others; "
+            f"{dataset.fingerprint[:12]}: continuing would repeat some samples and miss others; "
             "restore data, batch.sequence_length and seed, or use another workdir"
         )
     if (saved := restored.meta["batch_size"]) != config.batch.size:
@@ -56,7 +56,7 @@ def restore_or_init(
             "be repeated or missed; restore batch.size, or use another workdir"
         )
     log(f"resumed from checkpoint {restored.step} of {config.workdir}")
-    # A run that the guard stopped may go on: whoever starts it again has changed something.
+    # A run that the guard stopped may continue: restarting it is the user's decision.
     to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
     return restored.state._replace(guard=jax.device_put(released, to)), restored.step

@@ -56,7 +56,7 @@ class InputFile:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where reading goes on: a file, the byte (row in Parquet) there, and the records before it."""
+    """Where reading continues: a file, the byte (row in Parquet) there, and the records before it."""
 
     file: int = 0
     offset: int = 0

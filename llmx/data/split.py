@@ -90,7 +90,7 @@ def split_sources(
         _choose(lengths, hashes, held_out, name)
         for (lengths, hashes), name in zip(tables, names, strict=True)
     ]
-    # What one source holds out, every other one must: the sides are told by content alone.
+    # What one source holds out, every other one must: content alone decides the side.
     held = np.unique(np.concatenate([choice.held for choice in choices]))
     cuts = collections.Counter()
     for choice in choices:

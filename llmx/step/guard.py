@@ -91,5 +91,5 @@ def forgotten(state: GuardState) -> GuardState:
 
 
 def released(state: GuardState) -> GuardState:
-    """The state with which a stopped run goes on: what is usual stays known."""
+    """The state with which a stopped run continues; it still knows which norms are usual."""
     return state._replace(num_bad=state.num_bad * 0, stopped=state.stopped & False)
