@@ -31,8 +31,8 @@ Log = Callable[[str], None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the config says.
 
-    Returns the exit code: 0 done, or stopped by a signal; 2 the config or data is wrong; 3 stopped by the
-    guard.
+    Returns the exit code: 0 done, or stopped by a signal; 2 the config or data is wrong; 3 stopped
+    by the guard.
     """
     begun, log = time.perf_counter(), launch.log
     try:

@@ -56,7 +56,7 @@ class InputFile:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where reading continues: a file, the byte (row in Parquet) there, and the records before it."""
+    """Where reading continues: a file, its byte (row in Parquet), and the records before it."""
 
     file: int = 0
     offset: int = 0
