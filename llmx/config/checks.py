@@ -27,10 +27,9 @@ from llmx.sync import replicas, strategy
 def resolve(
     config: Config, num_devices: int | None = None, *, problems: Sequence[str] = ()
 ) -> Config:
-    """The config with nothing left open: mesh sizes filled in, the vocabulary known.
+    """A copy of the config with nothing left open: mesh sizes filled in, the vocabulary known.
 
     Args:
-      config: what the file and the flags say; not changed.
       num_devices: devices of the run; None = not known yet, and not checked.
       problems: what is already known to be wrong, reported with the rest.
 
@@ -40,8 +39,7 @@ def resolve(
     found = [*problems, *_unknown_keys(config)]
     if wrong := list(_wrong_types(config)):
         raise ConfigError(found + wrong)  # values of a wrong type cannot be compared with others
-    found += _sections(config)
-    found += _mesh(config, num_devices)
+    found += [*_sections(config), *_mesh(config, num_devices)]
     if config.start_from and not pathlib.Path(config.start_from, "checkpoints").is_dir():
         found.append(
             f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "

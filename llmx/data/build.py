@@ -83,12 +83,8 @@ class Progress:
     """How far a build has come, given to the `report` callback."""
 
     done_bytes: int
-    total_bytes: int
     tokens: int
     documents: int
-
-
-Report = Callable[[Progress], None]
 
 
 def make_recipe(
@@ -171,27 +167,26 @@ def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[bytes]) -> list[np.
 
 def _batches(
     documents: Iterator[sources_lib.Document], skipped: collections.Counter
-) -> Iterator[tuple[list[sources_lib.Document], list[dict]]]:
+) -> Iterator[list[tuple[sources_lib.Document, dict]]]:
     """Documents in groups worth encoding at once, each with the skips counted before it."""
-    batch, counts, size, latest = [], [], 0, dict(skipped)
+    batch, size = [], 0
     for document in documents:
-        if skipped != latest:
-            latest = dict(skipped)
-        batch.append(document)
-        counts.append(latest)
+        batch.append((document, dict(skipped)))
         size += len(document.text)
         if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch, counts
-            batch, counts, size = [], [], 0
+            yield batch
+            batch, size = [], 0
     if batch:
-        yield batch, counts
+        yield batch
 
 
 def _totals(entries: Sequence[Mapping]) -> dict[str, int]:
     return {key: sum(entry[key] for entry in entries) for key in ("tokens", "documents")}
 
 
-def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dict:
+def write_shards(
+    folder: pathlib.Path, recipe: Recipe, *, report: Callable[[Progress], None]
+) -> dict:
     """Writes or continues the shards of a recipe in an existing folder; returns the index."""
     progress = _start(folder, recipe)
     tokenizer = recipe.tokenizer
@@ -204,13 +199,13 @@ def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dic
     shards_lib.check_sizes(folder, entries, dtype=dtype)
     skipped = collections.Counter(progress["skipped"])
     documents = recipe.documents(sources_lib.Position(**progress["position"]), skipped)
-    done = Progress(0, recipe.num_bytes, **_totals(entries))
+    done = Progress(0, **_totals(entries))
     sizes_before = np.cumsum([0] + [file.num_bytes for file in recipe.files])
     writer = None
     try:
-        for batch, counts in _batches(documents, skipped):
-            encoded = _encode(tokenizer, [document.text for document in batch])
-            for document, ids, count in zip(batch, encoded, counts, strict=True):
+        for batch in _batches(documents, skipped):
+            encoded = _encode(tokenizer, [document.text for document, _ in batch])
+            for (document, skips), ids in zip(batch, encoded, strict=True):
                 writer = writer or shards_lib.ShardWriter(
                     folder, len(entries), dtype, tokenizer.end_of_document
                 )
@@ -219,12 +214,11 @@ def write_shards(folder: pathlib.Path, recipe: Recipe, *, report: Report) -> dic
                     entries.append(writer.close())
                     writer = None
                     position = dataclasses.asdict(document.end)
-                    progress |= {"position": position, "skipped": count}
+                    progress |= {"position": position, "skipped": skips}
                     shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
                 done.tokens += len(ids) + 1
             done.documents += len(batch)
-            end = batch[-1].end
-            done.done_bytes = int(sizes_before[end.file]) + end.offset
+            done.done_bytes = int(sizes_before[document.end.file]) + document.end.offset
             report(done)
         if writer:
             entries.append(writer.close())
@@ -253,7 +247,7 @@ def _finish(
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
             raise ValueError(f"{file.path} changed while it was read: run again")
     tokenizer_file = (folder / tokenizers.FILE_NAME).read_bytes()
-    content = {
+    index = shards_lib.seal({
         "format": shards_lib.FORMAT,
         "version": shards_lib.VERSION,
         "identity": recipe.identity(),
@@ -265,8 +259,7 @@ def _finish(
         **_totals(entries),
         "skipped": dict(sorted(skipped.items())),
         "shards": entries,
-    }
-    index = shards_lib.seal(content)
+    })  # fmt: skip
     shards_lib.write_json(folder / shards_lib.INDEX, index)
     (folder / shards_lib.PROGRESS).unlink()
     return index
@@ -301,14 +294,15 @@ def exclusive(folder: pathlib.Path, *, on_wait: Callable[[], None]) -> Iterator[
         os.close(descriptor)
 
 
-def _log_report(recipe: Recipe, log: Callable[[str], None]) -> Report:
+def _log_report(recipe: Recipe, log: Callable[[str], None]) -> Callable[[Progress], None]:
+    """A `report` that logs a line now and then."""
     last = time.monotonic()
 
     def report(progress: Progress) -> None:
         nonlocal last
         if time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
-            share = progress.done_bytes / max(progress.total_bytes, 1)
+            share = progress.done_bytes / max(recipe.num_bytes, 1)
             log(f"data: {recipe.name}: {share:.0%}, {progress.tokens:,} tokens")
 
     return report

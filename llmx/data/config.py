@@ -6,9 +6,16 @@ import fractions
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from llmx.data import sources as sources_lib
 from llmx.data import tokenizers
+
+
+def _within(default: float, low: float, high: float, **rules: Any) -> Any:
+    """A field with a number from `low` to `high`; `llmx.runtime.bounds` knows the rules."""
+    limits = {"at least": low, "at most": high}
+    return dataclasses.field(default=default, metadata={"limits": limits, **rules})
 
 
 @dataclasses.dataclass
@@ -22,21 +29,14 @@ class DataConfig:
     # "bytes", a tokenizer.json, or "auto": that of a shards source, else bytes.
     tokenizer: str = "auto"
     # Train a byte-level BPE of this vocabulary size on the sources; 0 = do not.
-    train_tokenizer: int = dataclasses.field(
-        default=0,
-        metadata={
-            "limits": {"at least": tokenizers.MIN_TRAINED_SIZE,
-                       "at most": tokenizers.MAX_TRAINED_SIZE},
-            "unless": 0,
-            "remedy": "256 bytes and the end-of-document token are the least; 0 trains none",
-        },
+    train_tokenizer: int = _within(
+        0, tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE, unless=0,
+        remedy="256 bytes and the end-of-document token are the least; 0 trains none",
     )  # fmt: skip
     # Field of a JSONL record, or column of a Parquet file, that holds the text.
     text_key: str = "text"
     # Fraction of each source kept for evaluation, by document; 0 = none.
-    held_out: float = dataclasses.field(
-        default=0.05, metadata={"limits": {"at least": 0, "at most": 0.5}}
-    )
+    held_out: float = _within(0.05, 0, 0.5)
     # Visit the windows of every epoch in a new pseudo-random order.
     shuffle: bool = True
     # Fill rows with several documents; otherwise a row holds tokens of one document only.
@@ -46,13 +46,9 @@ class DataConfig:
     # Check the checksum of every shard at start, also of sets too large to be checked by default.
     verify: bool = False
     # Threads that prepare batches; the order does not depend on it. 0 = none.
-    num_threads: int = dataclasses.field(
-        default=1, metadata={"limits": {"at least": 0, "at most": 64}}
-    )
+    num_threads: int = _within(1, 0, 64)
     # Batches prepared ahead of the step.
-    prefetch: int = dataclasses.field(
-        default=4, metadata={"limits": {"at least": 0, "at most": 1024}}
-    )
+    prefetch: int = _within(4, 0, 1024)
     # Where token shards made from text are kept; "" = ~/.cache/llmx/data.
     cache_dir: str = ""
 

@@ -53,16 +53,16 @@ class Interleave:
 def _index_seed(seed: int, source: int) -> int:
     """32 bits of (seed, source). Hashed, because grain adds the epoch to it: with plain seeds,
     epoch 1 of seed 0 would be epoch 0 of seed 1."""
-    return shards_lib.integer_hash(f"{seed}/{source}".encode(), num_bytes=4)
+    raw = hashlib.blake2b(f"{seed}/{source}".encode(), digest_size=4).digest()
+    return int.from_bytes(raw, "little")
 
 
 class Dataset:
     """The rows of a training run. Opened by `open_dataset`."""
 
     def __init__(
-        self, *, names: Sequence[str], shards: Sequence[shards_lib.Shards],
-        splits: Sequence[split_lib.Split], config: config_lib.DataConfig,
-        sequence_length: int, seed: int,
+        self, config: config_lib.DataConfig, shards: Sequence[shards_lib.Shards],
+        splits: Sequence[split_lib.Split], *, sequence_length: int, seed: int,
     ):  # fmt: skip
         self.sequence_length = sequence_length
         self.tokenizer = shards[0].tokenizer
@@ -79,7 +79,7 @@ class Dataset:
         self.num_held_out_windows = int(self._held_out_bases[-1])
         counts = tuple(windows.num_windows for windows in self._train)
         self.shares = config_lib.integer_shares(config.weights or counts)
-        for name, count in zip(names, counts, strict=True):
+        for name, count in zip(config.sources, counts, strict=True):
             if count > _MAX_WINDOWS:
                 raise ValueError(
                     f"source {name!r} has {count:,} windows, above the {_MAX_WINDOWS:,} that can "
@@ -206,10 +206,8 @@ def open_dataset(
     if found:
         raise ValueError("\n".join(found))
     shards = _open_sources(config, pathlib.Path(config.cache_dir or cache_dir).expanduser(), log)
-    splits = split_lib.split_sources(
-        [(source.lengths, source.hashes) for source in shards],
-        held_out=float(config.held_out), names=config.sources,
-    )  # fmt: skip
+    tables = [(source.lengths, source.hashes) for source in shards]
+    splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
         if split.train.num_tokens <= sequence_length:
             raise ValueError(
@@ -218,10 +216,7 @@ def open_dataset(
                 f"or set the sequence length below {max(split.train.num_tokens, 2)}"
             )
         log(_describe(name, source, split))
-    return Dataset(
-        names=config.sources, shards=shards, splits=splits, config=config,
-        sequence_length=sequence_length, seed=seed,
-    )  # fmt: skip
+    return Dataset(config, shards, splits, sequence_length=sequence_length, seed=seed)
 
 
 def _open_sources(

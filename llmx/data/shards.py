@@ -29,11 +29,6 @@ DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8")])
 VERIFY_BYTES = 256 << 20
 
 
-def integer_hash(raw: bytes, *, num_bytes: int) -> int:
-    """An unsigned integer of `num_bytes` bytes, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=num_bytes).digest(), "little")
-
-
 def json_hash(value: Mapping) -> str:
     """SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -80,9 +75,9 @@ class ShardWriter:
         64 bits of the text's hash decide on which side of the held-out split it lies.
         """
         length = len(ids) + 1
-        record = np.array((length, integer_hash(text, num_bytes=8)), DOCUMENT_DTYPE)
+        record = length.to_bytes(8, "little") + hashlib.blake2b(text, digest_size=8).digest()
         tokens = ids.astype(self._dtype).tobytes() + self._end
-        for kind, raw in (("tokens", tokens), ("documents", record.tobytes())):
+        for kind, raw in (("tokens", tokens), ("documents", record)):
             self._files[kind].write(raw)
             self._hashes[kind].update(raw)
         self.num_tokens += length

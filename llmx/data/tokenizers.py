@@ -27,7 +27,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class Tokenizer:
-    """What byte and file tokenizers share."""
+    """What byte and file tokenizers share. Each has a `_decode` of known ids."""
 
     name: str
     vocab_size: int
@@ -51,9 +51,6 @@ class Tokenizer:
             raise ValueError(f"token id {array.min()} is negative: ids count from 0")
         first, *others = np.split(array, np.flatnonzero(array >= self.vocab_size))
         return "\ufffd".join(map(self._decode, [first, *(run[1:] for run in others)]))
-
-    def _decode(self, ids: np.ndarray) -> str:
-        raise NotImplementedError
 
     def dumps(self) -> str:
         """The text of the file that `load` reads back."""

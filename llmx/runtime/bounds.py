@@ -25,7 +25,6 @@ def bounded(
     """A field with a number within bounds.
 
     Args:
-      default: the field's default.
       at_least, above: lower bound, itself allowed or not.
       at_most, below: upper bound, itself allowed or not.
       unless: one value that is allowed outside the bounds.
@@ -45,9 +44,7 @@ def choice(default: str, choices: Iterable[str] | Callable[[], Iterable[str]]) -
 def problems(section: Any, prefix: str) -> list[str]:
     """The values of a section that are out of bounds or unknown, each with its limit and remedy.
 
-    Args:
-      section: a dataclass; sections inside it are not looked at.
-      prefix: of the section's keys, as "batch.".
+    `prefix` is that of the section's keys, as "batch.". Sections inside it are not looked at.
     """
     found = []
     for field in dataclasses.fields(section):

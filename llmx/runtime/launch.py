@@ -67,14 +67,10 @@ class LaunchConfig:
 
 def problems(config: LaunchConfig) -> list[str]:
     """All that is wrong with the section, each with its remedy."""
-    return [
-        *bounds.problems(config, "launch."),
-        *_option_problems(config),
-        *_process_problems(config),
-    ]
+    return [*bounds.problems(config, "launch."), *_conflicts(config)]
 
 
-def _option_problems(config: LaunchConfig) -> Iterator[str]:
+def _conflicts(config: LaunchConfig) -> Iterator[str]:
     if config.cpu_devices and config.platform in ("gpu", "tpu"):
         yield (
             f"launch.cpu_devices={config.cpu_devices} has no effect on "
@@ -87,22 +83,6 @@ def _option_problems(config: LaunchConfig) -> Iterator[str]:
                 f"launch.compiler_options has {option!r}: write xla_name=value, as "
                 "xla_enable_async_all_gather=true"
             )
-
-
-def compiler_options(config: LaunchConfig) -> dict[str, str | bool | int]:
-    """{name: value} for `jax.jit`."""
-    options = dict(option.split("=", 1) for option in config.compiler_options)
-    return {name: option_value(text) for name, text in options.items()}
-
-
-def option_value(text: str) -> str | bool | int:
-    """The value of an XLA flag with the type that a compiler option must have."""
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if text.isdecimal() else text
-
-
-def _process_problems(config: LaunchConfig) -> Iterator[str]:
     host, _, port = config.coordinator.rpartition(":")
     if config.coordinator not in ("", "auto"):
         if not host or not port.isdecimal():
@@ -125,6 +105,19 @@ def _process_problems(config: LaunchConfig) -> Iterator[str]:
             f"launch.num_processes={config.num_processes}, launch.process_id={config.process_id} "
             "without launch.coordinator: set launch.coordinator=host:port of process 0"
         )
+
+
+def compiler_options(config: LaunchConfig) -> dict[str, str | bool | int]:
+    """{name: value} for `jax.jit`."""
+    options = dict(option.split("=", 1) for option in config.compiler_options)
+    return {name: option_value(text) for name, text in options.items()}
+
+
+def option_value(text: str) -> str | bool | int:
+    """The value of an XLA flag with the type that a compiler option must have."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdecimal() else text
 
 
 def start(config: LaunchConfig) -> None:
@@ -164,7 +157,14 @@ def choose_platform(config: LaunchConfig) -> str:
         _set("jax_platforms", config.platform)
     elif not jax.config.jax_platforms and not has_accelerator():
         _set("jax_platforms", "cpu")
-    return _expected_platform()
+    # What JAX will choose: asking it would start its backend.
+    if asked := (jax.config.jax_platforms or "").split(",")[0]:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked if asked in XLA_FLAGS else "cpu")
+    if any(map(glob.glob, TPU_DEVICES)) and importlib.util.find_spec("libtpu"):
+        return "tpu"
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+    has_plugin = any(map(importlib.util.find_spec, plugins))
+    return "gpu" if has_plugin and any(map(glob.glob, GPU_DEVICES)) else "cpu"
 
 
 def has_accelerator() -> bool:
@@ -223,7 +223,7 @@ def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluste
             raise ValueError(f"{', '.join(missing)} not set: set all of {', '.join(names)} or none")
         address, count, number = (environment[name] for name in names)
         given = LaunchConfig(coordinator=address, num_processes=int(count), process_id=int(number))
-        if found := list(_process_problems(given)):
+        if found := problems(given):
             raise ValueError(f"from {', '.join(names)}: " + "\n".join(found))
         return find_cluster(given, {})
     on_tpu_host = config.platform == "tpu" and any(map(glob.glob, TPU_DEVICES))
@@ -265,19 +265,6 @@ def merge_flags(given: str, wanted: Mapping[str, str]) -> str:
     have = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
     added = [f"--{name}={value}" for name, value in wanted.items() if name not in have]
     return " ".join([*given.split(), *added])
-
-
-def _expected_platform() -> str:
-    """The platform that JAX will choose: asking JAX would start its backend."""
-    asked = (jax.config.jax_platforms or "").split(",")[0]
-    if asked:
-        return {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked if asked in XLA_FLAGS else "cpu")
-    if any(map(glob.glob, TPU_DEVICES)) and importlib.util.find_spec("libtpu"):
-        return "tpu"
-    if not any(map(glob.glob, GPU_DEVICES)):
-        return "cpu"
-    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
-    return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"
 
 
 def _set(name: str, value: str | int | float) -> None:

@@ -15,11 +15,8 @@ class RecordFile:
     """metrics.jsonl, each (kind, step) once and in order; every record is in the file at once."""
 
     def __init__(self, path: pathlib.Path, *, start_step: int):
-        kept = {}
-        if start_step > 0 and path.exists():
-            for line, record in read_records(path):
-                if record["step"] <= start_step:
-                    kept[record["kind"], record["step"]] = line
+        earlier = read_records(path) if start_step > 0 and path.exists() else []
+        kept = {(r["kind"], r["step"]): line for line, r in earlier if r["step"] <= start_step}
         # Made aside and renamed: a run killed here leaves the old file or the new one.
         temporary = path.with_suffix(".tmp")
         with open(temporary, "w", encoding="utf-8") as file:
@@ -27,7 +24,7 @@ class RecordFile:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        self._last = {kind: step for kind, step in sorted(kept)}
+        self._last = dict(sorted(kept))  # kind -> its latest step
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def write(self, record: dict) -> bool:
@@ -51,9 +48,8 @@ def read_records(path: str | os.PathLike) -> list[tuple[str, dict]]:
 
     Raises ValueError, with the line's number, for any other line that is no record.
     """
-    text = pathlib.Path(path).read_text(encoding="utf-8")
-    lines = text.split("\n")
-    lines.pop()  # empty, or the start of a record that a crash cut off
+    # The last is empty, or the start of a record that a crash cut off.
+    *lines, _ = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     found = []
     for number, line in enumerate(lines, start=1):
         try:

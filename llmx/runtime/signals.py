@@ -111,17 +111,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(1.0, self._seconds / 4)
+        later = self._seconds + 4 * tick
         while not self._over.wait(tick):
             # If the interpreter itself hangs, this thread does too: faulthandler's own then exits.
-            faulthandler.dump_traceback_later(
-                self._seconds + 4 * tick, exit=True, file=sys.__stderr__
-            )
+            faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__)
             idle = time.monotonic() - self._last
             if idle > self._seconds:
                 faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
                 # The log may wait for a lock that the stuck thread holds.
                 faulthandler.dump_traceback_later(5, exit=True, file=sys.__stderr__)
-                self._log(
-                    f"no step for {idle:.0f} s, watchdog_seconds={self._seconds}: exit {HUNG}"
-                )
+                limit = f"watchdog_seconds={self._seconds}"
+                self._log(f"no step for {idle:.0f} s, {limit}: exit {HUNG}")
                 os._exit(HUNG)
