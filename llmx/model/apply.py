@@ -26,10 +26,7 @@ from llmx.model.execution import Execution
 
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
-    """The parameters' shapes and logical axes; nothing is allocated.
-
-    Returns (tree of ShapeDtypeStruct, tree of tuples of names), both nested dicts.
-    """
+    """The parameters' shapes and logical axes, as nested dicts; nothing is allocated."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
     axes["blocks"] = jax.tree.map(
@@ -108,8 +105,8 @@ class Apply:
     def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
         """A cache of at least `length` slots in which nothing is visible (segment -1).
 
-        Returns "key" and "value" [L, B, S, K, H] in the compute dtype, "segments" and "positions"
-        int32 [B, S]; S is a multiple of the devices that split the slots.
+        "key" and "value" are [L, B, S, K, H] in the compute dtype, "segments" and "positions" int32
+        [B, S]; S is a multiple of the devices that split the slots.
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))

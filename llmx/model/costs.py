@@ -126,10 +126,7 @@ def training_flops_per_token(
 
 
 def parameters_by_layer(model: ModelConfig) -> list[int]:
-    """Stored parameters of the embedding with positions, of each block, of the norm and head.
-
-    They add up to `num_stored_parameters`: a tied head has none but its norm's.
-    """
+    """Stored parameters of each layer: a tied head has only those of its norm."""
     parts = parameters_by_part(model)
     last_norm = 2 * model.width if model.norm == "layer" else model.width
     blocks = parts["attention"] + parts["mlp"] + parts["norms"] - last_norm
@@ -157,10 +154,9 @@ def recomputed_flops_by_layer(
     """FLOPs per token of the forward pass that the backward pass repeats, by layer.
 
     Only what gradients need: a block's last product is repeated where a norm follows it. What an
-    attention kernel computes again in its own backward pass is left out where its result is saved.
+    attention kernel whose result is saved computes again in its own backward pass is left out.
 
-    `remat` is a name in `remat.POLICIES`. With more than one of `loss_chunks`, chunks of the
-    vocabulary in the loss, logits are not saved.
+    `remat` is a name in `remat.POLICIES`. With several `loss_chunks` logits are not saved.
     """
     D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
     # Into the MLP, and out of it where the result is an input of a norm.

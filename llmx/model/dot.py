@@ -97,13 +97,11 @@ def dot(
     expression: str, x: jax.Array, weight: jax.Array | DeferredWeight, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """`einsum(expression, x, weight)` in the compute dtype, placed as `out`.
+    """`einsum(expression, x, weight)` in the compute dtype of x, placed as `out`.
 
     Args:
-      expression: an einsum over x and weight, e.g. "BTD,DNH->BTNH"; no letter may be summed within
-        one operand.
-      x: activations, in the compute dtype.
-      weight: a master parameter in any layout, or an element of `with_grad_buffers`.
+      expression: e.g. "BTD,DNH->BTNH"; no letter may be summed within one operand.
+      x, weight: activations; a master parameter in any layout, or from `with_grad_buffers`.
       out, policy: PartitionSpec of the result, and the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
         gathered weight for it. Otherwise the gradient gathers for itself.
@@ -185,9 +183,9 @@ def _operands(product, x, gradient) -> WeightGradOperands:
 
 
 def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, dtype) -> jax.Array:
-    """The product placed as `to`: first each device's term of the sum, then the sum over devices.
+    """The product placed as `to`, in two steps: each device's term of the sum, then the sum.
 
-    In two steps, a sum whose result is split again becomes a reduce-scatter.
+    So a sum whose result is split again becomes a reduce-scatter.
     """
     inputs, out = expression.split("->")
     entries = (*of_left.partitions, *of_right.partitions)
@@ -199,9 +197,6 @@ def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, d
         out_sharding=sharding.unreduced(term, summed),
     )  # fmt: skip
     return jax.sharding.reshard(product, to)
-
-
-# ------------------------------------------------------------------- norms' scales, and biases
 
 
 @jax.custom_vjp

@@ -55,8 +55,8 @@ class _HeadLoss:
     @property
     def gathered(self) -> tuple[str, ...]:
         """Mesh axes that split the positions of x but not of the targets."""
-        tokens = self.split.tokens
-        return tuple(a for a in mesh_axes(self.x[1]) if a not in mesh_axes(tokens[1]))
+        of_targets = mesh_axes(self.split.tokens[1])
+        return tuple(axis for axis in mesh_axes(self.x[1]) if axis not in of_targets)
 
     @property
     def logits(self) -> PartitionSpec | None:
@@ -73,8 +73,7 @@ def token_losses(
     """Per-token -log p(target), and log Z, in nats, fp32.
 
     Args:
-      x_BTD: the last hidden state after its norm.
-      head_VD: the output head, one row per (padded) token.
+      x_BTD, head_VD: the last hidden state after its norm; the head, one row per (padded) token.
       targets_BT: the token that follows, below `num_real`.
       num_real: rows of the head from here on are padding and have no probability.
       softcap: c tanh(logit / c); 0 = off.
@@ -129,17 +128,13 @@ def _backward(loss: _HeadLoss, residuals, gradients):
     split = loss.split
     gradient_x, gradient_head = jax.shard_map(
         functools.partial(_backward_local, loss), mesh=split.mesh,
-        in_specs=(loss.x, split.table, split.tokens, split.tokens, loss.logits,
-                  split.tokens, split.tokens),
+        in_specs=(loss.x, split.table, *[split.tokens] * 2, loss.logits, *[split.tokens] * 2),
         out_specs=(loss.x, split.gradient), check_vma=False,
     )(*residuals, *gradients)  # fmt: skip
     return gradient_x, gradient_head, None
 
 
 _token_losses.defvjp(_forward, _backward)
-
-
-# ----------------------------------------------------- on one device's shard, inside manual regions
 
 
 def _whole_positions(loss: _HeadLoss, x_BTD):

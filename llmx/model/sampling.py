@@ -36,9 +36,6 @@ TEXT, FILLING = 0, -2
 SMALLEST_BUCKET = 32
 
 
-# --------------------------------------------------------------------------------- picking a token
-
-
 def sampling_mask(
     logits_BV: Float[Array, "B V"], temperature: Array, top_k: Array, top_p: Array
 ) -> Bool[Array, "B V"]:
@@ -83,9 +80,6 @@ def _tempered(logits_BV, temperature):
     return (logits_BV - top_B1) / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
 
 
-# -------------------------------------------------------------------------------------- generating
-
-
 def generate(
     apply: Apply, params: dict, execution: Execution, prompts: Sequence[Sequence[int]], *,
     max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
@@ -104,8 +98,7 @@ def generate(
       seed: of the random numbers.
       stop_token: ends a row and is not returned; None = rows end at `max_tokens` only.
 
-    Communicates over the mesh axes that split `params`. Every process calls it with the same
-    arguments and gets the same texts.
+    Communicates over the mesh axes that split `params`. All processes call it alike.
 
     Raises ValueError for the texts of `prompt_problems` and `sampling_problems`.
     """

@@ -35,9 +35,6 @@ WRITTEN_OUT = 3
 NEVER_LOOPED = ("cpu",)
 
 
-# --------------------------------------------------------------------------------- what is computed
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """Some chunks of a group's queries and of the keys of a block, in one call of the kernel."""
@@ -121,9 +118,6 @@ def scores_per_device(split: Split, num_positions: int, window: int = 0) -> np.n
     per_list = np.array([sum(map(visible_pairs, tiles)) for tiles in tiles_of.tile_lists])
     # The devices of a group have a share of the heads each.
     return np.repeat(per_list[tiles_of.table].sum(axis=1), split.ulysses) / split.ulysses
-
-
-# ----------------------------------------------------------------------------------------- the ring
 
 
 @dataclasses.dataclass(frozen=True)
