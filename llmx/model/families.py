@@ -173,10 +173,7 @@ FAMILIES = {
 
 
 def preset(name: str, **changes) -> ModelConfig:
-    """`FAMILIES[name]` with some fields changed, e.g. preset("llama3", num_layers=2).
-
-    Raises ValueError for an unknown name or field.
-    """
+    """`FAMILIES[name]` with `changes`. Raises ValueError for an unknown name or field."""
     if name not in FAMILIES:
         raise ValueError(f"model {name!r} is unknown: use one of {', '.join(sorted(FAMILIES))}")
     known = {field.name for field in dataclasses.fields(ModelConfig)}

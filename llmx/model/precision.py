@@ -1,9 +1,8 @@
 """Which dtype each number is kept, computed and summed in.
 
 Parameters are the master copy that the optimizer updates (fp32). Weights are cast to the compute
-dtype where they are used, before they are gathered, so that communication is in that dtype. Norms,
-softmax, the loss and the optimizer are in fp32 always. Source: mixed precision training (arXiv
-1710.03740), bf16 (arXiv 1905.12322).
+dtype before they are gathered, and so travel in it. Norms, softmax, the loss and the optimizer are
+in fp32 always. Sources: mixed precision training (arXiv 1710.03740), bf16 (arXiv 1905.12322).
 """
 
 import contextlib
@@ -22,22 +21,15 @@ class Policy:
     reduce: jnp.dtype
 
     def products(self) -> contextlib.AbstractContextManager:
-        """Under it matrix products are traced as exact as the compute dtype.
-
-        GPUs and TPUs by default multiply fp32 in fewer bits (TF32, one bf16 pass).
-        """
+        """Makes matrix products exact: by default GPUs and TPUs multiply fp32 in fewer bits."""
         exact = "highest" if self.compute == jnp.float32 else "default"
         return jax.default_matmul_precision(exact)
 
 
-def _policy(param, compute, reduce) -> Policy:
-    return Policy(jnp.dtype(param), jnp.dtype(compute), jnp.dtype(reduce))
-
+_FP32, _BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 POLICIES = {
-    "fp32": _policy("float32", "float32", "float32"),
-    # Gradients cross the network in bf16,
-    "bf16": _policy("float32", "bfloat16", "bfloat16"),
-    # or in fp32, at twice the bytes.
-    "bf16_fp32_reduce": _policy("float32", "bfloat16", "float32"),
+    "fp32": Policy(_FP32, _FP32, _FP32),
+    "bf16": Policy(_FP32, _BF16, _BF16),  # gradients cross the network in bf16,
+    "bf16_fp32_reduce": Policy(_FP32, _BF16, _FP32),  # or in fp32, at twice the bytes
 }

@@ -1,8 +1,7 @@
-"""Activation checkpointing: what the forward pass keeps for the backward pass, by name.
+"""Activation checkpointing: what the forward pass saves for the backward pass, by name.
 
-The model marks values with `jax.ad_checkpoint.checkpoint_name`; a policy says which of them stay.
-What does not stay is computed again in the backward pass, layer by layer. Source: arXiv 1604.06174;
-selective, arXiv 2205.05198.
+The model names values by `jax.ad_checkpoint.checkpoint_name`; a policy says which are saved. Others
+are computed again, layer by layer. Sources: arXiv 1604.06174; selective, arXiv 2205.05198.
 """
 
 from collections.abc import Callable
@@ -13,8 +12,7 @@ import jax
 #   query_key_value  B T (N+2K) H     attention  B T N H     mlp  B T F (twice if gated)
 # and every product with a weight, when its sum over devices is done:
 #   product          B T (N+2K) H + B T D + B T F (twice if gated) + B T D
-QUERY_KEY_VALUE, ATTENTION, MLP = "query_key_value", "attention", "mlp"
-PRODUCT = "product"
+QUERY_KEY_VALUE, ATTENTION, MLP, PRODUCT = "query_key_value", "attention", "mlp", "product"
 
 _policies = jax.checkpoint_policies
 
@@ -28,14 +26,10 @@ POLICIES: dict[str, Callable | None] = {
 
 
 def checkpointed(function: Callable, policy: str) -> Callable:
-    """`function` with its intermediate values kept as `POLICIES[policy]` says.
-
-    Raises ValueError for an unknown policy.
-    """
+    """`function` that saves what `POLICIES[policy]` says; ValueError for an unknown policy."""
     if policy not in POLICIES:
         raise ValueError(f"remat {policy!r} is unknown: use one of {', '.join(POLICIES)}")
     if policy == "none":
         return function
-    # Inside a scan the loop already keeps forward and backward apart; CSE prevention only costs
-    # there.
+    # Inside a scan the loop already keeps forward and backward apart: preventing CSE only costs.
     return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=False)

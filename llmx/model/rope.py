@@ -19,16 +19,15 @@ def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
     """
     local = kind == families.LOCAL and model.rope_theta_local
     theta = model.rope_theta_local if local else model.rope_theta
-    pairs = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
-    frequencies = theta**-pairs
-    if local or model.rope_scaling == "none":
-        return frequencies.astype(np.float32)
-    if model.rope_scaling == "linear":
-        return (frequencies / model.rope_factor).astype(np.float32)
-    turns = model.rope_old_context * frequencies / (2 * np.pi)
-    keep = (turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)
-    keep = np.clip(keep, 0, 1)
-    return (frequencies * (keep + (1 - keep) / model.rope_factor)).astype(np.float32)
+    frequencies = theta ** -(np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim)
+    if not local and model.rope_scaling == "linear":
+        frequencies = frequencies / model.rope_factor
+    elif not local and model.rope_scaling == "llama3":
+        turns = model.rope_old_context * frequencies / (2 * np.pi)
+        keep = (turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)
+        keep = np.clip(keep, 0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / model.rope_factor)
+    return frequencies.astype(np.float32)
 
 
 def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray):

@@ -62,11 +62,11 @@ class TrainingLoss:
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, place=place))
 
     def buffers(self, accumulation: int) -> Any:
-        """The type of each parameter's gradient buffer, for so many microbatches.
+        """The type of each parameter's gradient buffer, for `accumulation` microbatches.
 
-        Matrices: in the reduce dtype, summed over the devices at once, behind the next layer's
-        work; but over axes that do not split the gradient only after the last microbatch. Norms and
-        biases: in fp32, and summed after the last layer, all layers together.
+        Matrices: in the reduce dtype, summed over devices behind the next layer's work; over axes
+        that do not split the gradient after the last microbatch only. Norms and biases: in fp32,
+        summed after the last layer, all layers together.
         """
         place, policy = self.execution.place, self.execution.policy
 
@@ -126,21 +126,18 @@ def make(
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
-    place = execution.place
+    place, dtype = execution.place, execution.policy.param
     shapes, axes = apply_lib.abstract_parameters(config)
-    dtype = execution.policy.param
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
     if arrange is not None:
         shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
-    to = {
-        table: sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
+    parameters, gradients, updates = (
+        sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
         for table in ("parameters", "gradients", "optimizer")
-    }
-    return TrainingLoss(
-        apply=apply_lib.Apply(config), execution=execution,
-        params=jax.tree.map(placed, shapes, to["parameters"]), axes=axes,
-        gradients=to["gradients"], updates=to["optimizer"], z_loss=z_loss, gather=gather,
-    )  # fmt: skip
+    )
+    params = jax.tree.map(placed, shapes, parameters)
+    apply = apply_lib.Apply(config)
+    return TrainingLoss(apply, execution, params, axes, gradients, updates, z_loss, gather)
 
 
 def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:

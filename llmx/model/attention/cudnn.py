@@ -1,7 +1,6 @@
 """GPU attention by cuDNN's fused kernel, as jax calls it.
 
-cuDNN has causal masks and windows but no documents: rows that may hold several are refused, as are
-scores with a soft cap.
+It has causal masks and windows, but neither documents nor a soft cap of scores.
 
 Sources: flash attention (arXiv 2205.14135, 2307.08691); docs.nvidia.com/deeplearning/cudnn.
 
@@ -18,10 +17,7 @@ from llmx.model.attention.masks import Mask, Scores
 
 
 def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str) -> dict:
-    """The static arguments of cuDNN's kernel.
-
-    Raises NotImplementedError for inputs that it does not support.
-    """
+    """The static arguments of the kernel; raises NotImplementedError for inputs it cannot take."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     T, H = query_BTNH.shape[1], query_BTNH.shape[-1]

@@ -1,7 +1,7 @@
 """TPU attention by jax's Pallas "splash" kernel: scores live in on-chip memory a block at a time.
 
-Blocks that the causal mask or the window rules out are skipped. One key/value head and its G query
-heads are one call, so keys and values are never repeated.
+Blocks that order or window rule out are skipped. One key/value head and its G query heads are one
+call: keys and values are not repeated.
 
 Sources: flash attention (arXiv 2205.14135, 2307.08691);
 jax.experimental.pallas.ops.tpu.splash_attention.
@@ -127,9 +127,8 @@ def _backward(
         # All queries see every slice: one kernel in a loop, its mask that of all keys.
         def one(query_gradient, first):
             take = lambda array: jax.lax.dynamic_slice_in_dim(array, first, size, 1)  # noqa: E731
-            part = dataclasses.replace(
-                mask, key_segments_BS=take(mask.key_segments_BS), key_positions_BS=None
-            )
+            segments = take(mask.key_segments_BS)
+            part = dataclasses.replace(mask, key_segments_BS=segments, key_positions_BS=None)
             gradients = whole(*rows, take(key_BSKH), take(value_BSKH), part)
             return query_gradient + gradients[0], gradients[1:]
 
@@ -230,11 +229,9 @@ def _block_sizes(make, blocks: Blocks, shape: tuple[int, int], head_dim: int):
 
     key, key_backward = fit(blocks.key, num_keys), fit(blocks.key_backward, num_keys)
     return make(
-        block_q=fit(blocks.query, num_queries),
-        block_kv=key,
+        block_q=fit(blocks.query, num_queries), block_kv=key,
         block_kv_compute=min(key, fit(blocks.key_compute, num_keys)),
-        block_q_dkv=fit(blocks.query_backward, num_queries),
-        block_kv_dkv=key_backward,
+        block_q_dkv=fit(blocks.query_backward, num_queries), block_kv_dkv=key_backward,
         block_kv_dkv_compute=min(key_backward, fit(blocks.key_backward_compute, num_keys)),
         use_fused_bwd_kernel=True,
-    )
+    )  # fmt: skip

@@ -23,9 +23,8 @@ def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
     For manual regions; takes and returns what `ring.ring` does. Key/value heads are repeated as
     often as needed to divide. Communicates within each group of `split.ulysses` devices along mesh
     axis `axis`: an all-to-all each of queries, keys, values and the result, the same of their
-    gradients in the backward pass, and gathers of segments and positions.
-
-    The function raises ValueError where the group's size does not divide the query heads.
+    gradients, and gathers of segments and positions. The function raises ValueError where the
+    group's size does not divide the query heads.
     """
     size = split.ulysses
     if size == 1:
