@@ -128,9 +128,9 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
-        last = key.rpartition(".")[2]
         ends = {name.rpartition(".")[2]: name for name in reversed(known)}
-        near = [ends[n] for n in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.6)]
+        last = difflib.get_close_matches(key.rpartition(".")[2], ends, n=1)
+        near = [ends[name] for name in last]
     hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists the keys"
     return f"{key} is not a key of the config: {hint}"
 

@@ -184,10 +184,9 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
         return
     if config.pipeline.schedule not in schedules.SCHEDULES:
         return
+    microbatches = config.batch.accumulation
     try:
-        table = schedules.table_of(
-            config.pipeline, stages=stages, microbatches=config.batch.accumulation
-        )
+        table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
         if config.optimizer.name == "adafactor" and not cut.full:
             yield (
@@ -196,7 +195,7 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
                 "chunks of equal size, or another optimizer"
             )
     except ValueError as error:
-        yield f"mesh.stage={stages}, batch.accumulation={config.batch.accumulation}: {error}"
+        yield f"mesh.stage={stages}, batch.accumulation={microbatches}: {error}"
 
 
 def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:

@@ -43,12 +43,10 @@ def batch_text(config: Config) -> str:
 
 def stages_text(config: Config) -> str:
     """What the stages of the mesh do, on a line; "" without stages."""
-    stages = config.mesh.stage
+    stages, microbatches = config.mesh.stage, config.batch.accumulation
     if stages == 1:
         return ""
-    table = schedules.table_of(
-        config.pipeline, stages=stages, microbatches=config.batch.accumulation
-    )
+    table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
     layers = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
     per_chunk = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
     return (

@@ -126,7 +126,7 @@ def _suffix_problem(name: str) -> list[str]:
 
 
 def _glob(pattern: pathlib.Path) -> list[str]:
-    return sorted(name for name in glob.glob(str(pattern), recursive=True) if os.path.isfile(name))
+    return sorted(filter(os.path.isfile, glob.glob(str(pattern), recursive=True)))
 
 
 def _walk(root: pathlib.Path) -> Iterator[str]:
@@ -191,9 +191,8 @@ class _BadText(ValueError):
     """Text that cannot be used: its kind, what to do about it, and what `skip_bad` leaves out."""
 
     def __init__(self, kind: str, message: str, what: str):
-        super().__init__(
-            f"{message}, or set data.skip_bad=True (--skip-bad) to leave such {what} out"
-        )
+        remedy = f"set data.skip_bad=True (--skip-bad) to leave such {what} out"
+        super().__init__(f"{message}, or {remedy}")
         self.kind = kind
 
 
@@ -264,9 +263,8 @@ def _check_utf8(path: str, raw: bytes, offset: int, line: int, what: str) -> byt
 
 def _cut(raw: bytes) -> int:
     """Where a piece that is not the end of its file ends: after a line, else after a character."""
-    newline = raw.rfind(b"\n")
-    if newline >= 0:
-        return newline + 1
+    if newline := raw.rfind(b"\n") + 1:
+        return newline
     for end in range(len(raw) - 1, max(len(raw) - 4, 0), -1):
         if raw[end] & 0xC0 != 0x80:
             return end
@@ -325,16 +323,11 @@ def _jsonl_text(path: str, raw: bytes, offset: int, number: int, text_key: str) 
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         cut = "" if raw.endswith(b"\n") else "; the file's last line is cut off"
-        message = (
-            f"{where} (byte {offset}): malformed JSON ({error}{cut}): mend the line; each line "
-            "must be one JSON object"
-        )
+        message = f"{where} (byte {offset}): malformed JSON ({error}{cut}): write one JSON object"
         raise _BadText("malformed", message, "lines") from error
     if not isinstance(record, dict):
-        message = (
-            f"{where}: a JSON {type(record).__name__} where an object was expected: write "
-            f'{{"{text_key}": "..."}}'
-        )
+        kind = type(record).__name__
+        message = f'{where}: a JSON {kind} in place of an object: write {{"{text_key}": "..."}}'
         raise _BadText("malformed", message, "lines")
     if text_key not in record:
         names = ", ".join(map(repr, list(record)[:10])) or "none"

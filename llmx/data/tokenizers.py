@@ -126,9 +126,10 @@ def load(name: str | os.PathLike) -> Tokenizer:
     """The tokenizer of that name: "bytes", a tokenizer.json, or a folder that holds one."""
     if name == "bytes":
         return ByteTokenizer()
-    found = problems(os.fspath(name))
-    if found or name == "auto":
-        raise ValueError(found[0] if found else 'tokenizer "auto" needs sources to decide')
+    if name == "auto":
+        raise ValueError('tokenizer "auto" needs sources to decide')
+    if found := problems(os.fspath(name)):
+        raise ValueError(found[0])
     path = pathlib.Path(name).expanduser()
     path = path / FILE_NAME if path.is_dir() else path
     try:

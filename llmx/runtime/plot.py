@@ -54,8 +54,8 @@ def _draw(tokens, losses, eval_tokens, eval_losses, *, title: str):
     axes.plot(x, smooth, color="tab:blue", linewidth=1.8, label=f"{label}: {smooth[-1]:.3f} at end")
     if eval_x:
         label = f"held-out: {eval_losses[-1]:.3f} at end"
-        axes.plot(eval_x, eval_losses, color="tab:orange", linewidth=1.8, marker="o", markersize=4,
-                  label=label)  # fmt: skip
+        style = dict(color="tab:orange", linewidth=1.8, marker="o", markersize=4)
+        axes.plot(eval_x, eval_losses, label=label, **style)
     # The steep first steps and single spikes may leave the frame.
     settled = smooth[len(smooth) // 50 :] + [
         loss for t, loss in zip(eval_tokens, eval_losses, strict=True) if t >= largest / 50
