@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from llmx.sharding import specs
 
@@ -20,8 +19,7 @@ def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
 def empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """fp32 zeros to accumulate gradients in, where each device keeps its own terms of the sum."""
     to = specs.unreduced(leaf.sharding.spec, leaf.sharding.spec.reduced)
-    to = NamedSharding(leaf.sharding.mesh, to)
-    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=to)
+    return jnp.zeros(leaf.shape, jnp.float32, out_sharding=leaf.sharding.update(spec=to))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -49,7 +47,7 @@ def with_unreduced_grad(axes: Sequence[str], array: jax.Array) -> jax.Array:
 def to_buffer(gradient: jax.Array, buffer: Any) -> jax.Array:
     """The gradient of a parameter `with_unreduced_grad`, in the type of its buffer.
 
-    Communicates over the mesh axes along which `gradient` has terms and `buffer` is not `reduced`.
+    Communicates over the axes along which `gradient` has terms and `buffer` is not `reduced`.
     """
     to = buffer.sharding.spec
     return jax.sharding.reshard(gradient.astype(buffer.dtype), specs.unreduced(to, to.reduced))

@@ -1,7 +1,4 @@
-"""Layouts: tables from logical axis to mesh axes, and the PartitionSpec that one gives an array.
-
-DDP, ZeRO-1/2/3 and HSDP differ in these tables only.
-"""
+"""Layouts: tables from logical axis to mesh axes, and the PartitionSpec that one gives an array."""
 
 import dataclasses
 import math
@@ -85,10 +82,7 @@ GATHERS = ("layer", "step")
 
 
 def make_layout(name: str, *, sequence_parallel: bool = True, replicate_kv: bool = False) -> Layout:
-    """`LAYOUTS[name]` with the variations of `ShardingConfig`.
-
-    Raises ValueError for an unknown name.
-    """
+    """`LAYOUTS[name]` with the variations of `ShardingConfig`; ValueError for an unknown name."""
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is unknown: use one of {', '.join(LAYOUTS)}")
     layout = LAYOUTS[name]

@@ -28,10 +28,9 @@ def _relabel(mesh: Mesh, array: jax.Array, in_specs, out_specs) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def to_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """[n * ways, ...], split over `axes` along the first dimension, as a local view [n, ...].
+    """[n * ways, ...], split over the `ways` devices of `axes`, as a local view [n, ...].
 
-    `ways` is the number of devices along `axes`. Each keeps its own part: neither this nor its
-    gradient (`from_local`) communicates.
+    Each device keeps its own part: neither this nor its gradient (`from_local`) communicates.
     """
     rest = jax.typeof(array).sharding.spec.partitions[1:]
     return _relabel(mesh, array, PartitionSpec(axes, *rest), PartitionSpec(None, *rest))
@@ -45,10 +44,7 @@ def from_local(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array
 
 
 def local_part(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """Each device's part of an array that `axes` split, in any dimensions, as a local view.
-
-    Nothing is communicated. Not differentiable.
-    """
+    """Each device's part of an array that `axes` split, in any dimensions; not differentiable."""
     to = jax.typeof(array).sharding.spec
     return _relabel(mesh, array, to, specs.without(to, axes))
 

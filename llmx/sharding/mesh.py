@@ -32,10 +32,7 @@ class MeshConfig:
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Mesh axis sizes with -1 filled in, so that their product is `num_devices`.
-
-    Raises ValueError where they cannot multiply to it.
-    """
+    """Mesh axis sizes with -1 filled in; ValueError if they cannot multiply to `num_devices`."""
     sizes = dict(sizes)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     bad = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
@@ -53,10 +50,9 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
             )
         sizes[open_axes[0]] = num_devices // known
     elif known != num_devices:
-        shown = mesh_text(sizes, if_single="of one device")
         raise ValueError(
-            f"mesh {shown} needs {known} devices and there are {num_devices}: "
-            f"set one axis to -1, or change their product to {num_devices}"
+            f"mesh {mesh_text(sizes, if_single='of one device')} needs {known} devices and there "
+            f"are {num_devices}: set one axis to -1, or change their product to {num_devices}"
         )
     return sizes
 

@@ -34,9 +34,8 @@ class Placement:
     ) -> jax.Array:
         """`array` placed as an activation with these logical axes.
 
-        Communicates over the mesh axes that split it otherwise. Where products turn the array into
-        axes `multiplied_into`, the devices along their mesh axes have terms of its gradient: these
-        are added up once, here, and not after every product.
+        Communicates over the mesh axes that split it otherwise. Where products turn it into axes
+        `multiplied_into`, devices have terms of its gradient: these are added up once, here.
         """
         to = self.activation(axes, array.shape)
         table = self.layout.activations
@@ -80,10 +79,7 @@ class Placement:
         return grad_buffers.with_unreduced_grad(self.token_axes, array)
 
     def per_replica(self, axes: tuple[str, ...]) -> "Placement":
-        """The placement of one replica along `axes`: all communication stays within it.
-
-        Arrays have types as on a mesh without these axes.
-        """
+        """The placement of one replica along `axes`: types and communication without these."""
         layout = self.layout.without(axes, "parameters", "gradients", "optimizer", "activations")
         return dataclasses.replace(self, layout=layout, local_axes=(*self.local_axes, *axes))
 

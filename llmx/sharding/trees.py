@@ -7,10 +7,7 @@ import jax
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """{"params/layers/w": leaf}: every leaf by its path, whatever the containers.
-
-    Raises ValueError where two leaves have the same path.
-    """
+    """{"params/layers/w": leaf}: every leaf by its path; ValueError where two have the same."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path) or "value"
@@ -21,7 +18,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict:
-    """{"a/b": x} as {"a": {"b": x}}, the form in which Orbax names the arrays on disk.
+    """{"a/b": x} as {"a": {"b": x}}: so Orbax names the arrays on disk.
 
     Raises ValueError where a path is also the beginning of another.
     """

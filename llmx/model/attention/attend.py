@@ -59,20 +59,14 @@ def candidates(implementation: str, platform: str) -> tuple[str, ...]:
 
 
 def split_of(config: AttentionConfig, place: sharding.Placement) -> Split:
-    """Which device of `sequence` holds which positions of a row.
-
-    Raises ValueError where `config.ulysses` does not divide the devices of `sequence`.
-    """
+    """Which device of `sequence` holds which positions; ValueError if `ulysses` does not divide."""
     ways = place.size(sharding.mesh_axes(place.activation(("sequence",))[0]))
     return Split(ways, config.ulysses if ways > 1 else 1, config.zigzag)
 
 
 @functools.cache
 def kernel_for(implementation: str, platform: str) -> Kernel:
-    """`IMPLEMENTATIONS[implementation]`; "auto": the first candidate that supports its inputs.
-
-    Prints the chosen one once.
-    """
+    """That implementation; "auto": the first candidate that supports its inputs, printed once."""
     if implementation != "auto":
         return IMPLEMENTATIONS[implementation]
     kernels = {name: IMPLEMENTATIONS[name] for name in candidates(implementation, platform)}

@@ -54,9 +54,8 @@ def write_slots(old: Array, new: Array, start: Array | int, *, place: sharding.P
 def attention_over_slots(kernel: Kernel, *, axes: tuple[str, ...], device_kind: str) -> Callable:
     """Attention, in a manual region, of whole queries to keys that are split over mesh axes `axes`.
 
-    Takes and returns what `attend.attention_over` does. Each device's part of the result is
-    weighted by its log-sum-exp. Communicates over `axes`: a maximum [B, N, T], and sums of that
-    size and of the result.
+    Returns what `attend.attention_over` does. Each device's part of the result is weighted by its
+    log-sum-exp. Communicates: a maximum [B, N, T], and sums of that size and of the result.
     """
 
     def attend(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores):
