@@ -12,6 +12,8 @@ Mesh axes: see `llmx.pipeline.tick`. Letters: B batch, T positions, M microbatch
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,8 +82,7 @@ def run_table(
       in_flight: of a periodic table, what the step before returned; None = nothing.
 
     Returns sums over microbatches, and what a periodic table leaves in flight. Gradients are placed
-    as their buffers, of which each device may hold a term of the sum; `stage` is local in those of
-    layers.
+    as their buffers, perhaps unreduced; `stage` is local in those of layers.
     """
     context = _context(program, chunks, functions, mesh, params, batches, kinds, grad_buffers)
     carry = _empty(context, len(params))
@@ -97,16 +98,16 @@ def run_table(
 def _context(program, chunks, functions, mesh, params, batches, kinds, grad_buffers) -> Context:
     """Everything that the ticks share: see `run_table`."""
     blocks, outer = (None, None) if grad_buffers is None else grad_buffers
-    stages = mesh.shape["stage"]
+    stages, to_local = mesh.shape["stage"], functools.partial(sharding.to_local, mesh, STAGE)
     blocks = jax.tree.map(lambda leaf: with_leading(leaf, leaf.shape[0] // stages, of=1), blocks)
     context = Context(
         program=program, chunks=chunks, functions=functions, links=Links(mesh),
-        weights=tuple(to_stages(stacked, mesh) for stacked, _ in params),
+        weights=tuple(jax.tree.map(to_local, stacked) for stacked, _ in params),
         outer=tuple(others for _, others in params),
         batch=jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches),
         block_buffers=blocks, backward_buffers=blocks, outer_buffers=outer,
         kinds=_kinds(chunks, kinds, mesh),
-        stage=_by_stage(np.arange(stages, dtype=np.int32), mesh)[0],
+        stage=_by_stage(range(stages), mesh)[0],
     )  # fmt: skip
     x_type = jax.eval_shape(lambda: context.embedded(None, 0))
     context = dataclasses.replace(context, x_type=x_type)
@@ -160,9 +161,7 @@ def _run_loop(context: Context, carry: Carry, first: int, length: int, times: in
 
 
 def _body(rows: Row) -> Body:
-    def when(array):
-        return When(bool((array >= 0).any()) + bool((array >= 0).all()))
-
+    when = lambda array: When(bool((array >= 0).any()) + bool((array >= 0).all()))  # noqa: E731
     return Body(frozenset(np.unique(rows.kind).tolist()) - {IDLE}, jax.tree.map(when, rows))
 
 
@@ -227,25 +226,11 @@ def _resumed(in_flight: Buffers, carry: Carry, mesh: Mesh) -> dict[str, Any]:
     return jax.tree.map(one, in_flight, buffers)._asdict()
 
 
-def to_stages(tree: Any, mesh: Mesh) -> Any:
-    """Arrays split over `stage` along their first dimension, with that axis local."""
-    return jax.tree.map(lambda array: sharding.to_local(mesh, STAGE, array), tree)
-
-
-def from_stages(tree: Any, mesh: Mesh) -> Any:
-    """The inverse of `to_stages`."""
-    return jax.tree.map(lambda array: sharding.from_local(mesh, STAGE, array), tree)
-
-
-def stage_sharding(to: NamedSharding) -> NamedSharding:
-    """The sharding of an array [slots, ...] after `to_stages`."""
-    return NamedSharding(to.mesh, sharding.split_as(to.spec, None, *to.spec.partitions[1:]))
-
-
-def _by_stage(numbers: np.ndarray, mesh: Mesh) -> jax.Array:
+def _by_stage(numbers: Sequence[int], mesh: Mesh) -> jax.Array:
     """Each stage's share of `numbers`."""
     to = NamedSharding(mesh, PartitionSpec("stage"))
-    return to_stages(jax.sharding.reshard(jnp.asarray(numbers), to), mesh)
+    numbers = jnp.asarray(np.array(numbers, np.int32))
+    return sharding.to_local(mesh, STAGE, jax.sharding.reshard(numbers, to))
 
 
 def _kinds(chunks: ModelChunks, kinds: tuple, mesh: Mesh) -> tuple | jax.Array:
@@ -256,4 +241,4 @@ def _kinds(chunks: ModelChunks, kinds: tuple, mesh: Mesh) -> tuple | jax.Array:
         return by_chunk.pop()
     names = sorted(set(kinds))
     numbers = [EMPTY if kind == EMPTY else names.index(kind) for kind in at]
-    return _by_stage(np.array(numbers, np.int32), mesh)
+    return _by_stage(numbers, mesh)

@@ -15,7 +15,6 @@ Letters: P stages, M microbatches, v chunks of a stage.
 import collections
 import csv
 import dataclasses
-import heapq
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -117,10 +116,8 @@ def schedule_asap(
 ) -> Table:
     """The table in which each stage does its `orders`, every operation as soon as it can.
 
-    `turns` are the kinds of operation that a tick may hold, one tick after the other and then from
-    the first again; ticks in which no stage would work are left out. Example: docs/pipeline.md.
-
-    Raises ValueError where the orders wait for each other.
+    `turns`: the kinds of operation that consecutive ticks may hold, in a cycle; ticks without work
+    are left out. Example: docs/pipeline.md. Raises ValueError where orders wait for each other.
     """
     left = [collections.deque(order) for order in orders]
     num_chunks = 1 + max((chunk for order in orders for _, _, chunk in order), default=0)
@@ -155,10 +152,10 @@ Pairs = list[tuple[int, int] | None]
 def in_phases(
     forwards: Pairs, backwards: Pairs, phases: Sequence[tuple[str, int]]
 ) -> list[Operation]:
-    """The order of a stage: what each phase says, as often as it says.
+    """The order of a stage: the letters of each phase, as many times as it says.
 
-    F does the next of `forwards`, B the next of `backwards`, W the WEIGHT of the oldest B that has
-    none yet. Where nothing is left, the letter does nothing.
+    F is the next of `forwards`, B the next of `backwards`, W the WEIGHT of the oldest B that has
+    none yet; nothing where none is left.
     """
     forwards, backwards = iter(forwards), iter(backwards)
     waiting, order = collections.deque(), []
@@ -327,19 +324,14 @@ def stash(table: Table) -> np.ndarray:
 def slots(starts: Sequence[int], ends: Sequence[int]) -> tuple[np.ndarray, int]:
     """The fewest buffers for intervals [start, end], both inclusive: slot of each, their number.
 
-    Intervals that share a slot do not overlap.
+    Intervals that share a slot do not overlap: each gets the first slot that is free.
     """
-    slot, free, busy, num_slots = np.zeros(len(starts), int), [], [], 0
+    slot, last_use = np.zeros(len(starts), int), {}
     for index in np.argsort(starts, kind="stable"):
-        while busy and busy[0][0] < starts[index]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            slot[index] = heapq.heappop(free)
-        else:
-            slot[index] = num_slots
-            num_slots += 1
-        heapq.heappush(busy, (ends[index], slot[index]))
-    return slot, num_slots
+        free = (number for number, end in last_use.items() if end < starts[index])
+        slot[index] = number = next(free, len(last_use))
+        last_use[number] = ends[index]
+    return slot, len(last_use)
 
 
 # ------------------------------------------------------------------------------------- its file
@@ -368,7 +360,7 @@ def read_csv(path: str | pathlib.Path) -> Table:
     path = pathlib.Path(path)
     name, periodic, header, cells = path.stem, False, None, {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        row = [word.strip() for word in line.split(",")]
+        row, where = [word.strip() for word in line.split(",")], f"{path}:{number}: {line!r}"
         if line.startswith("# name:"):
             name = line.removeprefix("# name:").strip()
         elif line.strip() == "# periodic":
@@ -378,25 +370,25 @@ def read_csv(path: str | pathlib.Path) -> Table:
         elif header is None:
             header = tuple("chunk" if word == "part" else word for word in row)  # its older name
             if header != COLUMNS:
-                raise ValueError(f"{path}:{number}: {line!r}: the columns are {','.join(COLUMNS)}")
+                raise ValueError(f"{where}: the columns are {','.join(COLUMNS)}")
         else:
-            cell, operation = _read_row(row, f"{path}:{number}: {line!r}")
+            cell, operation = _read_row(row, where)
             if cell in cells:
                 raise ValueError(
-                    f"{path}:{number}: {line!r}: stage {cell[1]} has {text(cells[cell])} in tick "
-                    f"{cell[0]} already: one operation per tick and stage"
+                    f"{where}: stage {cell[1]} has {text(cells[cell])} in tick {cell[0]} already: "
+                    "one operation per tick and stage"
                 )
             cells[cell] = operation
     if not cells:
         raise ValueError(f"{path}: no operation in it: write {','.join(COLUMNS)} and rows of it")
-    for name_of, numbers in zip(COLUMNS, map(set, zip(*cells, strict=True)), strict=False):
+    ticks, stages = map(set, zip(*cells, strict=True))
+    for column, numbers in (("tick", ticks), ("stage", stages)):
         if gaps := set(range(len(numbers))) - numbers:
             raise ValueError(
-                f"{path}: {name_of} {min(gaps)} has no row, {max(numbers)} has: count from 0 on "
+                f"{path}: {column} {min(gaps)} has no row, {max(numbers)} has: count from 0 on "
                 "without gaps"
             )
-    shape = [max(numbers) + 1 for numbers in zip(*cells, strict=True)]
-    table = np.broadcast_to([IDLE, -1, -1], (*shape, 3)).copy()
+    table = np.tile([IDLE, -1, -1], (len(ticks), len(stages), 1))
     for cell, operation in cells.items():
         table[cell] = operation
     return Table(name, *np.moveaxis(table, 2, 0), periodic=periodic)

@@ -140,18 +140,18 @@ class _Pipeline:
             return jax.sharding.reshard(leaf.astype(buffer.dtype), NamedSharding(to.mesh, spec))
 
         def in_blocks(leaf, buffer, to):
-            leaf = jax.sharding.reshard(leaf.astype(buffer.dtype), executor.stage_sharding(to))
+            local = sharding.split_as(to.spec, None, *to.spec.partitions[1:])
+            to = NamedSharding(to.mesh, local)
+            leaf = jax.sharding.reshard(leaf.astype(buffer.dtype), to)
             spec = PartitionSpec(None, *jax.typeof(leaf).sharding.spec.partitions)
             return jnp.reshape(leaf, (steps, -1, *leaf.shape[1:]), out_sharding=spec)
 
         outer = jax.tree.map(outside, sums.outer, _outside(buffers), _outside(to))
         blocks = jax.tree.map(in_blocks, sums.blocks, buffers["blocks"], to["blocks"])
 
-        def of(step: int):
-            outer_of, blocks_of = jax.tree.map(lambda leaf: leaf[step], (outer, blocks))
-            return outer_of | {"blocks": executor.from_stages(blocks_of, self.loss.mesh)}
-
-        return [of(step) for step in range(steps)]
+        from_local = functools.partial(sharding.from_local, self.loss.mesh, tick.STAGE)
+        by_step = [jax.tree.map(lambda leaf: leaf[n], (outer, blocks)) for n in range(steps)]  # noqa: B023
+        return [outer | {"blocks": jax.tree.map(from_local, blocks)} for outer, blocks in by_step]
 
 
 def _functions(loss: TrainingLoss) -> tick.ModelFunctions:

@@ -37,17 +37,12 @@ class ModelFunctions:
     `outer` are the parameters of embedding and head by name, `weights` those of one chunk's layers,
     each with gradient buffers (`sharding.accumulate_into`); None = not differentiated.
 
-      embed(outer, buffers, rows) -> x                            input of the first chunk
-      side_inputs(rows) -> tree                                   what every chunk takes beside x
-      apply_chunk(weights, buffers, x, side_inputs, kinds) -> x   one chunk
-      losses(outer, buffers, x, rows) -> tuple of scalars         of the last chunk's output; the
-                                                                  first is differentiated
     """
 
-    embed: Callable
-    side_inputs: Callable
-    apply_chunk: Callable
-    losses: Callable
+    embed: Callable  # (outer, buffers, rows) -> x, the input of the first chunk
+    side_inputs: Callable  # (rows) -> tree: what every chunk takes beside x
+    apply_chunk: Callable  # (weights, buffers, x, side_inputs, kinds) -> x
+    losses: Callable  # (outer, buffers, last x, rows) -> scalars; the first is differentiated
     embed_names: tuple[str, ...]  # of `outer`, what embed and losses use
     losses_names: tuple[str, ...]
     uses_dot: Any  # for each of the layers' weights, whether `dot.dot` multiplies it
@@ -117,14 +112,11 @@ class Links:
         if not self.ordered:
             return token
 
-        def local(array):
+        def zero(array):
             first = array.reshape(-1)[0]
             return ((first != first) & (first == first)).astype(jnp.int32)
 
-        to = jax.typeof(array).sharding.spec
-        return token + jax.shard_map(
-            local, mesh=self.mesh, in_specs=to, out_specs=PartitionSpec(), check_vma=False
-        )(array)
+        return token + self._manual(zero, array, to=PartitionSpec())
 
     def after(self, token: jax.Array, tree: Any) -> Any:
         """`tree`, integers or arrays, once `token` is computed."""
@@ -147,10 +139,12 @@ class Links:
         pairs = [(stage, (stage + distance) % stages) for stage in range(stages)]
         return self._manual(lambda x: jax.lax.ppermute(x, STAGE, pairs), x_BTD)
 
-    def _manual(self, local: Callable, x_BTD: jax.Array) -> jax.Array:
-        to = jax.typeof(x_BTD).sharding.spec
-        region = jax.shard_map(local, mesh=self.mesh, in_specs=to, out_specs=to, check_vma=False)
-        return region(x_BTD)
+    def _manual(self, local: Callable, array: jax.Array, to: PartitionSpec | None = None):
+        """`local` of each device's part; the result is split as `to`, or as `array`."""
+        spec = jax.typeof(array).sharding.spec
+        to = spec if to is None else to
+        region = jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=to, check_vma=False)
+        return region(array)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -246,7 +240,7 @@ def run_tick(context: Context, body: Body, carry: Carry, row: Row) -> Carry:
         for kind in sorted(body.kinds)
     }
     if len(operations) == 1:
-        # A stage without an operation does what the others do, and its results are not used.
+        # A stage without an operation does as the others; its results are not used.
         results = next(iter(operations.values()))()
     else:
         branch = jnp.searchsorted(np.array([IDLE, *operations]), mine(row.kind))
@@ -439,10 +433,9 @@ def _exchanged(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Ar
 
 
 def _if(condition, always: bool, function: Callable, otherwise: Callable, *arguments):
-    """`always`: the condition holds in every tick, so that no conditional is needed."""
-    if always:
-        return function(*arguments)
-    return jax.lax.cond(condition, function, otherwise, *arguments)
+    """`function` if the condition holds; `always`: it does in every tick."""
+    cond = functools.partial(jax.lax.cond, condition, function, otherwise)
+    return (function if always else cond)(*arguments)
 
 
 def _summed(context: Context, total: Any, new: Any, microbatch) -> Any:

@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """Operations of ticks: int arrays [ticks, stages], or [ticks] where all stages take part.
 
     -1 = none. Microbatches of a periodic table's previous step are numbered after those of this
-    one. Arrivals are by distance: how many stages the receiver is further than the sender.
+    one. Arrivals are by distance: the receiver's stage minus the sender's, modulo stages.
     """
 
     chunk: Any  # which of its stage's model chunks is worked on
@@ -81,10 +81,8 @@ def loops_of(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
 
 def program(table: Table) -> Program:
     """Loops over the ticks of a table, and slots for all its values."""
-    # (kind, microbatch, chunk) -> tick; of a periodic table, from the beginning of the period in
-    # which the microbatch enters.
-    ticks_of = schedule.operation_ticks(table)
-    when = {tuple(map(int, key)): int(ticks_of[tuple(key)]) for key in np.argwhere(ticks_of >= 0)}
+    ticks = np.ndenumerate(schedule.operation_ticks(table))
+    when = {operation: int(tick) for operation, tick in ticks if tick >= 0}
     lifetimes = _lifetimes(table, when)
     slot_of, slots = {}, {}
     for name, values in lifetimes.items():
@@ -96,7 +94,7 @@ def program(table: Table) -> Program:
     return Program(table, rows, slots, loops)
 
 
-def _lifetimes(table: Table, when: dict[tuple[int, int, int], int]) -> dict[str, Lifetimes]:
+def _lifetimes(table: Table, when: dict[schedule.Operation, int]) -> dict[str, Lifetimes]:
     """By buffer, how long each value is needed."""
     stage_of, last = table.stage_of, table.num_chunks - 1
     lifetimes = {name: {} for name in ("inputs", "saved", "gradients", "deferred")}
@@ -143,13 +141,9 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
     fields = {name: none(ticks, stages) for name in Row._fields}
     fields |= {name: none(ticks) for name in ("embedding", "head", "embedding_gradient")}
     fields |= {name: np.zeros((ticks, stages), int) for name in reads.values()}
-    rows = Row(**fields)._replace(
-        chunk=np.where(table.kind == IDLE, 0, np.array(chunk_of)[table.chunk]),
-        is_first=(table.chunk == 0).astype(int),
-        kind=table.kind,
-        input_arrivals={},
-        gradient_arrivals={},
-    )
+    chunks = np.where(table.kind == IDLE, 0, np.array(chunk_of)[table.chunk])
+    fields |= dict(chunk=chunks, is_first=(table.chunk == 0).astype(int), kind=table.kind)
+    rows = Row(**fields | dict(input_arrivals={}, gradient_arrivals={}))
     arrivals = {"inputs": rows.input_arrivals, "gradients": rows.gradient_arrivals}
     for tick, stage, (kind, m, k) in table.operations():
         number = m + when[kind, m, k] // ticks * table.num_microbatches
@@ -166,8 +160,8 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
         name, to = {FORWARD: ("inputs", k + 1), BACKWARD: ("gradients", k - 1)}.get(kind, ("", -1))
         if (m, to) in slot_of.get(name, ()):
             distance = int(stage_of[to] - stage) % stages
-            for each in arrivals.values():
-                each.setdefault(distance, none(ticks, stages))
+            for slots_by_distance in arrivals.values():
+                slots_by_distance.setdefault(distance, none(ticks, stages))
             arrivals[name][distance][tick, stage_of[to]] = slot_of[name][m, to]
     return rows
 
