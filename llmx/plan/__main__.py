@@ -18,8 +18,6 @@ from typing import Any
 from llmx.pipeline import schedule, simulate
 from llmx.plan import options, schedule_report
 
-FINE, WRONG = 0, 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what a schedule or a config's pipeline costs, draws and writes it; the exit code."""
@@ -36,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             report, lines = config_report.show(command, args, argv)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
-        return WRONG
+        return 2
     print(json.dumps(report) if args.json else lines)
-    return FINE
+    return 0
 
 
 def show_schedule(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -72,15 +72,16 @@ def apply_flags(args: argparse.Namespace, config: Config) -> list[str]:
         f"{option} with --config: times come from the layers; leave it out"
         for option in options.given(args, options.TIMES)
     ]
+    values = {name: value for name, value in vars(args).items() if value is not None}
     for name in ("stages", "devices", "microbatches", "versions"):
-        if (value := vars(args)[name]) is not None and value < 1:
-            problems.append(f"--{name}={value} must be at least 1")
+        if values.get(name, 1) < 1:
+            problems.append(f"--{name}={values[name]} must be at least 1")
     for name in ("memory", "bandwidth", "utilization"):
-        if (value := vars(args)[name]) is not None and not value > 0:
-            problems.append(f"--{name}={value:g} must be above 0")
+        if not values.get(name, 1) > 0:
+            problems.append(f"--{name}={values[name]:g} must be above 0")
     for name, key in KEYS.items():
-        if vars(args)[name] is not None:
-            config_lib.set_value(config, key, vars(args)[name])
+        if name in values:
+            config_lib.set_value(config, key, values[name])
     if not args.replicate:
         return problems
     # The planner chooses stages and replicas in place of these axes.
@@ -168,8 +169,8 @@ def _show_cuts(
     lines += schedule_report.columns(rows)
     gain = equal.barriers / best.barriers
     if gain > 1 + partition.RELATIVE_TIE:
-        paste = f'--config.pipeline.layers="{best.layers}"'
-        lines.append(f"{paste}   {gain:.3f} x as fast as the equal cut")
+        flag = f'--config.pipeline.layers="{best.layers}"'
+        lines.append(f"{flag}   {gain:.3f} x as fast as the equal cut")
     else:
         lines.append("the equal cut is as fast: leave pipeline.layers out")
     of_cuts = {

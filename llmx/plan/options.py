@@ -9,6 +9,10 @@ from llmx.pipeline.schedules import SCHEDULES
 
 # Seconds of a whole stage by default.
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "transfer": 0.0}
+TIME_HELP = {
+    "forward": "a stage's forward", "backward": "the gradient of its input",
+    "weight": "the gradients of its weights", "transfer": "one message between stages",
+}  # fmt: skip
 UTILIZATION = 0.5  # of a chip's peak FLOP/s, by default
 CONFIG_ONLY = ("chip", "devices", "memory", "bandwidth", "utilization", "versions", "replicate",
                "measure")  # fmt: skip
@@ -52,19 +56,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--stages", type=int, metavar="P", help="pipeline stages (4)")
     command.add_argument("--microbatches", type=int, metavar="M", help="of a step (16)")
     command.add_argument("--virtual-stages", type=int, metavar="v", help="model chunks of a stage")
-    for name, what in (
-        ("forward", "a stage's forward"),
-        ("backward", "the gradient of its input"),
-        ("weight", "the gradients of its weights"),
-        ("transfer", "one message between stages"),
-    ):
-        command.add_argument(
-            f"--{name}", type=float, metavar="S", help=f"{what}, s ({TIMES[name]:g})"
-        )
-    command.add_argument(
-        "--out", metavar="PNG",
-        help='the picture; without --config and --json SCHEDULE_PxM.png; "" = none',
-    )  # fmt: skip
+    for name, what in TIME_HELP.items():
+        text = f"{what}, s ({TIMES[name]:g})"
+        command.add_argument(f"--{name}", type=float, metavar="S", help=text)
+    text = 'the picture; without --config and --json SCHEDULE_PxM.png; "" = none'
+    command.add_argument("--out", metavar="PNG", help=text)
     command.add_argument("--csv", metavar="CSV", help="write the schedule, for --table")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     ours = command.add_argument_group(
@@ -74,20 +70,13 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--chip", metavar="NAME", help="the devices, e.g. v5p, h100, tpu_v4")
     ours.add_argument("--devices", type=int, metavar="N", help="of all stages (those of the mesh)")
     ours.add_argument("--memory", type=float, metavar="GIB", help="of a device (no limit)")
-    ours.add_argument(
-        "--bandwidth", type=float, metavar="GB/S",
-        help="between stages, one direction (the chip's link, or its network)",
-    )  # fmt: skip
-    ours.add_argument(
-        "--utilization", "--utilisation", type=float, metavar="SHARE",
-        help=f"of the chip's peak FLOP/s ({UTILIZATION:g})",
-    )  # fmt: skip
+    text = "between stages, one direction (the chip's link, or its network)"
+    ours.add_argument("--bandwidth", type=float, metavar="GB/S", help=text)
+    text = f"of the chip's peak FLOP/s ({UTILIZATION:g})"
+    ours.add_argument("--utilization", "--utilisation", type=float, metavar="SHARE", help=text)
     ours.add_argument("--measure", action="store_true", help="time layers on this machine instead")
-    ours.add_argument(
-        "--versions", type=int, metavar="n", help="of the weights (2 of pipedream_2bw, else 1)"
-    )
-    ours.add_argument(
-        "--replicate", action="store_true",
-        help="PipeDream's plan: replicas for each stage, in place of the mesh's",
-    )  # fmt: skip
+    text = "of the weights (2 of pipedream_2bw, else 1)"
+    ours.add_argument("--versions", type=int, metavar="n", help=text)
+    text = "PipeDream's plan: replicas for each stage, in place of the mesh's"
+    ours.add_argument("--replicate", action="store_true", help=text)
     return command

@@ -48,8 +48,7 @@ from llmx.model import remat as remat_lib
 from llmx.model.families import ModelConfig
 from llmx.plan.schedule_report import columns, gib
 
-# Costs within this are equal: sums of floats in another order.
-RELATIVE_TIE = 1e-9
+RELATIVE_TIE = 1e-9  # costs within this are equal: sums of floats in another order
 
 # Microbatches in flight on a stage by the number of later stages and M, the microbatches of a step.
 # In lockstep a microbatch comes back to a stage after 2 `later` ticks. PipeDream-2BW in lockstep is
@@ -60,8 +59,7 @@ IN_FLIGHT: dict[str, Callable[[int, int], int]] = {
     "1f1b_unflushed": lambda later, M: 2 * later + 1,  # in lockstep, steps follow without a gap
     "asynchronous": lambda later, M: later + 1,  # PipeDream's 1F1B: stages do not wait for a tick
 }
-# Those that drain before the optimizer's update, and fill again.
-FLUSHED = ("gpipe", "1f1b")
+FLUSHED = ("gpipe", "1f1b")  # these drain before the optimizer's update, and fill again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +93,8 @@ class Pipeline:
     # Of the weights on every stage: 1, with PipeDream-2BW 2; None = one for each microbatch in
     # flight, PipeDream's weight stashing.
     versions: int | None = 1
-    # Microbatches that every stage has room for; None = those that it has in flight.
-    room: int | None = None
-    # What every stage has and does besides its layers; output and stash are ignored.
-    per_stage: Layer = NOTHING
+    room: int | None = None  # microbatches that a stage has room for; None = those in flight
+    per_stage: Layer = NOTHING  # of every stage, besides its layers; output and stash are ignored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,10 +221,9 @@ def _check(layers: Sequence[Layer], num_devices: int, num_stages: int | None, pi
     if pipeline.in_flight not in IN_FLIGHT:
         names = ", ".join(IN_FLIGHT)
         problems.append(f"in_flight={pipeline.in_flight!r} is unknown: use one of {names}")
-    for most, there, one in (
-        (len(layers), f"the {len(layers)} layers", "layer"),
-        (num_devices, f"num_devices={num_devices}", "device of its own"),
-    ):
+    limits = [(len(layers), f"the {len(layers)} layers", "layer")]
+    limits += [(num_devices, f"num_devices={num_devices}", "device of its own")]
+    for most, there, one in limits:
         if most and num_stages is not None and num_stages > most:
             problems.append(
                 f"num_stages={num_stages} is more than {there}: a stage has at least one {one}, "
