@@ -150,8 +150,12 @@ class _Pipeline:
         blocks = jax.tree.map(in_blocks, sums.blocks, buffers["blocks"], to["blocks"])
 
         from_local = functools.partial(sharding.from_local, self.loss.mesh, tick.STAGE)
-        by_step = [jax.tree.map(lambda leaf: leaf[n], (outer, blocks)) for n in range(steps)]  # noqa: B023
-        return [outer | {"blocks": jax.tree.map(from_local, blocks)} for outer, blocks in by_step]
+
+        def of(step: int):
+            outer_of, blocks_of = jax.tree.map(lambda leaf: leaf[step], (outer, blocks))
+            return outer_of | {"blocks": jax.tree.map(from_local, blocks_of)}
+
+        return [of(step) for step in range(steps)]
 
 
 def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
