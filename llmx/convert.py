@@ -4,9 +4,7 @@
 
 `--to-hf` writes the parameters and the tokenizer of the run W as a directory that transformers
 loads. `--from-hf` creates W from such a directory: a config, the tokenizer, and a checkpoint of the
-parameters, which `llmx.generate` and `llmx.evaluate` accept as any other.
-
-Both use the memory of this host and no accelerator.
+parameters, which `llmx.generate` and `llmx.evaluate` accept as any other. No accelerator is used.
 """
 
 import argparse
@@ -34,14 +32,11 @@ def to_hf(
     ema: bool | None = None,
     dtype: str = "float32",
 ) -> int:
-    """Writes the parameters of a run as a Hugging Face checkpoint; returns their step.
+    """Writes the parameters of a run into `directory`, new or empty; returns their step.
 
     Args:
-      workdir: of the run.
-      directory: new or empty.
       at_step: of the checkpoint; None = the newest.
-      ema: whether to write the average of the parameters; None = if the run has one, as
-        `llmx.generate` does.
+      ema: whether to write the average of the parameters; None = if the run has one.
       dtype: a name in `hf.DTYPES`.
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
@@ -81,22 +76,22 @@ def from_hf(directory: str, workdir: str):
         raise ValueError(
             f"--workdir={workdir} exists and is not empty: import into a new directory"
         )
-    model, params = hf.load(directory)
+    run = config.default()
+    run.workdir = workdir
+    run.model, params = hf.load(directory)
+    run.batch.sequence_length = min(run.batch.sequence_length, run.model.max_positions)
+    run.optimizer.ema_decay = 0.0
     file = pathlib.Path(directory, tokenizers.FILE_NAME)
     if file.is_file():
         tokenizers.load(file)
-    run = config.default()
-    run.workdir, run.model = workdir, model
-    run.batch.sequence_length = min(run.batch.sequence_length, model.max_positions)
-    run.optimizer.ema_decay = 0.0
-    if file.is_file():
         run.data.tokenizer = str(root / tokenizers.FILE_NAME)
-    abstract = _abstract_params(run)
-    params = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, abstract)
-    with checkpointer.Checkpointer(
+    to = jax.tree.map(lambda leaf: leaf.sharding, _abstract_params(run))
+    checkpoints = checkpointer.Checkpointer(
         f"{workdir}/checkpoints", run.checkpoint, log=launch.log
-    ) as checkpoints:
-        checkpoints.save(0, {"params": params}, meta={"imported_from": str(directory)}, wait=True)
+    )
+    with checkpoints:
+        state = {"params": jax.device_put(params, to)}
+        checkpoints.save(0, state, meta={"imported_from": str(directory)}, wait=True)
     if file.is_file():
         shutil.copyfile(file, root / tokenizers.FILE_NAME)
     config.save_run(run)
@@ -115,22 +110,21 @@ def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
         return coder.dumps()
     import tokenizers as library
 
-    # The `tokenizers` library maps bytes to characters as GPT-2: printable ones to themselves, the
-    # others in order from U+0100.
+    # The library maps bytes as GPT-2: printable ones to themselves, others in order from U+0100.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
+    pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.END_TOKENS[0]])
     assert tokenizer.token_to_id(tokenizers.END_TOKENS[0]) == coder.end_of_document
     return tokenizer.to_str()
 
 
-def _command() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Exit code: 0 done, 2 if the input is wrong."""
     command = argparse.ArgumentParser(
         prog="python -m llmx.convert",
         description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
@@ -146,12 +140,6 @@ def _command() -> argparse.ArgumentParser:
         help="write the average of the parameters; by default if the run keeps one",
     )  # fmt: skip
     command.add_argument("--dtype", choices=sorted(hf.DTYPES), help="to write; float32 by default")
-    return command
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Exit code: 0 done, 2 if the input is wrong."""
-    command = _command()
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")
@@ -162,16 +150,14 @@ def main(argv: list[str] | None = None) -> int:
             from_hf(args.from_hf, args.workdir)
             launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
         else:
-            step = to_hf(
-                args.workdir, args.to_hf, at_step=args.step, ema=args.ema,
-                dtype=args.dtype or "float32",
-            )  # fmt: skip
+            dtype = args.dtype or "float32"
+            step = to_hf(args.workdir, args.to_hf, at_step=args.step, ema=args.ema, dtype=dtype)
             launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
+        return 0
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,19 +2,13 @@
 
 A checkpoint is a directory `<step>/` with two items: `state/` (Orbax: every array of the training
 state under its path name; each process writes and reads its own shards) and `meta/` (one JSON
-document, see `manifest`). Orbax does not detect a flipped byte, so every restore compares checksums
-(`checksums`). Pipeline stages hold the layers in a permutation of their own
-(`pipeline.permutation`): arrays are written as they are, together with the permutation, and a
-restore moves the layers to the permutation that is wanted (`reshard`).
-
-Orbax (https://orbax.readthedocs.io) takes about half a second to load, so a thread imports it
-early.
+document, see `manifest`). Orbax (https://orbax.readthedocs.io) does not detect a flipped byte, so
+every restore compares checksums (`checksums`). Arrays are written in the layer permutation of the
+run (`pipeline.permutation`), and a restore moves the layers to the one that is wanted (`reshard`).
 """
 
 import dataclasses
-import functools
 import importlib
-import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -73,7 +67,7 @@ VERDICTS = (None, Corrupt, Mismatch, OutOfMemory)
 
 
 def prefetch() -> threading.Thread:
-    """Starts importing Orbax in a thread, so that the first save or restore does not wait."""
+    """Starts to import Orbax in a thread: it takes half a second, and the first save waits less."""
     orbax = ("orbax.checkpoint",)
     thread = threading.Thread(target=importlib.import_module, args=orbax, daemon=True)
     thread.start()
@@ -83,8 +77,7 @@ def prefetch() -> threading.Thread:
 class Checkpointer:
     """Writes the checkpoints of one run, and restores the newest good one.
 
-    Every process makes the same calls. Use as a context manager or call `close()`, which waits for
-    the save in progress.
+    Every process makes the same calls. A context manager: its end waits for the save in progress.
     """
 
     def __init__(
@@ -120,17 +113,11 @@ class Checkpointer:
         order: LayerPermutation = IDENTITY,
         wait: bool = False,
     ) -> bool:
-        """Saves `state` and `meta` as checkpoint `step`, in the background.
+        """Saves the checkpoint after `step` steps in the background.
 
-        Returns when the arrays are copied; they may then be donated. Communicates over every mesh
-        axis (the checksums).
-
-        Args:
-          step: steps taken.
-          state: a pytree of jax.Arrays and Python numbers.
-          meta: JSON values.
-          order: the permutation of the layers in `state`.
-          wait: whether to wait until the checkpoint is committed.
+        `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
+        `meta` holds JSON values. Returns when the arrays are copied and may be donated, with `wait`
+        when the checkpoint is committed. Communicates over every mesh axis (the checksums).
 
         Returns False if this run has saved or restored the same step already. Raises ValueError for
         a leaf or meta that cannot be saved, and the error of an earlier background save.
@@ -150,10 +137,7 @@ class Checkpointer:
         sealed = document.sealed(checksums.fingerprints(arrays))
         import orbax.checkpoint as ocp
 
-        items = {
-            STATE: ocp.args.PyTreeSave(trees.nest(arrays)),
-            META: ocp.args.JsonSave(sealed),
-        }
+        items = {STATE: ocp.args.PyTreeSave(trees.nest(arrays)), META: ocp.args.JsonSave(sealed)}
         with jax.transfer_guard("allow"):
             self._orbax.save(self._root / str(step), args=ocp.args.Composite(**items))
         self._current = self._saving = step
@@ -169,7 +153,7 @@ class Checkpointer:
         order: LayerPermutation = IDENTITY,
         ignored: str = "",
     ) -> Restored | None:
-        """Restores the newest good checkpoint; None if there is no checkpoint.
+        """Restores the newest good checkpoint, or exactly `step`; None if there is no checkpoint.
 
         A checkpoint that fails its checksums is renamed to `<step>.corrupt`, with a message, once
         an older one has been restored.
@@ -178,7 +162,6 @@ class Checkpointer:
           abstract_state: the state as `ShapeDtypeStruct`s with the shardings wanted now, and Python
             numbers; or a function of the checkpoint's document that returns it, and may raise
             `manifest.Mismatch`.
-          step: restore exactly this checkpoint.
           order: the permutation of the layers wanted.
           ignored: a path; leaves saved under it are not restored unless `abstract_state` has them.
 
@@ -187,9 +170,8 @@ class Checkpointer:
         """
         self.wait()
         result = _restore_newest(
-            self._root, abstract_state, prefix="", order=order, step=step, log=self._log,
-            ignored=ignored,
-        )  # fmt: skip
+            self._root, abstract_state, "", order, step, log=self._log, ignored=ignored
+        )
         if result is None:
             return None
         restored, bad = result
@@ -250,16 +232,13 @@ class Checkpointer:
                 self._log(f"removing the unfinished checkpoint of step {', '.join(unfinished)}")
             for path in left:
                 path.rmtree()
-        handler = ocp.CompositeCheckpointHandler(
-            **{STATE: ocp.PyTreeCheckpointHandler(), META: ocp.JsonCheckpointHandler()}
-        )
-        self._orbax = ocp.AsyncCheckpointer(handler)
+        handlers = {STATE: ocp.PyTreeCheckpointHandler(), META: ocp.JsonCheckpointHandler()}
+        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
     def _prune(self) -> None:
         every = self._config.keep_every
-        for step in list_steps(str(self._root))[: -self._config.keep_last]:
-            if every and step % every == 0:
-                continue
+        old = list_steps(str(self._root))[: -self._config.keep_last]
+        for step in (step for step in old if not every or step % every):
             # Renamed first: a kill during the deletion leaves no torn checkpoint under this name.
             deleted = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")
             thread = threading.Thread(target=deleted.rmtree)
@@ -290,10 +269,7 @@ def list_steps(directory: str) -> list[int]:
 
 
 def read_meta(directory: str, step: int) -> dict:
-    """The `meta` of checkpoint `step`; no array is read.
-
-    Raises ValueError if there is no such checkpoint or its meta is unreadable.
-    """
+    """The `meta` of checkpoint `step`; ValueError if there is none or its meta is unreadable."""
     _require(directory, step)
     try:
         return _read_document(_root(directory), step).meta
@@ -314,9 +290,7 @@ def restore_part(
 
     As `Checkpointer.restore`, but corrupt checkpoints are not renamed.
     """
-    result = _restore_newest(
-        _root(directory), abstract, prefix=prefix, order=order, step=step, log=log
-    )
+    result = _restore_newest(_root(directory), abstract, prefix, order, step, log=log)
     return None if result is None else result[0]
 
 
@@ -342,17 +316,14 @@ def _require(directory: Any, step: int) -> None:
 def _restore_newest(
     root: Any,
     abstract: Any,
-    *,
     prefix: str,
     order: LayerPermutation,
     step: int | None,
+    *,
     log: Callable[[str], None],
     ignored: str = "",
 ) -> tuple[Restored, dict[int, str]] | None:
-    """The newest good checkpoint and {step: reason} of the corrupt ones that are newer.
-
-    All processes agree on every choice.
-    """
+    """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
     steps = list_steps(str(root))
     if step is not None:
         _require(root, step)
@@ -370,15 +341,12 @@ def _restore_newest(
             verdict, reason = type(error), str(error)
         verdict, reason = _agree_on_verdict(verdict, reason)
         if verdict is None:
-            reason = checksums.differences(
-                tree, {name: document.leaves[name]["checksum"] for name in tree}
-            )
-            verdict = Corrupt if reason else None
-        if verdict is None:
-            with jax.transfer_guard("allow"):
-                reshard.move(tree, wanted, order=order, saved=document.order)
-            state = document.assemble(like, tree, prefix=prefix)
-            return Restored(state, document.meta, document.step), bad
+            saved = {name: document.leaves[name]["checksum"] for name in tree}
+            if not (reason := checksums.differences(tree, saved)):
+                with jax.transfer_guard("allow"):
+                    reshard.move(tree, wanted, order=order, saved=document.order)
+                state = document.assemble(like, tree, prefix=prefix)
+                return Restored(state, document.meta, document.step), bad
         if verdict is Mismatch:
             raise ValueError(f"{root}: {reason}")
         if verdict is OutOfMemory:
@@ -391,9 +359,8 @@ def _restore_newest(
     if not bad:
         return None
     listed = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
-    others = [s for s in list_steps(str(root)) if s not in bad]
     remedy = "bring back a copy of one, or move them out of the directory to start anew"
-    if others:
+    if others := [s for s in list_steps(str(root)) if s not in bad]:
         remedy = f"choose another step of {others}"
     raise RuntimeError(
         f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
@@ -403,31 +370,21 @@ def _restore_newest(
 def _read_arrays(
     path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """This process's shards of the wanted arrays, each read under its saved name.
-
-    There is no barrier inside, since a single process may fail.
-    """
+    """This process's shards of the wanted arrays; no barrier, since a single process may fail."""
     if not wanted:
         return {}
     import orbax.checkpoint as ocp
 
     on_disk = {name: saved_names.get(name, name) for name in wanted}
-    abstract = trees.nest(
-        {on_disk[name]: manifest.as_stored(name, leaf) for name, leaf in wanted.items()}
-    )
-    args = ocp.args.PyTreeRestore(
-        item=abstract,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        partial_restore=True,
-    )
+    stored = {on_disk[name]: manifest.as_stored(name, leaf) for name, leaf in wanted.items()}
+    item = trees.nest(stored)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
     try:
         with jax.transfer_guard("allow"):
             tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
-            arrays = {
-                name: functools.reduce(operator.getitem, saved.split("/"), tree)
-                for name, saved in on_disk.items()
-            }
-            jax.block_until_ready(arrays)
+            arrays = trees.named(tree)
+            arrays = jax.block_until_ready({name: arrays[saved] for name, saved in on_disk.items()})
     # Torn files raise errors of tensorstore, JSON, Orbax or the file system.
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -444,8 +401,7 @@ def _agree_on_steps(steps: list[int]) -> list[int]:
         return newest
     from jax.experimental import multihost_utils
 
-    padded = np.full(64, -1, np.int32)
-    padded[: len(newest)] = newest
+    padded = np.array(newest + [-1] * (64 - len(newest)), np.int32)
     return [int(step) for step in multihost_utils.broadcast_one_to_all(padded) if step >= 0]
 
 
@@ -457,10 +413,8 @@ def _agree_on_verdict(
         return verdict, reason
     from jax.experimental import multihost_utils
 
-    row = np.zeros(1024, np.uint8)
-    row[0] = VERDICTS.index(verdict)
-    text = np.frombuffer(reason.encode()[: row.size - 1], np.uint8)
-    row[1 : 1 + text.size] = text
+    text = bytes([VERDICTS.index(verdict)]) + reason.encode()[:1023]
+    row = np.frombuffer(text.ljust(1024, b"\0"), np.uint8)
     rows = multihost_utils.process_allgather(row)
     worst = rows[rows[:, 0].argmax()]
     agreed = VERDICTS[int(worst[0])]

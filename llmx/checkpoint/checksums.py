@@ -1,8 +1,7 @@
 """Checksums of a checkpoint: of its arrays, computed on the devices, and of its JSON document.
 
 The fingerprint of an array is a sum over the bit pattern of the global array, hence the same number
-on every mesh, layout and process count. It mixes by the finaliser of MurmurHash3, source:
-https://github.com/aappleby/smhasher.
+on every mesh, layout and process count.
 """
 
 import json
@@ -28,12 +27,9 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
 def differences(arrays: Mapping[str, jax.Array], expected: Mapping[str, int]) -> str:
     """The arrays with other fingerprints than expected, as text; "" if there are none."""
-    actual = fingerprints(arrays)
-    wrong = [name for name in arrays if actual[name] != expected[name]]
-    if not wrong:
-        return ""
+    wrong = [name for name, actual in fingerprints(arrays).items() if actual != expected[name]]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}"
+    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}" if wrong else ""
 
 
 def seal(document: dict) -> dict:
@@ -71,9 +67,8 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     words = _words(x)
     position = jnp.zeros((1,) * words.ndim, jnp.uint32)
     for dim, size in enumerate(words.shape):
-        steps = _mix(
-            jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(0x9E3779B1 * (dim + 1) % 2**32)
-        )
+        offset = jnp.uint32(0x9E3779B1 * (dim + 1) % 2**32)
+        steps = _mix(jnp.arange(size, dtype=jnp.uint32) + offset)
         position = position + steps.reshape([-1 if d == dim else 1 for d in range(words.ndim)])
     return jnp.sum(_mix(words ^ position), dtype=jnp.uint32)
 
@@ -89,7 +84,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3, a bijection of uint32."""
+    """The finaliser of MurmurHash3 (github.com/aappleby/smhasher), a bijection of uint32."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

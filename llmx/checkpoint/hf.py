@@ -8,6 +8,7 @@ Letters: V vocabulary, Z the parts of a fused tensor.
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,7 @@ from llmx.sharding import trees
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def _letters(row: Tensor) -> tuple[str, str]:
@@ -63,7 +60,7 @@ def _listed(names: Iterable[str]) -> str:
 def _numpy_dtype(name: str) -> np.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is unknown: use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return np.dtype(DTYPES[name])
 
 
 def export(
@@ -80,7 +77,6 @@ def export(
 
     Args:
       params: the model's parameters, a nested dict of numpy or jax arrays.
-      model: the model.
       directory: new or empty. config.json is written last: an incomplete export has none.
       tokenizer_file: a tokenizer.json of Hugging Face `tokenizers`, to be copied.
       end_token: id of the token that ends a text.
@@ -106,8 +102,7 @@ def export(
 
 
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
-    flat = trees.named(params)
-    rows = hf_formats.rows(model)
+    flat, rows = trees.named(params), hf_formats.rows(model)
     expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
     missing, unknown = expected.keys() - flat.keys(), flat.keys() - expected.keys()
     if missing or unknown:
@@ -117,35 +112,28 @@ def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, 
             "config of their run"
         )
     for path, shape in expected.items():
-        if tuple(flat[path].shape) != shape:
+        if (found := tuple(flat[path].shape)) != shape:
             raise ValueError(
-                f"parameter {path} has shape {tuple(flat[path].shape)} and the model makes it "
-                f"{shape}: export with the config of its run"
+                f"parameter {path} has shape {found} and the model makes it {shape}: export with "
+                "the config of its run"
             )
     return {path: np.asarray(leaf) for path, leaf in flat.items()}
 
 
 def _write_tensors(
-    directory: pathlib.Path,
-    arrays: Mapping[str, np.ndarray],
-    model: ModelConfig,
-    dtype: np.dtype,
-    shard_bytes: int,
+    directory: pathlib.Path, arrays: dict, model: ModelConfig, dtype: np.dtype, shard_bytes: int
 ):
     sizes = hf_formats.dimension_sizes(model)
     names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
-    num_bytes = {
-        name: int(np.prod(hf_formats.their_shape(row, sizes))) * dtype.itemsize
-        for name, (row, _) in names.items()
-    }
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name, size in num_bytes.items():
+    shards, room, total_size = [[]], shard_bytes, 0
+    for name, (row, _) in names.items():
+        size = math.prod(hf_formats.their_shape(row, sizes)) * dtype.itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
         room -= size
+        total_size += size
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -157,8 +145,7 @@ def _write_tensors(
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        metadata = {"total_size": sum(num_bytes.values())}
-        index = {"metadata": metadata, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -175,20 +162,15 @@ def _write_tokenizer(
         )
     special = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.max_positions,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": special.get(end_token),
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False, "eos_token": special.get(end_token),
+    }  # fmt: skip
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load(
-    directory: str | pathlib.Path,
-    model: ModelConfig | None = None,
-    *,
-    dtype: str = "float32",
+    directory: str | pathlib.Path, model: ModelConfig | None = None, *, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict]:
     """Reads a Hugging Face checkpoint: its model, and its parameters as a nested dict of numpy.
 
@@ -203,8 +185,7 @@ def load(
     """
     directory, numpy_dtype = pathlib.Path(directory), _numpy_dtype(dtype)
     stored = hf_formats.model_config_from_hf(_read_json(directory / CONFIG))
-    if model is None:
-        model = stored
+    model = stored if model is None else model
     ignore = ("max_positions",) if model.positions == "rope" else ()
     if different := hf_formats.differences(model, stored, ignore=ignore):
         raise ValueError(f"the checkpoint in {directory} is of another model than {different}")
@@ -223,12 +204,12 @@ def load(
     if model.tied_head and hf_formats.HEAD.theirs in files:
         embedding = arrays["embedding"][: model.vocab_size]
         head = {hf_formats.HEAD.theirs: embedding.shape}
-        for name, tensor in _read_tensors(directory, files, head):
-            if not np.array_equal(tensor.astype(embedding.dtype), embedding):
-                raise ValueError(
-                    f"{directory} says tie_word_embeddings, and {name} is not the embedding: set "
-                    "it to false in config.json"
-                )
+        ((name, tensor),) = _read_tensors(directory, files, head)
+        if not np.array_equal(tensor.astype(embedding.dtype), embedding):
+            raise ValueError(
+                f"{directory} says tie_word_embeddings, and {name} is not the embedding: set it to "
+                "false in config.json"
+            )
     return model, trees.nest(arrays)
 
 
@@ -237,12 +218,10 @@ def _checked_names(
 ) -> dict[str, tuple[Tensor, int | None]]:
     """`hf_formats.tensor_names` of the checkpoint, which must have these tensors and no others."""
     prefix = hf_formats.FORMATS[model.family].prefix
-    if not any(name.startswith(prefix) for name in files):
-        prefix = ""
-    names = hf_formats.tensor_names(model, prefix=prefix)
+    has_prefix = any(name.startswith(prefix) for name in files)
+    names = hf_formats.tensor_names(model, prefix=prefix if has_prefix else "")
     unknown = {name for name in files.keys() - names.keys() if not hf_formats.BUFFERS.search(name)}
-    if model.tied_head:
-        unknown -= {hf_formats.HEAD.theirs}
+    unknown -= {hf_formats.HEAD.theirs} if model.tied_head else set()
     if missing := names.keys() - files.keys():
         raise ValueError(
             f"{directory} lacks {_listed(missing)}, which its config.json asks for: download it "

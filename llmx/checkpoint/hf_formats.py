@@ -1,8 +1,8 @@
 """The formats of Hugging Face checkpoints as data.
 
 `FORMATS` has a table of tensors and one of config keys per family, each used in both directions.
-`hf` reads and writes the tensors. Source: `configuration_*.py` and `modeling_*.py` of
-each model in transformers (https://github.com/huggingface/transformers).
+Source: `configuration_*.py` and `modeling_*.py` of each model in transformers
+(https://github.com/huggingface/transformers).
 
 Letters: D width, F mlp_dim, N query heads, K key/value heads, H head size, V vocabulary, T learned
 positions, Z the parts of a fused tensor.
@@ -100,39 +100,26 @@ class Format:
     only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
 
 
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mlp_dim": "intermediate_size",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
+_KEYS = {
+    "vocab_size": "vocab_size", "width": "hidden_size", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "mlp_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings", "norm_eps": "rms_norm_eps",
     "tied_head": "tie_word_embeddings",
-}
-_GEMMA2_KEYS = {
-    **_SIZES,
-    "window": "sliding_window",
-    "attention_softcap": "attn_logit_softcapping",
-    "logit_softcap": "final_logit_softcapping",
-}
-_GEMMA3_KEYS = {
-    field: key for field, key in _GEMMA2_KEYS.items() if field != "attention_softcap"
-} | {"rope_theta_local": "rope_local_base_freq"}
+}  # fmt: skip
+_GEMMA_KEYS = _KEYS | {"window": "sliding_window", "logit_softcap": "final_logit_softcapping"}
 _NO_BIAS = {"attention_bias": (False,), "quantization_config": (None,)}
-_GEMMA_ONLY = {
-    **_NO_BIAS,
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "use_bidirectional_attention": (False, None),
-}
+_GEMMA_ONLY = _NO_BIAS | {
+    "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)
+}  # fmt: skip
+_ROTARY_ABSENT = {
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "rope_theta": 10_000.0,
+}  # fmt: skip
 _GEMMA_ABSENT = {
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-}
+    "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
 
 FORMATS = {
     "gpt2": Format(
@@ -150,51 +137,45 @@ FORMATS = {
         },
     ),
     "llama3": Format(
-        "llama", "LlamaForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD), keys=_SIZES,
-        absent={
-            "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False, "rope_theta": 10_000.0,
-        },
-        only={**_NO_BIAS, "mlp_bias": (False,), "hidden_act": ("silu",)},
+        "llama", "LlamaForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD),
+        keys=_KEYS, absent=_ROTARY_ABSENT,
+        only=_NO_BIAS | {"mlp_bias": (False,), "hidden_act": ("silu",)},
     ),
     "qwen3": Format(
         "qwen3", "Qwen3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QK_NORMS, HEAD),
-        keys=_SIZES,
-        absent={
-            "num_key_value_heads": None, "head_dim": 128, "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False, "rope_theta": 10_000.0,
-        },
-        only={**_NO_BIAS, "use_sliding_window": (False,), "hidden_act": ("silu",)},
+        keys=_KEYS, absent=_ROTARY_ABSENT | {"head_dim": 128},
+        only=_NO_BIAS | {"use_sliding_window": (False,), "hidden_act": ("silu",)},
     ),
     "gemma2": Format(
         "gemma2", "Gemma2ForCausalLM", "model.", (*_ROTARY, *_GEMMA_NORMS, HEAD),
-        keys=_GEMMA2_KEYS,
+        keys=_GEMMA_KEYS | {"attention_softcap": "attn_logit_softcapping"},
         absent=_GEMMA_ABSENT | {
-            "rope_theta": 10_000.0, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "rope_theta": 10_000.0, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
         },
         only=_GEMMA_ONLY,
     ),
     "gemma3": Format(
         "gemma3_text", "Gemma3ForCausalLM", "model.",
-        (*_ROTARY, *_GEMMA_NORMS, *_QK_NORMS, HEAD), keys=_GEMMA3_KEYS,
+        (*_ROTARY, *_GEMMA_NORMS, *_QK_NORMS, HEAD),
+        keys=_GEMMA_KEYS | {"rope_theta_local": "rope_local_base_freq"},
         absent=_GEMMA_ABSENT | {
-            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "sliding_window": 4096,
+            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
             "final_logit_softcapping": None, "sliding_window_pattern": 6,
         },
-        only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,)},
+        only=_GEMMA_ONLY | {"attn_logit_softcapping": (None,)},
     ),
 }  # fmt: skip
 
 # Constants of the computation in older files.
 BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_OPTIONAL = {"attention_softcap", "logit_softcap", "window"}  # 0 is written as null
 _LAYER_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
 _LINEAR_ROPE = {"rope_factor": "factor"}
 _LLAMA3_ROPE = {
-    "rope_low_freq": "low_freq_factor",
-    "rope_high_freq": "high_freq_factor",
+    "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor",
     "rope_old_context": "original_max_position_embeddings",
-}
+}  # fmt: skip
 
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -212,8 +193,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
                 f"{allowed[0]!r}: use a checkpoint with that"
             )
     values = {field: _get(form, config, key) for field, key in form.keys.items()}
-    optional = {"attention_softcap", "logit_softcap", "window"}
-    values |= {field: values[field] or 0 for field in optional & values.keys()}
+    values |= {field: values[field] or 0 for field in _OPTIONAL & values.keys()}
     values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
     values["head_dim"] = values.get("head_dim") or values["width"] // values["num_heads"]
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
@@ -231,10 +211,8 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 def _problems(model: ModelConfig) -> list[str]:
     """Those of `families.problems`, and a vocabulary that is left to the tokenizer."""
-    found = families.problems(model)
-    if model.vocab_size == 0:
-        found.append("model.vocab_size=0 must be at least 1 in a checkpoint")
-    return found
+    empty = ["model.vocab_size=0 must be at least 1 in a checkpoint"]
+    return families.problems(model) + (empty if model.vocab_size == 0 else [])
 
 
 def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -252,7 +230,7 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
     config = {"architectures": [form.architecture], "model_type": form.model_type}
     config |= {field: allowed[0] for field, allowed in form.only.items() if allowed[0] is not None}
     config |= {key: vars(model)[field] for field, key in form.keys.items()}
-    for field in {"attention_softcap", "logit_softcap", "window"} & form.keys.keys():
+    for field in _OPTIONAL & form.keys.keys():
         config[form.keys[field]] = vars(model)[field] or None
     if "query_pre_attn_scalar" in form.absent:
         config["query_pre_attn_scalar"] = round(model.score_scale**-2)
@@ -277,11 +255,10 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 def _family_of(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
-    for family, form in FORMATS.items():
-        if form.model_type == kind:
-            return family
-    known = ", ".join(form.model_type for form in FORMATS.values())
-    remedy = f"use one of {known}"
+    known = {form.model_type: family for family, form in FORMATS.items()}
+    if kind in known:
+        return known[kind]
+    remedy = f"use one of {', '.join(known)}"
     if "text_config" in config:
         remedy += "; of a model of text and images, save only the text model"
     raise ValueError(f"config.json has model_type={kind!r}, which llmx does not have: {remedy}")
@@ -302,19 +279,17 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = new["full_attention"] if per_kind else new
     scaling = parameters or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    values = {
-        "rope_theta": scaling.get("rope_theta", _get(form, config, "rope_theta")),
-        "rope_scaling": "none" if kind == "default" else kind,
-    }
-    if kind not in ("default", "linear", "llama3") or scaling.get("partial_rotary_factor", 1) != 1:
+    kinds = {"default": {}, "linear": _LINEAR_ROPE, "llama3": _LINEAR_ROPE | _LLAMA3_ROPE}
+    if kind not in kinds or scaling.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
             f"config.json scales positions by {dict(scaling)}: rope_type must be one of "
-            "('default', 'linear', 'llama3') and rotate every dimension"
+            f"{tuple(kinds)} and rotate every dimension"
         )
-    keys = {"default": {}, "linear": _LINEAR_ROPE, "llama3": _LINEAR_ROPE | _LLAMA3_ROPE}[kind]
-    if missing := sorted(set(keys.values()) - scaling.keys()):
+    if missing := sorted(set(kinds[kind].values()) - scaling.keys()):
         raise ValueError(f"config.json scales positions by {dict(scaling)}: add {missing}")
-    values |= {field: scaling[key] for field, key in keys.items()}
+    values = {field: scaling[key] for field, key in kinds[kind].items()}
+    values["rope_theta"] = scaling.get("rope_theta", _get(form, config, "rope_theta"))
+    values["rope_scaling"] = "none" if kind == "default" else kind
     if "rope_local_base_freq" in form.absent:
         local = new["sliding_attention"] if per_kind else {}
         if local.get("rope_type", "default") != "default":
@@ -339,8 +314,8 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 def _read_layers(form: Format, config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     """The shortest pattern that gives each layer its kind."""
     kinds = [GLOBAL] * num_layers
-    if period := form.absent.get("sliding_window_pattern"):
-        period = config.get("sliding_window_pattern", period)
+    if "sliding_window_pattern" in form.absent:
+        period = _get(form, config, "sliding_window_pattern")
         kinds = [LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers)]
     if "layer_types" in config:
         ours = {theirs: kind for kind, theirs in _LAYER_TYPES.items()}

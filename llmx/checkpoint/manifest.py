@@ -1,8 +1,7 @@
 """The JSON document of a checkpoint: shape, dtype and checksum of every leaf, the layer
 permutation, and the `meta` of the caller.
 
-It has a checksum of its own and is read before any array, to decide whether the arrays match what
-the caller wants to restore.
+It has a checksum of its own and is read before any array, to compare with what the caller wants.
 """
 
 import dataclasses
@@ -20,6 +19,7 @@ from llmx.sharding import trees
 
 # 2: the layers are permuted. Other checkpoints are written as 1, which older programs read too.
 FORMAT = 2
+NUMBERS = (bool, int, float)  # leaves that are written into the document
 
 # State leaves that were renamed: (regular expression on a saved leaf name, its replacement), oldest
 # first. Append only: a document states how many rows existed when it was written, and only later
@@ -50,20 +50,13 @@ class Mismatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The document of checkpoint `step`.
+    """The document of one checkpoint."""
 
-    Attributes:
-      step: steps taken.
-      leaves: by current path name: the type, and the value or the shape, dtype and checksum.
-      meta: what the caller of the save added.
-      order: the permutation in which arrays over layers are stored.
-      saved_names: {current name: name on disk} of the leaves that `RENAMED` has renamed.
-    """
-
-    step: int
-    leaves: dict[str, dict]
-    meta: dict
-    order: LayerPermutation = IDENTITY
+    step: int  # steps taken
+    leaves: dict[str, dict]  # by current path name: type, and value or shape, dtype and checksum
+    meta: dict  # what the caller of the save added
+    order: LayerPermutation = IDENTITY  # in which arrays over layers are stored
+    # {current name: name on disk} of the leaves that `RENAMED` has renamed
     saved_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def holds(self, prefix: str) -> bool:
@@ -76,39 +69,33 @@ class Document:
 
     def shapes(self, prefix: str) -> dict[str, list[int]]:
         """The shapes of the arrays under `prefix`, by path name."""
-        return {
-            name: leaf["shape"]
-            for name, leaf in self.leaves.items()
-            if name.startswith(f"{prefix}/") and leaf["type"] == "array"
-        }
+        arrays = {name: leaf for name, leaf in self.leaves.items() if leaf["type"] == "array"}
+        return {n: leaf["shape"] for n, leaf in arrays.items() if n.startswith(f"{prefix}/")}
 
     def wanted(
         self, abstract: Any, *, prefix: str, order: LayerPermutation, ignored: str = ""
     ) -> dict[str, Any]:
         """{name: abstract array} of the arrays to read for `abstract`, with its layers in `order`.
 
-        Shapes are compared in the model's order of layers. Saved leaves under `ignored` may be
-        missing in `abstract`. Raises Mismatch, naming the leaves, if the checkpoint differs.
+        Saved leaves under `ignored` may be missing in `abstract`. Raises Mismatch, naming the
+        leaves, if the checkpoint differs; shapes are compared in the model's order of layers.
         """
         arrays, differences = self._compared(abstract, prefix, order, ignored)
-        if differences:
-            shown = "\n".join(f"  {text}" for text in differences[:8])
-            more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
-            raise Mismatch(
-                f"checkpoint {self.step} holds another structure:\n{shown}{more}\n"
-                "use the configuration that it was saved with (its meta has it) or another "
-                "directory; the checkpoint is left as it is"
-            )
-        return arrays
+        if not differences:
+            return arrays
+        more = [f"and {len(differences) - 8} more"] if len(differences) > 8 else []
+        shown = "\n".join(f"  {text}" for text in [*differences[:8], *more])
+        raise Mismatch(
+            f"checkpoint {self.step} holds another structure:\n{shown}\nuse the configuration that "
+            "it was saved with (its meta has it) or another directory; the checkpoint is left as "
+            "it is"
+        )
 
     def assemble(self, abstract: Any, arrays: Mapping[str, jax.Array], *, prefix: str) -> Any:
-        """`abstract` with its leaves replaced by `arrays` and by the numbers of this document.
-
-        `arrays` holds PRNG keys as integers.
-        """
+        """`abstract` filled with `arrays`, PRNG keys as integers, and this document's numbers."""
         leaves = []
         for name, leaf in _named(abstract, prefix).items():
-            if isinstance(leaf, (bool, int, float)):
+            if isinstance(leaf, NUMBERS):
                 leaves.append(self.leaves[name]["value"])
             else:
                 leaves.append(_wrap_key(arrays[name], leaf) if is_key(leaf) else arrays[name])
@@ -116,14 +103,9 @@ class Document:
 
     def sealed(self, sums: Mapping[str, int]) -> dict:
         """The JSON to write; `sums`: the checksums of the arrays."""
-        leaves = {
-            name: leaf | {"checksum": sums[name]} if name in sums else leaf
-            for name, leaf in self.leaves.items()
-        }
-        document = {
-            "format": 1, "step": self.step, "leaves": leaves, "meta": self.meta,
-            "renamed": len(RENAMED),
-        }  # fmt: skip
+        leaves = self.leaves | {n: self.leaves[n] | {"checksum": s} for n, s in sums.items()}
+        document = {"format": 1, "step": self.step, "leaves": leaves, "meta": self.meta}
+        document["renamed"] = len(RENAMED)
         if not self.order.is_identity:
             document |= {"format": 2, "order": list(self.order.slots)}
         return checksums.seal(document)
@@ -143,7 +125,7 @@ class Document:
         ]
         arrays: dict[str, Any] = {}
         for name, leaf in wanted.items():
-            number = isinstance(leaf, (bool, int, float))
+            number = isinstance(leaf, NUMBERS)
             want = type(leaf).__name__ if number else _text(name, leaf.dtype, leaf.shape, order)
             saved = self.leaves.get(name, {"type": "nothing"})
             have = saved["type"]
@@ -166,7 +148,7 @@ def describe(
     arrays: dict[str, jax.Array] = {}
     leaves: dict[str, dict] = {}
     for name, leaf in trees.named(state).items():
-        if isinstance(leaf, (bool, int, float)):
+        if isinstance(leaf, NUMBERS):
             leaves[name] = {"type": type(leaf).__name__, "value": leaf}
             continue
         if not isinstance(leaf, jax.Array):
@@ -200,7 +182,7 @@ def describe(
 
 
 def read(path: Any) -> Document:
-    """The document in the file `path` (`epath.Path`), under the current leaf names.
+    """The document in the file `path`, under the current leaf names.
 
     Raises Corrupt, or Mismatch if the format is newer than this program.
     """
@@ -251,18 +233,17 @@ def is_key(leaf: Any) -> bool:
 
 def as_stored(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     """The abstract array that is written for `leaf`: itself, or the integers of a PRNG key."""
-    sharding = leaf.sharding
+    sharding, array = leaf.sharding, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if sharding is None:
         if jax.process_count() > 1:
             raise ValueError(f"abstract leaf {name!r} has no sharding: give it a NamedSharding")
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        array = jax.eval_shape(jax.random.key_data, array)
         if isinstance(sharding, jax.NamedSharding):
-            axes = (*sharding.spec, *(None,) * (data.ndim - len(sharding.spec)))
+            axes = (*sharding.spec, *(None,) * (array.ndim - len(sharding.spec)))
             sharding = sharding.update(spec=jax.P(*axes))
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 _key_data = jax.jit(jax.random.key_data)

@@ -1,15 +1,11 @@
-"""Layers moved between devices, from the layer permutation of one pipeline to that of another.
-
-A checkpoint holds its arrays in the permutation of the run that saved it; a reader wants its own.
-Here are the shardings in which saved arrays are read, and the move on the devices.
-"""
+"""Layers moved between devices, from the layer permutation of a saved run to that of its reader."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from llmx.checkpoint import checksums
@@ -20,21 +16,17 @@ def stored(
     wanted: Mapping[str, Any], *, order: LayerPermutation, saved: LayerPermutation
 ) -> dict[str, Any]:
     """{name: abstract array} in the permutation `saved`, of arrays that are wanted in `order`."""
-    found = dict(wanted)
+    arrays = dict(wanted)
     for name, leaf in wanted.items():
         if order.moves(name, leaf.shape, saved):
             shape = order.shape(leaf.shape, saved)
             to = None if leaf.sharding is None else spread(leaf.sharding, shape)
-            found[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
-    return found
+            arrays[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
+    return arrays
 
 
 def move(
-    arrays: dict[str, jax.Array],
-    wanted: Mapping[str, Any],
-    *,
-    order: LayerPermutation,
-    saved: LayerPermutation,
+    arrays: dict, wanted: Mapping[str, Any], *, order: LayerPermutation, saved: LayerPermutation
 ) -> None:
     """Converts `arrays` from the permutation `saved` to `order`, placed as `wanted`, in place.
 
@@ -42,13 +34,12 @@ def move(
     the mesh axes that split the layers.
     """
     for name, leaf in wanted.items():
-        if not order.moves(name, leaf.shape, saved):
-            continue
-        to = leaf.sharding or arrays[name].sharding
-        # One at a time: no device holds more than one of them twice.
-        array = checksums.onto_device(arrays.pop(name))
-        array = _moved(array, saved.rows(order), to.with_memory_kind(None))
-        arrays[name] = jax.block_until_ready(jax.device_put(array, to))
+        if order.moves(name, leaf.shape, saved):
+            to = leaf.sharding or arrays[name].sharding
+            # One at a time: no device holds more than one of them twice.
+            array = checksums.onto_device(arrays.pop(name))
+            array = _moved(array, saved.rows(order), to.with_memory_kind(None))
+            arrays[name] = jax.block_until_ready(jax.device_put(array, to))
 
 
 def spread(to: Sharding, shape: Sequence[int]) -> Sharding:
@@ -61,7 +52,7 @@ def spread(to: Sharding, shape: Sequence[int]) -> Sharding:
         return to
     axes = [(e,) if isinstance(e, str) else tuple(e or ()) for e in to.spec]
     axes += [()] * (len(shape) - len(axes))
-    ways = [int(np.prod([to.mesh.shape[axis] for axis in over])) for over in axes]
+    ways = [math.prod(to.mesh.shape[axis] for axis in over) for over in axes]
     if shape[0] % ways[0] == 0:
         return to
     of_rows, axes[0] = axes[0], ()

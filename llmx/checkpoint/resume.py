@@ -91,8 +91,8 @@ def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) ->
         if saved.holds("in_flight"):
             log("the batch that was in flight in the pipeline when it was saved is taken again")
             first -= 1
-            to = recipe.abstract.step.sharding
-            state = state._replace(step=jax.device_put(np.int32(first), to))
+            step = jax.device_put(np.int32(first), recipe.abstract.step.sharding)
+            state = state._replace(step=step)
     return restored._replace(state=state, step=first)
 
 
@@ -148,10 +148,9 @@ def _of_these_replicas(recipe: Recipe, saved: Document) -> bool:
 
 def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
     """The strategy's state for the present replicas; `order`: that of the layers as saved."""
-    shapes = {
-        name: stored_layers.stored({name: leaf}, order=recipe.order, saved=order)[name].shape
-        for name, leaf in trees.named(recipe.loss.params).items()
-    }
+    params = trees.named(recipe.loss.params)
+    stored = stored_layers.stored(params, order=recipe.order, saved=order)
+    shapes = {name: leaf.shape for name, leaf in stored.items()}
 
     def ordered(name, array):
         moves = order.moves(name, array.shape, recipe.order)
