@@ -112,8 +112,7 @@ class Attention(nnx.Module):
         if self.query_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotation is not None:
-            query_BTNH = rope.rotate(query_BTNH, rotation)
-            key_BTKH = rope.rotate(key_BTKH, rotation)
+            query_BTNH, key_BTKH = (rope.rotate(x, rotation) for x in (query_BTNH, key_BTKH))
         query_BTNH, key_BTKH, value_BTKH = (
             checkpoint_name(array, remat.QUERY_KEY_VALUE)
             for array in (query_BTNH, key_BTKH, value_BTKH)

@@ -203,8 +203,7 @@ def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, d
 def scaled(y: jax.Array, scale: jax.Array) -> jax.Array:
     """y * scale, along the last dimensions of y; both in one dtype.
 
-    Communicates, in the backward pass, over the axes that split the leading dimensions of y, unless
-    `scale` is `reduced` over them.
+    The backward pass communicates over axes that split other dimensions of y and are not `reduced`.
     """
     return y * _plain(scale)
 

@@ -63,8 +63,7 @@ def embed(
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """Rows of the table, in the compute dtype, with positions split as between blocks.
 
-    Communicates token ids and results over the mesh axes that split D; a reduce-scatter (or a sum)
-    over those that split V.
+    Communicates ids and results over the axes that split D; sums over those that split V.
     """
     table = jax.typeof(table_VD).sharding.spec
     out = place.activation(("batch", "block_sequence", "embed"))

@@ -199,8 +199,8 @@ def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
         total_n = jax.lax.psum(total_n * jnp.exp(top_n - all_top_n), split.vocab)
         hit_n, top_n = jax.lax.psum(hit_n, split.vocab), all_top_n
     log_z_n = top_n + jnp.log(total_n)
-    shape = targets_BT.shape
-    return (log_z_n - hit_n).reshape(shape), log_z_n.reshape(shape), logits_BTV
+    loss_BT, log_z_BT = (array.reshape(targets_BT.shape) for array in (log_z_n - hit_n, log_z_n))
+    return loss_BT, log_z_BT, logits_BTV
 
 
 def _backward_local(

@@ -81,11 +81,8 @@ class TrainingLoss:
         return jax.tree.map(one, self.params, self.gradients, self.axes)
 
     def gathered(self, params: Any) -> Any:
-        """Parameters as the whole step uses them.
-
-        With gather="step": the weights of products whole over the batch axes, in the compute dtype;
-        communicates over these. Tables that are looked up stay split.
-        """
+        """Parameters as the whole step uses them; with gather="step", the weights of products whole
+        over the batch axes, in the compute dtype: communicates. Tables of lookups stay split."""
         if self.gather != "step":
             return params
 

@@ -16,8 +16,8 @@ from llmx.model.attention.kernel import Kernel
 from llmx.model.attention.masks import Mask, Scores
 
 
-def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str) -> dict:
-    """The static arguments of the kernel; raises NotImplementedError for inputs it cannot take."""
+def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str):
+    """jax's module and the kernel's static arguments; NotImplementedError for other inputs."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     T, H = query_BTNH.shape[1], query_BTNH.shape[-1]
@@ -40,13 +40,11 @@ def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str)
         raise NotImplementedError("cuDNN's masks start at the first key")
     elif scores.window and scores.window < T:
         window = scores.window
-    return dict(scale=scores.scale, mask_type=kind, sliding_window_length=window)
+    return fused, dict(scale=scores.scale, mask_type=kind, sliding_window_length=window)
 
 
 def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
-    chosen = _choices(query_BTNH, key_BSKH, mask, scores, device_kind)
-    import jax._src.cudnn.fused_attention_stablehlo as fused
-
+    fused, chosen = _choices(query_BTNH, key_BSKH, mask, scores, device_kind)
     # The public function rounds the log-sum-exp to bf16, and its gradient ignores the one given.
     out, lse_BNT = fused.dot_product_attention(
         query_BTNH, key_BSKH, value_BSKH, return_residual=True, **chosen
@@ -58,9 +56,7 @@ def _backward(
     query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, out_BTNH, lse_BNT, gradient_BTNH,
     *, device_kind: str,
 ):  # fmt: skip
-    chosen = _choices(query_BTNH, key_BSKH, mask, scores, device_kind)
-    import jax._src.cudnn.fused_attention_stablehlo as fused
-
+    fused, chosen = _choices(query_BTNH, key_BSKH, mask, scores, device_kind)
     dtype = query_BTNH.dtype
     none = jnp.zeros((0,), dtype)
     # A parameter that newer versions of jax have.

@@ -160,9 +160,8 @@ def ring(
 
     The function that it returns takes this device's query [B, T, N, H], key and value
     [B, T, K, H], mask and scores, and returns [B, T, N, H]. `mask.ahead` is 0 where rows are in the
-    order of `split`; None: no pair of chunks is known to be hidden, and positions decide.
-    `independent`: devices of other rings, as of other pipeline stages, may be elsewhere in the
-    program.
+    order of `split`; if None positions decide, and no pair of chunks is known to be hidden.
+    `independent`: devices of other rings (pipeline stages) may be elsewhere in the program.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
     backward pass, R-1 sends of their gradients in fp32, and one in the compute dtype; with a window

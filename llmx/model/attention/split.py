@@ -49,10 +49,7 @@ class Split:
         return np.concatenate([group, 2 * self.rings - 1 - group], axis=1)
 
     def order(self, num_positions: int) -> np.ndarray:
-        """int[num_positions]: the position at each index of the split row.
-
-        Raises ValueError where the row does not divide into the chunks.
-        """
+        """int[num_positions]: the position at each index; ValueError if chunks do not divide it."""
         num = self.chunks.size
         if num_positions % math.lcm(num, self.ways):
             raise ValueError(
@@ -73,8 +70,7 @@ def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Ar
     return array if one_chunk_each else _reordered(split, mesh, back, array)
 
 
-# The gradient goes the other way: automatic differentiation of the region would add up gradients of
-# replicas that take their own (`sharding.to_local`).
+# The gradient goes the other way: automatic differentiation would add up those of local replicas.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _reordered(split: Split, mesh: Mesh, back: bool, array: Array) -> Array:
     order = split.order(array.shape[1])
