@@ -36,10 +36,7 @@ TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 
 
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
-    """Parameters of embedding, positions, attention, mlp, norms, head, and of vocabulary padding.
-
-    "padding" is what `vocab_multiple` adds to the embedding table and to the head.
-    """
+    """Parameters by part; "padding" is what `vocab_multiple` adds to both tables of tokens."""
     D, L, H, V = model.width, model.num_layers, model.head_dim, model.vocab_size
     attention, mlp = _weights_of_block(model)
     if model.bias:
@@ -179,10 +176,9 @@ def saved_bytes_by_layer(
 ) -> list[int]:
     """Bytes per token of the activations that each layer saves for its backward pass.
 
-    As jax traces it, with an attention kernel that saves no scores; a compiler may save less. The
-    statistics of norms, a number for each D or H, are left out. `remat` and `loss_chunks`: see
-    `recomputed_flops_by_layer`. `compute_bytes`: of a number in the compute dtype. Norms, logits
-    and log-sum-exps are in fp32.
+    As jax traces it, with an attention kernel that saves no scores, and without the statistics of
+    norms; a compiler may save less. `remat` and `loss_chunks`: see `recomputed_flops_by_layer`.
+    `compute_bytes`: of a number in the compute dtype; norms, logits, log-sum-exps are in fp32.
     """
     D, F, H = model.width, model.mlp_dim, model.head_dim
     N, K = model.num_heads, model.num_kv_heads

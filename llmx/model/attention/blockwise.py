@@ -135,8 +135,7 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     # The running maximum starts above what is hidden: a hidden score weighs nothing from the start.
     start = jnp.zeros(query_qBKGTH.shape, jnp.float32)
     carry = (start, jnp.full(start.shape[:-1], NOTHING), jnp.zeros(start.shape[:-1]))
-    at = _visible_blocks(blocks, mask, scores.window)
-    out, top, total = _walk(blocks, at, step, carry)
+    out, top, total = _walk(blocks, _visible_blocks(blocks, mask, scores.window), step, carry)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), NOTHING)
     lse_BNT = _joined(lse, 3, T).reshape(B, N, T)
