@@ -36,7 +36,6 @@ class ModelFunctions:
 
     `outer` are the parameters of embedding and head by name, `weights` those of one chunk's layers,
     each with gradient buffers (`sharding.accumulate_into`); None = not differentiated.
-
     """
 
     embed: Callable  # (outer, buffers, rows) -> x, the input of the first chunk

@@ -122,9 +122,8 @@ def machine(args: argparse.Namespace, config: Config) -> tuple[float, stage_cost
     if args.measure:
         launch.choose_platform(config.launch)
         attention = dataclasses.replace(config.attention, ulysses=1)
-        clock = functools.partial(
-            layer_times.measured, policy=config.precision, attention=attention
-        )
+        settings = dict(policy=config.precision, attention=attention)
+        clock = functools.partial(layer_times.measured, **settings)
         times = f"measured on this machine ({jax.devices()[0].device_kind})"
     else:
         share = options.UTILIZATION if args.utilization is None else args.utilization

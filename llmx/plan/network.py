@@ -10,9 +10,7 @@ times from a simple model, whose assumptions are the fields of `Link`. Bytes tha
 Not counted: numbers that do not grow with the model (losses, token counts, norms), and what a
 layout exchanges within a replica. The mean counts what a device has of the gradients while they are
 updated, which is all of it where a layout splits gradients as the optimizer's state, as "ddp",
-"zero2", "zero3" and "hsdp" do.
-
-Letters: n replicas.
+"zero2", "zero3" and "hsdp" do. Letters: n replicas.
 """
 
 import collections

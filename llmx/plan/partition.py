@@ -469,10 +469,7 @@ def spread(
 
 
 def to_counts(partition: Partition) -> tuple[int, ...]:
-    """The number of blocks on each stage, of a partition of a chain from `layers_of`.
-
-    0 for a stage that is the embedding or the head alone.
-    """
+    """Blocks on each stage of a chain from `layers_of`, not counting embedding and head."""
     stop = partition.stages[-1].stop
     return tuple(
         stage.num_layers - (stage.first == 0) - (stage.stop == stop) for stage in partition.stages
