@@ -88,11 +88,11 @@ def test_the_one_before_may_be_of_other_replicas(tmp_path):
     of_two = save(tmp_path, 1, 2, **ONE_BIT)
     of_four = save(tmp_path, 2, 4, **ONE_BIT)
     _, state, first, said = resumed(tmp_path, 4, **ONE_BIT)
-    assert first == 2 and "split among" not in said
+    assert first == 2 and "converted to" not in said
     assert_same(state, of_four)
     tear_meta(tmp_path, 2)
     _, state, first, said = resumed(tmp_path, 4, **ONE_BIT)
-    assert first == 1 and "split among 4" in said
+    assert first == 1 and "converted to 4 replicas" in said
     assert_same((state.params, state.opt_state), (of_two.params, of_two.opt_state))
 
 
