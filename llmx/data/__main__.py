@@ -140,8 +140,8 @@ def write(arguments: argparse.Namespace) -> None:
                 "training the tokenizer" if size else "tokenising", total=recipe.num_bytes, note=""
             )
 
-            def report(progress: build.Progress) -> None:
-                bar.update(task, completed=progress.done_bytes, note=f"{progress.tokens:,} tokens")
+            def report(num_bytes: int, num_tokens: int) -> None:
+                bar.update(task, completed=num_bytes, note=f"{num_tokens:,} tokens")
 
             index = build.write_shards(folder, recipe, report=report)
     skipped = f"; left out: {index['skipped']}" if index["skipped"] else ""

@@ -78,15 +78,6 @@ class Recipe:
         )
 
 
-@dataclasses.dataclass
-class Progress:
-    """How far a build has come, given to the `report` callback."""
-
-    done_bytes: int
-    tokens: int
-    documents: int
-
-
 def make_recipe(
     sources: Sequence[str], *, tokenizer: tokenizers.Tokenizer | int,
     text_key: str, skip_bad: bool, shard_tokens: int = SHARD_TOKENS,
@@ -185,9 +176,12 @@ def _totals(entries: Sequence[Mapping]) -> dict[str, int]:
 
 
 def write_shards(
-    folder: pathlib.Path, recipe: Recipe, *, report: Callable[[Progress], None]
+    folder: pathlib.Path, recipe: Recipe, *, report: Callable[[int, int], None]
 ) -> dict:
-    """Writes or continues the shards of a recipe in an existing folder; returns the index."""
+    """Writes or continues the shards of a recipe in an existing folder; returns the index.
+
+    `report` is called with the bytes of text read and the tokens written so far.
+    """
     progress = _start(folder, recipe)
     tokenizer = recipe.tokenizer
     if isinstance(tokenizer, int):
@@ -199,7 +193,7 @@ def write_shards(
     shards_lib.check_sizes(folder, entries, dtype=dtype)
     skipped = collections.Counter(progress["skipped"])
     documents = recipe.documents(sources_lib.Position(**progress["position"]), skipped)
-    done = Progress(0, **_totals(entries))
+    num_tokens = _totals(entries)["tokens"]
     sizes_before = np.cumsum([0] + [file.num_bytes for file in recipe.files])
     writer = None
     try:
@@ -216,10 +210,8 @@ def write_shards(
                     position = dataclasses.asdict(document.end)
                     progress |= {"position": position, "skipped": skips}
                     shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
-                done.tokens += len(ids) + 1
-            done.documents += len(batch)
-            done.done_bytes = int(sizes_before[document.end.file]) + document.end.offset
-            report(done)
+                num_tokens += len(ids) + 1
+            report(int(sizes_before[document.end.file]) + document.end.offset, num_tokens)
         if writer:
             entries.append(writer.close())
     finally:
@@ -294,16 +286,16 @@ def exclusive(folder: pathlib.Path, *, on_wait: Callable[[], None]) -> Iterator[
         os.close(descriptor)
 
 
-def _log_report(recipe: Recipe, log: Callable[[str], None]) -> Callable[[Progress], None]:
+def _log_report(recipe: Recipe, log: Callable[[str], None]) -> Callable[[int, int], None]:
     """A `report` that logs a line now and then."""
     last = time.monotonic()
 
-    def report(progress: Progress) -> None:
+    def report(num_bytes: int, num_tokens: int) -> None:
         nonlocal last
         if time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
-            share = progress.done_bytes / max(recipe.num_bytes, 1)
-            log(f"data: {recipe.name}: {share:.0%}, {progress.tokens:,} tokens")
+            share = num_bytes / max(recipe.num_bytes, 1)
+            log(f"data: {recipe.name}: {share:.0%}, {num_tokens:,} tokens")
 
     return report
 

@@ -138,8 +138,7 @@ FAMILIES = {
     "gemma2": lambda: _gemma2(**_TINY, **_TINY_HEADS, window=16),
     "gemma3": lambda: _gemma3(
         **_TINY | dict(num_layers=4), **_TINY_HEADS, window=16, query_scale=0.0,
-        layer_pattern=(LOCAL, LOCAL, GLOBAL),
-    ),
+        layer_pattern=(LOCAL, LOCAL, GLOBAL)),
     "gpt2_124m": lambda: _gpt2(width=768, num_layers=12, num_heads=12),
     "gpt2_1.5b": lambda: _gpt2(width=1600, num_layers=48, num_heads=25),
     "gpt3_175b": lambda: _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
@@ -147,28 +146,21 @@ FAMILIES = {
     "llama3_70b": lambda: _llama3(width=8192, num_layers=80, num_heads=64, mlp_dim=28672),
     "llama3_405b": lambda: _llama3(
         width=16384, num_layers=126, num_heads=128, mlp_dim=53248, max_positions=131072,
-        rope_scaling="llama3", rope_factor=8.0,
-    ),
+        rope_scaling="llama3", rope_factor=8.0),
     "llama3.2_1b": lambda: _llama3(
-        width=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, **_LLAMA32
-    ),
+        width=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, **_LLAMA32),
     "llama3.2_3b": lambda: _llama3(
-        width=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, **_LLAMA32
-    ),
+        width=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, **_LLAMA32),
     "qwen3_0.6b": lambda: _qwen3(
-        width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True
-    ),
+        width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True),
     "qwen3_8b": lambda: _qwen3(width=4096, num_layers=36, num_heads=32, mlp_dim=12288),
     "gemma2_2b": lambda: _gemma2(
-        width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216
-    ),
+        width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216),
     "gemma3_1b": lambda: _gemma3(
-        width=1152, num_layers=26, num_heads=4, num_kv_heads=1, mlp_dim=6912
-    ),
+        width=1152, num_layers=26, num_heads=4, num_kv_heads=1, mlp_dim=6912),
     "gemma3_4b": lambda: _gemma3(
         width=2560, num_layers=34, num_heads=8, num_kv_heads=4, mlp_dim=10240, window=1024,
-        vocab_size=262208, max_positions=131072, rope_scaling="linear", rope_factor=8.0,
-    ),
+        vocab_size=262208, max_positions=131072, rope_scaling="linear", rope_factor=8.0),
 }  # fmt: skip
 
 

@@ -103,23 +103,15 @@ CHIPS = {
 # What `jax.Device.device_kind` says, exactly, and the chip that it means. Other variants of these
 # chips (H100 NVL, H20, A800, ...) have other figures and are deliberately not guessed.
 DEVICE_KINDS = {
-    "TPU v4": "tpu_v4",
-    "TPU v5 lite": "tpu_v5e",
-    "TPU v5e": "tpu_v5e",
-    "TPU v5": "tpu_v5p",
-    "TPU v5p": "tpu_v5p",
-    "TPU v6 lite": "tpu_v6e",
-    "TPU v6e": "tpu_v6e",
-    "TPU7x": "tpu7x",
-    "NVIDIA A100-SXM4-40GB": "a100_40gb",
-    "NVIDIA A100-SXM4-80GB": "a100_80gb",
-    "NVIDIA A100-PCIE-40GB": "a100_pcie_40gb",
-    "NVIDIA A100 80GB PCIe": "a100_pcie_80gb",
-    "NVIDIA H100 80GB HBM3": "h100_sxm",
-    "NVIDIA H100 PCIe": "h100_pcie",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-}
+    "TPU v4": "tpu_v4", "TPU7x": "tpu7x",
+    "TPU v5 lite": "tpu_v5e", "TPU v5e": "tpu_v5e",
+    "TPU v5": "tpu_v5p", "TPU v5p": "tpu_v5p",
+    "TPU v6 lite": "tpu_v6e", "TPU v6e": "tpu_v6e",
+    "NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA A100-SXM4-80GB": "a100_80gb",
+    "NVIDIA A100-PCIE-40GB": "a100_pcie_40gb", "NVIDIA A100 80GB PCIe": "a100_pcie_80gb",
+    "NVIDIA H100 80GB HBM3": "h100_sxm", "NVIDIA H100 PCIe": "h100_pcie",
+    "NVIDIA H200": "h200", "NVIDIA B200": "b200",
+}  # fmt: skip
 
 
 def chip_of(device_kind: str) -> Chip | None:

@@ -58,12 +58,9 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def make_mesh(
-    sizes: Mapping[str, int],
-    *,
-    devices: Sequence[jax.Device] | None = None,
-    across_slices: Sequence[str] = (),
-    axis_type: AxisType = AxisType.Explicit,
-) -> Mesh:
+    sizes: Mapping[str, int], *, devices: Sequence[jax.Device] | None = None,
+    across_slices: Sequence[str] = (), axis_type: AxisType = AxisType.Explicit,
+) -> Mesh:  # fmt: skip
     """A mesh with axes `sizes` (name -> size, outermost first; one may be -1) over `devices`.
 
     Inner axes get the fastest links. The sizes of the axes in `across_slices`, which cross the slow
@@ -80,8 +77,9 @@ def make_mesh(
     if across_slices:
         outer = tuple(size if axis in across_slices else 1 for axis, size in sizes.items())
         inner = tuple(size // out for size, out in zip(shape, outer, strict=True))
-        by_slice = len({_slice_index(device) for device in devices}) > 1
-        num = len({_slice_index(d) if by_slice else d.process_index for d in devices})
+        slices = {getattr(device, "slice_index", 0) for device in devices}
+        by_slice = len(slices) > 1
+        num = len(slices) if by_slice else len({device.process_index for device in devices})
         if math.prod(outer) != num:
             raise ValueError(
                 f"mesh.across_slices={tuple(across_slices)} multiply to {math.prod(outer)} and "
@@ -96,10 +94,6 @@ def make_mesh(
     else:
         array = mesh_utils.create_device_mesh(shape, **options)
     return Mesh(array, tuple(sizes), axis_types=(axis_type,) * len(sizes))
-
-
-def _slice_index(device: jax.Device) -> int:
-    return device.slice_index if hasattr(device, "slice_index") else 0
 
 
 def mesh_text(sizes: Mapping[str, int], *, if_single: str = "one device") -> str:

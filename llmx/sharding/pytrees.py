@@ -55,8 +55,7 @@ def shardings(
     """
 
     def one(path, leaf, names):
-        # Leaves without names (scalars, counters) are not split.
-        names = names or (None,) * len(leaf.shape)
+        names = names or (None,) * len(leaf.shape)  # scalars, counters: not split
         try:
             to = layouts.spec(names, vars(layout)[table], mesh, shape=leaf.shape)
         except ValueError as error:

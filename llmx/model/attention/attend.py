@@ -27,14 +27,10 @@ from llmx.runtime import launch
 from llmx.runtime.bounds import bounded, choice
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
-    "reference": REFERENCE,
-    "blockwise": BLOCKWISE,
-    "splash": SPLASH,
-    "cudnn": CUDNN,
-}
-# What "auto" tries, in this order, by the platform of the mesh.
+    "reference": REFERENCE, "blockwise": BLOCKWISE, "splash": SPLASH, "cudnn": CUDNN,
+}  # fmt: skip
+# What "auto" tries, in this order, by the platform of the mesh; blockwise alone on others.
 PREFERRED = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise")}
-OTHERWISE = ("blockwise",)
 
 # Logical axes of queries, keys and values.
 QUERY = ("batch", "sequence", "heads", "head_dim")
@@ -55,7 +51,8 @@ class AttentionConfig:
 
 def candidates(implementation: str, platform: str) -> tuple[str, ...]:
     """The implementations to try, best first."""
-    return PREFERRED.get(platform, OTHERWISE) if implementation == "auto" else (implementation,)
+    preferred = PREFERRED.get(platform, ("blockwise",))
+    return preferred if implementation == "auto" else (implementation,)
 
 
 def split_of(config: AttentionConfig, place: sharding.Placement) -> Split:

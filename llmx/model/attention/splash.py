@@ -38,10 +38,9 @@ class Blocks:
 # By jax's `device_kind`. Larger blocks fetch less and need more on-chip memory, of which a kernel
 # gets 16 MiB (v4, v5e, v5p) or 32 MiB (v6e, 7x) by default. The gradient of queries is written once
 # per backward block of keys: few of them save memory.
-_16_MIB = Blocks(512, 1024, 512, 512, 2048, 512)
+OTHER_BLOCKS = Blocks(512, 1024, 512, 512, 2048, 512)
 _32_MIB = Blocks(2048, 2048, 1024, 1024, 2048, 1024)
 BLOCKS = {"TPU v6 lite": _32_MIB, "TPU v6e": _32_MIB, "TPU7x": _32_MIB}
-OTHER_BLOCKS = _16_MIB
 MOST_BLOCKS = 4  # of keys, in one call of the backward kernel
 
 
@@ -88,9 +87,8 @@ def _per_head(function, arrays, mask: Mask):
 
     Segments are None where rows are one document: the kernel then reads none.
     """
-    make_segments = _jax_modules()[0].SegmentIds
     rows = (mask.segments_BT, mask.key_segments_BS)
-    segments = None if mask.one_document else make_segments(*rows)
+    segments = None if mask.one_document else _jax_modules()[0].SegmentIds(*rows)
     over_heads = jax.vmap(function, in_axes=(*(0 for _ in arrays), None))
     return jax.vmap(over_heads)(*arrays, segments)
 
@@ -178,8 +176,7 @@ def _slice_backward(
     static = kernel.kwargs
 
     def one_head(query, key, value, out, lse, gradient, segments):
-        # The kernel's own backward pass, for which jax has no public name: it takes any
-        # log-sum-exp.
+        # The kernel's own backward pass, of any log-sum-exp: jax has no public name for it.
         masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
         residuals = (query, key, value, segments, None, out, lse, *masks)
         gradients = kernels._splash_attention_bwd(
