@@ -25,13 +25,9 @@ from llmx.runtime import launch
 
 
 def to_hf(
-    workdir: str,
-    directory: str,
-    *,
-    at_step: int | None = None,
-    ema: bool | None = None,
+    workdir: str, directory: str, *, at_step: int | None = None, ema: bool | None = None,
     dtype: str = "float32",
-) -> int:
+) -> int:  # fmt: skip
     """Writes the parameters of a run into `directory`, new or empty; returns their step.
 
     Args:
@@ -86,11 +82,9 @@ def from_hf(directory: str, workdir: str):
         tokenizers.load(file)
         run.data.tokenizer = str(root / tokenizers.FILE_NAME)
     to = jax.tree.map(lambda leaf: leaf.sharding, _abstract_params(run))
-    checkpoints = checkpointer.Checkpointer(
-        f"{workdir}/checkpoints", run.checkpoint, log=launch.log
-    )
-    with checkpoints:
-        state = {"params": jax.device_put(params, to)}
+    state = {"params": jax.device_put(params, to)}
+    folder = f"{workdir}/checkpoints"
+    with checkpointer.Checkpointer(folder, run.checkpoint, log=launch.log) as checkpoints:
         checkpoints.save(0, state, meta={"imported_from": str(directory)}, wait=True)
     if file.is_file():
         shutil.copyfile(file, root / tokenizers.FILE_NAME)

@@ -45,13 +45,11 @@ def held_out_loss(
         nats, count = jax.device_get(eval_step(params, batch))
         total, num_tokens = total + float(nats), num_tokens + float(count)
     loss = total / num_tokens if num_tokens else math.nan
+    perplexity = math.exp(min(loss, 700.0)) if num_tokens else math.nan
     return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)) if num_tokens else math.nan,
-        "num_tokens": num_tokens,
-        "batches": batches,
+        "loss": loss, "perplexity": perplexity, "num_tokens": num_tokens, "batches": batches,
         "split_batches": available,
-    }
+    }  # fmt: skip
 
 
 def batches_text(result: dict[str, float]) -> str:

@@ -368,10 +368,7 @@ def _chains(
     return ended + list(open_chains.values())
 
 
-_TRANSFERS = {
-    "ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-}  # fmt: skip
+_TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in hlo_text.COLLECTIVES[:4]}
 # A device is written as 100000 x its slice, counted from 1, + its number in the slice.
 _SLICE = 100_000
 _TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\}(?:x\{[\d:,]*\})?)"?,_xla')

@@ -40,11 +40,8 @@ def read_dump(folder: str | pathlib.Path, module: str) -> Dump:
     def text(ending: str) -> str:
         return next((p.read_text() for p in files if p.name.endswith(f"{ending}.txt")), "")
 
-    return Dump(
-        before=text("before_optimizations"), after=text("after_optimizations"),
-        assignment=text("after_optimizations-buffer-assignment"),
-        live_ranges=text("after_optimizations-live-range"),
-    )  # fmt: skip
+    after = (f"after_optimizations{part}" for part in ("", "-buffer-assignment", "-live-range"))
+    return Dump(text("before_optimizations"), *map(text, after))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,9 +223,7 @@ def _traced(instruction: Instruction | None) -> tuple[str, int]:
     return instruction.quoted("op_name") or "", int(instruction.attribute("stack_frame_id") or 0)
 
 
-_WORDS = {
-    "transpose(jvp())": "backward", "jvp()": "forward", "rematted_computation": "recomputed",
-}  # fmt: skip
+_WORDS = {"transpose(jvp())": "backward", "jvp()": "forward", "rematted_computation": "recomputed"}
 _TRACING = {"while", "body", "closed_call", "checkpoint", "eval_jaxpr", "shard_map", ""}
 
 

@@ -41,12 +41,9 @@ class CostReport:
     unknown: tuple[str, ...] = ()  # what the text does not contain, in words
 
     def select(
-        self,
-        *,
-        kind: str | Collection[str] | None = None,
-        axes: str | Collection[str] | None = None,
-        across: str | None = None,
-    ) -> tuple[Collective, ...]:
+        self, *, kind: str | Collection[str] | None = None,
+        axes: str | Collection[str] | None = None, across: str | None = None,
+    ) -> tuple[Collective, ...]:  # fmt: skip
         """The collectives of a kind (or of several), over exactly `axes`, over at least `across`.
 
         All of them by default. Those whose axes are unknown are selected by kind only.
@@ -99,6 +96,10 @@ def _not_visited(analysis: Analysis) -> list[str]:
     return [f"executions of {listed}: no instruction is known to run their computations"]
 
 
+# Fields of a `CostReport` that add up.
+_NUMBERS = ("flops", "bytes", "estimated_cycles")
+
+
 def times(count: float | None, value: float | None) -> float | None:
     """count * value; None where one is None, but 0 times an unknown count is 0."""
     if value == 0:
@@ -131,10 +132,8 @@ def _sum(reports: Sequence[CostReport]) -> CostReport:
     return CostReport(
         collectives=tuple(one for report in reports for one in report.collectives),
         kernels=tuple(kernel for report in reports for kernel in report.kernels),
-        flops=total(report.flops for report in reports),
-        bytes=total(report.bytes for report in reports),
-        estimated_cycles=total(report.estimated_cycles for report in reports),
         unknown=tuple(note for report in reports for note in report.unknown),
+        **{name: total(getattr(report, name) for report in reports) for name in _NUMBERS},
     )
 
 
@@ -148,9 +147,7 @@ def _repeated(report: CostReport, trips: int | None) -> CostReport:
             for one in report.collectives
         ),
         kernels=tuple(replace(one, count=times(trips, one.count)) for one in report.kernels),
-        flops=times(trips, report.flops),
-        bytes=times(trips, report.bytes),
-        estimated_cycles=times(trips, report.estimated_cycles),
+        **{name: times(trips, getattr(report, name)) for name in _NUMBERS},
     )
 
 
@@ -246,10 +243,10 @@ def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> Cos
         for computation in analysis.module.called(conditional)
     ]
     wires = [wire_bytes(report.collectives) for report in reports]
-    flops = [report.flops for report in reports]
+    numbers = {name: [getattr(report, name) for report in reports] for name in _NUMBERS}
     calls = [len(report.kernels) for report in reports]
     unknown = [note for report in reports for note in report.unknown]
-    costs = {"bytes sent": wires, "FLOPs": flops, "kernels": calls}
+    costs = {"bytes sent": wires, "FLOPs": numbers["flops"], "kernels": calls}
     differing = [f"{_either(costs[what])} {what}" for what in costs if len(set(costs[what])) > 1]
     if differing:
         unknown.append(
@@ -259,11 +256,8 @@ def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> Cos
     return CostReport(
         collectives=reports[wires.index(_most(wires))].collectives,
         kernels=reports[calls.index(max(calls))].kernels,
-        flops=_most(flops),
-        bytes=_most([report.bytes for report in reports]),
-        estimated_cycles=_most([report.estimated_cycles for report in reports]),
-        unknown=tuple(unknown),
-    )
+        unknown=tuple(unknown), **{name: _most(values) for name, values in numbers.items()},
+    )  # fmt: skip
 
 
 def _most(values: Sequence[float | None]) -> float | None:

@@ -104,14 +104,10 @@ def variants(run: config.Config, *, most_tensor: int) -> list[Variant]:
     listed = []
     for layout, gather, remat, accumulation, tensor, halvings in combinations:
         wanted = {
-            "sharding.layout": layout,
-            "sharding.gather": gather,
-            "remat": remat,
-            "batch.size": run.batch.size // 2**halvings,
-            "batch.accumulation": accumulation,
-            f"mesh.{source}": shared // tensor,
-            "mesh.tensor": tensor,
-        }
+            "sharding.layout": layout, "sharding.gather": gather, "remat": remat,
+            "batch.size": run.batch.size // 2**halvings, "batch.accumulation": accumulation,
+            f"mesh.{source}": shared // tensor, "mesh.tensor": tensor,
+        }  # fmt: skip
         changes = {k: value for k, value in wanted.items() if value != config.get_value(run, k)}
         if changes:
             levels = levels_of(Variant(changes, here, 0.0).of(run))._replace(halvings=halvings)
@@ -128,16 +124,10 @@ class Measured(NamedTuple):
 
 
 def search(
-    run: config.Config,
-    measured: Measured,
-    *,
-    limit: int,
-    state_of: Callable[[config.Config], int | None],
-    peak_of: Callable[[Variant], int | None],
-    most_tensor: int,
-    enough: int,
-    most_tries: int,
-) -> None:
+    run: config.Config, measured: Measured, *, limit: int,
+    state_of: Callable[[config.Config], int | None], peak_of: Callable[[Variant], int | None],
+    most_tensor: int, enough: int, most_tries: int,
+) -> None:  # fmt: skip
     """Compiles variants until `enough` of them fit, or `most_tries` were compiled.
 
     Variants of a config that fits are faster ones, of one that does not fit those with less memory;

@@ -105,14 +105,9 @@ class Checkpointer:
         return self._config.every > 0 and step % self._config.every == 0
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        meta: Mapping[str, Any],
-        order: LayerPermutation = IDENTITY,
-        wait: bool = False,
-    ) -> bool:
+        self, step: int, state: Any, *, meta: Mapping[str, Any],
+        order: LayerPermutation = IDENTITY, wait: bool = False,
+    ) -> bool:  # fmt: skip
         """Saves the checkpoint after `step` steps in the background.
 
         `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
@@ -146,13 +141,9 @@ class Checkpointer:
         return True
 
     def restore(
-        self,
-        abstract_state: Any | Callable[[Document], Any],
-        step: int | None = None,
-        *,
-        order: LayerPermutation = IDENTITY,
-        ignored: str = "",
-    ) -> Restored | None:
+        self, abstract_state: Any | Callable[[Document], Any], step: int | None = None, *,
+        order: LayerPermutation = IDENTITY, ignored: str = "",
+    ) -> Restored | None:  # fmt: skip
         """Restores the newest good checkpoint, or exactly `step`; None if there is no checkpoint.
 
         A checkpoint that fails its checksums is renamed to `<step>.corrupt`, with a message, once
@@ -278,14 +269,9 @@ def read_meta(directory: str, step: int) -> dict:
 
 
 def restore_part(
-    directory: str,
-    abstract: Any,
-    *,
-    prefix: str,
-    order: LayerPermutation = IDENTITY,
-    step: int | None = None,
-    log: Callable[[str], None],
-) -> Restored | None:
+    directory: str, abstract: Any, *, prefix: str, order: LayerPermutation = IDENTITY,
+    step: int | None = None, log: Callable[[str], None],
+) -> Restored | None:  # fmt: skip
     """Restores only the subtree under `prefix` ("params", "opt/0/mu"), and changes no file.
 
     As `Checkpointer.restore`, but corrupt checkpoints are not renamed.
@@ -314,15 +300,9 @@ def _require(directory: Any, step: int) -> None:
 
 
 def _restore_newest(
-    root: Any,
-    abstract: Any,
-    prefix: str,
-    order: LayerPermutation,
-    step: int | None,
-    *,
-    log: Callable[[str], None],
-    ignored: str = "",
-) -> tuple[Restored, dict[int, str]] | None:
+    root: Any, abstract: Any, prefix: str, order: LayerPermutation, step: int | None, *,
+    log: Callable[[str], None], ignored: str = "",
+) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
     """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
     steps = list_steps(str(root))
     if step is not None:

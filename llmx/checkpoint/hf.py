@@ -64,15 +64,10 @@ def _numpy_dtype(name: str) -> np.dtype:
 
 
 def export(
-    params: Mapping[str, Any],
-    model: ModelConfig,
-    directory: str | pathlib.Path,
-    *,
-    tokenizer_file: str | pathlib.Path | None = None,
-    end_token: int | None = None,
-    dtype: str = "float32",
-    shard_bytes: int = SHARD_BYTES,
-) -> pathlib.Path:
+    params: Mapping[str, Any], model: ModelConfig, directory: str | pathlib.Path, *,
+    tokenizer_file: str | pathlib.Path | None = None, end_token: int | None = None,
+    dtype: str = "float32", shard_bytes: int = SHARD_BYTES,
+) -> pathlib.Path:  # fmt: skip
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
