@@ -26,31 +26,26 @@ class DataConfig:
     sources: tuple[str, ...] = ("stdlib",)
     # Share of each source in the mixture; () reads every window of every source once an epoch.
     weights: tuple[float, ...] = ()
-    # "bytes", a tokenizer.json, or "auto": that of a shards source, else bytes.
-    tokenizer: str = "auto"
+    tokenizer: str = (
+        "auto"  # "bytes", a tokenizer.json, "auto": that of a shards source, else bytes
+    )
     # Train a byte-level BPE of this vocabulary size on the sources; 0 = do not.
     train_tokenizer: int = _within(
         0, tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE, unless=0,
         remedy="256 bytes and the end-of-document token are the least; 0 trains none",
     )  # fmt: skip
-    # Field of a JSONL record, or column of a Parquet file, that holds the text.
-    text_key: str = "text"
-    # Fraction of each source kept for evaluation, by document; 0 = none.
-    held_out: float = _within(0.05, 0, 0.5)
-    # Visit the windows of every epoch in a new pseudo-random order.
-    shuffle: bool = True
-    # Fill rows with several documents; otherwise a row holds tokens of one document only.
-    pack: bool = True
+    text_key: str = "text"  # Field of a JSONL record, or column of a Parquet file, with the text
+    held_out: float = _within(0.05, 0, 0.5)  # Share of each source kept for evaluation; 0 = none
+    shuffle: bool = True  # Visit the windows of every epoch in a new pseudo-random order
+    pack: bool = True  # Fill rows with several documents; otherwise each row is of one document
     # Leave out empty or unreadable files and records (counted in the log) instead of an error.
     skip_bad: bool = False
     # Check the checksum of every shard at start, also of sets too large to be checked by default.
     verify: bool = False
     # Threads that prepare batches; the order does not depend on it. 0 = none.
     num_threads: int = _within(1, 0, 64)
-    # Batches prepared ahead of the step.
-    prefetch: int = _within(4, 0, 1024)
-    # Where token shards made from text are kept; "" = ~/.cache/llmx/data.
-    cache_dir: str = ""
+    prefetch: int = _within(4, 0, 1024)  # Batches prepared ahead of the step
+    cache_dir: str = ""  # Where token shards made from text are kept; "" = ~/.cache/llmx/data
 
 
 def problems(config: DataConfig) -> list[str]:

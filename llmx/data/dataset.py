@@ -23,6 +23,12 @@ from llmx.data import split as split_lib
 DATA_CACHE = "~/.cache/llmx/data"  # of token shards made from text
 _MAX_WINDOWS = 1 << 32  # grain's index shuffle is of 32 bits
 _HELD_OUT_SEED = 0
+_RULES = {
+    "none": "nothing held out",
+    "documents": "held out by hash of document",
+    "document": "held out one document of fitting size",
+    "end": "held out the end of the longest document",
+}
 
 
 class Interleave:
@@ -64,8 +70,7 @@ class Dataset:
         self, config: config_lib.DataConfig, shards: Sequence[shards_lib.Shards],
         splits: Sequence[split_lib.Split], *, sequence_length: int, seed: int,
     ):  # fmt: skip
-        self.sequence_length = sequence_length
-        self.tokenizer = shards[0].tokenizer
+        self.sequence_length, self.tokenizer = sequence_length, shards[0].tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.num_threads, self.prefetch = config.num_threads, config.prefetch
         self._seed, self._shuffle = seed, config.shuffle
@@ -215,7 +220,12 @@ def open_dataset(
                 f"one window of sequence_length={sequence_length} and its next token: add text, "
                 f"or set the sequence length below {max(split.train.num_tokens, 2)}"
             )
-        log(_describe(name, source, split))
+        held = split.held_out.num_tokens
+        log(
+            f"data: {name}: {source.num_tokens:,} tokens in {len(source.lengths):,} documents, "
+            f"{source.tokenizer.name} vocabulary {source.vocab_size:,}; {_RULES[split.rule]}: "
+            f"{held:,} tokens ({held / source.num_tokens:.1%})"
+        )
     return Dataset(config, shards, splits, sequence_length=sequence_length, seed=seed)
 
 
@@ -225,10 +235,9 @@ def _open_sources(
     """The shards of each source, written to the cache first where the source is text."""
     prefix = sources_lib.SHARDS_PREFIX
     opened = {
-        source: shards_lib.open_shards(source[len(prefix) :], verify=config.verify)
-        for source in config.sources
-        if source.startswith(prefix)
-    }
+        source: shards_lib.open_shards(source.removeprefix(prefix), verify=config.verify)
+        for source in config.sources if source.startswith(prefix)
+    }  # fmt: skip
     text_sources = [source for source in config.sources if source not in opened]
     make_recipe = functools.partial(
         build.make_recipe, text_key=config.text_key, skip_bad=config.skip_bad
@@ -245,20 +254,3 @@ def _open_sources(
             log(f"data: {source}: left out by data.skip_bad: {skipped}")
         opened[source] = shards_lib.open_shards(folder, verify=config.verify)
     return [opened[source] for source in config.sources]
-
-
-_RULES = {
-    "none": "nothing held out",
-    "documents": "held out by hash of document",
-    "document": "held out one document of fitting size",
-    "end": "held out the end of the longest document",
-}
-
-
-def _describe(source: str, shards: shards_lib.Shards, split: split_lib.Split) -> str:
-    held = split.held_out.num_tokens
-    return (
-        f"data: {source}: {shards.num_tokens:,} tokens in {len(shards.lengths):,} documents, "
-        f"{shards.tokenizer.name} vocabulary {shards.vocab_size:,}; {_RULES[split.rule]}: "
-        f"{held:,} tokens ({held / shards.num_tokens:.1%})"
-    )

@@ -33,9 +33,7 @@ class Windows:
         self, shards: shards_lib.Shards, part: split_lib.Part, *,
         sequence_length: int, one_document_per_row: bool,
     ):  # fmt: skip
-        self._shards = shards
-        self._length = sequence_length
-        self._starts = part.starts
+        self._shards, self._length, self._starts = shards, sequence_length, part.starts
         # Stream position of each document; one more entry for the end of the last.
         self._bounds = np.concatenate([[0], np.cumsum(part.lengths)]).astype(np.int64)
         self._shard_bounds = np.cumsum([0] + [len(tokens) for tokens in shards.tokens])

@@ -66,8 +66,7 @@ class ShardWriter:
             kind: (folder / f"{self.name}.{kind}").open("wb", buffering=1 << 20) for kind in KINDS
         }
         self._hashes = {kind: hashlib.sha256() for kind in self._files}
-        self.num_tokens = 0
-        self.num_documents = 0
+        self.num_tokens = self.num_documents = 0
 
     def add(self, ids: np.ndarray, text: bytes) -> None:
         """Appends a document: its ids, closed by the end-of-document token, and its hash.
@@ -206,8 +205,7 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
     """
     folder = pathlib.Path(folder).expanduser()
     index = read_index(folder)
-    dtype = np.dtype(index["dtype"])
-    entries = index["shards"]
+    dtype, entries = np.dtype(index["dtype"]), index["shards"]
     total = check_sizes(folder, entries, dtype=dtype)
     kinds = KINDS if verify or total <= VERIFY_BYTES else ("documents",)
     tables = []
@@ -222,6 +220,7 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
                 f"{_rebuild(folder)}"
             )
         tables.append(table)
+    paths = [_path(folder, entry, "tokens") for entry in entries]
     table = np.concatenate(tables) if tables else np.empty(0, DOCUMENT_DTYPE)
     if not len(table):
         raise ValueError(f"{folder} holds no document: {_rebuild(folder)} from sources with text")
@@ -230,10 +229,7 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
         tokenizer=_load_tokenizer(folder, index),
         vocab_size=index["vocab_size"],
         # np.asarray: slicing a plain view of the map costs a tenth of slicing np.memmap itself.
-        tokens=tuple(
-            np.asarray(np.memmap(_path(folder, entry, "tokens"), dtype, mode="r"))
-            for entry in entries
-        ),
+        tokens=tuple(np.asarray(np.memmap(path, dtype, mode="r")) for path in paths),
         names=tuple(entry["name"] for entry in entries),
         lengths=np.ascontiguousarray(table["length"]).astype(np.int64),
         hashes=np.ascontiguousarray(table["hash"]),

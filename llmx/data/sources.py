@@ -1,8 +1,7 @@
 """Sources of text: which files a source names, and the documents in them, in a fixed order.
 
-A document is UTF-8 bytes. A text file is one document; a longer one than MAX_PIECE_BYTES is cut at
-line ends into several. A JSONL record and a Parquet row are one document each. Every error names
-the file and the line, byte or row.
+A document is UTF-8 bytes: a text file, cut at line ends where it is longer than MAX_PIECE_BYTES, a
+JSONL record, or a Parquet row. Every error names the file and the line, byte or row.
 """
 
 import bisect
@@ -198,7 +197,7 @@ class _BadText(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Skips:
-    """Raises for bad text, or counts it where the config says that it may be left out."""
+    """Raises for bad text, or counts it where it may be left out."""
 
     skip_bad: bool
     counts: collections.Counter

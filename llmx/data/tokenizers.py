@@ -64,10 +64,8 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are the ids 0 to 255; 256 ends a document."""
 
-    name = "bytes"
-    vocab_size = 257
-    end_of_document = 256
-    fingerprint = "bytes"
+    name = fingerprint = "bytes"
+    vocab_size, end_of_document = 257, 256
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -91,8 +89,7 @@ class FileTokenizer(Tokenizer):
         # Also where it is there: only a *special* token is left to the documents' ends.
         tokenizer.add_special_tokens([end])
         tokenizer.encode_special_tokens = True
-        self._tokenizer = tokenizer
-        self.name = name
+        self._tokenizer, self.name = tokenizer, name
         self.end_of_document = tokenizer.token_to_id(end)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
@@ -171,9 +168,8 @@ def train(texts: Iterable[bytes], *, vocab_size: int) -> FileTokenizer:
 
 
 def _first_bytes(texts: Iterable[bytes], *, limit: int) -> Iterator[str]:
-    left = limit
     for text in texts:
-        if left <= 0:
+        if limit <= 0:
             return
-        left -= len(text)
+        limit -= len(text)
         yield text.decode("utf-8")

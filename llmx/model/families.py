@@ -24,17 +24,16 @@ class ModelConfig:
     family: str = "llama3"  # where the values come from; the model itself never asks
     # V, real tokens; 0 = the tokenizer's
     vocab_size: int = bounded(0, at_least=0, remedy="0 follows the tokenizer")
-    # V is padded up to a multiple of this, without probability
-    vocab_multiple: int = bounded(128, at_least=1)
+    vocab_multiple: int = bounded(128, at_least=1)  # V is padded to it, without probability
     width: int = bounded(256, at_least=1)  # D
     num_layers: int = bounded(4, at_least=1)  # L
     num_heads: int = bounded(4, at_least=1)  # N
-    # K; N = K is multi-head, K < N grouped-query attention
-    num_kv_heads: int = bounded(4, at_least=1)
+    num_kv_heads: int = bounded(
+        4, at_least=1
+    )  # K; N is multi-head, less is grouped-query attention
     head_dim: int = bounded(64, at_least=1)  # H
     mlp_dim: int = bounded(1024, at_least=1)  # F
-    # longest sequence; also the size of a learned position table
-    max_positions: int = bounded(8192, at_least=1)
+    max_positions: int = bounded(8192, at_least=1)  # of a sequence, and of a learned table of them
     positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
     rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
     rope_theta_local: float = 0.0  # base in local layers; 0 = the same
@@ -56,12 +55,9 @@ class ModelConfig:
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
     query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
     layer_pattern: tuple[str, ...] = (GLOBAL,)  # attention kinds, repeated along the depth
-    # local layers: how many positions back, the token itself counted
-    window: int = bounded(0, at_least=0)
-    # c*tanh(score/c) before the softmax; 0 = off (gemma2)
-    attention_softcap: float = bounded(0.0, at_least=0)
-    # c*tanh(logit/c) on the output; 0 = off (gemma2)
-    logit_softcap: float = bounded(0.0, at_least=0)
+    window: int = bounded(0, at_least=0)  # local layers: positions back, the token itself counted
+    attention_softcap: float = bounded(0.0, at_least=0)  # c*tanh(score/c); 0 = off (gemma2)
+    logit_softcap: float = bounded(0.0, at_least=0)  # c*tanh(logit/c) on the output; 0 = off
 
     @property
     def padded_vocab(self) -> int:

@@ -36,10 +36,8 @@ CHUNK_ROWS = 32 * 1024
 class LossConfig:
     """The training loss."""
 
-    # times log(Z)^2, keeps logits from drifting; 1e-4 is common
-    z_loss: float = bounded(0.0, at_least=0)
-    # parts of the vocabulary in which logits are made; 0 = by their size
-    chunks: int = bounded(0, at_least=0)
+    z_loss: float = bounded(0.0, at_least=0)  # times log(Z)^2, against drift; 1e-4 is common
+    chunks: int = bounded(0, at_least=0)  # of the vocabulary, to make logits in; 0 = by their size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,10 +50,8 @@ class LaunchConfig:
     """Platform, processes and compiler of a run."""
 
     platform: str = choice("", (*XLA_FLAGS, ""))  # cpu | gpu | tpu; "" = the best that JAX finds
-    # fake CPU devices in this process; 0 = as JAX has it (one)
-    cpu_devices: int = bounded(0, at_least=0)
-    # host:port of process 0; "" = from the environment, "auto" = ask JAX's detection
-    coordinator: str = ""
+    cpu_devices: int = bounded(0, at_least=0)  # fake CPU devices in this process; 0 = JAX's (one)
+    coordinator: str = ""  # host:port of process 0; "" = from the environment, "auto" = JAX detects
     num_processes: int = bounded(0, at_least=0)  # with a coordinator; 0 = from the environment
     process_id: int = -1  # with a coordinator; -1 = from the environment
     # a process not heard of for this long ends the run
@@ -123,8 +121,7 @@ def option_value(text: str) -> str | bool | int:
 def start(config: LaunchConfig) -> None:
     """Sets up JAX and joins the other processes, if there are any. Call it before any array exists.
 
-    Raises ValueError for a bad config or environment; RuntimeError if JAX's backend runs already
-    with other settings.
+    Raises ValueError for a bad config or environment; RuntimeError if JAX runs with other settings.
     """
     if found := problems(config):
         raise ValueError("\n".join(found))
@@ -149,9 +146,8 @@ def start(config: LaunchConfig) -> None:
 def choose_platform(config: LaunchConfig) -> str:
     """Sets the platform of JAX before its backend starts, and returns it: cpu, gpu or tpu.
 
-    The config goes first, then JAX_PLATFORMS. Without either, a machine without accelerators uses
-    the CPU: JAX would start the plugins that are installed for compilation ahead of time, and they
-    print errors about missing drivers. With an accelerator the choice is JAX's.
+    The config goes first, then JAX_PLATFORMS, then JAX's choice. Without accelerators that is the
+    CPU: plugins that are installed to compile with would print errors about missing drivers.
     """
     if config.platform:
         _set("jax_platforms", config.platform)
@@ -173,7 +169,7 @@ def has_accelerator() -> bool:
 
 
 def device_count(config: LaunchConfig) -> int:
-    """Devices of the whole run. Starts the backend, unless the config alone gives the number.
+    """Devices of the whole run. Starts the backend unless the config gives the number.
 
     Raises ValueError if the platform does not start.
     """

@@ -45,16 +45,14 @@ class MetricsConfig:
     tensorboard: bool = True  # also write event files for TensorBoard
     # "rich" (a live line) | "plain" | "off"; auto: rich on a terminal
     progress: str = choice("auto", ("auto", "rich", "plain", "off"))
-    # steps between drawings of loss.png; 0 = when training ends
-    plot_every: int = bounded(0, at_least=0)
+    plot_every: int = bounded(0, at_least=0)  # steps between drawings of loss.png; 0 = at the end
 
 
 class StepTimer:
     """True step times: from the end of one step to the end of the next, nothing else inside.
 
-    jax returns from a step before the step has run, so the caller must wait for a step's output
-    before `lap()`. Waiting for step n-1 after step n was started keeps the device busy; `lap()`
-    then tells how long step n-1 took. Call `start()` after compilation.
+    jax returns before a step has run: the caller waits for its output before `lap()`. Waiting for
+    step n-1 after step n was started keeps the device busy. Call `start()` after compilation.
     """
 
     def __init__(self):
@@ -91,9 +89,8 @@ class StepTimer:
 class Reporter(contextlib.ExitStack):
     """Shows and writes the metrics of one run; only the first process does.
 
-    It is the stack of what it opened: use it as a context manager, or call `close()`, which
-    restores the terminal and closes the files. A call takes microseconds unless a line or record
-    is due; a background thread writes event files and drawings.
+    Use it as a context manager, or call `close()`: it restores the terminal and closes the files. A
+    background thread writes event files and drawings.
     """
 
     def __init__(
@@ -109,10 +106,8 @@ class Reporter(contextlib.ExitStack):
         log: prints one line. Default: print to stdout.
         """
         super().__init__()
-        self._config = config
-        self._workdir = pathlib.Path(workdir)
-        self._total_steps = total_steps
-        self._tokens_per_step = tokens_per_step
+        self._config, self._workdir = config, pathlib.Path(workdir)
+        self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
         peak = chip.device_flops("bfloat16") * num_devices if chip else math.inf
         self._mfu_per_rate = flops_per_token / peak  # times tokens/s gives the MFU
         self._recent = collections.deque(maxlen=RECENT)  # (step_seconds, data_seconds)
@@ -133,8 +128,10 @@ class Reporter(contextlib.ExitStack):
         self._events = self._open(EventFile(self._workdir / EVENTS, start_step=start_step))
         worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
         self._worker = self.enter_context(worker)
-        log = log or functools.partial(print, flush=True)
-        self._display = self._open(_make_display(config.progress, log))
+        live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        progress = config.progress.replace("auto", "rich" if live else "plain")
+        display = {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress]
+        self._display = self._open(display(log or functools.partial(print, flush=True)))
 
     def _open(self, resource: Any) -> Any:
         return self.enter_context(contextlib.closing(resource))
@@ -232,13 +229,6 @@ class Reporter(contextlib.ExitStack):
             pace = (time.monotonic() - first_time) / (step - first_step)
             pieces.append(f"ETA {_duration(pace * (self._total_steps - step))}")
         return pieces
-
-
-def _make_display(progress: str, log: Callable[[str], None]):
-    """The display of a kind that `metrics.progress` names."""
-    if progress == "auto":
-        progress = "rich" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    return {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress](log)
 
 
 class _Quiet:

@@ -67,9 +67,7 @@ class EventFile:
     """A TensorBoard event file, opened by the first write (the imports take 0.2 seconds)."""
 
     def __init__(self, directory: pathlib.Path, *, start_step: int):
-        self._directory = directory
-        self._start_step = start_step
-        self._writer = None
+        self._directory, self._start_step, self._writer = directory, start_step, None
 
     def write(self, kind: str, step: int, seconds: float, scalars: dict[str, float]):
         # Record format and message types only: TensorBoard's own writer imports TensorFlow

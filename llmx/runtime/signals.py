@@ -19,15 +19,12 @@ HUNG = 75
 class StopSignal:
     """SIGTERM or Ctrl-C stops the loop after its step; a second Ctrl-C exits at once with 130.
 
-    In runs of many processes JAX's preemption notice carries the request: it handles SIGTERM and
-    makes all processes stop at the same step, so that none waits in a collective for one that
-    left. Enter it in the main thread, after `start`.
+    With many processes JAX's preemption notice, which handles SIGTERM, makes all stop at the same
+    step: none waits in a collective for one that left. Enter it in the main thread, after `start`.
     """
 
     def __init__(self, *, log: Callable[[str], None]) -> None:
-        self._log = log
-        self._requested = False
-        self._agreed = False
+        self._log, self._requested, self._agreed = log, False, False
 
     def __enter__(self) -> "StopSignal":
         self._many = jax.process_count() > 1
@@ -81,14 +78,12 @@ class StopSignal:
 class Watchdog:
     """Prints the stacks of all threads and exits with 75 when `beat` is not called for `seconds`.
 
-    A process that hangs in a collective keeps its heartbeat, so that without a watchdog its run
-    never ends. 0 seconds is off. Enter it after compilation; evaluations and checkpoints call
-    `beat` too, or take less than the limit.
+    A process that hangs in a collective keeps its heartbeat: without a watchdog its run never ends.
+    0 seconds is off. Enter it after compilation; evaluations and checkpoints must `beat` too.
     """
 
     def __init__(self, seconds: float, *, log: Callable[[str], None]) -> None:
-        self._seconds = seconds
-        self._log = log
+        self._seconds, self._log = seconds, log
         self._over = threading.Event()
         self._last = 0.0
 
