@@ -14,7 +14,7 @@ from llmx.contract import Gradients, Strategy
 from llmx.sync import phases, reshard
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import AXIS, StrategyInputs
+from llmx.sync.replicas import AXIS, WHOLE, StrategyInputs
 
 # Simulated replicas: log-normal factors of their time for a step, constant ones and of each step.
 _SPREAD_OF_REPLICAS, _SPREAD_OF_STEPS = 0.1, 0.3
@@ -37,9 +37,8 @@ def make(inputs: StrategyInputs) -> Strategy:
         )
         for name in (replicas.tensors if config.staleness else ())
     }
-    whole = PartitionSpec()
     abstract = Late(
-        replicas.placed((), whole, jnp.int32), replicas.placed((replicas.size,), whole), late
+        replicas.placed((), WHOLE, jnp.int32), replicas.placed((replicas.size,), WHOLE), late
     )
     late_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, late)
 
@@ -55,10 +54,9 @@ def make(inputs: StrategyInputs) -> Strategy:
             return replicas.exchange(own, None)[0], late
 
         sums, late = replicas.region(
-            region,
-            in_specs=(replicas.stacked_specs, late_specs, whole),
+            region, in_specs=(replicas.stacked_specs, late_specs, WHOLE),
             out_specs=(replicas.specs, late_specs),
-        )(replicas.shares(found), sync.late, delay)
+        )(replicas.shares(found), sync.late, delay)  # fmt: skip
         return replicas_lib.with_sums(found, sums), Late(sync.num_steps + 1, lateness, late)
 
     def resharded(saved: Late, layers: reshard.Layers) -> Late:

@@ -53,20 +53,12 @@ def make(inputs: StrategyInputs) -> Strategy:
         )
 
     return Strategy(
-        abstract=((), abstract),
-        init=init,
-        phases={
-            MEAN: mean(inputs, update),
-            LOCAL: Phase(
-                own_params(inputs), inputs.replica_gradient, phases.already_reduced, update
-            ),
-        },
-        timetable=inputs.timetable,
+        abstract=((), abstract), init=init, timetable=inputs.timetable,
+        phases={MEAN: mean(inputs, update), LOCAL: own_phase(inputs, update)},
         enter=forget_after_mean(inputs),
         outer={each: make_outer_step(inputs, each) for each in sorted(inputs.timetable.fragments)},
-        scalars=lambda sync: {},
-        reshard=resharded,
-    )
+        scalars=lambda sync: {}, reshard=resharded,
+    )  # fmt: skip
 
 
 def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:

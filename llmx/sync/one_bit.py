@@ -60,21 +60,15 @@ def make(inputs: StrategyInputs) -> Strategy:
             residuals=reshard.residuals(saved.residuals, abstract.residuals, layers),
         )
 
+    mean = _watched(inputs) if config.warmup_steps < 0 else phases.mean_phase(inputs)
     compressed = Phase(phases.shared_params, inputs.replica_gradient, _shares, _update(inputs))
     return Strategy(
-        abstract=(inputs.opt_state, abstract),
-        init=init,
-        phases={
-            MEAN: _watched(inputs) if config.warmup_steps < 0 else phases.mean_phase(inputs),
-            COMPRESSED: compressed,
-        },
-        timetable=inputs.timetable,
-        enter=lambda state, previous, phase: freeze(state),
-        outer={},
+        abstract=(inputs.opt_state, abstract), init=init,
+        phases={MEAN: mean, COMPRESSED: compressed}, timetable=inputs.timetable,
+        enter=lambda state, previous, phase: freeze(state), outer={},
         scalars=lambda sync: {"freeze_step": sync.freeze_step},
-        reshard=resharded,
-        messages=replicas.messages(),
-    )
+        reshard=resharded, messages=replicas.messages(),
+    )  # fmt: skip
 
 
 def _watched(inputs: StrategyInputs) -> Phase:
@@ -83,9 +77,8 @@ def _watched(inputs: StrategyInputs) -> Phase:
 
     def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
         new = mean.update(found, state, sync, accepted)
-        return new._replace(
-            sync=with_freeze_step(inputs, state.step, new.opt_state[0].nu, new.sync)
-        )
+        sync = with_freeze_step(inputs, state.step, new.opt_state[0].nu, new.sync)
+        return new._replace(sync=sync)
 
     return mean._replace(update=update)
 
@@ -213,23 +206,17 @@ def _freshness(config: Any, old, new, sync: OneBit):
     """The variance that the exchanged momentum shows, and per layer the largest ratio of the frozen
     standard deviation to it (arXiv 2104.06069, algorithm 1)."""
     b1, b2, eps = config.b1, config.b2, config.eps
-
-    def moved(m, m_before, fresh):
-        gradient = (m - b1 * m_before) / (1 - b1)
-        return b2 * fresh + (1 - b2) * jnp.square(gradient)
-
-    fresh = {name: moved(new.mu[name], old.mu[name], was) for name, was in sync.fresh.items()}
-
-    def ratio(name):
-        nu = old.nu[name]
-        then = denominator(nu, sync.num_updates, b2=b2, eps=eps)
+    fresh, freshness = {}, {}
+    for name, before in sync.fresh.items():
+        gradient = (new.mu[name] - b1 * old.mu[name]) / (1 - b1)
+        fresh[name] = b2 * before + (1 - b2) * jnp.square(gradient)
+        then = denominator(old.nu[name], sync.num_updates, b2=b2, eps=eps)
         now = denominator(fresh[name], new.count, b2=b2, eps=eps)
+        ratio = jnp.where(old.nu[name] > 0, then / now, 0)
         first = 1 if name.startswith("blocks/") else 0
-        live = jnp.where(nu > 0, then / now, 0)
-        largest = jnp.max(live, axis=tuple(range(first, nu.ndim)))
-        return jnp.where(largest > 0, largest, 1.0)
-
-    return fresh, {name: ratio(name) for name in fresh}
+        largest = jnp.max(ratio, axis=tuple(range(first, ratio.ndim)))
+        freshness[name] = jnp.where(largest > 0, largest, 1.0)
+    return fresh, freshness
 
 
 def with_freeze_step(inputs: StrategyInputs, step: jax.Array, nu: Any, sync: OneBit) -> OneBit:

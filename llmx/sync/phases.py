@@ -37,12 +37,15 @@ def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tens
     return list(replicas.tensors.values()), replicas.compressor
 
 
-# -------------------------------------------------------------------------------------- conflicts
-
-
 def conflicts(config: Any) -> list[str]:
-    """What a strategy that exchanges compressed gradients cannot go with."""
-    return [*conflicts_of_all(config), *never_freezes(config)]
+    """What a strategy that freezes no variance cannot go with."""
+    problems = conflicts_of_all(config)
+    if config.sync.warmup_steps == -1:
+        problems.append(
+            f"sync.warmup_steps=-1 waits for the variance of Adam to settle, which strategy "
+            f"{config.sync.strategy!r} does not freeze: use a number of steps"
+        )
+    return problems
 
 
 def conflicts_of_all(config: Any) -> list[str]:
@@ -56,16 +59,6 @@ def conflicts_of_all(config: Any) -> list[str]:
     return []
 
 
-def never_freezes(config: Any) -> list[str]:
-    """What a strategy that freezes no variance cannot go with."""
-    if config.sync.warmup_steps == -1:
-        return [
-            f"sync.warmup_steps=-1 waits for the variance of Adam to settle, which strategy "
-            f"{config.sync.strategy!r} does not freeze: use a number of steps"
-        ]
-    return []
-
-
 def needs_optimizer(config: Any, name: str) -> list[str]:
     """What a strategy that is a form of one optimizer cannot go with."""
     if config.optimizer.name == name:
@@ -75,9 +68,6 @@ def needs_optimizer(config: Any, name: str) -> list[str]:
         f"optimizer.name={config.optimizer.name!r}: set optimizer.name={name!r}, or use a "
         "strategy for any optimizer, as 'int8' or 'diloco'"
     ]
-
-
-# ------------------------------------------------------------------------------- pieces of phases
 
 
 def keep(accepted: jax.Array, new: Any, old: Any) -> Any:
@@ -120,14 +110,10 @@ def in_steps(
     return Strategy(
         abstract=(inputs.opt_state, abstract),
         init=lambda params: (inputs.optimizer.whole.init(params), reshard_lib.zeros(abstract)),
-        phases={MEAN: mean_phase(inputs)} | own_phases,
-        timetable=inputs.timetable,
-        enter=lambda state, previous, phase: state,
-        outer={},
-        scalars=lambda sync: {},
-        reshard=reshard,
-        messages=inputs.replicas.messages() if inputs.replicas else (0, ()),
-    )
+        phases={MEAN: mean_phase(inputs)} | own_phases, timetable=inputs.timetable,
+        enter=lambda state, previous, phase: state, outer={}, scalars=lambda sync: {},
+        reshard=reshard, messages=inputs.replicas.messages() if inputs.replicas else (0, ()),
+    )  # fmt: skip
 
 
 def exchanged(inputs: StrategyInputs, reduce: Callable) -> dict[str, Phase]:

@@ -58,18 +58,14 @@ class Replicas:
     def group(self) -> Group:
         config = self.config
         return Group(
-            axis=AXIS, size=self.size, feedback=config.error_feedback,
-            bucket_bytes=int(config.bucket_mib * 2**20), fraction=config.fraction,
-            rank=config.rank,
+            AXIS, self.size, config.error_feedback, bucket_bytes=int(config.bucket_mib * 2**20),
+            fraction=config.fraction, rank=config.rank,
         )  # fmt: skip
-
-    def stacked(self, name: str) -> PartitionSpec:
-        """The split of an array of all replicas, [n, ...]."""
-        return PartitionSpec(AXIS, *self.specs[name].partitions)
 
     @property
     def stacked_specs(self) -> dict[str, PartitionSpec]:
-        return {name: self.stacked(name) for name in self.tensors}
+        """How arrays of all replicas, [n, ...], are split."""
+        return {name: PartitionSpec(AXIS, *spec.partitions) for name, spec in self.specs.items()}
 
     def region(self, function, *, in_specs, out_specs):
         """`function` of one device's parts, manual over all axes of the mesh."""
@@ -79,12 +75,8 @@ class Replicas:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of a parameter."""
-        shape = self.tensors[name].shape
-        return tuple(dim * ways for dim, ways in zip(shape, self._ways(name), strict=True))
-
-    def _ways(self, name: str) -> list[int]:
-        """Into how many parts each dimension of a parameter is split."""
-        return [sharding.ways(self.mesh, entry) for entry in self._entries(name)]
+        ways = [sharding.ways(self.mesh, entry) for entry in self._entries(name)]
+        return tuple(dim * n for dim, n in zip(self.tensors[name].shape, ways, strict=True))
 
     def _entries(self, name: str) -> tuple:
         entries = self.specs[name].partitions
@@ -102,15 +94,13 @@ class Replicas:
         spec = PartitionSpec(AXIS, *leaf.sharding.spec.partitions)
         return self.placed((self.size, *leaf.shape), spec, leaf.dtype)
 
-    # ------------------------------------------------------------------------------- residuals
-
     def abstract_residuals(self) -> Residuals:
         """Shapes with shardings of what the compressor keeps."""
         residuals = {field: {} for field in Residuals._fields}
         for name, tensor in self.tensors.items():
             for field, row in self.compressor.state(tensor, self.group).items():
                 if row is None:
-                    shape = self.placed((self.size, *self.shape(name)), self.stacked(name))
+                    shape = self.placed((self.size, *self.shape(name)), self.stacked_specs[name])
                 else:
                     shape = self._by_shard(name, row, () if field == "queries" else AXES)
                 residuals[field][name] = shape
@@ -133,8 +123,6 @@ class Replicas:
     def residual_specs(self) -> Residuals:
         return jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_residuals())
 
-    # ------------------------------------------------------------------------------- exchanges
-
     def exchange(self, terms, residuals: Residuals, live=None):
         """The sum of all replicas' terms, for use inside a manual region; see `Compressor`."""
         tensors = list(self.tensors.values())
@@ -155,8 +143,7 @@ class Replicas:
     def summed_shares(self, found: Gradients, residuals: Residuals) -> tuple[Gradients, Residuals]:
         """The gradient of the global batch, summed by the compressor, and its residuals.
 
-        Communicates over `data`, and over the axes that split a replica the sizes of compressed
-        rows.
+        Communicates over `data`; sizes of compressed rows also over the axes that split a replica.
         """
 
         def region(shares, residuals):

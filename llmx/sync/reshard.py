@@ -70,13 +70,11 @@ def as_saved(wanted: Any, shapes: Mapping[str, Sequence[int]]) -> Any:
         if len(shape) != len(leaf.shape):
             return leaf  # of another structure, which the restore reports
         to = leaf.sharding
-        ways = [sharding.ways(to.mesh, entry) for entry in to.spec.partitions]
         entries = [
-            None if dim % way else entry
-            for dim, way, entry in zip(shape, ways, to.spec.partitions, strict=False)
+            None if dim % sharding.ways(to.mesh, entry) else entry
+            for dim, entry in zip(shape, to.spec.partitions, strict=False)
         ]
-        to = to.update(spec=jax.P(*entries))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to.update(spec=jax.P(*entries)))
 
     return jax.tree_util.tree_map_with_path(one, wanted)
 

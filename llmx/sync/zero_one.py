@@ -5,6 +5,7 @@ signs with error feedback, and gives all the momentum that this stands for. The 
 updated by gradients that are summed in full, ever more seldom.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +40,8 @@ class ZeroOne(NamedTuple):
 
 
 def make(inputs: StrategyInputs) -> Strategy:
-    replicas = inputs.replicas
-    inputs = with_zero_one_adam(inputs)
+    replicas, config = inputs.replicas, inputs.optimizer_config
+    inputs = inputs.with_head(zero_one_adam(config.b1, config.b2, config.eps))
     abstract = ZeroOne(
         *local.of_all_replicas(inputs), replicas.placed((), WHOLE, jnp.int32),
         replicas.placed((2,), WHOLE), replicas.abstract_residuals(),
@@ -50,14 +51,6 @@ def make(inputs: StrategyInputs) -> Strategy:
         params, opt_state = local.copies(inputs, params)
         return (), reshard.zeros(abstract)._replace(params=params, opt_state=opt_state)
 
-    def update(phase: str) -> Callable:
-        """The update of each replica; the second moment moves by the gradient that all share."""
-
-        def update(found: Gradients, state: State, sync: ZeroOne, accepted: jax.Array) -> State:
-            return state._replace(sync=_advanced(inputs, phase, found, sync, accepted))
-
-        return update
-
     def resharded(saved: ZeroOne, layers: reshard.Layers) -> ZeroOne:
         return saved._replace(
             params=reshard.averaged(saved.params, abstract.params, layers),
@@ -65,21 +58,16 @@ def make(inputs: StrategyInputs) -> Strategy:
             residuals=reshard.residuals(saved.residuals, abstract.residuals, layers),
         )
 
+    makers = {MEAN: local.mean, VARIANCE: local.own_phase, LOCAL: local.own_phase}
     return Strategy(
-        abstract=((), abstract),
-        init=init,
+        abstract=((), abstract), init=init, timetable=inputs.timetable,
         phases={
-            MEAN: local.mean(inputs, update(MEAN)),
-            VARIANCE: local.own_phase(inputs, update(VARIANCE)),
-            LOCAL: local.own_phase(inputs, update(LOCAL)),
+            phase: make_phase(inputs, functools.partial(_update, inputs, phase))
+            for phase, make_phase in makers.items()
         },
-        timetable=inputs.timetable,
-        enter=local.forget_after_mean(inputs),
-        outer={(0,): make_exchange(inputs)},
-        scalars=lambda sync: {},
-        reshard=resharded,
-        messages=replicas.messages(),
-    )
+        enter=local.forget_after_mean(inputs), outer={(0,): make_exchange(inputs)},
+        scalars=lambda sync: {}, reshard=resharded, messages=replicas.messages(),
+    )  # fmt: skip
 
 
 def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
@@ -93,9 +81,8 @@ def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
         return VARIANCE if moments[min(step, total_steps - 1)] else LOCAL
 
     def fragments_after(step: int) -> tuple[int, ...]:
-        if step < config.warmup_steps:
-            return ()
-        return (0,) if step == total_steps - 1 or exchanges[min(step, total_steps - 1)] else ()
+        due = step == total_steps - 1 or exchanges[min(step, total_steps - 1)]
+        return (0,) if due and step >= config.warmup_steps else ()
 
     return Timetable(total_steps, phase_of, fragments_after)
 
@@ -180,16 +167,9 @@ def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def with_zero_one_adam(inputs: StrategyInputs) -> StrategyInputs:
-    """The inputs with `zero_one_adam` in the place of Adam."""
-    config = inputs.optimizer_config
-    return inputs.with_head(zero_one_adam(config.b1, config.b2, config.eps))
-
-
-def _advanced(
-    inputs: StrategyInputs, phase: str, found: Gradients, sync: ZeroOne, accepted: jax.Array
-) -> ZeroOne:
-    """Every replica after an update by its own gradient [n, ...]."""
+def _update(inputs: StrategyInputs, phase: str, found: Gradients, state, sync: ZeroOne, accepted):
+    """The update of every replica by its own gradient [n, ...]; the second moment moves by the
+    gradient that all share."""
     shared = None
     if phase == MEAN:
         shared = found.tree
@@ -202,11 +182,12 @@ def _advanced(
     # Replicas that share every gradient are never apart.
     rates = rates * 0 if phase == MEAN else rates
     params, opt_state = local.advanced(inputs, sync, found.tree, accepted, shared=shared)
-    return sync._replace(
+    sync = sync._replace(
         params=params, opt_state=opt_state,
         num_updates=jnp.where(accepted, count, sync.num_updates),
         rates=jnp.where(accepted, rates, sync.rates),
     )  # fmt: skip
+    return state._replace(sync=sync)
 
 
 def make_exchange(inputs: StrategyInputs) -> Callable[[State], State]:

@@ -192,7 +192,7 @@ def test_bytes_are_those_of_the_compiled_exchange(strategy):
     mesh = sharding.make_mesh(SIZES)
     replicas = of_tiny(strategy)
     replicas = dataclasses.replace(replicas, mesh=mesh)
-    stacked = {name: replicas.stacked(name) for name in replicas.tensors}
+    stacked = replicas.stacked_specs
     kept_specs = replicas.residual_specs()
 
     def region(terms, kept):

@@ -52,7 +52,7 @@ def make(strategy: str, n: int, *, shapes=SHAPES, splits=None, fsdp: int = 1, **
 
 def exchange_of(replicas: replicas_lib.Replicas):
     """(terms [n, ...], kept, live) -> (what every replica has of the sum [n, ...], kept)."""
-    stacked = {name: replicas.stacked(name) for name in replicas.tensors}
+    stacked = replicas.stacked_specs
 
     def region(terms, kept, live):
         own = {name: term[0] for name, term in terms.items()}
