@@ -58,9 +58,8 @@ class Apply:
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Loss of each token, and log Z, in nats, fp32.
 
-        `batch` has tokens, targets, segment_ids and positions, each int32 [B, T]. `grad_buffers`,
-        like `params`: where gradients are split or summed otherwise than parameters, see
-        `sharding.accumulate_into`.
+        `batch` has tokens, targets, segment_ids and positions, each int32 [B, T]. `grad_buffers` is
+        a tree like `params`: see `sharding.accumulate_into`.
         """
         block_buffers = None
         if grad_buffers is not None:
@@ -123,13 +122,9 @@ class Apply:
     ) -> tuple[Float[Array, "B T V"], dict]:  # fmt: skip
         """fp32 logits of T more tokens of each row, and the cache with their keys and values.
 
-        Args:
-          params: the parameters.
-          cache: from `empty_cache`, or from the call before.
-          tokens_BT, segments_BT, positions_BT: int32. A token sees slots of its own segment only;
-            positions in a text are 0, 1, ...
-          now: int32 [], the slot of the first token; the others follow.
-          execution: its layout does not split positions, but may split slots over `sequence`.
+        `cache` is from `empty_cache` or the call before; `now`, int32 [], the first token's slot.
+        Tokens see slots of their own segment only; positions in a text are 0, 1, ... The layout of
+        `execution` does not split positions, but may split slots over `sequence`.
         """
         place, rows = execution.place, (tokens_BT, segments_BT, positions_BT)
         rows = [place.constrain(array, ("batch", "sequence")) for array in rows]
@@ -201,9 +196,8 @@ class Apply:
         inside it neighbours of one kind are a scan: the program holds equal neighbours once.
 
         Args:
-          blocks: weights of l layers, [l, ...] each; `split_rows` has ordered what goes in.
-          x_BTD: input of the first of them, split as between blocks, in the compute dtype.
-          mask, execution: which keys each query sees; how the model is run.
+          blocks: weights of l layers, [l, ...] each.
+          x_BTD: input of the first, in the order of `split_rows`, split as between blocks.
           kinds: of the l layers, by default those of the model; or int32 [l], indices into
             `kind_names`, if they are known at run time only: -1 is no layer.
           grad_buffers: like `blocks`: see `losses`.

@@ -21,13 +21,12 @@ Forward FLOPs per token, a multiply-add counted as 2:
     + 2 D V                                 head, tied or not; the embedding lookup is none
 
 S is the mean number of keys that a query sees: (T + 1) / 2 in a causal layer, fewer behind a window
-W. The backward pass costs twice the forward: one product for the gradient of each of two factors.
-Norms, activations, softmax, the optimizer and what remat computes again are left out: these are
-FLOPs of the model, not of a program, as in PaLM (arXiv 2204.02311, appendix B; its S is T:
+W. The backward pass costs twice the forward. Norms, activations, softmax, the optimizer and what
+remat computes again are left out, as in PaLM (arXiv 2204.02311, appendix B; its S is T:
 `causal=False`) and the scaling book (jax-ml.github.io/scaling-book/transformers).
 
-Functions that end in `by_layer` give a number for each of L + 2 layers, in the order of depth: the
-embedding, the L blocks, and the final norm with the head.
+Functions that end in `by_layer` give numbers of L + 2 layers: embedding, L blocks, final norm and
+head.
 """
 
 from llmx.model.families import LOCAL, ModelConfig
@@ -82,8 +81,7 @@ def num_non_embedding_parameters(model: ModelConfig) -> int:
 def keys_per_query(model: ModelConfig, *, sequence_length: int, causal: bool = True) -> list[float]:
     """S of each of the L layers: keys that a query sees, averaged over the sequence's positions.
 
-    causal=False counts hidden keys too, which attention computes if its kernel does not skip them.
-    Boundaries of packed documents are not taken off in either case.
+    causal=False counts hidden keys too. Boundaries of packed documents are never taken off.
     """
     T, W = sequence_length, min(model.window, sequence_length)
     seen = {kind: (T + 1) / 2 if causal else float(T) for kind in model.layer_kinds}
@@ -151,9 +149,8 @@ def recomputed_flops_by_layer(
     """FLOPs per token of the forward pass that the backward pass repeats, by layer.
 
     Only what gradients need: a block's last product is repeated where a norm follows it. What an
-    attention kernel whose result is saved computes again in its own backward pass is left out.
-
-    `remat` is a name in `remat.POLICIES`. With several `loss_chunks` logits are not saved.
+    attention kernel repeats by itself is left out. `remat` is a name in `remat.POLICIES`. With
+    several `loss_chunks` logits are not saved.
     """
     D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
     # Into the MLP, and out of it where the result is an input of a norm.
@@ -180,8 +177,7 @@ def saved_bytes_by_layer(
     norms; a compiler may save less. `remat` and `loss_chunks`: see `recomputed_flops_by_layer`.
     `compute_bytes`: of a number in the compute dtype; norms, logits, log-sum-exps are in fp32.
     """
-    D, F, H = model.width, model.mlp_dim, model.head_dim
-    N, K = model.num_heads, model.num_kv_heads
+    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
     num_norms = 4 if model.post_norms else 2
     queries_keys_values = (N + 2 * K) * H
     mlp_inputs = (2 if model.gated_mlp else 1) * F

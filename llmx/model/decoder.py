@@ -113,9 +113,8 @@ class Attention(nnx.Module):
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotation is not None:
             query_BTNH, key_BTKH = (rope.rotate(x, rotation) for x in (query_BTNH, key_BTKH))
-        query_BTNH, key_BTKH, value_BTKH = (
-            checkpoint_name(array, remat.QUERY_KEY_VALUE)
-            for array in (query_BTNH, key_BTKH, value_BTKH)
+        query_BTNH, key_BTKH, value_BTKH = checkpoint_name(
+            (query_BTNH, key_BTKH, value_BTKH), remat.QUERY_KEY_VALUE
         )
         if cache is not None:
             write = functools.partial(write_slots, start=now, place=execution.place)

@@ -1,10 +1,9 @@
 """The embedding table, split over vocabulary and width, looked up without ever being gathered.
 
-The vocabulary is split over `tensor` and `stage`. Under ZeRO-3 the width is split over replicas
-with different rows of the batch. Instead of gathering the table (V x D), these share their token
-ids, each looks up its columns for all of them, and one all-to-all returns to each replica all
-columns of its rows: B T D numbers move in place of V D. The backward pass is the reverse, so the
-table's gradient is split from the start. Vocabulary-parallel lookup: Megatron (arXiv 1909.08053).
+The vocabulary is split over `tensor` and `stage` (Megatron, arXiv 1909.08053). Under ZeRO-3 the
+width is split over replicas with different rows of the batch. These share their token ids, each
+looks up its columns for all of them, and one all-to-all returns to each replica all columns of its
+rows: B T D numbers move in place of V D. The backward pass is the reverse.
 
 Letters: B batch, T positions, V vocabulary, D width. All regions are fully manual.
 """

@@ -1,10 +1,9 @@
 """Cross-entropy against a head split over vocabulary and width, in chunks of the vocabulary.
 
-The logits of a large vocabulary (B T V numbers in fp32) are the largest array of a train step. Here
-they never exist whole: each chunk of the vocabulary is gathered over the replicas that split its
-width, turned into logits and folded into a running log-sum-exp. The backward pass goes over chunks
-too, and reduce-scatters each one's weight gradient at once: neither a gathered head nor its whole
-gradient exists.
+The logits (B T V numbers in fp32) would be the largest array of a train step. They never exist
+whole: each chunk of the vocabulary is gathered over the replicas that split its width, turned into
+logits and folded into a running log-sum-exp. The backward pass reduce-scatters each chunk's weight
+gradient at once: neither a gathered head nor its whole gradient exists.
 
 Sources: online softmax (arXiv 1805.02867), vocabulary-parallel cross-entropy (arXiv 1909.08053),
 cut cross-entropy (arXiv 2411.09009), z-loss (arXiv 2204.02311).

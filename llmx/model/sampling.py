@@ -1,13 +1,12 @@
 """Continues token sequences: a KV cache, a program for each bucket of lengths, a choice of tokens.
 
 The prompts fill a key/value cache at once, then a loop adds one token to every row until all rows
-are done. Lengths are rounded up to powers of two, so that it compiles once per (batch, bucket).
-Sampling settings, seed and limits are data: changing them compiles nothing.
+are done. It compiles once per (batch, lengths rounded up to powers of two): settings are data.
 
-Prompts lie in one batch left-aligned. What fills the shorter ones up has another segment than the
-text, so that attention does not see it; positions count a row's tokens, not cache slots. A row's
-random numbers come from the seed, the token's index, and the number of equal prompts before it: its
-text does not depend on the other rows, and copies of a prompt are different samples.
+Prompts lie in one batch left-aligned; what fills the shorter ones up has another segment. Positions
+count a row's tokens, not cache slots. A row's random numbers come from the seed, the token's index,
+and the number of equal prompts before it: its text does not depend on the other rows, and copies of
+a prompt are different samples.
 
 Letters: B rows, P prompt slots, M slots for new tokens, T positions, V vocabulary.
 """
@@ -16,7 +15,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -88,14 +87,13 @@ def generate(
     """Continues each prompt by up to `max_tokens` tokens; the prompts themselves are not returned.
 
     Args:
-      apply, params, execution: a decoder, its parameters on `execution.place.mesh`, and how to run
-        it, in any layout. Rows are split over the batch axes where their number divides.
+      apply, params, execution: a decoder, its parameters on `execution.place.mesh`, in any layout.
+        Rows are split over the batch axes where their number divides.
       prompts: token ids, at least one in each.
       max_tokens: most tokens to add to a row.
       temperature: divides the logits; 0 = always the likeliest token.
       top_k: sample from the k likeliest tokens only; 0 = all.
       top_p: then only from the fewest of those whose probability reaches this; 1 = all.
-      seed: of the random numbers.
       stop_token: ends a row and is not returned; None = rows end at `max_tokens` only.
 
     Communicates over the mesh axes that split `params`. All processes call it alike.
@@ -144,49 +142,45 @@ def _prompt_inputs(prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
 
 def prompt_problems(
     model: families.ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> list[str]:
+) -> Iterator[str]:
     """What is wrong with prompts and `max_tokens`, each problem with its remedy.
 
     `max_positions` limits rotary positions too, as the model was not trained beyond it.
     """
-    problems = []
     if not prompts:
-        problems.append("there are no prompts: give at least one")
+        yield "there are no prompts: give at least one"
     if max_tokens < 1:
-        problems.append(f"max_tokens={max_tokens} must be at least 1")
+        yield f"max_tokens={max_tokens} must be at least 1"
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            problems.append(f"prompt {number} is empty: give at least one token to continue from")
+            yield f"prompt {number} is empty: give at least one token to continue from"
             continue
         if bad := [token for token in prompt if not 0 <= token < model.vocab_size]:
-            problems.append(
+            yield (
                 f"prompt {number} has token {bad[0]}, and the vocabulary has {model.vocab_size} "
                 "tokens: encode it with the tokenizer that the model was trained with"
             )
         room = model.max_positions - len(prompt)
         if max_tokens >= 1 and max_tokens > room:
             remedy = f"use max_tokens of at most {room}" if room > 0 else "use a shorter prompt"
-            problems.append(
+            yield (
                 f"prompt {number} of {len(prompt)} tokens and max_tokens={max_tokens} make "
                 f"{len(prompt) + max_tokens} positions, and the model has "
                 f"max_positions={model.max_positions}: {remedy}"
             )
-    return problems
 
 
-def sampling_problems(temperature: float, top_k: int, top_p: float) -> list[str]:
+def sampling_problems(temperature: float, top_k: int, top_p: float) -> Iterator[str]:
     """What is wrong with the settings of sampling, each problem with its remedy."""
-    problems = []
     if not 0 <= temperature < float("inf"):
-        problems.append(
+        yield (
             f"temperature={temperature} must be at least 0 and finite: 0 takes the likeliest "
             "token, 1 samples from the model's own probabilities"
         )
     if top_k < 0:
-        problems.append(f"top_k={top_k} must not be negative: 0 switches it off")
+        yield f"top_k={top_k} must not be negative: 0 switches it off"
     if not 0 < top_p <= 1:
-        problems.append(f"top_p={top_p} must be above 0 and at most 1: 1 switches it off")
-    return problems
+        yield f"top_p={top_p} must be above 0 and at most 1: 1 switches it off"
 
 
 def _bucket(size: int) -> int:

@@ -1,8 +1,7 @@
 """Attention in blocks, in plain JAX: memory grows with T + S and not with T x S, on any device.
 
-A loop goes over pairs of a query block and a key block, without those that order or window rule
-out, and skips those in which no document meets itself. The scores of one pair exist at a time, and
-the backward pass computes them again.
+A loop goes over pairs of a query block and a key block, without those that order, window or
+documents rule out. The scores of one pair exist at a time; the backward pass computes them again.
 
 Sources: online softmax (arXiv 1805.02867), blockwise attention (arXiv 2112.05682), flash attention
 (arXiv 2205.14135).

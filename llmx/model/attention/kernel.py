@@ -86,7 +86,7 @@ def _attention(kernel, scores, device_kind, query, key, value, mask):
 
 def _attention_forward(kernel, scores, device_kind, query, key, value, mask):
     out, lse = kernel.forward(query, key, value, mask, scores, device_kind=device_kind)
-    out, lse = named(out.astype(query.dtype), lse)
+    out, lse = checkpoint_name((out.astype(query.dtype), lse), remat.ATTENTION)
     return out, (query, key, value, mask, out, lse)
 
 
@@ -97,11 +97,6 @@ def _attention_backward(kernel, scores, device_kind, residuals, gradient):
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
-
-
-def named(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Both, under the name by which remat saves what attention returns."""
-    return checkpoint_name(out, remat.ATTENTION), checkpoint_name(lse, remat.ATTENTION)
 
 
 def heads_first(array_BTNH: Array, num_kv_heads: int) -> Array:
@@ -117,10 +112,9 @@ def heads_last(array_BKGTH: Array) -> Array:
 
 
 def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str], None]) -> Kernel:
-    """A kernel that calls the first of `kernels` that supports its inputs, and names it.
+    """A kernel whose calls choose the first of `kernels` that supports the inputs.
 
-    Each call, forward or backward, chooses anew and passes the name to `on_choice`. Raises
-    NotImplementedError where none supports the inputs, with the reason of each.
+    Each call passes the name to `on_choice`; NotImplementedError, with all reasons, if none does.
     """
 
     def attempt(method: str, *arguments, device_kind: str):

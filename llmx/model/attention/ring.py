@@ -1,10 +1,9 @@
 """Ring attention: blocks of keys and values travel around the devices of the mesh axis `sequence`.
 
 Each device works on the block that it has while the next one travels; each block's part of the
-softmax is weighted by its log-sum-exp. Any `Kernel` serves. By order and window it is known before
-the program runs which chunks see each other (`tiling`). With the zigzag placement of `Split` all
-devices have the same causal work. Groups of neighbours may exchange heads first (`ulysses`): groups
-then form rings. All of it runs inside fully manual regions.
+softmax is weighted by its log-sum-exp. Any `Kernel` serves. Which chunks see each other is known
+before the program runs (`tiling`). With the zigzag placement of `Split` all devices have the same
+causal work. Where neighbours exchange heads first (`ulysses`), groups form rings.
 
 Sources: ring attention (arXiv 2310.01889), its zigzag placement (arXiv 2405.19716, 3.3, and
 arXiv 2407.21783, 3.3.2).
@@ -20,18 +19,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from llmx.model.attention import kernel as kernel_lib
+from llmx.model import remat
 from llmx.model.attention.kernel import NOTHING, Kernel
 from llmx.model.attention.masks import Mask, Scores
 from llmx.model.attention.split import Split
 
 # Ring steps up to this many are written out one by one, more are a loop.
 WRITTEN_OUT = 3
-
-# But not on these: XLA:CPU starts a loop that sends and whatever else communicates in another order
-# on each device, and they deadlock.
+# But not on these: XLA:CPU orders a loop that sends and other communication differently on each
+# device, and they deadlock.
 NEVER_LOOPED = ("cpu",)
 
 
@@ -196,7 +195,7 @@ def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
     B, T, N, _ = query.shape
     empty = jnp.zeros(query.shape, jnp.float32), jnp.full((B, N, T), NOTHING)
     out, lse = _around(facts, mask, step, empty, _Block.of(key, value, mask))
-    out, lse = kernel_lib.named(out.astype(query.dtype), lse)
+    out, lse = checkpoint_name((out.astype(query.dtype), lse), remat.ATTENTION)
     return out, (query, key, value, mask, out, lse)
 
 
