@@ -188,7 +188,7 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
     try:
         table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
-        if config.optimizer.name == "adafactor" and not cut.full:
+        if config.optimizer.name == "adafactor" and len(set(cut.layers)) > 1:
             yield (
                 f"optimizer.name='adafactor' with {cut.layers} layers in the model chunks of a "
                 "pipeline: its means over a weight's layers would count empty slots; use "

@@ -64,21 +64,17 @@ def make_execution(
     sizes = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
     mesh = sharding.make_mesh(sizes, devices=devices, across_slices=config.mesh.across_slices)
     layout = sharding.make_layout(
-        config.sharding.layout,
-        sequence_parallel=config.sharding.sequence_parallel,
+        config.sharding.layout, sequence_parallel=config.sharding.sequence_parallel,
         replicate_kv=config.sharding.replicate_kv,
-    )
+    )  # fmt: skip
     if config.sync.strategy != "mean":
         # Replicas are whole, each split over the other axes only.
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
     return Execution(
-        place=sharding.Placement(mesh, layout),
-        policy=precision.POLICIES[config.precision],
-        remat=config.remat,
-        attention=config.attention,
-        packed=config.data.pack,
+        place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
+        remat=config.remat, attention=config.attention, packed=config.data.pack,
         loss_chunks=config.loss.chunks,
-    )
+    )  # fmt: skip
 
 
 def _gradient_maker(
@@ -95,11 +91,9 @@ def _gradient_maker(
 
 
 def _make_strategy(
-    config: config_lib.Config,
-    loss: TrainingLoss,
-    gradient: Gradient,
+    config: config_lib.Config, loss: TrainingLoss, gradient: Gradient,
     make_gradient: Callable[[TrainingLoss], Gradient],
-):
+):  # fmt: skip
     technique = STRATEGIES[config.sync.strategy]
     replicas = replica_gradient = None
     if config.sync.strategy != "mean":
@@ -115,19 +109,13 @@ def _make_strategy(
         )
         rates = jax.vmap(optimizer.schedule)(jnp.arange(config.steps))
         return replicas_lib.StrategyInputs(
-            config=config.sync,
-            replicas=replicas,
-            loss=loss,
-            gradient=gradient,
-            replica_gradient=replica_gradient,
-            optimizer=optimizer,
-            optimizer_config=config.optimizer,
+            config=config.sync, replicas=replicas, loss=loss, gradient=gradient,
+            replica_gradient=replica_gradient, optimizer=optimizer, with_head=inputs_with,
+            optimizer_config=config.optimizer, timetable=technique.timetable(config.sync, rates),
             opt_state=optimizers.abstract_state(optimizer.whole, loss.params, loss.updates),
             update=make_update(loss, config.optimizer.ema_decay),
-            with_head=inputs_with,
             decays=trees.named(optimizers.decay_mask(loss.axes)),
             forget_norms=lambda state: state._replace(guard=guard.forgotten(state.guard)),
-            timetable=technique.timetable(config.sync, rates),
-        )
+        )  # fmt: skip
 
     return technique.make(inputs_with(None))

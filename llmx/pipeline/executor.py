@@ -23,21 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.model import dot
+from llmx.pipeline import tick as tick_lib
 from llmx.pipeline.permutation import EMPTY
 from llmx.pipeline.schedule import IDLE
 from llmx.pipeline.stages import ModelChunks
-from llmx.pipeline.tick import (
-    STAGE,
-    Body,
-    Carry,
-    Context,
-    Links,
-    ModelFunctions,
-    Residuals,
-    When,
-    run_tick,
-    with_leading,
-)
+from llmx.pipeline.tick import STAGE, Body, Carry, Context, Residuals, When, with_leading
 from llmx.pipeline.ticks import Program, Row
 
 
@@ -58,17 +48,10 @@ class Buffers(NamedTuple):
 
 
 def run_table(
-    program: Program,
-    chunks: ModelChunks,
-    functions: ModelFunctions,
-    mesh: Mesh,
-    *,
-    params: tuple[Any, ...],
-    batches: tuple[dict[str, jax.Array], ...],
-    kinds: tuple,
-    grad_buffers: tuple[Any, Any] | None,
-    in_flight: Buffers | None = None,
-) -> tuple[Sums, Buffers | None]:
+    program: Program, chunks: ModelChunks, functions: tick_lib.ModelFunctions, mesh: Mesh, *,
+    params: tuple[Any, ...], batches: tuple[dict[str, jax.Array], ...], kinds: tuple,
+    grad_buffers: tuple[Any, Any] | None, in_flight: Buffers | None = None,
+) -> tuple[Sums, Buffers | None]:  # fmt: skip
     """Runs all operations of a table on a mesh with the axis `stage`.
 
     Args:
@@ -101,7 +84,7 @@ def _context(program, chunks, functions, mesh, params, batches, kinds, grad_buff
     stages, to_local = mesh.shape["stage"], functools.partial(sharding.to_local, mesh, STAGE)
     blocks = jax.tree.map(lambda leaf: with_leading(leaf, leaf.shape[0] // stages, of=1), blocks)
     context = Context(
-        program=program, chunks=chunks, functions=functions, links=Links(mesh),
+        program=program, chunks=chunks, functions=functions, links=tick_lib.Links(mesh),
         weights=tuple(jax.tree.map(to_local, stacked) for stacked, _ in params),
         outer=tuple(others for _, others in params),
         batch=jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches),
@@ -154,7 +137,7 @@ def _run_loop(context: Context, carry: Carry, first: int, length: int, times: in
 
     def ticks(carry, rows):
         for tick, body in enumerate(bodies):
-            carry = run_tick(context, body, carry, jax.tree.map(lambda a: a[tick], rows))  # noqa: B023
+            carry = tick_lib.run_tick(context, body, carry, jax.tree.map(lambda a: a[tick], rows))  # noqa: B023
         return carry, None
 
     return jax.lax.scan(ticks, carry, rows)[0]

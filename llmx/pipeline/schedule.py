@@ -109,11 +109,9 @@ def needs(operation: Operation, num_chunks: int) -> list[Operation]:
 
 
 def schedule_asap(
-    name: str,
-    orders: Sequence[Sequence[Operation]],
-    *,
+    name: str, orders: Sequence[Sequence[Operation]], *,
     turns: Sequence[Sequence[int]] = ((FORWARD, BACKWARD, WEIGHT),),
-) -> Table:
+) -> Table:  # fmt: skip
     """The table in which each stage does its `orders`, every operation as soon as it can.
 
     `turns`: the kinds of operation that consecutive ticks may hold, in a cycle; ticks without work
@@ -228,12 +226,11 @@ def _wrong_cells(table: Table) -> Iterator[str]:
     for array in (table.microbatch, table.chunk):
         wrong |= np.where(table.kind == IDLE, array != -1, array < 0)
     for tick, stage in np.argwhere(wrong).tolist():
-        kind, microbatch, chunk = (
-            a[tick, stage] for a in (table.kind, table.microbatch, table.chunk)
-        )
+        cell = tick, stage
         yield (
-            f"tick {tick}, stage {stage}: kind {kind}, microbatch {microbatch}, chunk {chunk}: "
-            "kinds are 0 to 3, the others from 0 on, and -1 where idle"
+            f"tick {tick}, stage {stage}: kind {table.kind[cell]}, microbatch "
+            f"{table.microbatch[cell]}, chunk {table.chunk[cell]}: kinds are 0 to 3, the others "
+            "from 0 on, and -1 where idle"
         )
     for name, axis in (("tick", 1), ("stage", 0)):
         for index in np.flatnonzero(~table.kind.any(axis=axis)).tolist():

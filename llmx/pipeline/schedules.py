@@ -2,13 +2,13 @@
 
 import collections
 import dataclasses
-import difflib
 from collections.abc import Callable
 
 import numpy as np
 
 from llmx.pipeline import schedule
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Pairs, Table
+from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
 
@@ -214,11 +214,7 @@ def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table
         virtual = {"virtual_stages": config.virtual_stages} if config.virtual_stages else {}
         table = SCHEDULES[config.schedule](stages, microbatches, **virtual)
     else:
-        near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(
-            f"pipeline.schedule={config.schedule!r} is unknown: use one of "
-            f"{', '.join(SCHEDULES)}{hint}"
-        )
+        remedy = bounds.use_one_of(config.schedule, SCHEDULES)
+        raise ValueError(f"pipeline.schedule={config.schedule!r} is unknown: {remedy}")
     schedule.check(table)
     return table

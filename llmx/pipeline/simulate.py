@@ -21,14 +21,9 @@ class Timeline:
 
 
 def simulate(
-    table: Table,
-    *,
-    forward: float | Sequence[float],
-    backward: float | Sequence[float],
-    weight: float | Sequence[float] = 0.0,
-    transfer: float = 0.0,
-    barriers: bool = True,
-) -> Timeline:
+    table: Table, *, forward: float | Sequence[float], backward: float | Sequence[float],
+    weight: float | Sequence[float] = 0.0, transfer: float = 0.0, barriers: bool = True,
+) -> Timeline:  # fmt: skip
     """Times of a legal table.
 
     `forward`, `backward`, `weight`: seconds of a whole stage, or of each chunk. Where the table

@@ -26,13 +26,11 @@ class ModelChunks:
         return max(self.stage_of) + 1
 
     @property
-    def size(self) -> int:
-        """Slots for layers in a chunk."""
+    def size(self) -> int:  # slots for layers in a chunk
         return max(self.layers)
 
     @property
-    def per_stage(self) -> int:
-        """Chunks on a stage."""
+    def per_stage(self) -> int:  # chunks
         return int(np.bincount(self.stage_of).max())
 
     @property
@@ -55,11 +53,6 @@ class ModelChunks:
         """From the model's order to the slots of all stages."""
         identity = self.slots == tuple(range(sum(self.layers)))
         return LayerPermutation(() if identity else self.slots)
-
-    @property
-    def full(self) -> bool:
-        """Whether every slot has a layer."""
-        return EMPTY not in self.slots
 
 
 def cut(num_layers: int, stage_of: Sequence[int], layers: Sequence[int] = ()) -> ModelChunks:

@@ -126,7 +126,6 @@ class Links:
 
     def broadcast(self, x_BTD: jax.Array, stage: int) -> jax.Array:
         """One stage's array on all stages."""
-
         mine = lambda: jax.lax.axis_index(STAGE) == stage  # noqa: E731
         return self._manual(lambda x: jax.lax.psum(jnp.where(mine(), x, 0), STAGE), x_BTD)
 
@@ -205,7 +204,6 @@ class Context:
 
     def differentiated(self, x_BTD, weights, buffers, side_inputs, kinds):
         """A chunk's output, and the function from its gradient to those of x and the buffers."""
-
         apply_chunk = self.functions.apply_chunk
         apply = lambda x_BTD, buffers: apply_chunk(weights, buffers, x_BTD, side_inputs, kinds)  # noqa: E731
         return jax.vjp(apply, x_BTD, buffers)

@@ -210,12 +210,10 @@ def _show_replicated(
 
 def _json(plan: Partition) -> dict[str, Any]:
     return {
-        "layers": partition.to_counts(plan),
-        "replicas": [stage.replicas for stage in plan.stages],
-        "seconds": plan.seconds,
-        "step_time": plan.step_seconds,
+        "layers": partition.to_counts(plan), "seconds": plan.seconds,
+        "step_time": plan.step_seconds, "replicas": [stage.replicas for stage in plan.stages],
         "memory_bytes": [stage.memory_bytes for stage in plan.stages],
-    }
+    }  # fmt: skip
 
 
 def _ms(seconds: float) -> str:

@@ -21,17 +21,10 @@ RUNS = 5  # of which the median counts
 
 
 def measured(
-    model: ModelConfig,
-    *,
-    tokens: int,
-    sequence_length: int,
-    policy: str = "bf16",
-    remat: str = "none",
-    attention: AttentionConfig | None = None,
-    loss_chunks: int = 0,
-    number_bytes: partition.NumberBytes | None = None,
-    runs: int = RUNS,
-) -> list[Layer]:
+    model: ModelConfig, *, tokens: int, sequence_length: int, policy: str = "bf16",
+    remat: str = "none", attention: AttentionConfig | None = None, loss_chunks: int = 0,
+    number_bytes: partition.NumberBytes | None = None, runs: int = RUNS,
+) -> list[Layer]:  # fmt: skip
     """`partition.layers_of` with times of this machine: medians of several runs.
 
     One block of each kind of attention is timed, and the loss with its head but without the last
@@ -126,7 +119,7 @@ def _seconds(function: Callable, arguments: tuple, runs: int) -> tuple[float, fl
 
 
 def _median(function: Callable, arguments: tuple[Any, ...], runs: int) -> float:
-    """Median seconds of a jitted function, after a first run that compiles it."""
+    """Median seconds of a jitted function, which a first run compiles."""
     run = lambda: jax.block_until_ready(function(*arguments))  # noqa: E731
     run()
     return statistics.median(timeit.repeat(run, number=1, repeat=runs))

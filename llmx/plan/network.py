@@ -72,11 +72,11 @@ def of_exchange(replicas: Replicas, program: str | tuple[int, ...]) -> Sent:
             sizes.setdefault((phase, message.collective, message.over), []).append(message.bytes)
     messages = []
     for (_, collective, _), of_tensors in sorted(sizes.items()):
-        fused = [of_tensors]  # all-reduces over the same axes are one message at best
+        fused = [range(len(of_tensors))]  # all-reduces over the same axes: one message at best
         if collective != "all_reduce":
-            limit = group.bucket_bytes
-            fused = [[of_tensors[i] for i in b] for b in buckets.fuse(of_tensors, limit)]
-        messages += [COLLECTIVES[collective](sum(bucket), group.size) for bucket in fused]
+            fused = buckets.fuse(of_tensors, group.bucket_bytes)
+        fused_bytes = (sum(of_tensors[i] for i in bucket) for bucket in fused)
+        messages += [COLLECTIVES[collective](size, group.size) for size in fused_bytes]
     return in_sequence(messages)
 
 
@@ -92,12 +92,11 @@ def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
     Gradients of vectors, and those that replicas take on their own, are summed in fp32.
     """
     tensors, n = replicas.tensors.values(), replicas.size
-    if phase == MEAN:
-        matrices = [tensor for tensor in tensors if tensor.matrix]
-        vectors = [tensor for tensor in tensors if not tensor.matrix]
-        small = in_full(vectors, FP32, n)._replace(hops=0)  # sent at the same time
-        return in_sequence([in_full(matrices, reduce_bytes, n), small])
-    return of_exchange(replicas, phase)
+    if phase != MEAN:
+        return of_exchange(replicas, phase)
+    large = in_full([tensor for tensor in tensors if tensor.matrix], reduce_bytes, n)
+    small = in_full([tensor for tensor in tensors if not tensor.matrix], FP32, n)
+    return in_sequence([large, small._replace(hops=0)])  # sent at the same time
 
 
 class StepGroup(NamedTuple):

@@ -141,14 +141,9 @@ class Partition:
 
 
 def partition(
-    layers: Sequence[Layer],
-    num_devices: int,
-    pipeline: Pipeline,
-    *,
-    memory_bytes: int | None = None,
-    num_stages: int | None = None,
-    replicate: bool = True,
-) -> Partition:
+    layers: Sequence[Layer], num_devices: int, pipeline: Pipeline, *,
+    memory_bytes: int | None = None, num_stages: int | None = None, replicate: bool = True,
+) -> Partition:  # fmt: skip
     """The partition whose slowest stage or link is fastest.
 
     Among equals: fewest stages, then fewest devices, then the most even stages (the least sum of
@@ -166,9 +161,8 @@ def partition(
     """
     _check(layers, num_devices, num_stages, pipeline)
     tables = _tables(layers, num_devices if replicate else 1, pipeline)
-    counts = range(1, min(num_devices, len(layers)) + 1)
-    if num_stages is not None:
-        counts = range(num_stages, num_stages + 1)
+    most = min(num_devices, len(layers))
+    counts = range(1, most + 1) if num_stages is None else range(num_stages, num_stages + 1)
 
     def fitting(later: int) -> np.ndarray:
         if memory_bytes is None:
@@ -279,9 +273,8 @@ def _tables(layers: Sequence[Layer], most_replicas: int, pipeline: Pipeline) -> 
     stash = sums("stash_bytes")
 
     def memory(later: int) -> np.ndarray:
-        in_flight = pipeline.room
-        if in_flight is None:
-            in_flight = IN_FLIGHT[pipeline.in_flight](later, M)
+        room = pipeline.room
+        in_flight = IN_FLIGHT[pipeline.in_flight](later, M) if room is None else room
         more = (in_flight if pipeline.versions is None else pipeline.versions) - 1
         return state + more * version - (-in_flight * stash // m)
 
@@ -391,15 +384,9 @@ class NumberBytes:
 
 
 def layers_of(
-    model: ModelConfig,
-    *,
-    tokens: int,
-    sequence_length: int,
-    flops_per_second: float,
-    remat: str = "none",
-    loss_chunks: int = 1,
-    number_bytes: NumberBytes | None = None,
-) -> list[Layer]:
+    model: ModelConfig, *, tokens: int, sequence_length: int, flops_per_second: float,
+    remat: str = "none", loss_chunks: int = 1, number_bytes: NumberBytes | None = None,
+) -> list[Layer]:  # fmt: skip
     """The chain of a model by `llmx.model.costs`: embedding, L blocks, last norm with head.
 
     Time is FLOPs over FLOP/s: none for the embedding, a lookup; for the backward pass twice that of

@@ -28,19 +28,13 @@ def summary(
     from a file, not one of `SCHEDULES`.
     """
     report = {
-        "name": table.name,
-        "stages": table.num_stages,
-        "microbatches": table.num_microbatches,
-        "chunks": table.num_chunks,
-        "ticks": table.num_ticks,
-        "periodic": table.periodic,
-        "length": facts.length,
-        "busy": facts.busy,
-        "bubble": facts.bubble,
+        "name": table.name, "stages": table.num_stages, "microbatches": table.num_microbatches,
+        "chunks": table.num_chunks, "ticks": table.num_ticks, "periodic": table.periodic,
+        "length": facts.length, "busy": facts.busy, "bubble": facts.bubble,
         "peak_stash": facts.peak_stash.tolist(),
         "peak_waiting_weights": facts.peak_waiting_weights.tolist(),
         "step_time": {"barriers": barriers, "free_running": free},
-    }
+    }  # fmt: skip
     if not own and table.num_microbatches >= table.num_stages:
         formula, bubble = BUBBLES[table.name]
         sizes = table.num_stages, table.num_microbatches, table.chunks_per_stage

@@ -49,9 +49,6 @@ class OptimizerConfig:
     ema_decay: float = bounded(0.0, at_least=0, below=1)
 
 
-# ---------------------------------------------------------------------------------------- schedules
-
-
 def _after_warmup(config: OptimizerConfig, decay: optax.Schedule) -> optax.Schedule:
     """`decay` of the updates since the warm-up, behind a linear warm-up; the first update moves."""
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
@@ -99,16 +96,12 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
-# --------------------------------------------------------------------------------------- optimizers
-
-
 _IS_NAMES = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
 
 
 def decay_mask(axes: Any) -> Any:
     """True for the parameters that decay: those with a contracted dimension, by axis names."""
     whole = {"layers", "norm", "positions", "head_dim"}
-
     decays = lambda names: len(set(names) - whole) >= 2  # noqa: E731
     return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
 
@@ -148,10 +141,8 @@ def _lamb_tail(config, schedule, axes):
 
 
 def _lion(config, schedule, axes):
-    return optax.lion(
-        schedule, b1=config.b1, b2=config.b2,
-        weight_decay=config.weight_decay, mask=decay_mask(axes),
-    )  # fmt: skip
+    decay = dict(weight_decay=config.weight_decay, mask=decay_mask(axes))
+    return optax.lion(schedule, b1=config.b1, b2=config.b2, **decay)
 
 
 def _adafactor(config, schedule, axes):
@@ -226,14 +217,10 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
       shardings: theirs while they are updated.
     """
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    known = {
-        name: (leaf.shape, to)
-        for (name, leaf), to in zip(
-            trees.named(params).items(), jax.tree.leaves(shardings), strict=True
-        )
-    }
-    mesh = jax.tree.leaves(shardings)[0].mesh
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    splits = jax.tree.leaves(shardings)
+    pairs = zip(trees.named(params).items(), splits, strict=True)
+    known = {name: (leaf.shape, to) for (name, leaf), to in pairs}
+    whole = jax.sharding.NamedSharding(splits[0].mesh, jax.sharding.PartitionSpec())
 
     def one(path, leaf):
         for start in range(len(path)):

@@ -143,15 +143,11 @@ def make_train_step(
         stays = guard.stopped & (not jax.tree.leaves(in_flight))
         advance = jnp.where(stays, 0, 1).astype(state.step.dtype)
         report = Report(
-            loss=found.loss,
-            z_loss=found.z_loss,
-            tokens=found.tokens,
-            grad_norm=verdict.norm,
+            loss=found.loss, z_loss=found.z_loss, tokens=found.tokens, grad_norm=verdict.norm,
             learning_rate=jnp.asarray(recipe.schedule(state.step), jnp.float32),
-            bad_leaf=verdict.bad_leaf,
-            num_bad=guard.num_bad,
+            bad_leaf=verdict.bad_leaf, num_bad=guard.num_bad,
             scalars=recipe.strategy.scalars(new.sync),
-        )
+        )  # fmt: skip
         return new._replace(step=state.step + advance, guard=guard, in_flight=in_flight), report
 
     options = dict(recipe.compiler_options) or None

@@ -48,7 +48,6 @@ def scale_by_trust_ratio(axes: Any) -> optax.GradientTransformationExtraArgs:
         return TrustState(over_layers(ones, params), over_layers(ones, params))
 
     def update(updates, state, params, *, freshness=None, **extra):
-
         def ratio(names, update, param):
             of_param, of_update = norm(param, names), norm(update, names)
             found = jnp.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0)
