@@ -56,9 +56,10 @@ class SlicedMesh:
         return tuple(itertools.compress(self.axes, varies))
 
 
-def sliced_mesh(
-    module: Module, mesh: Sequence[tuple[str, int]], across_slices: Sequence[str]
-) -> SlicedMesh:
+Axes = Sequence[tuple[str, int]]  # (axis, size) of a mesh, outermost first
+
+
+def sliced_mesh(module: Module, mesh: Axes, across_slices: Sequence[str]) -> SlicedMesh:
     """Where the program's partitions lie in the mesh. ValueError where they do not fit it."""
     axes, sizes = tuple(name for name, _ in mesh), tuple(size for _, size in mesh)
     shown = " x ".join(f"{name}{size}" for name, size in mesh)
@@ -242,35 +243,33 @@ def _sliced_bytes(module: Module, frame: Frame, reduce: Instruction, n: int) -> 
         elements = [one for one in users if one.op == "get-tuple-element" and one.index == number]
         if len(arrays) == 1:
             elements = [result]
-        limit = array.arrays[0].size // n
-        if elements and all(_only_sliced(module, frame, one, limit) for one in elements):
+        most = array.arrays[0].size // n
+        if elements and all(_only_sliced(module, frame, one, most) for one in elements):
             total += array.bytes
     return total
 
 
-def _only_sliced(module: Module, frame: Frame, array: Instruction, limit: int) -> bool:
-    """Whether every use of an array is a slice, chosen by device, of at most `limit` elements."""
+def _only_sliced(module: Module, frame: Frame, array: Instruction, most: int) -> bool:
+    """Whether every use of an array is a slice, chosen by device, of `most` elements or fewer."""
     users = frame.computation.users[array.name]
     if array is frame.computation.root:
         in_fusion = frame.caller is not None and frame.caller.op == "fusion"
-        return in_fusion and _only_sliced(module, frame.parent, frame.caller, limit)
-    return bool(users) and all(_slices(module, frame, array, user, limit) for user in users)
+        return in_fusion and _only_sliced(module, frame.parent, frame.caller, most)
+    return bool(users) and all(_slices(module, frame, array, user, most) for user in users)
 
 
-def _slices(
-    module: Module, frame: Frame, array: Instruction, user: Instruction, limit: int
-) -> bool:
+def _slices(module: Module, frame: Frame, array: Instruction, user: Instruction, most: int) -> bool:
     """Whether one user of an array takes such a slice, itself or in what it returns or runs."""
     if user.op in _RESHAPING:
-        return _only_sliced(module, frame, user, limit)
+        return _only_sliced(module, frame, user, most)
     if user.op == "dynamic-slice" and user.operands[0] == array.name:
         chosen = hlo_text.depends_on_device(module, frame, user.operands[1:])
-        return chosen and user.arrays[0].size <= limit
+        return chosen and user.arrays[0].size <= most
     if user.op != "fusion":
         return False
     inner = frame.enter(module, user)
     return all(
-        _only_sliced(module, inner, inner.computation.parameters[number], limit)
+        _only_sliced(module, inner, inner.computation.parameters[number], most)
         for number, name in enumerate(user.operands)
         if name == array.name
     )

@@ -113,12 +113,9 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
 
 def _phase(strategy: Strategy, phase: str) -> str:
     """The phase to compile; "" where a run has one program only."""
-    if len(strategy.phases) == 1 and phase:
-        raise ValueError(
-            f"--phase={phase}: the run has one program, as its sync.strategy is 'mean'; leave it "
-            "out"
-        )
     if len(strategy.phases) == 1:
+        if phase:
+            raise ValueError(f"--phase={phase}: sync.strategy='mean' has one program; leave it out")
         return ""
     phases = strategy.timetable.phases_from(0)
     known = (*phases, *((EXCHANGE,) if strategy.outer else ()))
@@ -172,9 +169,7 @@ def _memory(
     if peak is None:
         unknown.append("the arrays at the peak: the compiler wrote no buffer assignment")
     if topology.platform == "gpu":
-        unknown.append(
-            "memory of the CUDA context, of NCCL and of cuDNN's workspaces: not in the program"
-        )
+        unknown.append("memory of CUDA, of NCCL and of cuDNN's workspaces: not in the program")
     if compiled is not None:
         sizes = compiled.memory_analysis()
         return Memory(
@@ -208,13 +203,11 @@ def state_bytes(run: config.Config, topology: topologies.Topology) -> int:
 
 def _state_bytes(recipe) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
+    state = recipe.abstract
     parts = {
-        "parameters": recipe.abstract.params,
-        "optimizer": recipe.abstract.opt_state,
-        "average": recipe.abstract.ema,
-        "replicas": recipe.abstract.sync,
-        "batch": recipe.abstract_batch,
-    }
+        "parameters": state.params, "optimizer": state.opt_state, "average": state.ema,
+        "replicas": state.sync, "batch": recipe.abstract_batch,
+    }  # fmt: skip
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
     return {name: size for name, size in sizes.items() if size}
 

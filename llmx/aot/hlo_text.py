@@ -205,39 +205,35 @@ def parse(text: str) -> Module:
             f"the text begins with {lines[0][:60]!r}: give what `compiled.as_text()` returns, "
             "'HloModule ..., is_scheduled=true, ...' (a lowered program is not compiled yet)"
         )
-    computations: dict[str, Computation] = {}
+    texts: dict[str, list[list[str]]] = {}  # the lines of each instruction, by computation
     entry = current = None
-    pieces: list[str] = []
-
-    def finish():
-        if pieces:
-            text = "\n".join(pieces)
-            if (match := _LINE.match(text)) is None:
-                raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
-            root, *fields = match.groups()
-            current.instructions.append(Instruction(*fields, root=bool(root)))
-            pieces.clear()
-
     for line in lines[1:]:
         if current is None:
             if head := _HEAD.match(line):
-                current = computations[head.group(2)] = Computation(head.group(2), [])
-                entry = current if head.group(1) else entry
+                current = texts[head.group(2)] = []
+                entry = head.group(2) if head.group(1) else entry
         # Metadata of Pallas calls has line breaks and lines that begin with "}}": a computation
         # ends at a line with a single brace, and other lines continue an instruction.
         elif _TAIL.match(line):
-            finish()
             current = None
         elif _BEGIN.match(line):
-            finish()
-            pieces.append(line)
-        elif pieces:
-            pieces.append(line)
+            current.append([line])
+        elif current:
+            current[-1].append(line)
     if entry is None:
         raise ValueError("the program's text has no ENTRY computation: it is cut off")
+    computations = {name: Computation(name, [*map(_parsed, rows)]) for name, rows in texts.items()}
     counts = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", lines[0]))
     num_partitions, num_replicas = counts.get("num_partitions", 1), counts.get("replica_count", 1)
-    return Module(computations, entry, int(num_partitions), int(num_replicas))
+    return Module(computations, computations[entry], int(num_partitions), int(num_replicas))
+
+
+def _parsed(lines: Sequence[str]) -> Instruction:
+    text = "\n".join(lines)
+    if (match := _LINE.match(text)) is None:
+        raise ValueError(f"this line of the program's text cannot be read: {text[:200]!r}")
+    root, *fields = match.groups()
+    return Instruction(*fields, root=bool(root))
 
 
 COLLECTIVES = (
@@ -309,10 +305,8 @@ def _mesh_groups(axes: str, devices: str | None, used: str) -> list[list[int]] |
         ids = np.array(_integers(devices))
     shape, inside = [], []
     for axis, size in sizes.items():
-        used = [
-            (int(before or 1), int(part or size)) for name, before, part in parts if name == axis
-        ]
-        spans = [(before, before * part) for before, part in used]
+        used = [(int(low or 1), int(part or size)) for name, low, part in parts if name == axis]
+        spans = [(low, low * part) for low, part in used]
         cuts = sorted({1, size}.union(*spans))
         for low, high in itertools.pairwise(cuts):
             shape.append(high // low)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from llmx.aot import collectives, hlo_text, instruction_costs
-from llmx.aot.collectives import Analysis, Collective
+from llmx.aot.collectives import Analysis, Axes, Collective
 from llmx.aot.hlo_text import Frame, Instruction, collective_kind, source_of
 
 
@@ -58,15 +58,13 @@ class CostReport:
         )
 
 
-def read(
-    text: str, mesh: Sequence[tuple[str, int]], *, across_slices: Sequence[str] = ()
-) -> CostReport:
+def read(text: str, mesh: Axes, *, across_slices: Sequence[str] = ()) -> CostReport:
     """The cost report of the compiled program with this text.
 
     Args:
       mesh: (axis, size) of the mesh that the program was compiled for, outermost first.
-      across_slices: the axes that cross TPU slices, as given to `sharding.make_mesh`. A program for
-        several slices is the text of one; without this the outermost axes are taken to cross them.
+      across_slices: the axes that cross TPU slices, as given to `sharding.make_mesh`; without this
+        the outermost ones. A program for several slices is the text of one.
 
     Raises ValueError where the text is not that of a compiled program, or not of this mesh.
     """

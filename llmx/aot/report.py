@@ -134,27 +134,21 @@ def _header(result: Result) -> list[str]:
     if run.mesh.across_slices:
         mesh += f", {' and '.join(run.mesh.across_slices)} across slices"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    (count, messages), fused = result.fused, ""
+    if messages:
+        fused = f"; {count} compressed tensors in {len(messages)} messages of up to "
+        fused += size(max(messages))
     return [
         f"model       {describe.model_text(run, result.num_parameters)}",
         f"machine     {result.topology.name}: {result.topology.text}",
         f"mesh        {mesh}; layout {run.sharding.layout}",
         *([f"stages      {stages}"] if (stages := describe.stages_text(run)) else []),
         *([f"replicas    {sync}"] if (sync := describe.sync_text(run)) else []),
-        *_program(result),
+        *([f"program     {result.phase}{fused}"] if result.phase else []),
         f"batch       {describe.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "
         f"{result.lower_seconds:.1f} s ({versions})",
     ]
-
-
-def _program(result: Result) -> list[str]:
-    """Which of several programs was compiled, and its fused messages."""
-    count, messages = result.fused
-    fused = ""
-    if messages:
-        fused = f"; {count} compressed tensors in {len(messages)} messages of up to "
-        fused += size(max(messages))
-    return [f"program     {result.phase}{fused}"] if result.phase else []
 
 
 def _memory(result: Result) -> list[str]:

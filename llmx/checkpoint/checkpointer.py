@@ -63,6 +63,7 @@ class OutOfMemory(Exception):
 
 
 # Verdicts of one process about one checkpoint; the worst of all processes counts.
+Verdict = type[Exception] | None
 VERDICTS = (None, Corrupt, Mismatch, OutOfMemory)
 
 
@@ -80,9 +81,7 @@ class Checkpointer:
     Every process makes the same calls. A context manager: its end waits for the save in progress.
     """
 
-    def __init__(
-        self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None]):
         if found := problems(config):
             raise ValueError("\n".join(found))
         self._root = _root(directory)
@@ -178,10 +177,6 @@ class Checkpointer:
     def document(self, step: int) -> Document:
         """The document of checkpoint `step`; raises `manifest.Corrupt`."""
         return _read_document(self._root, step)
-
-    def meta(self, step: int) -> dict:
-        """The `meta` that checkpoint `step` was saved with."""
-        return read_meta(str(self._root), step)
 
     def wait(self) -> None:
         """Waits until the save in progress is committed, then deletes old checkpoints."""
@@ -291,12 +286,9 @@ def _read_document(root: Any, step: int) -> Document:
     return manifest.read(root / str(step) / META / "metadata")
 
 
-def _require(directory: Any, step: int) -> None:
-    steps = list_steps(str(directory))
-    if step not in steps:
-        raise ValueError(
-            f"no checkpoint of step {step} in {directory}: there are {steps or 'none'}"
-        )
+def _require(root: Any, step: int) -> None:
+    if step not in (steps := list_steps(str(root))):
+        raise ValueError(f"no checkpoint of step {step} in {root}: there are {steps or 'none'}")
 
 
 def _restore_newest(
@@ -338,13 +330,11 @@ def _restore_newest(
         bad[candidate] = reason
     if not bad:
         return None
-    listed = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
+    rows = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
     remedy = "bring back a copy of one, or move them out of the directory to start anew"
     if others := [s for s in list_steps(str(root)) if s not in bad]:
         remedy = f"choose another step of {others}"
-    raise RuntimeError(
-        f"no good checkpoint in {root}; all are left as they are:\n{listed}\n{remedy}"
-    )
+    raise RuntimeError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
 
 
 def _read_arrays(
@@ -385,9 +375,7 @@ def _agree_on_steps(steps: list[int]) -> list[int]:
     return [int(step) for step in multihost_utils.broadcast_one_to_all(padded) if step >= 0]
 
 
-def _agree_on_verdict(
-    verdict: type[Exception] | None, reason: str
-) -> tuple[type[Exception] | None, str]:
+def _agree_on_verdict(verdict: Verdict, reason: str) -> tuple[Verdict, str]:
     """The worst verdict of all processes and the reason of the process that gave it."""
     if jax.process_count() == 1:
         return verdict, reason

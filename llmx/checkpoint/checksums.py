@@ -19,10 +19,7 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     over the mesh axes that shard it. Arrays are processed one at a time: offloaded ones may not fit
     the device together, and on fake CPU devices two programs at once can deadlock.
     """
-    return {
-        name: int(jax.device_get(_fingerprint(onto_device(array))))
-        for name, array in arrays.items()
-    }
+    return {name: int(jax.device_get(_fingerprint(onto_device(x)))) for name, x in arrays.items()}
 
 
 def differences(arrays: Mapping[str, jax.Array], expected: Mapping[str, int]) -> str:

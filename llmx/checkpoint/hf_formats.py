@@ -51,17 +51,14 @@ _ROTARY = (
     Tensor("blocks/mlp/down/kernel", "FD", "layers.*.mlp.down_proj.weight", "D,F"),
     Tensor("norm/scale", "D", "norm.weight", "D"),
 )
-_PRE_NORMS = (
-    Tensor("blocks/mlp_norm/scale", "D", "layers.*.post_attention_layernorm.weight", "D"),
-)
+_POST_ATTENTION = "layers.*.post_attention_layernorm.weight"
+_PRE_NORMS = (Tensor("blocks/mlp_norm/scale", "D", _POST_ATTENTION, "D"),)
 _QK_NORMS = (
     Tensor("blocks/attention/query_norm/scale", "H", "layers.*.self_attn.q_norm.weight", "H"),
     Tensor("blocks/attention/key_norm/scale", "H", "layers.*.self_attn.k_norm.weight", "H"),
 )
 _GEMMA_NORMS = (
-    Tensor(
-        "blocks/attention_post_norm/scale", "D", "layers.*.post_attention_layernorm.weight", "D"
-    ),
+    Tensor("blocks/attention_post_norm/scale", "D", _POST_ATTENTION, "D"),
     Tensor("blocks/mlp_norm/scale", "D", "layers.*.pre_feedforward_layernorm.weight", "D"),
     Tensor("blocks/mlp_post_norm/scale", "D", "layers.*.post_feedforward_layernorm.weight", "D"),
 )

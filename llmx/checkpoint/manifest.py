@@ -35,9 +35,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
 )
 # Scalars that the state of every strategy once had: saved ones that a strategy does not have are
 # ignored.
-UNKEPT = {
-    f"sync/{name}" for name in ("freeze_step", "num_steps", "num_updates", "rates", "variance")
-}
+UNKEPT = {f"sync/{n}" for n in ("freeze_step", "num_steps", "num_updates", "rates", "variance")}
 
 
 class Corrupt(Exception):

@@ -36,7 +36,9 @@ def restore_or_init(
     Raises ValueError where the checkpoint is of another model or other data.
     """
     start_from, restored = config.start_from, None
-    if checkpoints.latest_step() == 0 and "imported_from" in checkpoints.meta(0):
+    directory = f"{config.workdir}/checkpoints"
+    newest = checkpoints.latest_step()
+    if newest == 0 and "imported_from" in checkpointer.read_meta(directory, newest):
         start_from = config.workdir  # parameters only: made by llmx.convert
     else:
         restored = restore(config, recipe, checkpoints, log)
