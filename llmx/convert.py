@@ -46,12 +46,10 @@ def to_hf(
         )
     hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
-    restored = checkpointer.restore_part(
-        f"{workdir}/checkpoints", _abstract_params(run), step=at_step,
-        prefix="ema" if averaged and ema is not False else "params", log=launch.log,
-    )  # fmt: skip
-    if restored is None:
-        raise ValueError(f"--workdir={workdir} has no checkpoint yet: wait for the run's first one")
+    ema = averaged and ema is not False
+    restored = checkpointer.restore_params(
+        workdir, _abstract_params(run), ema=ema, step=at_step, log=launch.log
+    )
     with tempfile.TemporaryDirectory() as scratch:
         file = pathlib.Path(scratch, tokenizers.FILE_NAME)
         file.write_text(_tokenizer_text(coder), encoding="utf-8")
@@ -118,19 +116,16 @@ def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Exit code: 0 done, 2 if the input is wrong."""
     command = argparse.ArgumentParser(
-        prog="python -m llmx.convert",
+        prog="python -m llmx.convert", allow_abbrev=False,
         description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
-        allow_abbrev=False,
-    )
+    )  # fmt: skip
     command.add_argument("--workdir", required=True, help="of the run, or to be created")
     way = command.add_mutually_exclusive_group(required=True)
     way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers")
     way.add_argument("--from-hf", metavar="DIR", help="a directory of config.json and safetensors")
     command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
-    command.add_argument(
-        "--ema", action=argparse.BooleanOptionalAction, default=None,
-        help="write the average of the parameters; by default if the run keeps one",
-    )  # fmt: skip
+    average = "write the average of the parameters; by default if the run keeps one"
+    command.add_argument("--ema", action=argparse.BooleanOptionalAction, help=average)
     command.add_argument("--dtype", choices=sorted(hf.DTYPES), help="to write; float32 by default")
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):

@@ -100,10 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     command.add_argument("--workdir", required=True, help="where llmx.train wrote the run")
     command.add_argument("--step", type=int, help="checkpoint to evaluate; the newest by default")
-    command.add_argument(
-        "--batches", type=int,
-        help="0 = the whole split; by default the config's evaluation.batches, as in training",
-    )  # fmt: skip
+    batches = "0 = the whole split; by default the config's evaluation.batches, as in training"
+    command.add_argument("--batches", type=int, help=batches)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
     try:
@@ -115,12 +113,10 @@ def main(argv: list[str] | None = None) -> int:
         run.mesh, run.pipeline = sharding.MeshConfig(), schedules.PipelineConfig()
         run = checks.resolve(run, jax.device_count())
         recipe = recipe_lib.make_recipe(run)
-        restored = checkpointer.restore_part(
-            f"{args.workdir}/checkpoints", recipe.loss.params, step=args.step,
-            prefix="ema" if run.optimizer.ema_decay else "params", log=launch.note,
-        )  # fmt: skip
-        if restored is None:
-            raise ValueError(f"--workdir={args.workdir} has no checkpoint yet")
+        ema = run.optimizer.ema_decay > 0
+        restored = checkpointer.restore_params(
+            args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
+        )
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -79,7 +79,7 @@ def _command() -> argparse.ArgumentParser:
     )
     command.add_argument("--workdir", required=True, help="where llmx.train wrote the run")
     command.add_argument(
-        "--prompt", action="append", default=[], help="text to continue; repeat for several"
+        "--prompt", action="append", default=[], help="text to continue; repeatable"
     )
     command.add_argument("--prompt-file", help="a file with one prompt per line")
     command.add_argument("--samples", type=int, default=1, help="continuations of each prompt")
@@ -125,15 +125,10 @@ def _continue(args: argparse.Namespace):
     # This process alone, on the best device here, wherever the run was trained.
     launch.start(launch.LaunchConfig(compile_cache=config.launch.compile_cache))
     recipe = _make_recipe(config, tensor=args.tensor, fsdp=args.fsdp)
-    restored = checkpointer.restore_part(
-        f"{args.workdir}/checkpoints", recipe.loss.params, step=args.step,
-        prefix="ema" if config.optimizer.ema_decay else "params", log=launch.note,
-    )  # fmt: skip
-    if restored is None:
-        raise ValueError(
-            f"--workdir={args.workdir} has no checkpoint yet: wait for the run's first one "
-            f"(checkpoint.every={config.checkpoint.every}), or let it end"
-        )
+    ema = config.optimizer.ema_decay > 0
+    restored = checkpointer.restore_params(
+        args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
+    )
     added = sampling.generate(
         recipe.loss.apply, restored.state, recipe.loss.execution, prompts, **settings,
         seed=args.seed, stop_token=coder.end_of_document,

@@ -196,8 +196,7 @@ def _participants(
 
 
 def _dtypes(operands: Sequence[Instruction]) -> str:
-    arrays = [array for operand in operands for array in operand.arrays]
-    return "+".join(dict.fromkeys(array.dtype for array in arrays))
+    return "+".join(dict.fromkeys(array.dtype for one in operands for array in one.arrays))
 
 
 def _num_joined(module: Module, computation: Computation, operand: Instruction) -> int:

@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 import time
-import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +19,6 @@ from llmx.aot import program as program_lib
 from llmx.aot.report import Memory, Result
 from llmx.config import checks
 from llmx.contract import Strategy
-
-# What a mistake in the config does not need is imported where it is used.
-if typing.TYPE_CHECKING:
-    from llmx.step.step import Recipe
 
 EXCHANGE = "exchange"  # in addition to the phases of `llmx.sync`: what replicas do between steps
 
@@ -71,6 +66,7 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
         topology = topologies.parse(topology)
     run = resolve(run, topology)
     devices = topologies.devices(topology)
+    # Not needed, and slow to import, where the config is wrong.
     import jax
 
     from llmx.config.recipe import make_recipe
@@ -124,7 +120,7 @@ def _phase(strategy: Strategy, phase: str) -> str:
     return phase or phases[-1]
 
 
-def _lowered(recipe: "Recipe", phase: str) -> Any:
+def _lowered(recipe, phase: str) -> Any:
     from llmx.step import step
 
     if phase == EXCHANGE:

@@ -486,7 +486,10 @@ def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> boo
         if op in ("partition-id", "replica-id"):
             return True
         if op == "parameter" and where.caller is not None:
-            todo += [(where.parent, source, path) for source in _sources(where, instruction)]
+            number, by = int(instruction.literal), where.caller
+            sources = {"while": slice(1), "conditional": slice(1, None)}
+            chosen = by.operands[sources.get(by.op, slice(number, number + 1))]
+            todo += [(where.parent, source, path) for source in chosen]
         elif op == "get-tuple-element":
             todo.append((where, operands[0], (instruction.index, *path)))
         elif op == "tuple" and path:
@@ -499,11 +502,3 @@ def depends_on_device(module: Module, frame: Frame, names: Sequence[str]) -> boo
         else:
             todo += [(where, operand, ()) for operand in operands]
     return False
-
-
-def _sources(frame: Frame, parameter: Instruction) -> Sequence[str]:
-    """The operands of a computation's caller that a parameter may be."""
-    operands, number = frame.caller.operands, int(parameter.literal)
-    if frame.caller.op == "while":
-        return operands[:1]
-    return operands[1:] if frame.caller.op == "conditional" else operands[number : number + 1]

@@ -1,10 +1,9 @@
 """The arrays in a device's memory when a compiled program needs most of it.
 
-XLA can dump its buffer assignment, even of a program that it then refuses because it does not fit:
-the address, the size and the live range of every value, counted in instructions of the schedule.
-`at_peak` finds the moment of most memory (`peak_memory_in_bytes` of `compiled.memory_analysis()`)
-and the arrays at that moment with the line of source that made each. Arrays in other memories (the
-host's, vector memory) are not counted.
+XLA can dump its buffer assignment, even of a program that does not fit: address, size and live
+range (in instructions of the schedule) of every value. `at_peak` finds the moment of most memory
+(`peak_memory_in_bytes` of `compiled.memory_analysis()`) and its arrays, with the line of source
+that made each. Arrays in other memories (the host's, vector memory) are not counted.
 """
 
 import collections

@@ -1,10 +1,9 @@
 """The cost report of a compiled program: what one step computes, moves and waits for, per device.
 
-`read` takes the text of a compiled, partitioned and scheduled XLA program (`compiled.as_text()`
-for CPU, GPU or TPU; no such device is needed). Loops are multiplied in, which
-`compiled.cost_analysis()` does not do. A figure that the text does not contain is None, and
-`CostReport.unknown` says why. `instruction_costs` defines FLOPs and bytes, `collectives` the bytes
-on the wire.
+`read` takes the text of a compiled program (`compiled.as_text()` for CPU, GPU or TPU; no such
+device is needed). Loops are multiplied in, unlike in `compiled.cost_analysis()`. A figure that the
+text does not contain is None; `CostReport.unknown` says why. `instruction_costs` defines FLOPs and
+bytes, `collectives` the bytes on the wire.
 """
 
 import collections

@@ -130,8 +130,8 @@ def search(
 ) -> None:  # fmt: skip
     """Compiles variants until `enough` of them fit, or `most_tries` were compiled.
 
-    Variants of a config that fits are faster ones, of one that does not fit those with less memory;
-    the fastest come first. Those that cannot fit by a rough estimate are not compiled.
+    They are faster ones if the config fits, else ones with less memory; the fastest come first.
+    Those that cannot fit by a rough estimate are not compiled.
 
     Args:
       run, measured: a resolved config, and its own levels and memory.

@@ -4,9 +4,6 @@
     4@v5e:16x16     four slices of 256 chips, joined by the data-center network
     h100:4x8        four hosts with eight H100s each; h100:8 is one host
 
-`parse` needs no jax and refuses names for which libtpu would abort the process. `devices` asks the
-compiler of the platform for devices to lower and compile for.
-
 Sources: shapes of slices from the Cloud TPU documentation, pages "TPU v4" to "TPU7x (Ironwood)";
 wraparound from the scaling book (jax-ml.github.io/scaling-book/tpus). GPUs: NVIDIA's architecture
 white papers of Ampere, Hopper and Blackwell, and what the driver reports of these boards.
@@ -138,7 +135,7 @@ class Topology:
 def parse(name: str) -> Topology:
     """The machine called `name`; jax is not imported.
 
-    Raises ValueError for an unknown name or shape, with the nearest valid ones.
+    Raises ValueError for an unknown name or shape (with some, libtpu would abort the process).
     """
     match = re.fullmatch(r"(?:(\d+)@)?([a-z0-9_]+):(\d+(?:x\d+)*)", name)
     if not match:

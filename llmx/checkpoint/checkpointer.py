@@ -275,6 +275,18 @@ def restore_part(
     return None if result is None else result[0]
 
 
+def restore_params(
+    workdir: str, abstract: Any, *, ema: bool = False, order: LayerPermutation = IDENTITY,
+    step: int | None = None, log: Callable[[str], None],
+) -> Restored:  # fmt: skip
+    """A run's parameters, or with `ema` their average; ValueError if it has no checkpoint yet."""
+    directory, prefix = f"{workdir}/checkpoints", "ema" if ema else "params"
+    restored = restore_part(directory, abstract, prefix=prefix, order=order, step=step, log=log)
+    if restored is None:
+        raise ValueError(f"the run in {workdir} has no checkpoint yet: wait for it, or let it end")
+    return restored
+
+
 def _root(directory: str):
     from etils import epath
 

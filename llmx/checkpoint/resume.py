@@ -167,11 +167,7 @@ def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
 
 def start_with(recipe: Recipe, state: State, workdir: str, log: Log) -> State:
     """A new state with the parameters of another run, or of an import."""
-    restored = checkpointer.restore_part(
-        f"{workdir}/checkpoints", recipe.loss.params, prefix="params", order=recipe.order, log=log
-    )
-    if restored is None:
-        raise ValueError(f"start_from={workdir!r} has no checkpoint yet")
+    restored = checkpointer.restore_params(workdir, recipe.loss.params, order=recipe.order, log=log)
     log(f"starting with the parameters of {workdir}, step {restored.step}")
     to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.ema)
     # Its own copy: the step donates both.
