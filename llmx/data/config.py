@@ -26,9 +26,7 @@ class DataConfig:
     sources: tuple[str, ...] = ("stdlib",)
     # Share of each source in the mixture; () reads every window of every source once an epoch.
     weights: tuple[float, ...] = ()
-    tokenizer: str = (
-        "auto"  # "bytes", a tokenizer.json, "auto": that of a shards source, else bytes
-    )
+    tokenizer: str = "auto"  # "bytes", a tokenizer.json, "auto": that of shards, else bytes
     # Train a byte-level BPE of this vocabulary size on the sources; 0 = do not.
     train_tokenizer: int = _within(
         0, tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE, unless=0,

@@ -28,9 +28,7 @@ class ModelConfig:
     width: int = bounded(256, at_least=1)  # D
     num_layers: int = bounded(4, at_least=1)  # L
     num_heads: int = bounded(4, at_least=1)  # N
-    num_kv_heads: int = bounded(
-        4, at_least=1
-    )  # K; N is multi-head, less is grouped-query attention
+    num_kv_heads: int = bounded(4, at_least=1)  # K; N is multi-head, less is grouped-query
     head_dim: int = bounded(64, at_least=1)  # H
     mlp_dim: int = bounded(1024, at_least=1)  # F
     max_positions: int = bounded(8192, at_least=1)  # of a sequence, and of a learned table of them
