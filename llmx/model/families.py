@@ -73,52 +73,34 @@ class ModelConfig:
         return tuple(itertools.islice(itertools.cycle(self.layer_pattern), self.num_layers))
 
 
-def _gpt2(**values) -> ModelConfig:
+def _gpt2(**values) -> dict:
     """GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, here with all layers dense)."""
     width, heads = values["width"], values["num_heads"]
-    return ModelConfig(
-        family="gpt2", **{"vocab_size": 50257, "max_positions": 1024, **values}, num_kv_heads=heads,
-        head_dim=width // heads, mlp_dim=4 * width, positions="learned", norm="layer",
-        norm_eps=1e-5, activation="gelu", gated_mlp=False, bias=True, tied_head=True,
+    return dict(
+        family="gpt2", num_kv_heads=heads, head_dim=width // heads, mlp_dim=4 * width,
+        positions="learned", norm="layer", norm_eps=1e-5, activation="gelu", gated_mlp=False,
+        bias=True, tied_head=True, **{"vocab_size": 50257, "max_positions": 1024, **values},
     )  # fmt: skip
 
 
-def _llama3(**values) -> ModelConfig:
-    """Llama 3 (arXiv 2407.21783)."""
-    return ModelConfig(family="llama3", **{
-        "vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
-        "norm_eps": 1e-5, "max_positions": 8192, **values,
-    })  # fmt: skip
-
-
-def _qwen3(**values) -> ModelConfig:
-    """Qwen3 (arXiv 2505.09388): Llama's shape with normalised queries and keys."""
-    return ModelConfig(family="qwen3", **{
-        "vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0,
-        "norm_eps": 1e-6, "max_positions": 40960, "qk_norm": True, **values,
-    })  # fmt: skip
-
-
-def _gemma2(**values) -> ModelConfig:
-    """Gemma 2 (arXiv 2408.00118): local, global layers in turn, soft-capped scores and logits."""
-    return ModelConfig(family="gemma2", **{
-        "vocab_size": 256000, "head_dim": 256, "rope_theta": 10_000.0, "norm_eps": 1e-6,
-        "max_positions": 8192, "norm_plus_one": True, "post_norms": True, "activation": "gelu",
-        "tied_head": True, "embedding_scale": True, "layer_pattern": (LOCAL, GLOBAL),
-        "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0, **values,
-    })  # fmt: skip
-
-
-def _gemma3(**values) -> ModelConfig:
-    """Gemma 3 (arXiv 2503.19786): five local layers to one global, q/k norm, no soft caps."""
-    return ModelConfig(family="gemma3", **{
-        "vocab_size": 262144, "head_dim": 256, "rope_theta": 1_000_000.0,
-        "rope_theta_local": 10_000.0, "norm_eps": 1e-6, "max_positions": 32768,
-        "norm_plus_one": True, "post_norms": True, "qk_norm": True, "activation": "gelu",
-        "tied_head": True, "embedding_scale": True, "layer_pattern": (LOCAL,) * 5 + (GLOBAL,),
-        "window": 512, "query_scale": 256**-0.5, **values,
-    })  # fmt: skip
-
+# fmt: off
+# Llama 3 (arXiv 2407.21783).
+_LLAMA3 = dict(family="llama3", vocab_size=128256, num_kv_heads=8, head_dim=128,
+               rope_theta=500_000.0, norm_eps=1e-5, max_positions=8192)
+# Qwen3 (arXiv 2505.09388): Llama's shape with normalised queries and keys.
+_QWEN3 = dict(family="qwen3", vocab_size=151936, num_kv_heads=8, head_dim=128,
+              rope_theta=1_000_000.0, norm_eps=1e-6, max_positions=40960, qk_norm=True)
+_GEMMA = dict(head_dim=256, norm_eps=1e-6, norm_plus_one=True, post_norms=True, activation="gelu",
+              tied_head=True, embedding_scale=True)
+# Gemma 2 (arXiv 2408.00118): local, global layers in turn, soft-capped scores and logits.
+_GEMMA2 = dict(_GEMMA, family="gemma2", vocab_size=256000, rope_theta=10_000.0, max_positions=8192,
+               layer_pattern=(LOCAL, GLOBAL), window=4096, attention_softcap=50.0,
+               logit_softcap=30.0)
+# Gemma 3 (arXiv 2503.19786): five local layers to one global, q/k norm, no soft caps.
+_GEMMA3 = dict(_GEMMA, family="gemma3", vocab_size=262144, rope_theta=1_000_000.0,
+               rope_theta_local=10_000.0, max_positions=32768, qk_norm=True,
+               layer_pattern=(LOCAL,) * 5 + (GLOBAL,), window=512, query_scale=256**-0.5)
+# fmt: on
 
 # A family's own name gives its smallest useful shape, for tests and small runs.
 _TINY = dict(vocab_size=0, width=64, num_layers=3, num_heads=4, max_positions=256)
@@ -126,34 +108,34 @@ _TINY_HEADS = dict(num_kv_heads=2, head_dim=16, mlp_dim=192)
 _LLAMA32 = dict(tied_head=True, max_positions=131072, rope_scaling="llama3", rope_factor=32.0)
 
 FAMILIES = {
-    "gpt2": lambda: _gpt2(**_TINY),
-    "llama3": lambda: _llama3(**_TINY, **_TINY_HEADS),
-    "qwen3": lambda: _qwen3(**_TINY, **_TINY_HEADS),
-    "gemma2": lambda: _gemma2(**_TINY, **_TINY_HEADS, window=16),
-    "gemma3": lambda: _gemma3(
-        **_TINY | dict(num_layers=4), **_TINY_HEADS, window=16, query_scale=0.0,
+    "gpt2": _gpt2(**_TINY),
+    "llama3": dict(_LLAMA3, **_TINY, **_TINY_HEADS),
+    "qwen3": dict(_QWEN3, **_TINY, **_TINY_HEADS),
+    "gemma2": dict(_GEMMA2, **_TINY, **_TINY_HEADS, window=16),
+    "gemma3": dict(
+        _GEMMA3, **_TINY | dict(num_layers=4), **_TINY_HEADS, window=16, query_scale=0.0,
         layer_pattern=(LOCAL, LOCAL, GLOBAL)),
-    "gpt2_124m": lambda: _gpt2(width=768, num_layers=12, num_heads=12),
-    "gpt2_1.5b": lambda: _gpt2(width=1600, num_layers=48, num_heads=25),
-    "gpt3_175b": lambda: _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
-    "llama3_8b": lambda: _llama3(width=4096, num_layers=32, num_heads=32, mlp_dim=14336),
-    "llama3_70b": lambda: _llama3(width=8192, num_layers=80, num_heads=64, mlp_dim=28672),
-    "llama3_405b": lambda: _llama3(
-        width=16384, num_layers=126, num_heads=128, mlp_dim=53248, max_positions=131072,
+    "gpt2_124m": _gpt2(width=768, num_layers=12, num_heads=12),
+    "gpt2_1.5b": _gpt2(width=1600, num_layers=48, num_heads=25),
+    "gpt3_175b": _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
+    "llama3_8b": dict(_LLAMA3, width=4096, num_layers=32, num_heads=32, mlp_dim=14336),
+    "llama3_70b": dict(_LLAMA3, width=8192, num_layers=80, num_heads=64, mlp_dim=28672),
+    "llama3_405b": dict(
+        _LLAMA3, width=16384, num_layers=126, num_heads=128, mlp_dim=53248, max_positions=131072,
         rope_scaling="llama3", rope_factor=8.0),
-    "llama3.2_1b": lambda: _llama3(
-        width=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, **_LLAMA32),
-    "llama3.2_3b": lambda: _llama3(
-        width=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, **_LLAMA32),
-    "qwen3_0.6b": lambda: _qwen3(
-        width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True),
-    "qwen3_8b": lambda: _qwen3(width=4096, num_layers=36, num_heads=32, mlp_dim=12288),
-    "gemma2_2b": lambda: _gemma2(
-        width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216),
-    "gemma3_1b": lambda: _gemma3(
-        width=1152, num_layers=26, num_heads=4, num_kv_heads=1, mlp_dim=6912),
-    "gemma3_4b": lambda: _gemma3(
-        width=2560, num_layers=34, num_heads=8, num_kv_heads=4, mlp_dim=10240, window=1024,
+    "llama3.2_1b": dict(
+        _LLAMA3, width=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, **_LLAMA32),
+    "llama3.2_3b": dict(
+        _LLAMA3, width=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, **_LLAMA32),
+    "qwen3_0.6b": dict(
+        _QWEN3, width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True),
+    "qwen3_8b": dict(_QWEN3, width=4096, num_layers=36, num_heads=32, mlp_dim=12288),
+    "gemma2_2b": dict(
+        _GEMMA2, width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216),
+    "gemma3_1b": dict(
+        _GEMMA3, width=1152, num_layers=26, num_heads=4, num_kv_heads=1, mlp_dim=6912),
+    "gemma3_4b": dict(
+        _GEMMA3, width=2560, num_layers=34, num_heads=8, num_kv_heads=4, mlp_dim=10240, window=1024,
         vocab_size=262208, max_positions=131072, rope_scaling="linear", rope_factor=8.0),
 }  # fmt: skip
 
@@ -165,7 +147,7 @@ def preset(name: str, **changes) -> ModelConfig:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := sorted(set(changes) - known):
         raise ValueError(f"ModelConfig has no field {unknown}: the fields are {sorted(known)}")
-    return dataclasses.replace(FAMILIES[name](), **changes)
+    return ModelConfig(**FAMILIES[name] | changes)
 
 
 def problems(model: ModelConfig) -> list[str]:
