@@ -40,10 +40,8 @@ def to_hf(
     run = config.load_run(workdir)
     averaged = run.optimizer.ema_decay > 0
     if ema and not averaged:
-        raise ValueError(
-            f"--ema: the run in {workdir} has optimizer.ema_decay=0 and keeps no average: leave "
-            "the flag out"
-        )
+        problem = f"the run in {workdir} has optimizer.ema_decay=0 and keeps no average"
+        raise ValueError(f"--ema: {problem}: leave the flag out")
     hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     ema = averaged and ema is not False

@@ -152,8 +152,8 @@ def read_collective(
     operands = computation.operands_of(instruction)
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the others: room for the result, offsets and sizes
-        note = "they depend on data; its whole operand is counted"
-        unknown.append(f"bytes of {instruction.label}: {note}")
+        label = instruction.label
+        unknown.append(f"bytes of {label}: they depend on data; its whole operand is counted")
     size = sum(operand.bytes for operand in operands)
     if kind == "all-gather" and n:
         size *= n
@@ -182,11 +182,8 @@ def _participants(
     if analysis.module.num_replicas == 1:
         groups = hlo_text.groups_of(instruction, analysis.module.num_partitions)
     if groups is None:
-        note = (
-            f"devices that {instruction.label} joins: its groups cannot be parsed; it is counted "
-            "with the largest possible number of bytes on the wire"
-        )
-        return None, 0, [note]
+        note = "its groups cannot be parsed; counted with the most possible bytes on the wire"
+        return None, 0, [f"devices that {instruction.label} joins: {note}"]
     if kind == "collective-permute":
         groups = [pair for pair in groups if pair[0] != pair[1]]
     n = max((len(group) for group in groups), default=1)

@@ -157,9 +157,7 @@ def _first_lines(text: str, count: int = 12) -> str:
     return "\n".join(["the compiler refuses the program:", *lines[:count], *more])
 
 
-def _memory(
-    compiled: Any, refusal: OutOfMemory | None, peak: peak_memory.Peak | None, topology
-) -> tuple[Memory, list[str]]:
+def _memory(compiled, refusal, peak, topology: topologies.Topology) -> tuple[Memory, list[str]]:
     """What a device must hold, and what is unknown of it."""
     unknown = []
     if peak is None:

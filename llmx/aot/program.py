@@ -246,10 +246,8 @@ def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> Cos
     costs = {"bytes sent": wires, "FLOPs": numbers["flops"], "kernels": calls}
     differing = [f"{_either(costs[what])} {what}" for what in costs if len(set(costs[what])) > 1]
     if differing:
-        unknown.append(
-            f"branch that {conditional.label} takes: {', '.join(differing)}; "
-            "the most of each is counted"
-        )
+        what = f"{', '.join(differing)}; the most of each is counted"
+        unknown.append(f"branch that {conditional.label} takes: {what}")
     return CostReport(
         collectives=reports[wires.index(_most(wires))].collectives,
         kernels=reports[calls.index(max(calls))].kernels,

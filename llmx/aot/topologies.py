@@ -41,7 +41,6 @@ class _Tpu:
     smallest: tuple[tuple[int, ...], ...]  # 3D only: those that are not of whole 4x4x4 cubes
     # Available to programs on one device, as libtpu reports it when a program needs more.
     hbm_bytes: float
-    # libtpu's default for TPU v4 is one device per core; the machine has one for both cores.
     options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -62,12 +61,12 @@ class _Gpu:
     num_links: int
 
 
+# libtpu's default for TPU v4 is one device per core; the machine has one for both cores.
+_MEGACORE = {"chip_config_name": "megacore"}
 _CUBELESS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 TPUS = {
-    "v4": _Tpu(
-        "tpu_v4", "TPU v4", (16, 16, 16), _CUBELESS, 30.75 * GIB, {"chip_config_name": "megacore"}
-    ),
+    "v4": _Tpu("tpu_v4", "TPU v4", (16, 16, 16), _CUBELESS, 30.75 * GIB, _MEGACORE),
     "v5e": _Tpu("tpu_v5e", "TPU v5 lite", (16, 16), (), 15.75 * GIB),
     "v5p": _Tpu("tpu_v5p", "TPU v5", (16, 20, 28), ((1, 1, 1), *_CUBELESS), 95.73 * GIB),
     "v6e": _Tpu("tpu_v6e", "TPU v6 lite", (16, 16), (), 31.24 * GIB),
@@ -163,10 +162,8 @@ def parse(name: str) -> Topology:
         device_kind=machine.device_kind, hbm_bytes=int(machine.hbm_bytes),
     )  # fmt: skip
     if topology.num_devices > MAX_DEVICES:
-        raise ValueError(
-            f"topology {name!r} has {topology.num_devices:,} devices: at most {MAX_DEVICES:,} are "
-            "supported; use fewer slices or hosts"
-        )
+        count = f"{topology.num_devices:,} devices: at most {MAX_DEVICES:,} are supported"
+        raise ValueError(f"topology {name!r} has {count}; use fewer slices or hosts")
     return topology
 
 

@@ -7,6 +7,7 @@ every restore compares checksums (`checksums`). Arrays are written in the layer 
 run (`pipeline.permutation`), and a restore moves the layers to the one that is wanted (`reshard`).
 """
 
+import contextlib
 import dataclasses
 import importlib
 import threading
@@ -75,7 +76,7 @@ def prefetch() -> threading.Thread:
     return thread
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager):
     """Writes the checkpoints of one run, and restores the newest good one.
 
     Every process makes the same calls. A context manager: its end waits for the save in progress.
@@ -92,9 +93,6 @@ class Checkpointer:
         self._saving: int | None = None
         self._deleting: list[threading.Thread] = []
         prefetch()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -145,18 +143,15 @@ class Checkpointer:
     ) -> Restored | None:  # fmt: skip
         """Restores the newest good checkpoint, or exactly `step`; None if there is no checkpoint.
 
-        A checkpoint that fails its checksums is renamed to `<step>.corrupt`, with a message, once
-        an older one has been restored.
+        Once an older checkpoint is restored, one that fails its checksums becomes `<step>.corrupt`.
 
         Args:
-          abstract_state: the state as `ShapeDtypeStruct`s with the shardings wanted now, and Python
-            numbers; or a function of the checkpoint's document that returns it, and may raise
-            `manifest.Mismatch`.
+          abstract_state: `ShapeDtypeStruct`s with the shardings wanted and Python numbers; or a
+            function that returns them for a checkpoint's document, and may raise `Mismatch`.
           order: the permutation of the layers wanted.
           ignored: a path; leaves saved under it are not restored unless `abstract_state` has them.
 
-        Raises ValueError if the checkpoint has another structure, and RuntimeError if no checkpoint
-        is good.
+        Raises ValueError for a checkpoint of another structure, RuntimeError if none is good.
         """
         self.wait()
         result = _restore_newest(
@@ -185,10 +180,8 @@ class Checkpointer:
         try:
             self._orbax.wait_until_finished()
         except Exception as error:
-            error.add_note(
-                f"the checkpoint of step {self._saving} in {self._root} was not written; "
-                "the ones before it are intact"
-            )
+            lost = f"the checkpoint of step {self._saving} in {self._root}"
+            error.add_note(f"{lost} was not written; the ones before it are intact")
             self._current = None
             raise
         finally:
@@ -283,7 +276,7 @@ def restore_params(
     directory, prefix = f"{workdir}/checkpoints", "ema" if ema else "params"
     restored = restore_part(directory, abstract, prefix=prefix, order=order, step=step, log=log)
     if restored is None:
-        raise ValueError(f"the run in {workdir} has no checkpoint yet: wait for it, or let it end")
+        raise ValueError(f"{workdir} has no checkpoint yet: wait for its first one, or let it end")
     return restored
 
 
@@ -349,9 +342,7 @@ def _restore_newest(
     raise RuntimeError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
 
 
-def _read_arrays(
-    path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]
-) -> dict[str, jax.Array]:
+def _read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, jax.Array]:
     """This process's shards of the wanted arrays; no barrier, since a single process may fail."""
     if not wanted:
         return {}

@@ -208,9 +208,7 @@ def load(
     return model, trees.nest(arrays)
 
 
-def _checked_names(
-    directory: pathlib.Path, files: Mapping[str, str], model: ModelConfig
-) -> dict[str, tuple[Tensor, int | None]]:
+def _checked_names(directory: pathlib.Path, files: Mapping[str, str], model: ModelConfig) -> dict:
     """`hf_formats.tensor_names` of the checkpoint, which must have these tensors and no others."""
     prefix = hf_formats.FORMATS[model.family].prefix
     has_prefix = any(name.startswith(prefix) for name in files)

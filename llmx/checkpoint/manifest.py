@@ -137,8 +137,8 @@ class Document:
 
 
 def describe(
-    step: int, state: Any, meta: Mapping[str, Any], order: LayerPermutation
-) -> tuple[dict[str, jax.Array], Document]:
+    step: int, state: Any, meta: Mapping, order: LayerPermutation
+) -> tuple[dict, Document]:
     """The arrays to write by path name, PRNG keys as integers, and the document, no checksums yet.
 
     Raises ValueError for a leaf or a meta that cannot be saved.
@@ -155,10 +155,8 @@ def describe(
                 "use a jax.Array or a Python bool, int or float"
             )
         if leaf.is_deleted():
-            raise ValueError(
-                f"state leaf {name!r} was donated to a later step: "
-                "save the state that the step returned"
-            )
+            remedy = "save the state that the step returned"
+            raise ValueError(f"state leaf {name!r} was donated to a later step: {remedy}")
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
                 f"state leaf {name!r} lives in one process of {jax.process_count()}: "
@@ -202,9 +200,7 @@ def read(path: Any) -> Document:
     return Document(document["step"], leaves, document["meta"], order, saved_names)
 
 
-def _renamed(
-    saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]
-) -> tuple[dict[str, dict], dict[str, str]]:
+def _renamed(saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]) -> tuple[dict, dict]:
     """`saved` under the current names, and {current name: saved name} where they differ."""
     leaves, saved_names = {}, {}
     for saved_name, leaf in saved.items():

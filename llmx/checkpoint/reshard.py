@@ -12,9 +12,7 @@ from llmx.checkpoint import checksums
 from llmx.pipeline.permutation import LayerPermutation, take_rows
 
 
-def stored(
-    wanted: Mapping[str, Any], *, order: LayerPermutation, saved: LayerPermutation
-) -> dict[str, Any]:
+def stored(wanted: Mapping[str, Any], *, order: LayerPermutation, saved: LayerPermutation) -> dict:
     """{name: abstract array} in the permutation `saved`, of arrays that are wanted in `order`."""
     arrays = dict(wanted)
     for name, leaf in wanted.items():
@@ -25,9 +23,7 @@ def stored(
     return arrays
 
 
-def move(
-    arrays: dict, wanted: Mapping[str, Any], *, order: LayerPermutation, saved: LayerPermutation
-) -> None:
+def move(arrays: dict, wanted: Mapping, *, order: LayerPermutation, saved: LayerPermutation):
     """Converts `arrays` from the permutation `saved` to `order`, placed as `wanted`, in place.
 
     Bit for bit; empty slots become zero; arrays that do not move are not copied. Communicates over
