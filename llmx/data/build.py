@@ -1,8 +1,7 @@
 """Documents to token shards: resumable, byte-identical however often it was interrupted.
 
-A shard is closed at the first document end past `shard_tokens`, then recorded in progress.json
-together with the position in the sources; a later run starts from the last recorded shard. What a
-shard holds depends on the documents alone, so the files equal those of an undisturbed run.
+A shard is closed at the first document end past `shard_tokens`, then recorded in progress.json with
+the position in the sources; a later run goes on from there.
 """
 
 import collections
@@ -259,10 +258,9 @@ def _finish(
 
 @contextlib.contextmanager
 def exclusive(folder: pathlib.Path, *, on_wait: Callable[[], None]) -> Iterator[bool]:
-    """Holds the folder's lock; yields False where the file system has no locks.
+    """Holds the folder's lock, which ends with its process; yields False where there are no locks.
 
     Raises FileNotFoundError where the folder was moved or replaced meanwhile.
-    The lock is on the folder itself, so it leaves no file behind and ends with its process.
     """
     import fcntl
 

@@ -13,9 +13,8 @@ _MAX_STEPS = 1 << 62
 class Loader:
     """Yields (step, batch) from `start_step` on, without end.
 
-    `rows` are the rows of the global batch that this process produces; nothing else is read. The
-    batches are `dataset.train_rows(step, rows, batch_size)` whatever the number of threads, and
-    the state is the step alone.
+    `rows` are those of the global batch that this process produces. Its batches are
+    `dataset.train_rows(step, rows, batch_size)` whatever the number of threads.
     """
 
     def __init__(
@@ -27,7 +26,6 @@ class Loader:
         rows = tuple(int(row) for row in rows)
         threads = dataset.num_threads if dataset.prefetch else 0
         dataset.train_rows(start_step, rows[:1], batch_size)  # raises here, not in a thread
-
         produce = functools.partial(dataset.train_rows, rows=rows, batch_size=batch_size)
         self._fingerprint = dataset.fingerprint
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=dataset.prefetch)

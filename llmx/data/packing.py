@@ -1,9 +1,8 @@
 """Rows of T tokens over the documents of one side of a split, by number, without any copy of them.
 
-Packed, the documents stand one after another as one stream and row w holds its tokens wT to
-(w+1)T; the target of each is the next token, so neighbouring rows share one token and every token
-that follows another in its document is predicted exactly once. Unpacked, the same holds within
-each document and a row holds tokens of one document only. Letters: B rows, T tokens.
+Packed, the documents are one stream and row w holds its tokens wT to (w+1)T; the target of each is
+the next token, so every token that follows another in its document is predicted exactly once.
+Unpacked, the same holds within each document. Letters: B rows, T tokens.
 """
 
 from collections.abc import Mapping

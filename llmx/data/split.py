@@ -1,12 +1,11 @@
 """The held-out split: which documents, or which end of one, are kept for evaluation.
 
-A document is held out when the 64-bit hash of its text lies below `held_out` of the range. The
-choice depends on the content alone: identical documents, also in different sources, lie on the
-same side, and adding others changes nothing.
+A document is held out when the 64-bit hash of its text lies below `held_out` of the range: equal
+documents, also in different sources, lie on the same side, and adding others changes nothing.
 
-Whole documents are too coarse for a few large ones. Where the held-out side of a source would get
-less than a fifth or more than five times its share of the tokens (or more than half), one document
-of a fitting size is held out instead, and where there is none, the end of the longest document.
+Where the held-out side of a source would get less than a fifth or more than five times its share of
+the tokens (or more than half), one document of a fitting size is held out instead, and where there
+is none, the end of the longest document.
 """
 
 import collections

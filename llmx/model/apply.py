@@ -102,10 +102,9 @@ class Apply:
         return [split.reorder(array, to, mesh, back=back) for array in arrays]
 
     def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
-        """A cache of at least `length` slots in which nothing is visible (segment -1).
+        """A cache of S >= `length` slots in which nothing is visible (segment -1).
 
-        "key" and "value" are [L, B, S, K, H] in the compute dtype, "segments" and "positions" int32
-        [B, S]; S is a multiple of the devices that split the slots.
+        "key" and "value": [L, B, S, K, H], compute dtype; "segments" and "positions": int32 [B, S].
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))

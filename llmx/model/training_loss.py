@@ -64,9 +64,8 @@ class TrainingLoss:
     def buffers(self, accumulation: int) -> Any:
         """The type of each parameter's gradient buffer, for `accumulation` microbatches.
 
-        Matrices: in the reduce dtype, summed over devices behind the next layer's work; over axes
-        that do not split the gradient after the last microbatch only. Norms and biases: in fp32,
-        summed after the last layer, all layers together.
+        Matrices: in the reduce dtype, summed layer by layer; over axes that do not split them after
+        the last microbatch only. Norms and biases: in fp32, summed after the last layer.
         """
         place, policy = self.execution.place, self.execution.policy
 

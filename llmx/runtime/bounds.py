@@ -25,8 +25,7 @@ def bounded(
     """A field with a number within bounds.
 
     Args:
-      at_least, above: lower bound, itself allowed or not.
-      at_most, below: upper bound, itself allowed or not.
+      at_least, above, at_most, below: lower and upper bound, itself allowed or not.
       unless: one value that is allowed outside the bounds.
       remedy: what to use instead, appended to the error.
     """

@@ -1,8 +1,7 @@
 """What a chip can do: FLOP/s, memory, links. Pure data; only `this_chip` imports jax.
 
-All figures are per chip, dense (no structured sparsity) and peak; bandwidths are bytes per second
-in one direction. Where a vendor states a sum over both directions, or a figure with sparsity, half
-of it stands here.
+All figures are per chip, dense and peak; bandwidths are bytes per second in one direction. Of a
+vendor's sum over both directions, or figure with sparsity, half stands here.
 
 Memory: Google's pages count HBM in GiB. NVIDIA writes GB but means GiB (an H100 has five stacks of
 16 GiB). A program gets a little less than this: the driver and the runtime take their part.

@@ -1,10 +1,9 @@
 """Starting a run: platform, XLA flags, one or many processes.
 
-Importing this module starts nothing. `start` must run before the first array exists, because JAX
-reads platform, device count and XLA flags when its backend starts; it may be called again with
-the same config. Many processes are found from the config, from LLMX_COORDINATOR,
-LLMX_NUM_PROCESSES and LLMX_PROCESS_ID (scripts/local_cluster.py sets them), or from Open MPI,
-SLURM, Cloud TPU and Kubernetes as JAX detects them.
+`start` must run before the first array exists, because JAX reads platform, device count and XLA
+flags when its backend starts; it may be called again with the same config. Many processes are found
+from the config, from LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID
+(scripts/local_cluster.py sets them), or from Open MPI, SLURM, Cloud TPU and Kubernetes by JAX.
 """
 
 import dataclasses
@@ -26,9 +25,8 @@ XLA_FLAGS: dict[str, dict[str, str]] = {
     # Several devices in one process on few cores: collectives of one program otherwise start in
     # different orders on different devices and wait for each other until XLA ends the process.
     "cpu": {"xla_cpu_enable_concurrency_optimized_scheduler": "false"},
-    # JAX-Toolbox's guide and MaxText's H100 scripts. The latency-hiding scheduler is on by
-    # default. The thresholds gather about a layer at once: with less, a gather is cut in pieces
-    # too short to hide behind the layer before.
+    # JAX-Toolbox's guide and MaxText's H100 scripts. The thresholds gather about a layer at once:
+    # smaller pieces are too short to hide behind the layer before.
     "gpu": {
         "xla_gpu_enable_pipelined_all_gather": "true",
         "xla_gpu_enable_pipelined_reduce_scatter": "true",

@@ -71,10 +71,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time spent inside is not training: the current lap gets no time.
-
-        It is not subtracted, because the step in progress runs on meanwhile.
-        """
+        """Time inside is not training: the lap gets no time, as its step runs on meanwhile."""
         yield
         self._interrupted = True
 
@@ -264,11 +261,10 @@ class _LiveLine(_Quiet):
 
         if self._live is None:
             self._start()
-        width = 20
-        done = round(width * min(progress, 1))
+        done = round(20 * min(progress, 1))
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append("━" * done, style="green")
-        text.append("━" * (width - done), style="bright_black")
+        text.append("━" * (20 - done), style="bright_black")
         text.append(f" {progress:4.0%}  " + "  ".join([position, *pieces]))
         self._live.update(text, refresh=True)
 
@@ -304,8 +300,6 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02}h"
-    if hours:
-        return f"{hours}h{minutes:02}m"
+    if days or hours:
+        return f"{days}d{hours:02}h" if days else f"{hours}h{minutes:02}m"
     return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

@@ -1,6 +1,4 @@
-"""GPU attention by cuDNN's fused kernel, as jax calls it.
-
-It has causal masks and windows, but neither documents nor a soft cap of scores.
+"""GPU attention by cuDNN's fused kernel: causal masks and windows, no documents, no soft cap.
 
 Sources: flash attention (arXiv 2205.14135, 2307.08691); docs.nvidia.com/deeplearning/cudnn.
 

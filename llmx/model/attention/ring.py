@@ -157,9 +157,8 @@ def ring(
 ) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
     """Attention in a manual region, queries, keys and values split over `axis` as `split` says.
 
-    The function that it returns takes this device's query [B, T, N, H], key and value
-    [B, T, K, H], mask and scores, and returns [B, T, N, H]. `mask.ahead` is 0 where rows are in the
-    order of `split`; if None positions decide, and no pair of chunks is known to be hidden.
+    Returns a function of this device's query [B, T, N, H], key and value [B, T, K, H], mask and
+    scores. `mask.ahead` is 0 where rows are in the order of `split`; if None positions decide.
     `independent`: devices of other rings (pipeline stages) may be elsewhere in the program.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the

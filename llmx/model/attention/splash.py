@@ -35,9 +35,8 @@ class Blocks:
     key_backward_compute: int
 
 
-# By jax's `device_kind`. Larger blocks fetch less and need more on-chip memory, of which a kernel
-# gets 16 MiB (v4, v5e, v5p) or 32 MiB (v6e, 7x) by default. The gradient of queries is written once
-# per backward block of keys: few of them save memory.
+# By jax's `device_kind`. Larger blocks fetch less and need more of the on-chip memory: 16 MiB (v4,
+# v5e, v5p) or 32 MiB (v6e, 7x). Queries' gradients are written once per backward block of keys.
 OTHER_BLOCKS = Blocks(512, 1024, 512, 512, 2048, 512)
 _32_MIB = Blocks(2048, 2048, 1024, 1024, 2048, 1024)
 BLOCKS = {"TPU v6 lite": _32_MIB, "TPU v6e": _32_MIB, "TPU7x": _32_MIB}

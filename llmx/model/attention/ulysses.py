@@ -20,11 +20,10 @@ from llmx.model.attention.split import Split
 def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
     """`attend` with the positions of a group's devices together, and their heads split.
 
-    For manual regions; takes and returns what `ring.ring` does. Key/value heads are repeated as
-    often as needed to divide. Communicates within each group of `split.ulysses` devices along mesh
-    axis `axis`: an all-to-all each of queries, keys, values and the result, the same of their
-    gradients, and gathers of segments and positions. The function raises ValueError where the
-    group's size does not divide the query heads.
+    Takes and returns what `ring.ring` does. Key/value heads are repeated as often as needed to
+    divide. Communicates within each group of `split.ulysses` devices along mesh axis `axis`: an
+    all-to-all each of queries, keys, values and the result, and of their gradients; gathers of
+    segments and positions. Raises ValueError where the size does not divide the query heads.
     """
     size = split.ulysses
     if size == 1:
