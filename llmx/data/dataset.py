@@ -57,7 +57,7 @@ class Interleave:
 
 
 def _index_seed(seed: int, source: int) -> int:
-    """32 bits, hashed: grain adds the epoch, and epoch 1 of seed 0 must not be epoch 0 of seed 1."""
+    """32 bits. Hashed: grain adds the epoch, and epoch 1 of seed 0 is not epoch 0 of seed 1."""
     raw = hashlib.blake2b(f"{seed}/{source}".encode(), digest_size=4).digest()
     return int.from_bytes(raw, "little")
 
