@@ -1,7 +1,4 @@
-"""Loss on the held-out split: python -m llmx.evaluate --workdir W [--step N] [--batches N] [--json]
-
-The same function gives the evaluations within a run.
-"""
+"""Loss on held-out data: python -m llmx.evaluate --workdir W [--step N] [--batches N] [--json]"""
 
 import argparse
 import json

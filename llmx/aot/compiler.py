@@ -58,9 +58,9 @@ def resolve(
 def compile(run: config.Config, topology: str | topologies.Topology, *, phase: str = "") -> Result:
     """Compiles a run's train step for a machine and reports its memory and costs.
 
-    `phase` names the program, if replicas do not average gradients: a phase of `llmx.sync`, or
-    "exchange"; "" = the last phase of the run. Raises ValueError for a wrong config or
-    topology, and CompileError where the compiler refuses the program, except for its size.
+    `phase`: with `sync.strategy`, a phase of `llmx.sync` or "exchange"; "" = the run's last phase.
+    Raises ValueError for a wrong config or topology, and CompileError where the compiler refuses
+    the program, except for its size.
     """
     if isinstance(topology, str):
         topology = topologies.parse(topology)

@@ -165,8 +165,7 @@ def _memory(result: Result) -> list[str]:
         f"  {'other outputs':20}{size(memory.outputs):>12}",
         f"  {'on the host':20}{host:>12}",
     ]
-    temporary = [buffer for buffer in result.largest if not buffer.argument]
-    if temporary:
+    if temporary := [buffer for buffer in result.largest if not buffer.argument]:
         num_bytes = sum(buffer.bytes for buffer in temporary)
         lines.append(f"  at the peak, without state and batch: {size(num_bytes)}")
         lines += map(_array_line, temporary[:_MOST_LINES])
@@ -217,8 +216,7 @@ def _flops(value: float) -> str:
 def _collectives(result: Result) -> list[str]:
     if result.program is None:
         return []
-    chosen = result.program.collectives
-    if not chosen:
+    if not (chosen := result.program.collectives):
         return ["collectives: none"]
     groups: dict[tuple, list[collectives.Collective]] = collections.defaultdict(list)
     for one in chosen:

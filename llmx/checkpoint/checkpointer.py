@@ -108,11 +108,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Saves the checkpoint after `step` steps in the background.
 
         `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
-        `meta` holds JSON values. Returns when the arrays are copied and may be donated, with `wait`
-        when the checkpoint is committed. Communicates over every mesh axis (the checksums).
-
-        Returns False if this run has saved or restored the same step already. Raises ValueError for
-        a leaf or meta that cannot be saved, and the error of an earlier background save.
+        `meta` holds JSON values. Returns when the arrays may be donated, with `wait` when the
+        checkpoint is committed; False if this run has saved or restored the same step already.
+        Communicates over every mesh axis (the checksums). Raises ValueError for a leaf or meta that
+        cannot be saved, and the error of an earlier background save.
         """
         if self._current == step:
             if wait:
@@ -327,10 +326,9 @@ def _restore_newest(
         if verdict is Mismatch:
             raise ValueError(f"{root}: {reason}")
         if verdict is OutOfMemory:
-            raise RuntimeError(
-                f"no memory to restore checkpoint {candidate} in {root}: {reason}; "
-                "nothing was changed, use more devices or a layout that shards more"
-            )
+            remedy = "nothing was changed, use more devices or a layout that shards more"
+            problem = f"no memory to restore checkpoint {candidate} in {root}: {reason}"
+            raise RuntimeError(f"{problem}; {remedy}")
         log(f"checkpoint {candidate} is corrupt: {reason}")
         bad[candidate] = reason
     if not bad:

@@ -151,10 +151,8 @@ def _write_tokenizer(
     text = file.read_text(encoding="utf-8")
     content = json.loads(text)
     if "model" not in content:
-        raise ValueError(
-            f"{file} is not a tokenizer of Hugging Face `tokenizers`: give a tokenizer.json of "
-            "that library, or none"
-        )
+        remedy = "give a tokenizer.json of that library, or none"
+        raise ValueError(f"{file} is not a tokenizer of Hugging Face `tokenizers`: {remedy}")
     special = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions,
@@ -260,10 +258,8 @@ def _read_tensors(
     for path, names in by_file.items():
         with _opened(directory / path) as file:
             if missing := set(names) - set(file.keys()):
-                raise ValueError(
-                    f"{directory / path} lacks {_listed(missing)}, which {INDEX} says it has: "
-                    "download the checkpoint again"
-                )
+                problem = f"{directory / path} lacks {_listed(missing)}, which {INDEX} says it has"
+                raise ValueError(f"{problem}: download the checkpoint again")
             for name in names:
                 if (shape := tuple(file.get_slice(name).get_shape())) != shapes[name]:
                     raise ValueError(

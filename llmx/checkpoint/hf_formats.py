@@ -168,7 +168,6 @@ FORMATS = {
 BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _OPTIONAL = {"attention_softcap", "logit_softcap", "window"}  # 0 is written as null
 _LAYER_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
-_LINEAR_ROPE = {"rope_factor": "factor"}
 _LLAMA3_ROPE = {
     "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor",
     "rope_old_context": "original_max_position_embeddings",
@@ -238,10 +237,8 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
     if "sliding_window_pattern" in form.absent:
         config["layer_types"] = [_LAYER_TYPES[kind] for kind in model.layer_kinds]
     if different := differences(model, model_config_from_hf(config)):
-        raise ValueError(
-            f"a {form.model_type} checkpoint cannot represent {different}: change the model or its "
-            "family"
-        )
+        problem = f"a {form.model_type} checkpoint cannot represent {different}"
+        raise ValueError(f"{problem}: change the model or its family")
     if model.width % model.num_heads:
         raise ValueError(
             f"model.width={model.width} is not a multiple of num_heads={model.num_heads}, which "
@@ -276,7 +273,8 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = new["full_attention"] if per_kind else new
     scaling = parameters or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    kinds = {"default": {}, "linear": _LINEAR_ROPE, "llama3": _LINEAR_ROPE | _LLAMA3_ROPE}
+    llama3 = {"rope_factor": "factor"} | _LLAMA3_ROPE
+    kinds = {"default": {}, "linear": {"rope_factor": "factor"}, "llama3": llama3}
     if kind not in kinds or scaling.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
             f"config.json scales positions by {dict(scaling)}: rope_type must be one of "

@@ -158,10 +158,8 @@ def describe(
             remedy = "save the state that the step returned"
             raise ValueError(f"state leaf {name!r} was donated to a later step: {remedy}")
         if jax.process_count() > 1 and leaf.is_fully_addressable:
-            raise ValueError(
-                f"state leaf {name!r} lives in one process of {jax.process_count()}: "
-                "give it a NamedSharding over the whole mesh"
-            )
+            problem = f"state leaf {name!r} lives in one process of {jax.process_count()}"
+            raise ValueError(f"{problem}: give it a NamedSharding over the whole mesh")
         if leaf.size == 0:
             raise ValueError(f"state leaf {name!r} of shape {leaf.shape} is empty: leave it out")
         leaves[name] = {"type": "array", "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
@@ -170,9 +168,8 @@ def describe(
     try:
         document.sealed({})
     except TypeError as error:
-        raise ValueError(
-            f"checkpoint meta must be JSON: {error}; use numbers, strings, lists and dicts"
-        ) from error
+        problem = f"checkpoint meta must be JSON: {error}; use numbers, strings, lists and dicts"
+        raise ValueError(problem) from error
     trees.nest(arrays)
     return arrays, document
 
@@ -191,10 +188,8 @@ def read(path: Any) -> Document:
     if not intact:
         raise Corrupt("its meta does not match its own checksum")
     if document["format"] > FORMAT:
-        raise Mismatch(
-            f"{path} has format {document['format']}, this program reads up to {FORMAT}: "
-            "use a newer llmx"
-        )
+        problem = f"{path} has format {document['format']}, this program reads up to {FORMAT}"
+        raise Mismatch(f"{problem}: use a newer llmx")
     leaves, saved_names = _renamed(document["leaves"], RENAMED[document.get("renamed", 0) :])
     order = LayerPermutation(tuple(document.get("order", ())))
     return Document(document["step"], leaves, document["meta"], order, saved_names)
