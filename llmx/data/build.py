@@ -98,22 +98,20 @@ def foreign_files(folder: pathlib.Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if not _OWN_FILES.fullmatch(p.name))
 
 
-def _read_progress(folder: pathlib.Path) -> dict:
-    path = folder / shards_lib.PROGRESS
+def _read_progress(path: pathlib.Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path}: not readable ({error}): delete {folder} and start again"
+            f"{path}: not readable ({error}): delete {path.parent} and start again"
         ) from error
 
 
 def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
     """The recorded progress; files that it does not list are removed."""
-    progress = _read_progress(folder)
-    identity = recipe.identity()
+    progress, identity = _read_progress(folder / shards_lib.PROGRESS), recipe.identity()
     if progress and progress["identity"] != identity:
         if progress["shards"]:
             raise ValueError(

@@ -1,10 +1,9 @@
 """Local views: arrays that differ along a mesh axis which their types do not name.
 
-The stages of a pipeline do different things at the same time: a forward pass, a backward pass, or
-nothing. On explicit axes a program can say that if the axis `stage` is local: arrays that differ
-from stage to stage have types as if they were whole along it. Products, gathers and sums over other
-axes then stay within a stage, a conditional takes the branch of its stage's predicate, and only
-manual regions communicate between stages. So it is with replicas that have gradients of their own.
+The stages of a pipeline do different things at the same time. On explicit axes a program says so
+by a local axis `stage`: arrays that differ along it have types as if they were whole. Products,
+gathers and sums over other axes then stay within a stage, a conditional takes the branch of its
+stage's predicate, and only manual regions communicate between stages. So it is with replicas.
 """
 
 import functools

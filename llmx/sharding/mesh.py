@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 # Mesh axes, outermost (slowest network) first. The innermost get the fastest links.
 AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
-
 # Those that split the batch: replicas of the model work on different rows.
 BATCH_AXES = ("data", "fsdp", "expert")
 # Those that split tokens: along them, weight gradients are sums.

@@ -66,8 +66,7 @@ def reorder(array: Array, split: Split, mesh: Mesh, *, back: bool = False) -> Ar
 
     Its sharding stays. Gathers over the mesh axes that split T: meant for token ids and losses.
     """
-    one_chunk_each = split.chunks.shape[1] == 1
-    return array if one_chunk_each else _reordered(split, mesh, back, array)
+    return array if split.chunks.shape[1] == 1 else _reordered(split, mesh, back, array)
 
 
 # The gradient goes the other way: automatic differentiation would add up those of local replicas.
