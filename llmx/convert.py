@@ -104,8 +104,7 @@ def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
     vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     tokenizer = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
     pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, library.decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.END_TOKENS[0]])
     assert tokenizer.token_to_id(tokenizers.END_TOKENS[0]) == coder.end_of_document
     return tokenizer.to_str()

@@ -158,9 +158,8 @@ def _make_recipe(config: config_lib.Config, *, tensor: int, fsdp: int) -> Recipe
     """The run's model on a mesh of its own: a token at a time needs fewer devices than training."""
     devices = jax.devices()
     if min(tensor, fsdp) < 1 or tensor * fsdp > len(devices):
-        raise ValueError(
-            f"--tensor={tensor} times --fsdp={fsdp} must be 1 to {len(devices)}, the devices here"
-        )
+        limits = f"1 to {len(devices)}, the devices here"
+        raise ValueError(f"--tensor={tensor} times --fsdp={fsdp} must be {limits}")
     config.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)  # and no stages
     replicate_kv = config.model.num_kv_heads % tensor != 0
     config.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)

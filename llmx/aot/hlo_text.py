@@ -201,10 +201,9 @@ def parse(text: str) -> Module:
     """The module of a compiled program's text; ValueError if it is not of a scheduled program."""
     lines = text.split("\n")
     if not lines[0].startswith("HloModule") or "is_scheduled=true" not in lines[0]:
-        raise ValueError(
-            f"the text begins with {lines[0][:60]!r}: give what `compiled.as_text()` returns, "
-            "'HloModule ..., is_scheduled=true, ...' (a lowered program is not compiled yet)"
-        )
+        remedy = "'HloModule ..., is_scheduled=true, ...' (a lowered program is not compiled yet)"
+        begin = f"the text begins with {lines[0][:60]!r}"
+        raise ValueError(f"{begin}: give what `compiled.as_text()` returns, {remedy}")
     texts: dict[str, list[list[str]]] = {}  # the lines of each instruction, by computation
     entry = current = None
     for line in lines[1:]:

@@ -222,11 +222,8 @@ def _asynchronous(analysis: Analysis, frame: Frame, start: Instruction) -> CostR
 
 def _loop(analysis: Analysis, frame: Frame, loop: Instruction) -> CostReport:
     trips = hlo_text.trip_count(analysis.module, frame, loop)
-    computations = analysis.module.computations
-    body, condition = (
-        _computation(analysis, Frame(computations[loop.attribute(name)], loop, frame))
-        for name in ("body", "condition")
-    )
+    named = (analysis.module.computations[loop.attribute(name)] for name in ("body", "condition"))
+    body, condition = (_computation(analysis, Frame(one, loop, frame)) for one in named)
     if trips is not None:
         return _sum([_repeated(body, trips), _repeated(condition, trips + 1)])
     note = f"trip count of the loop {loop.label}: its end depends on data"

@@ -263,10 +263,8 @@ def _prepare(platform: str) -> None:
     modules = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin")}[platform]
     users_library = platform == "tpu" and "TPU_LIBRARY_PATH" in os.environ
     if not users_library and not any(map(importlib.util.find_spec, modules)):
-        raise CompilerMissing(
-            f"the {platform.upper()} compiler is not installed ({' or '.join(modules)}): "
-            "pip install 'llmx[aot]' (no such device is needed)"
-        )
+        problem = f"the {platform.upper()} compiler is not installed ({' or '.join(modules)})"
+        raise CompilerMissing(f"{problem}: pip install 'llmx[aot]' (no such device is needed)")
     jax.config.update("jax_platforms", "cpu")  # devices of this machine are not used
     if platform == "gpu":
         import jax._src.cudnn.fused_attention_stablehlo as fused_attention
