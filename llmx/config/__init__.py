@@ -44,8 +44,7 @@ class EvaluationConfig:
     """Loss on the held-out split."""
 
     every: int = bounded(0, at_least=0)  # steps between evaluations; 0 = only at the end
-    # batches of one evaluation; 0 = the whole held-out split
-    batches: int = bounded(8, at_least=0)
+    batches: int = bounded(8, at_least=0)  # batches of one evaluation; 0 = the whole held-out split
 
 
 @dataclasses.dataclass
@@ -55,8 +54,7 @@ class SampleConfig:
     prompt: str = ""  # "" = no sample at the end
     max_tokens: int = bounded(200, at_least=1)  # tokens to add
     temperature: float = bounded(0.8, at_least=0)  # 0 = always the likeliest token
-    # sample from this many likeliest tokens; 0 = all
-    top_k: int = bounded(0, at_least=0)
+    top_k: int = bounded(0, at_least=0)  # sample from this many likeliest tokens; 0 = all
     # sample from the fewest tokens that have this probability together
     top_p: float = bounded(0.95, above=0, at_most=1, remedy="1 = off")
 

@@ -97,12 +97,10 @@ def _sections(config: Config) -> list[str]:
     found = bounds.problems(config, "")
     # Sections whose values must also fit each other; of the others only the bounds are checked.
     checked = {
-        "data": _data(config),
-        "model": families.problems(config.model),
-        "sync": strategy.conflicts(config),
+        "data": _data(config), "model": families.problems(config.model),
+        "sync": strategy.conflicts(config), "launch": launch.problems(config.launch),
         "checkpoint": checkpointer.problems(config.checkpoint),
-        "launch": launch.problems(config.launch),
-    }
+    }  # fmt: skip
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section):
             found += checked[name] if name in checked else bounds.problems(section, f"{name}.")

@@ -43,18 +43,15 @@ def make_recipe(
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
     )  # fmt: skip
     return Recipe(
-        model=config.model,
-        loss=loss,
-        gradient=(gradient := make_gradient(loss)),
+        model=config.model, loss=loss, gradient=(gradient := make_gradient(loss)),
         strategy=_make_strategy(config, loss, gradient, make_gradient),
         schedule=optimizers.make_schedule(config.optimizer, total_steps=config.steps),
-        guard=config.guard,
-        clip_norm=config.optimizer.clip_norm,
+        guard=config.guard, clip_norm=config.optimizer.clip_norm,
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
         compiler_options=launch.compiler_options(config.launch),
         order=IDENTITY if chunks is None else chunks.permutation,
-    )
+    )  # fmt: skip
 
 
 def make_execution(

@@ -148,7 +148,6 @@ class _Pipeline:
 
         outer = jax.tree.map(outside, sums.outer, _outside(buffers), _outside(to))
         blocks = jax.tree.map(in_blocks, sums.blocks, buffers["blocks"], to["blocks"])
-
         from_local = functools.partial(sharding.from_local, self.loss.mesh, tick.STAGE)
 
         def of(step: int):

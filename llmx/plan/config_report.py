@@ -20,12 +20,9 @@ from llmx.runtime import launch
 
 # Keys of the config that flags override.
 KEYS = {
-    "schedule": "pipeline.schedule",
-    "table": "pipeline.table",
-    "virtual_stages": "pipeline.virtual_stages",
-    "microbatches": "batch.accumulation",
-    "stages": "mesh.stage",
-}
+    "schedule": "pipeline.schedule", "table": "pipeline.table", "stages": "mesh.stage",
+    "virtual_stages": "pipeline.virtual_stages", "microbatches": "batch.accumulation",
+}  # fmt: skip
 
 Report = tuple[dict[str, Any], str]  # as JSON and as text
 

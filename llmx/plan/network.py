@@ -45,8 +45,7 @@ class Sent(NamedTuple):
 
 def in_sequence(messages: Iterable[Sent]) -> Sent:
     """All messages, one after the other."""
-    messages = list(messages)
-    return Sent(sum(sent.bytes for sent in messages), sum(sent.hops for sent in messages))
+    return Sent(*map(sum, zip(*messages, strict=True)))
 
 
 def all_reduce(num_bytes: float, n: int) -> Sent:

@@ -40,8 +40,7 @@ class OptimizerConfig:
     b1: float = bounded(0.9, at_least=0, below=1)  # momentum
     # second moment (adamw, muon's adamw; lion's second)
     b2: float = bounded(0.95, at_least=0, below=1)
-    # added to the root of the second moment
-    eps: float = bounded(1e-8, at_least=0, at_most=1)
+    eps: float = bounded(1e-8, at_least=0, at_most=1)  # added to the root of the second moment
     weight_decay: float = bounded(0.1, at_least=0, at_most=1000)  # decoupled, on matrices only
     # global norm that gradients are scaled down to; 0 = off
     clip_norm: float = bounded(1.0, at_least=0, at_most=1e9)

@@ -138,12 +138,9 @@ def local_tensor(
     if "embed" in axes and len(shape) - first > 1:
         columns = len(shape) - 1 if axes[-1] == "embed" else first + 1
     return Tensor(
-        name=name,
-        shape=tuple(dim // way for dim, way in zip(shape, ways, strict=True)),
-        layered=layered,
-        over=tuple(axis for entry in entries[first:] for axis in entry),
-        columns=columns,
-    )
+        name, tuple(dim // way for dim, way in zip(shape, ways, strict=True)), layered,
+        over=tuple(axis for entry in entries[first:] for axis in entry), columns=columns,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- what compressors share
@@ -468,8 +465,6 @@ COMPRESSORS: dict[str, Compressor] = {
     "mean": Compressor(_mean, lambda tensor, group: {}, _mean_messages),
     "signs": Compressor(_signs, _signs_state, _signs_messages),
     "int8": Compressor(_int8, _int8_state, _int8_messages),
-    "top_k": Compressor(
-        _top_k, lambda tensor, group: _feedback(group, errors=None), _top_k_messages
-    ),
+    "top_k": Compressor(_top_k, lambda _, group: _feedback(group, errors=None), _top_k_messages),
     "low_rank": Compressor(_low_rank, _low_rank_state, _low_rank_messages),
 }

@@ -16,16 +16,13 @@ class SyncConfig:
     # compressed tensors are fused into messages of this size
     bucket_mib: float = bounded(32.0, above=0)
     rank: int = bounded(4, at_least=1)  # power_sgd
-    # top_k: of the numbers, how many are sent
-    fraction: float = bounded(0.01, above=0, at_most=1)
+    fraction: float = bounded(0.01, above=0, at_most=1)  # top_k: of the numbers, how many are sent
     # local_sgd, diloco: steps between exchanges; zero_one: at most this many
     every: int = bounded(30, at_least=1)
     # diloco: parts of the model that are exchanged at different steps
     fragments: int = bounded(1, at_least=1)
     # diloco: of the optimizer between replicas
     outer_learning_rate: float = bounded(0.7, at_least=0, below=10)
-    # diloco: its Nesterov momentum
-    outer_momentum: float = bounded(0.9, at_least=0, below=1)
-    # stale: steps that a gradient may come late; 0 = none
-    staleness: int = bounded(2, at_least=0)
+    outer_momentum: float = bounded(0.9, at_least=0, below=1)  # diloco: its Nesterov momentum
+    staleness: int = bounded(2, at_least=0)  # stale: steps that a gradient may come late; 0 = none
     asynchronous: bool = False  # stale: replicas do not wait for one that is later still

@@ -79,11 +79,10 @@ def make(inputs: StrategyInputs) -> Strategy:
 def delays(config: SyncConfig, lateness: jax.Array, num_steps: jax.Array):
     """By how many steps each replica's gradient comes late, int32 [n], and its lateness after it.
 
-    Replica i takes tau_i(t) times as long for a step as the others' usual replica; its lateness is
-    what has come together, never below 0. With a bound s all others wait for a replica that would
-    be more than s steps late; asynchronous ones do not wait, and lateness is cut at s, a window
-    that stands for no bound. The same numbers for the same step of any run: speeds are a function
-    of replica and step.
+    Replica i takes tau_i(t) times as long for a step as a usual one; its lateness is what has come
+    together, never below 0. With a bound s all others wait for a replica that would be more than s
+    steps late; asynchronous ones do not wait, and lateness is cut at s, a window that stands for no
+    bound. Speeds are a function of replica and step, the same in any run.
     """
     num, key = lateness.shape[0], jax.random.key(20130)
     speed = _SPREAD_OF_REPLICAS * jax.random.normal(jax.random.fold_in(key, 0), (num,))

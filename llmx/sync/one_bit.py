@@ -5,7 +5,6 @@ of the momentum, with error feedback.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +60,8 @@ def make(inputs: StrategyInputs) -> Strategy:
         )
 
     mean = _watched(inputs) if config.warmup_steps < 0 else phases.mean_phase(inputs)
-    compressed = Phase(phases.shared_params, inputs.replica_gradient, _shares, _update(inputs))
+    update = functools.partial(_update, inputs)
+    compressed = Phase(phases.shared_params, inputs.replica_gradient, _shares, update)
     return Strategy(
         abstract=(inputs.opt_state, abstract), init=init,
         phases={MEAN: mean, COMPRESSED: compressed}, timetable=inputs.timetable,
@@ -89,21 +89,14 @@ def _shares(found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
     return found._replace(tree=scaled(found.tree, found.shares), norms=norm), sync
 
 
-def _update(inputs: StrategyInputs) -> Callable:
+def _update(inputs: StrategyInputs, found: Gradients, state: State, sync: OneBit, accepted):
     """The update by an exchange of momentum."""
-
-    def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
-        head, tail = state.opt_state[0], state.opt_state[1:]
-        direction, new_head, new_sync, extra = _exchanged_direction(inputs, found.tree, head, sync)
-        new = inputs.update(
-            direction, state._replace(opt_state=tail), accepted, inputs.optimizer.tail, **extra
-        )
-        return new._replace(
-            opt_state=(phases.keep(accepted, new_head, head), *new.opt_state),
-            sync=phases.keep(accepted, new_sync, sync),
-        )
-
-    return update
+    head, *tail = state.opt_state
+    direction, new_head, new_sync, extra = _exchanged_direction(inputs, found.tree, head, sync)
+    old = state._replace(opt_state=tuple(tail))
+    new = inputs.update(direction, old, accepted, inputs.optimizer.tail, **extra)
+    opt_state = (phases.keep(accepted, new_head, head), *new.opt_state)
+    return new._replace(opt_state=opt_state, sync=phases.keep(accepted, new_sync, sync))
 
 
 def conflicts(config: Any) -> list[str]:
