@@ -60,12 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # 4. State: restored onto this mesh, whatever it was saved on, or born split.
         state, first = resume.restore_or_init(config, recipe, checkpoints, dataset, log)
+        if jax.process_index() == 0:
+            config_lib.save_run(config)
+            dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if jax.process_index() == 0:
-        config_lib.save_run(config)
-        dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
+    except OSError as error:
+        print(f"{error}: name a --workdir that can be written", file=sys.stderr)
+        return 2
 
     # 5. Compile the step, explicitly: a program for each phase that is still to come.
     programs = compile_programs(config, recipe, state, first, log)
@@ -292,9 +295,11 @@ class Loop:
             self.reporter.note(f"{text}: update skipped, {report.num_bad} in a row")
             return
         self.step = int(jax.device_get(self.state.step))
+        skips = guard.on_bad_step == "skip"
+        remedy = "raise guard.patience" if skips else "set guard.on_bad_step='skip'"
         raise TrainingStopped(
             f"{text}: stopped, and the state before that step is kept. Look at its data, lower "
-            "optimizer.learning_rate or optimizer.clip_norm, or set guard.on_bad_step='skip'; then "
+            f"optimizer.learning_rate or optimizer.clip_norm, or {remedy}; then "
             "run again to resume"
         )
 

@@ -108,8 +108,14 @@ def _entered(recipe: Recipe, state: State, saved: Document) -> State:
     then = SyncConfig(**{name: section[name] for name in section if name in vars(SyncConfig())})
     table = STRATEGIES[then.strategy].timetable(then, [1.0] * saved.step)
     freeze_step = int(recipe.strategy.scalars(state.sync).get("freeze_step", -1))
-    phase = recipe.strategy.timetable.phase_of(last, freeze_step)
-    if phase == MEAN or table.phase_of(last, freeze_step) != MEAN:
+    phase, before = (of.phase_of(last, freeze_step) for of in (recipe.strategy.timetable, table))
+    if recipe.abstract.opt_state == () and before != MEAN == phase:
+        raise ValueError(
+            f"checkpoint {saved.step} was saved after a warm-up of {then.warmup_steps} steps, and "
+            "with the present sync.warmup_steps it would be within it: the local steps of the "
+            f"replicas would be lost; set sync.warmup_steps to at most {last}"
+        )
+    if phase == MEAN or before != MEAN:
         return state
     with jax.set_mesh(recipe.mesh):
         return recipe.strategy.enter(state, MEAN, phase)

@@ -117,7 +117,10 @@ def _data(config: Config) -> list[str]:
     """The data section; fills in the vocabulary from the tokenizer."""
     if found := [*bounds.problems(config.data, "data."), *data_config.problems(config.data)]:
         return found
-    num_tokens = _vocab_size(config.data)
+    try:
+        num_tokens = _vocab_size(config.data)
+    except ValueError as error:
+        return [f"data: {error}"]
     if not config.model.vocab_size:
         config.model.vocab_size = num_tokens
     elif 1 <= config.model.vocab_size < num_tokens:
@@ -149,6 +152,8 @@ def _vocab_size(data: data_config.DataConfig) -> int:
 def _mesh(config: Config, num_devices: int | None) -> list[str]:
     """Sizes against mesh axes; fills in the open mesh axis."""
     sizes = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
+    if bad := {axis: size for axis, size in sizes.items() if size < 1 and size != -1}:
+        return [f"mesh: mesh sizes {bad} must be at least 1, or -1 for all that remain"]
     if num_devices is not None:
         try:
             sizes = sharding.resolve_sizes(sizes, num_devices)

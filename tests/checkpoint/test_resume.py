@@ -163,3 +163,16 @@ def test_every_replica_starts_with_the_parameters_of_another_run(tmp_path, value
             jax.tree.leaves(state.sync.params), jax.tree.leaves(wanted.params), strict=True
         ):
             assert_same([*np.asarray(own)], [np.asarray(want)] * 4)
+
+
+def test_local_steps_are_not_lost_to_a_longer_warm_up(tmp_path):
+    save(tmp_path, 2, 2, **DILOCO)
+    with pytest.raises(ValueError, match=r"would be lost; set sync\.warmup_steps to at most 1"):
+        resumed(tmp_path, 2, **DILOCO | dict(sync__warmup_steps=4))
+    assert (tmp_path / "checkpoints" / "2").exists()
+
+
+def test_the_mean_does_not_turn_into_local_steps(tmp_path):
+    save(tmp_path, 2, 2)
+    with pytest.raises(ValueError, match=r"optimizer state of its own: .*start_from="):
+        resumed(tmp_path, 2, **DILOCO)

@@ -362,3 +362,12 @@ def test_docs_list_every_key():
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, "docs/configuration.md is stale: run scripts/config_table.py"
+
+
+@pytest.mark.parametrize("axis, size", [("stage", 0), ("tensor", 0), ("fsdp", -2)])
+def test_mesh_sizes_are_checked_without_devices_too(axis, size):
+    """A problem of the launch section leaves the number of devices unknown."""
+    run = config.default()
+    setattr(run.mesh, axis, size)
+    with pytest.raises(config.ConfigError, match=f"'{axis}': {size}.* must be at least 1, or -1"):
+        checks.resolve(run, None)
