@@ -65,7 +65,9 @@ def from_hf(directory: str, workdir: str):
     """
     root = pathlib.Path(workdir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise ValueError(f"--workdir={workdir} exists and is not empty: import into a new directory")
+        raise ValueError(
+            f"--workdir={workdir} exists and is not empty: import into a new directory"
+        )
     run = config.default()
     run.workdir = workdir
     run.model, params = hf.load(directory)

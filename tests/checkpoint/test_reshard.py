@@ -286,7 +286,10 @@ def restored(directory, name: str):
         return checkpoints.restore(recipe.abstract, order=recipe.order).state
 
 
-@pytest.mark.parametrize("name", ["one device", "interleaved", "stage2 x fsdp2"])
+@pytest.mark.parametrize(
+    "name",
+    ["one device", "interleaved", pytest.param("stage2 x fsdp2", marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_elsewhere(saved, name):
     losses, _ = trained(name, restored(saved, name), SAVED_AT)
     wanted, _ = undisturbed("one device")

@@ -82,7 +82,7 @@ def test_pairs_outside_the_cover_have_a_reason():
 def test_rows_of_the_quick_subset_have_every_value():
     quick = parity_grid.quick()
     for axis, values in parity_grid.AXES.items():
-        assert {row[axis] for row in quick} == set(values)
+        assert {row[axis] for row in quick} == set(values) - set(parity_grid.SLOW_SCHEDULES)
     assert len(quick) <= 16
 
 

@@ -134,6 +134,7 @@ def test_pipedream_2bw_is_gradients_of_delay_one(row):
     compare.assert_trained_alike((losses[1:], norms[1:], params), wanted, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_one_version_from_first_to_last_stage():
     """Vertical sync: a batch's loss and gradient do not depend on the weights of the next step.
 
@@ -167,7 +168,7 @@ def compiled(row: dict, **changes):
 @pytest.mark.parametrize(
     "schedule",
     [
-        name if name in ("1f1b", "zb_h1") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "zb_h1" else pytest.param(name, marks=pytest.mark.slow)
         for name in schedules.SCHEDULES
     ],
 )

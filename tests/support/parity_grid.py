@@ -140,9 +140,14 @@ def full_grid() -> list[dict]:
     return [row for row in found if row]
 
 
+# Their programs take longest to compile; `zb_h1` and `1f1b` have all of their operations.
+SLOW_SCHEDULES = ("zb_v", "dual_pipe_v")
+
+
 def quick() -> list[dict]:
-    """A few rows in which every value occurs."""
-    return pairwise.every_value(cover().rows, cost=lambda row: 2 if row["stage"] > 1 else 1)
+    """A few rows in which every value occurs, but for those of `SLOW_SCHEDULES`."""
+    rows = [row for row in cover().rows if row["schedule"] not in SLOW_SCHEDULES]
+    return pairwise.every_value(rows, cost=lambda row: 2 if row["stage"] > 1 else 1)
 
 
 def num_layers(row: dict) -> int:
