@@ -123,7 +123,8 @@ def _continue(args: argparse.Namespace):
     if problems := [*problems, *sampling.sampling_problems(*how)]:
         raise ValueError("\n".join(problems))
     # This process alone, on the best device here, wherever the run was trained.
-    launch.start(launch.LaunchConfig(compile_cache=config.launch.compile_cache))
+    alone = launch.LaunchConfig(coordinator="none", compile_cache=config.launch.compile_cache)
+    launch.start(alone)
     recipe = _make_recipe(config, tensor=args.tensor, fsdp=args.fsdp)
     ema = config.optimizer.ema_decay > 0
     restored = checkpointer.restore_params(

@@ -2,8 +2,8 @@
 
 `start` must run before the first array exists, because JAX reads platform, device count and XLA
 flags when its backend starts; it may be called again with the same config. Many processes are found
-from the config, from LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID
-(scripts/local_cluster.py sets them), or from Open MPI, SLURM, Cloud TPU and Kubernetes by JAX.
+from the config, or by `clusters` from LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID
+(scripts/local_cluster.py sets them), Open MPI, SLURM, Cloud TPU or Kubernetes.
 """
 
 import dataclasses
@@ -17,8 +17,9 @@ from typing import TextIO
 
 import jax
 
-from llmx.runtime import bounds
+from llmx.runtime import bounds, clusters
 from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.clusters import Cluster
 
 # XLA aborts on a flag that it does not know: tests/runtime/test_launch.py tries each of these.
 XLA_FLAGS: dict[str, dict[str, str]] = {
@@ -49,7 +50,8 @@ class LaunchConfig:
 
     platform: str = choice("", (*XLA_FLAGS, ""))  # cpu | gpu | tpu; "" = the best that JAX finds
     cpu_devices: int = bounded(0, at_least=0)  # fake CPU devices in this process; 0 = JAX's (one)
-    coordinator: str = ""  # host:port of process 0; "" = from the environment, "auto" = JAX detects
+    # host:port of process 0; "" = from the environment, "auto" = JAX detects, "none" = one process
+    coordinator: str = ""
     num_processes: int = bounded(0, at_least=0)  # with a coordinator; 0 = from the environment
     process_id: int = -1  # with a coordinator; -1 = from the environment
     # a process not heard of for this long ends the run
@@ -79,24 +81,11 @@ def _conflicts(config: LaunchConfig) -> Iterator[str]:
                 f"launch.compiler_options has {option!r}: write xla_name=value, as "
                 "xla_enable_async_all_gather=true"
             )
-    host, _, port = config.coordinator.rpartition(":")
-    if config.coordinator not in ("", "auto"):
-        if not host or not port.isdecimal():
-            yield (
-                f"launch.coordinator={config.coordinator!r} is not host:port: "
-                "write for example 10.0.0.1:4321, 'auto', or '' for the environment"
-            )
-        if config.num_processes < 1:
-            yield (
-                f"launch.num_processes={config.num_processes} with launch.coordinator set: "
-                "set the number of processes, at least 1"
-            )
-        elif not 0 <= config.process_id < config.num_processes:
-            yield (
-                f"launch.process_id={config.process_id} is not in 0..{config.num_processes - 1}: "
-                "give each process its own number"
-            )
-    elif config.num_processes or config.process_id != -1:
+    numbers = config.num_processes, config.process_id
+    if config.coordinator not in ("", "auto", clusters.ALONE):
+        names = ("launch.coordinator", "launch.num_processes", "launch.process_id")
+        yield from clusters.problems(names, config.coordinator, *numbers)
+    elif numbers != (0, -1):
         yield (
             f"launch.num_processes={config.num_processes}, launch.process_id={config.process_id} "
             "without launch.coordinator: set launch.coordinator=host:port of process 0"
@@ -135,10 +124,16 @@ def start(config: LaunchConfig) -> None:
     if cluster is not None and not jax.distributed.is_initialized():
         if platform == "cpu":
             _set("jax_cpu_collectives_implementation", "gloo")
+        if cluster.process_id == 0:
+            note(clusters.describe(cluster))
         jax.distributed.initialize(
             cluster.coordinator, cluster.num_processes, cluster.process_id,
+            local_device_ids=cluster.local_device_ids,
+            cluster_detection_method="deactivate" if cluster.coordinator else None,
             heartbeat_timeout_seconds=config.heartbeat_seconds,
         )  # fmt: skip
+        if cluster.coordinator is None:
+            note(clusters.describe(cluster, jax.process_count()))
 
 
 def choose_platform(config: LaunchConfig) -> str:
@@ -193,59 +188,20 @@ def note(text: str) -> None:
     log(text, file=sys.stderr)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Arguments of `jax.distributed.initialize`; None = JAX detects them."""
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-
-
 def find_cluster(config: LaunchConfig, environment: Mapping[str, str]) -> Cluster | None:
-    """The processes of the run by config, LLMX_* or scheduler; None = this process only."""
+    """The processes of the run by config, LLMX_* or scheduler; None = this process only.
+
+    Raises ValueError for an environment that contradicts itself.
+    """
     if config.coordinator == "auto":
         return Cluster()
+    if config.coordinator == clusters.ALONE or config.num_processes == 1:
+        return None
     if config.coordinator:
-        if config.num_processes == 1:
-            return None
-        return Cluster(config.coordinator, config.num_processes, config.process_id)
-    names = ("LLMX_COORDINATOR", "LLMX_NUM_PROCESSES", "LLMX_PROCESS_ID")
-    missing = [name for name in names if name not in environment]
-    if len(missing) < len(names):
-        if missing:
-            raise ValueError(f"{', '.join(missing)} not set: set all of {', '.join(names)} or none")
-        address, count, number = (environment[name] for name in names)
-        given = LaunchConfig(coordinator=address, num_processes=int(count), process_id=int(number))
-        if found := problems(given):
-            raise ValueError(f"from {', '.join(names)}: " + "\n".join(found))
-        return find_cluster(given, {})
-    on_tpu_host = config.platform == "tpu" and any(map(glob.glob, TPU_DEVICES))
-    return Cluster() if on_tpu_host or _started_by_scheduler(environment) else None
-
-
-def _started_by_scheduler(environment: Mapping[str, str]) -> bool:
-    """Whether a scheduler has started several processes; JAX detects the same ones."""
-
-    def several(name: str) -> bool:
-        number = environment.get(name, "")
-        return number.isdecimal() and int(number) > 1
-
-    def has(*names: str) -> bool:
-        return all(name in environment for name in names)
-
-    tpu_hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
-    return (
-        (has("OMPI_MCA_orte_hnp_uri") and several("OMPI_COMM_WORLD_SIZE"))
-        # Without srun (SLURM_STEP_NODELIST) there is one process, whatever SLURM_NTASKS says.
-        or (has("SLURM_STEP_NODELIST") and several("SLURM_NTASKS"))
-        or "," in environment.get("TPU_PROCESS_ADDRESSES", tpu_hosts)
-        or several("MEGASCALE_NUM_SLICES")
-        or (
-            has("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
-            and importlib.util.find_spec("kubernetes") is not None
-        )
-    )
+        place = config.coordinator, config.num_processes, config.process_id
+        return Cluster(*place, found_by="the config")
+    tpu_host = config.platform == "tpu" and any(map(glob.glob, TPU_DEVICES))
+    return clusters.find(environment, tpu_host=tpu_host)
 
 
 # On hosts with these files the TPU's metadata, not the environment, gives the number of processes.

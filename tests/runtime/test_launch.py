@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from llmx.runtime import launch, signals
-from llmx.runtime.launch import Cluster, LaunchConfig
+from llmx.runtime.launch import LaunchConfig
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = [sys.executable, "scripts/local_cluster.py"]
@@ -73,49 +73,6 @@ def test_all_problems_are_reported_together():
     config = LaunchConfig(platform="npu", cpu_devices=-1, heartbeat_seconds=0, num_processes=3)
     assert len(launch.problems(config)) == 4
     assert launch.problems(LaunchConfig()) == []
-
-
-GIVEN = {"LLMX_COORDINATOR": "h:1", "LLMX_NUM_PROCESSES": "4", "LLMX_PROCESS_ID": "3"}
-SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}
-ALONE, DETECTED = None, Cluster()
-CLUSTERS = {
-    "nothing": (LaunchConfig(), {}, ALONE),
-    "auto": (LaunchConfig(coordinator="auto"), {}, DETECTED),
-    "config": (
-        LaunchConfig(coordinator="c:2", num_processes=2, process_id=1),
-        GIVEN,
-        ("c:2", 2, 1),
-    ),
-    "config of one": (LaunchConfig(coordinator="c:2", num_processes=1, process_id=0), {}, ALONE),
-    "environment": (LaunchConfig(), GIVEN, ("h:1", 4, 3)),
-    "environment before slurm": (LaunchConfig(), GIVEN | SLURM, ("h:1", 4, 3)),
-    "slurm": (LaunchConfig(), SLURM, DETECTED),
-    "slurm without srun": (LaunchConfig(), {"SLURM_NTASKS": "4"}, ALONE),
-    "slurm of one": (LaunchConfig(), SLURM | {"SLURM_NTASKS": "1"}, ALONE),
-    "open mpi": (
-        LaunchConfig(),
-        {"OMPI_MCA_orte_hnp_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"},
-        DETECTED,
-    ),
-    "tpu pod": (LaunchConfig(), {"TPU_WORKER_HOSTNAMES": "a,b"}, DETECTED),
-    "tpu host": (LaunchConfig(), {"TPU_WORKER_HOSTNAMES": "localhost"}, ALONE),
-    "tpu slices": (LaunchConfig(), {"MEGASCALE_NUM_SLICES": "2"}, DETECTED),
-    "a pod without index": (LaunchConfig(), {"KUBERNETES_SERVICE_HOST": "k"}, ALONE),
-}
-
-
-@pytest.mark.parametrize("case", CLUSTERS)
-def test_processes_are_found(case):
-    config, environment, want = CLUSTERS[case]
-    want = Cluster(*want) if isinstance(want, tuple) else want
-    assert launch.find_cluster(config, environment) == want
-
-
-def test_half_an_environment_is_an_error():
-    with pytest.raises(ValueError, match="LLMX_PROCESS_ID not set"):
-        launch.find_cluster(LaunchConfig(), {k: GIVEN[k] for k in list(GIVEN)[:2]})
-    with pytest.raises(ValueError, match=r"from LLMX_COORDINATOR.*not in 0\.\.3"):
-        launch.find_cluster(LaunchConfig(), GIVEN | {"LLMX_PROCESS_ID": "4"})
 
 
 def test_flags_of_the_user_win():
