@@ -39,6 +39,13 @@ class CheckpointConfig:
     keep_last: int = bounded(3, at_least=1)
     # also keep for ever each checkpoint whose step is a multiple of this; 0 = off
     keep_every: int = bounded(0, at_least=0, remedy="0 for off")
+    # a local disk, or /dev/shm for memory: each process also writes its shards here, and holds a
+    # copy of another host's; "" = off
+    local_directory: str = ""
+    # steps between these local checkpoints
+    local_every: int = bounded(10, at_least=1)
+    # seconds from SIGTERM until the process ends, saved or not; Kubernetes allows 30 by default
+    grace_seconds: float = bounded(25.0, above=0)
 
 
 def problems(config: CheckpointConfig) -> list[str]:
@@ -49,6 +56,16 @@ def problems(config: CheckpointConfig) -> list[str]:
         found.append(
             f"checkpoint.keep_every={config.keep_every} is not a multiple of "
             f"checkpoint.every={config.every}: few checkpoints would fall on it; use {multiple}"
+        )
+    if "://" in config.local_directory:
+        found.append(
+            f"checkpoint.local_directory={config.local_directory!r} is not local: name a folder on "
+            "a disk of each host, or in /dev/shm"
+        )
+    if config.local_directory and 0 < config.every <= config.local_every:
+        found.append(
+            f"checkpoint.local_every={config.local_every} is not below checkpoint.every="
+            f"{config.every}, so that no local checkpoint would be the newest: lower it"
         )
     return found
 

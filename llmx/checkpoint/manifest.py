@@ -181,9 +181,20 @@ def read(path: Any) -> Document:
     """
     try:
         sealed = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
+    return parse(sealed, str(path))
+
+
+def parse(sealed: Any, path: str) -> Document:
+    """The document that `Document.sealed` made, read back from the file `path`.
+
+    Raises Corrupt, or Mismatch if the format is newer than this program.
+    """
+    try:
         document = sealed["document"]
         intact = checksums.is_intact(sealed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
     if not intact:
         raise Corrupt("its meta does not match its own checksum")
