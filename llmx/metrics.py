@@ -1,6 +1,7 @@
 """Draws a run's loss curve: python -m llmx.metrics WORKDIR"""
 
 import argparse
+import sys
 
 from llmx.runtime import plot
 
@@ -11,9 +12,10 @@ def main() -> None:
         prog="python -m llmx.metrics", description="Draw the loss curves of a run to loss.png."
     )
     parser.add_argument("workdir", help="the --workdir of the run; it may still be training")
+    workdir = parser.parse_args().workdir
     try:
-        print(plot.plot_loss(parser.parse_args().workdir))
-    except ValueError as error:
+        print(plot.plot_loss(workdir, log=lambda text: print(text, file=sys.stderr)))
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

@@ -2,12 +2,14 @@
 
 `Reporter` is the one place that the train loop reports to. In the work directory it keeps
 
-- `metrics.jsonl`: one JSON object a line, with "kind" ("train" or "eval"), "step" (updates made so
-  far, so the first is 1), "tokens" (seen so far), "time" (Unix seconds) and the scalars; numbers
-  that are not finite stand as the strings "nan", "inf", "-inf". Each step stands there once, also
-  after a run was killed and resumed from an earlier step;
+- `metrics.jsonl`: one JSON object a line, with "kind" ("train", "eval", "spike" or "goodput"),
+  "step" (updates made so far, so the first is 1), "tokens" (seen so far), "time" (Unix seconds) and
+  the scalars; numbers that are not finite stand as the strings "nan", "inf", "-inf". Each step of a
+  kind stands there once, also after a run was killed and resumed from an earlier step;
 - `tensorboard/`: the same numbers as event files;
 - `loss.png`: the curves, drawn by `plot_loss` or `python -m llmx.metrics WORKDIR`.
+
+None of them ends a run: see `auxiliary`.
 
 Rates follow PaLM (arXiv 2204.02311, appendix B): MFU is the model's training FLOPs per second
 (costs.py; recomputation not counted) over the chips' peak in bfloat16, whatever type the run uses.
@@ -27,7 +29,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmx.runtime import plot
+from llmx.runtime import plot, spikes
+from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.hardware import Chip
 from llmx.runtime.records import EVENTS, RECORDS, EventFile, RecordFile
@@ -46,6 +49,8 @@ class MetricsConfig:
     # "rich" (a live line) | "plain" | "off"; auto: rich on a terminal
     progress: str = choice("auto", ("auto", "rich", "plain", "off"))
     plot_every: int = bounded(0, at_least=0)  # steps between drawings of loss.png; 0 = at the end
+    # loss or gradient norm this many deviations above its running median is noted; 0 = off
+    spike_deviations: float = bounded(10.0, at_least=3, unless=0)
 
 
 class StepTimer:
@@ -111,24 +116,31 @@ class Reporter(contextlib.ExitStack):
         self._first = None  # (step, time) of the first report
         self._refreshed = -math.inf
         self._drawing = None  # the last drawing handed to the worker
-        self._pending = collections.deque()  # what the worker has not been seen to finish
+        self._writing = None  # the last writing of events handed to the worker
+        self._spikes = spikes.Spikes(config.spike_deviations)
 
         import jax  # here: drawing a plot should not wait for it
 
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
-        self._workdir.mkdir(parents=True, exist_ok=True)
-        # The last is closed first: the worker ends before the event file that it writes.
-        self.callback(lambda: [future.result() for future in self._pending])
-        self._records = self._open(RecordFile(self._workdir / RECORDS, start_step=start_step))
-        self._events = self._open(EventFile(self._workdir / EVENTS, start_step=start_step))
-        worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
-        self._worker = self.enter_context(worker)
         live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         progress = config.progress.replace("auto", "rich" if live else "plain")
         display = {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress]
-        self._display = self._open(display(log or functools.partial(print, flush=True)))
+        log = log or functools.partial(print, flush=True)
+        self._display = display(log)
+        self._show = Auxiliary("the display", log=_to_stderr)  # stdout: a pipe, or on a full disk
+        # The last is closed first: the worker ends before the event file that it writes, and the
+        # display before them, so that their warnings stay.
+        records = RecordFile(self._workdir / RECORDS, start_step=start_step, log=self.note)
+        self._records = self._open(records)
+        self._events = self._open(EventFile(self._workdir / EVENTS, start_step=start_step))
+        self._write_events = Auxiliary("TensorBoard events", log=self.note)
+        self._draw = Auxiliary(plot.PLOT, log=self.note)
+        self.callback(lambda: self._write_events(self._events.flush, last=True))
+        worker = concurrent.futures.ThreadPoolExecutor(1, "llmx-metrics")
+        self._worker = self.enter_context(worker)
+        self.callback(lambda: self._show(self._display.close, last=True))
 
     def _open(self, resource: Any) -> Any:
         return self.enter_context(contextlib.closing(resource))
@@ -156,15 +168,21 @@ class Reporter(contextlib.ExitStack):
                 timing |= {"step_seconds": step_seconds, "data_seconds": data_seconds}
             self._record("train", step, {**scalars, **timing})
         if step % every == 0 or step == self._first[0] or last:
-            self._display.line(self._position(step), _scalar_pieces(scalars) + self._pieces(step))
+            pieces = _scalar_pieces(scalars) + self._pieces(step)
+            self._show(self._display.line, self._position(step), pieces)
         if now - self._refreshed >= REFRESH_SECONDS or last:
             self._refreshed = now
             shown = _scalar_pieces({k: v for k, v in scalars.items() if k == "loss"})
             progress = step / max(self._total_steps, 1)
-            self._display.refresh(progress, self._position(step), shown + self._pieces(step))
+            shown += self._pieces(step)
+            self._show(self._display.refresh, progress, self._position(step), shown)
+        if found := self._spikes.look(step, scalars):
+            self._record("spike", step, found.scalars)
+            if found.text:
+                self.note(found.text)
         drawing = self._drawing is not None and not self._drawing.done()
         if self._config.plot_every and step % self._config.plot_every == 0 and not drawing:
-            self._drawing = self._submit(plot.plot_loss, self._workdir)
+            self._drawing = self._worker.submit(self._draw, plot.plot_loss, self._workdir)
 
     def eval(self, step: int, scalars: dict[str, float], extent: str = ""):
         """Report an evaluation made after update number `step`; "loss" is the held-out loss.
@@ -176,10 +194,15 @@ class Reporter(contextlib.ExitStack):
             pieces = [f"eval at step {step:,}:", *_scalar_pieces(scalars), extent]
             self.note("  ".join(filter(None, pieces)))
 
+    def event(self, kind: str, step: int, scalars: dict[str, float]):
+        """Record numbers of another kind than training and evaluation; nothing is shown."""
+        if self._writes:
+            self._record(kind, step, scalars)
+
     def note(self, text: str):
         """Print a line (a warning, a checkpoint, ...) without breaking the live one."""
         if self._writes:
-            self._display.note(text)
+            self._show(self._display.note, text)
 
     def rates(self) -> dict[str, float]:
         """Over the recent steps: tokens_per_second (median), data_share, and mfu where known."""
@@ -195,15 +218,11 @@ class Reporter(contextlib.ExitStack):
         scalars = {name: float(value) for name, value in scalars.items()}
         now = round(time.time(), 3)
         head = {"kind": kind, "step": step, "tokens": step * self._tokens_per_step, "time": now}
-        if self._records.write(head | scalars) and self._config.tensorboard:
-            self._submit(self._events.write, kind, step, now, scalars)
-
-    def _submit(self, function: Callable, *args) -> concurrent.futures.Future:
-        """Runs in the background; its errors are raised by a later call."""
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
-        self._pending.append(self._worker.submit(function, *args))
-        return self._pending[-1]
+        if not self._records.write(head | scalars) or not self._config.tensorboard:
+            return
+        self._events.add(kind, step, now, scalars)
+        if self._writing is None or self._writing.done():  # else the next one takes this as well
+            self._writing = self._worker.submit(self._write_events, self._events.flush)
 
     def _position(self, step: int) -> str:
         total = f"{self._total_steps:,}"
@@ -281,6 +300,11 @@ class _LiveLine(_Quiet):
     def close(self):
         if self._live is not None:
             self._live.stop()
+
+
+def _to_stderr(text: str):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        print(text, file=sys.stderr, flush=True)
 
 
 def _scalar_pieces(scalars: dict[str, float]) -> list[str]:

@@ -1,33 +1,50 @@
-"""The loss curve of a run as a picture."""
+"""The loss curve of a run as a picture.
+
+However long the run is, its curve is kept as at most 4096 points: of each the mean, and the lowest
+and highest loss of the records in it, so that a spike of a single step stays visible.
+"""
 
 import itertools
 import math
 import os
 import pathlib
+from collections.abc import Callable
 
 from llmx.runtime import records
 from llmx.runtime.records import RECORDS
 
 PLOT = "loss.png"
+MOST_POINTS = 4096  # of a curve: some per pixel of the picture
 
 
-def plot_loss(workdir: str | os.PathLike) -> pathlib.Path:
+def plot_loss(
+    workdir: str | os.PathLike, *, log: Callable[[str], None] | None = None
+) -> pathlib.Path:
     """Draw train and held-out loss against tokens into WORKDIR/loss.png; returns its path.
+
+    log: told how many lines of the file are no records.
 
     Raises ValueError where the run has recorded no step yet.
     """
     path = pathlib.Path(workdir) / RECORDS
     if not path.exists():
         raise ValueError(f"{path} does not exist: give the --workdir of a run that has trained")
-    curves = {"train": ([], []), "eval": ([], [])}
-    for _, record in records.read_records(path):
-        tokens, losses = curves.get(record["kind"], ([], []))
-        if "loss" in record and math.isfinite(loss := float(record["loss"])):
-            tokens.append(record["tokens"])
-            losses.append(loss)
-    if not curves["train"][0]:
-        raise ValueError(f"{path} has no step with a finite loss: nothing to draw yet")
-    figure = _draw(*curves["train"], *curves["eval"], title=path.absolute().parent.name)
+    curves, num_damaged = {"train": Curve(), "eval": Curve()}, 0
+    for _, record in records.scan(path):
+        num_damaged += record is None
+        curve = curves.get(record["kind"]) if record else None
+        loss = records.number(record.get("loss")) if curve is not None else math.nan
+        if math.isfinite(loss):
+            curve.add(record.get("tokens", 0), loss)
+    for curve in curves.values():
+        curve.close()
+    skipped = records.damaged_text(num_damaged, path) if num_damaged else ""
+    if not curves["train"].means:
+        problem = f"{path} has no step with a finite loss: nothing to draw yet"
+        raise ValueError(f"{problem} ({skipped})" if skipped else problem)
+    if skipped and log is not None:
+        log(f"{skipped}: skipped")
+    figure = _draw(curves["train"], curves["eval"], title=path.absolute().parent.name)
     # Written aside and renamed: a reader during training never sees half a picture.
     target, temporary = path.with_name(PLOT), path.with_name(PLOT + ".tmp")
     figure.savefig(temporary, format="png", dpi=150)
@@ -35,35 +52,79 @@ def plot_loss(workdir: str | os.PathLike) -> pathlib.Path:
     return target
 
 
-def _draw(tokens, losses, eval_tokens, eval_losses, *, title: str):
+class Curve:
+    """A curve in at most MOST_POINTS points, each of `width` records; few records are points."""
+
+    def __init__(self):
+        self.tokens, self.means, self.lows, self.highs = [], [], [], []
+        self.width, self.last = 1, math.nan  # records in a point; the last value
+        self._count = 0  # of the point that is being filled: its records ...
+        self._begin_point()
+
+    def _begin_point(self):
+        self._count, self._tokens, self._sum = 0, 0.0, 0.0
+        self._low, self._high = math.inf, -math.inf
+
+    def add(self, tokens: float, value: float):
+        """Adds a record after the ones before."""
+        self._count, self._tokens, self._sum = self._count + 1, tokens, self._sum + value
+        self._low, self._high, self.last = min(self._low, value), max(self._high, value), value
+        if self._count == self.width:
+            self.close()
+            if len(self.means) == MOST_POINTS:
+                self._halve()
+
+    def close(self):
+        """Makes a point of the records that are left."""
+        if self._count:
+            self.tokens.append(self._tokens)
+            self.means.append(self._sum / self._count)
+            self.lows.append(self._low)
+            self.highs.append(self._high)
+        self._begin_point()
+
+    def _halve(self):
+        self.width *= 2
+        self.tokens = self.tokens[1::2]
+        pairs = lambda values: zip(values[::2], values[1::2], strict=True)  # noqa: E731
+        self.means = [(a + b) / 2 for a, b in pairs(self.means)]
+        self.lows = [min(pair) for pair in pairs(self.lows)]
+        self.highs = [max(pair) for pair in pairs(self.highs)]
+
+
+def _draw(train: Curve, held_out: Curve, *, title: str):
     """A matplotlib figure of the curves."""
     from matplotlib.figure import Figure  # not pyplot: no global state, safe in a thread
 
-    largest = max(tokens + eval_tokens)
+    largest = max(train.tokens + held_out.tokens)
     units = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
     unit, name = next((unit for unit in units if largest >= unit[0]), (1, ""))
-    x, eval_x = [t / unit for t in tokens], [t / unit for t in eval_tokens]
-    smooth = _smoothed(losses)
+    x, eval_x = [t / unit for t in train.tokens], [t / unit for t in held_out.tokens]
+    smooth = _smoothed(train.means)
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.add_subplot()
     label = "train"
-    if len(losses) >= 100:  # with fewer, smoothing leaves them as they are
+    if len(train.means) >= 100:  # with fewer, smoothing leaves them as they are
         label, each = "train, smoothed", "train, each record"
-        axes.plot(x, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label=each)
+        thin = dict(color="tab:blue", alpha=0.25, linewidth=0.8)
+        if train.width == 1:
+            axes.plot(x, train.means, label=each, **thin)
+        else:  # from the lowest to the highest of each point
+            axes.fill_between(x, train.lows, train.highs, label=each, **thin)
     axes.plot(x, smooth, color="tab:blue", linewidth=1.8, label=f"{label}: {smooth[-1]:.3f} at end")
     if eval_x:
-        label = f"held-out: {eval_losses[-1]:.3f} at end"
+        label = f"held-out: {held_out.last:.3f} at end"
         style = dict(color="tab:orange", linewidth=1.8, marker="o", markersize=4)
-        axes.plot(eval_x, eval_losses, label=label, **style)
+        axes.plot(eval_x, held_out.means, label=label, **style)
     # The steep first steps and single spikes may leave the frame.
     settled = smooth[len(smooth) // 50 :] + [
-        loss for t, loss in zip(eval_tokens, eval_losses, strict=True) if t >= largest / 50
+        loss for t, loss in zip(held_out.tokens, held_out.means, strict=True) if t >= largest / 50
     ]
     low, high = min(settled), max(settled)
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
-    axes.set_xlim(0, largest / unit * 1.01)
+    axes.set_xlim(0, largest / unit * 1.01 or 1)
     axes.set_title(f"Loss of {title}")
     axes.set_xlabel(f"training tokens ({name})" if name else "training tokens")
     axes.set_ylabel("cross-entropy (nats per token)")

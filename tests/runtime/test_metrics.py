@@ -1,20 +1,23 @@
 """metrics.py: the record file over kills and resumes, rates, displays, event files, the plot."""
 
+import errno
 import json
 import math
 import os
+import shutil
 import socket
 import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import pytest
 
-from llmx.runtime import bounds
+from llmx.runtime import auxiliary, bounds, records
 from llmx.runtime.hardware import CHIPS
 from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration
-from llmx.runtime.plot import _smoothed, plot_loss
+from llmx.runtime.plot import MOST_POINTS, Curve, _smoothed, plot_loss
 from llmx.runtime.records import read_records
 
 QUIET = MetricsConfig(log_every=1, tensorboard=False, progress="off")
@@ -35,12 +38,12 @@ def report(workdir, config=QUIET, *, first=1, last=6, total=6, start_step=0, **o
 
 
 def recorded(workdir):
-    return [(r["kind"], r["step"], r["loss"]) for _, r in read_records(workdir / "metrics.jsonl")]
+    return [(r["kind"], r["step"], r["loss"]) for r in read_records(workdir / "metrics.jsonl")]
 
 
 def test_records_hold_what_was_reported(tmp_path):
     report(tmp_path, last=2)
-    first, second, held_out = (record for _, record in read_records(tmp_path / "metrics.jsonl"))
+    first, second, held_out = read_records(tmp_path / "metrics.jsonl")
     assert abs(first.pop("time") - time.time()) < 60
     assert first == {
         "kind": "train", "step": 1, "tokens": 100, "loss": 10.0, "step_seconds": 0.5,
@@ -63,6 +66,19 @@ def test_killed_and_resumed_equals_undisturbed(tmp_path, log_every):
     assert recorded(tmp_path / "killed") == expected
     steps = [step for kind, step, _ in expected if kind == "train"]
     assert steps == ([1, 2, 3, 4, 5, 6, 7, 8, 9] if log_every == 1 else [1, 4, 8, 9])
+
+
+def test_spikes_are_recorded_and_noted(tmp_path):
+    printed = []
+    with Reporter(
+        tmp_path, QUIET, total_steps=99, tokens_per_step=10, log=printed.append
+    ) as reporter:
+        for step in range(1, 51):
+            norm = 40.0 if step == 45 else 1.0
+            reporter.train(step, {"loss": 2.0, "grad_norm": norm})
+    (spike,) = (r for r in read_records(tmp_path / "metrics.jsonl") if r["kind"] == "spike")
+    assert (spike["step"], spike["tokens"], spike["grad_norm_median"]) == (45, 450, 1.0)
+    assert printed == ["step 45: spike: grad_norm 40 against a running median of 1"]
 
 
 def test_records_of_the_killed_run_give_way(tmp_path):
@@ -90,16 +106,54 @@ def test_starting_at_zero_begins_the_file_afresh(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
-def test_broken_line_is_named(tmp_path):
+GARBAGE = [
+    b"oops", b"\x00" * 500, b"\xff\xfe{}", b"[1, 2]", b"[" * 50_000, b'{"loss": 1}', b"1e999", b"",
+    b'{"kind": "train", "step": "3", "loss": 1}', b'{"kind": "train", "step": NaN}',
+    b'{"kind": ["train"], "step": 3}', b'{"kind": "train", "step": 3, "tokens": {}}',
+    b"x" * 200_000,
+    b'{"kind": "train", "step": 4, "loss": 2.5, {"kind": "train", "step": 5}',
+]  # fmt: skip
+
+
+def test_damaged_lines_are_set_aside_on_resume(tmp_path):
     report(tmp_path, last=3)
     path = tmp_path / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], "oops", *lines[1:]]) + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: 'oops' is not a metrics record"):
-        report(tmp_path, first=3, start_step=2)
-    path.write_text('{"loss": 1}\n')
-    with pytest.raises(ValueError, match="jsonl:1"):
-        read_records(path)
+    before = recorded(tmp_path)
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], *GARBAGE, *lines[1:]]) + b"\n")
+    assert recorded(tmp_path) == before
+    printed = report(tmp_path, first=3, last=4, total=4, start_step=2)
+    assert sum("no records: moved to" in line for line in printed) == 1
+    assert printed[0].startswith(f"warning: {len(GARBAGE) + 3} lines of")  # one is in pieces
+    assert recorded(tmp_path) == [*before[:3], ("train", 3, 10 / 3), ("train", 4, 2.5),
+                                  ("eval", 4, 2.75)]  # fmt: skip
+    aside = (tmp_path / "metrics.damaged.jsonl").read_bytes()
+    assert all(line in aside for line in GARBAGE)
+    assert not any("moved" in line for line in report(tmp_path, first=5, start_step=4))
+
+
+def test_a_plot_skips_damaged_lines(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(GARBAGE) + b"\n")
+    with pytest.raises(ValueError, match=r"nothing to draw yet \(\d+ lines of .* are no records\)"):
+        plot_loss(tmp_path)
+    values = (b'"nan"', b"[]", b"NaN", b'"2,5"', b"1" + b"0" * 400, b"null")
+    wrong = [b'{"kind": "train", "step": 2, "loss": %s}' % value for value in values]
+    lines = [b'{"kind": "train", "step": 1, "tokens": 8, "loss": 3.0}', *wrong, b"torn"]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    told = []
+    assert plot_loss(tmp_path, log=told.append).exists()
+    assert told == [f"1 line of {path} is no record: skipped"]
+
+
+def test_a_duplicated_record_stands_once_after_a_resume(tmp_path):
+    report(tmp_path, last=4)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], *lines[:2], *lines[2:]]))
+    expected = [("train", 1, 10.0), ("train", 2, 5.0), ("eval", 2, 5.5), ("train", 3, 10 / 3)]
+    report(tmp_path, first=4, last=3, start_step=3)
+    assert recorded(tmp_path) == expected
 
 
 def test_not_finite_is_recorded_at_once_and_is_valid_json(tmp_path):
@@ -229,17 +283,130 @@ def test_tensorboard_reads_the_events_also_after_a_resume(tmp_path):
     assert {"train/tokens_per_second", "train/step_seconds"} <= found.keys()
 
 
-def test_trouble_in_the_background_is_raised(tmp_path):
+def test_a_folder_of_events_that_cannot_be_made_is_told_once_and_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(auxiliary, "FIRST_PAUSE", 0.01)
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     config = MetricsConfig(log_every=1, progress="off")
-    with pytest.raises(FileExistsError):  # at the end, where nothing more is reported
-        report(tmp_path, config, last=1)
-    reporter = Reporter(tmp_path, config, total_steps=1000, tokens_per_step=1)
-    with pytest.raises(FileExistsError):  # and soon, where training goes on
-        for step in range(1, 1000):
+    printed = []
+    with Reporter(
+        tmp_path, config, total_steps=1000, tokens_per_step=1, log=printed.append
+    ) as reporter:
+        for step in range(1, 6):
             reporter.train(step, {"loss": 1.0})
-            time.sleep(0.01)
-    reporter.close()
+            time.sleep(0.02)
+        assert len(printed) == 1 and "TensorBoard events: File exists" in printed[0]
+        assert str(tmp_path / "tensorboard") in printed[0] and "tries again" in printed[0]
+        (tmp_path / "tensorboard").unlink()
+    assert printed[1:] == ["TensorBoard events: works again"]
+    assert [step for step, _ in events(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_missing_package_for_events_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    printed = report(tmp_path, MetricsConfig(log_every=1, progress="off"))
+    assert sum("warning: TensorBoard events: ModuleNotFoundError" in line for line in printed) == 1
+    assert len(recorded(tmp_path)) == 9
+
+
+def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path):
+    (tmp_path / "loss.png.tmp").mkdir()
+    config = MetricsConfig(log_every=1, tensorboard=False, progress="off", plot_every=1)
+    printed = report(tmp_path, config)
+    assert sum(line.startswith("warning: loss.png: Is a directory") for line in printed) == 1
+    assert len(recorded(tmp_path)) == 9
+
+
+class Disk:
+    """os.write with room for a number of bytes."""
+
+    def __init__(self, monkeypatch, room):
+        self.room, self._write = room, os.write
+        monkeypatch.setattr(records.os, "write", self.write)
+
+    def write(self, file, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_records_wait_for_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(auxiliary, "FIRST_PAUSE", 0.0)
+    disk = Disk(monkeypatch, room=300)  # in the middle of a record
+    printed = []
+    with Reporter(
+        tmp_path, QUIET, total_steps=9, tokens_per_step=1, log=printed.append
+    ) as reporter:
+        for step in range(1, 8):
+            reporter.train(step, {"loss": 1.0})
+        assert len(printed) == 1 and "metrics.jsonl cannot be written: No space left" in printed[0]
+        disk.room = 10**6
+        reporter.train(8, {"loss": 1.0})
+        assert printed[1:] == [f"{tmp_path}/metrics.jsonl cannot be written: works again"]
+    assert recorded(tmp_path) == [("train", step, 1.0) for step in range(1, 9)]
+
+
+def test_records_follow_a_folder_that_vanishes(tmp_path, monkeypatch):
+    monkeypatch.setattr(auxiliary, "FIRST_PAUSE", 0.0)
+    printed, workdir = [], tmp_path / "run"
+    with Reporter(workdir, QUIET, total_steps=9, tokens_per_step=1, log=printed.append) as reporter:
+        reporter.train(1, {"loss": 1.0})
+        shutil.rmtree(workdir)
+        reporter.train(2, {"loss": 1.0})
+        assert "No such file or directory" in printed[0]
+        workdir.mkdir()  # a save makes it again
+        reporter.train(3, {"loss": 1.0})
+    assert recorded(workdir) == [("train", 2, 1.0), ("train", 3, 1.0)]
+
+
+def test_what_waits_for_a_disk_is_bounded_and_its_loss_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_WAITING", 3)
+    Disk(monkeypatch, room=0)
+    printed = report(tmp_path, last=6)
+    assert printed[-1] == f"warning: 9 records are not in {tmp_path}/metrics.jsonl"
+
+
+def test_a_display_that_breaks_ends_nothing(tmp_path, capsys):
+    def broken(text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    config = MetricsConfig(log_every=1, tensorboard=False, progress="plain")
+    with Reporter(tmp_path, config, total_steps=3, tokens_per_step=1, log=broken) as reporter:
+        for step in range(1, 4):
+            reporter.train(step, {"loss": 1.0})
+    assert len(recorded(tmp_path)) == 3
+    assert capsys.readouterr().err.count("the display: Broken pipe") == 1
+
+
+def test_memory_does_not_grow_with_the_records(tmp_path):
+    line = (
+        '{"kind": "train", "step": %d, "tokens": %d, "time": 1.5, "loss": 2.5, "grad_norm": 1.0}\n'
+    )
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.writelines(line % (step, step * 100) for step in range(1, 40_001))
+    report(tmp_path / "warm", last=1)
+    plot_loss(tmp_path / "warm")
+    tracemalloc.start()
+    report(tmp_path, first=39_001, last=39_001, total=50_000, start_step=39_000)
+    resumed = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    plot_loss(tmp_path)
+    drawn = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert resumed < 2**20, resumed  # of 40,000 records as dicts: 30 MiB
+    assert drawn < 8 * 2**20, drawn  # the picture has 3.5 MB
+
+
+def test_a_spike_stays_in_a_curve_of_many_records():
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(step, 50.0 if step == 77_777 else 2.0)
+    curve.close()
+    assert len(curve.means) <= MOST_POINTS and curve.width == 32
+    at = curve.highs.index(50.0)
+    assert curve.highs.count(50.0) == 1 and abs(curve.tokens[at] - 77_777) <= curve.width
+    assert sum(mean * curve.width for mean in curve.means) == pytest.approx(200_048, abs=1e-6)
 
 
 def test_plot(tmp_path):

@@ -1,0 +1,73 @@
+"""auxiliary.py: one warning, retries with longer and longer pauses, one word of a recovery."""
+
+import errno
+
+from llmx.runtime import auxiliary
+from llmx.runtime.auxiliary import Auxiliary, cause
+
+
+class Attempts:
+    """A function that fails until it is mended, and a clock."""
+
+    def __init__(self):
+        self.now, self.times, self.broken = 0.0, [], True
+
+    def __call__(self):
+        self.times.append(self.now)
+        if self.broken:
+            raise OSError(errno.ENOSPC, "No space left on device", "/w/x")
+
+
+def driven(attempts, seconds, told):
+    runs = Auxiliary("the thing", log=told.append, clock=lambda: attempts.now)
+    for attempts.now in range(seconds):
+        runs(attempts)
+    return runs
+
+
+def test_one_warning_and_pauses_that_double():
+    attempts, told = Attempts(), []
+    driven(attempts, 300, told)
+    assert attempts.times == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
+    assert told == [
+        "warning: the thing: No space left on device: /w/x; training goes on without it, and "
+        "tries again"
+    ]
+
+
+def test_a_recovery_is_said_once_and_the_pauses_begin_again():
+    attempts, told = Attempts(), []
+    runs = driven(attempts, 10, told)
+    attempts.broken = False
+    assert not runs(attempts)  # in its pause
+    attempts.now = 15
+    assert runs(attempts) and runs(attempts)
+    assert told[1:] == ["the thing: works again"]
+    attempts.broken = True
+    assert not runs(attempts) and not runs(attempts)
+    attempts.now = 16
+    runs(attempts)
+    assert attempts.times[-2:] == [15, 16]
+    assert len(told) == 2  # it was told of lately
+    attempts.broken, attempts.now = False, 15 + auxiliary.QUIET
+    runs(attempts)
+    attempts.broken = True
+    runs(attempts)
+    assert len(told) == 3 and told[2] == told[0]  # later again
+
+
+def test_the_last_attempt_does_not_wait_and_promises_nothing():
+    attempts, told = Attempts(), []
+    runs = Auxiliary("the thing", log=told.append, clock=lambda: attempts.now)
+    assert not runs(attempts, last=True) and not runs(attempts, last=True)
+    assert len(attempts.times) == 2
+    assert told == [
+        "warning: the thing: No space left on device: /w/x; training goes on without it"
+    ]
+
+
+def test_causes():
+    assert cause(ValueError("first\nsecond")) == "ValueError: first"
+    assert cause(KeyError()) == "KeyError"
+    assert cause(OSError("plain")) == "plain"
+    assert cause(FileExistsError(errno.EEXIST, "File exists", "/w")) == "File exists: /w"
