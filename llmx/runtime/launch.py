@@ -20,6 +20,7 @@ import jax
 from llmx.runtime import bounds, clusters
 from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.clusters import Cluster
+from llmx.runtime.supervisor import restart_count as restart_count
 
 # XLA aborts on a flag that it does not know: tests/runtime/test_launch.py tries each of these.
 XLA_FLAGS: dict[str, dict[str, str]] = {

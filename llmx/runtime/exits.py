@@ -1,0 +1,12 @@
+"""Exit codes of training: what ended a run, and so whether it is worth another start.
+
+`llmx.runtime.supervisor` and the files in scripts/cluster/ decide by them.
+"""
+
+DONE = 0  # all steps are taken
+REFUSED = 2  # config, data, checkpoint or work directory: mend what the last line names
+STOPPED = 3  # by the guard or by divergence: the state before it is kept
+UNSAVED = 74  # a checkpoint could not be written (EX_IOERR of sysexits.h)
+AGAIN = 75  # SIGTERM, a hang, a lost process: start again (EX_TEMPFAIL of sysexits.h)
+INTERRUPTED = 130  # Ctrl-C: saved after the first, at once after the second
+TERMINATED = 143  # SIGTERM before the first step: there is nothing new to save

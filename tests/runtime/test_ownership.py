@@ -1,0 +1,331 @@
+"""One run per work directory: races, deaths, suspensions, other machines, damaged files."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from llmx.runtime import exits, ownership
+
+ROOT = pathlib.Path(__file__).parents[2]
+TTL = 0.8  # seconds; renewals each 0.16
+
+HOLD = """
+    import sys, time
+    from llmx.runtime import ownership
+    with ownership.take(sys.argv[1], log=print, ttl=float(sys.argv[2])) as lease:
+        print("taken", flush=True)
+        for line in sys.stdin:
+            try:
+                lease.check()
+                print("mine", flush=True)
+            except ownership.Lost as lost:
+                print("lost", lost.code, lost, flush=True)
+"""
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def holder(workdir):
+    """Another process that holds the directory."""
+    process = subprocess.Popen(
+        python(HOLD, workdir, str(TTL)), cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "taken\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def ask(process) -> str:
+    """What `check` says in the process."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def file(workdir) -> pathlib.Path:
+    return pathlib.Path(workdir, ownership.FILE)
+
+
+def move_elsewhere(monkeypatch):
+    """From here on owners are of another machine."""
+    monkeypatch.setattr(ownership, "machine", lambda: ("another boot", "pid:[1]"))
+
+
+def test_held_renewed_and_given_free(workdir):
+    with ownership.take(workdir, log=print, ttl=TTL) as lease:
+        first = json.loads(file(workdir).read_text())
+        assert first["pid"] == os.getpid() and first["host"] and first["started"]
+        time.sleep(2 * TTL)
+        lease.poll()
+        lease.check()
+        assert json.loads(file(workdir).read_text())["heartbeat"] >= 3
+        with pytest.raises(ValueError, match="in use") as refused:
+            ownership.take(workdir, log=print, ttl=TTL)
+        words = (f"process {os.getpid()} on {first['host']}", first["started"], "last heartbeat",
+                 f"`kill {os.getpid()}`", "--workdir")  # fmt: skip
+        assert all(word in str(refused.value) for word in words), refused.value
+    assert os.listdir(workdir) == []
+    ownership.take(workdir, log=print).release()
+
+
+def test_of_several_starts_exactly_one_wins(workdir):
+    """Fifty rounds: threads that start together, on what a dead owner left or on nothing."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left_behind = ownership.own_record(TTL) | {"pid": dead.pid}
+    for attempt in range(50):
+        folder = f"{workdir}/{attempt}"
+        os.makedirs(folder)
+        if attempt % 2:
+            file(folder).write_text(json.dumps(left_behind))
+        barrier, won, refused = threading.Barrier(4), [], []
+
+        def start(folder=folder, barrier=barrier, won=won, refused=refused):
+            barrier.wait()
+            try:
+                won.append(ownership.take(folder, log=lambda _: None))
+            except ValueError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=start) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1 and len(refused) == 3
+        assert all("in use" in text for text in refused)
+        won[0].check()
+        won[0].release()
+
+
+def test_processes_race_too(workdir):
+    """Two processes start at the same moment, again and again."""
+    code = """
+        import sys, time
+        from llmx.runtime import ownership
+        import tensorstore
+        print("ready", flush=True)
+        for line in sys.stdin:
+            folder, moment = line.split()
+            time.sleep(max(0, float(moment) - time.time()))
+            try:
+                lease = ownership.take(folder, log=lambda _: None)
+                print("won", flush=True)
+            except ValueError:
+                print("refused", flush=True)
+    """
+    racers = [
+        subprocess.Popen(python(code), cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        for racer in racers:
+            assert racer.stdout.readline() == "ready\n"
+        for attempt in range(50):
+            moment = time.time() + 0.02
+            for racer in racers:
+                racer.stdin.write(f"{workdir}/{attempt} {moment}\n")
+                racer.stdin.flush()
+            said = sorted(racer.stdout.readline() for racer in racers)
+            assert said == ["refused\n", "won\n"], attempt
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.wait()
+
+
+def test_after_kill_9_the_next_start_goes_on_at_once(workdir, holder):
+    with pytest.raises(ValueError, match=f"process {holder.pid} on"):
+        ownership.take(workdir, log=print)
+    holder.kill()
+    log = []
+    # It is not waited for: a zombie writes nothing any more.
+    while ownership.process_start(holder.pid) not in (-1, None):
+        time.sleep(0.01)
+    begun = time.monotonic()
+    ownership.take(workdir, log=log.append).release()
+    assert time.monotonic() - begun < 5
+    assert f"process {holder.pid}" in log[0] and "has ended" in log[0]
+
+
+def test_killed_at_any_moment_of_a_renewal(workdir):
+    """It leaves neither a lock nor a torn file behind."""
+    code = """
+        import sys
+        from llmx.runtime import ownership
+        with ownership.take(sys.argv[1], log=print) as lease:
+            print("taken", flush=True)
+            while True:
+                lease._renew()
+    """
+    for attempt in range(8):
+        process = subprocess.Popen(python(code, workdir), cwd=ROOT, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        time.sleep(0.001 * attempt)
+        process.kill()
+        process.wait()
+    # What a write that was killed leaves: the next one takes the lock and replaces it.
+    pathlib.Path(workdir, f"{ownership.FILE}.__lock").write_text("x" * 5000)
+    with ownership.take(workdir, log=print, ttl=TTL) as lease:
+        time.sleep(TTL)
+        lease.check()
+        assert f'"pid": {os.getpid()},' in file(workdir).read_text()
+    assert os.listdir(workdir) == []
+
+
+def test_a_process_id_that_came_again_is_another_process(workdir):
+    os.makedirs(workdir)
+    record = ownership.own_record(TTL)
+    file(workdir).write_text(json.dumps(record | {"process_start": 1}))
+    log = []
+    ownership.take(workdir, log=log.append).release()
+    assert "has ended" in log[0]
+
+
+def test_elsewhere_a_heartbeat_refuses_and_silence_is_taken_over(workdir, holder, monkeypatch):
+    """Whatever the clocks say: only changes count, by one's own clock."""
+    move_elsewhere(monkeypatch)
+    monkeypatch.setattr(ownership, "clock_text", lambda: "1970-01-01 00:00:00 UTC")
+    begun, log = time.monotonic(), []
+    with pytest.raises(ValueError, match=f"`kill {holder.pid} on"):
+        ownership.take(workdir, log=log.append, ttl=TTL)
+    assert time.monotonic() - begun < TTL + 0.5
+    assert len(log) == 1 and "watching for a sign of life" in log[0]
+    assert ask(holder) == "mine\n"
+
+    holder.send_signal(signal.SIGSTOP)
+    log.clear()
+    with ownership.take(workdir, log=log.append, ttl=TTL) as lease:
+        assert "no sign of life" in log[1]
+        holder.send_signal(signal.SIGCONT)
+        # The awakened owner finds out before it writes, and leaves the file alone at its end.
+        said = ask(holder)
+        assert said.startswith(f"lost {exits.REFUSED} {workdir} was taken over by process")
+        assert f"process {os.getpid()} on" in said and "suspended" in said
+        holder.stdin.close()
+        assert holder.wait(20) == 0
+        lease.check()
+    assert not file(workdir).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', "\0" * 100])
+def test_a_damaged_file_is_watched_and_replaced(workdir, text):
+    os.makedirs(workdir)
+    file(workdir).write_text(text)
+    log = []
+    ownership.take(workdir, log=log.append, ttl=TTL).release()
+    assert "an unknown run" in log[0]
+
+
+def wait_until_lost(lease) -> ownership.Lost:
+    for _ in range(100):
+        try:
+            lease.poll()
+        except ownership.Lost as lost:
+            assert lease.lost == str(lost)
+            with pytest.raises(ownership.Lost):
+                lease.check()
+            return lost
+        time.sleep(0.05)
+    raise AssertionError("not noticed")
+
+
+def test_what_becomes_of_the_directory_is_noticed(tmp_path):
+    def vanish(folder):
+        os.rename(folder, f"{folder}.away")
+
+    def delete(folder):
+        file(folder).unlink()
+
+    def replace(folder):
+        file(folder).write_text(json.dumps(ownership.own_record(TTL)))
+
+    for happening, words, code in (
+        (vanish, "has vanished", exits.UNSAVED),
+        (delete, "was deleted", exits.REFUSED),
+        (replace, "taken over by process", exits.REFUSED),
+    ):
+        folder = str(tmp_path / happening.__name__)
+        lease = ownership.take(folder, log=print, ttl=TTL)
+        happening(folder)
+        lost = wait_until_lost(lease)
+        assert words in str(lost) and "run" in str(lost) and lost.code == code
+        lease.release()
+        assert not os.path.exists(folder) or happening is not vanish
+    assert file(tmp_path / "replace").exists()
+
+
+def test_storage_that_fails_for_a_while(workdir, monkeypatch):
+    """One line, and renewals go on; a full disk does not take the directory from its owner."""
+    log, intact = [], ownership.write
+    lease = ownership.take(workdir, log=log.append, ttl=TTL)
+    before = file(workdir).stat().st_mtime_ns
+
+    def full(store, record, stamp):
+        raise ownership.Unavailable("No space left on device")
+
+    monkeypatch.setattr(ownership, "write", full)
+    time.sleep(2 * TTL)
+    assert len(log) == 1 and "No space left" in log[0]
+    assert file(workdir).stat().st_mtime_ns > before, "another machine would see no sign of life"
+    lease.check()
+    monkeypatch.setattr(ownership, "write", intact)
+    time.sleep(TTL)
+    assert len(log) == 2 and "again" in log[1]
+    lease.release()
+    assert not file(workdir).exists()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run", "/sys/llmx"):
+        with pytest.raises(ValueError, match=r"cannot be written .*name another --workdir"):
+            ownership.take(str(folder), log=print)
+
+
+def test_a_forked_worker_gives_nothing_free(workdir):
+    with ownership.take(workdir, log=print) as lease:
+        worker = os.fork()
+        if worker == 0:
+            lease.check()
+            lease.release()
+            os._exit(0)
+        assert os.waitpid(worker, 0)[1] == 0
+        lease.check()
+        assert file(workdir).exists()
+
+
+def test_object_stores_use_the_same_writes(monkeypatch):
+    """TensorStore's memory driver in the place of gs:// and s3://: no folder, generations only."""
+    import tensorstore
+
+    store = tensorstore.KvStore.open({"driver": "memory", "path": "run/"}).result()
+    monkeypatch.setattr(ownership, "open_store", lambda workdir: store)
+    lease = ownership.take("gs://bucket/run", log=print, ttl=TTL)
+    time.sleep(TTL)
+    lease.check()
+    with pytest.raises(ValueError, match="in use"):
+        ownership.take("gs://bucket/run", log=print, ttl=TTL)
+    store.write(ownership.FILE, b"{}").result()
+    assert "an unknown run" in str(wait_until_lost(lease))
+    lease.release()
+    assert store.read(ownership.FILE).result().value == b"{}"
