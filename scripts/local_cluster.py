@@ -7,10 +7,15 @@ Each process gets LLMX_COORDINATOR, LLMX_NUM_PROCESSES and LLMX_PROCESS_ID, whic
 begin with [1], [2], ... Ctrl-C and SIGTERM are forwarded. When one process fails, the others are
 killed after a few seconds. Exit code: that of the first failure (128 + signal if it was killed),
 else 0.
+
+With --supervise each process has a supervisor (`llmx.runtime.supervisor`) that starts it again, as
+on a cluster of hosts, and the others are killed a minute after the first supervisor has ended.
+--supervise="--max-restarts 3 --backoff 2" gives the supervisors flags.
 """
 
 import argparse
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,6 +24,9 @@ import threading
 import time
 
 GRACE_SECONDS = 5
+SUPERVISED_GRACE_SECONDS = 60
+# One machine: no storage to spare, and soon clear that a process is stopped for good.
+SUPERVISOR_FLAGS = "--backoff 1 --stopped-limit 20"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGINT, forward)
     signal.signal(signal.SIGTERM, forward)
-    port = find_free_port()
+    port = options.port or find_free_port()
     for rank in range(options.num_processes):
         processes.append(start(options, rank, port))
     readers = [
@@ -43,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     for reader in readers:
         reader.start()
-    code = wait(processes)
+    code = wait(processes, supervised=options.supervise is not None)
     for reader in readers:
         reader.join()
     return code
@@ -58,6 +66,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--devices-per-process", type=int, default=1, help="fake CPU devices in each (default 1)"
     )
+    parser.add_argument(
+        "--supervise", nargs="?", const=SUPERVISOR_FLAGS, metavar="FLAGS",
+        help=f"start processes that end again; flags of the supervisor, {SUPERVISOR_FLAGS!r}",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="of the coordinator; 0 = a free one")
     parser.add_argument("command", nargs="+", metavar="-- command", help="what each process runs")
     options = parser.parse_args(argv)
     if options.num_processes < 1:
@@ -88,7 +101,11 @@ def start(options: argparse.Namespace, rank: int, port: int) -> subprocess.Popen
     if rank == 0:
         # It may draw on a terminal; into a file or pipe, whole lines are copied.
         output = {} if sys.stdout.isatty() else {"stdout": subprocess.PIPE}
-    return subprocess.Popen(options.command, env=environment, start_new_session=True, **output)
+    command = options.command
+    if options.supervise is not None:
+        flags = shlex.split(options.supervise)
+        command = [sys.executable, "-m", "llmx.runtime.supervisor", *flags, "--", *command]
+    return subprocess.Popen(command, env=environment, start_new_session=True, **output)
 
 
 def copy_lines(process: subprocess.Popen, rank: int) -> None:
@@ -99,16 +116,19 @@ def copy_lines(process: subprocess.Popen, rank: int) -> None:
         sys.stdout.buffer.flush()
 
 
-def wait(processes: list[subprocess.Popen]) -> int:
-    """Waits until all have ended, and kills the others `GRACE_SECONDS` after the first failure.
+def wait(processes: list[subprocess.Popen], *, supervised: bool) -> int:
+    """Waits until all have ended, and kills the others some time after the first failure, or if
+    they are supervised after the first end.
 
     Returns the exit code of the first that failed, else 0.
     """
     first_failure, deadline = 0, None
     while None in (codes := [process.poll() for process in processes]):
-        if deadline is None and any(codes):
-            first_failure = next(code for code in codes if code)
-            deadline = time.monotonic() + GRACE_SECONDS
+        first_failure = first_failure or next((code for code in codes if code), 0)
+        ended = any(code is not None for code in codes)
+        if deadline is None and (first_failure or (supervised and ended)):
+            grace = SUPERVISED_GRACE_SECONDS if supervised else GRACE_SECONDS
+            deadline = time.monotonic() + grace
         if deadline is not None and time.monotonic() > deadline:
             for process in processes:
                 process.kill()

@@ -3,11 +3,12 @@
     python -m llmx.runtime.supervisor [--max-restarts 10] [--backoff 5] -- python -m llmx.train ...
 
 The trainer continues from its newest good checkpoint by itself. It is started again after a crash,
-a signal and exit code 75 (`llmx.runtime.exits`), with a delay that doubles each time; codes 0, 2,
-3, 74 and 130 are final. The limit counts restarts since the last progress: a newer checkpoint in
-the work directory that the command names with --workdir, or where that is none or not a local
-folder, a trainer that ran for ten minutes. With several hosts all trainers of a run end together,
-and each is started again by its own supervisor with the same coordinator address.
+a signal and exit code 75 (`llmx.runtime.exits`), with a delay that doubles each time. Codes 0, 2,
+3, 74 and 130 are final, and the last line is then the trainer's own. The limit counts restarts
+since the last progress: a newer checkpoint in the work directory that the command names with
+--workdir, or where that is none or not a local folder, a trainer that ran for ten minutes. With
+several hosts all trainers of a run end together, and each is started again by its own supervisor
+with the same coordinator address.
 
 SIGTERM and Ctrl-C are passed on, and then the supervisor ends with the trainer's code. The second
 one, or --grace seconds, kills the trainer. The trainer also dies if the supervisor is killed
@@ -28,13 +29,7 @@ from pathlib import Path
 
 from llmx.runtime import exits
 
-FINAL = {
-    exits.DONE: "done",
-    exits.REFUSED: "refused: mend what its last lines name, then start again",
-    exits.STOPPED: "training was stopped: decide what its last lines propose, then start again",
-    exits.UNSAVED: "it cannot save: free or mend the storage, then start again",
-    exits.INTERRUPTED: "interrupted: start again to continue",
-}
+FINAL = (exits.DONE, exits.REFUSED, exits.STOPPED, exits.UNSAVED, exits.INTERRUPTED)
 STEADY_SECONDS = 600.0  # without a work directory to look at, this long is progress
 LONGEST_DELAY = 300.0
 POLL_SECONDS = 0.1
@@ -58,8 +53,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backoff", type=float, default=5.0, help="seconds before the first restart (default 5)")
     add("--grace", type=float, default=120.0,
         help="seconds for the trainer to save after a signal (default 120)")  # fmt: skip
-    add("--stopped-limit", type=float, default=60.0,
-        help="seconds after which a trainer stopped by SIGSTOP is killed; 0 = never")  # fmt: skip
+    add("--stopped-limit", type=float, default=30.0,
+        help="seconds until a trainer that SIGSTOP stopped is killed; 0 = never (default 30)")  # fmt: skip
     add("--restart-unsaved", action="store_true", help="restart after exit code 74 too")
     add("command", nargs="+", metavar="-- command", help="the trainer")
     options = parser.parse_args(argv)
@@ -100,13 +95,10 @@ class Supervisor:
             code = self._run_once(before + restarts)
             seconds = time.monotonic() - begun
             ended = f"the trainer ended with {code_text(code)} after {seconds:.0f} s"
-            if self._signals:
-                name = signal.Signals(self._signals[0]).name
-                note(f"{ended}, after {name}: not started again; start again to continue")
+            if self._signals or (code in FINAL and not self._restarts_unsaved(code)):
+                if code < 0:
+                    note(f"{ended}: start again to continue from the newest checkpoint")
                 return shell_code(code)
-            if code in FINAL and not (code == exits.UNSAVED and options.restart_unsaved):
-                note(f"{ended}: {FINAL[code]}")
-                return code
             if self._progressed(step, seconds):
                 failures = 0
             if failures >= options.max_restarts:
@@ -183,6 +175,9 @@ class Supervisor:
         while not self._signals and time.monotonic() < end:
             time.sleep(min(POLL_SECONDS, max(end - time.monotonic(), 0.0)))
         return not self._signals
+
+    def _restarts_unsaved(self, code: int) -> bool:
+        return code == exits.UNSAVED and self._options.restart_unsaved
 
     def _progressed(self, step_before: int | None, seconds: float) -> bool:
         if self._workdir is None:

@@ -57,14 +57,14 @@ def test_crashes_signals_and_75_are_started_again():
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [word for n in range(6) for word in ("start", str(n))]
     assert "signal SIGKILL" in done.stderr and "restart 5 of 10" in done.stderr
-    assert last_line(done).endswith(": done")
+    assert done.stderr.count("\n") == 5, "it adds nothing to what the trainer says at its end"
 
 
 @pytest.mark.parametrize("code", sorted(supervisor.FINAL))
 def test_final_codes(code):
     done = run(COUNTED, code, 0)
     assert done.returncode == code and done.stdout.split() == ["start", "0"]
-    assert supervisor.FINAL[code] in last_line(done)
+    assert done.stderr == ""
     if code == exits.UNSAVED:
         assert run(COUNTED, code, 0, flags=("--restart-unsaved", "--backoff", "0")).returncode == 0
 
@@ -112,7 +112,7 @@ def test_a_signal_is_passed_on_once_and_the_code_is_the_childs(number):
         process.send_signal(number)
     said, notes = process.communicate(timeout=30)
     assert process.returncode == 75 and said.split() == ["told", str(int(number))]
-    assert f"after {number.name}" in notes and "restart 1" not in notes
+    assert notes == ""
 
 
 DEAF = """
