@@ -53,8 +53,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--backoff", type=float, default=5.0, help="seconds before the first restart (default 5)")
     add("--grace", type=float, default=120.0,
         help="seconds for the trainer to save after a signal (default 120)")  # fmt: skip
-    add("--stopped-limit", type=float, default=30.0,
-        help="seconds until a trainer that SIGSTOP stopped is killed; 0 = never (default 30)")  # fmt: skip
+    stopped = "seconds until a trainer that SIGSTOP stopped is killed; 0 = never (default 30)"
+    add("--stopped-limit", type=float, default=30.0, help=stopped)
     add("--restart-unsaved", action="store_true", help="restart after exit code 74 too")
     add("command", nargs="+", metavar="-- command", help="the trainer")
     options = parser.parse_args(argv)
