@@ -1,0 +1,85 @@
+"""stragglers.py: the process that others wait for is named, and nobody where all is well."""
+
+import pytest
+
+from llmx.runtime import stragglers
+
+
+def beats(*places, **more):
+    """Heartbeats of (phase, step, seconds); more: a list of values by name."""
+    found = [
+        {
+            "process": number,
+            "host": "abcd"[number],
+            "phase": phase,
+            "step": step,
+            "seconds": seconds,
+        }
+        for number, (phase, step, seconds) in enumerate(places)
+    ]
+    for name, values in more.items():
+        for beat, value in zip(found, values, strict=True):
+            beat[name] = value
+    return found
+
+
+WAIT = ("step", 120, 6.0)
+
+
+@pytest.mark.parametrize(
+    "places, text",
+    [
+        ([WAIT, WAIT, ("data wait", 120, 6.1), WAIT],
+         "process 2 (host c) is in 'data wait' of step 120 for 6.1 s, the others wait"),
+        ([WAIT, ("step", 119, 9.0), WAIT],
+         "process 1 (host b) is in 'step' of step 119 for 9.0 s, the others wait"),
+        ([("save", 120, 30.0), WAIT],
+         "process 0 (host a) is in 'save' of step 120 for 30.0 s, the others wait"),
+        # The longest one of two.
+        ([WAIT, WAIT, ("data wait", 120, 5.5), ("save", 120, 7.0)],
+         "process 3 (host d) is in 'save' of step 120 for 7.0 s, the others wait"),
+        ([("compile", 0, 99.0), ("compile", 0, 99.0), ("restore", 0, 99.0)],
+         "process 2 (host c) is in 'restore' of step 0 for 99.0 s, the others wait"),
+    ],
+)  # fmt: skip
+def test_the_one_that_others_wait_for(places, text):
+    assert stragglers.find(beats(*places)).text == text
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [],
+        [("data wait", 7, 99.0)],  # alone
+        [WAIT, WAIT],  # the devices are slow, or nobody knows
+        [("step", 120, 1.0), ("data wait", 120, 1.0)],  # not long
+        # It came there long ago, the others wait since now.
+        [("step", 120, 0.2), ("step", 120, 0.3), ("data wait", 120, 40.0)],
+        # Most are there: none of them is the straggler.
+        [("data wait", 120, 9.0), ("data wait", 120, 9.0), ("data wait", 120, 9.0), WAIT],
+    ],
+)
+def test_nobody(places):
+    assert stragglers.find(beats(*places)) is None
+
+
+def test_slow_but_moving():
+    moving = [("step", 5, 0.1)] * 4
+    found = stragglers.find(beats(*moving, data_seconds=[0.02, 0.41, 0.02, 0.03]))
+    assert found.text == (
+        "process 1 (host b) takes 0.41 s of each step waiting for data, the others 0.02 s"
+    )
+    found = stragglers.find(beats(*moving, host_seconds=[0.1, 0.1, 0.1, 1.0]))
+    assert "process 3 (host d) takes 1 s of each step on the host" in found.text
+    assert stragglers.find(beats(*moving, data_seconds=[0.001, 0.04, 0.001, 0.001])) is None
+    assert stragglers.find(beats(*moving, data_seconds=[1.0, 2.0, 1.0, 1.0])) is None
+
+
+def test_the_same_one_is_told_once_a_minute():
+    said, now = [], [0.0]
+    watch = stragglers.Watch(log=said.append, clock=lambda: now[0])
+    for now[0] in range(130):
+        watch.look(beats(WAIT, ("data wait", 120, 6.1 + now[0])))
+    assert len(said) == 3 and "for 66.1 s" in said[1]
+    watch.look(beats(("save", 120, 30.0), WAIT))
+    assert len(said) == 4
