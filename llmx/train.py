@@ -19,7 +19,8 @@ from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
 from llmx.config import Config, checks, describe, flags
 from llmx.contract import Batch, State, Strategy
-from llmx.runtime import launch, metrics, plot, profiling, signals
+from llmx.runtime import agreement, exits, launch, metrics, plot, profiling
+from llmx.runtime import job as job_lib
 
 # What a mistake in the config does not need is imported where it is used.
 if typing.TYPE_CHECKING:
@@ -29,101 +30,132 @@ Log = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the config says.
-
-    Returns the exit code: 0 done, or stopped by a signal; 2 the config or data is wrong; 3 stopped
-    by the guard.
-    """
+    """Trains as the config says. Returns one of the exit codes of `runtime.exits`."""
     begun, log = time.perf_counter(), launch.log
-    try:
-        # 1. The config: all its problems are reported before anything heavy is imported.
-        command = flags.parser("llmx.train", "Train a model; run it again to resume.")
-        _, config, problems = flags.parse(command, argv)
-        num_devices = None
-        if not launch.problems(config.launch):
-            launch.start(config.launch)
-            num_devices = launch.device_count(config.launch)
-        config = checks.resolve(config, num_devices, problems=problems)
-        checkpoints = checkpointer.Checkpointer(
-            f"{config.workdir}/checkpoints", config.checkpoint, log=log
-        )
-
-        # 2. Mesh and shapes: nothing is allocated.
-        from llmx.checkpoint import resume
-        from llmx.config import recipe as recipe_lib
-
-        recipe = recipe_lib.make_recipe(config)
-        log(describe.run_text(config, recipe.mesh))
-
-        # 3. Data: text is tokenised once, each process then reads its rows of every global batch.
-        dataset = open_data(config, log)
-
-        # 4. State: restored onto this mesh, whatever it was saved on, or born split.
-        state, first = resume.restore_or_init(config, recipe, checkpoints, dataset, log)
-        if jax.process_index() == 0:
-            config_lib.save_run(config)
-            dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error}: name a --workdir that can be written", file=sys.stderr)
-        return 2
-
-    # 5. Compile the step, explicitly: a program for each phase that is still to come.
-    programs = compile_programs(config, recipe, state, first, log)
-
-    # 6. The loop.
-    from llmx import evaluate, generate
-
-    code = 0
     with contextlib.ExitStack() as resources:
+        job = resources.enter_context(job_lib.Job(log=log))
+        resources.push(job.tell_crash)
+        progress, stop = job.progress, job.stop
+        try:
+            # 1. The config: all its problems are reported before anything heavy is imported.
+            config, problems = read_config(job, argv)
+            num_devices = None
+            if not launch.problems(config.launch):
+                job.join(config.launch)
+                num_devices = launch.device_count(config.launch)
+            config = checks.resolve(config, num_devices, problems=problems)
+            job.watch(config.watchdog, config.launch)
+            job.peers.agree("start", launch_values(config))
+            checkpoints = checkpointer.Checkpointer(
+                f"{config.workdir}/checkpoints", config.checkpoint, log=log
+            )
+
+            # 2. Mesh and shapes: nothing is allocated.
+            from llmx.checkpoint import resume
+            from llmx.config import recipe as recipe_lib
+
+            recipe = recipe_lib.make_recipe(config)
+            log(describe.run_text(config, recipe.mesh))
+
+            # 3. Data: text is tokenised once, each process then reads its rows of every batch.
+            with progress("data"):
+                dataset = open_data(config, log)
+                job.peers.agree("data", {"fingerprint": dataset.fingerprint})
+
+            # 4. State: restored onto this mesh, whatever it was saved on, or born split.
+            with progress("restore"):
+                state, first = resume.restore_or_init(config, recipe, checkpoints, dataset, log)
+                job.peers.agree("restored state", {"steps taken": first})
+            progress.begin_at(first)
+            if jax.process_index() == 0:
+                config_lib.save_run(config)
+                dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
+        except ValueError as error:
+            return job.refuse(error)
+        except OSError as error:
+            return job.refuse(f"{error}: name a --workdir that can be written")
+
+        # 5. Compile the step, explicitly: a program for each phase that is still to come.
+        with progress("compile"):
+            programs = compile_programs(config, recipe, state, first, log)
+
+        # 6. The loop.
+        from llmx import evaluate, generate
+
+        code = exits.DONE
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(recipe.mesh))
-        stop = resources.enter_context(signals.StopSignal(log=log))
-        watchdog = signals.Watchdog(config.launch.watchdog_seconds, log=log)
-        resources.enter_context(watchdog)
-        loop = Loop(config, recipe, programs, dataset, state, first)
+        loop = Loop(config, recipe, programs, dataset, state, first, progress)
         resources.callback(loop.close)
         evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
+        resources.push(job.tell_crash)  # before anything above waits for other processes
+        progress.enter("step")
+        stop.start()
         try:
             while loop.step < config.steps and not stop.agreed(loop.step):
                 profile.before(loop.step + 1)
                 loop.advance()
-                watchdog.beat()
                 if loop.step == first + 1:
                     loop.settle()
                     log(f"first step done {time.perf_counter() - begun:.1f} s after launch")
                 if profile.ends(loop.step):
-                    with loop.aside():
+                    with loop.aside("save"):
                         profile.close()
                 if checkpoints.due(loop.step):
-                    with loop.aside():
+                    with loop.aside("save"):
                         save(config, recipe, checkpoints, dataset, loop)
                 if evaluation.due(loop.step):
-                    with loop.aside():
+                    with loop.aside("evaluation"):
                         evaluation(loop.step, loop.state)
             loop.settle()
         except TrainingStopped as stopped:
             log(str(stopped))
-            code = 3
-        save(config, recipe, checkpoints, dataset, loop, wait=True)
+            code = exits.STOPPED
+        with progress("save"):
+            save(config, recipe, checkpoints, dataset, loop, wait=True)
 
         # 7. The final evaluation and sample.
         if first < loop.step == config.steps:
-            evaluation(loop.step, loop.state)
+            with progress("evaluation"):
+                evaluation(loop.step, loop.state)
         if loop.step == config.steps:
-            params = evaluate.averaged(loop.state)
-            generate.show_sample(config, recipe, params, dataset.tokenizer, log)
-    if jax.process_index() == 0 and loop.step > 0:
-        log(f"loss curve: {plot.plot_loss(config.workdir)}")
-    log(farewell(config, loop.step, code))
+            with progress("sample"):
+                params = evaluate.averaged(loop.state)
+                generate.show_sample(config, recipe, params, dataset.tokenizer, log)
+        if code == exits.DONE and loop.step < config.steps:
+            code = stop.code
+        if jax.process_index() == 0 and loop.step > 0:
+            log(f"loss curve: {plot.plot_loss(config.workdir)}")
+        log(farewell(config, loop.step, code))
     return code
 
 
 # -------------------------------------------------------------------------------- before the loop
+
+
+def read_config(job: job_lib.Job, argv: Sequence[str] | None) -> tuple[Config, list[str]]:
+    """The config of the command line, and the problems of its overrides.
+
+    Raises ConfigError where there is no config, and tells the other processes.
+    """
+    command = flags.parser("llmx.train", "Train a model; run it again to resume.")
+    try:
+        _, config, problems = flags.parse(command, argv)
+    except (config_lib.ConfigError, SystemExit) as error:
+        if not isinstance(error, SystemExit) or error.code:
+            job.tell(launch.LaunchConfig(), f"its command line is refused: {error}")
+        raise
+    return config, problems
+
+
+def launch_values(config: Config) -> dict[str, Any]:
+    """What all processes of a run must have in common, by name."""
+    values = {key: config_lib.get_value(config, key) for key in config_lib.leaf_types(Config)}
+    own = ("launch.process_id", "launch.bind_address", "launch.compile_cache", "data.cache_dir",
+           "data.num_threads", "data.prefetch")  # fmt: skip
+    return agreement.versions() | {key: values[key] for key in values if key not in own}
 
 
 def open_data(config: Config, log: Log):
@@ -208,7 +240,9 @@ class TrainingStopped(RuntimeError):
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(self, config: Config, recipe, programs: Programs, dataset, state, first: int):
+    def __init__(
+        self, config: Config, recipe, programs: Programs, dataset, state, first: int, progress
+    ):
         from llmx import sharding
         from llmx.data import loader
         from llmx.model import costs
@@ -217,6 +251,7 @@ class Loop:
         self.config, self.recipe, self.programs = config, recipe, programs
         self.state, self.step = state, first  # after all steps that were started
         self._pending = None  # report of the step that is under way
+        self._progress = progress
         shape = (config.batch.size, config.batch.sequence_length)
         self._to = recipe.loss.batch_sharding
         self._rows = sharding.process_rows(self._to, shape)
@@ -235,7 +270,7 @@ class Loop:
 
     def advance(self):
         """Starts the next step and waits for the one before."""
-        with self.timer.data():
+        with self.timer.data(), self._progress("data wait"):
             _, local = next(self._data)
             batch = {
                 name: self._assemble(array, self._rows, self._to, self.config.batch.size)
@@ -255,6 +290,7 @@ class Loop:
         if self._pending is None:
             return
         report, self._pending = jax.device_get(self._pending), None
+        self._progress.step_done(self.step)
         self._notice(report.scalars)
         seconds, data_seconds = self.timer.lap()
         scalars = {
@@ -269,10 +305,10 @@ class Loop:
             self._refuse(report)
 
     @contextlib.contextmanager
-    def aside(self):
+    def aside(self, phase: str):
         """For what is not a step: after the step under way, outside its time."""
         self.settle()
-        with self.timer.pause():
+        with self.timer.pause(), self._progress(phase):
             yield
 
     def close(self):
@@ -316,7 +352,7 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
 
 
 def farewell(config: Config, step: int, code: int) -> str:
-    if code == 0 and step < config.steps:
+    if step < config.steps and code != exits.STOPPED:
         return f"stopped at step {step} of {config.steps}: run the same command again to continue"
     return f"step {step} of {config.steps}: everything is in {config.workdir}"
 

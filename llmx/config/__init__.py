@@ -23,6 +23,7 @@ from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.metrics import MetricsConfig
+from llmx.runtime.watchdog import WatchdogConfig
 from llmx.sharding import MeshConfig, ShardingConfig
 from llmx.step.guard import GuardConfig
 from llmx.step.optimizers import OptimizerConfig
@@ -94,6 +95,7 @@ class Config:
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
     launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
 
 
 def default() -> Config:

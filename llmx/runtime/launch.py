@@ -7,13 +7,16 @@ from the config, or by `clusters` from LLMX_COORDINATOR, LLMX_NUM_PROCESSES and 
 """
 
 import dataclasses
+import errno
 import glob
 import importlib.util
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 
@@ -55,10 +58,13 @@ class LaunchConfig:
     coordinator: str = ""
     num_processes: int = bounded(0, at_least=0)  # with a coordinator; 0 = from the environment
     process_id: int = -1  # with a coordinator; -1 = from the environment
+    # address that process 0 listens on; "" = the coordinator's, where it is one of this machine
+    bind_address: str = ""
+    join_seconds: int = bounded(300, at_least=5)  # processes that have not met by then end with 75
     # a process not heard of for this long ends the run
     heartbeat_seconds: int = bounded(30, at_least=5, remedy="a busy host may pause; use 30")
-    # no step for this long (evaluations and saves included): print all stacks, exit 75; 0 = off
-    watchdog_seconds: int = bounded(0, at_least=0, remedy="0 is off")
+    # no step for this long: print all stacks, exit 75; 0 = as the section watchdog says
+    watchdog_seconds: int = bounded(0, at_least=0, remedy="0 = watchdog.step_factor")
     # compiled programs of earlier launches; "" = none. JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
     compiler_options: tuple[str, ...] = ()  # of XLA for the train step: ("xla_name=value", ...)
@@ -127,14 +133,106 @@ def start(config: LaunchConfig) -> None:
             _set("jax_cpu_collectives_implementation", "gloo")
         if cluster.process_id == 0:
             note(clusters.describe(cluster))
+        # `runtime.signals` handles SIGTERM, also before the first step.
+        _set("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             cluster.coordinator, cluster.num_processes, cluster.process_id,
             local_device_ids=cluster.local_device_ids,
             cluster_detection_method="deactivate" if cluster.coordinator else None,
-            heartbeat_timeout_seconds=config.heartbeat_seconds,
+            coordinator_bind_address=bind_address(config, cluster),
+            initialization_timeout=config.join_seconds,
+            # `runtime.agreement` names a lost process before JAX ends this one.
+            heartbeat_timeout_seconds=2 * config.heartbeat_seconds + 10,
         )  # fmt: skip
         if cluster.coordinator is None:
             note(clusters.describe(cluster, jax.process_count()))
+
+
+PORT_SECONDS = 5.0  # how long a port may still be held by a process that is ending
+
+
+def bind_address(config: LaunchConfig, cluster: clusters.Cluster) -> str | None:
+    """host:port that the coordinator listens on; None = JAX's own choice, or not process 0.
+
+    Raises ValueError where the port is taken.
+    """
+    if not cluster.coordinator:
+        if config.bind_address:
+            raise ValueError(
+                f"launch.bind_address={config.bind_address!r} needs the coordinator's port: set "
+                "launch.coordinator too, or leave both to the scheduler"
+            )
+        return None
+    if cluster.process_id != 0:
+        return None
+    host, _, port = cluster.coordinator.rpartition(":")
+    wanted = config.bind_address or host.strip("[]")
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            return _free_address(wanted, int(port), required=bool(config.bind_address))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ValueError(
+                    f"launch.bind_address={wanted!r}: process 0 cannot listen there ({error}): "
+                    "give an address of this machine"
+                ) from error
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"the coordinator's port is in use: {cluster.coordinator}; another run may "
+                    "use it: choose another port, or end that run"
+                ) from error
+            time.sleep(0.2)
+
+
+def _free_address(host: str, port: int, *, required: bool) -> str:
+    """Where to listen: at `host`, if this machine has that address, else at all of its addresses.
+
+    Raises OSError where that port is taken, or a required host is not of this machine.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        _bind(family, address)
+        return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+    except OSError as error:
+        if required or error.errno == errno.EADDRINUSE:
+            raise
+    # A name of a service in front of this machine: nothing here has its address.
+    if socket.has_dualstack_ipv6():
+        _bind(socket.AF_INET6, ("::", port))
+    else:
+        _bind(socket.AF_INET, ("0.0.0.0", port))
+    return f"[::]:{port}"
+
+
+def _bind(family: int, address: tuple) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def store() -> tuple[Any, int, int]:
+    """(client of the key-value store, index, count) of this run's processes; None: there is one."""
+    # Orbax takes it from there too: JAX has no public name for it.
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.client is None or (state.num_processes or 1) < 2:
+        return None, 0, 1
+    return state.client, state.process_id, state.num_processes
+
+
+def join_problem(config: LaunchConfig) -> str:
+    """What is wrong where JAX ends a process that tried to meet the others."""
+    cluster = find_cluster(config, os.environ) or clusters.Cluster()
+    number = "?" if cluster.process_id is None else cluster.process_id
+    count = cluster.num_processes or "all"
+    return (
+        f"process {number} did not meet {count} processes at "
+        f"{cluster.coordinator or 'the coordinator'} within launch.join_seconds="
+        f"{config.join_seconds}, or process 0 ended: check that all were started, and that they "
+        "reach that address; then start the run again"
+    )
 
 
 def choose_platform(config: LaunchConfig) -> str:

@@ -1,46 +1,54 @@
-"""Stopping a run: signals that end it after the step, and a watchdog for hangs."""
+"""Signals that end a run after a step at which all processes stop together."""
 
-import faulthandler
-import os
+import contextlib
+import json
 import signal
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable
 
-import jax
+from llmx.runtime import exits
+from llmx.runtime.agreement import Peers
+from llmx.runtime.progress import Progress
 
-# Exit codes: the shell's for Ctrl-C; "try again" of sysexits.h for a hang.
-INTERRUPTED = 130
-HUNG = 75
+AHEAD = 2  # steps that a process may take while the common last step is being agreed on
+CODES = {signal.SIGTERM: exits.AGAIN, signal.SIGINT: exits.INTERRUPTED}
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C stops the loop after its step; a second Ctrl-C exits at once with 130.
+    """SIGTERM or Ctrl-C stops the loop after a step; a second Ctrl-C exits at once with 130.
 
-    With many processes JAX's preemption notice, which handles SIGTERM, makes all stop at the same
-    step: none waits in a collective for one that left. Enter it in the main thread, after `start`.
+    Before the first step there is nothing new to save: either signal ends the process at once, with
+    143 or 130. With many processes a signal to one stops all, at the same step: each says which
+    step it has reached and takes at most `AHEAD` more until it knows what the others say. Nobody
+    waits in a collective for a process that left. Enter it in the main thread, before
+    `launch.start`; `join` tells it of the other processes.
     """
 
-    def __init__(self, *, log: Callable[[str], None]) -> None:
-        self._log, self._requested, self._agreed = log, False, False
+    def __init__(self, *, log: Callable[[str], None], progress: Progress | None = None) -> None:
+        self._log, self._progress, self._peers = log, progress, Peers()
+        self._changed = threading.Condition()
+        self._step, self._limit, self._target = 0, None, None
+        self._reason, self.code = "", exits.DONE
+        self._interrupts, self._started = 0, progress is None
 
     def __enter__(self) -> "StopSignal":
-        self._many = jax.process_count() > 1
-        # JAX's notifier must keep SIGTERM where it runs.
-        handled = (signal.SIGINT,) if self._many else (signal.SIGINT, signal.SIGTERM)
+        self._previous: dict[int, object] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread may handle signals
         # Python runs handlers between bytecodes of the main thread, which may be compiling. The
         # wakeup descriptor is written at once, and a thread reads it.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in handled}
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in CODES}
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="signals")
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._previous:
+            return
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -48,73 +56,93 @@ class StopSignal:
         self._thread.join()
         self._reader.close()
 
+    def join(self, peers: Peers) -> None:
+        """From now on these processes stop together."""
+        self._peers = peers
+        peers.watchers.append(self._look)
+
+    def start(self) -> None:
+        """The loop begins: from now on a signal asks for a common last step."""
+        self._started = True
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process knows of a request to stop."""
+        return bool(self._reason)
+
+    @property
+    def reason(self) -> str:
+        """Why the run stops; "" = it does not."""
+        return self._reason
+
+    def request(self, reason: str, code: int) -> None:
+        """Asks all processes to stop after a step, for this reason and with this exit code.
+
+        Any thread of any process may call it; the first request counts.
+        """
+        with self._changed:
+            if self._reason:
+                return
+            self._reason, self.code = reason, code
+        if self._peers.many:
+            with contextlib.suppress(Exception):
+                text = json.dumps({"reason": reason, "code": code})
+                self._peers.publish(f"stop/{self._peers.index}", text)
+
     def agreed(self, step: int) -> bool:
         """Whether to stop before `step`; the same in all processes, which must all call it."""
-        if not self._many:
-            return self._requested
-        if not self._agreed:
-            from jax.experimental import multihost_utils
+        with self._changed:
+            self._step = step
+            if not self._peers.many:
+                return bool(self._reason)
+            while self._target is None and self._limit is not None and step >= self._limit:
+                self._changed.wait(1.0)
+            stop = self._target is not None and step >= self._target
+        if stop:
+            self._log(f"{self._reason}: all processes stop at step {step}")
+        return stop
 
-            self._agreed = multihost_utils.reached_preemption_sync_point(step)
-            if self._agreed:
-                self._log(f"all processes stop at step {step}")
-        return self._agreed
+    def _look(self) -> None:
+        """Called by the thread of `Peers`, now and then."""
+        if self._target is not None:
+            return
+        if not self._reason:
+            requests = self._peers.read("stop")
+            if not requests:
+                return
+            index = min(requests, key=int)
+            request = json.loads(requests[index])
+            with self._changed:
+                self._reason = f"process {index}: {request['reason']}"
+                self.code = request["code"]
+        with self._changed:
+            if self._limit is None:
+                reached, self._limit = self._step, self._step + AHEAD
+                self._peers.publish(f"stop_at/{self._peers.index}", str(reached))
+        steps = self._peers.read("stop_at")
+        if len(steps) == self._peers.count:
+            with self._changed:
+                self._target = max(map(int, steps.values())) + AHEAD
+                self._changed.notify_all()
 
     def _listen(self) -> None:
-        interrupts = 0
         while numbers := self._reader.recv(64):
             for number in numbers:
-                interrupts += number == signal.SIGINT
-                if interrupts > 1:
-                    os._exit(INTERRUPTED)
-                if not self._requested:
-                    self._requested = True
-                    name = signal.Signals(number).name
-                    self._log(f"{name}: stopping after this step; Ctrl-C exits at once")
-                    if self._many:
-                        os.kill(os.getpid(), signal.SIGTERM)
+                if number in CODES:
+                    self._received(number)
 
-
-class Watchdog:
-    """Prints the stacks of all threads and exits with 75 when `beat` is not called for `seconds`.
-
-    A process that hangs in a collective keeps its heartbeat: without a watchdog its run never ends.
-    0 seconds is off. Enter it after compilation; evaluations and checkpoints must `beat` too.
-    """
-
-    def __init__(self, seconds: float, *, log: Callable[[str], None]) -> None:
-        self._seconds, self._log = seconds, log
-        self._over = threading.Event()
-        self._last = 0.0
-
-    def __enter__(self) -> "Watchdog":
-        self.beat()
-        if self._seconds > 0:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._seconds > 0:
-            self._over.set()
-            self._thread.join()
-            faulthandler.cancel_dump_traceback_later()
-
-    def beat(self) -> None:
-        """A step is done."""
-        self._last = time.monotonic()
-
-    def _watch(self) -> None:
-        tick = min(1.0, self._seconds / 4)
-        later = self._seconds + 4 * tick
-        while not self._over.wait(tick):
-            # If the interpreter itself hangs, this thread does too: faulthandler's own then exits.
-            faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__)
-            idle = time.monotonic() - self._last
-            if idle > self._seconds:
-                faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-                # The log may wait for a lock that the stuck thread holds.
-                faulthandler.dump_traceback_later(5, exit=True, file=sys.__stderr__)
-                limit = f"watchdog_seconds={self._seconds}"
-                self._log(f"no step for {idle:.0f} s, {limit}: exit {HUNG}")
-                os._exit(HUNG)
+    def _received(self, number: int) -> None:
+        name = signal.Signals(number).name
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            self._peers.end(exits.INTERRUPTED, f"{name} again: exit at once")
+        if not self._started:
+            phase = self._progress.phase
+            code = exits.TERMINATED if number == signal.SIGTERM else exits.INTERRUPTED
+            cause = f"{name} in phase {phase!r}, before the first step: nothing new to save"
+            self._peers.refuse(cause, code)
+            self._peers.end(code, cause)
+        if not self._reason:
+            again = "; Ctrl-C exits at once" if number == signal.SIGINT else ""
+            self._log(f"{name}: stopping after this step{again}")
+            self.request(name, CODES[number])

@@ -1,0 +1,93 @@
+"""One process of a run: what it is doing, who the others are, and how it ends.
+
+with Job(log=launch.log) as job:
+    job.join(config.launch)
+    with job.progress("compile"):
+        ...
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+from llmx.runtime import agreement, exits, launch
+from llmx.runtime.agreement import Peers
+from llmx.runtime.launch import LaunchConfig
+from llmx.runtime.progress import Progress
+from llmx.runtime.signals import StopSignal
+from llmx.runtime.watchdog import Watchdog, WatchdogConfig
+
+
+class Job(contextlib.ExitStack):
+    """Progress, signals, other processes and the watchdog of this process.
+
+    A context manager: enter it in the main thread before anything slow.
+    """
+
+    def __init__(self, *, log: Callable[[str], None]):
+        super().__init__()
+        self.progress, self.peers = Progress(), Peers()
+        self.stop = StopSignal(log=log, progress=self.progress)
+
+    def __enter__(self) -> "Job":
+        super().__enter__()
+        self.enter_context(self.stop)
+        return self
+
+    def join(self, config: LaunchConfig) -> None:
+        """Sets up JAX and meets the other processes, if there are any; see `launch.start`.
+
+        Raises ValueError for a bad config or environment.
+        """
+        fail = lambda text: os._exit(exits.AGAIN)  # noqa: E731
+        agreement.explain_abort(lambda: _say(launch.join_problem(config)), fail)
+        launch.start(config)
+        store, index, count = launch.store()
+        if store is None:
+            return
+        self.peers = Peers(
+            agreement.Store(store), index, count, heartbeat=self.progress.snapshot,
+            silence=config.heartbeat_seconds,
+        )  # fmt: skip
+        self.callback(self.peers.close)
+        self.stop.join(self.peers)
+        self.peers.start()
+
+    def watch(self, config: WatchdogConfig, launch_config: LaunchConfig) -> None:
+        """Starts the watchdog."""
+        seconds = launch_config.watchdog_seconds
+        watchdog = Watchdog(config, self.progress, self.peers, step_seconds=seconds)
+        self.enter_context(watchdog)
+
+    def refuse(self, error: BaseException | str, code: int = exits.REFUSED) -> int:
+        """Prints why the run ends and tells the other processes; returns the exit code.
+
+        With many processes it does not return: this process ends here, as the others do.
+        """
+        text = str(error)
+        _say(text)
+        if self.peers.many:
+            self.peers.refuse(text, code)
+            self.peers.end(code)
+        return code
+
+    def tell(self, config: LaunchConfig, cause: str) -> None:
+        """Tells the others of a refusal that came before `join`, if there are any to be found."""
+        with contextlib.suppress(Exception):
+            if not self.peers.many and launch.find_cluster(config, os.environ):
+                self.join(config)
+                self.peers.refuse(cause)
+
+    def tell_crash(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """For `ExitStack.push`: an error that leaves the stack ends all processes of the run.
+
+        With many processes it does not return then.
+        """
+        if isinstance(error, Exception):
+            self.peers.crashed(error)
+
+
+def _say(text: str) -> str:
+    print(text, file=sys.stderr, flush=True)
+    return text

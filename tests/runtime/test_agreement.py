@@ -1,0 +1,195 @@
+"""What processes tell each other: here threads over a store in memory stand for them."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from llmx.runtime import agreement, exits
+from llmx.runtime.agreement import Disagreement, Peers
+from llmx.runtime.clusters import Cluster
+from llmx.runtime.launch import LaunchConfig, bind_address
+from llmx.runtime.signals import AHEAD, StopSignal
+
+
+class Memory:
+    """As `agreement.Store`, in memory."""
+
+    def __init__(self, count: int):
+        self.texts, self.changed, self.count = {}, threading.Condition(), count
+        self.barriers = {}
+
+    def put(self, key, text):
+        with self.changed:
+            self.texts[key] = text
+            self.changed.notify_all()
+
+    def get(self, key, seconds):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.texts, min(seconds, 20)), key
+            return self.texts[key]
+
+    def list(self, folder):
+        with self.changed:
+            pairs = self.texts.items()
+            return {k.rsplit("/", 1)[1]: t for k, t in pairs if k.startswith(f"{folder}/")}
+
+    def barrier(self, name, seconds):
+        with self.changed:
+            barrier = self.barriers.setdefault(name, threading.Barrier(self.count))
+        barrier.wait(min(seconds, 5))
+
+
+def together(count: int, work) -> list:
+    """What `work(peers)` returned or raised, by process."""
+    store = Memory(count)
+
+    def one(index):
+        try:
+            return work(Peers(store, index, count))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_one_process_waits_for_none():
+    peers = Peers()
+    peers.agree("start", {"a": 1})
+    peers.barrier("b")
+    assert peers.exchange("x", "mine") == ["mine"] and peers.broadcast("x", "mine") == "mine"
+    peers.refuse("nothing happens")
+
+
+def test_texts_go_around():
+    def work(peers):
+        first = peers.exchange("name", f"a{peers.index}")
+        second = peers.exchange("name", f"b{peers.index}")
+        return first, second, peers.broadcast("one", str(peers.index))
+
+    assert together(3, work) == [(["a0", "a1", "a2"], ["b0", "b1", "b2"], "0")] * 3
+
+
+def test_equal_values_agree_and_others_are_named():
+    values = {"optimizer.learning_rate": 1e-3, "data.sources": ("a", "b"), "seed": 0}
+    assert together(3, lambda peers: peers.agree("start", values)) == [None] * 3
+
+    def work(peers):
+        peers.agree("start", values | ({"optimizer.learning_rate": 2e-3} if peers.index else {}))
+
+    zero, one = together(2, work)
+    assert isinstance(one, Disagreement)
+    for words in ("optimizer.learning_rate is 0.002, in process 0 0.001", "process 1 of 2",
+                  socket.gethostname(), "same command"):  # fmt: skip
+        assert words in str(one)
+    assert isinstance(zero, threading.BrokenBarrierError)  # it waits, until the refusal reaches it
+
+
+def test_versions_name_the_code():
+    found = agreement.versions()
+    assert found["jax"] and "+" in found["llmx"] and found == agreement.versions()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_all_stop_at_one_step(ahead):
+    """However far apart the processes are when one of them asks: none has to go back."""
+    count, gate = 3, threading.Barrier(3)
+
+    def work(peers):
+        stop = StopSignal(log=lambda text: None)
+        stop.join(peers)
+        threading.Thread(target=looks, args=(stop,), daemon=True).start()
+        step = 10 + (ahead if peers.index == 1 else 0)
+        for reached in range(step):
+            assert not stop.agreed(reached)
+        gate.wait()
+        if peers.index == 2:
+            stop.request("a test", exits.UNSAVED)
+        while not stop.agreed(step):
+            step += 1
+            time.sleep(0.01)
+            assert step < 2000
+        return step, stop.code
+
+    def looks(stop):
+        for _ in range(400):
+            stop._look()
+            time.sleep(0.02)
+
+    found = together(count, work)
+    assert len(set(found)) == 1, found
+    step, code = found[0]
+    assert code == exits.UNSAVED and step >= 10 + ahead + AHEAD - 1
+
+
+def run_python(code: str, *arguments: str, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, exits.TERMINATED), (signal.SIGINT, exits.INTERRUPTED)]
+)
+def test_a_signal_before_the_first_step_ends_at_once_and_says_so(number, code):
+    """Even where the main thread is in foreign code, as a compiler's."""
+    child = run_python("""
+        import ctypes, sys
+        from llmx.runtime.job import Job
+        with Job(log=print) as job, job.progress("compile"):
+            print("ready", flush=True)
+            while True:
+                ctypes.CDLL(None).usleep(5_000_000)
+    """)
+    assert child.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    child.send_signal(number)
+    said = child.communicate(timeout=20)[0]
+    assert child.returncode == code and time.monotonic() - began < 4, said
+    assert signal.Signals(number).name in said and "'compile'" in said and "nothing new" in said
+
+
+def test_the_coordinator_listens_where_it_is_told():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cluster = Cluster(f"127.0.0.1:{port}", 2, 0)
+    assert bind_address(LaunchConfig(), cluster) == f"127.0.0.1:{port}"
+    assert bind_address(LaunchConfig(), Cluster(f"localhost:{port}", 2, 0)).endswith(
+        (f"127.0.0.1:{port}", f"[::1]:{port}")
+    )
+    assert bind_address(LaunchConfig(bind_address="127.0.0.2"), cluster) == f"127.0.0.2:{port}"
+    assert bind_address(LaunchConfig(), Cluster(f"127.0.0.1:{port}", 2, 1)) is None
+    # An address of another machine, as of a service in front of this one.
+    assert bind_address(LaunchConfig(), Cluster(f"192.0.2.7:{port}", 2, 0)) == f"[::]:{port}"
+    with pytest.raises(ValueError, match=r"192.0.2.7.*address of this machine"):
+        bind_address(LaunchConfig(bind_address="192.0.2.7"), cluster)
+    with pytest.raises(ValueError, match="needs the coordinator's port"):
+        bind_address(LaunchConfig(bind_address="127.0.0.1"), Cluster())
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    monkeypatch.setattr("llmx.runtime.launch.PORT_SECONDS", 0.3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"port is in use: 127.0.0.1:{port}.*another port"):
+            bind_address(LaunchConfig(), Cluster(f"127.0.0.1:{port}", 2, 0))
+
+
+def test_a_refusal_is_remembered_for_those_that_look_later():
+    store = Memory(2)
+    store.put("llmx/told/1", "")
+    Peers(store, 0, 2).refuse("the data is wrong", 2)
+    refusal = json.loads(store.texts["llmx/refusal/0"])
+    assert refusal["cause"] == "the data is wrong" and refusal["code"] == 2
