@@ -151,7 +151,7 @@ def start(config: LaunchConfig) -> None:
 PORT_SECONDS = 5.0  # how long a port may still be held by a process that is ending
 
 
-def bind_address(config: LaunchConfig, cluster: clusters.Cluster) -> str | None:
+def bind_address(config: LaunchConfig, cluster: Cluster) -> str | None:
     """host:port that the coordinator listens on; None = JAX's own choice, or not process 0.
 
     Raises ValueError where the port is taken.
@@ -224,7 +224,7 @@ def store() -> tuple[Any, int, int]:
 
 def join_problem(config: LaunchConfig) -> str:
     """What is wrong where JAX ends a process that tried to meet the others."""
-    cluster = find_cluster(config, os.environ) or clusters.Cluster()
+    cluster = find_cluster(config, os.environ) or Cluster()
     number = "?" if cluster.process_id is None else cluster.process_id
     count = cluster.num_processes or "all"
     return (

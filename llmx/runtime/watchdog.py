@@ -25,7 +25,7 @@ class WatchdogConfig:
     step_seconds: float = bounded(60.0, above=0)
     first_step_seconds: float = bounded(1800.0, above=0)  # before three steps are measured
     start_seconds: float = bounded(86400.0, above=0)  # launch, tokenizing the data, or a restore
-    compile_seconds: float = bounded(7200.0, above=0)
+    compile_seconds: float = bounded(7200.0, above=0)  # all programs of a start
     evaluation_seconds: float = bounded(7200.0, above=0)  # one evaluation, or the sample at the end
     # of a save: what the steps wait for, at the end of the run until everything is written
     save_seconds: float = bounded(3600.0, above=0)
