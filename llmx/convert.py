@@ -21,7 +21,7 @@ from llmx import config, sharding
 from llmx.checkpoint import checkpointer, hf, hf_formats
 from llmx.config import recipe
 from llmx.data import tokenizers
-from llmx.runtime import launch
+from llmx.runtime import launch, ownership
 
 
 def to_hf(
@@ -64,10 +64,7 @@ def from_hf(directory: str, workdir: str):
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
     root = pathlib.Path(workdir)
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise ValueError(
-            f"--workdir={workdir} exists and is not empty: import into a new directory"
-        )
+    _require_empty(root)
     run = config.default()
     run.workdir = workdir
     run.model, params = hf.load(directory)
@@ -80,11 +77,19 @@ def from_hf(directory: str, workdir: str):
     to = jax.tree.map(lambda leaf: leaf.sharding, _abstract_params(run))
     state = {"params": jax.device_put(params, to)}
     folder = f"{workdir}/checkpoints"
-    with checkpointer.Checkpointer(folder, run.checkpoint, log=launch.log) as checkpoints:
-        checkpoints.save(0, state, meta={"imported_from": str(directory)}, wait=True)
-    if file.is_file():
-        shutil.copyfile(file, root / tokenizers.FILE_NAME)
-    config.save_run(run)
+    with ownership.take(workdir, log=launch.log):
+        _require_empty(root)
+        with checkpointer.Checkpointer(folder, run.checkpoint, log=launch.log) as checkpoints:
+            checkpoints.save(0, state, meta={"imported_from": str(directory)}, wait=True)
+        if file.is_file():
+            shutil.copyfile(file, root / tokenizers.FILE_NAME)
+        config.save_run(run)
+
+
+def _require_empty(root: pathlib.Path) -> None:
+    """Raises ValueError if something is in the work directory besides the claim to it."""
+    if root.exists() and not (root.is_dir() and ownership.is_empty(root)):
+        raise ValueError(f"--workdir={root} exists and is not empty: import into a new directory")
 
 
 def _abstract_params(run: config.Config) -> Any:

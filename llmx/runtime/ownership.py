@@ -43,11 +43,18 @@ class Unavailable(Exception):
     """The storage did not answer."""
 
 
+def stop(lost: Lost) -> None:
+    """What a lease does by default when it is lost: `poll` and `check` raise."""
+
+
 class Lease(contextlib.AbstractContextManager):
     """The right to write to a work directory; `take` makes one. It may be used by any thread."""
 
-    def __init__(self, workdir: str, store: Any, record: dict, stamp: bytes, log: Log) -> None:
-        self._workdir, self._store, self._log = workdir, store, log
+    def __init__(
+        self, workdir: str, store: Any, record: dict, stamp: bytes, *, log: Log,
+        on_lost: Callable[[Lost], None] = stop,
+    ) -> None:  # fmt: skip
+        self._workdir, self._store, self._log, self._on_lost = workdir, store, log, on_lost
         self._record, self._stamp = record, stamp
         self._renewed = now()
         self._lost: Lost | None = None
@@ -68,9 +75,7 @@ class Lease(contextlib.AbstractContextManager):
     def poll(self) -> None:
         """Raises Lost if it is known to be lost. Reads the file only if the last renewal is old:
         cheap enough for every step."""
-        if self._lost is not None:
-            raise self._lost
-        if now() - self._renewed > self._record["ttl"] / 2:
+        if self._lost is not None or now() - self._renewed > self._record["ttl"] / 2:
             self.check()
 
     def check(self) -> None:
@@ -80,6 +85,7 @@ class Lease(contextlib.AbstractContextManager):
             with contextlib.suppress(Unavailable), self._mutex:
                 self._look()
         if self._lost is not None:
+            self._on_lost(self._lost)
             raise self._lost
 
     def release(self) -> None:
@@ -87,7 +93,8 @@ class Lease(contextlib.AbstractContextManager):
         if not self._is_owner() or self._over.is_set():
             return
         self._over.set()
-        self._thread.join(IO_SECONDS)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(IO_SECONDS)
         with contextlib.suppress(Unavailable, Lost), self._mutex:
             self._look()
             if self._lost is None:
@@ -110,7 +117,7 @@ class Lease(contextlib.AbstractContextManager):
                     self._log(f"{self._workdir}/{FILE} cannot be renewed ({error}): trying again")
                 self._failing = True
             if self._lost is not None:
-                return
+                return self._on_lost(self._lost)
 
     def _renew(self) -> None:
         begun = now()
@@ -170,13 +177,17 @@ class Lease(contextlib.AbstractContextManager):
             )
 
 
-def take(workdir: str, *, log: Log, ttl: float = TTL_SECONDS) -> Lease:
+def take(
+    workdir: str, *, log: Log, on_lost: Callable[[Lost], None] = stop, ttl: float = TTL_SECONDS
+) -> Lease:
     """Takes the work directory, which is made if it does not exist; use it as a context manager.
 
     An owner that has died is replaced: at once if it ran on this machine, else after `ttl` seconds
-    without a renewal. Raises ValueError if a living run has the directory, or if it cannot be
+    without a renewal. `on_lost` is called as soon as the directory is found to be another's, in the
+    thread that found it. Raises ValueError if a living run has the directory, or if it cannot be
     written. Only process 0 of a run calls it; commands that only read do not.
     """
+    keeping = {"log": log, "on_lost": on_lost}
     try:
         if is_local(workdir):
             os.makedirs(workdir, exist_ok=True)
@@ -188,11 +199,11 @@ def take(workdir: str, *, log: Log, ttl: float = TTL_SECONDS) -> Lease:
                 stamp = _outlast(workdir, store, found, stamp, ttl, log)
             written = write(store, record, stamp)
             if written is not None:
-                return Lease(workdir, store, record, written, log)
+                return Lease(workdir, store, record, written, **keeping)
             # Another start was faster; or our own write took effect and its answer was lost.
             found, stamp = read(store)
             if found is not None and found.get("token") == record["token"]:
-                return Lease(workdir, store, record, stamp, log)
+                return Lease(workdir, store, record, stamp, **keeping)
     except (Unavailable, OSError) as error:
         raise ValueError(
             f"the work directory {workdir} cannot be written ({error}): make it writable, free "
@@ -323,6 +334,11 @@ def clock_text() -> str:
 
 
 # ------------------------------------------------------------------------------ the file
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing but a lease, or what a killed write of one left, is in the folder."""
+    return {path.name for path in folder.iterdir()} <= {FILE, f"{FILE}.__lock"}
 
 
 def is_local(workdir: str) -> bool:

@@ -264,11 +264,12 @@ def test_what_becomes_of_the_directory_is_noticed(tmp_path):
         (delete, "was deleted", exits.REFUSED),
         (replace, "taken over by process", exits.REFUSED),
     ):
-        folder = str(tmp_path / happening.__name__)
-        lease = ownership.take(folder, log=print, ttl=TTL)
+        folder, told = str(tmp_path / happening.__name__), []
+        lease = ownership.take(folder, log=print, on_lost=told.append, ttl=TTL)
         happening(folder)
         lost = wait_until_lost(lease)
         assert words in str(lost) and "run" in str(lost) and lost.code == code
+        assert lost in told
         lease.release()
         assert not os.path.exists(folder) or happening is not vanish
     assert file(tmp_path / "replace").exists()
@@ -329,3 +330,13 @@ def test_object_stores_use_the_same_writes(monkeypatch):
     assert "an unknown run" in str(wait_until_lost(lease))
     lease.release()
     assert store.read(ownership.FILE).result().value == b"{}"
+
+
+def test_an_import_needs_the_directory_too(workdir, holder, monkeypatch, tmp_path):
+    from llmx import convert
+
+    monkeypatch.setattr(convert.hf, "load", lambda _: (convert.config.default().model, {}))
+    monkeypatch.setattr(convert, "_abstract_params", lambda _: {})
+    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
+        convert.from_hf(str(tmp_path), workdir)
+    assert os.listdir(workdir) == [ownership.FILE]
