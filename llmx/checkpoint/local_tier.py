@@ -1,0 +1,572 @@
+"""The fast tier: checkpoints on a local disk or in memory, with a copy on another host.
+
+Every few steps each process writes its shards to a folder of its host, and sends what the other
+process does not have to the process of a neighboring host. A step counts once all processes have
+both. A run that starts again takes the newest such step, if it is newer than the checkpoints in the
+work directory. A process whose host was replaced fetches its shards from the neighbor.
+
+The tier needs the same number of processes and the same shardings as it was written with; otherwise
+the checkpoints in the work directory are used.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from llmx.checkpoint import local_files as files
+from llmx.checkpoint import manifest, neighbors
+from llmx.checkpoint.checkpointer import CheckpointConfig, Restored
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
+from llmx.pipeline.permutation import IDENTITY, LayerPermutation
+
+RUN = "run_id"  # in the folder of the checkpoints: files of an earlier run there are not taken
+OWN, COPY = "own", "copy"
+NAME = re.compile(r"(\d+)-[0-9a-f]+")  # of a step: its number, and the launch that wrote it
+COMMIT_SECONDS = 120  # until all processes have written a step
+
+Log = Callable[[str], None]
+
+
+class LocalTier(contextlib.AbstractContextManager):
+    """Local checkpoints of one run; off where `config.local_directory` is "".
+
+    Every process makes the same calls. `peers` is `llmx.runtime.agreement.Peers`. A failed save is
+    a warning: training goes on, and the local checkpoint before it stays.
+    """
+
+    def __init__(self, config: CheckpointConfig, workdir: str, peers: Any, *, log: Log) -> None:
+        self._config, self._peers, self._log = config, peers, log
+        self._folders: list[Path] = []
+        self._listing: list[dict[str, list[str]]] = []  # of each process: step -> its files
+        self._server: neighbors.Server | None = None
+        self._worker: threading.Thread | None = None
+        self._arrived = threading.Condition()
+        self._received: set[str] = set()  # steps of which the neighbor's copy is complete
+        self._names: dict[int, str] = {}  # number of the save -> name
+        self._good: list[int] = []  # saves of which this process has its shards and the copy
+        self._number = 0
+        self._safe: int | None = None  # the newest save that all processes have
+        self._failing = False
+        if config.local_directory:
+            self._open(workdir)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Whether the config asks for a local checkpoint after `step` steps."""
+        return bool(self._config.local_directory) and step % self._config.local_every == 0
+
+    def save(
+        self, step: int, state: Any, *, meta: Mapping[str, Any],
+        order: LayerPermutation = IDENTITY, wait: bool = False,
+    ) -> None:  # fmt: skip
+        """Copies the state to host memory, and writes and sends it in the background.
+
+        As `Checkpointer.save`. Returns when the arrays may be donated; waits first for the local
+        save before it, and with `wait` for this one. Raises ValueError as `Checkpointer.save`.
+        """
+        if not self._config.local_directory:
+            return
+        self.wait()
+        arrays, document = manifest.describe(step, state, meta, order)
+        jax.block_until_ready(arrays)
+        self._snapshot.take(arrays)
+        self._number += 1
+        if self._number == 1:
+            mib, sent = self._snapshot.size / 2**20, self._snapshot.sent_size / 2**20
+            copied = (
+                f", of which another process holds {sent:,.1f}" if self._peers.count > 1 else ""
+            )
+            self._log(f"local checkpoints: {mib:,.1f} MiB in each process{copied}")
+        self._names[self._number] = f"{step}-{self._launch}"
+        args = (self._number, step, document.sealed({}))
+        self._worker = threading.Thread(target=self._store, args=args, daemon=True)
+        self._worker.start()
+        if wait:
+            self.wait()
+            try:
+                self._await_commit(self._number)
+            except (TimeoutError, RuntimeError) as error:
+                self._warn(step, error)
+
+    def wait(self) -> None:
+        """Waits until this process has written and sent the last save."""
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
+
+    def newest(self) -> int | None:
+        """The newest step from which all processes can be restored, as far as is known."""
+        return None if self._safe is None else _step(self._names[self._safe])
+
+    def restore(
+        self, abstract_state: Any | Callable[[Document], Any], *,
+        order: LayerPermutation = IDENTITY, ignored: str = "", newer_than: int = -1,
+    ) -> tuple[Restored, Document] | None:  # fmt: skip
+        """The newest good local checkpoint after step `newer_than`; None if there is none.
+
+        The arguments are those of `Checkpointer.restore`. Raises ValueError for a checkpoint of
+        another structure.
+        """
+        if not self._config.local_directory:
+            return None
+        newer_than = int(self._exchange("newest", newer_than)[0])
+        for name in self._candidates(newer_than):
+            verdict, found = self._restore_step(name, abstract_state, order, ignored)
+            if verdict == "mismatch":
+                raise ValueError(f"{self._config.local_directory}: {found}")
+            if verdict == "elsewhere":
+                self._log(
+                    f"local checkpoint {_step(name)} is not used: {found}; it needs the same "
+                    "processes, mesh and layout as it was saved with"
+                )
+                return None
+            if verdict == "":
+                self._names[0], self._safe = name, 0
+                self._good = [0]
+                return found
+        return None
+
+    def forget(self, *, after: int) -> None:
+        """Deletes local checkpoints of later steps than `after`: the run goes back to it."""
+        self._delete(lambda step: step > after)
+
+    def superseded(self, step: int) -> None:
+        """Deletes local checkpoints up to `step`, which the work directory has now."""
+        self._delete(lambda local: local <= step)
+
+    def close(self) -> None:
+        """Waits for the save in progress, and listens no more."""
+        self.wait()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # ---------------------------------------------------------------------------------- beginning
+
+    def _open(self, workdir: str) -> None:
+        index, count = self._peers.index, self._peers.count
+        root = _private_folder(self._config.local_directory, workdir)
+        own = root / f"process-{index}"
+        own.mkdir(exist_ok=True)
+        disk = os.stat(root)
+        place = {"host": _boot_id(), "disk": [disk.st_dev, disk.st_ino], "address": "127.0.0.1"}
+        if count > 1:
+            place["address"] = neighbors.route(_coordinator())
+        if index == 0:
+            place |= {"run": _run_id(workdir), "launch": f"{int(time.time()):08x}"}
+            place |= {"token": secrets.token_hex(32)}
+        places = self._exchange("places", place)
+        self._run, self._launch = places[0]["run"], places[0]["launch"] + places[0]["token"][:8]
+        self._token = bytes.fromhex(places[0]["token"])
+        hosts = [place["host"] for place in places]
+        # The copy is held on another host, if there is one.
+        others = [d for d in range(1, count) if all(hosts[k] != hosts[k - d] for k in range(count))]
+        distance = others[0] if others else 1
+        self._right, self._left = (index + distance) % count, (index - distance) % count
+        self._folders = [own, *_orphans(root, index, places)]
+        self._snapshot = files.Snapshot(self._right if count > 1 else None)
+        address = None
+        if count > 1:
+            bind = _address(places, index)
+            serve = {"take": self._take, "give": self._give}
+            self._server = neighbors.Server(bind, self._token, **serve)
+            address = self._server.address
+        listing, damaged = self._list()
+        rows = self._exchange("files", [address, listing, damaged])
+        self._addresses = [address for address, _, _ in rows]
+        self._listing = [listing for _, listing, _ in rows]
+        for process, (_, _, damaged) in enumerate(rows):
+            for text in damaged:
+                self._log(f"process {process}: local checkpoint {text}")
+
+    def _list(self) -> tuple[dict[str, list[str]], list[str]]:
+        """The files that this process can read: {step's name: ["0.own", "1.copy"]}; the damaged."""
+        found: dict[str, list[str]] = {}
+        damaged = []
+        for folder in self._folders:
+            for path in sorted(folder.iterdir()):
+                name, _, rest = path.name.partition(".")
+                if not NAME.fullmatch(name) or path.suffix.removeprefix(".") not in (OWN, COPY):
+                    path.unlink()  # cut off while it was written
+                    continue
+                try:
+                    with open(path, "rb") as file:
+                        header = files.read_header(file)
+                except (OSError, Corrupt) as error:
+                    damaged.append(f"{_step(name)} is damaged: {error}")
+                    continue
+                if header.run != self._run:
+                    path.unlink()  # of a run that was in this work directory before
+                else:
+                    found.setdefault(name, []).append(rest)
+        return found, damaged
+
+    # ------------------------------------------------------------------------------------- saving
+
+    def _store(self, number: int, step: int, document: dict) -> None:
+        """Writes and sends the snapshot; in the background."""
+        name, me, good = self._names[number], self._peers.index, False
+        try:
+            self._await_commit(number - 1)
+            self._prune(keep=number)
+            snapshot = self._snapshot
+            self._require_room(snapshot)
+            snapshot.seal()
+            header = files.Header(
+                name, step, self._run, me, self._peers.count, document,
+                tuple(snapshot.shards), snapshot.num_sent,
+            ).encoded()  # fmt: skip
+            path = self._folders[0] / f"{name}.{me}.{OWN}"
+            files.write(path, header, snapshot.bytes_of(len(snapshot.shards)))
+            if self._peers.count > 1:
+                self._send(name, header)
+            good = True
+            self._failing = False
+        # Also of the key-value store; whatever it is, training does not depend on it.
+        except Exception as error:
+            self._warn(step, error)
+        self._good = [*self._good, number] if good else self._good
+        self._commit(number)
+
+    def _require_room(self, snapshot: files.Snapshot) -> None:
+        """Raises OSError before the disk, or the memory of the host, is full."""
+        copy = snapshot.sent_size if self._peers.count > 1 else 0
+        needed, free = snapshot.size + copy, shutil.disk_usage(self._folders[0]).free
+        if needed > free:
+            raise OSError(
+                f"{self._config.local_directory} has {free / 2**20:,.0f} MiB free, and "
+                f"{needed / 2**20:,.0f} are needed, twice"
+            )
+
+    def _send(self, name: str, header: bytes) -> None:
+        message = {"name": name, "process": self._peers.index}
+        data = [memoryview(header), self._snapshot.bytes_of(self._snapshot.num_sent)]
+        neighbors.put(self._addresses[self._right], self._token, message, data)
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: name in self._received, COMMIT_SECONDS):
+                raise TimeoutError(f"process {self._left} has not sent its copy")
+
+    def _warn(self, step: int, error: Exception) -> None:
+        if not self._failing:
+            print(
+                f"warning: process {self._peers.index}: local checkpoint {step} was not written: "
+                f"{type(error).__name__}: {error}; training goes on, with the one before",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        self._failing = True
+
+    def _commit(self, number: int) -> None:
+        """Tells the others what this process has; process 0 tells what all have."""
+        if self._peers.count == 1:
+            self._safe = max(self._good, default=None)
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone when process 0 is
+            have = {"number": number, "good": self._good}
+            self._peers.publish(f"local_tier/have/{self._peers.index}", json.dumps(have))
+            if self._peers.index:
+                return
+            deadline = time.monotonic() + COMMIT_SECONDS
+            while time.monotonic() < deadline:
+                rows = [json.loads(t) for t in self._peers.read("local_tier/have").values()]
+                if len(rows) == self._peers.count and min(r["number"] for r in rows) >= number:
+                    break
+                time.sleep(0.05)
+            common = set.intersection(*(set(row["good"]) for row in rows))
+            all_have = len(rows) == self._peers.count and common
+            self._safe = max(common) if all_have else None
+            commit = {"number": number, "safe": self._safe}
+            self._peers.publish("local_tier/commit/0", json.dumps(commit))
+
+    def _await_commit(self, number: int) -> None:
+        """Waits until it is known what all processes have of save `number`."""
+        if self._peers.count == 1 or self._peers.index == 0 or number == 0:
+            return
+        deadline = time.monotonic() + COMMIT_SECONDS
+        while time.monotonic() < deadline:
+            for text in self._peers.read("local_tier/commit").values():
+                commit = json.loads(text)
+                if commit["number"] >= number:
+                    self._safe = commit["safe"]
+                    return
+            time.sleep(0.05)
+        raise TimeoutError("process 0 has not told which local checkpoint all processes have")
+
+    def _prune(self, *, keep: int) -> None:
+        """Deletes all but the newest complete save and number `keep`: memory for two at most."""
+        kept = {self._names[n] for n in (keep, self._safe) if n is not None}
+        for path in self._paths():
+            if path.name.partition(".")[0] not in kept:
+                path.unlink(missing_ok=True)
+        self._good = [n for n in self._good if self._names[n] in kept]
+        self._received &= kept
+        self._names = {n: name for n, name in self._names.items() if name in kept}
+
+    def _delete(self, outdated: Callable[[int], bool]) -> None:
+        if not self._config.local_directory:
+            return
+        self.wait()
+        for path in self._paths():
+            if outdated(_step(path.name)):
+                path.unlink(missing_ok=True)
+        self._good = [n for n in self._good if not outdated(_step(self._names[n]))]
+        self._listing = [
+            {name: rest for name, rest in row.items() if not outdated(_step(name))}
+            for row in self._listing
+        ]
+        if self._safe is not None and outdated(_step(self._names[self._safe])):
+            self._safe = None
+
+    def _paths(self) -> Iterator[Path]:
+        return (path for folder in self._folders for path in list(folder.iterdir()))
+
+    # ---------------------------------------------------------------------------------- restoring
+
+    def _candidates(self, newer_than: int) -> list[str]:
+        """Steps after `newer_than` that all processes can get, newest first."""
+        names = {name for row in self._listing for name in row if _step(name) > newer_than}
+        newest_first = sorted(names, key=lambda name: (_step(name), name), reverse=True)
+        found = []
+        for name in newest_first:
+            lacking = [k for k in range(self._peers.count) if not self._holders(name, k)]
+            if not lacking:
+                found.append(name)
+            elif not found:
+                few = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
+                self._log(f"local checkpoint {_step(name)} lacks the shards of process {few}")
+        return found
+
+    def _holders(self, name: str, process: int) -> list[int]:
+        """The processes that have the shards of `process`, the best first."""
+        files_of = [row.get(name, ()) for row in self._listing]
+        have = lambda kind: [k for k, row in enumerate(files_of) if f"{process}.{kind}" in row]  # noqa: E731
+        own = sorted(have(OWN), key=lambda k: k != process)
+        return own + [k for k in have(COPY) if k not in own]
+
+    def _restore_step(
+        self, name: str, abstract: Any, order: LayerPermutation, ignored: str
+    ) -> tuple[str, Any]:
+        """("", (Restored, Document)), or what is wrong: its kind and the reason; all agree."""
+        me, loaded = self._peers.index, None
+        verdict, reason = "missing", "its files are not on this host"
+        if me in self._holders(name, me):
+            verdict, reason, loaded = self._load(name, abstract, order, ignored)
+        verdicts = self._exchange("own", [verdict, reason])
+        for process, (kind, why) in enumerate(verdicts):
+            if kind in ("missing", "corrupt"):
+                others = [k for k in self._holders(name, process) if k != process]
+                then = f"it takes the copy of process {others[0]}" if others else "there is no copy"
+                step = _step(name)
+                self._log(f"local checkpoint {step}: process {process}: {why}; {then}")
+        if any(kind in ("missing", "corrupt") for kind, _ in verdicts):
+            if verdict in ("missing", "corrupt"):
+                verdict, reason = self._fetch(name)
+                if not verdict:
+                    verdict, reason, loaded = self._load(name, abstract, order, ignored)
+            verdicts = self._exchange("fetched", [verdict, reason])
+        for kind in ("mismatch", "elsewhere", "corrupt"):
+            for process, (found, why) in enumerate(verdicts):
+                if found == kind:
+                    if kind == "corrupt":
+                        step = _step(name)
+                        self._log(f"local checkpoint {step}: process {process}: {why}: not used")
+                    return kind, why
+        like, arrays, document = loaded
+        state = document.assemble(like, arrays, prefix="")
+        self._log(f"local checkpoint {document.step} of {self._config.local_directory} is used")
+        return "", (Restored(state, document.meta, document.step), document)
+
+    def _load(self, name: str, abstract: Any, order: LayerPermutation, ignored: str) -> tuple:
+        """A verdict, its reason, and (abstract state, arrays, document) of this process's file."""
+        try:
+            path = self._find(name, self._peers.index, OWN)
+            if path is None:
+                return "missing", "its files are not on this host", None
+            with open(path, "rb") as file:
+                header = files.read_header(file)
+            if header.num_processes != self._peers.count:
+                found = f"it was saved by {header.num_processes} processes"
+                return "elsewhere", found, None
+            document = manifest.parse(header.document, str(path))
+            like = abstract(document) if callable(abstract) else abstract
+            wanted = document.wanted(like, prefix="", order=order, ignored=ignored)
+            if document.order != order:
+                return "elsewhere", "its layers are in another order", None
+            on_disk = {
+                document.saved_names.get(leaf, leaf): (leaf, manifest.as_stored(leaf, array))
+                for leaf, array in wanted.items()
+            }
+            stored = {saved: array for saved, (_, array) in on_disk.items()}
+            arrays = files.read_arrays(path, stored)
+            arrays = {leaf: arrays[saved] for saved, (leaf, _) in on_disk.items()}
+        except Mismatch as error:
+            return "mismatch", str(error), None
+        except files.Elsewhere as error:
+            return "elsewhere", str(error), None
+        # Also a lack of device memory; the checkpoints in the work directory say more of it.
+        except (OSError, Corrupt, RuntimeError, MemoryError) as error:
+            return "corrupt", str(error), None
+        return "", "", (like, arrays, document)
+
+    def _fetch(self, name: str) -> tuple[str, str]:
+        """Gets this process's file from another process: a verdict and its reason."""
+        me, reason = self._peers.index, "no other process has a copy of its shards"
+        path = self._folders[0] / f"{name}.{me}.{OWN}"
+        for holder in self._holders(name, me):
+            if holder == me:
+                continue
+            try:
+                message = {"name": name, "process": me}
+                with files.create(path) as file:
+                    for part in neighbors.get(self._addresses[holder], self._token, message):
+                        file.write(part)
+                return "", ""
+            except OSError as error:
+                reason = f"no copy from process {holder}: {error}"
+        return "corrupt", reason
+
+    def _find(self, name: str, process: int, kind: str) -> Path | None:
+        paths = (folder / f"{name}.{process}.{kind}" for folder in self._folders)
+        return next((path for path in paths if path.exists()), None)
+
+    # ------------------------------------------------------------------------ for other processes
+
+    def _take(self, message: dict, chunks: Iterator[bytes]) -> None:
+        """Stores the copy that the neighbor sends."""
+        name, process = _checked(message)
+        with files.create(self._folders[0] / f"{name}.{process}.{COPY}") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        with self._arrived:
+            self._received.add(name)
+            self._arrived.notify_all()
+
+    def _give(self, message: dict) -> Iterator[bytes]:
+        """The file of another process, from its own file or its copy."""
+        name, process = _checked(message)
+        sources = [(self._find(name, process, OWN), None)]
+        if (copy := self._find(name, process, COPY)) is not None:
+            holder = copy.parent.name.removeprefix("process-")
+            sources.append((copy.with_name(f"{name}.{holder}.{OWN}"), copy))
+        reasons = []
+        for own, copy in sources:
+            try:
+                if own is None:
+                    continue
+                for _ in files.shard_bytes(own, copy):
+                    pass  # all checksums, before the first byte is sent
+                with open(copy or own, "rb") as file:
+                    header = files.read_header(file)
+                return self._stream(header, own, copy)
+            except (OSError, Corrupt) as error:
+                reasons.append(str(error))
+        raise OSError("; ".join(reasons) or "it has no such file")
+
+    def _stream(self, header: files.Header, own: Path, copy: Path | None) -> Iterator[bytes]:
+        yield header.encoded()
+        for _, data in files.shard_bytes(own, copy):
+            yield data
+
+    def _exchange(self, name: str, value: Any) -> list[Any]:
+        texts = self._peers.exchange(f"local_tier/{name}", json.dumps(value))
+        return [json.loads(text) for text in texts]
+
+
+# ----------------------------------------------------------------------------------------- places
+
+
+def _private_folder(directory: str, workdir: str) -> Path:
+    """The folder of this run in `directory`. Raises ValueError where it cannot be used."""
+    where = workdir if "://" in workdir else os.path.abspath(workdir)
+    digest = hashlib.sha256(where.encode()).hexdigest()[:16]
+    root = Path(directory).expanduser().absolute() / f"llmx-{digest}"
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+        with open(root / ".writable", "w"):
+            pass
+        (root / ".writable").unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"checkpoint.local_directory={directory!r} cannot be written: {error}; name a folder "
+            "on a disk of this host, or in /dev/shm, or '' for none"
+        ) from error
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
+        raise ValueError(
+            f"checkpoint.local_directory={directory!r}: {root} belongs to another user or is a "
+            "link: remove it, or name another folder"
+        )
+    return root
+
+
+def _run_id(workdir: str) -> str:
+    """A random text in the folder of the checkpoints, made by the first launch of the run."""
+    from etils import epath
+
+    path = epath.Path(workdir) / "checkpoints" / RUN
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{RUN}.tmp")
+        temporary.write_text(secrets.token_hex(16))
+        temporary.replace(path)
+    return path.read_text().strip()
+
+
+def _boot_id() -> str:
+    """What this host has alone, until it starts again."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else os.uname().nodename
+
+
+def _coordinator() -> str:
+    """The host of process 0; this one, where jax has no coordinator."""
+    from jax._src import distributed
+
+    address = distributed.global_state.coordinator_address or "127.0.0.1:0"
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _address(places: list[dict], index: int) -> str:
+    """Where process `index` listens: the address by which it reaches the others."""
+    mine = places[index]
+    for other in places:
+        # Process 0 may reach itself by 127.0.0.1 only.
+        if other["host"] != mine["host"] and not other["address"].startswith("127."):
+            return neighbors.route(other["address"])
+    return mine["address"]
+
+
+def _orphans(root: Path, index: int, places: list[dict]) -> list[Path]:
+    """Folders of processes that are on other hosts now; one process of this host reads them."""
+    mine = places[index]
+    here = [
+        k for k, p in enumerate(places) if (p["host"], p["disk"]) == (mine["host"], mine["disk"])
+    ]
+    if index != here[0]:
+        return []
+    taken = {f"process-{k}" for k in here}
+    return [path for path in sorted(root.glob("process-*")) if path.name not in taken]
+
+
+def _step(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def _checked(message: dict) -> tuple[str, int]:
+    name, process = message["name"], message["process"]
+    if not NAME.fullmatch(name) or not isinstance(process, int):
+        raise OSError(f"{name!r} is no local checkpoint")
+    return name, process

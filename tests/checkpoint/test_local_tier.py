@@ -1,0 +1,317 @@
+"""The local tier: what is written, copied to a neighbor, found again, and never mixed."""
+
+import concurrent.futures
+import os
+import pathlib
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.compare import assert_same
+
+from llmx.checkpoint import local_files, local_tier, neighbors
+from llmx.checkpoint.checkpointer import CheckpointConfig
+from llmx.pipeline.permutation import LayerPermutation
+
+
+class Texts:
+    """What `agreement.Peers` does, between threads."""
+
+    def __init__(self, index: int, count: int, store: dict):
+        self.index, self.count = index, count
+        self._store, self._calls = store, {}
+        self._changed = store.setdefault("changed", threading.Condition())
+
+    def publish(self, key: str, text: str):
+        with self._changed:
+            self._store[key] = text
+            self._changed.notify_all()
+
+    def read(self, folder: str) -> dict[str, str]:
+        with self._changed:
+            keys = [k for k in self._store if k.startswith(f"{folder}/")]
+            return {key.removeprefix(f"{folder}/"): self._store[key] for key in keys}
+
+    def exchange(self, name: str, text: str) -> list[str]:
+        self._calls[name] = number = self._calls.get(name, 0) + 1
+        keys = [f"{name}/{number}/{k}" for k in range(self.count)]
+        self.publish(keys[self.index], text)
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(key in self._store for key in keys), 60)
+            return [self._store[key] for key in keys]
+
+
+def together(count: int, work) -> list:
+    """Runs work(peers) of `count` processes, each a thread; their results."""
+    store: dict = {}
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        jobs = [threads.submit(work, Texts(index, count, store)) for index in range(count)]
+        return [job.result(120) for job in jobs]
+
+
+def state_of(step: int, *axes: str | None) -> dict:
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
+    values = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+    return {
+        "w": jax.device_put(values, place(*(axes or ("x", "y")))),
+        "half": jax.device_put(values.astype("bfloat16"), place(None, "x")),
+        "whole": jax.device_put(values[0], place()),
+        "step": jax.device_put(np.int32(step), place()),
+        "number": step / 4,
+    }
+
+
+def abstract(state: dict) -> dict:
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
+    return {k: shape(v) if isinstance(v, jax.Array) else v for k, v in state.items()}
+
+
+class Place:
+    """A work directory and a local one."""
+
+    def __init__(self, folder: pathlib.Path, **values):
+        self.work, self.local, self.said = folder / "work", folder / "local", []
+        self.config = CheckpointConfig(every=0, local_directory=str(self.local), **values)
+
+    def tier(self, peers) -> local_tier.LocalTier:
+        log = self.said.append if peers.index == 0 else lambda text: None
+        return local_tier.LocalTier(self.config, str(self.work), peers, log=log)
+
+    def save(self, *steps: int, count: int = 1, states=state_of):
+        def work(peers):
+            with self.tier(peers) as tier:
+                for step in steps:
+                    tier.save(step, states(step), meta={"position": step}, wait=True)
+                return tier.newest()
+
+        return together(count, work)
+
+    def restore(self, *, count: int = 1, like=None, **options):
+        """(step, state) in each process, or None; raises what a process raises."""
+        like = like or abstract(state_of(0))
+
+        def work(peers):
+            with self.tier(peers) as tier:
+                found = tier.restore(like, **options)
+            if found is None:
+                return None
+            (state, meta, step), document = found
+            assert meta == {"position": step} and document.step == step
+            return step, state
+
+        return together(count, work)
+
+    def files(self, pattern: str = "*") -> list[pathlib.Path]:
+        return sorted(self.local.glob(f"llmx-*/{pattern}"))
+
+    def steps(self, process: int = 0, kind: str = "own") -> list[int]:
+        return sorted(int(p.name.split("-")[0]) for p in self.files(f"process-{process}/*.{kind}"))
+
+
+@pytest.fixture
+def place(tmp_path) -> Place:
+    return Place(tmp_path)
+
+
+def flip(path: pathlib.Path, offset: int):
+    with open(path, "r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+
+
+def test_off_it_does_nothing(tmp_path):
+    with local_tier.LocalTier(CheckpointConfig(), str(tmp_path), Texts(0, 1, {}), log=print) as off:
+        assert not off.due(10) and off.restore({}) is None and off.newest() is None
+        off.save(10, {"w": object()}, meta={})
+        off.forget(after=3)
+        off.superseded(3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_restores_its_newest_step_bit_for_bit(place):
+    assert place.save(2, 4, 6) == [6]
+    assert place.steps() == [4, 6]
+    ((step, state),) = place.restore()
+    assert step == 6
+    assert_same(state, state_of(6))
+    assert {k: v.sharding for k, v in state.items() if k != "number"} == {
+        k: v.sharding for k, v in state_of(6).items() if k != "number"
+    }
+    assert place.restore(newer_than=6) == [None]
+    # Every shard once, though some stand on all eight devices.
+    size = 64 * 4 + 64 * 2 + 8 * 4 + 4
+    with open(place.files("process-0/6-*.own")[0], "rb") as file:
+        header = local_files.read_header(file)
+        assert sum(shard.size for shard in header.shards) == size == len(file.read())
+
+
+def test_what_is_saved_is_the_state_before_the_next_step(place):
+    step = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 2 + 1, x), donate_argnums=0)
+
+    def work(peers):
+        with place.tier(peers) as tier:
+            arrays = {k: v for k, v in state_of(1).items() if k != "number"}
+            wanted = jax.device_get(arrays)
+            for number in range(1, 5):
+                tier.save(number, arrays, meta={"position": number})
+                arrays = step(arrays)
+                wanted = jax.device_get(arrays) if number < 4 else wanted
+        return wanted
+
+    (wanted,) = together(1, work)
+    like = {k: v for k, v in abstract(state_of(0)).items() if k != "number"}
+    ((number, state),) = place.restore(like=like)
+    assert number == 4
+    assert_same(jax.device_get(state), wanted)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "header", "cut", "empty"])
+def test_a_damaged_file_falls_back_to_the_step_before(place, damage):
+    place.save(2, 4)
+    (path,) = place.files("process-0/4-*.own")
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size - 7)
+    elif damage == "empty":
+        os.truncate(path, 0)
+    else:
+        flip(path, -20 if damage == "flipped" else 30)
+    ((step, state),) = place.restore()
+    assert step == 2
+    assert_same(state, state_of(2))
+    said = "\n".join(place.said)
+    reason = {"flipped": "checksum differs in leaf whole", "cut": "cut off in leaf",
+              "header": "its header does not match", "empty": "does not begin"}[damage]  # fmt: skip
+    assert "local checkpoint 4" in said and reason in said, said
+
+
+def test_a_lost_or_damaged_host_is_restored_from_its_neighbor(place):
+    """Process 0 sends all its shards; those of process 1 are also in the file of process 0."""
+    assert place.save(2, 4, count=2) == [4, 4]
+    assert place.steps(1, "copy") == [2, 4] == place.steps(0, "copy")
+    copies = {p.stat().st_size for p in place.files("process-*/4-*.copy")}
+    owns = {p.stat().st_size for p in place.files("process-*/4-*.own")}
+    assert max(copies) == max(owns) and min(copies) < min(owns)
+    for process in (0, 1):
+        for path in place.files(f"process-{process}/*"):
+            path.unlink()
+        for step, state in place.restore(count=2):
+            assert step == 4
+            assert_same(state, state_of(4))
+        assert place.steps(process) == [4]  # it has its file again
+        flip(place.files(f"process-{process}/4-*.own")[0], -40)
+        assert [step for step, _ in place.restore(count=2)] == [4, 4]
+        takes = f"process {process}: its files are not on this host; it takes the copy"
+        assert any(takes in text for text in place.said), place.said
+        assert place.save(6, count=2) == [6, 6] and place.save(2, 4, count=2) == [4, 4]
+    # Both the file and its copy are damaged: the step before.
+    flip(place.files("process-1/4-*.own")[0], -40)
+    flip(place.files("process-0/4-*.own")[0], -40)
+    assert [step for step, _ in place.restore(count=2)] == [2, 2]
+    assert any("not used" in text for text in place.said)
+
+
+def test_steps_of_two_launches_are_never_mixed(place):
+    place.save(2, 4, count=2)
+    (old,) = place.files("process-0/4-*.own")
+    kept = old.read_bytes()
+    place.save(4, count=2, states=lambda step: state_of(step + 100))
+    old.write_bytes(kept)
+    for path in [*place.files("process-1/*"), *place.files("process-0/*.copy")]:
+        if path.name.split(".")[0] != old.name.split(".")[0]:
+            path.unlink()
+    assert place.restore(count=2) == [None, None]
+    assert any("lacks the shards of process 1" in text for text in place.said), place.said
+
+
+def test_another_run_in_the_same_folder_begins_anew(place):
+    place.save(2, 4)
+    (place.work / "checkpoints" / local_tier.RUN).unlink()
+    assert place.restore() == [None]
+    assert place.steps() == []
+
+
+def test_other_processes_or_shardings_are_ignored_with_a_line(place):
+    place.save(2, 4)
+    assert place.restore(like=abstract(state_of(0, None, "y"))) == [None]
+    assert "leaf w was split in another way" in place.said[-1], place.said
+    assert place.restore(order=LayerPermutation((1, 0))) == [None]
+    assert place.restore(count=2) == [None, None]
+    assert any("lacks the shards of process 1" in text for text in place.said)
+    place.save(6, count=2)
+    assert place.restore() == [None]
+    assert "it was saved by 2 processes" in place.said[-1]
+
+
+def test_another_structure_is_refused(place):
+    place.save(4)
+    like = abstract(state_of(0))
+    del like["whole"]
+    with pytest.raises(ValueError, match="whole: saved, not wanted"):
+        place.restore(like=like)
+    assert place.steps() == [4]
+
+
+def test_going_back_deletes_later_steps_and_a_save_elsewhere_earlier_ones(place):
+    place.save(2, 4)
+
+    def work(peers):
+        with place.tier(peers) as tier:
+            tier.forget(after=3)
+            found = tier.restore(abstract(state_of(0)))
+            tier.superseded(2)
+            return found[0].step, tier.newest()
+
+    assert together(1, work) == [(2, None)]
+    assert place.steps() == []
+
+
+def test_a_failed_save_is_a_warning_and_the_one_before_stays(place, monkeypatch, capfd):
+    write = local_files.write
+
+    def full(path, header, data):
+        if path.name.startswith("4-") and path.name.endswith(".1.own"):
+            raise OSError(28, "No space left on device")
+        write(path, header, data)
+
+    monkeypatch.setattr(local_files, "write", full)
+    monkeypatch.setattr(local_tier, "COMMIT_SECONDS", 1.0)
+    assert place.save(2, 4, count=2) == [2, 2]
+    assert "process 1: local checkpoint 4 was not written: OSError" in capfd.readouterr().err
+    assert [step for step, _ in place.restore(count=2)] == [2, 2]
+    assert place.save(2, 4, 6, count=2) == [6, 6]
+
+
+def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    place = Place(tmp_path)
+    place.config.local_directory = str(tmp_path / "file" / "x")
+    with pytest.raises(ValueError, match=r"checkpoint\.local_directory=.* cannot be written"):
+        place.save(2)
+
+
+def test_a_stranger_gets_nothing_and_leaves_nothing():
+    taken = []
+    server = neighbors.Server(
+        "127.0.0.1", b"secret", take=lambda message, chunks: taken.append(list(chunks)),
+        give=lambda message: [b"bytes"],
+    )  # fmt: skip
+    try:
+        for token in (b"other", b""):
+            with pytest.raises(OSError, match=r"no process of this run|closed|reset"):
+                list(neighbors.get(server.address, token, {}))
+            with pytest.raises(OSError):
+                neighbors.put(server.address, token, {}, [b"evil"])
+        assert not taken
+        assert b"".join(neighbors.get(server.address, b"secret", {})) == b"bytes"
+        big = os.urandom(2 * neighbors.CHUNK + 5)
+        neighbors.put(server.address, b"secret", {}, [b"small", big])
+        assert b"".join(taken[0]) == b"small" + big
+    finally:
+        server.close()
+    with pytest.raises(OSError):
+        neighbors.put(server.address, b"secret", {}, [])
