@@ -80,7 +80,8 @@ def from_hf(directory: str, workdir: str):
     with ownership.take(workdir, log=launch.log):
         _require_empty(root)
         with checkpointer.Checkpointer(folder, run.checkpoint, log=launch.log) as checkpoints:
-            checkpoints.save(0, state, meta={"imported_from": str(directory)}, wait=True)
+            meta = {"imported_from": str(directory), "config": config.to_json(run)}
+            checkpoints.save(0, state, meta=meta, wait=True)
         if file.is_file():
             shutil.copyfile(file, root / tokenizers.FILE_NAME)
         config.save_run(run)

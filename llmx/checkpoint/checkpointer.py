@@ -181,9 +181,21 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._current = restored.step
         return restored
 
+    def steps(self) -> list[int]:
+        """The steps with a committed checkpoint, good or not, oldest first."""
+        return list_steps(str(self._root))
+
     def latest_step(self) -> int | None:
-        """The newest step with a committed checkpoint, good or not."""
-        return max(list_steps(str(self._root)), default=None)
+        """The newest of them."""
+        return max(self.steps(), default=None)
+
+    def set_aside_after(self, step: int, reason: str) -> None:
+        """Renames the checkpoints after `step` to `<step>.replaced`: the run goes on without them.
+        Every process must call it."""
+        self.wait()
+        while newer := _agree_on_steps([other for other in self.steps() if other > step]):
+            for other in newer:
+                self._set_aside(other, "replaced", reason)
 
     def document(self, step: int) -> Document:
         """The document of checkpoint `step`; raises `manifest.Corrupt`."""

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import checkpointer, identity
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.manifest import Document, Mismatch
 from llmx.contract import State
 from llmx.pipeline.permutation import LayerPermutation
+from llmx.runtime import launch
 from llmx.sharding import trees
 from llmx.step import guard
 from llmx.step.step import Recipe
@@ -31,20 +32,23 @@ Log = Callable[[str], None]
 def restore_or_init(
     config: Any, recipe: Recipe, checkpoints: Checkpointer, dataset: Any, log: Log
 ) -> tuple[State, int]:
-    """The state and the number of steps it has taken: of the newest good checkpoint, or new.
+    """The state and the number of steps it has taken: of the newest good checkpoint, of the one
+    that `config.resume_step` goes back to, or new.
 
     Raises ValueError where the checkpoint is of another model or other data.
     """
-    start_from, restored = config.start_from, None
+    start_from, restored, back_to = config.start_from, None, going_back_to(config)
     directory = f"{config.workdir}/checkpoints"
-    newest = checkpoints.latest_step()
-    if newest == 0 and "imported_from" in checkpointer.read_meta(directory, newest):
-        start_from = config.workdir  # parameters only: made by llmx.convert
+    step = checkpoints.latest_step() if back_to is None else back_to
+    if step == 0 and "imported_from" in checkpointer.read_meta(directory, step):
+        start_from = f"{config.workdir}@0"  # parameters only: made by llmx.convert
     else:
-        restored = restore(config, recipe, checkpoints, log)
+        restored = restore(config, recipe, checkpoints, log, step=back_to)
     if restored is None:
         state = recipe.init(config.seed)
-        return (start_with(recipe, state, start_from, log) if start_from else state), 0
+        state = start_with(config, recipe, state, start_from, log) if start_from else state
+        _forget_after(back_to, checkpoints)
+        return state, 0
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
         raise ValueError(
             f"{config.workdir} was trained on data {saved[:12]} and the config gives "
@@ -57,15 +61,35 @@ def restore_or_init(
             f"{config.batch.size}: the position in the data counts batches, so some samples would "
             "be repeated or missed; restore batch.size, or use another workdir"
         )
+    _forget_after(back_to, checkpoints)
     log(f"resumed from checkpoint {restored.step} of {config.workdir}")
+    changed = identity.differences(restored.meta.get("config", {}), identity.as_json(config))
+    for line in identity.difference_lines(changed):
+        log(f"config: {line}")
     # A run that the guard stopped may continue: restarting it is the user's decision.
     to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
     return restored.state._replace(guard=jax.device_put(released, to)), restored.step
 
 
-def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) -> Restored | None:
-    """The newest good checkpoint, with what has to change on other devices than it was saved on.
+def going_back_to(config: Any) -> int | None:
+    """The step that the user goes back to. A job goes back when it is launched, and not each time
+    that it is restarted."""
+    first_launch = launch.restart_count() == 0
+    return config.resume_step if config.resume_step >= 0 and first_launch else None
+
+
+def _forget_after(step: int | None, checkpoints: Checkpointer):
+    """Once the checkpoint that a run goes back to is restored, the newer ones are set aside."""
+    if step is not None:
+        checkpoints.set_aside_after(step, f"the run goes back to step {step}")
+
+
+def restore(
+    config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log, *, step: int | None = None
+) -> Restored | None:
+    """The newest good checkpoint, or exactly `step`, with what has to change on other devices than
+    it was saved on.
 
     A batch that was in flight on other stages is taken again; a strategy's state is resharded for
     another number of replicas (`contract.Strategy.reshard`).
@@ -73,7 +97,7 @@ def restore(config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log) ->
     # What is read of a checkpoint depends on it: the newest may be corrupt, and the one before
     # saved on other devices.
     wanted = functools.partial(_wanted, config, recipe)
-    restored = checkpoints.restore(wanted, order=recipe.order, ignored="in_flight")
+    restored = checkpoints.restore(wanted, step, order=recipe.order, ignored="in_flight")
     if restored is None:
         return None
     state, saved = restored.state, checkpoints.document(restored.step)
@@ -123,6 +147,7 @@ def _entered(recipe: Recipe, state: State, saved: Document) -> State:
 
 def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     """The state to read from a checkpoint, as far as it has it."""
+    _same_run(config, saved)
     strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
     # Replicas may begin to synchronize in another way than by the mean, but not change it.
     if strategy not in ("mean", config.sync.strategy):
@@ -149,6 +174,23 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     return wanted
 
 
+def _same_run(config: Any, saved: Document):
+    """Raises Mismatch where the checkpoint is of another model, or of a longer run."""
+    if changes := identity.refusal_of_model(saved.meta.get("config", {}), config.model):
+        raise Mismatch(
+            f"{config.workdir} was trained as a model of another function than the config gives:\n"
+            f"{changes}\n"
+            "restore these values, or train the changed model in another workdir, with "
+            f"--config.start_from={config.workdir} and --config.start_changes naming the fields"
+        )
+    if saved.step > config.steps:
+        raise Mismatch(
+            f"{config.workdir} is at step {saved.step}, which is after the last, "
+            f"steps={config.steps}: set steps to at least {saved.step}, go back with "
+            "--config.resume_step, or use another workdir"
+        )
+
+
 def _of_these_replicas(recipe: Recipe, saved: Document) -> bool:
     """Whether it was saved by as many replicas, each with this order of layers."""
     return saved.fits(recipe.abstract.sync, prefix="sync") and saved.order == recipe.order
@@ -171,9 +213,24 @@ def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=to))(saved)
 
 
-def start_with(recipe: Recipe, state: State, workdir: str, log: Log) -> State:
-    """A new state with the parameters of another run, or of an import."""
-    restored = checkpointer.restore_params(workdir, recipe.loss.params, order=recipe.order, log=log)
+def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: Log) -> State:
+    """A new state with the parameters of another run, or of an import.
+
+    Raises ValueError where they are of a model of another function.
+    """
+    workdir, step = identity.origin(start_from)
+
+    def wanted(saved: Document) -> Any:
+        of, allowed = saved.meta.get("config", {}), config.start_changes
+        if changes := identity.refusal_of_model(of, config.model, allowed=allowed):
+            raise Mismatch(
+                f"start_from={start_from!r} is a model of another function than the config "
+                f"gives:\n{changes}\nuse these values, or name the fields that are changed on "
+                "purpose: --config.start_changes=\"('field',)\""
+            )
+        return recipe.loss.params
+
+    restored = checkpointer.restore_params(workdir, wanted, order=recipe.order, step=step, log=log)
     log(f"starting with the parameters of {workdir}, step {restored.step}")
     to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.ema)
     # Its own copy: the step donates both.

@@ -73,7 +73,12 @@ class Config:
     """One run."""
 
     workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
-    start_from: str = ""  # a new run begins with the parameters of the run in this workdir
+    # a new run begins with the parameters of the run in this workdir, or "WORKDIR@STEP"
+    start_from: str = ""
+    # fields of `model` that may differ from start_from's: ("rope_theta",)
+    start_changes: tuple[str, ...] = ()
+    # go back to this checkpoint; newer ones are renamed <step>.replaced. -1 = the newest
+    resume_step: int = bounded(-1, at_least=-1, remedy="-1 resumes from the newest")
     seed: int = bounded(0, at_least=0)  # of parameters and data order
     steps: int = bounded(1000, at_least=1)  # updates in the whole run
     precision: str = choice("bf16", precision.POLICIES)  # a name in precision.POLICIES

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import checkpointer, identity
 from llmx.config import Config, ConfigError
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
@@ -40,14 +40,24 @@ def resolve(
     if wrong := list(_wrong_types(config)):
         raise ConfigError(found + wrong)  # values of a wrong type cannot be compared with others
     found += [*_sections(config), *_mesh(config, num_devices)]
-    if config.start_from and not pathlib.Path(config.start_from, "checkpoints").is_dir():
-        found.append(
-            f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
-            "or of an import by llmx.convert --from-hf"
-        )
+    found += _start(config)
     if found:
         raise ConfigError(found)
     return config
+
+
+def _start(config: Config) -> Iterator[str]:
+    """Where the run begins, before any file but directories is looked at."""
+    workdir, _ = identity.origin(config.start_from)
+    if workdir and not pathlib.Path(workdir, "checkpoints").is_dir():
+        yield (
+            f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
+            "or of an import by llmx.convert --from-hf"
+        )
+    fields = {field.name for field in dataclasses.fields(families.ModelConfig)}
+    for name in config.start_changes:
+        if name not in fields:
+            yield f"start_changes: {bounds.use_one_of(name, sorted(fields))}, not {name!r}"
 
 
 def _unknown_keys(section: Any, prefix: str = "") -> Iterator[str]:

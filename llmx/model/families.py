@@ -9,6 +9,7 @@ Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, V vocab_si
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
@@ -148,6 +149,37 @@ def preset(name: str, **changes) -> ModelConfig:
     if unknown := sorted(set(changes) - known):
         raise ValueError(f"ModelConfig has no field {unknown}: the fields are {sorted(known)}")
     return ModelConfig(**FAMILIES[name] | changes)
+
+
+def identity(model: ModelConfig) -> dict[str, Any]:
+    """By field, what the function that a model computes depends on; None where a field has no
+    effect beside the others.
+
+    Two models with the same parameters compute the same function if and only if these are equal.
+    """
+    rope, kinds = model.positions == "rope", set(model.layer_kinds)
+    # Local layers have a base of their own, or share that of global layers and its stretching.
+    shared = rope and (GLOBAL in kinds or not model.rope_theta_local)
+    stretched = shared and model.rope_scaling != "none" and model.rope_factor != 1
+    blended = stretched and model.rope_scaling == "llama3"
+    own = model.rope_theta_local
+    local = (own or model.rope_theta, stretched and not own)
+    depends = {
+        "family": None,
+        "vocab_multiple": None,  # padding has no probability
+        "max_positions": None if rope else model.max_positions,
+        "rope_theta": model.rope_theta if shared else None,
+        "rope_theta_local": local if rope and LOCAL in kinds else None,
+        "rope_scaling": model.rope_scaling if stretched else None,
+        "rope_factor": model.rope_factor if stretched else None,
+        "rope_low_freq": model.rope_low_freq if blended else None,
+        "rope_high_freq": model.rope_high_freq if blended else None,
+        "rope_old_context": model.rope_old_context if blended else None,
+        "query_scale": model.score_scale,
+        "layer_pattern": model.layer_kinds,
+        "window": model.window if LOCAL in kinds else None,
+    }
+    return vars(model) | depends
 
 
 def problems(model: ModelConfig) -> list[str]:

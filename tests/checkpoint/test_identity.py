@@ -1,0 +1,216 @@
+"""What a model is, is compared on resume; all else is shown; a run can go back."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from support import runs
+from support.compare import assert_same
+from support.resumes import opened, resumed, save
+
+from llmx.checkpoint import identity
+from llmx.config import checks
+from llmx.model import families
+
+BASE = dict(
+    num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16, vocab_size=300,
+    vocab_multiple=8, max_positions=32,
+)  # fmt: skip
+LOCAL = dict(layer_pattern=(families.LOCAL, families.GLOBAL), window=3, rope_theta_local=500.0)
+# From which models each field is changed, and to what. In one of them at least it has an effect,
+# unless it never has one.
+MODELS = {
+    "plain": families.ModelConfig(**BASE),
+    "stretched": families.ModelConfig(
+        **BASE, rope_scaling="llama3", rope_factor=4.0, rope_old_context=16
+    ),
+    "local": families.ModelConfig(**BASE, **LOCAL, rope_scaling="linear", rope_factor=4.0),
+    "shared": families.ModelConfig(**BASE | LOCAL | dict(rope_theta_local=0.0)),
+    "learned": families.ModelConfig(**BASE, positions="learned"),
+}
+CHANGES = dict(
+    family="qwen3", vocab_size=299, vocab_multiple=16, width=32, num_layers=3, num_heads=4,
+    num_kv_heads=1, head_dim=16, mlp_dim=32, max_positions=64, positions="learned",
+    rope_theta=100.0, rope_theta_local=50.0, rope_scaling="linear", rope_factor=2.0,
+    rope_low_freq=0.5, rope_high_freq=6.0, rope_old_context=64, norm="layer", norm_eps=0.1,
+    norm_plus_one=True, post_norms=True, qk_norm=True, activation="gelu", gated_mlp=False,
+    bias=True, tied_head=True, embedding_scale=True, query_scale=1.0, window=5,
+    layer_pattern=(families.LOCAL,), attention_softcap=0.5, logit_softcap=0.5,
+)  # fmt: skip
+# Whether these have an effect depends on other fields.
+DEPENDENT = [name for name in CHANGES if name.startswith(("rope", "window", "layer_p", "max_p"))]
+WITHOUT_EFFECT = {"family", "vocab_multiple"}
+
+
+def test_every_field_is_changed():
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(families.ModelConfig)}
+
+
+def program_of(model: families.ModelConfig):
+    """(parameters, batch) -> the losses of a row, which depend on every logit; parameter shapes."""
+    recipe = runs.make_recipe(runs.make_config(model, batch__sequence_length=16, batch__size=1))
+
+    def losses(params, batch):
+        return runs.losses(recipe, params, batch)[0]
+
+    return recipe, jax.jit(losses), jax.tree.map(lambda leaf: leaf.shape, recipe.loss.params)
+
+
+def outputs(model: families.ModelConfig, params=None):
+    """Those losses, of random parameters and tokens; and the parameters."""
+    recipe, losses, shapes = program_of(model)
+    if params is None:
+        leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
+        random = np.random.default_rng(0)
+        params = [random.normal(size=shape).astype("f4") for shape in leaves]
+        params = jax.tree.unflatten(tree, params)
+    elif shapes != jax.tree.map(np.shape, params):
+        return None, params  # of another structure, and so another function
+    tokens = np.random.default_rng(1).integers(0, 299, (1, 16)).astype("i4")
+    batch = dict(
+        tokens=tokens, targets=tokens[:, ::-1].copy(), segment_ids=np.ones_like(tokens),
+        positions=np.arange(16, dtype="i4")[None], weights=np.ones((1, 16), "f4"),
+    )  # fmt: skip
+    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.loss.params)
+    with jax.set_mesh(recipe.mesh):
+        return np.asarray(losses(jax.device_put(params, to), runs.put_batch(recipe, batch))), params
+
+
+def text(model: families.ModelConfig) -> str:
+    """The program that computes them."""
+    recipe, losses, _ = program_of(model)
+    with jax.set_mesh(recipe.mesh):
+        return losses.lower(recipe.loss.params, recipe.abstract_batch).as_text()
+
+
+def refusals(base: str, names):
+    """(field, changed model, what is said of it) for each field that can be changed alone."""
+    model = MODELS[base]
+    saved = {"model": identity.as_json(model)}
+    for name in names:
+        changed = dataclasses.replace(model, **{name: CHANGES[name]})
+        if vars(changed) != vars(model) and not families.problems(changed):
+            refused = identity.refusal_of_model(saved, changed)
+            said = f"model.{name}: saved {vars(model)[name]!r}, given {CHANGES[name]!r}"
+            assert not refused or said in refused
+            yield name, changed, refused
+
+
+def test_refused_if_and_only_if_the_program_changes():
+    """Without running it, of the fields whose effect depends on others, and some that have one."""
+    wanted = text(MODELS["local"])
+    for name, changed, refused in refusals("local", [*DEPENDENT, *WITHOUT_EFFECT, "norm_eps"]):
+        assert bool(refused) == (text(changed) != wanted), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", MODELS)
+def test_refused_if_and_only_if_the_function_changes(base):
+    """Each field of a model, changed: refused exactly where other losses come out."""
+    wanted, params = outputs(MODELS[base])
+    for name, changed, refused in refusals(base, CHANGES if base == "plain" else DEPENDENT):
+        got, _ = outputs(changed, params)
+        assert bool(refused) == (got is None or not np.array_equal(got, wanted)), name
+
+
+def test_every_field_has_its_effect_somewhere():
+    for name, value in CHANGES.items():
+        changes = [
+            identity.model_changes(
+                identity.as_json(model), dataclasses.replace(model, **{name: value})
+            )
+            for model in MODELS.values()
+        ]
+        assert any(changes) == (name not in WITHOUT_EFFECT), name
+
+
+def test_a_model_of_another_function_is_refused(tmp_path):
+    """All fields in one error; the checkpoint is left, and the remedy works."""
+    save(tmp_path, 2, 1)
+    with pytest.raises(ValueError, match=r"model of another function") as error:
+        resumed(tmp_path, 1, model__norm_eps=1e-3, model__activation="gelu")
+    for words in ("model.norm_eps: saved 1e-05, given 0.001", "start_changes",
+                  "model.activation: saved 'silu', given 'gelu'"):  # fmt: skip
+        assert words in str(error.value)
+    assert (tmp_path / "checkpoints" / "2").exists()
+    start = dict(start_from=str(tmp_path), model__norm_eps=1e-3)
+    with pytest.raises(ValueError, match=r"norm_eps: saved 1e-05, given 0\.001"):
+        resumed(tmp_path / "new", 1, **start)
+    _, _, first, _ = resumed(tmp_path / "new", 1, **start, start_changes=("norm_eps",))
+    assert first == 0
+
+
+def test_other_differences_are_lines(tmp_path):
+    wanted = save(tmp_path, 2, 1)
+    _, state, _, said = resumed(
+        tmp_path, 1, optimizer__learning_rate=0.5, precision="bf16", model__family="mine"
+    )
+    lines = [line for line in said.splitlines() if line.startswith("config: ")]
+    assert sorted(lines) == [
+        "config: model.family: llama3 -> mine",
+        "config: optimizer.learning_rate: 0.0003 -> 0.5",
+        "config: precision: fp32 -> bf16",
+    ]
+    assert_same(state.params, wanted.params)
+
+
+def test_keys_of_other_versions_are_tolerated():
+    given = families.ModelConfig(**BASE)
+    saved = identity.as_json(given)
+    del saved["qk_norm"]
+    saved["experts"] = 8
+    assert not identity.refusal_of_model({"model": saved}, given)
+    assert not identity.refusal_of_model({}, given)
+    found = identity.differences({"model": saved}, {"model": identity.as_json(given)})
+    assert identity.difference_lines(found) == [
+        "model.experts: 8 -> (no such key)", "model.qk_norm: (no such key) -> False",
+    ]  # fmt: skip
+
+
+def test_a_run_past_its_end_is_refused(tmp_path):
+    """The end may be where the checkpoint is, but not before it."""
+    save(tmp_path, 4, 1)
+    assert resumed(tmp_path, 1)[2] == 4  # steps=4
+    save(tmp_path, 6, 1)
+    with pytest.raises(ValueError, match=r"at step 6, .* steps=4: set steps to at least 6"):
+        resumed(tmp_path, 1)
+
+
+def test_going_back(tmp_path, monkeypatch):
+    """Newer checkpoints are set aside; a restart of the job does not go back again."""
+    wanted = save(tmp_path, 1, 1)
+    for step in (2, 3):
+        save(tmp_path, step, 1)
+    with pytest.raises(ValueError, match=r"no checkpoint of step 5 in .* \[1, 2, 3\]"):
+        resumed(tmp_path, 1, resume_step=5)
+    monkeypatch.setenv("LLMX_RESTART_COUNT", "1")
+    assert resumed(tmp_path, 1, resume_step=1)[2] == 3
+    monkeypatch.delenv("LLMX_RESTART_COUNT")
+    _, state, first, said = resumed(tmp_path, 1, resume_step=1)
+    assert first == 1
+    assert_same(state.params, wanted.params)
+    found = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert found == {"1", "2.replaced", "3.replaced"} and "goes back to step 1" in said
+    assert opened(tmp_path).steps() == [1]
+
+
+def test_parameters_of_a_step(tmp_path):
+    wanted = save(tmp_path / "other", 1, 1)
+    save(tmp_path / "other", 2, 1)
+    start = f"{tmp_path / 'other'}@1"
+    _, state, first, said = resumed(tmp_path / "new", 1, start_from=start)
+    assert first == 0 and "step 1" in said
+    assert_same(state.params, wanted.params)
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7 .* \[1, 2\]"):
+        resumed(tmp_path / "new", 1, start_from=f"{tmp_path / 'other'}@7")
+
+
+def test_where_a_run_starts_is_checked_early(tmp_path):
+    run = runs.make_config("llama3", workdir="unused")
+    run.start_from, run.start_changes = f"{tmp_path}@3", ("norm",)
+    with pytest.raises(ValueError, match="holds no checkpoints"):
+        checks.resolve(run, 1)
+    run.start_from, run.start_changes = "", ("norm_epsilon",)
+    with pytest.raises(ValueError, match=r"start_changes: .*norm_eps.*, not 'norm_epsilon'"):
+        checks.resolve(run, 1)
