@@ -112,13 +112,6 @@ def option_value(text: str) -> str | bool | int:
     return int(text) if text.isdecimal() else text
 
 
-def restart_count() -> int:
-    """How often this job was restarted by itself: by the supervisor, SLURM or a JobSet."""
-    names = ("LLMX_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
-    texts = [os.environ.get(name, "") for name in names]
-    return max((int(text) for text in texts if text.isdecimal()), default=0)
-
-
 def start(config: LaunchConfig) -> None:
     """Sets up JAX and joins the other processes, if there are any. Call it before any array exists.
 

@@ -192,7 +192,9 @@ def test_other_data_or_model_is_refused(scratch, undisturbed):
     for flag, words in (
         ("--config.seed=1", "trained on data"),
         ("--config.batch.size=4", "batch.size=8"),
-        ("--config.model.width=64", "holds another structure"),
+        ("--config.model.rope_theta=2.5", "model.rope_theta: saved 500000.0, given 2.5"),
+        ("--config.steps=10", "at step 12, which is after the last, steps=10"),
+        ("--config.model.width=64", "model.width: saved 32, given 64"),
     ):
         done = train(scratch, workdir, flag)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
