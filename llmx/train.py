@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = checks.resolve(config, num_devices, problems=problems)
             job.watch(config.watchdog, config.launch)
             job.peers.agree("start", launch_values(config))
+            job.own(config.workdir)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log
             )
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop.start()
         try:
             while loop.step < config.steps and not stop.agreed(loop.step):
+                job.still_owns()
                 profile.before(loop.step + 1)
                 loop.advance()
                 if loop.step == first + 1:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from llmx.runtime import agreement, exits, launch
+from llmx.runtime import agreement, exits, launch, ownership
 from llmx.runtime.agreement import Peers
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.progress import Progress
@@ -29,6 +29,8 @@ class Job(contextlib.ExitStack):
         super().__init__()
         self.progress, self.peers = Progress(), Peers()
         self.stop = StopSignal(log=log, progress=self.progress)
+        self._log = log
+        self._lease: ownership.Lease | None = None  # in process 0 only
 
     def __enter__(self) -> "Job":
         super().__enter__()
@@ -59,6 +61,33 @@ class Job(contextlib.ExitStack):
         seconds = launch_config.watchdog_seconds
         watchdog = Watchdog(config, self.progress, self.peers, step_seconds=seconds)
         self.enter_context(watchdog)
+
+    def own(self, workdir: str) -> None:
+        """Takes the work directory for this run, until its end; see `ownership`.
+
+        Every process must call it. Raises ValueError if a living run has the directory, or if it
+        cannot be written.
+        """
+
+        def lost(error: ownership.Lost) -> None:
+            self.refuse(error, error.code)
+            self.peers.end(error.code)
+
+        if self.peers.index == 0:
+            self._lease = ownership.take(workdir, log=self._log, on_lost=lost)
+            self.callback(self._lease.release)
+            self.peers.endings.append(self._lease.release)
+        self.peers.barrier("the work directory is taken")
+
+    def may_write(self) -> None:
+        """Ends the run if the work directory is no longer its own; reads a small file."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def still_owns(self) -> None:
+        """As `may_write`, but reads nothing as long as the lease was renewed lately."""
+        if self._lease is not None:
+            self._lease.poll()
 
     def refuse(self, error: BaseException | str, code: int = exits.REFUSED) -> int:
         """Prints why the run ends and tells the other processes; returns the exit code.

@@ -227,6 +227,36 @@ def test_nan_stops_the_run_and_keeps_the_state(scratch):
 
 
 @pytest.mark.slow
+def test_a_second_start_is_refused_and_the_first_goes_on(scratch, undisturbed):
+    """On one process and on two, whatever the first is doing: here it is suspended in a step."""
+    workdir = scratch / "owned"
+    first = subprocess.Popen(
+        command(scratch, workdir, "--config.checkpoint.every=1"), env=environment(1), cwd=ROOT,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert any("step  3/12" in line for line in first.stdout)
+    first.send_signal(signal.SIGSTOP)
+    before = sorted((workdir / "checkpoints").iterdir())
+    cluster = [sys.executable, "scripts/local_cluster.py", "-n", "2", "--"]
+    for prefix in ((), cluster):
+        begun = time.perf_counter()
+        done = subprocess.run(
+            [*prefix, *command(scratch, workdir)], env=environment(1), cwd=ROOT,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == 2 and "Traceback" not in said, said
+        assert f"{workdir} is in use by process {first.pid} on" in said.splitlines()[-1], said
+        assert time.perf_counter() - begun < 60  # 5 s on an idle machine
+    assert sorted((workdir / "checkpoints").iterdir()) == before
+    first.send_signal(signal.SIGCONT)
+    rest = first.communicate(timeout=120)[0]
+    assert first.returncode == 0, rest
+    np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
+    assert not (workdir / "owner.json").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same mesh", "other layout"])
 def test_kill_and_resume(scratch, undisturbed, elsewhere):
     """Kill -9 again and again, in steps and in saves: no step twice or missing, the same losses."""
