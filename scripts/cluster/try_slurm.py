@@ -294,21 +294,24 @@ def kill_trainer(run: Run) -> None:
 
 def lose_node(run: Run) -> None:
     """The second node dies; the administrator's word spares the wait for SlurmdTimeout."""
-    run.cluster.lose_node(NODES[1])
-    run.cluster.run("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=lost")
-    _wait_for_requeue(run)
+    with requeued(run):
+        run.cluster.lose_node(NODES[1])
+        run.cluster.run("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=lost")
     run.cluster.start_node(NODES[1])
     run.cluster.run("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
 
 
 def signal_job(run: Run) -> None:
     """What SLURM does before the time limit, by `#SBATCH --signal=B:TERM@seconds`."""
-    run.cluster.run("scancel", "--batch", "--signal=TERM", run.id)
-    _wait_for_requeue(run)
+    with requeued(run):
+        run.cluster.run("scancel", "--batch", "--signal=TERM", run.id)
 
 
-def _wait_for_requeue(run: Run) -> None:
+@contextlib.contextmanager
+def requeued(run: Run) -> Iterator[None]:
+    """Waits afterwards until the job is in the queue once more."""
     before = run.job()["Restarts"]
+    yield
     wait_until(lambda: run.job().get("Restarts", before) != before, "the requeue", run)
 
 
