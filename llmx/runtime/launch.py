@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import glob
 import importlib.util
+import ipaddress
 import os
 import socket
 import sys
@@ -192,17 +193,24 @@ def _free_address(host: str, port: int, *, required: bool) -> str:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        _bind(family, address)
-        return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+        if required or not _own_name(host, address[0]):
+            _bind(family, address)
+            return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
     except OSError as error:
         if required or error.errno == errno.EADDRINUSE:
             raise
-    # A name of a service in front of this machine: nothing here has its address.
+    # The own name, or that of a service in front of this machine, whose address nothing here has.
     if socket.has_dualstack_ipv6():
         _bind(socket.AF_INET6, ("::", port))
     else:
         _bind(socket.AF_INET, ("0.0.0.0", port))
     return f"[::]:{port}"
+
+
+def _own_name(host: str, address: str) -> bool:
+    """Whether a name means loopback here only: Debian's /etc/hosts has 127.0.1.1 for its own."""
+    loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return loopback and host not in (address, "localhost")
 
 
 def _bind(family: int, address: tuple) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from llmx.runtime import exits, supervisor
 
-FINAL = (exits.DONE, exits.REFUSED, exits.STOPPED, exits.UNSAVED, exits.INTERRUPTED)
+FINAL = supervisor.FINAL
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,7 +35,7 @@ NODES = ("127.0.0.1", "127.0.0.2")  # a node's name is the address at which JAX 
 FAULTS = ("process", "node", "signal")
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
 STEPS = 300
-SECONDS = 120  # for each thing that is waited for
+SECONDS = 180  # for each thing that is waited for
 
 SLURM_CONF = """
 ClusterName=llmx
@@ -100,13 +100,12 @@ def main(argv: list[str] | None = None) -> int:
         peaceful.wait()
         disturbed.submit()
         for fault in options.faults:
-            begun, at = time.monotonic(), disturbed.last_step()
-            disturbed.wait_for_steps(at + 25)
-            at = disturbed.last_step()
+            disturbed.wait_for_steps(disturbed.last_step() + 25)
+            begun, at, starts = time.monotonic(), disturbed.last_step(), disturbed.starts()
             DISTURB[fault](disturbed)
-            disturbed.wait_for_steps(at + 1)
+            wait_until(lambda n=starts: disturbed.starts() > n, "step after the fault", disturbed)
             seconds = time.monotonic() - begun
-            print(f"{fault:8} after step {at}: trains again, {seconds:.0f} s", flush=True)
+            print(f"{fault:8} after step {at}: trains again after {seconds:.0f} s", flush=True)
         disturbed.wait()
         want, losses = peaceful.losses(), disturbed.losses()
         requeued = disturbed.job()["Restarts"]
@@ -263,6 +262,10 @@ class Run:
 
     def wait_for_steps(self, step: int) -> None:
         wait_until(lambda: self.last_step() >= step, f"step {step}", self)
+
+    def starts(self) -> int:
+        """How often a trainer has taken its first step."""
+        return self.log.read_text().count("first step done")
 
     def losses(self) -> dict[int, float]:
         """The loss of each step so far."""

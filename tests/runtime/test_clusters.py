@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -225,3 +226,14 @@ def test_train_refuses_a_wrong_environment_before_anything_heavy(tmp_path):
     )
     assert done.returncode == 2 and "start it with srun" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_coordinator_by_its_own_name_is_reached_from_other_hosts(monkeypatch):
+    """Debian has 127.0.1.1 for a machine's own name: bound there, no other host reaches it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    bound = launch.bind_address(LaunchConfig(), clusters.Cluster(f"node1:{port}", 2, 0))
+    assert bound == f"[::]:{port}"
