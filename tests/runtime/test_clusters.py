@@ -4,9 +4,11 @@ import dataclasses
 import importlib.util
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -237,3 +239,25 @@ def test_a_coordinator_by_its_own_name_is_reached_from_other_hosts(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     bound = launch.bind_address(LaunchConfig(), clusters.Cluster(f"node1:{port}", 2, 0))
     assert bound == f"[::]:{port}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
+def test_open_mpi_starts_processes_that_compute_together():
+    code = """
+        import jax
+        from jax.experimental import multihost_utils
+        from llmx.runtime import launch
+        launch.start(launch.LaunchConfig(platform="cpu", cpu_devices=1, compile_cache=""))
+        total = multihost_utils.process_allgather(jax.process_index() + 1).sum()
+        print(f"sum {total} of {jax.device_count()} devices", flush=True)
+    """
+    command = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, "-c"]
+    done = subprocess.run(
+        [*command, textwrap.dedent(code)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sum 3 of 2 devices") == 2
+    assert done.stderr.count("launch: 2 processes, found by Open MPI") == 1
