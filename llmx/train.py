@@ -4,6 +4,7 @@
 is shown at the end. Run again with the same work directory, it continues where it stopped.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import math
@@ -19,7 +20,7 @@ from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
 from llmx.config import Config, checks, describe, flags
 from llmx.contract import Batch, State, Strategy
-from llmx.runtime import agreement, exits, launch, metrics, plot, profiling
+from llmx.runtime import agreement, auxiliary, exits, goodput, launch, metrics, plot, profiling
 from llmx.runtime import job as job_lib
 
 # What a mistake in the config does not need is imported where it is used.
@@ -38,14 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress, stop = job.progress, job.stop
         try:
             # 1. The config: all its problems are reported before anything heavy is imported.
-            config, problems = read_config(job, argv)
+            args, config, problems = read_config(job, argv)
             num_devices = None
             if not launch.problems(config.launch):
                 job.join(config.launch)
                 num_devices = launch.device_count(config.launch)
             config = checks.resolve(config, num_devices, problems=problems)
             job.watch(config.watchdog, config.launch)
-            job.peers.agree("start", launch_values(config))
+            same = {"--check-determinism": args.check_determinism}
+            job.peers.agree("start", launch_values(config) | same)
             job.own(config.workdir)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             programs = compile_programs(config, recipe, state, first, log)
 
         # 6. The loop.
-        from llmx import evaluate, generate
+        from llmx import evaluate
 
         code = exits.DONE
         resources.enter_context(checkpoints)
@@ -92,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
         resources.push(job.tell_crash)  # before anything above waits for other processes
+        if args.check_determinism:
+            try:
+                with progress("evaluation"):
+                    loop.check_determinism()
+            except ValueError as error:
+                return job.refuse(error)
         progress.enter("step")
         stop.start()
         try:
@@ -118,18 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with progress("save"):
             save(config, recipe, checkpoints, dataset, loop, wait=True)
 
-        # 7. The final evaluation and sample.
-        if first < loop.step == config.steps:
-            with progress("evaluation"):
-                evaluation(loop.step, loop.state)
-        if loop.step == config.steps:
-            with progress("sample"):
-                params = evaluate.averaged(loop.state)
-                generate.show_sample(config, recipe, params, dataset.tokenizer, log)
+        # 7. The final evaluation, sample and curve, which a saved run can do without.
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
-        if jax.process_index() == 0 and loop.step > 0:
-            log(f"loss curve: {plot.plot_loss(config.workdir)}")
+        finish(job, loop, evaluation, first)
         log(farewell(config, loop.step, code))
     return code
 
@@ -137,19 +137,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -------------------------------------------------------------------------------- before the loop
 
 
-def read_config(job: job_lib.Job, argv: Sequence[str] | None) -> tuple[Config, list[str]]:
-    """The config of the command line, and the problems of its overrides.
+def read_config(
+    job: job_lib.Job, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, Config, list[str]]:
+    """The command line, its config, and the problems of its overrides.
 
     Raises ConfigError where there is no config, and tells the other processes.
     """
     command = flags.parser("llmx.train", "Train a model; run it again to resume.")
+    check = "before training take a step twice, and compare the results bit for bit"
+    command.add_argument("--check-determinism", action="store_true", help=check)
     try:
-        _, config, problems = flags.parse(command, argv)
+        args, config, problems = flags.parse(command, argv)
     except (config_lib.ConfigError, SystemExit) as error:
         if not isinstance(error, SystemExit) or error.code:
             job.tell(launch.LaunchConfig(), f"its command line is refused: {error}")
         raise
-    return config, problems
+    return args, config, problems
 
 
 def launch_values(config: Config) -> dict[str, Any]:
@@ -251,8 +255,10 @@ class Loop:
         from llmx.runtime import hardware
 
         self.config, self.recipe, self.programs = config, recipe, programs
+        self.dataset = dataset
         self.state, self.step = state, first  # after all steps that were started
         self._pending = None  # report of the step that is under way
+        self._ahead = None  # a batch that was taken before its step
         self._progress = progress
         shape = (config.batch.size, config.batch.sequence_length)
         self._to = recipe.loss.batch_sharding
@@ -267,22 +273,42 @@ class Loop:
             flops_per_token=costs.training_flops_per_token(config.model, sequence_length=shape[1]),
             chip=hardware.this_chip(), log=launch.log,
         )  # fmt: skip
+        phases = lambda: progress.seconds  # noqa: E731
+        self.goodput = goodput.Meter(config.workdir, phases, self.reporter, start_step=first)
         self.timer = metrics.StepTimer()
         self.timer.start()
+
+    def check_determinism(self):
+        """Takes the next step twice and stays before it; raises ValueError where they differ."""
+        from llmx.checkpoint import checksums
+        from llmx.step import determinism
+
+        begun, self._ahead = time.perf_counter(), self._next_batch()
+        self.state, count = determinism.check(
+            lambda state, batch: self.programs(self.step, state, batch), self.state, self._ahead,
+            fingerprints=checksums.fingerprints,
+        )  # fmt: skip
+        self.reporter.note(
+            f"deterministic: step {self.step + 1}, taken twice, agrees bit for bit in {count} "
+            f"arrays ({time.perf_counter() - begun:.1f} s)"
+        )
 
     def advance(self):
         """Starts the next step and waits for the one before."""
         with self.timer.data(), self._progress("data wait"):
-            _, local = next(self._data)
-            batch = {
-                name: self._assemble(array, self._rows, self._to, self.config.batch.size)
-                for name, array in local.items()
-            }
+            batch, self._ahead = self._ahead or self._next_batch(), None
         with jax.transfer_guard("disallow"):
             self.state, report = self.programs(self.step, self.state, batch)
         self.settle()
         self.step += 1
         self._pending = report
+
+    def _next_batch(self) -> Batch:
+        _, local = next(self._data)
+        return {
+            name: self._assemble(array, self._rows, self._to, self.config.batch.size)
+            for name, array in local.items()
+        }
 
     def settle(self):
         """Waits for the step under way and shows its report.
@@ -303,6 +329,7 @@ class Loop:
         if self.config.loss.z_loss:
             scalars["z_loss"] = float(report.z_loss)
         self.reporter.train(self.step, scalars, step_seconds=seconds, data_seconds=data_seconds)
+        self.goodput.step(self.step)
         if report.bad_leaf >= 0:
             self._refuse(report)
 
@@ -351,6 +378,25 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "mesh": dict(recipe.mesh.shape),
     }
     checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
+
+
+def finish(job: job_lib.Job, loop: Loop, evaluation, first: int):
+    """Shows what came of the run; where that fails, nothing is lost."""
+    from llmx import evaluate, generate
+
+    config, log = loop.config, launch.log
+    if first < loop.step == config.steps:
+        with job.progress("evaluation"):
+            job.attempt("the final evaluation", evaluation, loop.step, loop.state)
+    if loop.step == config.steps:
+        params, coder = evaluate.averaged(loop.state), loop.dataset.tokenizer
+        with job.progress("sample"):
+            show = generate.show_sample
+            job.attempt("the sample", show, config, loop.recipe, params, coder, log)
+    loop.goodput.end(loop.step)
+    if jax.process_index() == 0 and loop.step > 0:
+        draw = lambda: log(f"loss curve: {plot.plot_loss(config.workdir)}")  # noqa: E731
+        auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
 
 
 def farewell(config: Config, step: int, code: int) -> str:

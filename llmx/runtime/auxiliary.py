@@ -49,8 +49,8 @@ class Auxiliary:
         self._next, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         if not self._told and now >= self._quiet_until:
             self._told, self._quiet_until = True, now + QUIET
-            hope = "" if last else ", and tries again"
-            self._log(f"warning: {self._what}: {cause(error)}; training goes on without it{hope}")
+            end = "it is left out" if last else "training goes on without it, and tries again"
+            self._log(f"warning: {self._what}: {cause(error)}; {end}")
 
 
 def cause(error: BaseException) -> str:

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmx.runtime.auxiliary import Auxiliary
+from llmx.runtime.metrics import Reporter
 from llmx.runtime.records import number
 
 FILE = "goodput.json"
@@ -36,6 +38,7 @@ SPENT_ON = {
 }  # fmt: skip
 MOST_MARKS = 256  # (step, useful seconds) kept to know what a restore loses
 WRITE_EVERY = 5.0  # seconds between signs of life
+RECORD_EVERY = 60.0  # seconds between records in metrics.jsonl
 
 
 class Goodput:
@@ -49,16 +52,18 @@ class Goodput:
         self, workdir: str | os.PathLike, *, start_step: int, began: float,
         clock: Callable[[], float] = time.time,
     ):  # fmt: skip
-        """start_step: of the state that was restored; 0 begins a new run. began: Unix seconds at
-        which this process started.
+        """Continues with what earlier launches wrote.
+
+        start_step: of the state that was restored; 0 begins a new run, unless the earlier launches
+        never came to a save. began: Unix seconds at which this process started.
         """
         self._path, self._clock, self._began = pathlib.Path(workdir) / FILE, clock, began
         self._before = dict.fromkeys(KINDS, 0.0)  # of earlier launches
         self._marks: list[tuple[int, float]] = [(start_step, 0.0)]
         self._seconds, self._step, self._written = {}, start_step, began
         self.launches, self._is_first = 1, True
-        earlier = _read(self._path) if start_step > 0 else None
-        if earlier is not None:
+        earlier = _read(self._path)
+        if earlier is not None and (start_step > 0 or not earlier["seconds"]["checkpoint"]):
             self._continue(earlier, start_step)
 
     def _continue(self, earlier: dict[str, Any], start_step: int):
@@ -123,6 +128,45 @@ class Goodput:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(document) + "\n")
         temporary.replace(self._path)
+
+
+class Meter:
+    """Keeps the goodput of a run in its file and in metrics, in the first process.
+
+    It never ends a run. Call `step` after each step, `end` once.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike, phases: Callable[[], Mapping[str, float]],
+        reporter: Reporter, *, start_step: int,
+    ):  # fmt: skip
+        """phases: gives the seconds by phase since this process started."""
+        self._phases, self._reporter = phases, reporter
+        self._recorded = time.monotonic()
+        self._auxiliary = Auxiliary(FILE, log=reporter.note)
+        began = time.time() - sum(phases().values())
+        self._count = Goodput(workdir, start_step=start_step, began=began)
+        self._update(start_step)
+
+    def step(self, step: int):
+        """Takes note of a step that is done."""
+        if self._reporter.writes and self._count.is_due():
+            self._update(step)
+            if time.monotonic() - self._recorded >= RECORD_EVERY:
+                self._recorded = time.monotonic()
+                self._reporter.event("goodput", step, self._count.scalars())
+
+    def end(self, step: int):
+        """Records the goodput and shows it in a line."""
+        if self._reporter.writes:
+            self._update(step)
+            self._reporter.event("goodput", step, self._count.scalars())
+            self._reporter.note(self._count.text())
+
+    def _update(self, step: int):
+        if self._reporter.writes:
+            self._count.update(step, self._phases())
+            self._auxiliary(self._count.write)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:

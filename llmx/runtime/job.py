@@ -9,14 +9,18 @@ with Job(log=launch.log) as job:
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 
-from llmx.runtime import agreement, exits, launch, ownership
+from llmx.runtime import agreement, exits, launch, ownership, stragglers
 from llmx.runtime.agreement import Peers
+from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.progress import Progress
 from llmx.runtime.signals import StopSignal
 from llmx.runtime.watchdog import Watchdog, WatchdogConfig
+
+ATTEMPT_SECONDS = 10.0  # until processes that wait for one that failed are ended
 
 
 class Job(contextlib.ExitStack):
@@ -57,10 +61,13 @@ class Job(contextlib.ExitStack):
         self.peers.start()
 
     def watch(self, config: WatchdogConfig, launch_config: LaunchConfig) -> None:
-        """Starts the watchdog."""
+        """Starts the watchdog; the first process tells of stragglers."""
         seconds = launch_config.watchdog_seconds
         watchdog = Watchdog(config, self.progress, self.peers, step_seconds=seconds)
         self.enter_context(watchdog)
+        if self.peers.many and self.peers.index == 0:
+            watch = stragglers.Watch(log=launch.log)
+            self.peers.watchers.append(lambda: watch.look(self.peers.heartbeats()))
 
     def own(self, workdir: str) -> None:
         """Takes the work directory for this run, until its end; see `ownership`.
@@ -100,6 +107,25 @@ class Job(contextlib.ExitStack):
             self.peers.refuse(text, code)
             self.peers.end(code)
         return code
+
+    def attempt(self, what: str, function: Callable, *args: object) -> None:
+        """Calls what the saved run can do without; every process must do so.
+
+        An error becomes a warning. Where it did not come to all processes, the others may wait for
+        this one in a collective: then all end here, with exit code 0.
+        """
+        told: list[str] = []
+        done = Auxiliary(what, log=told.append)(function, *args, last=True)
+        folder = f"attempt/{what}"
+        self.peers.publish(f"{folder}/{self.peers.index}", "")
+        if done:
+            return
+        deadline = time.monotonic() + ATTEMPT_SECONDS
+        while self.peers.many and len(self.peers.read(folder)) < self.peers.count:
+            if time.monotonic() > deadline:
+                self.refuse(f"{told[0]}; everything is saved, and the run is done", exits.DONE)
+            time.sleep(0.1)
+        launch.log(told[0])
 
     def tell(self, config: LaunchConfig, cause: str) -> None:
         """Tells the others of a refusal that came before `join`, if there are any to be found."""

@@ -121,8 +121,8 @@ class Reporter(contextlib.ExitStack):
 
         import jax  # here: drawing a plot should not wait for it
 
-        self._writes = jax.process_index() == 0
-        if not self._writes:
+        self.writes = jax.process_index() == 0
+        if not self.writes:
             return
         live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         progress = config.progress.replace("auto", "rich" if live else "plain")
@@ -155,7 +155,7 @@ class Reporter(contextlib.ExitStack):
         """
         if step_seconds is not None:
             self._recent.append((step_seconds, data_seconds))
-        if not self._writes:
+        if not self.writes:
             return
         now = time.monotonic()
         self._first = self._first or (step, now)
@@ -189,19 +189,19 @@ class Reporter(contextlib.ExitStack):
 
         extent: which data it was made on; shown, not recorded.
         """
-        if self._writes:
+        if self.writes:
             self._record("eval", step, scalars)
             pieces = [f"eval at step {step:,}:", *_scalar_pieces(scalars), extent]
             self.note("  ".join(filter(None, pieces)))
 
     def event(self, kind: str, step: int, scalars: dict[str, float]):
         """Record numbers of another kind than training and evaluation; nothing is shown."""
-        if self._writes:
+        if self.writes:
             self._record(kind, step, scalars)
 
     def note(self, text: str):
         """Print a line (a warning, a checkpoint, ...) without breaking the live one."""
-        if self._writes:
+        if self.writes:
             self._show(self._display.note, text)
 
     def rates(self) -> dict[str, float]:

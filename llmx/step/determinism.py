@@ -69,7 +69,8 @@ def check(
     Raises NotDeterministic, which names the first array that differs, and in how many elements.
     """
     kept = jax.tree.map(to_host, state)
-    del state
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()  # whoever else still holds it
     is_copy = lambda node: isinstance(node, HostCopy)  # noqa: E731
     again = lambda: jax.tree.map(from_host, kept, is_leaf=is_copy)  # noqa: E731
 
@@ -91,7 +92,9 @@ def _text(different: list[str], total: int, take: Callable[[], dict[str, jax.Arr
     elements = f"in {count:,} of {again.size:,} elements" if count else "in some tries, not in all"
     return (
         f"the step is not deterministic: taken twice from the same state and batch, "
-        f"{len(different)} of {total} arrays differ, first {name}, {elements}"
+        f"{len(different)} of {total} arrays differ, first {name}, {elements}. On GPUs add "
+        "--xla_gpu_deterministic_ops=true to XLA_FLAGS (it may be slower), on others look for a "
+        "faulty device; without --check-determinism the run trains as it is"
     )
 
 

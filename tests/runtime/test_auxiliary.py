@@ -61,9 +61,7 @@ def test_the_last_attempt_does_not_wait_and_promises_nothing():
     runs = Auxiliary("the thing", log=told.append, clock=lambda: attempts.now)
     assert not runs(attempts, last=True) and not runs(attempts, last=True)
     assert len(attempts.times) == 2
-    assert told == [
-        "warning: the thing: No space left on device: /w/x; training goes on without it"
-    ]
+    assert told == ["warning: the thing: No space left on device: /w/x; it is left out"]
 
 
 def test_causes():

@@ -6,6 +6,8 @@ import pytest
 
 from llmx.runtime import goodput
 from llmx.runtime.goodput import Goodput
+from llmx.runtime.metrics import MetricsConfig, Reporter
+from llmx.runtime.records import read_records
 
 
 class Launch:
@@ -84,6 +86,33 @@ def test_step_zero_begins_anew(tmp_path):
     anew = Launch(tmp_path, at=5000.0)
     anew.train(1)
     assert anew.count.launches == 1 and sum(anew.count.seconds().values()) == 31.0
+
+
+def test_a_kill_before_the_first_save_loses_all_steps(tmp_path):
+    first = Launch(tmp_path, at=0.0)
+    first.train(8)
+    second = Launch(tmp_path, at=first.now + 5.0)
+    second.train(8)
+    seconds = second.count.seconds()
+    assert (seconds["lost"], seconds["useful"], seconds["restart"]) == (6.0, 6.0, 15.0)
+
+
+def test_the_meter_records_and_ends_nothing(tmp_path):
+    (tmp_path / (goodput.FILE.replace(".json", ".tmp"))).mkdir()  # it cannot be written
+    config, printed = MetricsConfig(tensorboard=False, progress="off"), []
+    with Reporter(
+        tmp_path, config, total_steps=3, tokens_per_step=1, log=printed.append
+    ) as reporter:
+        phases = {"launch": 1.0, "compile": 2.0, "step": 5.0}
+        meter = goodput.Meter(tmp_path, lambda: phases, reporter, start_step=0)
+        for step in (1, 2, 3):
+            meter.step(step)
+        meter.end(3)
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert (record["kind"], record["step"], record["launches"]) == ("goodput", 3, 1.0)
+    assert record["useful_share"] == pytest.approx(5 / 8, rel=0.05)
+    assert printed[0].startswith("warning: goodput.json: Is a directory")
+    assert printed[1].startswith("goodput: 6") and len(printed) == 2
 
 
 def test_marks_are_bounded_and_still_tell(tmp_path):

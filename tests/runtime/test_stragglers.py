@@ -13,7 +13,7 @@ def beats(*places, **more):
             "host": "abcd"[number],
             "phase": phase,
             "step": step,
-            "seconds": seconds,
+            "phase_seconds": seconds,
         }
         for number, (phase, step, seconds) in enumerate(places)
     ]
@@ -65,21 +65,57 @@ def test_nobody(places):
 
 def test_slow_but_moving():
     moving = [("step", 5, 0.1)] * 4
-    found = stragglers.find(beats(*moving, data_seconds=[0.02, 0.41, 0.02, 0.03]))
+    found = stragglers.find(beats(*moving, data_per_step=[0.02, 0.41, 0.02, 0.03]))
     assert found.text == (
         "process 1 (host b) takes 0.41 s of each step waiting for data, the others 0.02 s"
     )
-    found = stragglers.find(beats(*moving, host_seconds=[0.1, 0.1, 0.1, 1.0]))
+    found = stragglers.find(beats(*moving, host_per_step=[0.1, 0.1, 0.1, 1.0]))
     assert "process 3 (host d) takes 1 s of each step on the host" in found.text
-    assert stragglers.find(beats(*moving, data_seconds=[0.001, 0.04, 0.001, 0.001])) is None
-    assert stragglers.find(beats(*moving, data_seconds=[1.0, 2.0, 1.0, 1.0])) is None
+    assert stragglers.find(beats(*moving, data_per_step=[0.001, 0.04, 0.001, 0.001])) is None
+    assert stragglers.find(beats(*moving, data_per_step=[1.0, 2.0, 1.0, 1.0])) is None
+
+
+class Watched:
+    """A watch on a clock of its own."""
+
+    def __init__(self):
+        self.said, self.now = [], 0.0
+        self.watch = stragglers.Watch(log=self.said.append, clock=lambda: self.now)
+
+    def look(self, *places, **more):
+        return self.watch.look(beats(*places, **more))
 
 
 def test_the_same_one_is_told_once_a_minute():
-    said, now = [], [0.0]
-    watch = stragglers.Watch(log=said.append, clock=lambda: now[0])
-    for now[0] in range(130):
-        watch.look(beats(WAIT, ("data wait", 120, 6.1 + now[0])))
-    assert len(said) == 3 and "for 66.1 s" in said[1]
-    watch.look(beats(("save", 120, 30.0), WAIT))
-    assert len(said) == 4
+    watched = Watched()
+    for watched.now in range(130):
+        more = {"beat": [watched.now] * 2}
+        watched.look(WAIT, ("data wait", 120, 6.1 + watched.now), **more)
+    assert len(watched.said) == 3 and "for 66.1 s" in watched.said[1]
+    watched.now += 1
+    watched.look(("save", 120, 30.0), WAIT, beat=[999, 999])
+    assert len(watched.said) == 4
+
+
+def test_a_stopped_process_is_told_by_its_silence():
+    watched = Watched()
+    for watched.now in range(8):
+        watched.look(("step", 9, 1.0), ("step", 9, 1.0), beat=[watched.now, min(watched.now, 2)])
+    assert watched.said == [
+        "process 1 (host b) has sent no heartbeat for 5.0 s, its last was in 'step' of step 9"
+    ]
+    for watched.now in range(8, 16):  # of all processes: the store, or this process, was away
+        watched.look(("step", 9, 1.0), ("step", 9, 1.0), beat=[7, 2])
+    assert len(watched.said) == 1
+
+
+def test_rates_come_from_what_processes_have_waited_so_far():
+    watched = Watched()
+    for watched.now in range(40):
+        step = 2 * watched.now
+        places = [("step", step, 0.1)] * 3
+        waited = [0.01 * step, 0.5 * step, 0.02 * step]
+        watched.look(*places, beat=[watched.now] * 3, data_seconds=waited)
+    assert watched.said == [
+        "process 1 (host b) takes 0.5 s of each step waiting for data, the others 0.015 s"
+    ]
