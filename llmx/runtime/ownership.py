@@ -235,10 +235,10 @@ def _outlast(workdir: str, store: Any, found: dict, stamp: bytes, ttl: float, lo
 
 def _refusal(workdir: str, owner: dict) -> ValueError:
     pid = owner.get("pid", "?")
-    stop = f"kill {pid}" if is_here(owner) else f"kill {pid} on {owner.get('host', '?')}"
+    stop = f"`kill {pid}`" + ("" if is_here(owner) else f" on {owner.get('host', '?')}")
     return ValueError(
         f"{workdir} is in use by {owner_text(owner)}: wait until that run ends, stop it with "
-        f"`{stop}`, or name another --workdir"
+        f"{stop}, or name another --workdir"
     )
 
 

@@ -206,7 +206,7 @@ def test_elsewhere_a_heartbeat_refuses_and_silence_is_taken_over(workdir, holder
     move_elsewhere(monkeypatch)
     monkeypatch.setattr(ownership, "clock_text", lambda: "1970-01-01 00:00:00 UTC")
     begun, log = time.monotonic(), []
-    with pytest.raises(ValueError, match=f"`kill {holder.pid} on"):
+    with pytest.raises(ValueError, match=f"`kill {holder.pid}` on"):
         ownership.take(workdir, log=log.append, ttl=TTL)
     assert time.monotonic() - begun < TTL + 0.5
     assert len(log) == 1 and "watching for a sign of life" in log[0]
@@ -315,21 +315,105 @@ def test_a_forked_worker_gives_nothing_free(workdir):
         assert file(workdir).exists()
 
 
-def test_object_stores_use_the_same_writes(monkeypatch):
-    """TensorStore's memory driver in the place of gs:// and s3://: no folder, generations only."""
-    import tensorstore
+OBJECTS = """
+    import http.server, json, sys, urllib.parse
 
-    store = tensorstore.KvStore.open({"driver": "memory", "path": "run/"}).result()
-    monkeypatch.setattr(ownership, "open_store", lambda workdir: store)
-    lease = ownership.take("gs://bucket/run", log=print, ttl=TTL)
-    time.sleep(TTL)
-    lease.check()
-    with pytest.raises(ValueError, match="in use"):
-        ownership.take("gs://bucket/run", log=print, ttl=TTL)
-    store.write(ownership.FILE, b"{}").result()
-    assert "an unknown run" in str(wait_until_lost(lease))
-    lease.release()
-    assert store.read(ownership.FILE).result().value == b"{}"
+    objects, generation = {}, 0  # {name: (generation, content)}
+
+    class Bucket(http.server.BaseHTTPRequestHandler):
+        '''The requests of Cloud Storage's JSON interface that a key-value store makes.'''
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_): pass
+
+        def answer(self, code, content=b"", generation=0):
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("x-goog-generation", str(generation))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def parts(self):
+            url = urllib.parse.urlsplit(self.path)
+            name = urllib.parse.unquote(url.path.rpartition("/o/")[2])
+            return name, dict(urllib.parse.parse_qsl(url.query))
+
+        def do_GET(self):
+            found = objects.get(self.parts()[0])
+            self.answer(200, found[1], found[0]) if found else self.answer(404)
+
+        def do_POST(self):
+            global generation
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            _, query = self.parts()
+            at = objects.get(query["name"], (0, b""))[0]
+            if int(query.get("ifGenerationMatch", at)) != at:
+                return self.answer(412)
+            generation += 1
+            objects[query["name"]] = generation, content
+            made = {"name": query["name"], "bucket": "bucket", "generation": str(generation),
+                    "metageneration": "1", "id": "1", "size": str(len(content))}
+            self.answer(200, json.dumps(made).encode(), generation)
+
+        def do_DELETE(self):
+            name, query = self.parts()
+            at = objects.get(name, (0, b""))[0]
+            if int(query.get("ifGenerationMatch", at)) != at:
+                return self.answer(412)
+            self.answer(204 if objects.pop(name, None) else 404)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+"""
+
+
+def test_cloud_storage(tmp_path):
+    """TensorStore's own driver of gs://, and a server that answers as Cloud Storage does."""
+    server = subprocess.Popen(python(OBJECTS), text=True, stdout=subprocess.PIPE)
+    surroundings = os.environ | {
+        "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{server.stdout.readline().strip()}",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+    }
+    code = """
+        import time
+        from llmx.runtime import ownership
+        take = lambda: ownership.take("gs://bucket/runs/a", log=print, ttl=0.5)
+        with take() as lease:
+            time.sleep(0.5)
+            lease.check()
+            try:
+                take()
+            except ValueError as error:
+                print(error)
+        with take():
+            print("again")
+        lease = take()
+        ownership.machine = lambda: ("elsewhere", "")
+        lease.release = None
+        lease._over.set()  # as if it had died
+        with take() as other:
+            print("silent")
+            other.check()
+            lease._over.clear()
+            try:
+                lease.check()
+            except ownership.Lost as lost:
+                print(lost)
+    """
+    try:
+        done = subprocess.run(
+            python(code), env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    finally:
+        server.kill()
+        server.wait()
+    assert done.returncode == 0, done.stderr
+    refused, again, watching, taken, silent, lost = done.stdout.splitlines()
+    assert "gs://bucket/runs/a is in use by process" in refused and again == "again"
+    assert "watching" in watching and "no sign of life" in taken and silent == "silent"
+    assert "was taken over by process" in lost
 
 
 def test_an_import_needs_the_directory_too(workdir, holder, monkeypatch, tmp_path):
