@@ -120,16 +120,19 @@ def start_hosts(options: argparse.Namespace, group: Any) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    # `stop` must run while `run` waits.
-    kind = ray.remote(Host).options(
-        num_cpus=options.cpus, num_gpus=options.gpus, max_concurrency=4,
-        resources={"TPU": options.tpus} if options.tpus else None,
-    )  # fmt: skip
+    needs = {
+        "num_cpus": options.cpus,
+        "num_gpus": options.gpus,
+        "resources": {"TPU": options.tpus} if options.tpus else None,
+        "max_concurrency": 4,  # `stop` must run while `run` waits
+    }
+    kind = ray.remote(Host)
     return [
         kind.options(
+            **needs,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=rank
-            )
+            ),
         ).remote(options.directory)
         for rank in range(options.hosts)
     ]

@@ -76,8 +76,9 @@ def test_shellcheck_has_nothing_to_say(path):
 # ------------------------------------------------------------------------------------------ SLURM
 
 
-def sbatch(folder, *arguments, supervisor_code=0, **environment):
+def sbatch(folder, *arguments, supervisor_code=0, state="RUNNING", **environment):
     """slurm.sbatch as SLURM runs it, with srun that starts one task here."""
+    program(folder, "squeue", f"echo {state}")
     for name in ("scontrol", "scancel"):
         program(folder, name, f'echo "{name} $*" >>"{folder}/calls"')
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
@@ -107,6 +108,12 @@ def test_the_exit_code_decides_about_a_requeue(tmp_path, code):
     assert calls[1:] == (["scontrol requeue 7"] if again else [])
     words = "requeue 1 of 100" if again else "not requeued" if code else "requeued 0 times"
     assert words in done.stdout + done.stderr
+
+
+def test_a_cancelled_job_is_not_requeued(tmp_path):
+    done, calls = sbatch(tmp_path, "--config", "x", supervisor_code=75, state="COMPLETING")
+    assert done.returncode == 75 and len(calls) == 1
+    assert "the job is COMPLETING, so SLURM decides" in done.stdout
 
 
 def test_requeues_have_a_limit(tmp_path):
