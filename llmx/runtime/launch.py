@@ -66,7 +66,8 @@ class LaunchConfig:
     heartbeat_seconds: int = bounded(30, at_least=5, remedy="a busy host may pause; use 30")
     # no step for this long: print all stacks, exit 75; 0 = as the section watchdog says
     watchdog_seconds: int = bounded(0, at_least=0, remedy="0 = watchdog.step_factor")
-    # compiled programs of earlier launches; "" = none. JAX_COMPILATION_CACHE_DIR goes first
+    # compiled programs of earlier launches; "" = none, as on several CPU processes.
+    # JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
     compiler_options: tuple[str, ...] = ()  # of XLA for the train step: ("xla_name=value", ...)
 
@@ -129,6 +130,10 @@ def start(config: LaunchConfig) -> None:
     if config.compile_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         _set("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
         _set("jax_persistent_cache_min_compile_time_secs", 0.02)
+    if cluster is not None and platform == "cpu":
+        # With jaxlib 0.10.2 a train step that is read back hangs: Gloo's collectives of one program
+        # begin in different orders in different processes.
+        _set("jax_enable_compilation_cache", False)
     if cluster is not None and not jax.distributed.is_initialized():
         if platform == "cpu":
             _set("jax_cpu_collectives_implementation", "gloo")
