@@ -4,6 +4,7 @@ Interrupted, it continues when run again, to the same bytes. --verify DIR checks
 """
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -64,7 +65,10 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
         if source.startswith(sources_lib.SHARDS_PREFIX):
             yield f"--source {source!r} is tokens already: name text"
         else:
-            yield from (f"--source: {text}" for text in sources_lib.problems(source))
+            yield from (
+                f"--source: {text}"
+                for text in sources_lib.problems(source, skip_bad=arguments.skip_bad)
+            )
     size = arguments.train_tokenizer
     low, high = tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE
     if size and not low <= size <= high:
@@ -76,8 +80,8 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
     yield from (f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
     if arguments.shard_tokens < 1:
         yield f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1"
-    output = pathlib.Path(arguments.output or ".").expanduser()
-    if output.exists() and not output.is_dir():
+    output = os.path.expanduser(arguments.output or ".")
+    if os.path.exists(output) and not os.path.isdir(output):
         yield f"--output {output} is a file: name a folder"
 
 
@@ -124,7 +128,9 @@ def write(arguments: argparse.Namespace) -> None:
         text_key=arguments.text_key, skip_bad=arguments.skip_bad,
         shard_tokens=arguments.shard_tokens,
     )  # fmt: skip
-    folder = pathlib.Path(arguments.output).expanduser()
+    if recipe.left_out:
+        print(f"left out: {sources_lib.listed(recipe.left_out)}", file=sys.stderr)
+    folder = pathlib.Path(os.path.expanduser(arguments.output))
     folder.mkdir(parents=True, exist_ok=True)
 
     def refuse() -> None:
@@ -152,18 +158,18 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Runs the command; returns its exit status: 0 done, 2 if the input is wrong."""
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.verify:
-            verify(pathlib.Path(arguments.verify).expanduser())
+            verify(pathlib.Path(os.path.expanduser(arguments.verify)))
             return 0
         if problems := list(_argument_problems(arguments)):
             raise ValueError("\n".join(problems))
         write(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

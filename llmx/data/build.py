@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -20,14 +19,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from llmx.data import documents as documents_lib
+from llmx.data import json_files, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
-from llmx.data import tokenizers
 
 SHARD_TOKENS = 32 << 20
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 _REPORT_SECONDS = 10.0
+_POSITION = {field.name for field in dataclasses.fields(documents_lib.Position)}
 _OWN_FILES = re.compile(
     r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents)"
     r"|\.(index|progress|tokenizer)\.json\.\d+"
@@ -44,17 +45,20 @@ class Recipe:
     text_key: str
     skip_bad: bool
     shard_tokens: int
+    content: str  # `sources.content_hash` of the files
+    left_out: Mapping[str, int]  # files of a folder or glob that are not read, by kind
 
     def identity(self) -> str:
-        """A hash that changes when the files (path, size, time) or a setting do."""
+        """A hash that changes when the files (path, size, time, content) or a setting do."""
         trained = isinstance(self.tokenizer, int)
         settings = {
-            "files": [dataclasses.astuple(file) for file in self.files],
+            "files": [(f.path, f.kind, f.num_bytes, f.mtime_ns) for f in self.files],
+            "content": self.content,
             "tokenizer": self.tokenizer if trained else self.tokenizer.fingerprint,
             "text_key": self.text_key,
             "skip_bad": self.skip_bad,
             "shard_tokens": self.shard_tokens,
-            "piece_bytes": sources_lib.MAX_PIECE_BYTES,
+            "piece_bytes": documents_lib.MAX_PIECE_BYTES,
             "train_bytes": tokenizers.TRAIN_BYTES,
             "version": shards_lib.VERSION,
         }
@@ -69,10 +73,10 @@ class Recipe:
         return sum(file.num_bytes for file in self.files)
 
     def documents(
-        self, start: sources_lib.Position, skipped: collections.Counter
-    ) -> Iterator[sources_lib.Document]:
+        self, start: documents_lib.Position, skipped: collections.Counter
+    ) -> Iterator[documents_lib.Document]:
         """The documents from a position on; `skipped` counts what was left out, by kind."""
-        return sources_lib.read_documents(
+        return documents_lib.read_documents(
             self.files, text_key=self.text_key, skip_bad=self.skip_bad, start=start, skipped=skipped
         )
 
@@ -82,8 +86,13 @@ def make_recipe(
     text_key: str, skip_bad: bool, shard_tokens: int = SHARD_TOKENS,
 ) -> Recipe:  # fmt: skip
     """Lists the files of the sources. Raises ValueError when one of them names none."""
-    files = [file for source in sources for file in sources_lib.list_files(source)]
-    return Recipe(tuple(sources), tuple(files), tokenizer, text_key, skip_bad, shard_tokens)
+    listings = [sources_lib.list_files(source, skip_bad=skip_bad) for source in sources]
+    files = tuple(file for listing in listings for file in listing.files)
+    left_out = sum((collections.Counter(one.left_out) for one in listings), collections.Counter())
+    return Recipe(
+        tuple(sources), files, tokenizer, text_key, skip_bad, shard_tokens,
+        sources_lib.content_hash(files), left_out,
+    )  # fmt: skip
 
 
 def clear(folder: pathlib.Path, *, keep: Collection[str] = ()) -> None:
@@ -99,14 +108,28 @@ def foreign_files(folder: pathlib.Path) -> list[str]:
 
 
 def _read_progress(path: pathlib.Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The checked content of progress.json, {} where there is none."""
+    if not path.is_file():
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: not readable ({error}): delete {path.parent} and start again"
-        ) from error
+    remedy = f"delete {path.parent} and start again"
+    progress = json_files.read_object(path, remedy=remedy)
+    if progress != shards_lib.seal(progress):
+        raise ValueError(f"{path}: it does not match its own checksum: {remedy}")
+    position, skipped = progress.get("position"), progress.get("skipped")
+    found = shards_lib.entry_problems(progress.get("shards"))
+    if not isinstance(progress.get("identity"), str):
+        found.append("identity is missing")
+    if not isinstance(position, dict) or position.keys() != _POSITION or not all(
+        json_files.is_whole(value, 0, 1 << 62) for value in position.values()
+    ):  # fmt: skip
+        found.append("position is not that of a source")
+    if not isinstance(skipped, dict) or not all(
+        json_files.is_whole(value, 0, 1 << 62) for value in skipped.values()
+    ):
+        found.append("skipped holds no counts")
+    if found:
+        raise ValueError(f"{path}: {found[0]}: {remedy}")
+    return progress
 
 
 def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
@@ -121,9 +144,9 @@ def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
         progress = {}  # nothing was finished, so nothing is lost by starting over
     if not progress:
         clear(folder)
-        position = dataclasses.asdict(sources_lib.Position())
+        position = dataclasses.asdict(documents_lib.Position())
         progress = {"identity": identity, "shards": [], "position": position, "skipped": {}}
-        shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
+        shards_lib.write_json(folder / shards_lib.PROGRESS, shards_lib.seal(progress))
     known = {f"{e['name']}.{kind}" for e in progress["shards"] for kind in e["sha256"]}
     clear(folder, keep={*known, shards_lib.PROGRESS, tokenizers.FILE_NAME})
     return progress
@@ -133,7 +156,7 @@ def _train_tokenizer(recipe: Recipe, folder: pathlib.Path) -> tokenizers.Tokeniz
     """Trains a tokenizer on the recipe's text into a folder, or loads the one that is there."""
     path = folder / tokenizers.FILE_NAME
     if not path.is_file():
-        documents = recipe.documents(sources_lib.Position(), collections.Counter())
+        documents = recipe.documents(documents_lib.Position(), collections.Counter())
         texts = (document.text for document in documents)
         trained = tokenizers.train(texts, vocab_size=recipe.tokenizer)
         shards_lib.write_atomically(path, trained.dumps())
@@ -143,19 +166,19 @@ def _train_tokenizer(recipe: Recipe, folder: pathlib.Path) -> tokenizers.Tokeniz
 def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Ids of each text, checked against the vocabulary."""
     encoded = tokenizer.encode_documents(texts)
-    ids = np.concatenate(encoded)
-    outside = ids[(ids >= tokenizer.vocab_size) | (ids < 0)]
-    if len(outside):
-        raise ValueError(
-            f"tokenizer {tokenizer.name} produced the token id {outside[0]}, outside its "
-            f"vocabulary of {tokenizer.vocab_size}: its file is inconsistent, give another"
-        )
+    for ids in encoded:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+            outside = ids[(ids >= tokenizer.vocab_size) | (ids < 0)]
+            raise ValueError(
+                f"tokenizer {tokenizer.name} produced the token id {outside[0]}, outside its "
+                f"vocabulary of {tokenizer.vocab_size}: its file is inconsistent, give another"
+            )
     return encoded
 
 
 def _batches(
-    documents: Iterator[sources_lib.Document], skipped: collections.Counter
-) -> Iterator[list[tuple[sources_lib.Document, dict]]]:
+    documents: Iterator[documents_lib.Document], skipped: collections.Counter
+) -> Iterator[list[tuple[documents_lib.Document, dict]]]:
     """Documents in groups worth encoding at once, each with the skips counted before it."""
     batch, size = [], 0
     for document in documents:
@@ -189,7 +212,7 @@ def write_shards(
     entries = progress["shards"]
     shards_lib.check_sizes(folder, entries, dtype=dtype)
     skipped = collections.Counter(progress["skipped"])
-    documents = recipe.documents(sources_lib.Position(**progress["position"]), skipped)
+    documents = recipe.documents(documents_lib.Position(**progress["position"]), skipped)
     num_tokens = _totals(entries)["tokens"]
     sizes_before = np.cumsum([0] + [file.num_bytes for file in recipe.files])
     writer = None
@@ -206,7 +229,8 @@ def write_shards(
                     writer = None
                     position = dataclasses.asdict(document.end)
                     progress |= {"position": position, "skipped": skips}
-                    shards_lib.write_json(folder / shards_lib.PROGRESS, progress)
+                    progress_file = folder / shards_lib.PROGRESS
+                    shards_lib.write_json(progress_file, shards_lib.seal(progress))
                 num_tokens += len(ids) + 1
             report(int(sizes_before[document.end.file]) + document.end.offset, num_tokens)
         if writer:
@@ -233,7 +257,8 @@ def _finish(
             status = os.stat(file.path)
         except OSError as error:
             raise ValueError(f"{file.path} went away while it was read: run again") from error
-        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+        now = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        if now != (file.num_bytes, file.mtime_ns, file.ctime_ns):
             raise ValueError(f"{file.path} changed while it was read: run again")
     tokenizer_file = (folder / tokenizers.FILE_NAME).read_bytes()
     index = shards_lib.seal({

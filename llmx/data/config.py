@@ -57,7 +57,7 @@ def problems(config: DataConfig) -> list[str]:
             "data.text_key='' is not a field name: give the JSONL field or Parquet column that "
             'holds the text, such as "text"'
         )
-    if os.path.isfile(config.cache_dir):
+    if os.path.isfile(os.path.expanduser(config.cache_dir)):
         found.append(f"data.cache_dir={config.cache_dir!r} is a file: give a folder")
     return found
 
@@ -67,7 +67,10 @@ def _source_problems(config: DataConfig) -> Iterator[str]:
         yield 'data.sources is empty: name at least one, such as ("stdlib",)'
     for source in config.sources:
         if source:
-            yield from (f"data.sources: {text}" for text in sources_lib.problems(source))
+            yield from (
+                f"data.sources: {text}"
+                for text in sources_lib.problems(source, skip_bad=config.skip_bad)
+            )
         else:
             yield 'data.sources holds \'\': use "stdlib", a path or glob, or "shards:DIR"'
     for source, count in collections.Counter(config.sources).items():

@@ -8,6 +8,7 @@ shuffle, which needs no array of the corpus's size; sources are interleaved in e
 import functools
 import hashlib
 import itertools
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -209,7 +210,8 @@ def open_dataset(
         found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")
     if found:
         raise ValueError("\n".join(found))
-    shards = _open_sources(config, pathlib.Path(config.cache_dir or cache_dir).expanduser(), log)
+    cache = pathlib.Path(os.path.expanduser(config.cache_dir or cache_dir))
+    shards = _open_sources(config, cache, log)
     tables = [(source.lengths, source.hashes) for source in shards]
     splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
@@ -248,6 +250,8 @@ def _open_sources(
         tokenizer = _choose_tokenizer(config, opened)
     for source in text_sources:
         recipe = make_recipe((source,), tokenizer=tokenizer)
+        if recipe.left_out:
+            log(f"data: {source}: left out: {sources_lib.listed(recipe.left_out)}")
         folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
         if skipped := shards_lib.read_index(folder)["skipped"]:
             log(f"data: {source}: left out by data.skip_bad: {skipped}")

@@ -13,11 +13,13 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from llmx.data import tokenizers
+from llmx.data import json_files, tokenizers
 
 FORMAT = "llmx-token-shards"
 VERSION = 1
@@ -27,6 +29,8 @@ KINDS = ("tokens", "documents")  # the files of a shard
 DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8")])
 # A folder up to this size is checked against its checksums whenever it is opened.
 VERIFY_BYTES = 256 << 20
+_SHARD_NAME = re.compile(r"shard-[0-9]{5,9}")
+_MAX_COUNT = 1 << 48
 
 
 def json_hash(value: Mapping) -> str:
@@ -125,16 +129,13 @@ def _rebuild(folder: pathlib.Path) -> str:
 def read_index(folder: pathlib.Path) -> dict:
     """The checked index of a shard folder."""
     path = folder / INDEX
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.exists():
         raise ValueError(
             f"{path} does not exist: the folder holds no finished token shards; write them with "
             f"python -m llmx.data --source ... --output {folder}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}): {_rebuild(folder)}") from error
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        )
+    index = json_files.read_object(path, remedy=_rebuild(folder))
+    if index.get("format") != FORMAT:
         raise ValueError(f"{path} is no index of {FORMAT}: name a folder that llmx.data wrote")
     if index.get("version") != VERSION:
         raise ValueError(
@@ -143,7 +144,56 @@ def read_index(folder: pathlib.Path) -> dict:
         )
     if index != seal(index):
         raise ValueError(f"{path}: the index does not match its own checksum: {_rebuild(folder)}")
+    if found := _index_problems(index):
+        raise ValueError(f"{path}: {found[0]}: {_rebuild(folder)}")
     return index
+
+
+def entry_problems(entries: Any) -> list[str]:
+    """What is wrong with the list of shards of an index or of unfinished progress."""
+    if not isinstance(entries, list):
+        return ["shards is not a list"]
+    return [
+        f"shards[{number}] is {json_files.shown(entry)}, which describes no shard"
+        for number, entry in enumerate(entries)
+        if not _is_entry(entry)
+    ]
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"name", "tokens", "documents", "sha256"}
+        and isinstance(entry["name"], str)
+        and _SHARD_NAME.fullmatch(entry["name"]) is not None
+        and all(json_files.is_whole(entry[kind], 0, _MAX_COUNT) for kind in KINDS)
+        and isinstance(entry["sha256"], dict)
+        and entry["sha256"].keys() == set(KINDS)
+        and all(isinstance(value, str) for value in entry["sha256"].values())
+    )
+
+
+def _index_problems(index: Mapping) -> list[str]:
+    found = entry_problems(index.get("shards"))
+    whole = ("tokens", 0, _MAX_COUNT), ("documents", 0, _MAX_COUNT)
+    size = index.get("vocab_size")
+    whole += ("vocab_size", 1, tokenizers.MAX_VOCAB_SIZE), ("end_of_document", 0, _MAX_COUNT)
+    for key, low, high in whole:
+        if not json_files.is_whole(value := index.get(key), low, high):
+            found.append(f"{key} is {json_files.shown(value)}, not a number from {low} to {high}")
+    for key in ("identity", "tokenizer_sha256"):
+        if not isinstance(value := index.get(key), str):
+            found.append(f"{key} is {json_files.shown(value)}, not a text")
+    if not isinstance(value := index.get("skipped"), dict):
+        found.append(f"skipped is {json_files.shown(value)}, not an object")
+    if not found and index.get("dtype") != tokenizers.token_dtype(size).str:
+        found.append(
+            f"dtype is {json_files.shown(index.get('dtype'))}, and {size} tokens are written as "
+            f"{tokenizers.token_dtype(size).str}"
+        )
+    if not found and index["end_of_document"] >= size:
+        found.append(f"end_of_document={index['end_of_document']} is not one of {size} tokens")
+    return found
 
 
 def _path(folder: pathlib.Path, entry: Mapping, kind: str) -> pathlib.Path:
@@ -189,6 +239,11 @@ def _load_tokenizer(folder: pathlib.Path, index: Mapping) -> tokenizers.Tokenize
     if hashlib.sha256(path.read_bytes()).hexdigest() != index["tokenizer_sha256"]:
         raise ValueError(f"{path}: checksum mismatch with {INDEX}: {_rebuild(folder)}")
     tokenizer = tokenizers.load(path)
+    if tokenizer.end_of_document != index["end_of_document"]:
+        raise ValueError(
+            f"{path} ends documents by token {tokenizer.end_of_document}, {INDEX} says "
+            f"{index['end_of_document']}: {_rebuild(folder)}"
+        )
     if tokenizer.vocab_size != index["vocab_size"]:
         raise ValueError(
             f"{path} has {tokenizer.vocab_size} tokens, {INDEX} says {index['vocab_size']}: "
@@ -203,7 +258,7 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
     Sizes, the index and the document tables are always checked; the tokens too where the folder
     holds at most VERIFY_BYTES, or where `verify` asks for it.
     """
-    folder = pathlib.Path(folder).expanduser()
+    folder = pathlib.Path(os.path.expanduser(folder))
     index = read_index(folder)
     dtype, entries = np.dtype(index["dtype"]), index["shards"]
     total = check_sizes(folder, entries, dtype=dtype)
@@ -213,7 +268,9 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
         check_sums(folder, entry, kinds)
         path = _path(folder, entry, "documents")
         table = np.fromfile(path, DOCUMENT_DTYPE)
-        num_tokens = int(table["length"].sum())
+        lengths = table["length"]
+        bounded = not len(lengths) or 1 <= lengths.min() <= lengths.max() <= entry["tokens"]
+        num_tokens = int(lengths.sum()) if bounded else "impossible numbers of"
         if num_tokens != entry["tokens"]:
             raise ValueError(
                 f"{path}: its documents have {num_tokens} tokens, {INDEX} says {entry['tokens']}: "

@@ -1,142 +1,286 @@
-"""Sources of text: which files a source names, and the documents in them, in a fixed order.
+"""Sources of text: which files a source names, in a fixed order, and what tells their content.
 
-A document is UTF-8 bytes: a text file, cut at line ends where it is longer than MAX_PIECE_BYTES, a
-JSONL record, or a Parquet row. Every error names the file and the line, byte or row.
+Nothing in a folder is left out without a word: other data is an error, other files are counted.
+`documents` reads the files.
 """
 
-import bisect
 import collections
 import dataclasses
 import difflib
+import fnmatch
 import glob
 import hashlib
-import itertools
-import json
 import os
 import pathlib
+import stat
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 STDLIB = "stdlib"
 SHARDS_PREFIX = "shards:"
 STDLIB_BYTES = 10_000_000
-MAX_PIECE_BYTES = 1 << 20
+# Files up to this sum are hashed whole whenever a source is opened, larger ones by sample.
+HASH_BYTES = 256 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 64 << 10
 
 KIND_BY_SUFFIX = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
 }
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".br", ".z", ".snappy")
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
+_TABLES = (".arrow", ".feather", ".orc", ".avro", ".csv", ".tsv", ".tfrecord", ".h5", ".hdf5")
 _UNREADABLE_SUFFIXES = {
-    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst"), "decompress it first"),
-    **dict.fromkeys((".zip", ".tar", ".tgz"), "unpack it first"),
+    **dict.fromkeys(_COMPRESSED, "decompress it first"),
+    **dict.fromkeys(_ARCHIVES, "unpack it first"),
     ".json": "write one JSON object per line and name it .jsonl",
-    ".arrow": "write it as .parquet or .jsonl",
-    ".npy": "write the text as .txt or .jsonl",
+    **dict.fromkeys(_TABLES, "write it as .parquet or .jsonl"),
+    **dict.fromkeys((".npy", ".npz", ".pkl", ".pickle"), "write the text as .txt or .jsonl"),
 }
 _STDLIB_EXCLUDED = {
     "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib",
     "lib2to3", "turtledemo", "ensurepip", "lib-dynload",
 }  # fmt: skip
-_BOM = b"\xef\xbb\xbf"
+_SKIP = "set data.skip_bad=True (--skip-bad) to leave them out"
 
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:
-    """One file of a source, with what tells whether it has changed since."""
+    """One file of a source, with what tells whether it changes while it is read."""
 
     path: str
     kind: str  # "text", "jsonl" or "parquet"
     num_bytes: int
     mtime_ns: int
+    ctime_ns: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
-    """Where reading continues: a file, its byte (row in Parquet), and the records before it."""
+class Listing:
+    """The files of a source in reading order, and how many others of each kind are left out."""
 
-    file: int = 0
-    offset: int = 0
-    record: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """The text of one document and the position after it."""
-
-    text: bytes
-    end: Position
+    files: tuple[InputFile, ...]
+    left_out: Mapping[str, int]
 
 
-def problems(source: str) -> list[str]:
-    """What is wrong with a source's name, without reading any content."""
+@dataclasses.dataclass
+class _Found:
+    """What a folder or a glob holds."""
+
+    paths: list[str] = dataclasses.field(default_factory=list)
+    left_out: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    unreadable: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    broken: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, path: str, what: str, *, any_kind: bool) -> None:
+        """Adds a path of `_walk`; with `any_kind` files of unknown kinds are text."""
+        suffix = _suffix(path)
+        if what in ("broken link", "folder that cannot be opened"):
+            self.broken.append(f"{path} ({what})")
+        elif what == "file" and suffix in _UNREADABLE_SUFFIXES:
+            self.unreadable[suffix] += 1
+        elif what == "file" and (any_kind or suffix in KIND_BY_SUFFIX):
+            self.paths.append(path)
+        elif what == "file":
+            self.left_out[suffix or "without suffix"] += 1
+        elif what != "hidden" or suffix in KIND_BY_SUFFIX or suffix in _UNREADABLE_SUFFIXES:
+            self.left_out[what] += 1
+
+
+def listed(left_out: Mapping[str, int]) -> str:
+    """Counts of files as text: ".html 3, .png 2"."""
+    return ", ".join(f"{kind} {count}" for kind, count in left_out.items())
+
+
+def _suffix(name: str) -> str:
+    return pathlib.PurePath(name).suffix.lower()
+
+
+def problems(source: str, *, skip_bad: bool = False) -> list[str]:
+    """What is wrong with a source's name and the kinds of its files, without reading content.
+
+    With `skip_bad` data of kinds that are not read may lie in a folder.
+    """
     if source == STDLIB:
         root = sysconfig.get_path("stdlib")
         wrong = f"{STDLIB!r}: this Python keeps its library at {root}, which is no folder"
         return [] if os.path.isdir(root) else [wrong]
     if source.startswith(SHARDS_PREFIX):
         return _shards_problems(source)
-    path = pathlib.Path(source).expanduser()
-    if path.is_dir():
-        if any(_walk(path)):
-            return []
-        seen = sorted({p.suffix or p.name for p in list(path.rglob("*"))[:1000] if p.is_file()})
-        holds = f"only {', '.join(seen[:8])}" if seen else "no files at all"
-        return [
-            f"folder {source!r} has no file of a known kind ({', '.join(KIND_BY_SUFFIX)}) but "
-            f"{holds}: name the files by a glob such as {os.path.join(source, '*')!r}"
-        ]
-    paths = [str(path)] if path.exists() else _glob(path)
-    if paths:
-        return [text for name in paths[:1000] for text in _suffix_problem(name)][:3]
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        return _folder_problems(source, _list_folder(path), skip_bad=skip_bad)
+    if os.path.exists(path):
+        return _file_problems(path)
     if glob.has_magic(source):
+        found = _list_glob(path)
+        if found.paths or found.unreadable or found.broken:
+            return _found_problems(repr(source), found, skip_bad=skip_bad)
         return [
             f"{source!r} matches no file (from {os.getcwd()}): check the pattern; ** goes into "
             "subfolders"
         ]
-    siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, [STDLIB, *siblings], n=1)
+    return [_missing(source, path)]
+
+
+def _missing(source: str, path: str) -> str:
+    parent, name = os.path.split(path)
+    siblings = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
+    near = difflib.get_close_matches(name[:255], [STDLIB, *siblings], n=1)
     hint = f"did you mean {near[0]!r}? Otherwise give" if near else "give"
-    return [
-        f'{source!r} does not exist (from {os.getcwd()}): {hint} "{STDLIB}", an existing file, '
+    what = "is a link to nothing" if os.path.islink(path) else "does not exist"
+    return (
+        f'{source!r} {what} (from {os.getcwd()}): {hint} "{STDLIB}", an existing file, '
         f'folder or glob, or "{SHARDS_PREFIX}DIR"'
-    ]
+    )
 
 
 def _shards_problems(source: str) -> list[str]:
-    folder = pathlib.Path(source[len(SHARDS_PREFIX) :]).expanduser()
+    folder = os.path.expanduser(source[len(SHARDS_PREFIX) :])
     remedy = f"write it with python -m llmx.data --source ... --output {folder}"
-    if not folder.is_dir():
-        return [f"{source!r}: there is no folder {str(folder)!r}: {remedy}"]
-    if (folder / "index.json").is_file():
+    if not os.path.isdir(folder):
+        return [f"{source!r}: there is no folder {folder!r}: {remedy}"]
+    if os.path.isfile(os.path.join(folder, "index.json")):
         return []
-    if (folder / "progress.json").is_file():
+    if os.path.isfile(os.path.join(folder, "progress.json")):
         return [f"{source!r} is unfinished: run the same python -m llmx.data command again"]
-    return [f"{source!r}: folder {str(folder)!r} holds no index.json of token shards: {remedy}"]
+    return [f"{source!r}: folder {folder!r} holds no index.json of token shards: {remedy}"]
 
 
-def _suffix_problem(name: str) -> list[str]:
-    suffix = pathlib.PurePath(name).suffix.lower()
+def _file_problems(path: str) -> list[str]:
+    """What is wrong with a file that is named directly."""
+    suffix = _suffix(path)
+    if not os.path.isfile(path):
+        return [f"{path} is a device, pipe or socket: name a file, folder or glob of text"]
     if suffix in _UNREADABLE_SUFFIXES:
-        return [f"{name}: files of kind {suffix} are not read: {_UNREADABLE_SUFFIXES[suffix]}"]
+        return [f"{path}: files of kind {suffix} are not read: {_UNREADABLE_SUFFIXES[suffix]}"]
     return []
 
 
-def _glob(pattern: pathlib.Path) -> list[str]:
-    return sorted(filter(os.path.isfile, glob.glob(str(pattern), recursive=True)))
+def _folder_problems(source: str, found: _Found, *, skip_bad: bool) -> list[str]:
+    if wrong := _found_problems(f"folder {source!r}", found, skip_bad=skip_bad):
+        return wrong
+    if found.paths:
+        return []
+    seen = [*sorted(found.unreadable), *sorted(found.left_out)]
+    holds = f"only {', '.join(seen[:8])}" if seen else "no files at all"
+    return [
+        f"folder {source!r} has no file of a known kind ({', '.join(KIND_BY_SUFFIX)}) but "
+        f"{holds}: name the files by a glob such as {os.path.join(source, '*')!r}"
+    ]
 
 
-def _walk(root: pathlib.Path) -> Iterator[str]:
-    """Files of a known kind below a folder, sorted; hidden ones and bytecode folders left out."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(n for n in subfolders if n[0] != "." and n != "__pycache__")
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            known = pathlib.PurePath(name).suffix.lower() in KIND_BY_SUFFIX
-            if known and name[0] != "." and os.path.isfile(path):
-                yield path
+def _found_problems(name: str, found: _Found, *, skip_bad: bool) -> list[str]:
+    """Data that would be left out."""
+    if skip_bad:
+        return []
+    wrong = []
+    if found.broken:
+        more = f" and {len(found.broken) - 3} more" if len(found.broken) > 3 else ""
+        listed = ", ".join(found.broken[:3])
+        wrong.append(f"{name} holds {listed}{more}: mend or remove them, or {_SKIP}")
+    if found.unreadable:
+        counts = collections.Counter(map(_suffix, found.paths)).most_common(1)
+        example = f"*{counts[0][0]}" if counts else "*.txt"
+        kinds = "; ".join(
+            f"{suffix} {count} ({_UNREADABLE_SUFFIXES[suffix]})"
+            for suffix, count in sorted(found.unreadable.items())
+        )
+        wrong.append(
+            f"{name} holds data of kinds that are not read: {kinds}; or name the files to read, "
+            f"such as {example!r}, or {_SKIP}"
+        )
+    return wrong
+
+
+def _walk(root: str) -> Iterator[tuple[str, str]]:
+    """(path, what it is) below a folder, in the order of the names, files before subfolders.
+
+    Links are followed; what was seen under another name is "linked twice", so a cycle ends.
+    """
+    seen, waiting = {os.path.realpath(root)}, [root]
+    while waiting:
+        folder, below = waiting.pop(), []
+        try:
+            with os.scandir(folder) as entries:
+                ordered = sorted(entries, key=lambda entry: entry.name)
+        except OSError:
+            yield folder, "folder that cannot be opened"
+            continue
+        real_folder = os.path.realpath(folder)
+        for entry in ordered:
+            path, hidden = entry.path, entry.name.startswith(".")
+            linked = entry.is_symlink()
+            try:
+                mode = entry.stat().st_mode
+            except OSError:
+                yield path, "hidden" if hidden else "broken link"
+                continue
+            real = os.path.realpath(path) if linked else os.path.join(real_folder, entry.name)
+            if stat.S_ISDIR(mode):
+                if hidden:
+                    yield path, "hidden folder"
+                elif entry.name != "__pycache__" and real not in seen:
+                    seen.add(real)
+                    below.append(path)
+            elif not stat.S_ISREG(mode):
+                yield path, "hidden" if hidden else "device, pipe or socket"
+            elif hidden:
+                yield path, "hidden"
+            elif real in seen:
+                yield path, "linked twice"
+            else:
+                seen.add(real)
+                yield path, "file"
+        waiting += reversed(below)
+
+
+def _list_folder(root: str) -> _Found:
+    found = _Found()
+    for path, what in _walk(root):
+        found.add(path, what, any_kind=False)
+    return found
+
+
+def _list_glob(pattern: str) -> _Found:
+    """What a glob matches, each file once. Hidden files match only a pattern that begins so."""
+    found, parts = _Found(), pathlib.PurePath(pattern).parts
+    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    if "**" not in parts or any(part.startswith(".") for part in parts[fixed:]):
+        seen: set[str] = set()
+        for path in sorted(glob.glob(pattern, recursive=True)):
+            real = os.path.realpath(path)
+            what = "file"
+            if os.path.isdir(path):
+                what = "folder"
+            elif not os.path.exists(path):
+                what = "broken link"
+            elif not os.path.isfile(path):
+                what = "device, pipe or socket"
+            elif real in seen:
+                what = "linked twice"
+            seen.add(real)
+            found.add(path, what, any_kind=True)
+        return found
+    root = os.path.join(*parts[:fixed]) if fixed else "."
+    for path, what in _walk(root):
+        inside = os.path.relpath(path, root).split(os.sep)
+        if what == "folder that cannot be opened" or _matches(inside, parts[fixed:]):
+            found.add(path if fixed else os.path.relpath(path, root), what, any_kind=True)
+    found.paths.sort()
+    return found
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
+    return (
+        bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+    )
 
 
 def _stdlib_paths() -> list[str]:
@@ -160,259 +304,89 @@ def _stdlib_paths() -> list[str]:
     return [path for _, path in sorted(chosen)]
 
 
-def list_files(source: str) -> list[InputFile]:
-    """The files of a text source in reading order. Raises ValueError when there are none."""
-    if found := problems(source):
-        raise ValueError(found[0])
-    path = pathlib.Path(source).expanduser()
-    if source == STDLIB:
-        names = _stdlib_paths()
-    elif path.is_dir():
-        names = list(_walk(path))
-    else:
-        names = [str(path)] if path.exists() else _glob(path)
-    files = []
-    for name in names:
-        if wrong := _suffix_problem(name):
+def list_files(source: str, *, skip_bad: bool = False) -> Listing:
+    """The files of a text source in reading order. Raises ValueError when there are none.
+
+    Other data in a folder or glob is an error too, unless `skip_bad` leaves it out.
+    """
+    path, found = os.path.expanduser(source), _Found()
+    if (
+        source == STDLIB
+        or os.path.isfile(path)
+        or not (os.path.isdir(path) or glob.has_magic(path))
+    ):
+        if wrong := problems(source):
             raise ValueError(wrong[0])
-        status = os.stat(name)
-        kind = KIND_BY_SUFFIX.get(pathlib.PurePath(name).suffix.lower(), "text")
-        files.append(InputFile(os.path.abspath(name), kind, status.st_size, status.st_mtime_ns))
+        found.paths = _stdlib_paths() if source == STDLIB else [path]
+    elif os.path.isdir(path):
+        found = _list_folder(path)
+        if wrong := _folder_problems(source, found, skip_bad=skip_bad):
+            raise ValueError("\n".join(wrong))
+    else:
+        found = _list_glob(path)
+        wrong = _found_problems(repr(source), found, skip_bad=skip_bad)
+        if wrong or not (found.paths or found.unreadable or found.broken):
+            raise ValueError("\n".join(wrong or problems(source)))
+    files = []
+    for name in found.paths:
+        try:
+            status = os.stat(name)
+        except OSError as error:
+            raise ValueError(
+                f"{name}: cannot be read ({error.strerror}): check that it exists and that this "
+                "user may read it"
+            ) from error
+        kind = KIND_BY_SUFFIX.get(_suffix(name), "text")
+        files.append(
+            InputFile(
+                os.path.abspath(name), kind, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            )
+        )
     if not files:
         version = ".".join(map(str, sys.version_info[:3]))
         raise ValueError(
             f"{source!r} gives no files (Python {version}): name a file, folder or glob of text"
         )
-    return files
+    left_out = found.left_out + found.unreadable
+    if found.broken:
+        left_out["broken links or folders"] = len(found.broken)
+    return Listing(tuple(files), dict(sorted(left_out.items())))
 
 
-class _BadText(ValueError):
-    """Text that cannot be used: its kind, what to do about it, and what `skip_bad` leaves out."""
+def content_hash(files: Sequence[InputFile]) -> str:
+    """A hash of what the files hold, so that a change with the same size and time is noticed.
 
-    def __init__(self, kind: str, message: str, what: str):
-        remedy = f"set data.skip_bad=True (--skip-bad) to leave such {what} out"
-        super().__init__(f"{message}, or {remedy}")
-        self.kind = kind
-
-
-@dataclasses.dataclass(frozen=True)
-class _Skips:
-    """Raises for bad text, or counts it where it may be left out."""
-
-    skip_bad: bool
-    counts: collections.Counter
-
-    def text(self, read: Callable[..., bytes], *args: Any) -> bytes:
-        """What `read` returns, b"" where it finds bad text that is left out."""
-        try:
-            return read(*args)
-        except _BadText as error:
-            self.bad(error)
-            return b""
-
-    def bad(self, error: _BadText) -> None:
-        """Raises or counts an error."""
-        if not self.skip_bad:
-            raise error
-        self.counts[error.kind] += 1
-
-    def empty(self, path: str, holds: str) -> None:
-        """Raises or counts a file without text."""
-        self.bad(_BadText("empty", f"{path}: the file is empty ({holds}): remove it", "files"))
+    Up to HASH_BYTES in all every byte counts. Of more, samples do, spread evenly, and the times of
+    the last change to the file system's entries, which a program cannot set.
+    """
+    total, digest = sum(file.num_bytes for file in files), hashlib.blake2b(digest_size=16)
+    if total <= HASH_BYTES:
+        for file in files:
+            for block in _blocks(file.path, 0, file.num_bytes):
+                digest.update(block)
+        return f"whole:{digest.hexdigest()}"
+    spots = collections.deque(
+        i * max(total - _SAMPLE_BYTES, 0) // (_SAMPLES - 1) for i in range(_SAMPLES)
+    )
+    begin = 0
+    for file in files:
+        digest.update(file.ctime_ns.to_bytes(16, "little", signed=True))
+        while spots and spots[0] < begin + file.num_bytes:
+            for block in _blocks(file.path, spots.popleft() - begin, _SAMPLE_BYTES):
+                digest.update(block)
+        begin += file.num_bytes
+    return f"sampled:{digest.hexdigest()}"
 
 
-def read_documents(
-    files: Sequence[InputFile], *, text_key: str, skip_bad: bool, start: Position = Position(),
-    skipped: collections.Counter,
-) -> Iterator[Document]:  # fmt: skip
-    """Documents from a position on. `skipped` counts what was left out, by kind."""
-    skips = _Skips(skip_bad, skipped)
-    for index, file in enumerate(files[start.file :], start.file):
-        begin = start if index == start.file else Position(file=index)
-        try:
-            if os.stat(file.path).st_size == 0:
-                skips.empty(file.path, "0 bytes")
-                continue
-            if file.kind == "parquet":
-                yield from _parquet_documents(file.path, begin, text_key, skips)
-            elif file.kind == "jsonl":
-                yield from _jsonl_documents(file.path, begin, text_key, skips)
-            else:
-                yield from _text_documents(file.path, begin, skips)
-        except OSError as error:
-            raise ValueError(
-                f"{file.path}: cannot be read ({error.strerror or error}): check that it exists "
-                "and that this user may read it"
-            ) from error
-
-
-def _check_utf8(path: str, raw: bytes, offset: int, line: int, what: str) -> bytes:
-    """`raw`, which starts at that offset and line of the file, without a byte-order mark."""
+def _blocks(path: str, offset: int, size: int) -> Iterator[bytes]:
     try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start)
-        message = (
-            f"{path}: line {line}, byte {offset + error.start}: 0x{raw[error.start]:02x} is not "
-            f"valid UTF-8 ({error.reason}): convert the file (iconv -f ENCODING -t UTF-8)"
-        )
-        raise _BadText("bad UTF-8", message, what) from error
-    return raw.removeprefix(_BOM) if offset == 0 else raw
-
-
-def _cut(raw: bytes) -> int:
-    """Where a piece that is not the end of its file ends: after a line, else after a character."""
-    if newline := raw.rfind(b"\n") + 1:
-        return newline
-    for end in range(len(raw) - 1, max(len(raw) - 4, 0), -1):
-        if raw[end] & 0xC0 != 0x80:
-            return end
-    return len(raw)
-
-
-def _text_documents(path: str, start: Position, skips: _Skips) -> Iterator[Document]:
-    offset, lines = start.offset, start.record
-    with open(path, "rb") as file:
-        file.seek(offset)
-        carried = b""
-        while True:
-            carried += file.read(MAX_PIECE_BYTES + 1 - len(carried))
-            if not carried:
-                return
-            last = len(carried) <= MAX_PIECE_BYTES
-            end = len(carried) if last else _cut(carried[:MAX_PIECE_BYTES])
-            raw, carried = carried[:end], carried[end:]
-            if offset == 0 and raw == _BOM:
-                skips.empty(path, "a byte-order mark alone")
-            text = skips.text(_check_utf8, path, raw, offset, lines + 1, "text")
-            offset += len(raw)
-            lines += raw.count(b"\n")
-            if text:
-                after = Position(start.file + 1) if last else Position(start.file, offset, lines)
-                yield Document(text, after)
-            if last:
-                return
-
-
-def _jsonl_documents(
-    path: str, start: Position, text_key: str, skips: _Skips
-) -> Iterator[Document]:
-    offset, number = start.offset, start.record
-    blank = offset == 0
-    with open(path, "rb") as file:
-        file.seek(offset)
-        for raw in file:
-            number += 1
-            blank = blank and not raw.strip()
-            text = skips.text(_jsonl_text, path, raw, offset, number, text_key)
-            offset += len(raw)
-            if text:
-                yield Document(text, Position(start.file, offset, number))
-    if blank:
-        skips.empty(path, f"{number} blank lines, no record")
-
-
-def _jsonl_text(path: str, raw: bytes, offset: int, number: int, text_key: str) -> bytes:
-    """The text of one line, b"" for a blank one. Raises _BadText."""
-    where = f"{path}: line {number}"
-    line = _check_utf8(path, raw, offset, number, "lines").decode("utf-8")
-    if not line.strip():
-        return b""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        cut = "" if raw.endswith(b"\n") else "; the file's last line is cut off"
-        message = f"{where} (byte {offset}): malformed JSON ({error}{cut}): write one JSON object"
-        raise _BadText("malformed", message, "lines") from error
-    if not isinstance(record, dict):
-        kind = type(record).__name__
-        message = f'{where}: a JSON {kind} in place of an object: write {{"{text_key}": "..."}}'
-        raise _BadText("malformed", message, "lines")
-    if text_key not in record:
-        names = ", ".join(map(repr, list(record)[:10])) or "none"
-        message = (
-            f"{where}: no key {text_key!r} in the record (its keys: {names}): set data.text_key "
-            "(--text-key) to the one that holds the text"
-        )
-        raise _BadText("without text", message, "lines")
-    return _record_text(record[text_key], f"{where}: key {text_key!r}")
-
-
-def _record_text(value: object, where: str) -> bytes:
-    """The UTF-8 bytes of a record's text. Raises _BadText where it has none."""
-    if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        message = f"{where} is {kind}, not a string: mend the record"
-        raise _BadText("without text", message, "records")
-    if not value:
-        raise _BadText("empty", f"{where} is an empty string: remove the record", "records")
-    try:
-        return value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        message = (
-            f"{where} has the lone surrogate {value[error.start]!r} at character {error.start}, "
-            "which is not valid UTF-8: mend the record"
-        )
-        raise _BadText("bad UTF-8", message, "records") from error
-
-
-def _parquet_documents(
-    path: str, start: Position, text_key: str, skips: _Skips
-) -> Iterator[Document]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            _check_parquet_column(path, file.schema_arrow, text_key)
-            if file.metadata.num_rows == 0:
-                skips.empty(path, "0 rows")
-            groups = range(file.num_row_groups)
-            ends = [0, *itertools.accumulate(file.metadata.row_group(i).num_rows for i in groups)]
-            read = bisect.bisect_right(ends, start.offset) - 1  # groups that are read already
-            batches = file.iter_batches(
-                batch_size=1024, row_groups=groups[read:], columns=[text_key], use_threads=False
-            )
-            values = (value for batch in batches for value in batch.column(0).to_pylist())
-            for row, value in enumerate(values, ends[read] + 1):
-                if row <= start.offset:
-                    continue
-                text = skips.text(_parquet_text, value, f"{path}: row {row}", text_key)
-                if text:
-                    yield Document(text, Position(start.file, row, row))
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            while size > 0 and (block := file.read(min(size, 1 << 20))):
+                size -= len(block)
+                yield block
+    except OSError as error:
         raise ValueError(
-            f"{path}: not readable as Parquet ({error}): the file is damaged or cut off; write it "
-            "again"
+            f"{path}: cannot be read ({error.strerror or error}): check that it exists "
+            "and that this user may read it"
         ) from error
-
-
-def _parquet_text(value: object, where: str, text_key: str) -> bytes:
-    """The text of one row. Raises _BadText."""
-    if isinstance(value, bytes):
-        try:
-            value = value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            message = f"{where}: byte {error.start} of the text is not valid UTF-8: mend the row"
-            raise _BadText("bad UTF-8", message, "rows") from error
-    return _record_text(value, f"{where}: column {text_key!r}")
-
-
-def _check_parquet_column(path: str, schema: Any, text_key: str) -> None:
-    from pyarrow import types
-
-    if text_key not in schema.names:
-        raise ValueError(
-            f"{path}: no column {text_key!r} (its columns: {', '.join(map(repr, schema.names))}): "
-            "set data.text_key (--text-key) to the one that holds the text"
-        )
-    kind = schema.field(text_key).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    readable = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    if not any(check(kind) for check in readable):
-        raise ValueError(
-            f"{path}: column {text_key!r} is of type {kind}, not text: set data.text_key "
-            "(--text-key) to a string column"
-        )

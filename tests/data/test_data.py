@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 
 from llmx.data import __main__ as command
-from llmx.data import build, config, dataset, loader, packing, shards, sources, split, tokenizers
+from llmx.data import (
+    build,
+    config,
+    dataset,
+    documents,
+    loader,
+    packing,
+    shards,
+    sources,
+    split,
+    tokenizers,
+)
 
 KEYS = {"tokens", "targets", "segment_ids", "positions", "weights"}
 ROOT = pathlib.Path(__file__).parents[2]
@@ -431,13 +442,13 @@ def test_kinds_and_folders_give_the_same_documents(tmp_path):
 
 
 def test_long_text_is_cut_at_lines_and_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_PIECE_BYTES", 64)
+    monkeypatch.setattr(documents, "MAX_PIECE_BYTES", 64)
     text = ("line of t\u00e9xt\n" * 30 + "x" + "\u4e2d" * 90 + "\nend").encode()
     for name, raw in (("a.txt", text), ("b.txt", b"x" * 64), ("c.txt", b"\xef\xbb\xbfbom")):
         (tmp_path / name).write_bytes(raw)
-    files = sources.list_files(str(tmp_path))
+    files = sources.list_files(str(tmp_path)).files
     read = list(
-        sources.read_documents(files, text_key="", skip_bad=False, skipped=collections.Counter())
+        documents.read_documents(files, text_key="", skip_bad=False, skipped=collections.Counter())
     )
     pieces = [d.text for d in read]
     assert b"".join(pieces) == text + b"x" * 64 + b"bom" and max(map(len, pieces)) <= 64
@@ -445,7 +456,7 @@ def test_long_text_is_cut_at_lines_and_loses_nothing(tmp_path, monkeypatch):
     for piece in pieces:
         piece.decode("utf-8")
     for i, document in enumerate(read):  # reading goes on exactly after any document
-        rest = sources.read_documents(
+        rest = documents.read_documents(
             files,
             text_key="",
             skip_bad=False,
@@ -456,7 +467,7 @@ def test_long_text_is_cut_at_lines_and_loses_nothing(tmp_path, monkeypatch):
 
 
 def test_stdlib_source(tmp_path):
-    files = sources.list_files("stdlib")
+    files = sources.list_files("stdlib").files
     assert 5_000_000 < sum(f.num_bytes for f in files) <= sources.STDLIB_BYTES
     assert not any("site-packages" in f.path or "/test/" in f.path for f in files)
     opened = dataset.open_dataset(
@@ -495,7 +506,7 @@ BAD_FILES = {
         b"one\ntwo\nthr\xff",
         r"a\.txt: line 3, byte 11: 0xff is not valid UTF-8.*iconv.*skip_bad=True",
     ),
-    "utf16": ("a.md", "word".encode("utf-16"), r"a\.md: line 1, byte 0: 0xff"),
+    "utf16": ("a.md", "word".encode("utf-16"), r"a\.md: byte 3 is NUL: .*iconv -f UTF-16"),
     "json": (
         "a.jsonl",
         b'{"text": "x"}\n{"text": "y"\n{"text": "z"}\n',
@@ -749,7 +760,7 @@ def test_command_end_to_end(tmp_path):
     config_trained = open_texts(tmp_path, [], sources=(folder,), T=8, train_tokenizer=300)
     assert config_trained.fingerprint == opened.fingerprint
     other = run_command("--source", folder, "--output", out)
-    assert other.returncode == 1 and "--overwrite" in other.stderr
+    assert other.returncode == 2 and "--overwrite" in other.stderr
     assert folder_bytes(out) == before
 
 
@@ -770,7 +781,7 @@ def test_command_end_to_end(tmp_path):
 )
 def test_command_errors(tmp_path, capsys, arguments, message):
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nbroken\n')
-    assert command.main([a.replace("{tmp}", str(tmp_path)) for a in arguments]) == 1
+    assert command.main([a.replace("{tmp}", str(tmp_path)) for a in arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -811,7 +822,7 @@ def test_killed_command_continues_to_identical_bytes(tmp_path):
     assert len(kept["shards"]) >= 20
     times = {e["name"]: (out / f"{e['name']}.tokens").stat().st_mtime_ns for e in kept["shards"]}
     changed = run_command(*fixed, "--output", out, "--text-key", "other")
-    assert changed.returncode == 1 and "--overwrite" in changed.stderr
+    assert changed.returncode == 2 and "--overwrite" in changed.stderr
     assert run_command(*fixed, "--output", out).returncode == 0
     assert folder_bytes(out) == whole
     for name, before in times.items():  # finished shards were kept, not written again
@@ -840,7 +851,7 @@ def test_damage_is_detected(tmp_path, written, monkeypatch):
     def check(message, **settings):
         with pytest.raises(ValueError, match=message):
             open_texts(tmp_path, [], sources=source, **settings)
-        assert command.main(["--verify", str(written)]) == 1
+        assert command.main(["--verify", str(written)]) == 2
         for name, raw in good.items():
             (written / name).write_bytes(raw)
 
