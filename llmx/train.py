@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
 
             # 2. Mesh and shapes: nothing is allocated.
-            from llmx.checkpoint import resume
+            from llmx.checkpoint import local_tier, resume
             from llmx.config import recipe as recipe_lib
 
             recipe = recipe_lib.make_recipe(config)
@@ -67,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             # 4. State: restored onto this mesh, whatever it was saved on, or born split.
             with progress("restore"):
-                state, first = resume.restore_or_init(config, recipe, checkpoints, dataset, log)
+                tier = local_tier.LocalTier(config.checkpoint, config.workdir, job.peers, log=log)
+                resources.enter_context(tier)
+                state, first = resume.restore_or_init(
+                    config, recipe, checkpoints, dataset, log, tier
+                )
                 job.peers.agree("restored state", {"steps taken": first})
             progress.begin_at(first)
             if jax.process_index() == 0:
@@ -100,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     loop.check_determinism()
             except ValueError as error:
                 return job.refuse(error)
+        limit = resources.enter_context(end_in_time(config, job, checkpoints, tier))
         progress.enter("step")
         stop.start()
         try:
@@ -116,6 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if checkpoints.due(loop.step):
                     with loop.aside("save"):
                         save(config, recipe, checkpoints, dataset, loop)
+                elif tier.due(loop.step):
+                    with loop.aside("save"):
+                        save(config, recipe, tier, dataset, loop)
                 if evaluation.due(loop.step):
                     with loop.aside("evaluation"):
                         evaluation(loop.step, loop.state)
@@ -124,7 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             log(str(stopped))
             code = exits.STOPPED
         with progress("save"):
+            # The faster one first: after SIGTERM time may be short.
+            if tier.is_on and code == exits.DONE and loop.step < config.steps:
+                save(config, recipe, tier, dataset, loop, wait=True)
             save(config, recipe, checkpoints, dataset, loop, wait=True)
+            tier.superseded(loop.step)
+            limit.cancel()
 
         # 7. The final evaluation, sample and curve, which a saved run can do without.
         if code == exits.DONE and loop.step < config.steps:
@@ -369,8 +382,21 @@ class Loop:
         )
 
 
+def end_in_time(config: Config, job: job_lib.Job, checkpoints, tier):
+    """After SIGTERM this process ends within `checkpoint.grace_seconds`, saved or not."""
+    from llmx.checkpoint import grace
+
+    limit = grace.GraceLimit(
+        config.checkpoint.grace_seconds, process=job.peers.index,
+        newest=lambda: grace.newest_text(checkpoints, tier, config.checkpoint.local_directory),
+        end=lambda text: job.peers.end(exits.AGAIN, text),
+    )  # fmt: skip
+    job.stop.noticed.append(lambda: job.stop.code == exits.AGAIN and limit.start())
+    return limit
+
+
 def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool = False):
-    """Checkpoints the state after the steps taken so far."""
+    """Checkpoints the state after the steps taken so far, in the work directory or locally."""
     meta = {
         "fingerprint": dataset.fingerprint,  # the step says the rest of the data position
         "batch_size": config.batch.size,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+LOOK_SECONDS = 1.0
 LAST_SECONDS = 0.5  # process 0, without which jax aborts the others, ends so much later
 
 
@@ -28,6 +29,10 @@ class GraceLimit(contextlib.AbstractContextManager):
         self._deadline: float | None = None
 
     def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """All is saved: the process ends by itself."""
         self._over.set()
 
     def start(self, since: float | None = None) -> None:
@@ -42,9 +47,15 @@ class GraceLimit(contextlib.AbstractContextManager):
         last = LAST_SECONDS if self._process == 0 else 0.0
         if self._over.wait(max(self._deadline + last - time.monotonic(), 0.0)):
             return
+        # The file system may be what hangs.
+        names: list[str] = []
+        thread = threading.Thread(target=lambda: names.append(self._newest()), daemon=True)
+        thread.start()
+        thread.join(LOOK_SECONDS)
+        newest = names[0] if names else "unknown, since the work directory does not answer"
         self._end(
             f"checkpoint.grace_seconds={self._seconds:g} are over before the save is complete; "
-            f"the newest checkpoint is {self._newest()}: run again to continue from it"
+            f"the newest checkpoint is {newest}: run again to continue from it"
         )
 
 

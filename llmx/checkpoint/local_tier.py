@@ -10,7 +10,6 @@ the checkpoints in the work directory are used.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -26,12 +25,11 @@ from typing import Any
 import jax
 
 from llmx.checkpoint import local_files as files
-from llmx.checkpoint import manifest, neighbors
-from llmx.checkpoint.checkpointer import CheckpointConfig, Restored
+from llmx.checkpoint import local_places, manifest, neighbors
+from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restored
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 
-RUN = "run_id"  # in the folder of the checkpoints: files of an earlier run there are not taken
 OWN, COPY = "own", "copy"
 NAME = re.compile(r"(\d+)-[0-9a-f]+")  # of a step: its number, and the launch that wrote it
 COMMIT_SECONDS = 120  # until all processes have written a step
@@ -65,9 +63,13 @@ class LocalTier(contextlib.AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_on(self) -> bool:
+        return bool(self._config.local_directory)
+
     def due(self, step: int) -> bool:
         """Whether the config asks for a local checkpoint after `step` steps."""
-        return bool(self._config.local_directory) and step % self._config.local_every == 0
+        return self.is_on and step % self._config.local_every == 0
 
     def save(
         self, step: int, state: Any, *, meta: Mapping[str, Any],
@@ -78,7 +80,7 @@ class LocalTier(contextlib.AbstractContextManager):
         As `Checkpointer.save`. Returns when the arrays may be donated; waits first for the local
         save before it, and with `wait` for this one. Raises ValueError as `Checkpointer.save`.
         """
-        if not self._config.local_directory:
+        if not self.is_on:
             return
         self.wait()
         arrays, document = manifest.describe(step, state, meta, order)
@@ -121,7 +123,7 @@ class LocalTier(contextlib.AbstractContextManager):
         The arguments are those of `Checkpointer.restore`. Raises ValueError for a checkpoint of
         another structure.
         """
-        if not self._config.local_directory:
+        if not self.is_on:
             return None
         newer_than = int(self._exchange("newest", newer_than)[0])
         for name in self._candidates(newer_than):
@@ -139,6 +141,10 @@ class LocalTier(contextlib.AbstractContextManager):
                 self._good = [0]
                 return found
         return None
+
+    def holds(self, *, newer_than: int) -> bool:
+        """Whether a restore may find a step after `newer_than`."""
+        return bool(self._listing) and bool(self._candidates(newer_than))
 
     def forget(self, *, after: int) -> None:
         """Deletes local checkpoints of later steps than `after`: the run goes back to it."""
@@ -159,15 +165,16 @@ class LocalTier(contextlib.AbstractContextManager):
 
     def _open(self, workdir: str) -> None:
         index, count = self._peers.index, self._peers.count
-        root = _private_folder(self._config.local_directory, workdir)
+        root = local_places.private_folder(self._config.local_directory, workdir)
         own = root / f"process-{index}"
         own.mkdir(exist_ok=True)
         disk = os.stat(root)
-        place = {"host": _boot_id(), "disk": [disk.st_dev, disk.st_ino], "address": "127.0.0.1"}
+        place = {"host": local_places.boot_id(), "disk": [disk.st_dev, disk.st_ino]}
+        place["address"] = "127.0.0.1"
         if count > 1:
-            place["address"] = neighbors.route(_coordinator())
+            place["address"] = neighbors.route(local_places.coordinator())
         if index == 0:
-            place |= {"run": _run_id(workdir), "launch": f"{int(time.time()):08x}"}
+            place |= {"run": local_places.run_id(workdir), "launch": f"{int(time.time()):08x}"}
             place |= {"token": secrets.token_hex(32)}
         places = self._exchange("places", place)
         self._run, self._launch = places[0]["run"], places[0]["launch"] + places[0]["token"][:8]
@@ -177,11 +184,11 @@ class LocalTier(contextlib.AbstractContextManager):
         others = [d for d in range(1, count) if all(hosts[k] != hosts[k - d] for k in range(count))]
         distance = others[0] if others else 1
         self._right, self._left = (index + distance) % count, (index - distance) % count
-        self._folders = [own, *_orphans(root, index, places)]
+        self._folders = [own, *local_places.orphans(root, index, places)]
         self._snapshot = files.Snapshot(self._right if count > 1 else None)
         address = None
         if count > 1:
-            bind = _address(places, index)
+            bind = local_places.address_of(places, index)
             serve = {"take": self._take, "give": self._give}
             self._server = neighbors.Server(bind, self._token, **serve)
             address = self._server.address
@@ -259,6 +266,19 @@ class LocalTier(contextlib.AbstractContextManager):
         with self._arrived:
             if not self._arrived.wait_for(lambda: name in self._received, COMMIT_SECONDS):
                 raise TimeoutError(f"process {self._left} has not sent its copy")
+        self._compare_replicas(name)
+
+    def _compare_replicas(self, name: str) -> None:
+        """Raises Corrupt where this process and the left one hold different values of a shard."""
+        with open(self._folders[0] / f"{name}.{self._left}.{COPY}", "rb") as file:
+            header = files.read_header(file)
+        mine = {shard.place: shard.crc32 for shard in self._snapshot.shards}
+        for shard in header.shards[header.num_sent :]:
+            if mine[shard.place] != shard.crc32:
+                raise Corrupt(
+                    f"leaf {shard.leaf} has other values in process {self._left} than in process "
+                    f"{self._peers.index}, and both should hold the same"
+                )
 
     def _warn(self, step: int, error: Exception) -> None:
         if not self._failing:
@@ -316,7 +336,7 @@ class LocalTier(contextlib.AbstractContextManager):
         self._names = {n: name for n, name in self._names.items() if name in kept}
 
     def _delete(self, outdated: Callable[[int], bool]) -> None:
-        if not self._config.local_directory:
+        if not self.is_on:
             return
         self.wait()
         for path in self._paths():
@@ -485,82 +505,6 @@ class LocalTier(contextlib.AbstractContextManager):
         return [json.loads(text) for text in texts]
 
 
-# ----------------------------------------------------------------------------------------- places
-
-
-def _private_folder(directory: str, workdir: str) -> Path:
-    """The folder of this run in `directory`. Raises ValueError where it cannot be used."""
-    where = workdir if "://" in workdir else os.path.abspath(workdir)
-    digest = hashlib.sha256(where.encode()).hexdigest()[:16]
-    root = Path(directory).expanduser().absolute() / f"llmx-{digest}"
-    try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        root.mkdir(mode=0o700, exist_ok=True)
-        with open(root / ".writable", "w"):
-            pass
-        (root / ".writable").unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"checkpoint.local_directory={directory!r} cannot be written: {error}; name a folder "
-            "on a disk of this host, or in /dev/shm, or '' for none"
-        ) from error
-    if root.is_symlink() or root.stat().st_uid != os.getuid():
-        raise ValueError(
-            f"checkpoint.local_directory={directory!r}: {root} belongs to another user or is a "
-            "link: remove it, or name another folder"
-        )
-    return root
-
-
-def _run_id(workdir: str) -> str:
-    """A random text in the folder of the checkpoints, made by the first launch of the run."""
-    from etils import epath
-
-    path = epath.Path(workdir) / "checkpoints" / RUN
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{RUN}.tmp")
-        temporary.write_text(secrets.token_hex(16))
-        temporary.replace(path)
-    return path.read_text().strip()
-
-
-def _boot_id() -> str:
-    """What this host has alone, until it starts again."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else os.uname().nodename
-
-
-def _coordinator() -> str:
-    """The host of process 0; this one, where jax has no coordinator."""
-    from jax._src import distributed
-
-    address = distributed.global_state.coordinator_address or "127.0.0.1:0"
-    return address.rpartition(":")[0].strip("[]")
-
-
-def _address(places: list[dict], index: int) -> str:
-    """Where process `index` listens: the address by which it reaches the others."""
-    mine = places[index]
-    for other in places:
-        # Process 0 may reach itself by 127.0.0.1 only.
-        if other["host"] != mine["host"] and not other["address"].startswith("127."):
-            return neighbors.route(other["address"])
-    return mine["address"]
-
-
-def _orphans(root: Path, index: int, places: list[dict]) -> list[Path]:
-    """Folders of processes that are on other hosts now; one process of this host reads them."""
-    mine = places[index]
-    here = [
-        k for k, p in enumerate(places) if (p["host"], p["disk"]) == (mine["host"], mine["disk"])
-    ]
-    if index != here[0]:
-        return []
-    taken = {f"process-{k}" for k in here}
-    return [path for path in sorted(root.glob("process-*")) if path.name not in taken]
-
-
 def _step(name: str) -> int:
     return int(name.partition("-")[0])
 
@@ -570,3 +514,41 @@ def _checked(message: dict) -> tuple[str, int]:
     if not NAME.fullmatch(name) or not isinstance(process, int):
         raise OSError(f"{name!r} is no local checkpoint")
     return name, process
+
+
+OFF = LocalTier(CheckpointConfig(), "", None, log=print)
+
+
+# ------------------------------------------------------------------------------------- both tiers
+
+
+def restore_newest(
+    checkpoints: Checkpointer, tier: LocalTier, wanted: Any, step: int | None = None, *,
+    order: LayerPermutation, ignored: str,
+) -> tuple[Restored, Document] | None:  # fmt: skip
+    """The newest good checkpoint of both tiers; with `step` that one of the work directory.
+
+    The arguments are those of `Checkpointer.restore`, and so are the errors.
+    """
+    options = {"order": order, "ignored": ignored}
+    newest = checkpoints.latest_step()
+    newest = -1 if newest is None else newest
+    if step is None and (found := tier.restore(wanted, newer_than=newest, **options)):
+        return found
+    try:
+        restored = checkpoints.restore(wanted, step, **options)
+    except (ValueError, RuntimeError):
+        # None is good, perhaps: then an older local one is better than an end.
+        if step is None and (found := tier.restore(wanted, **options)):
+            return found
+        raise
+    if restored is None:
+        return None
+    good = restored.step
+    if step is None and good < newest and tier.holds(newer_than=good):
+        restored = None  # its memory is needed
+        if found := tier.restore(wanted, newer_than=good, **options):
+            return found
+        restored = checkpoints.restore(wanted, **options)
+    tier.superseded(restored.step)
+    return restored, checkpoints.document(restored.step)

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer, identity
+from llmx.checkpoint import checkpointer, identity, local_tier
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
+from llmx.checkpoint.local_tier import LocalTier
 from llmx.checkpoint.manifest import Document, Mismatch
 from llmx.contract import State
 from llmx.pipeline.permutation import LayerPermutation
@@ -30,8 +31,9 @@ Log = Callable[[str], None]
 
 
 def restore_or_init(
-    config: Any, recipe: Recipe, checkpoints: Checkpointer, dataset: Any, log: Log
-) -> tuple[State, int]:
+    config: Any, recipe: Recipe, checkpoints: Checkpointer, dataset: Any, log: Log,
+    tier: LocalTier = local_tier.OFF,
+) -> tuple[State, int]:  # fmt: skip
     """The state and the number of steps it has taken: of the newest good checkpoint, of the one
     that `config.resume_step` goes back to, or new.
 
@@ -39,15 +41,16 @@ def restore_or_init(
     """
     start_from, restored, back_to = config.start_from, None, going_back_to(config)
     directory = f"{config.workdir}/checkpoints"
-    step = checkpoints.latest_step() if back_to is None else back_to
+    step, imported = checkpoints.latest_step() if back_to is None else back_to, False
     if step == 0 and "imported_from" in checkpointer.read_meta(directory, step):
         start_from = f"{config.workdir}@0"  # parameters only: made by llmx.convert
-    else:
-        restored = restore(config, recipe, checkpoints, log, step=back_to)
+        imported = True
+    if not imported or (back_to is None and tier.holds(newer_than=0)):
+        restored = restore(config, recipe, checkpoints, log, tier, step=back_to)
     if restored is None:
         state = recipe.init(config.seed)
         state = start_with(config, recipe, state, start_from, log) if start_from else state
-        _forget_after(back_to, checkpoints)
+        _forget_after(back_to, checkpoints, tier)
         return state, 0
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
         raise ValueError(
@@ -61,7 +64,7 @@ def restore_or_init(
             f"{config.batch.size}: the position in the data counts batches, so some samples would "
             "be repeated or missed; restore batch.size, or use another workdir"
         )
-    _forget_after(back_to, checkpoints)
+    _forget_after(back_to, checkpoints, tier)
     log(f"resumed from checkpoint {restored.step} of {config.workdir}")
     changed = identity.differences(restored.meta.get("config", {}), identity.as_json(config))
     for line in identity.difference_lines(changed):
@@ -79,15 +82,17 @@ def going_back_to(config: Any) -> int | None:
     return config.resume_step if config.resume_step >= 0 and first_launch else None
 
 
-def _forget_after(step: int | None, checkpoints: Checkpointer):
+def _forget_after(step: int | None, checkpoints: Checkpointer, tier: LocalTier):
     """Once the checkpoint that a run goes back to is restored, the newer ones are set aside."""
     if step is not None:
+        tier.forget(after=step)
         checkpoints.set_aside_after(step, f"the run goes back to step {step}")
 
 
 def restore(
-    config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log, *, step: int | None = None
-) -> Restored | None:
+    config: Any, recipe: Recipe, checkpoints: Checkpointer, log: Log,
+    tier: LocalTier = local_tier.OFF, *, step: int | None = None,
+) -> Restored | None:  # fmt: skip
     """The newest good checkpoint, or exactly `step`, with what has to change on other devices than
     it was saved on.
 
@@ -97,10 +102,13 @@ def restore(
     # What is read of a checkpoint depends on it: the newest may be corrupt, and the one before
     # saved on other devices.
     wanted = functools.partial(_wanted, config, recipe)
-    restored = checkpoints.restore(wanted, step, order=recipe.order, ignored="in_flight")
-    if restored is None:
+    found = local_tier.restore_newest(
+        checkpoints, tier, wanted, step, order=recipe.order, ignored="in_flight"
+    )
+    if found is None:
         return None
-    state, saved = restored.state, checkpoints.document(restored.step)
+    restored, saved = found
+    state = restored.state
     if trees.named(recipe.abstract.sync):
         if state.sync == ():
             log(f"the replicas begin to synchronize by {config.sync.strategy!r}")

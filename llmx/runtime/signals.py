@@ -31,6 +31,8 @@ class StopSignal:
         self._step, self._limit, self._target = 0, None, None
         self._reason, self.code = "", exits.DONE
         self._interrupts, self._started = 0, progress is None
+        # Called once this process knows of a request to stop, in any thread.
+        self.noticed: list[Callable[[], None]] = []
 
     def __enter__(self) -> "StopSignal":
         self._previous: dict[int, object] = {}
@@ -84,6 +86,7 @@ class StopSignal:
             if self._reason:
                 return
             self._reason, self.code = reason, code
+        self._notice()
         if self._peers.many:
             with contextlib.suppress(Exception):
                 text = json.dumps({"reason": reason, "code": code})
@@ -102,6 +105,10 @@ class StopSignal:
             self._log(f"{self._reason}: all processes stop at step {step}")
         return stop
 
+    def _notice(self) -> None:
+        for call in self.noticed:
+            call()
+
     def _look(self) -> None:
         """Called by the thread of `Peers`, now and then."""
         if self._target is not None:
@@ -115,6 +122,7 @@ class StopSignal:
             with self._changed:
                 self._reason = f"process {index}: {request['reason']}"
                 self.code = request["code"]
+            self._notice()
         with self._changed:
             if self._limit is None:
                 reached, self._limit = self._step, self._step + AHEAD

@@ -1,8 +1,13 @@
 """The local tier: what is written, copied to a neighbor, found again, and never mixed."""
 
 import concurrent.futures
+import json
 import os
 import pathlib
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -11,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.compare import assert_same
 
-from llmx.checkpoint import local_files, local_tier, neighbors
+from llmx.checkpoint import local_files, local_places, local_tier, neighbors
 from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.pipeline.permutation import LayerPermutation
 
@@ -230,7 +235,7 @@ def test_steps_of_two_launches_are_never_mixed(place):
 
 def test_another_run_in_the_same_folder_begins_anew(place):
     place.save(2, 4)
-    (place.work / "checkpoints" / local_tier.RUN).unlink()
+    (place.work / "checkpoints" / local_places.RUN).unlink()
     assert place.restore() == [None]
     assert place.steps() == []
 
@@ -315,3 +320,97 @@ def test_a_stranger_gets_nothing_and_leaves_nothing():
         server.close()
     with pytest.raises(OSError):
         neighbors.put(server.address, b"secret", {}, [])
+
+
+# ------------------------------------------------------------------------------------- end to end
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+from llmx import config
+from llmx.model import families
+
+def get_config():
+    run = config.default()
+    run.model = families.preset("llama3", num_layers=2, width=32, num_heads=2, head_dim=16,
+                                num_kv_heads=2, mlp_dim=64)
+    run.steps, run.precision, run.sharding.layout = 16, "fp32", "zero1"
+    run.batch.size, run.batch.sequence_length = 4, 32
+    run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
+    run.checkpoint.every, run.checkpoint.local_every = 100, 2
+    run.evaluation.every, run.sample.prompt = 0, ""
+    run.metrics.log_every, run.metrics.progress, run.metrics.tensorboard = 1, "plain", False
+    run.data.sources, run.data.cache_dir = ({source!r},), {cache!r}
+    return run
+"""
+
+
+class Cluster:
+    """Trains with two processes, whose local tiers are folders of their own."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder, self.local = folder, folder / "local"
+        (folder / "text").mkdir()
+        random = np.random.default_rng(0)
+        for number in range(8):
+            words = random.choice(["alpha", "beta", "gamma", "def", "x", "=", "\n"], 300)
+            (folder / "text" / f"{number}.txt").write_text(" ".join(words))
+        text = CONFIG.format(source=str(folder / "text"), cache=str(folder / "cache"))
+        (folder / "run.py").write_text(text)
+
+    def start(self, workdir: str, *flags: str) -> subprocess.Popen:
+        command = [
+            sys.executable, "scripts/local_cluster.py", "-n", "2", "--", sys.executable, "-m",
+            "llmx.train", "--config", str(self.folder / "run.py"), "--workdir",
+            str(self.folder / workdir), *flags,
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, workdir: str, *flags: str) -> str:
+        process = self.start(workdir, *flags)
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said
+        return said
+
+    def losses(self, workdir: str) -> list[float]:
+        lines = (self.folder / workdir / "metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+        assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+        return [record["loss"] for record in records]
+
+    def disturb(self, workdir: str, step: int, number: int, *flags: str) -> tuple[int, str]:
+        """Sends process 1 the signal `number` after a step; the exit code and what was said."""
+        process, said = self.start(workdir, *flags), ""
+        for line in process.stdout:
+            said += line
+            if f"step {step:2}/16" in line:
+                path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+                os.kill(int(path.read_text().split()[1]), number)
+        assert process.wait(120) != 0, said
+        return process.returncode, said
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
+    cluster = Cluster(tmp_path)
+    cluster.run("whole")
+    tier = f"--config.checkpoint.local_directory={cluster.local}"
+    cluster.disturb("run", 7, signal.SIGKILL, tier)
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    (root,) = cluster.local.glob("llmx-*")
+    shutil.rmtree(root / "process-1")
+
+    # And with no time to save after SIGTERM: the last line names what is safe.
+    flags = (tier, "--config.checkpoint.grace_seconds=0.01")
+    code, said = cluster.disturb("run", 11, signal.SIGTERM, *flags)
+    assert "process 1: its files are not on this host; it takes the copy of process 0" in said
+    assert any(f"resumed from checkpoint {step} " in said for step in (6, 8)), said
+    assert code == 75 and "grace_seconds=0.01 are over before the save is complete" in said, said
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+    said = cluster.run("run", tier)
+    assert any(f"resumed from checkpoint {step} " in said for step in (8, 10, 12)), said
+    assert cluster.losses("run") == cluster.losses("whole")
+    assert not list(root.glob("*/*.own"))  # nothing stays behind when all is saved
