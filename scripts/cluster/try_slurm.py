@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")  # a node's name is the address at which JAX looks for it
 FAULTS = ("process", "node", "signal")
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
-STEPS = 300
+STEPS = 200
 SECONDS = 180  # for each thing that is waited for
 
 SLURM_CONF = """
@@ -58,13 +58,14 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=1
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=30
 KillWait=20
 SlurmdParameters=config_overrides
-NodeName={nodes[0]} NodeHostname={host} Port={ports[1]} CPUs=1 State=UNKNOWN
-NodeName={nodes[1]} NodeHostname={host} Port={ports[2]} CPUs=1 State=UNKNOWN
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -362,6 +363,69 @@ def test_ray_that_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert module("ray_train").main(["--hosts", "2", "--", "--config", "x"]) == exits.REFUSED
     assert "pip install -e '.[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ray_starts_all_hosts_again_after_one_is_lost(tmp_path):
+    """The actor of one host is killed; the losses are those of a run without Ray."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install -e '.[ray]'")
+    try_slurm = module("try_slurm")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("alpha beta gamma delta def return = + \n" * 2000)
+    config = try_slurm.CONFIG.format(
+        steps=100, source=str(tmp_path / "text"), cache=str(tmp_path / "cache")
+    )
+    (tmp_path / "run.py").write_text(config)
+    arguments = ["--config", str(tmp_path / "run.py"), "--workdir"]
+    local = [sys.executable, str(ROOT / "scripts" / "local_cluster.py"), "-n", "2", "--"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray", dir="/tmp"),  # sockets need short names
+    }
+    peaceful = subprocess.run(
+        [*local, sys.executable, "-m", "llmx.train", *arguments, str(tmp_path / "peaceful")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert peaceful.returncode == 0, peaceful.stdout + peaceful.stderr
+    driver = [sys.executable, str(CLUSTER / "ray_train.py"), "--hosts", "2", "--share-hosts"]
+    workdir = tmp_path / "disturbed"
+    with (tmp_path / "log").open("w") as log:
+        child = subprocess.Popen(
+            [*driver, "--backoff", "1", "--", *arguments, str(workdir)],
+            cwd=ROOT, env=environment, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 200
+        while max(losses(workdir), default=0) < 25:
+            assert child.poll() is None and time.monotonic() < deadline, log_of(tmp_path)
+            time.sleep(0.1)
+        lost = [
+            found.parent
+            for found in try_slurm.processes()
+            if found.environment.get("LLMX_PROCESS_ID") == "1"
+            and str(workdir) in found.command
+            and "llmx.runtime.supervisor" in found.command
+        ]
+        try_slurm.kill(*lost)
+        assert child.wait(timeout=200) == 0, log_of(tmp_path)
+    finally:
+        child.kill()
+        child.wait()
+        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+    assert "ray_train: a host was lost" in log_of(tmp_path)
+    assert losses(workdir) == losses(tmp_path / "peaceful") and len(losses(workdir)) == 100
+
+
+def log_of(folder):
+    return (folder / "log").read_text()[-10_000:]
+
+
+def losses(workdir):
+    """The loss of each step so far."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
 # ------------------------------------------------------------------------- the image and its lock
