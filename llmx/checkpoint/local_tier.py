@@ -57,8 +57,15 @@ class LocalTier(contextlib.AbstractContextManager):
         self._number = 0
         self._safe: int | None = None  # the newest save that all processes have
         self._failing = False
-        if config.local_directory:
+        if not self.is_on:
+            return
+        try:
             self._open(workdir)
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint.local_directory={config.local_directory!r}: {error}; make the folder "
+                "and the other hosts reachable, or set it to '' for no local checkpoints"
+            ) from error
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -481,24 +488,19 @@ class LocalTier(contextlib.AbstractContextManager):
         if (copy := self._find(name, process, COPY)) is not None:
             holder = copy.parent.name.removeprefix("process-")
             sources.append((copy.with_name(f"{name}.{holder}.{OWN}"), copy))
-        reasons = []
         for own, copy in sources:
-            try:
-                if own is None:
-                    continue
-                for _ in files.shard_bytes(own, copy):
-                    pass  # all checksums, before the first byte is sent
-                with open(copy or own, "rb") as file:
-                    header = files.read_header(file)
-                return self._stream(header, own, copy)
-            except (OSError, Corrupt) as error:
-                reasons.append(str(error))
-        raise OSError("; ".join(reasons) or "it has no such file")
+            if own is not None and own.exists():
+                return self._stream(own, copy)
+        raise OSError("it has no such file")
 
-    def _stream(self, header: files.Header, own: Path, copy: Path | None) -> Iterator[bytes]:
-        yield header.encoded()
-        for _, data in files.shard_bytes(own, copy):
-            yield data
+    def _stream(self, own: Path, copy: Path | None) -> Iterator[bytes]:
+        try:
+            with open(copy or own, "rb") as file:
+                yield files.read_header(file).encoded()
+            for _, data in files.shard_bytes(own, copy):
+                yield data
+        except Corrupt as error:
+            raise OSError(str(error)) from error
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         texts = self._peers.exchange(f"local_tier/{name}", json.dumps(value))

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.compare import assert_same
 
-from llmx.checkpoint import local_files, local_places, local_tier, neighbors
+from llmx.checkpoint import checkpointer, local_files, local_places, local_tier, neighbors
 from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.pipeline.permutation import LayerPermutation
 
@@ -320,6 +320,56 @@ def test_a_stranger_gets_nothing_and_leaves_nothing():
         server.close()
     with pytest.raises(OSError):
         neighbors.put(server.address, b"secret", {}, [])
+
+
+class Shared:
+    """The work directory's checkpoints, as far as `restore_newest` sees them."""
+
+    def __init__(self, *good: int, corrupt: tuple[int, ...] = ()):
+        self.good, self.corrupt, self.tried = good, corrupt, []
+
+    def latest_step(self):
+        return max(self.good + self.corrupt, default=None)
+
+    def restore(self, wanted, step=None, **options):
+        self.tried.append(step)
+        if self.corrupt and not self.good:
+            raise RuntimeError("no good checkpoint")
+        if not self.good:
+            return None
+        step = max(self.good) if step is None else step
+        return checkpointer.Restored("shared", {}, step)
+
+    def document(self, step):
+        return step
+
+
+@pytest.mark.parametrize(
+    ("shared", "step", "taken", "left"),
+    [
+        (Shared(), None, 4, [2, 4]),
+        (Shared(3), None, 4, [2, 4]),  # the local one is newer
+        (Shared(5), None, "shared", []),  # what is older than the shared one is deleted
+        (Shared(3, corrupt=(5,)), None, 4, [2, 4]),
+        (Shared(corrupt=(5,)), None, 4, [2, 4]),
+        (Shared(3), 3, "shared", [4]),  # asked for by number
+    ],
+)
+def test_the_newest_good_checkpoint_of_both_tiers_is_taken(place, shared, step, taken, left):
+    place.save(2, 4)
+
+    def work(peers):
+        with place.tier(peers) as tier:
+            options = dict(order=LayerPermutation(), ignored="")
+            return local_tier.restore_newest(shared, tier, abstract(state_of(0)), step, **options)
+
+    ((restored, _),) = together(1, work)
+    assert taken in (restored.step, restored.state if restored.state == "shared" else None)
+    assert place.steps() == left
+    with pytest.raises(RuntimeError, match="no good checkpoint"):
+        local_tier.restore_newest(
+            Shared(corrupt=(5,)), local_tier.OFF, {}, order=LayerPermutation(), ignored=""
+        )
 
 
 # ------------------------------------------------------------------------------------- end to end
