@@ -417,7 +417,7 @@ def test_ray_starts_all_hosts_again_after_one_is_lost(tmp_path):
 
 
 def log_of(folder):
-    return (folder / "log").read_text()[-10_000:]
+    return (folder / "log").read_text()
 
 
 def losses(workdir):
