@@ -292,6 +292,41 @@ def test_kill_and_resume(scratch, undisturbed, elsewhere):
         np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
 
 
+def trainer(workdir, number: int) -> int:
+    """The process id of the trainer `number` of a cluster on this machine."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_text().split("\0")
+            surroundings = (path / "environ").read_text().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        is_ours = words[1:3] == ["-m", "llmx.train"] and str(workdir) in words
+        if is_ours and f"LLMX_PROCESS_ID={number}" in surroundings:
+            found.append(int(path.name))
+    (one,) = found
+    return one
+
+
+@pytest.mark.slow
+def test_a_supervised_run_outlives_its_coordinator(scratch, undisturbed):
+    """Kill -9 of process 0: the other one ends, and both meet again at the same address."""
+    workdir = scratch / "supervised"
+    cluster = [sys.executable, "scripts/local_cluster.py", "-n", "2", "--supervise=--backoff 0.2"]
+    process = subprocess.Popen(
+        [*cluster, "--", *command(scratch, workdir, "--config.checkpoint.every=1")], cwd=ROOT,
+        env=environment(1), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said = ""
+    for line in process.stdout:
+        said += line
+        if "step  5/12" in line and "restart" not in said:
+            os.kill(trainer(workdir, 0), signal.SIGKILL)
+    assert process.wait(10) == 0, said
+    assert said.count("restart 1 of 10") == 2 and "resumed from checkpoint" in said, said
+    np.testing.assert_allclose(losses(workdir), losses(undisturbed[0]), rtol=RESUME_ELSEWHERE)
+
+
 @pytest.mark.slow
 def test_a_corrupt_checkpoint_falls_back(scratch):
     workdir = scratch / "corrupt"
