@@ -102,23 +102,39 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
     try:
-        run = config.load_run(args.workdir)
-        launch.start(run.launch)
-        if run.mesh.stage > 1:
-            run.batch.accumulation = 1  # its own evaluations too take the batch of a step
-        # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
-        run.mesh, run.pipeline = sharding.MeshConfig(), schedules.PipelineConfig()
-        run = checks.resolve(run, jax.device_count())
-        recipe = recipe_lib.make_recipe(run)
-        ema = run.optimizer.ema_decay > 0
-        restored = checkpointer.restore_params(
-            args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
-        )
-    except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
+        step, result = _evaluate(args)
+    # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    sentence = (
+        f"step {step}: held-out loss {result['loss']:.4f} nats per token "
+        f"(perplexity {result['perplexity']:.2f}) {batches_text(result)}, "
+        f"{result['num_tokens']:,.0f} tokens"
+    )
+    if jax.process_index() == 0:
+        print(json.dumps({**result, "step": step}) if args.json else sentence)
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float]]:
+    """The step of the checkpoint, and its held-out loss."""
+    if args.batches is not None and args.batches < 0:
+        raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
+    run = config.load_run(args.workdir)
+    launch.start(run.launch)
+    if run.mesh.stage > 1:
+        run.batch.accumulation = 1  # its own evaluations too take the batch of a step
+    # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
+    run.mesh, run.pipeline = sharding.MeshConfig(), schedules.PipelineConfig()
+    run = checks.resolve(run, jax.device_count())
+    recipe = recipe_lib.make_recipe(run)
     dataset = data_lib.open_dataset(
         run.data, sequence_length=run.batch.sequence_length, seed=run.seed, log=launch.note
+    )
+    ema = run.optimizer.ema_decay > 0
+    restored = checkpointer.restore_params(
+        args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
     )
     with jax.set_mesh(recipe.mesh):
         result = held_out_loss(
@@ -126,14 +142,7 @@ def main(argv: list[str] | None = None) -> int:
             batch_size=batch_size(run),
             batches=run.evaluation.batches if args.batches is None else args.batches,
         )  # fmt: skip
-    sentence = (
-        f"step {restored.step}: held-out loss {result['loss']:.4f} nats per token "
-        f"(perplexity {result['perplexity']:.2f}) {batches_text(result)}, "
-        f"{result['num_tokens']:,.0f} tokens"
-    )
-    if jax.process_index() == 0:
-        print(json.dumps({**result, "step": restored.step}) if args.json else sentence)
-    return 0
+    return restored.step, result
 
 
 if __name__ == "__main__":

@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.note(f"compiling for {topology.text}")
         result = compiler.compile(run, topology, phase=args.phase)
         trials = suggest.suggest(result, log=launch.note) if args.suggest else None
-    except (ValueError, CompileError) as error:
+        if args.save_hlo:
+            save(result, pathlib.Path(args.save_hlo), trials)
+    except (ValueError, OSError, CompileError) as error:
         print(error, file=sys.stderr)
         return WRONG
-    if args.save_hlo:
-        save(result, pathlib.Path(args.save_hlo), trials)
     print(json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials))
     return FITS if result.fits else DOES_NOT_FIT
 

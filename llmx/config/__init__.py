@@ -14,12 +14,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
+from llmx.config import value_types
 from llmx.data.config import DataConfig
-from llmx.model import precision, remat
+from llmx.model import families, precision, remat
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
 from llmx.pipeline.schedules import PipelineConfig
+from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.metrics import MetricsConfig
@@ -188,13 +190,36 @@ def save_run(config: Config):
 
 
 def load_run(workdir: str) -> Config:
-    """The resolved config of the run in `workdir`. Raises ValueError where there is none."""
+    """The resolved config of the run in `workdir`.
+
+    Raises ValueError where there is none, or a damaged one.
+    """
     path = pathlib.Path(workdir) / "config.json"
     if not path.is_file():
         raise ValueError(
             f"--workdir={workdir} holds no run: {path} does not exist; train one with "
             f"python -m llmx.train --config ... --workdir {workdir}"
         )
-    config = from_json(json.loads(path.read_text()))
+    try:
+        values = json.loads(path.read_bytes().decode())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+        config = from_json(values)
+        if problems := list(value_types.wrong_types(config)) or _out_of_bounds(config):
+            raise ConfigError(problems)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged, or of another version: {error}\nbring back a copy, or run the "
+            "training command again, which writes it anew"
+        ) from error
     config.workdir = str(workdir)
     return config
+
+
+def _out_of_bounds(config: Config) -> list[str]:
+    """What no run can have had, section by section."""
+    found = bounds.problems(config, "") + families.problems(config.model)
+    for name, section in vars(config).items():
+        if dataclasses.is_dataclass(section) and name != "model":
+            found += bounds.problems(section, f"{name}.")
+    return found

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import math
 import pathlib
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.checkpoint import checkpointer, identity
-from llmx.config import Config, ConfigError
+from llmx.config import Config, ConfigError, value_types
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
 from llmx.model import families
@@ -37,7 +36,7 @@ def resolve(
     """
     config = copy.deepcopy(config)
     found = [*problems, *_unknown_keys(config)]
-    if wrong := list(_wrong_types(config)):
+    if wrong := list(value_types.wrong_types(config)):
         raise ConfigError(found + wrong)  # values of a wrong type cannot be compared with others
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
@@ -68,38 +67,6 @@ def _unknown_keys(section: Any, prefix: str = "") -> Iterator[str]:
             yield config_lib.unknown_key(prefix + name, config_lib.leaf_types(Config))
         elif dataclasses.is_dataclass(hints[name]) and dataclasses.is_dataclass(value):
             yield from _unknown_keys(value, f"{prefix}{name}.")
-
-
-def _wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
-    """Values that are not of their field's type."""
-    for name, hint in typing.get_type_hints(type(section)).items():
-        value, key = vars(section)[name], prefix + name
-        if not dataclasses.is_dataclass(hint):
-            if not _has_type(value, hint):
-                yield f"{key}={value!r} is not {type_name(hint)}"
-        elif isinstance(value, hint):
-            yield from _wrong_types(value, f"{key}.")
-        else:
-            yield f"{key}={value!r} is not a {hint.__name__}: change its fields instead"
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        return isinstance(value, tuple | list) and all(_has_type(item, inner) for item in value)
-    if isinstance(hint, types.UnionType):
-        return any(_has_type(value, one) for one in typing.get_args(hint))
-    if hint in (int, float):
-        return isinstance(value, int | hint) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def type_name(hint: Any) -> str:
-    """A type in the words of an error."""
-    if typing.get_origin(hint) is tuple:
-        return f"a tuple of {type_name(typing.get_args(hint)[0]).removeprefix('a ')}s"
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-    return names.get(hint, str(hint))
 
 
 def _sections(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from llmx import config as config_lib
-from llmx.config import Config, ConfigError, checks
+from llmx.config import Config, ConfigError, value_types
 
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -89,5 +89,5 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
             config_lib.set_value(config, key, value)
         except (ValueError, TypeError, absl.flags.Error):
-            problems.append(f"{key}={text!r} is not {checks.type_name(kinds[key])}")
+            problems.append(f"{key}={text!r} is not {value_types.type_name(kinds[key])}")
     return config, problems

@@ -186,7 +186,7 @@ def problems(model: ModelConfig) -> list[str]:
     """All problems of a model by itself, each with its remedy."""
     texts = bounds.problems(model, "model.")
     if model.num_kv_heads >= 1 and model.num_heads % model.num_kv_heads:
-        divisors = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
+        divisors = [d for d in range(1, min(model.num_heads, 4096) + 1) if model.num_heads % d == 0]
         texts.append(
             f"model.num_heads={model.num_heads} is not a multiple of "
             f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of "
