@@ -77,7 +77,7 @@ create() {
 install() {
   local archive node
   archive=$(mktemp --suffix=.tar.gz)
-  git archive --format=tar.gz --output="$archive" HEAD
+  git -C "$(dirname "$0")/../.." archive --format=tar.gz --output="$archive" HEAD
   for node in $(nodes); do
     tpus tpu-vm scp "$archive" "$node:llmx.tar.gz" --worker=all
   done

@@ -253,7 +253,8 @@ case "$*" in
     ((n > 1)) && sed -i '$d' "$LOG/states"
     echo "$state" ;;
   *"tpu-vm scp"*)
-    for word; do [[ -f $word ]] && cp "$word" llmx.tar.gz; done ;;
+    for word; do if [[ -f $word ]]; then cp "$word" llmx.tar.gz; fi; done ;;
+  *"queued-resources delete"*) rm llmx/supervisor.pid ;;
   *"tpu-vm ssh"*)
     for word; do [[ $word == --command=* ]] && exec bash -c "${word#--command=}"; done ;;
 esac
@@ -269,6 +270,7 @@ def tpu(tmp_path):
     program(tmp_path / "bin", "gcloud", GCLOUD)
     trap = "trap 'echo saved; exit 75' TERM; echo \"$*\" >>started; while :; do sleep 0.05; done"
     program(home / "llmx" / ".venv" / "bin", "python", trap)
+    program(tmp_path / "bin", "python3", 'echo "$*" >>"$LOG/installed"')
     (tmp_path / "states").write_text("ACTIVE\n")
 
     def run(*arguments, states=("ACTIVE",), **environment):
@@ -287,7 +289,7 @@ def tpu(tmp_path):
         calls.unlink(missing_ok=True)
         return done
 
-    run.home = home
+    run.home, run.log = home, tmp_path
     yield run
     run("stop")
 
@@ -324,6 +326,21 @@ def wait_for(path, seconds=20):
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.02)
+
+
+def test_a_preempted_tpu_is_created_again(tpu):
+    """The host's folder stays, its processes go; the second time the run ends by itself."""
+    python = tpu.home / "llmx" / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/bash\necho "$*" >>started\nsleep 0.5\n')
+    states = ["ACTIVE", "SUSPENDING", "SUSPENDED", "CREATING", "ACTIVE"]
+    done = tpu("keep", "--config", "c.py", states=states)
+    assert done.returncode == 0, done.stderr
+    assert "t was taken: creating it again" in done.stdout and "has ended" in done.stdout
+    kinds = re.findall(r"queued-resources (delete|create)|tpu-vm (scp)", done.calls)
+    assert ["".join(kind) for kind in kinds] == ["delete", "create", "scp"]
+    assert (tpu.home / "llmx" / "started").read_text().count("--config c.py") == 2
+    assert (tpu.home / "llmx" / "llmx" / "train.py").is_file(), "the archive was unpacked"
+    assert "-m uv sync --frozen" in (tpu.log / "installed").read_text()
 
 
 @pytest.mark.parametrize(
