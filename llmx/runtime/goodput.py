@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import pathlib
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,7 +59,8 @@ class Goodput:
         never came to a save. began: Unix seconds at which this process started.
         """
         self._path, self._clock, self._began = pathlib.Path(workdir) / FILE, clock, began
-        self._before = dict.fromkeys(KINDS, 0.0)  # of earlier launches
+        self._before = dict.fromkeys(KINDS, 0.0)  # of what was counted by earlier objects
+        self._from, self._phases_before, self._phases = began, {}, {}
         self._marks: list[tuple[int, float]] = [(start_step, 0.0)]
         self._seconds, self._step, self._written = {}, start_step, began
         self.launches, self._is_first = 1, True
@@ -69,7 +71,12 @@ class Goodput:
     def _continue(self, earlier: dict[str, Any], start_step: int):
         self._before, self._is_first = earlier["seconds"], False
         self.launches = earlier["launches"] + 1
-        self._before["restart"] += max(0.0, self._began - earlier["alive"])
+        same = earlier["process"] == _process() and abs(earlier["began"] - self._began) < 2
+        if same:  # this process went back to a checkpoint by itself
+            self.launches, self._from = earlier["launches"], earlier["alive"]
+            self._phases_before = earlier["phases"]
+        else:
+            self._before["restart"] += max(0.0, self._began - earlier["alive"])
         marks = [mark for mark in earlier["marks"] if mark[0] <= start_step]
         kept = _interpolate(earlier["marks"], start_step)
         lost = max(0.0, self._before["useful"] - kept)
@@ -81,9 +88,11 @@ class Goodput:
         """Takes the seconds by phase since this process started; `step`: steps taken so far."""
         found = dict.fromkeys(KINDS, 0.0)
         before_steps = "start" if self._is_first else "restart"
+        self._phases = dict(phases)
         for phase, seconds in phases.items():
-            found[SPENT_ON.get(phase, before_steps)] += seconds
-        found["other"] = max(0.0, self._clock() - self._began - sum(phases.values()))
+            kind = SPENT_ON.get(phase, before_steps)
+            found[kind] += seconds - self._phases_before.get(phase, 0.0)
+        found["other"] = max(0.0, self._clock() - self._from - sum(found.values()))
         self._seconds, self._step = found, step
         if step > self._marks[-1][0]:
             self._marks.append((step, self._before["useful"] + found["useful"]))
@@ -123,7 +132,8 @@ class Goodput:
         self._written = self._clock()
         document = {
             "launches": self.launches, "step": self._step, "alive": self._written,
-            "seconds": self.seconds(), "marks": self._marks,
+            "seconds": self.seconds(), "marks": self._marks, "process": _process(),
+            "began": self._began, "phases": self._phases,
         }  # fmt: skip
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(document) + "\n")
@@ -176,12 +186,22 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
         seconds = {kind: number(document["seconds"][kind]) for kind in KINDS}
         marks = [(int(step), float(useful)) for step, useful in document["marks"]]
         alive, launches = float(document["alive"]), int(document["launches"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        phases = {str(name): number(value) for name, value in document["phases"].items()}
+        process, began = str(document["process"]), float(document["began"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+            OverflowError):  # fmt: skip
         return None
     whole = all(value >= 0 for value in seconds.values()) and alive >= 0 and launches >= 1
     if not whole or not marks or marks != sorted(marks):
         return None
-    return {"seconds": seconds, "marks": marks, "alive": alive, "launches": launches}
+    return {
+        "seconds": seconds, "marks": marks, "alive": alive, "launches": launches,
+        "phases": phases, "process": process, "began": began,
+    }  # fmt: skip
+
+
+def _process() -> str:
+    return f"{os.getpid()} on {socket.gethostname()}"
 
 
 def _interpolate(marks: list[tuple[int, float]], step: int) -> float:

@@ -115,6 +115,22 @@ def test_the_meter_records_and_ends_nothing(tmp_path):
     assert printed[1].startswith("goodput: 6") and len(printed) == 2
 
 
+def test_a_rollback_in_the_same_process_counts_nothing_twice(tmp_path):
+    launch = Launch(tmp_path, at=1000.0)
+    launch.spend("save", 1.0)
+    launch.train(40)
+    launch.now += 2.0  # that nobody measured
+    launch.phases["restore"] = 0.0
+    launch.spend("restore", 4.0)
+    launch.count = Goodput(tmp_path, start_step=30, began=launch.began, clock=lambda: launch.now)
+    launch.step = 30
+    launch.train(10)
+    seconds = launch.count.seconds()
+    assert launch.count.launches == 1 and sum(seconds.values()) == launch.now - launch.began
+    assert (seconds["useful"], seconds["lost"], seconds["restart"]) == (30.0, 7.5, 4.0)
+    assert (seconds["compile"], seconds["start"], seconds["other"]) == (20.0, 10.0, 2.0)
+
+
 def test_marks_are_bounded_and_still_tell(tmp_path):
     first = Launch(tmp_path, at=0.0)
     first.train(3000)
@@ -136,7 +152,7 @@ def test_values_that_make_no_sense_are_not_added(tmp_path):
     Launch(tmp_path, at=0.0).train(2)
     path = tmp_path / goodput.FILE
     whole = json.loads(path.read_text())
-    for change in ({"alive": "x"}, {"launches": None}, {"marks": [[3, 1], [1, 0]]},
+    for change in ({"alive": "x"}, {"launches": None}, {"phases": 3}, {"marks": [[3, 1], [1, 0]]},
                    {"seconds": whole["seconds"] | {"useful": "nan"}}):  # fmt: skip
         path.write_text(json.dumps(whole | change))
         assert Goodput(tmp_path, start_step=5, began=0.0).launches == 1, change
