@@ -145,7 +145,7 @@ def test_a_slurm_job_survives_a_lost_process_a_lost_node_and_its_time_limit():
         pytest.skip(f"no SLURM here: {missing}")
     done = subprocess.run(
         [sys.executable, CLUSTER / "try_slurm.py"],
-        capture_output=True, text=True, timeout=500, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"requeued 2 times; (\d+) of \1 losses are the same", done.stdout)
