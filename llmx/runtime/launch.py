@@ -290,9 +290,16 @@ def device_count(config: LaunchConfig) -> int:
 
 
 def log(text: str, file: TextIO | None = None) -> None:
-    """Prints a line in process 0, nothing in the others."""
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    """Prints a line in process 0, nothing in the others; nobody to read it is no error."""
+    if jax.distributed.is_initialized() and jax.process_index() != 0:
+        return
+    file = sys.stdout if file is None else file
+    try:
         print(text, file=file, flush=True)
+    except BrokenPipeError:  # the reader is gone: a flush at exit must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+    except OSError:  # a log on a full disk
+        pass
 
 
 def note(text: str) -> None:

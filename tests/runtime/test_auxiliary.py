@@ -1,6 +1,8 @@
 """auxiliary.py: one warning, retries with longer and longer pauses, one word of a recovery."""
 
 import errno
+import subprocess
+import sys
 
 from llmx.runtime import auxiliary
 from llmx.runtime.auxiliary import Auxiliary, cause
@@ -69,3 +71,21 @@ def test_causes():
     assert cause(KeyError()) == "KeyError"
     assert cause(OSError("plain")) == "plain"
     assert cause(FileExistsError(errno.EEXIST, "File exists", "/w")) == "File exists: /w"
+
+
+def test_a_log_that_nobody_reads_ends_nothing():
+    code = "from llmx.runtime import launch\nfor i in range(9): launch.log(i)\nlaunch.note('done')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b"done\n" and process.wait(60) == 0
+
+
+def test_a_log_on_a_full_disk_ends_nothing():
+    code = "from llmx.runtime import launch\nlaunch.log('x')\nlaunch.note('done')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.stderr.startswith(b"done\n")
