@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
         finish(job, loop, evaluation, first)
-        log(farewell(config, loop.step, code))
+        log(farewell(config, loop.step, code, stop.reason))
     return code
 
 
@@ -155,16 +155,20 @@ def read_config(
 ) -> tuple[argparse.Namespace, Config, list[str]]:
     """The command line, its config, and the problems of its overrides.
 
-    Raises ConfigError where there is no config, and tells the other processes.
+    Raises ConfigError where there is no config.
     """
     command = flags.parser("llmx.train", "Train a model; run it again to resume.")
     check = "before training take a step twice, and compare the results bit for bit"
     command.add_argument("--check-determinism", action="store_true", help=check)
     try:
         args, config, problems = flags.parse(command, argv)
-    except (config_lib.ConfigError, SystemExit) as error:
-        if not isinstance(error, SystemExit) or error.code:
-            job.tell(launch.LaunchConfig(), f"its command line is refused: {error}")
+    except config_lib.ConfigError:
+        job.join_by_environment()
+        raise
+    except SystemExit as error:
+        if error.code:  # not --help
+            job.join_by_environment()
+            job.refuse("the command line is wrong", error.code)
         raise
     return args, config, problems
 
@@ -425,9 +429,11 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, first: int):
         auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
 
 
-def farewell(config: Config, step: int, code: int) -> str:
+def farewell(config: Config, step: int, code: int, reason: str) -> str:
+    """The last line of a run."""
     if step < config.steps and code != exits.STOPPED:
-        return f"stopped at step {step} of {config.steps}: run the same command again to continue"
+        where = f"stopped at step {step} of {config.steps}"
+        return f"{reason}: {where}: run the same command again to continue"
     return f"step {step} of {config.steps}: everything is in {config.workdir}"
 
 

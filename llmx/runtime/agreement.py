@@ -91,7 +91,9 @@ class Peers:
         self._store, self._heartbeat, self._silence, self._log = store, heartbeat, silence, log
         self._over, self._lock = threading.Event(), threading.Lock()
         self._calls: dict[str, int] = {}
-        self._refused = self._ending = False
+        # The exit code and the cause, once this process has refused.
+        self._refused: tuple[int, str] | None = None
+        self._ending = False
         self._seen: dict[str, tuple[str, float]] = {}  # heartbeats, and when they last changed
         self._reached = time.monotonic()  # when the store last answered
         self.watchers: list[Callable[[], None]] = []  # called at every look
@@ -181,9 +183,9 @@ class Peers:
 
     def refuse(self, cause: str, code: int = exits.REFUSED) -> None:
         """Tells the others why this process ends; they print it and end with the same code."""
-        if not self.many or self._refused:
+        if not self.many or self._refused is not None:
             return
-        self._refused = True
+        self._refused = code, cause
         text = json.dumps({"cause": cause, "code": code, "host": socket.gethostname()})
         with contextlib.suppress(Exception):
             self._store.put(f"llmx/refusal/{self.index}", text)
@@ -296,11 +298,12 @@ class Peers:
                 self._reached = time.monotonic()
             except Exception:
                 # With process 0 the store is gone; jax ends this process too, see _explain_abort.
-                if time.monotonic() - self._reached > 3 and not self._over.is_set():
+                gone = time.monotonic() - self._reached > 3 and self._refused is None
+                if gone and not self._over.is_set():
                     self.end(exits.AGAIN, self.text_of_abort())
                 continue
             refusals.pop(str(self.index), None)
-            if refusals and not self._refused and not self._over.is_set():
+            if refusals and self._refused is None and not self._over.is_set():
                 self._leave(refusals)
             for watch in list(self.watchers):
                 with contextlib.suppress(Exception):
@@ -313,7 +316,6 @@ class Peers:
             self._store.put(f"llmx/told/{self.index}", "")
         text = f"process {index} ({refusal['host']}): {refusal['cause']}"
         if self.index == 0:  # it holds the store: the others must have read it too
-            self._refused = False
             with contextlib.suppress(Exception):
                 deadline = time.monotonic() + FAREWELL_SECONDS
                 known = lambda: self._store.list("llmx/told").keys() | refusals.keys()  # noqa: E731
@@ -339,7 +341,10 @@ _handlers: list[Any] = []  # C callbacks must outlive their registration
 
 
 def _explain_abort(peers: Peers) -> None:
-    explain_abort(peers.text_of_abort, lambda text: peers.end(exits.AGAIN, text))
+    def end(text: str) -> None:
+        peers.end(*(peers._refused or (exits.AGAIN, text)))
+
+    explain_abort(peers.text_of_abort, end)
 
 
 def explain_abort(text: Callable[[], str], end: Callable[[str], None]) -> None:

@@ -127,12 +127,12 @@ class Job(contextlib.ExitStack):
             time.sleep(0.1)
         launch.log(told[0])
 
-    def tell(self, config: LaunchConfig, cause: str) -> None:
-        """Tells the others of a refusal that came before `join`, if there are any to be found."""
+    def join_by_environment(self) -> None:
+        """`join` where there is no config, if the environment names other processes: to tell them
+        of a refusal."""
         with contextlib.suppress(Exception):
-            if not self.peers.many and launch.find_cluster(config, os.environ):
+            if launch.find_cluster(config := LaunchConfig(), os.environ):
                 self.join(config)
-                self.peers.refuse(cause)
 
     def tell_crash(self, kind: object, error: BaseException | None, trace: object) -> None:
         """For `ExitStack.push`: an error that leaves the stack ends all processes of the run.

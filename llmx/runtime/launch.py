@@ -130,6 +130,7 @@ def start(config: LaunchConfig) -> None:
     if config.compile_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         _set("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
         _set("jax_persistent_cache_min_compile_time_secs", 0.02)
+    cluster = cluster or _one_of_one(config, platform)
     if cluster is not None and platform == "cpu":
         # With jaxlib 0.10.2 a train step that is read back hangs: Gloo's collectives of one program
         # begin in different orders in different processes.
@@ -152,6 +153,20 @@ def start(config: LaunchConfig) -> None:
         )  # fmt: skip
         if cluster.coordinator is None:
             note(clusters.describe(cluster, jax.process_count()))
+
+
+def _one_of_one(config: LaunchConfig, platform: str) -> Cluster | None:
+    """A launcher's only process, where its devices are CPUs.
+
+    It uses the collectives of many processes, so that its sums are theirs bit for bit; those inside
+    one process add in another order.
+    """
+    address, count, _ = (os.environ.get(name, "") for name in clusters.NAMES)
+    if config.num_processes == 1:
+        address, count = config.coordinator, "1"
+    several = platform == "cpu" and jax.config.jax_num_cpu_devices > 1
+    found_by = "the launcher"
+    return Cluster(address, 1, 0, found_by=found_by) if several and count == "1" else None
 
 
 PORT_SECONDS = 5.0  # how long a port may still be held by a process that is ending
