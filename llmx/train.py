@@ -7,6 +7,8 @@ is shown at the end. Run again with the same work directory, it continues where 
 import argparse
 import contextlib
 import dataclasses
+import functools
+import json
 import math
 import sys
 import time
@@ -18,9 +20,19 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
-from llmx.config import Config, checks, describe, flags
+from llmx.config import Config, checks, describe, flags, history
 from llmx.contract import Batch, State, Strategy
-from llmx.runtime import agreement, auxiliary, exits, goodput, launch, metrics, plot, profiling
+from llmx.runtime import (
+    agreement,
+    auxiliary,
+    divergence,
+    exits,
+    goodput,
+    launch,
+    metrics,
+    plot,
+    profiling,
+)
 from llmx.runtime import job as job_lib
 
 # What a mistake in the config does not need is imported where it is used.
@@ -45,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 job.join(config.launch)
                 num_devices = launch.device_count(config.launch)
             config = checks.resolve(config, num_devices, problems=problems)
+            config = history.with_rollbacks(config, log)
             job.watch(config.watchdog, config.launch)
             same = {"--check-determinism": args.check_determinism}
             job.peers.agree("start", launch_values(config) | same)
@@ -54,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
 
             # 2. Mesh and shapes: nothing is allocated.
-            from llmx.checkpoint import local_tier, resume
+            from llmx.checkpoint import local_tier
             from llmx.config import recipe as recipe_lib
 
             recipe = recipe_lib.make_recipe(config)
@@ -66,25 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 job.peers.agree("data", {"fingerprint": dataset.fingerprint})
 
             # 4. State: restored onto this mesh, whatever it was saved on, or born split.
-            with progress("restore"):
-                tier = local_tier.LocalTier(config.checkpoint, config.workdir, job.peers, log=log)
-                resources.enter_context(tier)
-                state, first = resume.restore_or_init(
-                    config, recipe, checkpoints, dataset, log, tier
-                )
-                job.peers.agree("restored state", {"steps taken": first})
-            progress.begin_at(first)
-            if jax.process_index() == 0:
-                config_lib.save_run(config)
-                dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
+            tier = local_tier.LocalTier(config.checkpoint, config.workdir, job.peers, log=log)
+            resources.enter_context(tier)
+            restored = restore(config, recipe, checkpoints, dataset, job, tier)
         except ValueError as error:
             return job.refuse(error)
         except OSError as error:
             return job.refuse(f"{error}: name a --workdir that can be written")
 
         # 5. Compile the step, explicitly: a program for each phase that is still to come.
-        with progress("compile"):
-            programs = compile_programs(config, recipe, state, first, log)
+        loop = Loop(config, recipe, dataset, restored, progress)
 
         # 6. The loop.
         from llmx import evaluate
@@ -92,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = exits.DONE
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(recipe.mesh))
-        loop = Loop(config, recipe, programs, dataset, state, first, progress)
-        resources.callback(loop.close)
+        resources.callback(lambda: loop.close())  # noqa: PLW0108 (of the loop at the end)
         evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
@@ -107,34 +110,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = resources.enter_context(end_in_time(config, job, checkpoints, tier))
         progress.enter("step")
         stop.start()
-        try:
-            while loop.step < config.steps and not stop.agreed(loop.step):
-                job.still_owns()
-                profile.before(loop.step + 1)
-                loop.advance()
-                if loop.step == first + 1:
-                    loop.settle()
-                    log(f"first step done {time.perf_counter() - begun:.1f} s after launch")
-                if profile.ends(loop.step):
-                    with loop.aside("save"):
-                        profile.close()
-                if checkpoints.due(loop.step):
-                    with loop.aside("save"):
-                        save(config, recipe, checkpoints, dataset, loop)
-                elif tier.due(loop.step):
-                    with loop.aside("save"):
-                        save(config, recipe, tier, dataset, loop)
-                if evaluation.due(loop.step):
-                    with loop.aside("evaluation"):
-                        evaluation(loop.step, loop.state)
-            loop.settle()
-        except TrainingStopped as stopped:
-            log(str(stopped))
-            code = exits.STOPPED
+        while True:
+            try:
+                while loop.step < config.steps and not stop.agreed(loop.step):
+                    job.still_owns()
+                    profile.before(loop.step + 1)
+                    loop.advance()
+                    if loop.step == loop.first + 1:
+                        loop.settle()
+                        log(f"first step done {time.perf_counter() - begun:.1f} s after launch")
+                    if profile.ends(loop.step):
+                        with loop.aside("save"):
+                            profile.close()
+                    if checkpoints.due(loop.step):
+                        with loop.aside("save"):
+                            checkpoints.keep_before(loop.watch.trusted)
+                            save(config, recipe, checkpoints, dataset, loop)
+                    elif tier.due(loop.step):
+                        with loop.aside("save"):
+                            save(config, recipe, tier, dataset, loop)
+                    if evaluation.due(loop.step):
+                        with loop.aside("evaluation"):
+                            evaluation(loop.step, loop.state)
+                loop.finish()
+                break
+            except divergence.Diverged as diverged:
+                changed = roll_back(config, diverged, loop, checkpoints, job)
+            if changed is None:
+                code = exits.STOPPED
+                break
+            # Again from before the loss rose, without the batches that were taken since.
+            loop.close()
+            tier.forget(after=changed.rollback.at[-1])
+            config, recipe = changed, recipe_lib.make_recipe(changed)
+            restored = restore(config, recipe, checkpoints, dataset, job)
+            loop = Loop(config, recipe, dataset, restored, progress)
+            evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
         with progress("save"):
             # The faster one first: after SIGTERM time may be short.
             if tier.is_on and code == exits.DONE and loop.step < config.steps:
                 save(config, recipe, tier, dataset, loop, wait=True)
+            checkpoints.keep_before(loop.watch.trusted)
             save(config, recipe, checkpoints, dataset, loop, wait=True)
             tier.superseded(loop.step)
             limit.cancel()
@@ -142,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # 7. The final evaluation, sample and curve, which a saved run can do without.
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
-        finish(job, loop, evaluation, first)
+        finish(job, loop, evaluation)
         log(farewell(config, loop.step, code, stop.reason))
     return code
 
@@ -188,6 +204,21 @@ def open_data(config: Config, log: Log):
     return data_lib.open_dataset(
         config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log
     )
+
+
+def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib.Job, *tier):
+    """Where the run begins (`resume.restore_or_init`), in all processes alike, and on record."""
+    from llmx.checkpoint import resume
+
+    with job.progress("restore"):
+        restored = resume.restore_or_init(config, recipe, checkpoints, dataset, launch.log, *tier)
+        job.peers.agree("restored state", {"steps taken": restored.step})
+    job.progress.begin_at(restored.step)
+    if jax.process_index() == 0:
+        config_lib.save_run(config)
+        dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
+    history.record_start(config, resumed_from=restored.step, log=launch.log)
+    return restored
 
 
 def compile_programs(
@@ -256,24 +287,23 @@ def compile_step(config: Config, recipe: "Recipe", log: Log, phase: str = "mean"
 # ------------------------------------------------------------------------------------ in the loop
 
 
-class TrainingStopped(RuntimeError):
-    """The guard stopped the run; the state is as it was before the step that did it."""
-
-
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(
-        self, config: Config, recipe, programs: Programs, dataset, state, first: int, progress
-    ):
+    def __init__(self, config: Config, recipe, dataset, restored, progress):
         from llmx import sharding
         from llmx.data import loader
         from llmx.model import costs
         from llmx.runtime import hardware
 
-        self.config, self.recipe, self.programs = config, recipe, programs
+        self.config, self.recipe, self.first = config, recipe, (first := restored.step)
         self.dataset = dataset
-        self.state, self.step = state, first  # after all steps that were started
+        with progress("compile"):
+            self.programs = compile_programs(config, recipe, restored.state, first, launch.log)
+        self.state, self.step = restored.state, first  # after all steps that were started
+        saved = restored.meta.get("loss_watch")
+        self.watch = divergence.LossWatch(config.rollback, first=first, saved=saved)
+        self._diverged: divergence.Diverged | None = None
         self._pending = None  # report of the step that is under way
         self._ahead = None  # a batch that was taken before its step
         self._progress = progress
@@ -282,8 +312,9 @@ class Loop:
         self._rows = sharding.process_rows(self._to, shape)
         self._assemble = sharding.assemble
         self._data = loader.Loader(
-            dataset, batch_size=config.batch.size, rows=self._rows, start_step=first
-        )
+            dataset, batch_size=config.batch.size, rows=self._rows, start_step=first,
+            batch_of=functools.partial(divergence.batch_of, config.rollback),
+        )  # fmt: skip
         self.reporter = metrics.Reporter(
             config.workdir, config.metrics, total_steps=config.steps, start_step=first,
             tokens_per_step=shape[0] * shape[1], num_devices=jax.device_count(),
@@ -312,6 +343,7 @@ class Loop:
 
     def advance(self):
         """Starts the next step and waits for the one before."""
+        self._go_on()
         with self.timer.data(), self._progress("data wait"):
             batch, self._ahead = self._ahead or self._next_batch(), None
         with jax.transfer_guard("disallow"):
@@ -330,7 +362,7 @@ class Loop:
     def settle(self):
         """Waits for the step under way and shows its report.
 
-        Raises TrainingStopped where the guard stopped the run.
+        Raises Diverged where the guard stopped the run.
         """
         if self._pending is None:
             return
@@ -349,6 +381,19 @@ class Loop:
         self.goodput.step(self.step)
         if report.bad_leaf >= 0:
             self._refuse(report)
+        elif report.tokens > 0 and (cause := self.watch.see(self.step, scalars["loss"])):
+            self._diverged = self._diverged or divergence.Diverged(cause, noticed=self.step)
+
+    def finish(self):
+        """After the last step; raises Diverged as the next one would have."""
+        self.settle()
+        self._go_on()
+
+    def _go_on(self):
+        """Raises Diverged if the loss rose, once the state and its number of steps are settled."""
+        if self._diverged is not None:
+            self.settle()
+            raise self._diverged
 
     @contextlib.contextmanager
     def aside(self, phase: str):
@@ -360,6 +405,7 @@ class Loop:
     def close(self):
         self._data.close()
         self.reporter.close()
+        self.state = None  # its memory is needed if the run goes back
 
     def _notice(self, scalars: dict[str, Any]):
         freeze_step = int(scalars.get("freeze_step", -1))
@@ -376,14 +422,42 @@ class Loop:
         if guard.on_bad_step == "skip" and report.num_bad < guard.patience:
             self.reporter.note(f"{text}: update skipped, {report.num_bad} in a row")
             return
-        self.step = int(jax.device_get(self.state.step))
-        skips = guard.on_bad_step == "skip"
-        remedy = "raise guard.patience" if skips else "set guard.on_bad_step='skip'"
-        raise TrainingStopped(
-            f"{text}: stopped, and the state before that step is kept. Look at its data, lower "
-            f"optimizer.learning_rate or optimizer.clip_norm, or {remedy}; then "
-            "run again to resume"
-        )
+        noticed, self.step = step, int(jax.device_get(self.state.step))
+        raise divergence.Diverged(text, noticed=noticed)
+
+
+def roll_back(
+    config: Config, diverged: divergence.Diverged, loop: Loop, checkpoints, job: job_lib.Job
+) -> Config | None:
+    """The config with which the run goes on from before the loss rose; it is on record then.
+
+    None: the run stops. It says why, and what can be done.
+    """
+    section, every = config.rollback, config.checkpoint.every
+    step = divergence.target(checkpoints.steps(), trusted=loop.watch.trusted, every=every)
+    # Listings of a shared directory may differ.
+    step = json.loads(job.peers.broadcast("step to go back to", json.dumps(step)))
+    why = divergence.refusal(section, step)
+    if not why:
+        rollback = divergence.with_rollback(section, step=step, noticed=diverged.noticed)
+        changed = dataclasses.replace(config, rollback=rollback, resume_step=-1)
+        text = divergence.rollback_text(rollback, diverged)
+        failed = ""
+        try:
+            # Before anything is done: a run that is killed now goes back when it starts again.
+            if jax.process_index() == 0:
+                config_lib.save_run(changed)
+        except OSError as error:
+            failed = f"The rollback cannot be recorded: {error}"
+        if not (why := job.peers.broadcast("the rollback is recorded", failed)):
+            record = {"text": text, "at": rollback.at, "skipped": rollback.skipped}
+            history.append(config.workdir, history.ROLLBACK, record, log=launch.log)
+            launch.log(text)
+            return changed
+    skips = config.guard.on_bad_step == "skip"
+    others = "raise guard.patience" if skips else "set guard.on_bad_step='skip'"
+    launch.log(f"{diverged}: stopped. {why}. {divergence.remedy(section, step, others)}")
+    return None
 
 
 def end_in_time(config: Config, job: job_lib.Job, checkpoints, tier):
@@ -406,16 +480,17 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "batch_size": config.batch.size,
         "config": config_lib.to_json(config),
         "mesh": dict(recipe.mesh.shape),
+        "loss_watch": loop.watch.numbers(),
     }
     checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
 
 
-def finish(job: job_lib.Job, loop: Loop, evaluation, first: int):
+def finish(job: job_lib.Job, loop: Loop, evaluation):
     """Shows what came of the run; where that fails, nothing is lost."""
     from llmx import evaluate, generate
 
     config, log = loop.config, launch.log
-    if first < loop.step == config.steps:
+    if loop.first < loop.step == config.steps:
         with job.progress("evaluation"):
             job.attempt("the final evaluation", evaluation, loop.step, loop.state)
     if loop.step == config.steps:

@@ -109,6 +109,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._current: int | None = None  # the last step that this run saved or restored
         self._saving: int | None = None
         self._deleting: list[threading.Thread] = []
+        self._kept_before = -1
         prefetch()
 
     def __exit__(self, *_: object) -> None:
@@ -189,6 +190,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         """The newest of them."""
         return max(self.steps(), default=None)
 
+    def keep_before(self, step: int) -> None:
+        """From now on the newest checkpoint that is not after `step` is not deleted either."""
+        self._kept_before = step
+
     def set_aside_after(self, step: int, reason: str) -> None:
         """Renames the checkpoints after `step` to `<step>.replaced`: the run goes on without them.
         Every process must call it."""
@@ -243,8 +248,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
     def _prune(self) -> None:
-        every = self._config.keep_every
-        old = list_steps(str(self._root))[: -self._config.keep_last]
+        every, steps = self._config.keep_every, list_steps(str(self._root))
+        kept = max((step for step in steps if step <= self._kept_before), default=None)
+        old = [step for step in steps[: -self._config.keep_last] if step != kept]
         for step in (step for step in old if not every or step % every):
             # Renamed first: a kill during the deletion leaves no torn checkpoint under this name.
             deleted = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")

@@ -4,6 +4,7 @@ A checkpoint is restored onto any mesh. What belongs to the devices that it was 
 for the present ones: `State.in_flight` of a pipeline, `State.sync` of replicas.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,10 @@ from llmx.checkpoint import checkpointer, identity, local_tier
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
-from llmx.checkpoint.manifest import Document, Mismatch
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
 from llmx.contract import State
 from llmx.pipeline.permutation import LayerPermutation
-from llmx.runtime import launch
+from llmx.runtime import divergence, launch
 from llmx.sharding import trees
 from llmx.step import guard
 from llmx.step.step import Recipe
@@ -33,13 +34,15 @@ Log = Callable[[str], None]
 def restore_or_init(
     config: Any, recipe: Recipe, checkpoints: Checkpointer, dataset: Any, log: Log,
     tier: LocalTier = local_tier.OFF,
-) -> tuple[State, int]:  # fmt: skip
-    """The state and the number of steps it has taken: of the newest good checkpoint, of the one
-    that `config.resume_step` goes back to, or new.
+) -> Restored:  # fmt: skip
+    """The state, the number of steps it has taken and the meta that was saved with it: of the
+    newest good checkpoint, of the one that `config.resume_step` goes back to, or new, without meta.
 
     Raises ValueError where the checkpoint is of another model or other data.
     """
     start_from, restored, back_to = config.start_from, None, going_back_to(config)
+    if back_to is None:
+        _forget_abandoned(config, checkpoints)
     directory = f"{config.workdir}/checkpoints"
     step, imported = checkpoints.latest_step() if back_to is None else back_to, False
     if step == 0 and "imported_from" in checkpointer.read_meta(directory, step):
@@ -51,7 +54,7 @@ def restore_or_init(
         state = recipe.init(config.seed)
         state = start_with(config, recipe, state, start_from, log) if start_from else state
         _forget_after(back_to, checkpoints, tier)
-        return state, 0
+        return Restored(state, {}, 0)
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
         raise ValueError(
             f"{config.workdir} was trained on data {saved[:12]} and the config gives "
@@ -72,7 +75,8 @@ def restore_or_init(
     # A run that the guard stopped may continue: restarting it is the user's decision.
     to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
-    return restored.state._replace(guard=jax.device_put(released, to)), restored.step
+    state = restored.state._replace(guard=jax.device_put(released, to))
+    return restored._replace(state=state)
 
 
 def going_back_to(config: Any) -> int | None:
@@ -87,6 +91,24 @@ def _forget_after(step: int | None, checkpoints: Checkpointer, tier: LocalTier):
     if step is not None:
         tier.forget(after=step)
         checkpoints.set_aside_after(step, f"the run goes back to step {step}")
+
+
+def _forget_abandoned(config: Any, checkpoints: Checkpointer):
+    """Sets aside what a rollback went back from, where the run was killed before that was done."""
+    if not config.rollback.at:
+        return
+    found = []
+    for step in checkpoints.steps():
+        with contextlib.suppress(Corrupt, Mismatch):  # `restore` says so
+            found.append(_abandoned_at(config, checkpoints.document(step)))
+    # The first process decides, so all must ask it.
+    after = min((at for at in found if at is not None), default=checkpoints.latest_step() or 0)
+    checkpoints.set_aside_after(after, f"the run went back to step {after} (rollback.at)")
+
+
+def _abandoned_at(config: Any, saved: Document) -> int | None:
+    section = saved.meta.get("config", {}).get("rollback", {})
+    return divergence.abandoned_at(section, config.rollback, saved.step)
 
 
 def restore(
@@ -183,7 +205,10 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
 
 
 def _same_run(config: Any, saved: Document):
-    """Raises Mismatch where the checkpoint is of another model, or of a longer run."""
+    """Raises Mismatch where the checkpoint is of another model, or of a longer run; Corrupt where
+    the run went back to before it."""
+    if (at := _abandoned_at(config, saved)) is not None and going_back_to(config) is None:
+        raise Corrupt(f"the run went back from it to step {at} (rollback.at)")
     if changes := identity.refusal_of_model(saved.meta.get("config", {}), config.model):
         raise Mismatch(
             f"{config.workdir} was trained as a model of another function than the config gives:\n"

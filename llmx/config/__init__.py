@@ -23,6 +23,7 @@ from llmx.model.losses import LossConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.divergence import RollbackConfig
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.metrics import MetricsConfig
 from llmx.runtime.watchdog import WatchdogConfig
@@ -96,6 +97,7 @@ class Config:
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+    rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -19,7 +19,7 @@ from llmx.model.attention import split as split_lib
 from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
-from llmx.runtime import bounds, launch
+from llmx.runtime import bounds, divergence, launch
 from llmx.sync import replicas, strategy
 
 
@@ -77,6 +77,7 @@ def _sections(config: Config) -> list[str]:
         "data": _data(config), "model": families.problems(config.model),
         "sync": strategy.conflicts(config), "launch": launch.problems(config.launch),
         "checkpoint": checkpointer.problems(config.checkpoint),
+        "rollback": divergence.problems(config.rollback),
     }  # fmt: skip
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section):

@@ -17,7 +17,7 @@ from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import schedules, staged
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
-from llmx.runtime import launch
+from llmx.runtime import divergence, launch
 from llmx.sharding import trees
 from llmx.step import gradients, guard, optimizers
 from llmx.step.step import Recipe, make_update
@@ -45,7 +45,10 @@ def make_recipe(
     return Recipe(
         model=config.model, loss=loss, gradient=(gradient := make_gradient(loss)),
         strategy=_make_strategy(config, loss, gradient, make_gradient),
-        schedule=optimizers.make_schedule(config.optimizer, total_steps=config.steps),
+        schedule=optimizers.make_schedule(
+            config.optimizer, total_steps=config.steps,
+            factors=divergence.boundaries(config.rollback),
+        ),
         guard=config.guard, clip_norm=config.optimizer.clip_norm,
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
@@ -102,8 +105,9 @@ def _make_strategy(
 
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:
         optimizer = optimizers.make(
-            config.optimizer, axes=loss.axes, total_steps=config.steps, head=head
-        )
+            config.optimizer, axes=loss.axes, total_steps=config.steps, head=head,
+            factors=divergence.boundaries(config.rollback),
+        )  # fmt: skip
         rates = jax.vmap(optimizer.schedule)(jnp.arange(config.steps))
         return replicas_lib.StrategyInputs(
             config=config.sync, replicas=replicas, loss=loss, gradient=gradient,

@@ -1,7 +1,6 @@
 """The iterator of one process: its rows of every global batch, prepared ahead by grain threads."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,14 +18,20 @@ class Loader:
 
     def __init__(
         self, dataset: dataset_lib.Dataset, *, batch_size: int, rows: Sequence[int],
-        start_step: int = 0,
+        start_step: int = 0, batch_of: Callable[[int], int] = lambda step: step,
     ):  # fmt: skip
+        """batch_of: of a step, the number of the batch that it takes."""
         import grain
 
         rows = tuple(int(row) for row in rows)
         threads = dataset.num_threads if dataset.prefetch else 0
-        dataset.train_rows(start_step, rows[:1], batch_size)  # raises here, not in a thread
-        produce = functools.partial(dataset.train_rows, rows=rows, batch_size=batch_size)
+        dataset.train_rows(
+            batch_of(start_step), rows[:1], batch_size
+        )  # raises here, not in a thread
+
+        def produce(step: int) -> dict[str, np.ndarray]:
+            return dataset.train_rows(batch_of(step), rows, batch_size)
+
         self._fingerprint = dataset.fingerprint
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=dataset.prefetch)
         batches = grain.MapDataset.range(_MAX_STEPS).map(produce).to_iter_dataset(options)

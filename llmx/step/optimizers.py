@@ -9,10 +9,11 @@ AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning r
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -180,12 +181,30 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def make_schedule(config: OptimizerConfig, *, total_steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of updates made."""
-    return SCHEDULES[config.schedule](config, total_steps)
+def make_schedule(
+    config: OptimizerConfig, *, total_steps: int, factors: Mapping[int, float] | None = None
+) -> optax.Schedule:
+    """The learning rate as a function of the number of updates made.
+
+    `factors`: {number of updates: what the rate is multiplied with from there on}.
+    """
+    schedule = SCHEDULES[config.schedule](config, total_steps)
+    if not factors:
+        return schedule
+
+    def scaled(count):
+        scale = 1.0
+        for first, factor in factors.items():
+            scale = scale * jnp.where(count >= first, factor, 1.0)
+        return schedule(count) * scale
+
+    return scaled
 
 
-def make(config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None) -> Optimizer:
+def make(
+    config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None,
+    factors: Mapping[int, float] | None = None,
+) -> Optimizer:  # fmt: skip
     """The configured optimizer with its schedule and masks.
 
     Args:
@@ -193,8 +212,9 @@ def make(config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = No
       axes: tree of logical axis names, one tuple per parameter.
       total_steps: length of the run, which the schedules need.
       head: a transformation that takes the place of Adam's, in front of the same tail.
+      factors: of the learning rate, see `make_schedule`.
     """
-    schedule, tail = make_schedule(config, total_steps=total_steps), None
+    schedule, tail = make_schedule(config, total_steps=total_steps, factors=factors), None
     whole = OPTIMIZERS[config.name](config, schedule, axes)
     if config.name in TAILS:
         tail = optax.chain(*TAILS[config.name](config, schedule, axes))

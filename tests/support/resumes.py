@@ -58,5 +58,5 @@ def resumed(workdir: Path, num_devices: int, **values):
     run, recipe = run_of(workdir, num_devices, **values)
     said: list[str] = []
     with opened(workdir, said.append) as checkpoints:
-        state, first = resume.restore_or_init(run, recipe, checkpoints, DATA, said.append)
-    return recipe, state, first, "\n".join(said)
+        restored = resume.restore_or_init(run, recipe, checkpoints, DATA, said.append)
+    return recipe, restored.state, restored.step, "\n".join(said)

@@ -1,0 +1,221 @@
+"""WORKDIR/history.jsonl: a line for each start of a run, for each time that it went back, and for
+each rollback. A start has what changed in the config since the start before it.
+
+The first process writes it. A line that cannot be written is a warning; a line that was torn by a
+kill is left out when the file is read.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import llmx
+from llmx import config as config_lib
+from llmx.checkpoint import identity
+from llmx.config import Config
+
+FILE = "history.jsonl"
+START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
+Log = Callable[[str], None]
+
+
+def read(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """The records of a run, oldest first; lines that are no records are left out."""
+    path = pathlib.Path(workdir, FILE)
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("kind"), str):
+                yield record
+
+
+def append(workdir: str | os.PathLike, kind: str, values: Mapping[str, Any], *, log: Log) -> None:
+    """Adds a record of this kind, with the time; only the first process does."""
+    import jax
+
+    if jax.process_index() != 0:
+        return
+    path = pathlib.Path(workdir, FILE)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = json.dumps({"kind": kind, "time": now, **values}) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                file.seek(end - 1)
+                line = line if file.read(1) == b"\n" else "\n" + line  # behind a torn line
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        log(f"warning: {path} is not kept: {error}; the run goes on")
+
+
+def record_start(config: Config, *, resumed_from: int, log: Log) -> None:
+    """Records that the run starts, with its config: whole, or what differs from the last start."""
+    import jax
+
+    if jax.process_index() != 0:
+        return
+    present = config_lib.to_json(config)
+    last = last_config(config.workdir)
+    if last is None:
+        values = {"config": present}
+    else:
+        values = {"changed": identity.differences(last, present)}
+    device = jax.devices()[0]
+    values |= {
+        "config_hash": _hash(present),
+        "resumed_from": resumed_from,
+        "versions": versions(),
+        "host": socket.gethostname(),
+        "processes": jax.process_count(),
+        "devices": f"{jax.device_count()} x {device.device_kind}",
+    }
+    append(config.workdir, START, values, log=log)
+
+
+def last_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
+    """The config of the last start as JSON, put together from the changes; None if unknown."""
+    keys: dict[str, Any] | None = None
+    wanted = None
+    for record in read(workdir):
+        if record["kind"] != START:
+            continue
+        wanted = record.get("config_hash")
+        if "config" in record:
+            keys = identity.flat(record["config"])
+        elif keys is not None:
+            for key, (_, now) in record.get("changed", {}).items():
+                if now == identity.ABSENT:
+                    keys.pop(key, None)
+                else:
+                    keys[key] = now
+    if keys is None:
+        return None
+    found = _nested(keys)
+    # A line in between may be lost: then the next start has the whole config again.
+    return found if _hash(found) == wanted else None
+
+
+def versions() -> dict[str, str]:
+    """Of the code: the commit where it is a checkout, else a hash of its files; and of JAX."""
+    import importlib.metadata
+
+    root = pathlib.Path(llmx.__file__).parent
+    commit = ""
+    if (root.parent / ".git").exists():
+        command = ("git", "-C", str(root.parent), "rev-parse", "HEAD")
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+            commit = done.stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    found = {"llmx": llmx.__version__, "files": digest.hexdigest()[:12]}
+    found |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return found | ({"commit": commit} if commit else {})
+
+
+def with_rollbacks(config: Config, log: Log) -> Config:
+    """The config with the rollbacks that its work directory has recorded.
+
+    Those of the command line count where they are as many; where the user goes back to before a
+    rollback, it is forgotten.
+    """
+    import copy
+
+    from llmx.checkpoint import resume
+
+    at, skipped = recorded_rollbacks(config.workdir)
+    if len(at) <= len(config.rollback.at):
+        return config
+    back_to = resume.going_back_to(config)
+    kept = [i for i in range(len(at)) if back_to is None or at[i] <= back_to]
+    for number in sorted({*range(len(at))} - {*kept}):
+        log(f"the rollback to step {at[number]} is forgotten: the run goes back to before it")
+    if len(kept) <= len(config.rollback.at):
+        return config
+    config = copy.deepcopy(config)
+    config.rollback.at = tuple(at[i] for i in kept)
+    config.rollback.skipped = tuple(skipped[i] for i in kept)
+    log(
+        f"the rollbacks of {config.workdir} count: rollback.at={config.rollback.at}, "
+        f"rollback.skipped={config.rollback.skipped}"
+    )
+    return config
+
+
+def recorded_rollbacks(workdir: str | os.PathLike) -> tuple[list[int], list[int]]:
+    """(rollback.at, rollback.skipped) of the run in a work directory: of its config.json, or of
+    its history where that cannot be read."""
+    root = pathlib.Path(workdir)
+    if not (root / "checkpoints").is_dir():
+        return [], []  # a new run
+    try:
+        section = json.loads((root / "config.json").read_text())["rollback"]
+        return _pairs(section)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    last: tuple[list[int], list[int]] = [], []
+    for record in read(workdir):
+        if record["kind"] == ROLLBACK:
+            try:
+                last = _pairs(record)
+            except (ValueError, KeyError, TypeError):
+                continue
+    return last
+
+
+def _pairs(section: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    at, skipped = (list(map(int, section[name])) for name in ("at", "skipped"))
+    if len(at) != len(skipped):
+        raise ValueError("of different length")
+    return at, skipped
+
+
+def lines(workdir: str | os.PathLike) -> Iterator[str]:
+    """The history for people."""
+    for record in read(workdir):
+        when = record.get("time", "")
+        if record["kind"] != START:
+            yield f"{when} {record['kind']}: {record.get('text', '')}"
+            continue
+        versions = record.get("versions", {})
+        yield (
+            f"{when} start at step {record.get('resumed_from')}: {record.get('processes')} "
+            f"processes, {record.get('devices')}, on {record.get('host')}; "
+            + ", ".join(f"{name} {value}" for name, value in versions.items())
+        )
+        changed = record.get("changed", {})
+        yield from (f"    {line}" for line in identity.difference_lines(changed))
+
+
+def _hash(config: Mapping[str, Any]) -> str:
+    text = json.dumps(identity.flat(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        inner = nested
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return nested
