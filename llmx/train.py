@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 loop.finish()
                 break
             except divergence.Diverged as diverged:
-                changed = roll_back(config, diverged, loop, checkpoints, job)
+                changed = roll_back(config, diverged, checkpoints, job)
             if changed is None:
                 code = exits.STOPPED
                 break
@@ -143,8 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             loop.close()
             tier.forget(after=changed.rollback.at[-1])
             config, recipe = changed, recipe_lib.make_recipe(changed)
-            restored = restore(config, recipe, checkpoints, dataset, job)
+            try:
+                restored = restore(config, recipe, checkpoints, dataset, job)
+            except (ValueError, OSError) as error:
+                return job.refuse(error)
             loop = Loop(config, recipe, dataset, restored, progress)
+            loop.reporter.event("rollback", loop.first, {"skipped": config.rollback.skipped[-1]})
             evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
         with progress("save"):
             # The faster one first: after SIGTERM time may be short.
@@ -382,7 +386,8 @@ class Loop:
         if report.bad_leaf >= 0:
             self._refuse(report)
         elif report.tokens > 0 and (cause := self.watch.see(self.step, scalars["loss"])):
-            self._diverged = self._diverged or divergence.Diverged(cause, noticed=self.step)
+            seen = dict(noticed=self.step, trusted=self.watch.trusted)
+            self._diverged = self._diverged or divergence.Diverged(cause, **seen)
 
     def finish(self):
         """After the last step; raises Diverged as the next one would have."""
@@ -423,18 +428,18 @@ class Loop:
             self.reporter.note(f"{text}: update skipped, {report.num_bad} in a row")
             return
         noticed, self.step = step, int(jax.device_get(self.state.step))
-        raise divergence.Diverged(text, noticed=noticed)
+        raise divergence.Diverged(text, noticed=noticed, trusted=self.watch.trusted)
 
 
 def roll_back(
-    config: Config, diverged: divergence.Diverged, loop: Loop, checkpoints, job: job_lib.Job
+    config: Config, diverged: divergence.Diverged, checkpoints, job: job_lib.Job
 ) -> Config | None:
     """The config with which the run goes on from before the loss rose; it is on record then.
 
     None: the run stops. It says why, and what can be done.
     """
     section, every = config.rollback, config.checkpoint.every
-    step = divergence.target(checkpoints.steps(), trusted=loop.watch.trusted, every=every)
+    step = divergence.target(checkpoints.steps(), trusted=diverged.trusted, every=every)
     # Listings of a shared directory may differ.
     step = json.loads(job.peers.broadcast("step to go back to", json.dumps(step)))
     why = divergence.refusal(section, step)

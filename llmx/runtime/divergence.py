@@ -139,11 +139,14 @@ def remedy(config: RollbackConfig, step: int | None, others: str) -> str:
 
 
 class Diverged(Exception):
-    """The run cannot go on from its present state. `noticed`: steps taken."""
+    """The run cannot go on from its present state.
 
-    def __init__(self, cause: str, *, noticed: int):
+    noticed: steps taken; trusted: the newest step whose state is from before the loss rose.
+    """
+
+    def __init__(self, cause: str, *, noticed: int, trusted: int):
         super().__init__(cause)
-        self.noticed = noticed
+        self.noticed, self.trusted = noticed, trusted
 
 
 class LossWatch:
