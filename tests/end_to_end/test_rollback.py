@@ -21,7 +21,8 @@ from llmx import config
 from llmx.data import dataset
 from llmx.model import families
 
-original = dataset.Dataset.train_rows
+# The file is read more than once.
+original = vars(dataset.Dataset).get("original", dataset.Dataset.train_rows)
 
 
 def train_rows(self, step, rows, batch_size):
@@ -32,8 +33,7 @@ def train_rows(self, step, rows, batch_size):
     return batch
 
 
-if original.__name__ == "train_rows" and original.__module__ == dataset.__name__:
-    dataset.Dataset.train_rows = train_rows
+dataset.Dataset.original, dataset.Dataset.train_rows = original, train_rows
 
 
 def get_config():
