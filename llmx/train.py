@@ -221,6 +221,9 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
     if jax.process_index() == 0:
         config_lib.save_run(config)
         dataset.tokenizer.save(f"{config.workdir}/tokenizer.json")
+    if (step := resume.going_back_to(config)) is not None:
+        text = f"to step {step}: newer checkpoints were set aside"
+        history.append(config.workdir, history.WENT_BACK, {"text": text}, log=launch.log)
     history.record_start(config, resumed_from=restored.step, log=launch.log)
     return restored
 

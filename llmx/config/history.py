@@ -2,17 +2,20 @@
 each rollback. A start has what changed in the config since the start before it.
 
 The first process writes it. A line that cannot be written is a warning; a line that was torn by a
-kill is left out when the file is read.
+kill is left out when the file is read. `python -m llmx.config.history WORKDIR` shows it.
 """
 
+import argparse
+import copy
 import hashlib
 import json
 import os
 import pathlib
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llmx
@@ -137,8 +140,6 @@ def with_rollbacks(config: Config, log: Log) -> Config:
     Those of the command line count where they are as many; where the user goes back to before a
     rollback, it is forgotten.
     """
-    import copy
-
     from llmx.checkpoint import resume
 
     at, skipped = recorded_rollbacks(config.workdir)
@@ -205,6 +206,18 @@ def lines(workdir: str | os.PathLike) -> Iterator[str]:
         yield from (f"    {line}" for line in identity.difference_lines(changed))
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Shows the history of a run."""
+    command = argparse.ArgumentParser(prog="python -m llmx.config.history", description=FILE)
+    command.add_argument("workdir", help="of the run")
+    workdir = command.parse_args(argv).workdir
+    if not pathlib.Path(workdir, FILE).is_file():
+        print(f"{workdir} holds no {FILE}: name the workdir of a run", file=sys.stderr)
+        return 2
+    print("\n".join(lines(workdir)))
+    return 0
+
+
 def _hash(config: Mapping[str, Any]) -> str:
     text = json.dumps(identity.flat(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -219,3 +232,7 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(section, {})
         inner[name] = value
     return nested
+
+
+if __name__ == "__main__":
+    sys.exit(main())

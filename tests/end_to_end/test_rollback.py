@@ -94,7 +94,7 @@ def rolled_back(scratch):
 def test_a_run_goes_back_by_itself(rolled_back):
     workdir, said = rolled_back
     assert "rollback 1 of 2: back to step 10, without batches 10 to 14" in said
-    assert max(losses(workdir)[10:]) < 2 and "set aside checkpoint 12 as 12.replaced" in said
+    assert max(losses(workdir)[10:]) < 3 and "set aside checkpoint 12 as 12.replaced" in said
     saved = json.loads((workdir / "config.json").read_text())["rollback"]
     assert (saved["at"], saved["skipped"]) == ([10], [5])
     kinds = [json.loads(line)["kind"] for line in (workdir / "history.jsonl").open()]

@@ -1,0 +1,104 @@
+"""What is on record of a run: its starts, what changed between them, and its rollbacks."""
+
+import json
+import pathlib
+
+import pytest
+
+from llmx import config as config_lib
+from llmx.config import history
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = config_lib.default()
+    made.workdir = str(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    return made
+
+
+def start(run, step=0):
+    said = []
+    history.record_start(run, resumed_from=step, log=said.append)
+    return said
+
+
+def test_starts_have_what_changed(run, capsys):
+    assert not start(run)
+    run.optimizer.learning_rate, run.mesh.fsdp = 0.5, 4
+    start(run, 20)
+    start(run, 30)
+    first, second, third = history.read(run.workdir)
+    assert first["config"] == config_lib.to_json(run) | {
+        "optimizer": first["config"]["optimizer"], "mesh": first["config"]["mesh"],
+    }  # fmt: skip
+    assert second["changed"] == {"optimizer.learning_rate": [3e-4, 0.5], "mesh.fsdp": [1, 4]}
+    assert third["changed"] == {} and third["resumed_from"] == 30
+    assert history.last_config(run.workdir) == config_lib.to_json(run)
+    assert {"llmx", "files", "jax", "jaxlib"} <= second["versions"].keys()
+    assert history.main([run.workdir]) == 0
+    told = capsys.readouterr().out
+    assert "start at step 20: 1 processes" in told
+    assert "    optimizer.learning_rate: 0.0003 -> 0.5" in told
+
+
+def test_lines_that_are_torn_or_lost(run):
+    """A torn line is left out; where changes are lost, the whole config is written again."""
+    start(run)
+    run.seed = 1
+    start(run)
+    path = pathlib.Path(run.workdir, history.FILE)
+    first, second = path.read_text().splitlines()
+    path.write_text(first + "\n" + second[:40])  # killed while it wrote
+    run.seed = 2
+    start(run)
+    kinds = [record["kind"] for record in history.read(run.workdir)]
+    assert kinds == ["start", "start"] and path.read_text().endswith("\n")
+    assert history.last_config(run.workdir)["seed"] == 2
+    path.write_text(json.dumps({"kind": "start", "changed": {}}) + "\n[]\nnot json\n")
+    assert history.last_config(run.workdir) is None
+    start(run)
+    assert "config" in list(history.read(run.workdir))[-1]
+
+
+def test_what_cannot_be_written_is_a_warning(run, tmp_path):
+    (tmp_path / "run" / history.FILE).mkdir()
+    (said,) = start(run)
+    assert said.startswith("warning: ") and "the run goes on" in said
+    assert history.main([str(tmp_path)]) == 2
+
+
+def with_rollbacks(run, **values):
+    given = config_lib.default()
+    given.workdir = run.workdir
+    for name, value in values.items():
+        config_lib.set_value(given, name.replace("__", "."), value)
+    said = []
+    found = history.with_rollbacks(given, said.append)
+    return found.rollback.at, found.rollback.skipped, "\n".join(said)
+
+
+def test_recorded_rollbacks_count(run, tmp_path, monkeypatch):
+    assert with_rollbacks(run) == ((), (), "")
+    run.rollback.at, run.rollback.skipped = (4, 8), (2, 3)
+    config_lib.save_run(run)
+    at, skipped, said = with_rollbacks(run)
+    assert (at, skipped) == ((4, 8), (2, 3)) and "rollback.at=(4, 8)" in said
+    # By hand, as many: those of the command line.
+    given = dict(rollback__at=(5, 6), rollback__skipped=(1, 1))
+    assert with_rollbacks(run, **given)[:2] == ((5, 6), (1, 1))
+    assert with_rollbacks(run, rollback__at=(4,), rollback__skipped=(2,))[0] == (4, 8)
+    # Back to before the second: it has not happened.
+    at, skipped, said = with_rollbacks(run, resume_step=6)
+    assert (at, skipped) == ((4,), (2,)) and "rollback to step 8 is forgotten" in said
+    monkeypatch.setenv("LLMX_RESTART_COUNT", "1")
+    assert with_rollbacks(run, resume_step=6)[0] == (4, 8)
+
+
+def test_the_history_serves_where_the_config_is_lost(run, tmp_path):
+    record = {"at": [4], "skipped": [2], "text": "back to step 4"}
+    history.append(run.workdir, history.ROLLBACK, record, log=print)
+    (tmp_path / "run" / "config.json").write_text('{"rollback": {"at": [1')
+    assert with_rollbacks(run)[:2] == ((4,), (2,))
+    (tmp_path / "run" / "checkpoints").rmdir()  # begun anew
+    assert with_rollbacks(run)[0] == ()
