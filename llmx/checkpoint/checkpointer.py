@@ -9,24 +9,21 @@ run (`pipeline.permutation`), and a restore moves the layers to the one that is 
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
-from llmx.checkpoint import checksums, manifest, reshard
-from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
+from llmx.checkpoint import directory as directories
+from llmx.checkpoint import manifest, restore, writer
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
+from llmx.checkpoint.restore import Restored
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
-from llmx.runtime import bounds
-from llmx.runtime.bounds import bounded
-from llmx.sharding import trees
-
-STATE, META = "state", "meta"
-UNFINISHED = ".orbax-checkpoint-tmp"
-DELETED = ".deleted"
+from llmx.runtime import bounds, exits
+from llmx.runtime.bounds import bounded, choice
 
 
 @dataclasses.dataclass
@@ -39,6 +36,10 @@ class CheckpointConfig:
     keep_last: int = bounded(3, at_least=1)
     # also keep for ever each checkpoint whose step is a multiple of this; 0 = off
     keep_every: int = bounded(0, at_least=0, remedy="0 for off")
+    # a checkpoint that cannot be written (full disk): "continue" and try again, or "stop" the run
+    on_failure: str = choice("continue", ("continue", "stop"))
+    # replicas that differ at a save: "stop" the run, or "restore" the newest checkpoint and go on
+    on_corruption: str = choice("stop", ("stop", "restore"))
     # a local disk, or /dev/shm for memory: each process also writes its shards here, and holds a
     # copy of another host's; "" = off
     local_directory: str = ""
@@ -70,21 +71,6 @@ def problems(config: CheckpointConfig) -> list[str]:
     return found
 
 
-class Restored(NamedTuple):
-    state: Any
-    meta: dict
-    step: int
-
-
-class OutOfMemory(Exception):
-    """A restore ran out of memory; the checkpoint may be good."""
-
-
-# Verdicts of one process about one checkpoint; the worst of all processes counts.
-Verdict = type[Exception] | None
-VERDICTS = (None, Corrupt, Mismatch, OutOfMemory)
-
-
 def prefetch() -> threading.Thread:
     """Starts to import Orbax in a thread: it takes half a second, and the first save waits less."""
     orbax = ("orbax.checkpoint",)
@@ -93,31 +79,79 @@ def prefetch() -> threading.Thread:
     return thread
 
 
+class Halt(Exception):
+    """The run cannot go on as it is. Raised in all processes at the same step.
+
+    `code`: the exit code.
+    """
+
+    code = exits.UNSAVED
+
+
+class Unsaved(Halt):
+    """A checkpoint could not be written: the final one, or any under on_failure="stop"."""
+
+
+class NotOwner(Halt):
+    """Another process owns the work directory: nothing more is written."""
+
+    code = exits.REFUSED
+
+
+class Diverged(Halt):
+    """Replicas hold different values. `restore`: go back to the newest checkpoint, do not end."""
+
+    code = exits.STOPPED
+
+    def __init__(self, text: str, *, restore: bool) -> None:
+        super().__init__(text)
+        self.restore = restore
+
+
 class Checkpointer(contextlib.AbstractContextManager):
     """Writes the checkpoints of one run, and restores the newest good one.
 
     Every process makes the same calls. A context manager: its end waits for the save in progress.
+    `may_write` is called on process 0 before anything is written, renamed or deleted, and before a
+    checkpoint is committed; it raises where this process does not own the directory any more.
     """
 
-    def __init__(self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None]):
+    def __init__(
+        self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None],
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         if found := problems(config):
             raise ValueError("\n".join(found))
-        self._root = _root(directory)
+        self._root = directories.root_of(directory)
         self._config = config
         self._log = log
-        self._orbax = None
+        self._may_write = may_write
+        self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
-        self._saving: int | None = None
+        self._save: writer.Save | None = None
+        self._num_saves = 0
+        self._retry: int | None = None  # the step at which a failed save is tried again
         self._deleting: list[threading.Thread] = []
         self._kept_before = -1
+        # Processes notice a failed save at different moments, and act on it after the same `poll`.
+        self._lock = threading.Lock()
+        self._polls, self._noticed, self._act_at = 0, None, None
         prefetch()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Halt as halt:  # the first error counts
+            self._log(str(halt))
 
     def due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step` steps."""
-        return self._config.every > 0 and step % self._config.every == 0
+        """Whether the config asks for a checkpoint after `step` steps, or a failed one for another
+        attempt."""
+        every = self._config.every
+        return every > 0 and (step % every == 0 or step == self._retry)
 
     def save(
         self, step: int, state: Any, *, meta: Mapping[str, Any],
@@ -127,32 +161,46 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
         `meta` holds JSON values. Returns when the arrays may be donated, with `wait` when the
-        checkpoint is committed; False if this run has saved or restored the same step already.
-        Communicates over every mesh axis (the checksums). Raises ValueError for a leaf or meta that
-        cannot be saved, and the error of an earlier background save.
+        checkpoint is committed; False if this run has saved or restored the same step already. No
+        collective runs. Raises ValueError for a leaf or meta that cannot be saved, and Halt for a
+        save that ended badly: an earlier one, or with `wait` this one, whatever the policy.
         """
         if self._current == step:
             if wait:
-                self.wait()
+                self._end_save(step, final=True)
             return False
         arrays, document = manifest.describe(step, state, meta, order)
-        self.wait()
-        self._open()
-        # Two programs at once can deadlock on fake CPU devices.
+        self._end_save(step)
+        # What runs on the devices now would be waited for by the copies to the host.
         jax.block_until_ready(arrays)
-        exists = (self._root / str(step)).exists()
-        if _agree_on_steps([step] if exists else []):
-            self._set_aside(step, "replaced", "this run comes from another checkpoint")
-        sealed = document.sealed(checksums.fingerprints(arrays))
-        import orbax.checkpoint as ocp
-
-        items = {STATE: ocp.args.PyTreeSave(trees.nest(arrays)), META: ocp.args.JsonSave(sealed)}
-        with jax.transfer_guard("allow"):
-            self._orbax.save(self._root / str(step), args=ocp.args.Composite(**items))
-        self._current = self._saving = step
+        if self._board is None:
+            self._board = writer.Board()
+        self._num_saves += 1
+        self._board.forget(f"{self._num_saves - 2}")
+        self._current, self._retry = step, None
+        self._save = writer.Save(
+            step, arrays, document, root=self._root, board=self._board, number=self._num_saves,
+            prepare=functools.partial(self._prepare, step), may_commit=self._permitted,
+            on_end=self._on_end,
+        )  # fmt: skip
         if wait:
-            self.wait()
+            self._end_save(step, final=True)
         return True
+
+    def poll(self, step: int) -> None:
+        """To be called after each step: acts on a save that has ended badly in the background.
+
+        Costs nothing where none has. Raises Halt by policy, in all processes after the same step.
+        """
+        with self._lock:
+            self._polls += 1
+            noticed = self._noticed
+        if noticed is None:
+            return
+        if self._act_at is None:
+            self._act_at = self._agreed_poll()
+        if self._polls >= self._act_at:
+            self._end_save(step)
 
     def restore(
         self, abstract_state: Any | Callable[[Document], Any], step: int | None = None, *,
@@ -168,10 +216,11 @@ class Checkpointer(contextlib.AbstractContextManager):
           order: the permutation of the layers wanted.
           ignored: a path; leaves saved under it are not restored unless `abstract_state` has them.
 
-        Raises ValueError for a checkpoint of another structure, RuntimeError if none is good.
+        Raises ValueError for a checkpoint of another structure, and if there are checkpoints and
+        none is good.
         """
         self.wait()
-        result = _restore_newest(
+        result = restore.newest(
             self._root, abstract_state, "", order, step, log=self._log, ignored=ignored
         )
         if result is None:
@@ -198,75 +247,146 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Renames the checkpoints after `step` to `<step>.replaced`: the run goes on without them.
         Every process must call it."""
         self.wait()
-        while newer := _agree_on_steps([other for other in self.steps() if other > step]):
+        while newer := restore.agree_on_steps([other for other in self.steps() if other > step]):
             for other in newer:
                 self._set_aside(other, "replaced", reason)
 
     def document(self, step: int) -> Document:
         """The document of checkpoint `step`; raises `manifest.Corrupt`."""
-        return _read_document(self._root, step)
+        return restore.read_document(self._root, step)
 
     def wait(self) -> None:
-        """Waits until the save in progress is committed, then deletes old checkpoints."""
-        if self._orbax is None:
-            return
-        try:
-            self._orbax.wait_until_finished()
-        except Exception as error:
-            lost = f"the checkpoint of step {self._saving} in {self._root}"
-            error.add_note(f"{lost} was not written; the ones before it are intact")
-            self._current = None
-            raise
-        finally:
-            saved, self._saving = self._saving, None
-        if saved is not None and jax.process_index() == 0:
-            self._prune()
+        """Waits until the save in progress has ended. Raises Halt, by policy, if it ended badly."""
+        self._end_save(self._save.step if self._save else 0)
 
     def close(self) -> None:
-        """Waits for saves and deletions in progress, and releases the writer."""
-        self.wait()
-        for thread in self._deleting:
-            thread.join()
-        if self._orbax is not None:
-            self._orbax.close()
-            self._orbax = None
+        """Waits for saves and deletions in progress. Raises Halt if the last save ended badly."""
+        try:
+            self._end_save(0, final=True)
+        finally:
+            for thread in self._deleting:
+                thread.join()
 
-    def _open(self) -> None:
-        if self._orbax is not None:
+    # ------------------------------------------------------------------------- how a save ends
+
+    def _end_save(self, step: int, *, final: bool = False) -> None:
+        """Waits for the save in progress, and raises or plans another attempt if it ended badly."""
+        save, self._save = self._save, None
+        if save is None:
             return
-        import orbax.checkpoint as ocp
+        verdict = save.join()
+        with self._lock:
+            self._noticed = self._act_at = None
+        if verdict.kind == writer.SAVED:
+            return
+        self._current = None
+        text = f"the checkpoint of step {save.step} was not written: {verdict.text}"
+        if verdict.kind == writer.REFUSED:
+            raise NotOwner(f"{text}; nothing more is written to {self._root}")
+        if verdict.kind == writer.DIFFERS:
+            restore = self._config.on_corruption == "restore"
+            raise Diverged(f"{text}; {self._after_corruption()}", restore=restore)
+        if final or self._config.on_failure == "stop":
+            raise Unsaved(
+                f"{text}; {self._newest_text()}; {verdict.remedy} and run again to resume"
+            )
+        self._retry = step + max(1, self._config.every // 4)
 
-        if jax.process_index() == 0:
-            self._root.mkdir(parents=True, exist_ok=True)
-            left = [p for p in self._root.iterdir() if UNFINISHED in p.name or DELETED in p.name]
-            unfinished = [path.name.split(".")[0] for path in left if UNFINISHED in path.name]
-            if unfinished:
-                self._log(f"removing the unfinished checkpoint of step {', '.join(unfinished)}")
-            for path in left:
-                path.rmtree()
-        handlers = {STATE: ocp.PyTreeCheckpointHandler(), META: ocp.JsonCheckpointHandler()}
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+    def _on_end(self, save: writer.Save) -> None:
+        """In the thread of the save."""
+        if save.verdict.kind == writer.SAVED:
+            if self._board.rank == 0:
+                try:
+                    self._prune()
+                except (OSError, ValueError, writer.Refused) as error:
+                    self._log(f"old checkpoints could not be deleted: {error}")
+            return
+        text, remedy = save.verdict.text, save.verdict.remedy
+        if self._board.rank == 0 and save.verdict.kind == writer.FAILED:
+            plan = "training goes on, and it is tried again soon"
+            plan = plan if self._config.on_failure == "continue" else "the run stops"
+            self._log(
+                f"the checkpoint of step {save.step} was not written: {text}; "
+                f"{self._newest_text()}; {plan}: {remedy}"
+            )
+        with self._lock:
+            self._noticed, polls = save.number, self._polls
+        if self._board.count > 1:
+            self._board.put(f"{save.number}/noticed/{self._board.rank}", str(polls))
+
+    def _agreed_poll(self) -> int:
+        """The `poll` at which all processes act: none has reached it, and all know by then."""
+        if self._board.count == 1:
+            return self._polls
+        keys = [f"{self._noticed}/noticed/{rank}" for rank in range(self._board.count)]
+        return 1 + max(int(self._board.get(key, seconds=60.0)) for key in keys)
+
+    def _newest_text(self) -> str:
+        try:
+            newest = self.latest_step()
+        except ValueError as error:
+            return str(error)
+        return f"the newest checkpoint is step {newest}" if newest is not None else "there is none"
+
+    def _after_corruption(self) -> str:
+        if self._config.on_corruption == "restore":
+            return f"going back to the newest checkpoint; {self._newest_text()}"
+        return (
+            f"{self._newest_text()}; a device or host may be faulty (run its diagnostics), or the "
+            "processes were started with other configs or data; run again to resume, or set "
+            'checkpoint.on_corruption="restore" to go back without stopping'
+        )
+
+    # --------------------------------------------------------- the directory; on process 0 only
+
+    def _permitted(self) -> None:
+        try:
+            self._may_write()
+        except Exception as error:
+            raise writer.Refused(str(error)) from error
+
+    def _prepare(self, step: int) -> None:
+        """Makes room for checkpoint `step`."""
+        self._permitted()
+        if self._num_saves > 1 and not self._root.exists():
+            self._log(f"{self._root} has vanished, and the checkpoints in it: making it anew")
+        self._root.mkdir(parents=True, exist_ok=True)
+        for entry in directories.entries(self._root):
+            if entry.kind in ("unfinished", "deleted"):
+                if entry.kind == "unfinished":
+                    self._log(f"removing the unfinished checkpoint of step {entry.step}")
+                    directories.remove(self._root / entry.name)
+                elif not self._deleting:
+                    directories.remove(self._root / entry.name)
+        if directories.occupied(self._root, step):
+            self._rename(step, "replaced", "this run comes from another checkpoint")
+        path = directories.unfinished_path(self._root, step) / directories.STATE
+        path.mkdir(parents=True, exist_ok=True)
 
     def _prune(self) -> None:
-        every, steps = self._config.keep_every, list_steps(str(self._root))
-        kept = max((step for step in steps if step <= self._kept_before), default=None)
-        old = [step for step in steps[: -self._config.keep_last] if step != kept]
-        for step in (step for step in old if not every or step % every):
-            # Renamed first: a kill during the deletion leaves no torn checkpoint under this name.
-            deleted = (self._root / str(step)).rename(self._root / f"{step}{DELETED}")
-            thread = threading.Thread(target=deleted.rmtree)
-            thread.start()
-            self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
+        """Deletes old checkpoints. `keep_last` that can be restored stay, as far as a look at their
+        documents tells; so do all that are newer."""
+        steps, every = self.steps(), self._config.keep_every
+        trusted = max((step for step in steps if step <= self._kept_before), default=None)
+        kept = 0
+        for step in reversed(steps):
+            if kept == self._config.keep_last:
+                if step != trusted and (not every or step % every):
+                    self._permitted()
+                    thread = directories.start_removing(self._root, str(step))
+                    self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
+            elif _is_intact(self._root, step):
+                kept += 1
+
+    def _rename(self, step: int, label: str, reason: str) -> None:
+        target = directories.set_aside(self._root, step, label)
+        self._log(f"set aside checkpoint {step} as {target.name}: {reason}")
 
     def _set_aside(self, step: int, label: str, reason: str) -> None:
         """Renames a checkpoint so that it is neither restored nor overwritten; on all processes."""
         if jax.process_index() == 0:
-            target, copies = self._root / f"{step}.{label}", 1
-            while target.exists():
-                copies += 1
-                target = self._root / f"{step}.{label}-{copies}"
-            (self._root / str(step)).rename(target)
-            self._log(f"set aside checkpoint {step} as {target.name}: {reason}")
+            self._permitted()
+            self._rename(step, label, reason)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
@@ -275,18 +395,15 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 def list_steps(directory: str) -> list[int]:
     """The steps with a committed checkpoint in `directory`, oldest first."""
-    root = _root(directory)
-    if not root.exists():
-        return []
-    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+    return directories.steps(directories.root_of(directory))
 
 
 def read_meta(directory: str, step: int) -> dict:
     """The `meta` of checkpoint `step`; ValueError if there is none or its meta is unreadable."""
-    _require(directory, step)
+    restore.require(directories.root_of(directory), step)
     try:
-        return _read_document(_root(directory), step).meta
-    except (Corrupt, Mismatch) as error:
+        return restore.read_document(directories.root_of(directory), step).meta
+    except (Corrupt, Mismatch, Unreadable) as error:
         raise ValueError(f"checkpoint {step} in {directory}: {error}") from error
 
 
@@ -298,7 +415,7 @@ def restore_part(
 
     As `Checkpointer.restore`, but corrupt checkpoints are not renamed.
     """
-    result = _restore_newest(_root(directory), abstract, prefix, order, step, log=log)
+    result = restore.newest(directories.root_of(directory), abstract, prefix, order, step, log=log)
     return None if result is None else result[0]
 
 
@@ -314,114 +431,10 @@ def restore_params(
     return restored
 
 
-def _root(directory: str):
-    from etils import epath
-
-    path = epath.Path(directory)
-    return path if "://" in str(directory) else epath.Path(path.absolute())
-
-
-def _read_document(root: Any, step: int) -> Document:
-    return manifest.read(root / str(step) / META / "metadata")
-
-
-def _require(root: Any, step: int) -> None:
-    if step not in (steps := list_steps(str(root))):
-        raise ValueError(f"no checkpoint of step {step} in {root}: there are {steps or 'none'}")
-
-
-def _restore_newest(
-    root: Any, abstract: Any, prefix: str, order: LayerPermutation, step: int | None, *,
-    log: Callable[[str], None], ignored: str = "",
-) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
-    """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
-    steps = list_steps(str(root))
-    if step is not None:
-        _require(root, step)
-        steps = [step]
-    bad: dict[int, str] = {}
-    for candidate in _agree_on_steps(steps):
-        verdict, reason, tree, document = None, "", None, None
-        try:
-            document = _read_document(root, candidate)
-            like = abstract(document) if callable(abstract) else abstract
-            wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
-            stored = reshard.stored(wanted, order=order, saved=document.order)
-            tree = _read_arrays(root / str(candidate) / STATE, stored, document.saved_names)
-        except VERDICTS[1:] as error:
-            verdict, reason = type(error), str(error)
-        verdict, reason = _agree_on_verdict(verdict, reason)
-        if verdict is None:
-            saved = {name: document.leaves[name]["checksum"] for name in tree}
-            if not (reason := checksums.differences(tree, saved)):
-                with jax.transfer_guard("allow"):
-                    reshard.move(tree, wanted, order=order, saved=document.order)
-                state = document.assemble(like, tree, prefix=prefix)
-                return Restored(state, document.meta, document.step), bad
-        if verdict is Mismatch:
-            raise ValueError(f"{root}: {reason}")
-        if verdict is OutOfMemory:
-            remedy = "nothing was changed, use more devices or a layout that shards more"
-            problem = f"no memory to restore checkpoint {candidate} in {root}: {reason}"
-            raise RuntimeError(f"{problem}; {remedy}")
-        log(f"checkpoint {candidate} is corrupt: {reason}")
-        bad[candidate] = reason
-    if not bad:
-        return None
-    rows = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
-    remedy = "bring back a copy of one, or move them out of the directory to start anew"
-    if others := [s for s in list_steps(str(root)) if s not in bad]:
-        remedy = f"choose another step of {others}"
-    raise RuntimeError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
-
-
-def _read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, jax.Array]:
-    """This process's shards of the wanted arrays; no barrier, since a single process may fail."""
-    if not wanted:
-        return {}
-    import orbax.checkpoint as ocp
-
-    on_disk = {name: saved_names.get(name, name) for name in wanted}
-    stored = {on_disk[name]: manifest.as_stored(name, leaf) for name, leaf in wanted.items()}
-    item = trees.nest(stored)
-    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+def _is_intact(root: Any, step: int) -> bool:
+    """Whether checkpoint `step` looks as if it can be restored; reads no arrays."""
     try:
-        with jax.transfer_guard("allow"):
-            tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
-            arrays = trees.named(tree)
-            arrays = jax.block_until_ready({name: arrays[saved] for name, saved in on_disk.items()})
-    # Torn files raise errors of tensorstore, JSON, Orbax or the file system.
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-            raise OutOfMemory(text) from error
-        raise Corrupt(f"its arrays cannot be read ({text})") from error
-    return arrays
-
-
-def _agree_on_steps(steps: list[int]) -> list[int]:
-    """Process 0's newest steps, newest first; the file system may show others an older listing."""
-    newest = steps[::-1][:64]
-    if jax.process_count() == 1:
-        return newest
-    from jax.experimental import multihost_utils
-
-    padded = np.array(newest + [-1] * (64 - len(newest)), np.int32)
-    return [int(step) for step in multihost_utils.broadcast_one_to_all(padded) if step >= 0]
-
-
-def _agree_on_verdict(verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-    """The worst verdict of all processes and the reason of the process that gave it."""
-    if jax.process_count() == 1:
-        return verdict, reason
-    from jax.experimental import multihost_utils
-
-    text = bytes([VERDICTS.index(verdict)]) + reason.encode()[:1023]
-    row = np.frombuffer(text.ljust(1024, b"\0"), np.uint8)
-    rows = multihost_utils.process_allgather(row)
-    worst = rows[rows[:, 0].argmax()]
-    agreed = VERDICTS[int(worst[0])]
-    if agreed is verdict:
-        return verdict, reason
-    return agreed, bytes(worst[1:]).rstrip(b"\0").decode(errors="replace")
+        restore.read_document(root, step)
+    except (Corrupt, Mismatch, Unreadable):
+        return False
+    return (root / str(step) / directories.STATE).is_dir()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from llmx.checkpoint import checksums
-from llmx.pipeline.permutation import IDENTITY, LayerPermutation
+from llmx.pipeline.permutation import EMPTY, IDENTITY, LayerPermutation
 from llmx.sharding import trees
 
 # 2: the layers are permuted. Other checkpoints are written as 1, which older programs read too.
@@ -40,6 +40,10 @@ UNKEPT = {f"sync/{n}" for n in ("freeze_step", "num_steps", "num_updates", "rate
 
 class Corrupt(Exception):
     """A checkpoint cannot be read, or what was read is not what was written."""
+
+
+class Unreadable(Exception):
+    """A checkpoint may be good, but this process is not permitted to read it."""
 
 
 class Mismatch(Exception):
@@ -177,11 +181,13 @@ def describe(
 def read(path: Any) -> Document:
     """The document in the file `path`, under the current leaf names.
 
-    Raises Corrupt, or Mismatch if the format is newer than this program.
+    Raises Corrupt, Mismatch if the format is newer than this program, or Unreadable.
     """
     try:
         sealed = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except PermissionError as error:
+        raise Unreadable(f"its meta cannot be read ({error})") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
     return parse(sealed, str(path))
 
@@ -192,18 +198,36 @@ def parse(sealed: Any, path: str) -> Document:
     Raises Corrupt, or Mismatch if the format is newer than this program.
     """
     try:
-        document = sealed["document"]
-        intact = checksums.is_intact(sealed)
-    except (ValueError, KeyError, TypeError) as error:
+        if not checksums.is_intact(sealed):
+            raise Corrupt("its meta does not match its own checksum")
+        return _checked(sealed["document"], path)
+    # What a document of another shape raises, when it is taken apart.
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
-    if not intact:
-        raise Corrupt("its meta does not match its own checksum")
+
+
+def _checked(document: dict, path: str) -> Document:
     if document["format"] > FORMAT:
         problem = f"{path} has format {document['format']}, this program reads up to {FORMAT}"
         raise Mismatch(f"{problem}: use a newer llmx")
+    step, meta = document["step"], document["meta"]
+    if type(step) is not int or step < 0 or not isinstance(meta, dict):
+        raise ValueError("its step is not a number or its meta not a table")
+    for name, leaf in document["leaves"].items():
+        if leaf["type"] == "array":
+            sizes = [*leaf["shape"], leaf["checksum"]]
+            if not isinstance(leaf["dtype"], str) or not all(
+                type(size) is int and size >= 0 for size in sizes
+            ):
+                raise ValueError(f"leaf {name!r} has shape {leaf['shape']}")
+        elif not isinstance(leaf["value"], NUMBERS):
+            raise ValueError(f"leaf {name!r} is not a number")
     leaves, saved_names = _renamed(document["leaves"], RENAMED[document.get("renamed", 0) :])
-    order = LayerPermutation(tuple(document.get("order", ())))
-    return Document(document["step"], leaves, document["meta"], order, saved_names)
+    slots = tuple(document.get("order", ()))
+    layers = [slot for slot in slots if slot != EMPTY]
+    if sorted(layers) != list(range(len(layers))) or (slots and not layers):
+        raise ValueError("its order of layers does not hold each layer once")
+    return Document(step, leaves, meta, LayerPermutation(slots), saved_names)
 
 
 def _renamed(saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]) -> tuple[dict, dict]:

@@ -318,7 +318,7 @@ def test_with_no_good_checkpoint_nothing_is_touched(tmp_path):
     truncate_data(tmp_path / "1")
     flip_meta(tmp_path / "2")
     for _ in range(2):
-        with reopen(tmp_path) as checkpoints, pytest.raises(RuntimeError) as caught:
+        with reopen(tmp_path) as checkpoints, pytest.raises(ValueError) as caught:
             checkpoints.restore(small_abstract())
         for word in ("no good checkpoint", "1: its arrays", "2: its meta", "to start anew"):
             assert word in str(caught.value)
@@ -330,7 +330,7 @@ def test_an_explicit_step_is_that_step_or_an_error(tmp_path):
     with reopen(tmp_path) as checkpoints:
         assert checkpoints.restore(small_abstract(), 2).step == 2
         flip_data(tmp_path / "2")
-        with pytest.raises(RuntimeError, match=r"choose another step of \[1, 3\]"):
+        with pytest.raises(ValueError, match=r"choose another step of \[1, 3\]"):
             checkpoints.restore(small_abstract(), 2)
         with pytest.raises(ValueError, match=r"no checkpoint of step 4 .* \[1, 2, 3\]"):
             checkpoints.restore(small_abstract(), 4)
@@ -394,7 +394,7 @@ def test_renamed_leaves_are_restored_under_their_current_names(tmp_path, monkeyp
         sealed = json.loads(exchange.read_text())
         sealed["document"]["leaves"]["opt/mu"]["checksum"] += 1
         exchange.write_text(json.dumps(checksums.seal(sealed["document"])))
-        with pytest.raises(RuntimeError, match="checksum differs in leaf moments/first"):
+        with pytest.raises(ValueError, match="checksum differs in leaf moments/first"):
             checkpoints.restore(renamed(small_abstract()), 1)
 
 
@@ -494,20 +494,6 @@ def test_what_cannot_be_saved_is_named(tmp_path):
                 checkpoints.save(1, state, meta=meta)
             assert words in str(caught.value)
         assert checkpoints.save(1, {"a": x}, meta={}, wait=True)
-
-
-def test_a_failed_write_raises_and_the_step_can_be_saved_again(tmp_path):
-    write(tmp_path, [1])
-    with reopen(tmp_path) as checkpoints:
-        checkpoints.save(2, small_state(2), meta={})
-        checkpoints._orbax.wait_until_finished()
-        shutil.rmtree(tmp_path / "2")
-        checkpoints._orbax._async_manager._exception = OSError("disk full")
-        with pytest.raises(OSError, match="disk full") as caught:
-            checkpoints.wait()
-        assert "step 2" in caught.value.__notes__[0] and "intact" in caught.value.__notes__[0]
-        assert checkpoints.save(2, small_state(2), meta={}, wait=True)
-    assert names(tmp_path) == ["1", "2"]
 
 
 def test_due_and_problems():

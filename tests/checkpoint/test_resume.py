@@ -56,7 +56,7 @@ def test_the_one_before_may_be_of_other_stages(tmp_path):
 def test_without_a_good_checkpoint_all_are_named_and_left(tmp_path):
     save(tmp_path, 1, 2, **ONE_BIT)
     tear_meta(tmp_path, 1)
-    with pytest.raises(RuntimeError, match=r"no good checkpoint in .*\n  1: its meta"):
+    with pytest.raises(ValueError, match=r"no good checkpoint in .*\n  1: its meta"):
         resumed(tmp_path, 2, **ONE_BIT)
     assert (tmp_path / "checkpoints" / "1").exists()
 

@@ -1,0 +1,149 @@
+"""Restores the newest good checkpoint: the same one in all processes, on any mesh."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llmx.checkpoint import checksums, directory, manifest, quiet, reshard
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
+from llmx.pipeline.permutation import LayerPermutation
+from llmx.sharding import trees
+
+
+class Restored(NamedTuple):
+    state: Any
+    meta: dict
+    step: int
+
+
+class OutOfMemory(Exception):
+    """A restore ran out of memory; the checkpoint may be good."""
+
+
+# Verdicts of one process about one checkpoint; the worst of all processes counts.
+Verdict = type[Exception] | None
+VERDICTS = (None, Corrupt, Mismatch, OutOfMemory, Unreadable)
+
+
+def read_document(root: Any, step: int) -> Document:
+    return manifest.read(root / str(step) / directory.META / "metadata")
+
+
+def require(root: Any, step: int) -> None:
+    if step not in (steps := directory.steps(root)):
+        raise ValueError(f"no checkpoint of step {step} in {root}: there are {steps or 'none'}")
+
+
+def newest(
+    root: Any, abstract: Any, prefix: str, order: LayerPermutation, step: int | None, *,
+    log: Callable[[str], None], ignored: str = "",
+) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
+    """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
+    steps = directory.steps(root)
+    if step is not None:
+        require(root, step)
+        steps = [step]
+    bad: dict[int, str] = {}
+    for candidate in agree_on_steps(steps):
+        verdict, reason, tree, document = None, "", None, None
+        try:
+            document = read_document(root, candidate)
+            like = abstract(document) if callable(abstract) else abstract
+            wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
+            stored = reshard.stored(wanted, order=order, saved=document.order)
+            tree = _read_arrays(
+                root / str(candidate) / directory.STATE, stored, document.saved_names
+            )
+        except VERDICTS[1:] as error:
+            verdict, reason = type(error), str(error)
+        verdict, reason = _agree_on_verdict(verdict, reason)
+        if verdict is None:
+            saved = {name: document.leaves[name]["checksum"] for name in tree}
+            if not (reason := checksums.differences(tree, saved)):
+                with jax.transfer_guard("allow"):
+                    reshard.move(tree, wanted, order=order, saved=document.order)
+                state = document.assemble(like, tree, prefix=prefix)
+                return Restored(state, document.meta, document.step), bad
+        if verdict is Mismatch:
+            raise ValueError(f"{root}: {reason}")
+        if verdict is OutOfMemory:
+            remedy = "nothing was changed, use more devices or a layout that shards more"
+            problem = f"no memory to restore checkpoint {candidate} in {root}: {reason}"
+            raise ValueError(f"{problem}; {remedy}")
+        if verdict is Unreadable:
+            remedy = "permit this user to read it, and run again; nothing was changed"
+            raise ValueError(f"checkpoint {candidate} in {root}: {reason}; {remedy}")
+        log(f"checkpoint {candidate} is corrupt: {reason}")
+        bad[candidate] = reason
+    if not bad:
+        return None
+    rows = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
+    remedy = "bring back a copy of one, or move them out of the directory to start anew"
+    if others := [s for s in directory.steps(root) if s not in bad]:
+        remedy = f"choose another step of {others}"
+    raise ValueError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
+
+
+def _read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, jax.Array]:
+    """This process's shards of the wanted arrays; no barrier, since a single process may fail."""
+    if not wanted:
+        return {}
+    import orbax.checkpoint as ocp
+
+    quiet.silence_orbax()
+    on_disk = {name: saved_names.get(name, name) for name in wanted}
+    stored = {on_disk[name]: manifest.as_stored(name, leaf) for name, leaf in wanted.items()}
+    item = trees.nest(stored)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+    try:
+        with jax.transfer_guard("allow"):
+            tree = ocp.PyTreeCheckpointHandler().restore(path, args=args)
+            arrays = trees.named(tree)
+            arrays = jax.block_until_ready({name: arrays[saved] for name, saved in on_disk.items()})
+    # Torn files raise errors of tensorstore, JSON, Orbax or the file system.
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+            raise OutOfMemory(text) from error
+        if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
+            raise Unreadable(f"its arrays cannot be read ({text})") from error
+        raise Corrupt(f"its arrays cannot be read ({text})") from error
+    for name, saved in on_disk.items():
+        array, like = arrays[name], stored[saved]
+        # With damaged metadata Orbax takes an array for something else, and leaves it out.
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
+            like.shape,
+            like.dtype,
+        ):
+            raise Corrupt(f"its arrays cannot be read (leaf {name} is not on disk as it was saved)")
+    return arrays
+
+
+def agree_on_steps(steps: list[int]) -> list[int]:
+    """Process 0's newest steps, newest first; the file system may show others an older listing."""
+    newest = steps[::-1][:64]
+    if jax.process_count() == 1:
+        return newest
+    from jax.experimental import multihost_utils
+
+    padded = np.array(newest + [-1] * (64 - len(newest)), np.int32)
+    return [int(step) for step in multihost_utils.broadcast_one_to_all(padded) if step >= 0]
+
+
+def _agree_on_verdict(verdict: Verdict, reason: str) -> tuple[Verdict, str]:
+    """The worst verdict of all processes and the reason of the process that gave it."""
+    if jax.process_count() == 1:
+        return verdict, reason
+    from jax.experimental import multihost_utils
+
+    text = bytes([VERDICTS.index(verdict)]) + reason.encode()[:1023]
+    row = np.frombuffer(text.ljust(1024, b"\0"), np.uint8)
+    rows = multihost_utils.process_allgather(row)
+    worst = rows[rows[:, 0].argmax()]
+    agreed = VERDICTS[int(worst[0])]
+    if agreed is verdict:
+        return verdict, reason
+    return agreed, bytes(worst[1:]).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,289 @@
+"""One save: started in the foreground, written and committed in the background.
+
+Every process copies its shards to the host and writes them (Orbax), and reports to process 0 over
+the key-value store of `jax.distributed`: the error that stopped it, or the checksums of its devices
+(`checksums.combine`). Process 0 commits and gives the verdict, which all processes wait for. A
+failure anywhere is the verdict at once: no process waits in a barrier for one that has failed.
+No collective runs, on devices or in the background.
+"""
+
+import asyncio
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from llmx.checkpoint import checksums, directory, quiet
+from llmx.checkpoint.manifest import Document
+from llmx.sharding import trees
+
+SAVED, FAILED, DIFFERS, REFUSED = "saved", "failed", "differs", "refused"
+
+# What stops a write: (pattern in the error's text, cause, remedy). The first that matches counts.
+CAUSES = (
+    (r"ENOSPC|No space left", "the disk is full", "free space on it"),
+    (r"EDQUOT|[Qq]uota", "the disk quota is used up", "free space or raise the quota"),
+    (r"EFBIG|File too large", "a file is larger than is allowed", "raise the limit (ulimit -f)"),
+    (r"EROFS|Read-only", "the file system is read-only", "mount it for writing"),
+    (r"EACCES|EPERM|[Pp]ermission", "writing is not permitted", "permit it"),
+    (r"ENOENT|No such file|NOT_FOUND", "the directory has vanished", "bring it back"),
+    (r"ENOTDIR|EEXIST|Not a directory|File exists", "a file is in the way", "move it away"),
+    (r"EIO|ESTALE|Input/output", "the disk or network file system fails", "check it"),
+)
+
+
+class Verdict(NamedTuple):
+    """How a save ended, the same in all processes; `text` gives the reason if it is not SAVED."""
+
+    kind: str
+    text: str = ""
+    remedy: str = ""
+
+
+class Refused(Exception):
+    """This process may not write here any more: another one owns the work directory."""
+
+
+def reason(error: BaseException) -> tuple[str, str]:
+    """The cause of a failed write in words, with the error's text, and the remedy."""
+    text = " ".join(str(error).split())
+    for pattern, cause, remedy in CAUSES:
+        if re.search(pattern, text):
+            return f"{cause} ({text if len(text) < 200 else '... ' + text[-200:]})", remedy
+    return f"{type(error).__name__}: {text[:300]}", "see to that"
+
+
+class Board:
+    """Texts between the processes of a job, for the saves of one checkpointer."""
+
+    _instances = itertools.count()  # every process makes the same ones in the same order
+
+    def __init__(self) -> None:
+        from jax._src import distributed
+
+        self.rank, self.count = jax.process_index(), jax.process_count()
+        self._client = distributed.global_state.client if self.count > 1 else None
+        self._prefix = f"llmx/saves/{next(self._instances)}"
+
+    def put(self, key: str, text: str) -> None:
+        if self._client is not None:
+            self._client.key_value_set(f"{self._prefix}/{key}", text, allow_overwrite=True)
+
+    def get(self, key: str, *, seconds: float, until: Callable[[], bool] = lambda: False) -> str:
+        """The text under `key`; "" once `until()`. Raises TimeoutError after `seconds`."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                return self._client.blocking_key_value_get(f"{self._prefix}/{key}", 200)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if until():
+                return ""
+        raise TimeoutError(f"no word from another process for {seconds:.0f} s ({key})")
+
+    def any_under(self, key: str) -> bool:
+        return bool(self._client.key_value_dir_get(f"{self._prefix}/{key}/"))
+
+    def share(self, key: str, text: str) -> str:
+        """Process 0's text."""
+        if self.count == 1:
+            return text
+        if self.rank == 0:
+            self.put(key, text)
+            return text
+        return self.get(key, seconds=PATIENCE)
+
+    def forget(self, key: str) -> None:
+        if self._client is not None and self.rank == 0:
+            self._client.key_value_delete(f"{self._prefix}/{key}/")
+
+
+# Seconds to wait for a process that writes; one that died ends the others long before.
+PATIENCE = 3600.0
+
+
+class Save:
+    """One save of `arrays` and their `document`; `verdict` is None until it is known.
+
+    Args:
+      prepare: called on process 0 before anything is written; what it raises is the verdict.
+      may_commit: called on process 0 before the commit; what it raises is the verdict.
+      on_end: called with this, in a thread, once the verdict is known.
+    """
+
+    def __init__(
+        self, step: int, arrays: Mapping[str, jax.Array], document: Document, *, root: Any,
+        board: Board, number: int, prepare: Callable[[], None], may_commit: Callable[[], None],
+        on_end: Callable[["Save"], None],
+    ) -> None:  # fmt: skip
+        self.step, self.number = step, number
+        self.verdict: Verdict | None = None
+        self._document, self._root, self._board = document, root, board
+        self._may_commit, self._on_end = may_commit, on_end
+        self._abstract = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in arrays.items()
+        }
+        self._path = directory.unfinished_path(root, step)
+        self._error, self._futures, self._sums = None, [], {}
+        verdict = Verdict(SAVED)
+        if board.rank == 0:
+            verdict = _attempt(prepare)
+        verdict = Verdict(*json.loads(board.share(f"{number}/prepared", json.dumps(verdict))))
+        if verdict.kind == SAVED:
+            try:
+                self._start(arrays)
+            except Exception as error:  # told to the others by the thread
+                self._error = error
+        self._thread = threading.Thread(target=self._run, args=(verdict,), name="llmx-save")
+        self._thread.start()
+
+    def join(self) -> Verdict:
+        """Waits for the verdict and until what a failed save left behind is removed."""
+        self._thread.join()
+        return self.verdict
+
+    def _start(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Starts the checksums, and the copies to the host; returns when those are done."""
+        import orbax.checkpoint as ocp
+
+        quiet.silence_orbax()
+        self._sums = checksums.start_device_sums(arrays)
+        self._handler = ocp.PyTreeCheckpointHandler()
+        saving = self._handler.async_save(
+            self._path / directory.STATE, args=ocp.args.PyTreeSave(trees.nest(arrays))
+        )
+        loop = asyncio.new_event_loop()
+        try:
+            with jax.transfer_guard("allow"):
+                self._futures = loop.run_until_complete(saving) or []
+        finally:
+            loop.close()
+
+    def _run(self, prepared: Verdict) -> None:
+        verdict = prepared
+        if prepared.kind == SAVED:
+            report = self._written()
+            work = self._lead if self._board.rank == 0 else self._follow
+            try:
+                verdict = work(report)
+            # The store is gone with process 0, or a process gave no word.
+            except Exception as error:
+                verdict = Verdict(FAILED, *reason(error))
+            if self._board.rank == 0:
+                self._board.put(f"{self.number}/verdict", json.dumps(verdict))
+        # The host copies are no longer needed.
+        self._futures, self._sums, self._handler = [], {}, None
+        self.verdict = verdict
+        try:
+            self._on_end(self)
+        finally:
+            # Where this process may not write any more, the remains may be another owner's.
+            if verdict.kind in (FAILED, DIFFERS) and self._board.rank == 0:
+                self._clean_up()
+
+    def _written(self) -> dict:
+        """This process's report: waits until its shards are on disk."""
+        try:
+            if self._error is not None:
+                raise self._error
+            for future in self._futures:
+                future.result()
+            return {"sums": checksums.fetch(self._sums)}
+        # Orbax and tensorstore raise many types.
+        except Exception as error:
+            return {"failed": reason(error)}
+
+    def _follow(self, report: dict) -> Verdict:
+        board, number = self._board, self.number
+        if "failed" in report:
+            board.put(f"{number}/failed/{board.rank}", json.dumps(report["failed"]))
+        board.put(f"{number}/written/{board.rank}", json.dumps(report))
+        return Verdict(*json.loads(board.get(f"{number}/verdict", seconds=PATIENCE)))
+
+    def _lead(self, report: dict) -> Verdict:
+        board, number = self._board, self.number
+        verdict = self._failure_of(report)
+        sums = report.get("sums", {})
+        for rank in range(1, board.count):
+            if verdict is not None:
+                break
+            text = board.get(
+                f"{number}/written/{rank}", seconds=PATIENCE,
+                until=lambda: board.any_under(f"{number}/failed"),
+            )  # fmt: skip
+            other = json.loads(text) if text else self._first_failure()
+            verdict = self._failure_of(other, rank)
+            for name, by_device in other.get("sums", {}).items():
+                sums[name] |= {int(device): value for device, value in by_device.items()}
+        return verdict or _attempt(lambda: self._commit(sums))
+
+    def _first_failure(self) -> dict:
+        for rank in range(1, self._board.count):
+            key = f"{self.number}/failed/{rank}"
+            try:
+                cause, remedy = json.loads(self._board.get(key, seconds=0.25))
+            except TimeoutError:
+                continue
+            return {"failed": (f"process {rank}: {cause}", remedy)}
+        raise TimeoutError("a process that failed does not say why")
+
+    def _failure_of(self, report: dict, rank: int = 0) -> Verdict | None:
+        if "failed" not in report:
+            return None
+        cause, remedy = report["failed"]
+        named = self._board.count > 1 and not cause.startswith("process ")
+        return Verdict(FAILED, f"process {rank}: {cause}" if named else cause, remedy)
+
+    def _commit(self, sums: checksums.DeviceSums) -> None:
+        totals, differences = checksums.combine(sums, self._abstract)
+        if differences:
+            raise _Differs(differences)
+        self._handler.finalize(self._path / directory.STATE)
+        meta = self._path / directory.META
+        meta.mkdir(exist_ok=True)
+        (meta / "metadata").write_text(json.dumps(self._document.sealed(totals)))
+        items = {directory.STATE: "pytree", directory.META: "json"}
+        names = {"pytree": "PyTreeCheckpointHandler", "json": "JsonCheckpointHandler"}
+        place = "orbax.checkpoint._src.handlers"
+        handlers = {k: f"{place}.{v}_checkpoint_handler.{names[v]}" for k, v in items.items()}
+        described = {"item_handlers": handlers, "commit_timestamp_nsecs": time.time_ns()}
+        (self._path / "_CHECKPOINT_METADATA").write_text(json.dumps(described))
+        self._may_commit()
+        directory.commit(self._root, self.step)
+
+    def _clean_up(self) -> None:
+        """Removes what was written, when all processes have stopped writing it."""
+        for rank in range(1, self._board.count):
+            try:
+                self._board.get(f"{self.number}/written/{rank}", seconds=30)
+            except (TimeoutError, jax.errors.JaxRuntimeError):
+                break
+        if not directory.renames_atomically(self._root) and self.step in directory.steps(
+            self._root
+        ):
+            return
+        directory.remove(self._path)
+
+
+class _Differs(Exception):
+    """Devices that should hold the same values hold different ones."""
+
+
+def _attempt(action: Callable[[], None]) -> Verdict:
+    try:
+        action()
+    except _Differs as error:
+        return Verdict(DIFFERS, str(error))
+    except Refused as error:
+        return Verdict(REFUSED, str(error))
+    # Anything that stops a write must reach the other processes.
+    except Exception as error:
+        return Verdict(FAILED, *reason(error))
+    return Verdict(SAVED)
