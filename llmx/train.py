@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             job.peers.agree("start", launch_values(config) | same)
             job.own(config.workdir)
             checkpoints = checkpointer.Checkpointer(
-                f"{config.workdir}/checkpoints", config.checkpoint, log=log
-            )
+                f"{config.workdir}/checkpoints", config.checkpoint, log=log,
+                may_write=job.may_write,
+            )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
             from llmx.checkpoint import local_tier
@@ -122,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if profile.ends(loop.step):
                         with loop.aside("save"):
                             profile.close()
+                    checkpoints.poll(loop.step)
                     if checkpoints.due(loop.step):
                         with loop.aside("save"):
                             checkpoints.keep_before(loop.watch.trusted)
@@ -136,26 +138,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             except divergence.Diverged as diverged:
                 changed = roll_back(config, diverged, checkpoints, job)
+                back_to = changed.rollback.at[-1] if changed else None
+            except checkpointer.Halt as halt:
+                if not halt.restore:
+                    return job.refuse(halt, halt.code)
+                log(str(halt))
+                changed, back_to = config, checkpoints.latest_step() or 0
             if changed is None:
                 code = exits.STOPPED
                 break
-            # Again from before the loss rose, without the batches that were taken since.
+            # Again from before the loss rose, without the batches that were taken since; or from
+            # before replicas differed.
             loop.close()
-            tier.forget(after=changed.rollback.at[-1])
+            tier.forget(after=back_to)
             config, recipe = changed, recipe_lib.make_recipe(changed)
             try:
                 restored = restore(config, recipe, checkpoints, dataset, job)
             except (ValueError, OSError) as error:
                 return job.refuse(error)
             loop = Loop(config, recipe, dataset, restored, progress)
-            loop.reporter.event("rollback", loop.first, {"skipped": config.rollback.skipped[-1]})
+            skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
+            loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
             evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
         with progress("save"):
             # The faster one first: after SIGTERM time may be short.
             if tier.is_on and code == exits.DONE and loop.step < config.steps:
                 save(config, recipe, tier, dataset, loop, wait=True)
             checkpoints.keep_before(loop.watch.trusted)
-            save(config, recipe, checkpoints, dataset, loop, wait=True)
+            try:
+                save(config, recipe, checkpoints, dataset, loop, wait=True)
+            except checkpointer.Halt as halt:
+                return job.refuse(halt, halt.code)
             tier.superseded(loop.step)
             limit.cancel()
 

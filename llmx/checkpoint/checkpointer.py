@@ -86,6 +86,7 @@ class Halt(Exception):
     """
 
     code = exits.UNSAVED
+    restore = False  # whether to go back to the newest checkpoint, and not to end
 
 
 class Unsaved(Halt):
@@ -99,7 +100,7 @@ class NotOwner(Halt):
 
 
 class Diverged(Halt):
-    """Replicas hold different values. `restore`: go back to the newest checkpoint, do not end."""
+    """Replicas hold different values."""
 
     code = exits.STOPPED
 
@@ -133,6 +134,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._retry: int | None = None  # the step at which a failed save is tried again
         self._deleting: list[threading.Thread] = []
         self._kept_before = -1
+        self._went_back_to: int | None = -1
         # Processes notice a failed save at different moments, and act on it after the same `poll`.
         self._lock = threading.Lock()
         self._polls, self._noticed, self._act_at = 0, None, None
@@ -284,8 +286,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         if verdict.kind == writer.REFUSED:
             raise NotOwner(f"{text}; nothing more is written to {self._root}")
         if verdict.kind == writer.DIFFERS:
-            restore = self._config.on_corruption == "restore"
-            raise Diverged(f"{text}; {self._after_corruption()}", restore=restore)
+            newest = self.latest_step()
+            back = self._config.on_corruption == "restore" and not final
+            # Once from each checkpoint: what is faulty may stay so.
+            back, self._went_back_to = back and newest != self._went_back_to, newest
+            raise Diverged(f"{text}; {self._after_corruption(back)}", restore=back)
         if final or self._config.on_failure == "stop":
             raise Unsaved(
                 f"{text}; {self._newest_text()}; {verdict.remedy} and run again to resume"
@@ -328,8 +333,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             return str(error)
         return f"the newest checkpoint is step {newest}" if newest is not None else "there is none"
 
-    def _after_corruption(self) -> str:
-        if self._config.on_corruption == "restore":
+    def _after_corruption(self, back: bool) -> str:
+        if back:
             return f"going back to the newest checkpoint; {self._newest_text()}"
         return (
             f"{self._newest_text()}; a device or host may be faulty (run its diagnostics), or the "
