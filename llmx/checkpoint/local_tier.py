@@ -100,7 +100,7 @@ class LocalTier(contextlib.AbstractContextManager):
                 f", of which another process holds {sent:,.1f}" if self._peers.count > 1 else ""
             )
             self._log(f"local checkpoints: {mib:,.1f} MiB in each process{copied}")
-        self._names[self._number] = f"{step}-{self._launch}"
+        self._names[self._number] = f"{step}-{self._launch}{self._number:06x}"
         args = (self._number, step, document.sealed({}))
         self._worker = threading.Thread(target=self._store, args=args, daemon=True)
         self._worker.start()

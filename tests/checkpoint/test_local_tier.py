@@ -262,16 +262,30 @@ def test_another_structure_is_refused(place):
 
 
 def test_going_back_deletes_later_steps_and_a_save_elsewhere_earlier_ones(place):
-    place.save(2, 4)
+    place.save(2, 4, count=2)
 
     def work(peers):
         with place.tier(peers) as tier:
             tier.forget(after=3)
             found = tier.restore(abstract(state_of(0)))
-            tier.superseded(2)
+            # As after a rollback: steps with the numbers of those that were deleted.
+            for step in (4, 6):
+                tier.save(step, state_of(step), meta={"position": step}, wait=True)
+            tier.forget(after=4)
+            tier.save(6, state_of(106), meta={"position": 6}, wait=True)
             return found[0].step, tier.newest()
 
-    assert together(1, work) == [(2, None)]
+    assert together(2, work) == [(2, 6)] * 2
+    for step, state in place.restore(count=2):
+        assert step == 6
+        assert_same(state, state_of(106))
+    assert place.steps() == [6]
+
+    def end(peers):
+        with place.tier(peers) as tier:
+            tier.superseded(6)
+
+    together(2, end)
     assert place.steps() == []
 
 
