@@ -424,6 +424,7 @@ class Loop:
             yield
 
     def close(self):
+        self.goodput.close(self.step)
         self._data.close()
         self.reporter.close()
         self.state = None  # its memory is needed if the run goes back

@@ -173,6 +173,10 @@ class Meter:
             self._reporter.event("goodput", step, self._count.scalars())
             self._reporter.note(self._count.text())
 
+    def close(self, step: int):
+        """Writes the file, for a later launch, or for this one where it goes back to a step."""
+        self._update(step)
+
     def _update(self, step: int):
         if self._reporter.writes:
             self._count.update(step, self._phases())
