@@ -401,9 +401,8 @@ class Loop:
         self.goodput.step(self.step)
         if report.bad_leaf >= 0:
             self._refuse(report)
-        elif report.tokens > 0 and (cause := self.watch.see(self.step, scalars["loss"])):
-            seen = dict(noticed=self.step, trusted=self.watch.trusted)
-            self._diverged = self._diverged or divergence.Diverged(cause, **seen)
+        elif self._diverged is None and report.tokens > 0:
+            self._diverged = self.watch.look(self.step, scalars["loss"])
 
     def finish(self):
         """After the last step; raises Diverged as the next one would have."""
@@ -456,6 +455,7 @@ def roll_back(
     None: the run stops. It says why, and what can be done.
     """
     section, every = config.rollback, config.checkpoint.every
+    checkpoints.keep_before(diverged.trusted)
     step = divergence.target(checkpoints.steps(), trusted=diverged.trusted, every=every)
     # Listings of a shared directory may differ.
     step = json.loads(job.peers.broadcast("step to go back to", json.dumps(step)))

@@ -166,6 +166,8 @@ class LossWatch:
                 float(saved[name]) for name in ("last", "smoothed", "variance")
             )
             self._best = math.inf if saved["best"] is None else float(saved["best"])
+        if self._above >= self._window:
+            self._above = 0  # it was stopped for this, and is started again all the same
 
     def numbers(self) -> dict[str, Any]:
         """For the checkpoint of this step: from these the watch goes on."""
@@ -180,6 +182,11 @@ class LossWatch:
         """The newest step whose state is from before the loss rose, if it has."""
         # A step's loss is that of the state before it, and smoothing is late by the horizon.
         return max(0, self._calm - self._horizon)
+
+    def look(self, step: int, loss: float) -> Diverged | None:
+        """As `see`; what to raise if the run has diverged."""
+        cause = self.see(step, loss)
+        return Diverged(cause, noticed=step, trusted=self.trusted) if cause else None
 
     def see(self, step: int, loss: float) -> str:
         """Takes the loss of step number `step`, counted from 1; why the run has diverged, or ""."""

@@ -80,6 +80,18 @@ def test_the_watch_goes_on_from_a_checkpoint():
         assert (step, watch.trusted) == wanted
 
 
+def test_a_run_that_was_stopped_and_started_again_has_another_window():
+    config, watch = (
+        RollbackConfig(window=4),
+        LossWatch(RollbackConfig(window=4), first=0, saved=None),
+    )
+    losses = [2.0] * 10 + [9.0] * 20
+    stopped = next(step for step, loss in enumerate(losses, start=1) if watch.see(step, loss))
+    again = LossWatch(config, first=stopped, saved=watch.numbers())
+    seen = [bool(again.see(stopped + number, 9.0)) for number in range(1, 5)]
+    assert seen == [False, False, False, True]
+
+
 def test_where_it_goes_back_to():
     assert divergence.target([100, 200, 300], trusted=250, every=100) == 200
     assert divergence.target([100, 200], trusted=200, every=100) == 200
