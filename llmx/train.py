@@ -143,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not halt.restore:
                     return job.refuse(halt, halt.code)
                 log(str(halt))
-                changed, back_to = config, checkpoints.latest_step() or 0
+                changed = dataclasses.replace(config, resume_step=-1)
+                back_to = checkpoints.latest_step() or 0
             if changed is None:
                 code = exits.STOPPED
                 break
@@ -154,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config, recipe = changed, recipe_lib.make_recipe(changed)
             try:
                 restored = restore(config, recipe, checkpoints, dataset, job)
+            except checkpointer.Halt as halt:
+                return job.refuse(halt, halt.code)
             except (ValueError, OSError) as error:
                 return job.refuse(error)
             loop = Loop(config, recipe, dataset, restored, progress)
