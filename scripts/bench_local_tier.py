@@ -2,8 +2,8 @@
 
     python scripts/bench_local_tier.py --mib 1024 --directory /dev/shm [--shared /tmp]
 
-One process with arrays of `--mib` MiB in all. With --shared also a checkpoint in a work directory, by
-`checkpoint.Checkpointer`, for comparison. Prints one line of JSON.
+One process with arrays of `--mib` MiB in all. With --shared also a checkpoint in a work directory,
+for comparison. Prints one line of JSON.
 """
 
 import argparse
