@@ -9,6 +9,7 @@ with Job(log=launch.log) as job:
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -76,9 +77,12 @@ class Job(contextlib.ExitStack):
         cannot be written.
         """
 
+        once = threading.Lock()  # of the lease's thread and the main one the second only waits
+
         def lost(error: ownership.Lost) -> None:
-            self.refuse(error, error.code)
-            self.peers.end(error.code)
+            with once:
+                self.refuse(error, error.code)
+                self.peers.end(error.code)
 
         if self.peers.index == 0:
             self._lease = ownership.take(workdir, log=self._log, on_lost=lost)
@@ -140,6 +144,7 @@ class Job(contextlib.ExitStack):
         With many processes it does not return then.
         """
         if isinstance(error, Exception):
+            self.may_write()  # where the work directory is gone, that is the cause
             self.peers.crashed(error)
 
 

@@ -157,8 +157,10 @@ class Lease(contextlib.AbstractContextManager):
             return
         if found is None:
             self._lost = Lost(
-                f"{self._workdir}/{FILE} was deleted, which takes the directory from this run: "
-                "nothing more is written; run again to continue from the newest checkpoint"
+                f"{self._workdir}/{FILE} is gone: the work directory was deleted, moved or "
+                "unmounted, or the file was removed to end this run. Nothing more is written; "
+                "bring the directory back and run again to continue",
+                exits.UNSAVED,
             )
         elif found.get("token") != self._record["token"]:
             self._lost = Lost(

@@ -261,7 +261,7 @@ def test_what_becomes_of_the_directory_is_noticed(tmp_path):
 
     for happening, words, code in (
         (vanish, "has vanished", exits.UNSAVED),
-        (delete, "was deleted", exits.REFUSED),
+        (delete, "is gone", exits.UNSAVED),
         (replace, "taken over by process", exits.REFUSED),
     ):
         folder, told = str(tmp_path / happening.__name__), []
