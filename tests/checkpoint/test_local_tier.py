@@ -305,6 +305,23 @@ def test_a_failed_save_is_a_warning_and_the_one_before_stays(place, monkeypatch,
     assert place.save(2, 4, 6, count=2) == [6, 6]
 
 
+def test_where_replicas_differ_the_step_does_not_count(place, capfd):
+    place.save(2, count=2)
+
+    def work(peers):
+        with place.tier(peers) as tier:
+            tier.restore(abstract(state_of(0)))
+            state = state_of(4) | ({"whole": state_of(5)["whole"]} if peers.index else {})
+            tier.save(4, state, meta={"position": 4}, wait=True)
+            return tier.newest()
+
+    assert together(2, work) == [2, 2]
+    reason = "leaf whole has other values in process 1 than in process 0"
+    assert f"checkpoint 4 was not written: Corrupt: {reason}" in capfd.readouterr().err
+    assert [step for step, _ in place.restore(count=2)] == [2, 2]
+    assert any(f"{reason}, and both should hold the same: not used" in t for t in place.said)
+
+
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     place = Place(tmp_path)
