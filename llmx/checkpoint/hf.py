@@ -20,11 +20,14 @@ import safetensors.numpy
 
 from llmx.checkpoint import hf_formats
 from llmx.checkpoint.hf_formats import Tensor
+from llmx.data import json_files
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+_MAX_HEADER_BYTES = 32 << 20  # 100,000 tensors take 15 MB
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -177,19 +180,24 @@ def load(
     missing, unknown or of another shape.
     """
     directory, numpy_dtype = pathlib.Path(directory), _numpy_dtype(dtype)
-    stored = hf_formats.model_config_from_hf(_read_json(directory / CONFIG))
+    values = _read_json(directory / CONFIG)
+    try:
+        stored = hf_formats.model_config_from_hf(values)
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG}: {error}") from error
     model = stored if model is None else model
     ignore = ("max_positions",) if model.positions == "rope" else ()
     if different := hf_formats.differences(model, stored, ignore=ignore):
         raise ValueError(f"the checkpoint in {directory} is of another model than {different}")
     files = _tensor_files(directory)
     names = _checked_names(directory, files, model)
+    sizes = hf_formats.dimension_sizes(model)
+    shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
+    _check_headers(directory, files, shapes)  # before memory is taken for what config.json says
     arrays = {}
     for row in hf_formats.rows(model):
         shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
         arrays |= {path: make(shape, numpy_dtype) for path in row.paths}
-    sizes = hf_formats.dimension_sizes(model)
-    shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
     for name, tensor in _read_tensors(directory, files, shapes):
         row, layer = names[name]
         for path, part in zip(row.paths, _to_ours(row, tensor, sizes), strict=True):
@@ -197,6 +205,7 @@ def load(
     if model.tied_head and hf_formats.HEAD.theirs in files:
         embedding = arrays["embedding"][: model.vocab_size]
         head = {hf_formats.HEAD.theirs: embedding.shape}
+        _check_headers(directory, files, head)
         ((name, tensor),) = _read_tensors(directory, files, head)
         if not np.array_equal(tensor.astype(embedding.dtype), embedding):
             raise ValueError(
@@ -227,9 +236,8 @@ def _checked_names(directory: pathlib.Path, files: Mapping[str, str], model: Mod
 
 
 def _read_json(path: pathlib.Path) -> dict:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the directory of a Hugging Face checkpoint")
-    return json.loads(path.read_text(encoding="utf-8"))
+    remedy = "give the directory of a Hugging Face checkpoint, or download it again"
+    return json_files.read_object(path, remedy=remedy)
 
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, str]:
@@ -238,7 +246,12 @@ def _tensor_files(directory: pathlib.Path) -> dict[str, str]:
         with _opened(directory / WEIGHTS) as file:
             return dict.fromkeys(file.keys(), WEIGHTS)
     if (directory / INDEX).is_file():
-        files = _read_json(directory / INDEX)["weight_map"]
+        files = _read_json(directory / INDEX).get("weight_map")
+        if not isinstance(files, dict) or not all(map(json_files.is_plain_name, files.values())):
+            raise ValueError(
+                f"{directory / INDEX}: weight_map must give each tensor the name of a file in "
+                f"{directory}: download the checkpoint again"
+            )
         if missing := {f for f in files.values() if not (directory / f).is_file()}:
             raise ValueError(f"{directory} lacks {_listed(missing)}: download the checkpoint again")
         return files
@@ -261,17 +274,41 @@ def _read_tensors(
                 problem = f"{directory / path} lacks {_listed(missing)}, which {INDEX} says it has"
                 raise ValueError(f"{problem}: download the checkpoint again")
             for name in names:
-                if (shape := tuple(file.get_slice(name).get_shape())) != shapes[name]:
+                yield name, file.get_tensor(name)
+
+
+def _check_headers(
+    directory: pathlib.Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compares the shapes and types in the headers of the files with those of the model."""
+    for path in sorted(set(files.values())):
+        with _opened(directory / path) as file:
+            for name in shapes.keys() & set(file.keys()):
+                found = file.get_slice(name)
+                if (shape := tuple(found.get_shape())) != shapes[name]:
                     raise ValueError(
                         f"{name} in {directory / path} has shape {shape}, and config.json makes it "
                         f"{shapes[name]}: correct config.json"
                     )
-                yield name, file.get_tensor(name)
+                if found.get_dtype() not in _STORED_DTYPES:
+                    raise ValueError(
+                        f"{name} in {directory / path} is of type {found.get_dtype()}: use a "
+                        f"checkpoint in one of {', '.join(_STORED_DTYPES)}"
+                    )
 
 
 def _opened(path: pathlib.Path):
     try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(
+                f"{path} claims a header of {length:,} bytes, above {_MAX_HEADER_BYTES:,}: it is "
+                "not safetensors, or damaged; download it again"
+            )
         return safetensors.safe_open(path, framework="np")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
     except safetensors.SafetensorError as error:
         text = f"{path} is incomplete or not safetensors: {error}; download it again"
         raise ValueError(text) from error

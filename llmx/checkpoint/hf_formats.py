@@ -11,9 +11,11 @@ positions, Z the parts of a fused tensor.
 import dataclasses
 import math
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmx.data.json_files import shown
 from llmx.model import families
 from llmx.model.families import GLOBAL, LOCAL, ModelConfig
 
@@ -185,16 +187,18 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     for key, allowed in form.only.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
-                f"config.json has {key}={config[key]!r} and family {family!r} supports only "
+                f"config.json has {key}={shown(config[key])} and family {family!r} supports only "
                 f"{allowed[0]!r}: use a checkpoint with that"
             )
-    values = {field: _get(form, config, key) for field, key in form.keys.items()}
+    values = {field: _get_field(form, config, field) for field in form.keys}
     values |= {field: values[field] or 0 for field in _OPTIONAL & values.keys()}
+    _check(form.keys["num_heads"], values["num_heads"], int, above=0)
     values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
     values["head_dim"] = values.get("head_dim") or values["width"] // values["num_heads"]
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
     if "query_pre_attn_scalar" in form.absent:
         scalar = _get(form, config, "query_pre_attn_scalar")
+        _check("query_pre_attn_scalar", scalar, float, above=0)
         values["query_scale"] = 0.0 if scalar == values["head_dim"] else scalar**-0.5
     if "rope_theta" in form.absent:
         values |= _read_rope(form, config)
@@ -249,13 +253,17 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 def _family_of(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
+    if not isinstance(kind, str | None):
+        raise ValueError(f"config.json has model_type={shown(kind)}, which is not a text")
     known = {form.model_type: family for family, form in FORMATS.items()}
     if kind in known:
         return known[kind]
     remedy = f"use one of {', '.join(known)}"
     if "text_config" in config:
         remedy += "; of a model of text and images, save only the text model"
-    raise ValueError(f"config.json has model_type={kind!r}, which llmx does not have: {remedy}")
+    raise ValueError(
+        f"config.json has model_type={shown(kind)}, which llmx does not have: {remedy}"
+    )
 
 
 def _get(form: Format, config: Mapping[str, Any], key: str) -> Any:
@@ -266,34 +274,82 @@ def _get(form: Format, config: Mapping[str, Any], key: str) -> Any:
     raise ValueError(f"config.json has no {key!r}: add it, a {form.model_type} model needs it")
 
 
+_SIZES = {"num_layers": families.MAX_LAYERS}
+_HINTS = typing.get_type_hints(ModelConfig)
+
+
+def _get_field(form: Format, config: Mapping[str, Any], field: str) -> Any:
+    """The value of a key in `form.keys`, checked against the type of our field."""
+    key = form.keys[field]
+    value = _get(form, config, key)
+    if value is None and (field in _OPTIONAL or (key in form.absent and form.absent[key] is None)):
+        return None
+    most = _SIZES.get(field, families.MAX_SIZE)
+    _check(key, value, _HINTS[field], most=most)
+    return value
+
+
+def _check(key: str, value: Any, kind: type, *, above: float = -1, most: float = math.inf) -> None:
+    """Raises ValueError for a value of another type, or a number out of bounds."""
+    limits = f" above {above:g}" if above >= 0 else ""
+    limits += f" of at most {most:,}" if most < math.inf and kind is int else ""
+    wanted = {
+        int: f"a whole number{limits}",
+        float: f"a finite number{limits}",
+        bool: "true or false",
+    }
+    if kind is bool:
+        fits = isinstance(value, bool)
+    else:
+        fits = isinstance(value, int | kind) and not isinstance(value, bool)
+        fits = fits and above < value <= most and abs(value) < 1e300
+    if not fits:
+        raise ValueError(f"config.json has {key}={shown(value)}, not {wanted[kind]}")
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    if not isinstance(value, dict | None):
+        raise ValueError(f"config.json has {key}={shown(value)}, not an object")
+    return value or {}
+
+
 def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary fields of a config.json of transformers 4 (top level) or 5 (`rope_parameters`)."""
-    new = config.get("rope_parameters") or {}
+    new = _object(config, "rope_parameters")
     per_kind = "full_attention" in new
-    parameters = new["full_attention"] if per_kind else new
-    scaling = parameters or config.get("rope_scaling") or {}
+    parameters = _object(new, "full_attention") if per_kind else new
+    scaling = parameters or _object(config, "rope_scaling")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     llama3 = {"rope_factor": "factor"} | _LLAMA3_ROPE
     kinds = {"default": {}, "linear": {"rope_factor": "factor"}, "llama3": llama3}
-    if kind not in kinds or scaling.get("partial_rotary_factor", 1) != 1:
+    if (
+        not isinstance(kind, str)
+        or kind not in kinds
+        or scaling.get("partial_rotary_factor", 1) != 1
+    ):
         raise ValueError(
-            f"config.json scales positions by {dict(scaling)}: rope_type must be one of "
+            f"config.json scales positions by {shown(dict(scaling))}: rope_type must be one of "
             f"{tuple(kinds)} and rotate every dimension"
         )
     if missing := sorted(set(kinds[kind].values()) - scaling.keys()):
-        raise ValueError(f"config.json scales positions by {dict(scaling)}: add {missing}")
+        raise ValueError(f"config.json scales positions by {shown(dict(scaling))}: add {missing}")
     values = {field: scaling[key] for field, key in kinds[kind].items()}
+    for field, key in kinds[kind].items():
+        _check(key, scaling[key], _HINTS[field], above=0, most=families.MAX_SIZE)
     values["rope_theta"] = scaling.get("rope_theta", _get(form, config, "rope_theta"))
+    _check("rope_theta", values["rope_theta"], float, above=0)
     values["rope_scaling"] = "none" if kind == "default" else kind
     if "rope_local_base_freq" in form.absent:
-        local = new["sliding_attention"] if per_kind else {}
+        local = _object(new, "sliding_attention") if per_kind else {}
         if local.get("rope_type", "default") != "default":
             raise ValueError(
-                f"config.json scales the positions of local layers by {local}: only those of "
-                "global layers can be scaled"
+                f"config.json scales the positions of local layers by {shown(local)}: only those "
+                "of global layers can be scaled"
             )
         default = _get(form, config, "rope_local_base_freq")
         values["rope_theta_local"] = local.get("rope_theta", default)
+        _check("rope_local_base_freq", values["rope_theta_local"], float)
     return values
 
 
@@ -311,23 +367,25 @@ def _read_layers(form: Format, config: Mapping[str, Any], num_layers: int) -> tu
     kinds = [GLOBAL] * num_layers
     if "sliding_window_pattern" in form.absent:
         period = _get(form, config, "sliding_window_pattern")
+        _check("sliding_window_pattern", period, int, above=0, most=families.MAX_SIZE)
         kinds = [LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers)]
     if "layer_types" in config:
         ours = {theirs: kind for kind, theirs in _LAYER_TYPES.items()}
-        unknown = set(config["layer_types"]) - ours.keys()
-        if unknown or len(config["layer_types"]) != num_layers:
+        types = config["layer_types"]
+        known = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+        if not known or set(types) - ours.keys() or len(types) != num_layers:
             raise ValueError(
-                f"config.json has layer_types={config['layer_types']} for {num_layers} layers: "
+                f"config.json has layer_types={shown(types)} for {num_layers} layers: "
                 f"give each layer one of {sorted(ours)}"
             )
-        kinds = [ours[theirs] for theirs in config["layer_types"]]
+        kinds = [ours[theirs] for theirs in types]
     if LOCAL in kinds and "window" not in form.keys:
         raise ValueError(
             f"config.json has sliding windows in layer_types, which {form.model_type} does not "
             "support: use full_attention"
         )
     for period in range(1, num_layers):
-        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+        if kinds[period:] == kinds[:-period]:
             return tuple(kinds[:period])
     return tuple(kinds)
 

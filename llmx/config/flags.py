@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from llmx import config as config_lib
 from llmx.config import Config, ConfigError, value_types
+from llmx.data import json_files
 
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -89,5 +90,6 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
             config_lib.set_value(config, key, value)
         except (ValueError, TypeError, absl.flags.Error):
-            problems.append(f"{key}={text!r} is not {value_types.type_name(kinds[key])}")
+            wanted = value_types.type_name(kinds[key])
+            problems.append(f"{key}={json_files.shown(text)} is not {wanted}")
     return config, problems

@@ -57,8 +57,9 @@ def read_object(path: str | os.PathLike, *, remedy: str, max_bytes: int = MAX_BY
         raise ValueError(f"{path}: {problem}: {remedy}")
     try:
         value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
+            raw.decode("utf-8"), object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+        )  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not readable as JSON ({error}): {remedy}") from error
     if not isinstance(value, dict):

@@ -16,6 +16,7 @@ from llmx.runtime.bounds import bounded, choice
 
 # Attention kinds of layers: all that precedes a token, or a sliding window.
 GLOBAL, LOCAL = "global", "local"
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 
 
 @dataclasses.dataclass
@@ -24,15 +25,18 @@ class ModelConfig:
 
     family: str = "llama3"  # where the values come from; the model itself never asks
     # V, real tokens; 0 = the tokenizer's
-    vocab_size: int = bounded(0, at_least=0, remedy="0 follows the tokenizer")
-    vocab_multiple: int = bounded(128, at_least=1)  # V is padded to it, without probability
-    width: int = bounded(256, at_least=1)  # D
-    num_layers: int = bounded(4, at_least=1)  # L
-    num_heads: int = bounded(4, at_least=1)  # N
-    num_kv_heads: int = bounded(4, at_least=1)  # K; N is multi-head, less is grouped-query
-    head_dim: int = bounded(64, at_least=1)  # H
-    mlp_dim: int = bounded(1024, at_least=1)  # F
-    max_positions: int = bounded(8192, at_least=1)  # of a sequence, and of a learned table of them
+    vocab_size: int = bounded(0, at_least=0, at_most=MAX_SIZE, remedy="0 follows the tokenizer")
+    # V is padded to it, without probability
+    vocab_multiple: int = bounded(128, at_least=1, at_most=MAX_SIZE)
+    width: int = bounded(256, at_least=1, at_most=MAX_SIZE)  # D
+    num_layers: int = bounded(4, at_least=1, at_most=MAX_LAYERS)  # L
+    num_heads: int = bounded(4, at_least=1, at_most=MAX_SIZE)  # N
+    # K; N is multi-head, less is grouped-query
+    num_kv_heads: int = bounded(4, at_least=1, at_most=MAX_SIZE)
+    head_dim: int = bounded(64, at_least=1, at_most=MAX_SIZE)  # H
+    mlp_dim: int = bounded(1024, at_least=1, at_most=MAX_SIZE)  # F
+    # of a sequence, and of a learned table of them
+    max_positions: int = bounded(8192, at_least=1, at_most=MAX_SIZE)
     positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
     rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
     rope_theta_local: float = 0.0  # base in local layers; 0 = the same

@@ -420,3 +420,85 @@ def test_export_refuses(tmp_path):
     with pytest.raises(ValueError, match="not empty: export into a new directory"):
         hf.export(params, config, tmp_path)
     assert not (tmp_path / "x" / hf.CONFIG).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000, not a whole number of at"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers='3'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ({"num_hidden_layers": [3]}, "num_hidden_layers="),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000"),
+        ({"vocab_size": 2**31 - 1}, r"embed_tokens.weight in .* has shape \(99, 64\)"),
+        ({"hidden_size": 10**9}, r"has shape .*and config.json makes it"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_attention_heads": 10**9 + 7, "num_key_value_heads": 3}, "num_kv_heads=3"),
+        ({"rms_norm_eps": float("nan")}, "NaN is not a JSON number"),
+        ({"rms_norm_eps": 1e301}, "rms_norm_eps=1e.301"),
+        ({"rope_theta": "a"}, "rope_theta='a'"),
+        ({"rope_scaling": [1]}, "rope_scaling=.1., not an object"),
+        ({"rope_scaling": {"rope_type": ["x"]}}, "rope_type must be one of"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": {}}}, "factor="),
+        ({"layer_types": 3}, "layer_types=3"),
+        ({"layer_types": [[], [], []]}, "layer_types="),
+        ({"sliding_window_pattern": 0, "layer_types": "DELETE"}, "sliding_window_pattern=0"),
+        ({"query_pre_attn_scalar": -4}, "query_pre_attn_scalar=-4"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1, not true or false"),
+        ({"model_type": ["llama"]}, "model_type=.*not a text"),
+    ],
+)
+def test_absurd_values_are_refused_before_anything_is_allocated(changes, words, written):
+    change_config(written, **changes)
+    with pytest.raises(ValueError, match=words) as caught:
+        hf.load(written)
+    assert str(written) in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", ["[]", "{", '{"a": 1, "a": 2}', "[" * 100_000, "3", '"x"', "\0"])
+def test_malformed_json_names_its_file(raw, written):
+    (written / hf.WEIGHTS).rename(written / "a.safetensors")
+    config = (written / hf.CONFIG).read_text()
+    for name in (hf.CONFIG, hf.INDEX):
+        (written / hf.CONFIG).write_text(config)
+        (written / name).write_text(raw)
+        with pytest.raises(ValueError, match=f"{written / name}: "):
+            hf.load(written)
+
+
+@pytest.mark.parametrize(
+    "place", ["../a.safetensors", "/etc/passwd", "x/../../a", "..", "", 3, None, ["a"], "a\0"]
+)
+def test_an_index_names_files_of_its_own_folder_only(place, written):
+    (written / hf.WEIGHTS).rename(written / "a.safetensors")
+    for content in ({"weight_map": {"a": place}}, {"weight_map": place}, {}):
+        (written / hf.INDEX).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"index.json: weight_map must give each tensor"):
+            hf.load(written)
+
+
+def test_headers_that_lie_are_refused(written):
+    file = written / hf.WEIGHTS
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, body = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    name = "model.embed_tokens.weight"
+
+    def refuse(words, changed=None, claimed=None):
+        text = json.dumps(changed or header).encode()
+        file.write_bytes((claimed or len(text)).to_bytes(8, "little") + text + body)
+        with pytest.raises(ValueError, match=words):
+            hf.load(written)
+
+    refuse(r"claims a header of 1,152,921,504,606,846,976 bytes", claimed=1 << 60)
+    refuse("not safetensors", claimed=20 << 20)
+    entry = header[name]
+    first, last = entry["data_offsets"]
+    refuse("not safetensors", header | {name: entry | {"data_offsets": [first, 1 << 50]}})
+    refuse("not safetensors", header | {name: entry | {"data_offsets": [first - 4, last - 4]}})
+    refuse("not safetensors", header | {name: entry | {"shape": [1 << 40, 1 << 40]}})
+    refuse("has shape", header | {name: entry | {"shape": [64, 99]}})
+    refuse("is of type I32: use a checkpoint in one of", header | {name: entry | {"dtype": "I32"}})
