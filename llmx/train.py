@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 loop.finish()
                 break
             except divergence.Diverged as diverged:
-                changed = roll_back(config, diverged, checkpoints, job)
+                changed, reason = roll_back(config, diverged, checkpoints, job)
                 back_to = changed.rollback.at[-1] if changed else None
             except checkpointer.Halt as halt:
                 if not halt.restore:
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
         finish(job, loop, evaluation)
-        log(farewell(config, loop.step, code, stop.reason))
+        log(farewell(config, loop.step, code, reason if code == exits.STOPPED else stop.reason))
     return code
 
 
@@ -452,10 +452,10 @@ class Loop:
 
 def roll_back(
     config: Config, diverged: divergence.Diverged, checkpoints, job: job_lib.Job
-) -> Config | None:
+) -> tuple[Config | None, str]:
     """The config with which the run goes on from before the loss rose; it is on record then.
 
-    None: the run stops. It says why, and what can be done.
+    None: the run stops; and a text that says why, and what can be done.
     """
     section, every = config.rollback, config.checkpoint.every
     checkpoints.keep_before(diverged.trusted)
@@ -478,11 +478,11 @@ def roll_back(
             record = {"text": text, "at": rollback.at, "skipped": rollback.skipped}
             history.append(config.workdir, history.ROLLBACK, record, log=launch.log)
             launch.log(text)
-            return changed
+            return changed, text
     skips = config.guard.on_bad_step == "skip"
     others = "raise guard.patience" if skips else "set guard.on_bad_step='skip'"
-    launch.log(f"{diverged}: stopped. {why}. {divergence.remedy(section, step, others)}")
-    return None
+    launch.log(f"{diverged}: the run stops")
+    return None, f"{diverged}: stopped. {why}. {divergence.remedy(section, step, others)}"
 
 
 def end_in_time(config: Config, job: job_lib.Job, checkpoints, tier):
@@ -534,6 +534,8 @@ def farewell(config: Config, step: int, code: int, reason: str) -> str:
     if step < config.steps and code != exits.STOPPED:
         where = f"stopped at step {step} of {config.steps}"
         return f"{reason}: {where}: run the same command again to continue"
+    if code == exits.STOPPED:
+        return reason
     return f"step {step} of {config.steps}: everything is in {config.workdir}"
 
 

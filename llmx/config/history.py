@@ -26,6 +26,7 @@ from llmx.config import Config
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
 Log = Callable[[str], None]
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def read(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
@@ -37,7 +38,7 @@ def read(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("kind"), str):
                 yield record
@@ -73,7 +74,11 @@ def record_start(config: Config, *, resumed_from: int, log: Log) -> None:
     if jax.process_index() != 0:
         return
     present = config_lib.to_json(config)
-    last = last_config(config.workdir)
+    try:
+        last = last_config(config.workdir)
+    except (OSError, *_DAMAGED) as error:
+        log(f"warning: {FILE} of {config.workdir} is damaged and goes on anew: {error}")
+        last = None
     if last is None:
         values = {"config": present}
     else:
@@ -170,22 +175,22 @@ def recorded_rollbacks(workdir: str | os.PathLike) -> tuple[list[int], list[int]
     try:
         section = json.loads((root / "config.json").read_text())["rollback"]
         return _pairs(section)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *_DAMAGED):
         pass
     last: tuple[list[int], list[int]] = [], []
     for record in read(workdir):
         if record["kind"] == ROLLBACK:
             try:
                 last = _pairs(record)
-            except (ValueError, KeyError, TypeError):
+            except _DAMAGED:
                 continue
     return last
 
 
 def _pairs(section: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     at, skipped = (list(map(int, section[name])) for name in ("at", "skipped"))
-    if len(at) != len(skipped):
-        raise ValueError("of different length")
+    if len(at) != len(skipped) or any(number < 0 for number in at + skipped):
+        raise ValueError("not pairs of steps and numbers of batches")
     return at, skipped
 
 
@@ -214,7 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not pathlib.Path(workdir, FILE).is_file():
         print(f"{workdir} holds no {FILE}: name the workdir of a run", file=sys.stderr)
         return 2
-    print("\n".join(lines(workdir)))
+    try:
+        print("\n".join(lines(workdir)))
+    except (OSError, *_DAMAGED) as error:
+        print(f"{workdir}/{FILE} is damaged: {error}: move it away", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -68,6 +68,17 @@ def test_what_cannot_be_written_is_a_warning(run, tmp_path):
     assert history.main([str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize("changed", ["[1]", '{"a.b": 3}', '{"seed.x": [1, 2]}'])
+def test_records_of_something_else_are_a_warning(run, changed):
+    start(run)
+    path = pathlib.Path(run.workdir, history.FILE)
+    path.write_text(path.read_text() + '{"kind": "start", "changed": ' + changed + "}\n")
+    said = start(run)
+    assert all(text.startswith("warning: ") for text in said)
+    assert "config" in list(history.read(run.workdir))[-1]
+    assert history.main([run.workdir]) in (0, 2)
+
+
 def with_rollbacks(run, **values):
     given = config_lib.default()
     given.workdir = run.workdir
