@@ -110,7 +110,7 @@ class Peers:
         if not self.many:
             return
         _explain_abort(self)
-        for work in (self._look, self._beat):
+        for work in (self._look, self._beat, self._guard):
             thread = threading.Thread(target=work, daemon=True, name=f"peers{work.__name__}")
             thread.start()
             self._threads.append(thread)
@@ -308,6 +308,22 @@ class Peers:
             for watch in list(self.watchers):
                 with contextlib.suppress(Exception):
                     watch()
+
+    def _guard(self) -> None:
+        """Ends this process where the store does not answer: process 0 is stopped, or cut off.
+
+        Counted in own looks: a process that was itself stopped for a while gets time to ask again.
+        """
+        last, unanswered = self._reached, 0
+        while not self._over.wait(BEAT_SECONDS):
+            unanswered, last = (unanswered + 1 if last == self._reached else 0), self._reached
+            if unanswered * BEAT_SECONDS > self._silence:
+                limit = f"launch.heartbeat_seconds={self._silence:g}"
+                self.end(
+                    exits.AGAIN,
+                    f"process 0, which coordinates the run, has not answered for {limit}: it is "
+                    "stopped or cut off; start the run again, it continues from its checkpoint",
+                )
 
     def _leave(self, refusals: Mapping[str, str]) -> None:
         index = min(refusals, key=int)

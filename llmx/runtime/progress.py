@@ -30,7 +30,8 @@ class Progress:
         self._phase, self._since = PHASES[0], clock()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._recent: collections.deque[float] = collections.deque(maxlen=RECENT)
-        self._step, self._alive, self._laps = 0, clock(), False
+        self._step, self._alive = 0, clock()
+        self._laps = self._measured = False
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -61,7 +62,8 @@ class Progress:
             now = self._clock()
             if self._laps:
                 self._recent.append(now - self._alive)
-            self._step, self._alive, self._laps = step, now, True
+            self._step, self._alive = step, now
+            self._laps = self._measured = True
 
     def begin_at(self, step: int) -> None:
         """The run continues after `step` steps."""
@@ -83,6 +85,11 @@ class Progress:
             found = dict(self._seconds)
             found[self._phase] += self._clock() - self._since
         return found
+
+    @property
+    def measured(self) -> bool:
+        """Whether a step has ended in this process."""
+        return self._measured
 
     def median_step(self) -> float | None:
         """Seconds; None before three steps are measured."""

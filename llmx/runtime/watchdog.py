@@ -65,7 +65,9 @@ class Watchdog:
         config = self._config
         if phase in ("step", "data wait"):
             if self._step_seconds > 0:
-                return self._step_seconds, "launch.watchdog_seconds"
+                # Before the first step other processes may still compile.
+                early = max(60.0, 4 * self._step_seconds) if not self._progress.measured else 0.0
+                return max(self._step_seconds, early), "launch.watchdog_seconds"
             median = self._progress.median_step()
             if median is None:
                 return config.first_step_seconds, "watchdog.first_step_seconds"

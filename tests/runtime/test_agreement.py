@@ -193,3 +193,22 @@ def test_a_refusal_is_remembered_for_those_that_look_later():
     Peers(store, 0, 2).refuse("the data is wrong", 2)
     refusal = json.loads(store.texts["llmx/refusal/0"])
     assert refusal["cause"] == "the data is wrong" and refusal["code"] == 2
+
+
+def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
+    """Process 0 is stopped: its store takes calls, and answers none."""
+    monkeypatch.setattr(agreement, "BEAT_SECONDS", 0.05)
+    ended = threading.Event()
+
+    class Stopped(Memory):
+        def list(self, folder):
+            threading.Event().wait()
+
+    peers = Peers(Stopped(2), 1, 2, silence=0.5)
+    monkeypatch.setattr(peers, "end", lambda code, text: (said.append((code, text)), ended.set()))
+    said = []
+    monkeypatch.setattr(agreement, "_explain_abort", lambda peers: None)
+    peers.start()
+    assert ended.wait(10)
+    assert said[0][0] == exits.AGAIN and "launch.heartbeat_seconds=0.5" in said[0][1]
+    peers._over.set()
