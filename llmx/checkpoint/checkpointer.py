@@ -380,7 +380,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                     self._permitted()
                     thread = directories.start_removing(self._root, str(step))
                     self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
-            elif _is_intact(self._root, step):
+            elif is_intact(self._root, step):
                 kept += 1
 
     def _rename(self, step: int, label: str, reason: str) -> None:
@@ -436,7 +436,7 @@ def restore_params(
     return restored
 
 
-def _is_intact(root: Any, step: int) -> bool:
+def is_intact(root: Any, step: int) -> bool:
     """Whether checkpoint `step` looks as if it can be restored; reads no arrays."""
     try:
         restore.read_document(root, step)

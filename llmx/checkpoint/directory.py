@@ -143,10 +143,11 @@ def remove(path: Any) -> None:
 
 def num_bytes(path: Any) -> int:
     """Bytes of all files under `path`."""
-    total = 0
-    for file in path.rglob("*"):
-        try:
-            total += 0 if file.is_dir() else file.stat().length
-        except OSError:
-            continue  # deleted meanwhile
+    total, folders = 0, [path]
+    while folders:
+        for found in folders.pop().iterdir():
+            if found.is_dir():
+                folders.append(found)
+            elif found.exists():  # it may be deleted meanwhile
+                total += found.stat().length
     return total

@@ -53,7 +53,7 @@ def newest(
             like = abstract(document) if callable(abstract) else abstract
             wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
             stored = reshard.stored(wanted, order=order, saved=document.order)
-            tree = _read_arrays(
+            tree = read_arrays(
                 root / str(candidate) / directory.STATE, stored, document.saved_names
             )
         except VERDICTS[1:] as error:
@@ -86,7 +86,7 @@ def newest(
     raise ValueError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
 
 
-def _read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, jax.Array]:
+def read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, jax.Array]:
     """This process's shards of the wanted arrays; no barrier, since a single process may fail."""
     if not wanted:
         return {}
