@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     if missing := lacking():
         print(f"try_slurm: {missing}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the daemons end too
     with scratch(options.folder) as folder, Cluster(folder) as cluster:
         peaceful, disturbed = (Run(cluster, folder, name) for name in ("peaceful", "disturbed"))
         peaceful.submit()
