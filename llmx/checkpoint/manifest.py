@@ -237,7 +237,8 @@ def _renamed(saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]) -> tupl
         name = saved_name
         for pattern, replacement in rows:
             name = re.sub(pattern, replacement, name)
-        assert name not in leaves, f"RENAMED gives two saved leaves the name {name!r}"
+        if name in leaves:
+            raise ValueError(f"two of its leaves have the name {name!r}")
         leaves[name] = leaf
         if name != saved_name:
             saved_names[name] = saved_name

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import re
 import shutil
 import subprocess
+import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 from llmx.checkpoint import checkpointer, checksums, writer
 from llmx.checkpoint import directory as directories
 from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+
+ROOT = Path(__file__).parents[2]
 
 SPECS = {
     "whole": P(),
@@ -339,3 +344,61 @@ def test_in_an_object_store_the_marker_makes_a_checkpoint_complete(tmp_path, mon
     with opened(tmp_path) as checkpoints:
         checkpoints.save(12, state_of(12), meta={}, wait=True)
     assert names(tmp_path) == ["12"]
+
+
+TWO = """
+    import sys, time, jax, numpy as np, orbax.checkpoint as ocp
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from llmx.checkpoint import checkpointer
+    from llmx.runtime import launch
+    launch.start(launch.LaunchConfig(platform="cpu", compile_cache=""))
+    me = jax.process_index()
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,))
+    whole = NamedSharding(mesh, P())
+    def state(value):
+        data = jax.device_put(np.full(8, value, "f"), jax.local_devices()[0])
+        return {"w": jax.make_array_from_single_device_arrays((8,), whole, [data])}
+    def loop(checkpoints, step):
+        for step in range(step, step + 200):
+            checkpoints.poll(step)
+            if checkpoints._save is None or checkpoints.latest_step() == checkpoints._save.step:
+                return step
+            time.sleep(0.01 * (1 + me))
+    config = checkpointer.CheckpointConfig(every=4)
+    with checkpointer.Checkpointer(sys.argv[1], config, log=launch.log) as checkpoints:
+        checkpoints.save(4, state(4), meta={}, wait=True)
+        save = ocp.PyTreeCheckpointHandler.async_save
+        async def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+        if me == 1:
+            ocp.PyTreeCheckpointHandler.async_save = full
+        begun = time.monotonic()
+        checkpoints.save(8, state(8), meta={})
+        step = loop(checkpoints, 9)
+        assert time.monotonic() - begun < 20
+        ocp.PyTreeCheckpointHandler.async_save = save
+        checkpoints.save(12, state(12), meta={}, wait=True)
+        checkpoints.save(16, state(16 + me), meta={})
+        try:
+            loop(checkpoints, 17)
+        except checkpointer.Diverged as error:
+            print(f"process {me} after poll {checkpoints._polls}: {error}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_know_of_a_failure_in_one_and_that_they_differ(tmp_path):
+    command = [sys.executable, "scripts/local_cluster.py", "-n", "2", "--devices-per-process", "1"]
+    command += ["--", sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    out = run.stdout + run.stderr
+    assert run.returncode == 0, out
+    assert "step 8 was not written: process 1: the disk is full" in out
+    words = (
+        r"process (\d) after poll (\d+): .*replicas of w differ: device 0 \(process 0\) and device"
+    )
+    found = re.findall(words, out)
+    assert {who for who, _ in found} == {"0", "1"} and len({poll for _, poll in found}) == 1
+    assert names(tmp_path) == ["12", "4"]
