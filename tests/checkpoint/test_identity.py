@@ -9,7 +9,7 @@ from support import runs
 from support.compare import assert_same
 from support.resumes import opened, resumed, save
 
-from llmx.checkpoint import identity
+from llmx.checkpoint import checkpointer, identity
 from llmx.config import checks
 from llmx.model import families
 
@@ -214,3 +214,26 @@ def test_where_a_run_starts_is_checked_early(tmp_path):
     run.start_from, run.start_changes = "", ("norm_epsilon",)
     with pytest.raises(ValueError, match=r"start_changes: .*norm_eps.*, not 'norm_epsilon'"):
         checks.resolve(run, 1)
+
+
+def test_the_checkpoint_from_before_the_loss_rose_is_kept(tmp_path):
+    config = checkpointer.CheckpointConfig(keep_last=2)
+    folder = str(tmp_path / "checkpoints")
+    with checkpointer.Checkpointer(folder, config, log=print) as checkpoints:
+        for step in range(1, 7):
+            checkpoints.keep_before(min(step, 3))
+            checkpoints.save(step, {"x": jax.numpy.zeros(4)}, meta={}, wait=True)
+        assert checkpoints.steps() == [3, 5, 6]
+
+
+def test_what_a_rollback_went_back_from_is_not_resumed_from(tmp_path):
+    """Killed when the rollback was on record, and before anything was set aside."""
+    wanted = save(tmp_path, 1, 1)
+    for step in (2, 3):
+        save(tmp_path, step, 1)
+    _, state, first, said = resumed(tmp_path, 1, rollback__at=(1,), rollback__skipped=(2,))
+    assert first == 1 and "the run went back to step 1" in said
+    assert_same(state.params, wanted.params)
+    assert opened(tmp_path).steps() == [1]
+    save(tmp_path, 4, 1, rollback__at=(1,), rollback__skipped=(2,))
+    assert resumed(tmp_path, 1, rollback__at=(1,), rollback__skipped=(2,))[2] == 4
