@@ -627,7 +627,7 @@ def run_workers(inputs: list[tuple[str, int]], seed: int, workers: int, scratch:
             folder = scratch / f"worker-{k}"
             if (late or status) and len(_results(folder)) < len(parts[k]):
                 name, number = parts[k][len(_results(folder))]
-                what = "hang" if late else f"died of {status}"
+                what = "hang" if late else f"died of {os.waitstatus_to_exitcode(status)}"
                 with open(folder / "results.jsonl", "a") as file:
                     said = (folder / "output").read_text(errors="replace")[-1000:]
                     file.write(json.dumps([name, number, what, said]) + "\n")
