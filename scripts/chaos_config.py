@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from llmx import config
 from llmx.model import families
@@ -25,6 +27,7 @@ PACE_SECONDS = (
     0.1  # of a step, slept in the loader: a fault shall strike in the step it is meant for
 )
 STEP_LIMIT = 8  # seconds without a step, until the watchdog ends a process
+START_LIMIT = 45  # seconds of any other phase, and of a step until three are measured
 
 
 @dataclasses.dataclass
@@ -54,8 +57,12 @@ def get_config():
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.data.sources, run.data.cache_dir = (orders.source,), f"{orders.scratch}/data"
     run.data.prefetch = 0
+    run.sharding.layout = "zero1"
     run.launch.compile_cache = f"{orders.scratch}/xla"
-    run.launch.heartbeat_seconds, run.launch.watchdog_seconds = 10, STEP_LIMIT
+    run.launch.heartbeat_seconds, run.watchdog.step_seconds = 10, STEP_LIMIT
+    for phase in ("start", "compile", "first_step", "evaluation", "save"):
+        setattr(run.watchdog, f"{phase}_seconds", START_LIMIT)
+    run.metrics.tensorboard = False
     number = int(os.environ.get("LLMX_PROCESS_ID", "0"))
     if number == orders.victim and orders.inject in SETTINGS:
         SETTINGS[orders.inject](run, orders)
@@ -75,7 +82,16 @@ def _other_seed(run: Any, orders: Orders) -> None:
 
 
 def _other_data(run: Any, orders: Orders) -> None:
-    run.data.sources = (f"{orders.scratch}/other_text",)
+    """The same config, and other text under it, as on a host whose disk has an older copy."""
+    from llmx.data import dataset
+
+    inner = dataset.open_dataset
+
+    def open_dataset(config, **rest):
+        other = dataclasses.replace(config, sources=(f"{orders.scratch}/other_text",))
+        return inner(other, **rest)
+
+    dataset.open_dataset = open_dataset
 
 
 SETTINGS: dict[str, Callable] = {"rate": _other_rate, "seed": _other_seed, "data": _other_data}
@@ -103,9 +119,17 @@ def watch(orders: Orders, number: int) -> None:
         @functools.wraps(inner)
         def outer(*args, **kwargs):
             mark(name, args[1] if name == "save" else -1)
+            if name == "data":
+                read_programs_back()
             return inner(*args, **kwargs)
 
         setattr(owner, attribute, outer)
+
+    def read_programs_back() -> None:
+        # `llmx.runtime.launch` switches the cache off for several CPU processes: jaxlib reads back
+        # programs with collectives within loops wrongly. With ZeRO-1 all of them are outside.
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
     mark("launch")
     marked(dataset, "open_dataset", "data")
