@@ -141,7 +141,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
         last = difflib.get_close_matches(key.rpartition(".")[2], ends, n=1)
         near = [ends[name] for name in last]
     hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists the keys"
-    return f"{key} is not a key of the config: {hint}"
+    return f"{key[:200]} is not a key of the config: {hint}"
 
 
 def get_value(config: Any, key: str) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import os
 import pathlib
 import typing
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ def resolve(
 def _start(config: Config) -> Iterator[str]:
     """Where the run begins, before any file but directories is looked at."""
     workdir, _ = identity.origin(config.start_from)
-    if workdir and not pathlib.Path(workdir, "checkpoints").is_dir():
+    if workdir and not os.path.isdir(os.path.join(workdir, "checkpoints")):
         yield (
             f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
             "or of an import by llmx.convert --from-hf"

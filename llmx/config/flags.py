@@ -1,6 +1,7 @@
 """Config files and the command line: `--config FILE --config.section.key=value`."""
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         values(argv)
         return holder.value
 
-    if not pathlib.Path(path.split(":")[0]).is_file():
+    if not os.path.isfile(path.split(":")[0]):
         raise ConfigError([f"--config={path}: there is no such file"])
     try:
         config = read([])

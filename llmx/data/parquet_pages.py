@@ -77,8 +77,6 @@ class _Reader:
 
     def struct(self, depth: int) -> dict[int, Any]:
         """The integers of a struct by field; other values are passed over."""
-        if depth > _MAX_DEPTH:
-            raise ValueError("a page header is nested too deeply")
         found, field = {}, 0
         while head := self._byte():
             field = field + (head >> 4) if head >> 4 else self._integer()
@@ -86,6 +84,8 @@ class _Reader:
         return found
 
     def _value(self, kind: int, depth: int) -> int | None:
+        if depth > _MAX_DEPTH:
+            raise ValueError("a page header is nested too deeply")
         if kind in _INTEGERS:
             return self._integer()
         if kind == _STRUCT:

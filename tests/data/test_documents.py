@@ -1,11 +1,13 @@
 """What files hold: binary content is named, and memory is bounded whatever a small file claims."""
 
 import collections
+import io
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pyarrow
@@ -203,3 +205,16 @@ def test_memory_of_small_files_that_claim_much(tmp_path):
     said, taken = written_in_another_process(tmp_path, "b.jsonl")
     assert re.search(r"b\.jsonl: line 1 \(byte 0\): a line of more than 67,108,864 bytes", said)
     assert taken < 300 << 20
+
+
+def test_page_headers_that_are_no_headers():
+    def sizes(raw):
+        column = types.SimpleNamespace(
+            data_page_offset=0, dictionary_page_offset=None, total_compressed_size=len(raw)
+        )
+        return list(parquet_pages.sizes(io.BytesIO(raw), column))
+
+    assert sizes(b"\x15\x00\x15\x14\x15\x00\x00") == [10]
+    for raw in (b"\x19" * 5000, b"\x1c" * 5000, b"\x15" + b"\xff" * 99, b"\x15\x00", b"\0" * 9):
+        with pytest.raises(ValueError, match="page header"):
+            sizes(raw)
