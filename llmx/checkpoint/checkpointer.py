@@ -99,7 +99,7 @@ class NotOwner(Halt):
     code = exits.REFUSED
 
 
-class Diverged(Halt):
+class ReplicasDiffer(Halt):
     """Replicas hold different values."""
 
     code = exits.STOPPED
@@ -290,7 +290,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             back = self._config.on_corruption == "restore" and not final
             # Once from each checkpoint: what is faulty may stay so.
             back, self._went_back_to = back and newest != self._went_back_to, newest
-            raise Diverged(f"{text}; {self._after_corruption(back)}", restore=back)
+            raise ReplicasDiffer(f"{text}; {self._after_corruption(back)}", restore=back)
         if final or self._config.on_failure == "stop":
             raise Unsaved(
                 f"{text}; {self._newest_text()}; {verdict.remedy} and run again to resume"

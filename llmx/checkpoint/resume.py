@@ -16,7 +16,7 @@ from llmx.checkpoint import checkpointer, identity, local_tier
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
-from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
@@ -99,7 +99,7 @@ def _forget_abandoned(config: Any, checkpoints: Checkpointer):
         return
     found = []
     for step in checkpoints.steps():
-        with contextlib.suppress(Corrupt, Mismatch):  # `restore` says so
+        with contextlib.suppress(Corrupt, Mismatch, Unreadable):  # `restore` says so
             found.append(_abandoned_at(config, checkpoints.document(step)))
     # The first process decides, so all must ask it.
     after = min((at for at in found if at is not None), default=checkpoints.latest_step() or 0)

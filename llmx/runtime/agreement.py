@@ -62,6 +62,9 @@ class Store:
         """Waits for the key."""
         return self._client.blocking_key_value_get(key, int(seconds * 1000))
 
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(key)
+
     def list(self, folder: str) -> dict[str, str]:
         """{name in the folder: text}."""
         pairs = self._client.key_value_dir_get(f"{folder}/")
@@ -120,6 +123,9 @@ class Peers:
         self._over.set()
         for thread in self._threads:
             thread.join(5)
+        if self.many:  # it is not gone but done: process 0 may still be busy with what is its own
+            with contextlib.suppress(Exception):
+                self._store.delete(f"llmx/beat/{self.index}")
 
     # ------------------------------------------------------------------------------------ talking
 
@@ -246,7 +252,8 @@ class Peers:
     # ------------------------------------------------------------------------------------ looking
 
     def heartbeats(self) -> list[Heartbeat]:
-        """The last heartbeat of each process that has sent one, by index; without the store: []."""
+        """The last heartbeat of each process that has sent one, and has not left, by index; without
+        the store: []."""
         if not self.many:
             return [{"process": 0, "host": socket.gethostname(), **self._heartbeat()}]
         beats = self._read_beats()
@@ -279,7 +286,10 @@ class Peers:
 
     def _find_silent(self) -> None:
         now = time.monotonic()
-        for index, text in self._store.list("llmx/beat").items():
+        beats = self._store.list("llmx/beat")
+        for index in self._seen.keys() - beats.keys():  # it has left at the end of the run
+            del self._seen[index]
+        for index, text in beats.items():
             if self._seen.get(index, ("", 0))[0] != text:
                 self._seen[index] = (text, now)
         silent = {i: text for i, (text, at) in self._seen.items() if now - at > self._silence}

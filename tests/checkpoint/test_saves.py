@@ -134,7 +134,7 @@ def test_replicas_that_differ_at_a_save_stop_the_run_or_send_it_back(tmp_path, p
         bad = state_of(8)
         bad["b"] = with_changed_shard(bad["b"], 3, 0x40)
         checkpoints.save(8, bad, meta={})
-        with pytest.raises(checkpointer.Diverged) as caught:
+        with pytest.raises(checkpointer.ReplicasDiffer) as caught:
             poll_until(checkpoints, 9)
         text = str(caught.value)
         assert "replicas of b differ: device 3 (process 0) holds other" in text
@@ -381,7 +381,7 @@ TWO = """
         checkpoints.save(16, state(16 + me), meta={})
         try:
             loop(checkpoints, 17)
-        except checkpointer.Diverged as error:
+        except checkpointer.ReplicasDiffer as error:
             print(f"process {me} after poll {checkpoints._polls}: {error}", flush=True)
 """
 

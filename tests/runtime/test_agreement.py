@@ -36,6 +36,10 @@ class Memory:
             assert self.changed.wait_for(lambda: key in self.texts, min(seconds, 20)), key
             return self.texts[key]
 
+    def delete(self, key):
+        with self.changed:
+            del self.texts[key]
+
     def list(self, folder):
         with self.changed:
             pairs = self.texts.items()
@@ -212,3 +216,24 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     assert ended.wait(10)
     assert said[0][0] == exits.AGAIN and "launch.heartbeat_seconds=0.5" in said[0][1]
     peers._over.set()
+
+
+def test_a_process_that_has_left_is_not_gone(monkeypatch):
+    """Process 0 may need a while after the others: it draws, and deletes old checkpoints."""
+    monkeypatch.setattr(agreement, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(agreement, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(agreement, "_explain_abort", lambda peers: None)
+    store, said = Memory(2), []
+    first, second = (Peers(store, index, 2, silence=0.5) for index in range(2))
+    for peers in (first, second):
+        monkeypatch.setattr(peers, "end", lambda code, text: said.append(text))
+    monkeypatch.setattr(first, "refuse", lambda cause, code: said.append(cause))
+    first.start()
+    second.start()
+    with store.changed:
+        assert store.changed.wait_for(lambda: "llmx/beat/1" in store.texts, 10)
+    time.sleep(0.2)  # process 0 has seen it
+    second.close()
+    time.sleep(1.0)
+    assert not said and [beat["process"] for beat in first.heartbeats()] == [0]
+    first.close()
