@@ -134,7 +134,7 @@ class Case:
         inject = self.kind.inject
         self.orders = chaos_config.Orders(
             str(self.folder), str(self.session.folder / "text"), str(self.session.folder),
-            victim=self.victim if inject else -1, inject=inject, step=self.step,
+            victim=self.victim if inject and not self.kind.reference else -1, inject=inject, step=self.step,
         )  # fmt: skip
         self.checks: list[Callable[[], None]] = []  # what a strike wants to see at the end
 
@@ -175,10 +175,11 @@ class Case:
             launch.process.poll() is None and launch.process.kill()
             raise
         finally:
-            self._kill_all()
+            self.kill_all()
         if kind.must_stop and not how:
             raise Violation("was not noticed: the run went to its end")
-        if difference := self.session.differences(self.workdir, self.num):
+        undisturbed = self.session.undisturbed(self.num, kind.reference)
+        if difference := self.session.differences(self.workdir, undisturbed):
             raise Violation(difference)
         return ", ".join([*how, "rerun completed" if how else "completed"])
 
@@ -196,7 +197,7 @@ class Case:
                 raise Violation(f"the last line lacks {words!r}: {last[:300]}")
         return f"exit {code} in {seconds:.0f} s: {last[:90]}"
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
         """Processes of this case that are still there."""
         mark, found = str(self.folder).encode(), []
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
@@ -210,13 +211,14 @@ class Case:
 
     def _no_process_left(self) -> None:
         deadline = time.monotonic() + 5
-        while left := self._processes():
+        while left := self.processes():
             if time.monotonic() > deadline:
                 raise Violation(f"{len(left)} processes are left behind")
             time.sleep(0.05)
 
-    def _kill_all(self) -> None:
-        for pid in self._processes():
+    def kill_all(self) -> None:
+        """Kills what is left of this case."""
+        for pid in self.processes():
             kill(pid, signal.SIGKILL)
 
 
@@ -228,6 +230,7 @@ class Session:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
+        self.cases: list[Case] = []
         self.mounts: list[pathlib.Path] = []
         for name, seed in (("text", 0), ("other_text", 1)):
             self._write_text(folder / name, np.random.default_rng(seed))
@@ -238,18 +241,23 @@ class Session:
         for number in range(40):
             (folder / f"{number}.txt").write_text(" ".join(generator.choice(words, 300)))
 
-    def undisturbed(self, num: int) -> pathlib.Path:
-        """The work directory of a run that nothing disturbs, with all its checkpoints."""
-        return self.folder / f"undisturbed-{num}" / "run"
+    def undisturbed(self, num: int, name: str = "") -> pathlib.Path:
+        """The work directory of a run that nothing disturbs, with all its checkpoints.
 
-    def make_undisturbed(self, num: int) -> float:
+        name: a kind of fault, for a run that goes the same way without being killed.
+        """
+        return self.folder / f"undisturbed-{num}{name}" / "run"
+
+    def make_undisturbed(self, num: int, name: str = "") -> float:
         """Makes it; its seconds."""
-        case = Case(self, 0, "none", num, "", -1, 0, 0.0, random.Random(0))
-        case.folder.rename(self.undisturbed(num).parent)
-        case.folder, case.workdir = self.undisturbed(num).parent, self.undisturbed(num)
-        case.orders = dataclasses.replace(case.orders, folder=str(case.folder))
+        case = Case(self, 0, name or "none", num, "", -1, 0, 0.0, random.Random(0))
+        case.folder.rename(self.undisturbed(num, name).parent)
+        case.workdir = self.undisturbed(num, name)
+        case.folder = case.workdir.parent
+        case.orders = dataclasses.replace(case.orders, folder=str(case.folder), victim=-1)
         every = chaos_config.SAVE_EVERY
-        launch = Launch(case, flags=(f"--config.checkpoint.keep_every={every}",))
+        flags = (f"--config.checkpoint.keep_every={every}", *case.kind.flags)
+        launch = Launch(case, flags=flags, inject=True)
         if code := launch.end():
             raise Violation(f"the undisturbed run ends with {code}: {launch.log.read_text()}")
         return time.time() - launch.begun
@@ -261,10 +269,10 @@ class Session:
             if not path.name.isdecimal() or int(path.name) > HALF:
                 shutil.rmtree(path)
 
-    def differences(self, workdir: pathlib.Path, num: int) -> str:
+    def differences(self, workdir: pathlib.Path, undisturbed: pathlib.Path) -> str:
         """How a run differs from the undisturbed one; "" if it does not."""
-        for kind, wanted in (("train", _losses(self.undisturbed(num), "train")),
-                             ("eval", _losses(self.undisturbed(num), "eval"))):  # fmt: skip
+        for kind in ("train", "eval"):
+            wanted = _losses(undisturbed, kind)
             found = _losses(workdir, kind)
             if [step for step, *_ in found] != [step for step, *_ in wanted]:
                 return f"{kind} records of steps {[step for step, *_ in found]}"
@@ -272,7 +280,7 @@ class Session:
                 if one != other:
                     return f"step {one[0]}: {one[1:]} instead of {other[1:]}"
         last = f"checkpoints/{chaos_config.STEPS}/meta/metadata"
-        paths = [folder / last for folder in (workdir, self.undisturbed(num))]
+        paths = [folder / last for folder in (workdir, undisturbed)]
         if not paths[0].exists():
             return "no last checkpoint"
         one, other = (json.loads(path.read_text())["document"]["leaves"] for path in paths)
@@ -280,6 +288,9 @@ class Session:
         return f"the last checkpoint differs in {different[:3]}" if different else ""
 
     def close(self) -> None:
+        """Ends what is left of the cases, and their mounts."""
+        for case in self.cases:
+            case.kill_all()
         for path in self.mounts:
             subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
 
@@ -362,19 +373,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     session = Session(options.folder or pathlib.Path(tempfile.mkdtemp(prefix="llmx-chaos-")))
     lines = ["| | fault | victim | moment | | how it ended | seconds |", "|" + "---|" * 7]
     say = lambda line: (lines.append(line), print(line, flush=True))  # noqa: E731
     print(f"folder: {session.folder}\n" + "\n".join(lines), flush=True)
     begun, verdicts = time.monotonic(), []
     try:
-        for num in options.processes:
-            print(f"undisturbed, {num} processes: {session.make_undisturbed(num):.1f} s")
+        session.cases += draw(session, options)
+        references = {(case.num, case.kind.reference) for case in session.cases}
+        for num, name in sorted(references | {(num, "") for num in options.processes}):
+            seconds = session.make_undisturbed(num, name)
+            print(f"undisturbed, {num} processes {name}: {seconds:.1f} s", flush=True)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            cases = draw(session, options)
-            for case, found in zip(cases, pool.map(judge, cases), strict=True):
-                verdicts.append(found[0])
-                say(row(case, *found))
+            running = {pool.submit(judge, case): case for case in session.cases}
+            for done in concurrent.futures.as_completed(running):
+                verdicts.append(done.result()[0])
+                say(row(running[done], *done.result()))
     finally:
         session.close()
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("ok", "missed", "VIOLATION"))

@@ -27,6 +27,7 @@ PACE_SECONDS = (
     0.1  # of a step, slept in the loader: a fault shall strike in the step it is meant for
 )
 STEP_LIMIT = 8  # seconds without a step, until the watchdog ends a process
+NOISE_STEP = 10  # the first batch of noise
 START_LIMIT = 45  # seconds of any other phase, and of a step until three are measured
 
 
@@ -37,7 +38,7 @@ class Orders:
     folder: str  # marks go here, and what must happen once a case
     source: str  # of the text
     scratch: str  # caches, shared by all cases
-    victim: int = -1  # number of the process that fails; -1 = none, all where a fault needs them
+    victim: int = -1  # number of the process that fails; -1 = all, or none
     inject: str = ""  # a name in SETTINGS or BATCHES
     step: int = 0  # of an injected fault: steps taken before
 
@@ -62,6 +63,7 @@ def get_config():
     run.launch.heartbeat_seconds, run.watchdog.step_seconds = 10, STEP_LIMIT
     for phase in ("start", "compile", "first_step", "evaluation", "save"):
         setattr(run.watchdog, f"{phase}_seconds", START_LIMIT)
+    run.rollback.window = 3
     run.metrics.tensorboard = False
     number = int(os.environ.get("LLMX_PROCESS_ID", "0"))
     if number == orders.victim and orders.inject in SETTINGS:
@@ -142,7 +144,7 @@ def watch(orders: Orders, number: int) -> None:
         mark("step", step)
         time.sleep(PACE_SECONDS)
         batch = self.undisturbed(step, rows, batch_size)
-        if orders.inject in BATCHES and orders.victim in (-1, number):
+        if orders.inject in BATCHES and orders.victim in (-1, number):  # -1: in all processes
             BATCHES[orders.inject](batch, step, orders)
         return batch
 
@@ -174,7 +176,7 @@ def _nan(batch: dict, step: int, orders: Orders) -> None:
 
 def _noise(batch: dict, step: int, orders: Orders) -> None:
     """Batches of a few steps have targets that nobody can guess."""
-    if orders.step <= step < orders.step + 3:
+    if NOISE_STEP <= step < NOISE_STEP + 4:
         shape = batch["targets"].shape
         batch["targets"][:] = np.random.default_rng(step).integers(0, 256, shape)
 

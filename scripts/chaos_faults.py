@@ -50,6 +50,7 @@ class Kind:
     words: tuple[str, ...] = ()  # regular expressions that the last line of a stop must match
     must_stop: bool = False
     killed: bool = False  # what would print the last line is killed too
+    reference: str = ""  # injected into the undisturbed run too, and with its flags
     weight: int = 1  # how often it is drawn
 
 
@@ -69,7 +70,7 @@ def strike_kill_supervisor(case: Case, launch: Launch) -> None:
 
 def strike_kill_all(case: Case, launch: Launch) -> None:
     for _ in range(2):  # what the first round has missed was being started
-        for pid in case._processes():
+        for pid in case.processes():
             kill(pid, signal.SIGKILL)
 
 
@@ -212,7 +213,9 @@ def _strike_disk_full(*, left: int, for_ever: bool) -> Callable[[Case, Launch], 
     def strike(case: Case, launch: Launch) -> None:
         ballast = case.workdir / "ballast"
         room = shutil.disk_usage(case.workdir).free - left
-        ballast.write_bytes(bytes(max(room, 0)))
+        with contextlib.suppress(OSError), open(ballast, "wb") as file:  # the run writes too
+            while file.tell() < room:
+                file.write(bytes(2**12))
         if not for_ever:
             time.sleep(1.5)
             ballast.unlink()
@@ -253,11 +256,11 @@ KINDS: dict[str, Kind] = {
         words=("good|bring back|move",),
     ),
     "disk_full": Kind(
-        ("step", "save"), _strike_disk_full(left=2**18, for_ever=True), prepare=mount_small,
-        mend=free_disk, codes=(74,), words=("full|space",), must_stop=True,
+        ("step", "save"), _strike_disk_full(left=2**16, for_ever=True), prepare=mount_small,
+        mend=free_disk, codes=(74,), words=("full|space",),
     ),
     "disk_full_stop": Kind(
-        ("step", "save"), _strike_disk_full(left=2**18, for_ever=True), prepare=mount_small,
+        ("step", "save"), _strike_disk_full(left=2**16, for_ever=True), prepare=mount_small,
         mend=free_disk, codes=(74,), words=("full|space",), must_stop=True,
         flags=("--config.checkpoint.on_failure=stop",),
     ),
@@ -273,5 +276,13 @@ KINDS: dict[str, Kind] = {
     "diverge": Kind(
         half=True, flags=("--config.optimizer.learning_rate=1e18",), codes=(3,), must_stop=True,
         rerun_flags=(f"--config.resume_step={HALF}",), words=("not finite", "run again"),
+    ),
+    "rollback": Kind(
+        strike=strike_kill, inject="noise", reference="rollback", weight=2,
+        flags=("--config.rollback.at_most=2",),
+    ),
+    "rise": Kind(
+        inject="noise", codes=(3,), must_stop=True, words=("above its best", "rollback"),
+        rerun_flags=("--config.resume_step=9",),
     ),
 }  # fmt: skip
