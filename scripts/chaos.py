@@ -131,10 +131,10 @@ class Case:
         self.folder = self.session.folder / f"{self.index:03d}-{self.name}"
         self.workdir = self.folder / "run"
         self.folder.mkdir(parents=True)
-        inject = self.kind.inject
+        inject, in_all = self.kind.inject, self.kind.reference or not self.kind.inject
         self.orders = chaos_config.Orders(
             str(self.folder), str(self.session.folder / "text"), str(self.session.folder),
-            victim=self.victim if inject and not self.kind.reference else -1, inject=inject, step=self.step,
+            victim=-1 if in_all else self.victim, inject=inject, step=self.step,
         )  # fmt: skip
         self.checks: list[Callable[[], None]] = []  # what a strike wants to see at the end
 
