@@ -1,6 +1,6 @@
 """Looks after checkpoints: python -m llmx.checkpoint ls|verify|diff|export|rm WORKDIR ...
 
-No accelerator is needed, and no memory beyond one array (export: two).
+No accelerator is needed, and no memory beyond one array (diff: two; export: all that it writes).
 """
 
 import argparse
@@ -190,17 +190,17 @@ def verify(args: argparse.Namespace) -> int:
 def diff(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from llmx.checkpoint import identity
+
     roots = [_root(args.workdir), _root(args.other or args.workdir)]
     steps = [_step(roots[0], args.step), _step(roots[1], args.other_step)]
     first, second = (_document(root, step) for root, step in zip(roots, steps, strict=True))
     print(f"{roots[0]}/{steps[0]} and {roots[1]}/{steps[1]}:")
-    configs = [dict(_flat(document.meta.get("config") or {})) for document in (first, second)]
-    different = False
-    for key in sorted(configs[0].keys() | configs[1].keys()):
-        values = [config.get(key, "absent") for config in configs]
-        if values[0] != values[1]:
-            different = True
-            print(f"  config {key}: {values[0]!r}, {values[1]!r}")
+    configs = (document.meta.get("config") or {} for document in (first, second))
+    changed = identity.differences(*configs)
+    different = bool(changed)
+    for text in identity.difference_lines(changed):
+        print(f"  config {text}")
     names = [_array_names(document) for document in (first, second)]
     for name in sorted(set(names[0]) ^ set(names[1])):
         different = True
@@ -225,14 +225,6 @@ def diff(args: argparse.Namespace) -> int:
     if not different:
         print("  the same")
     return 1 if different else exits.DONE
-
-
-def _flat(tree: Any, lead: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{lead}{key}.")
-        else:
-            yield f"{lead}{key}", value
 
 
 def export(args: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ def test_diff_shows_configs_and_leaves(workdir, capsys):
     assert commands.main(["diff", str(workdir), "--step", "8"]) == 0
     assert commands.main(["diff", str(workdir), "--step", "4"]) == 1
     out = capsys.readouterr().out
-    assert "config lr: 4, 8" in out and "params/w: 32 of 32 elements" in out
+    assert "config lr: 4 -> 8" in out and "params/w: 32 of 32 elements" in out
     assert "params/b" not in out
 
 
