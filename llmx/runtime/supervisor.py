@@ -6,7 +6,8 @@ The trainer continues from its newest good checkpoint by itself. It is started a
 a signal and exit code 75 (`llmx.runtime.exits`), with a delay that doubles each time. Codes 0, 2,
 3, 74 and 130 are final, and the last line is then the trainer's own. The limit counts restarts
 since the last progress: a newer checkpoint in the work directory that the command names with
---workdir, or where that is none or not a local folder, a trainer that ran for ten minutes. With
+--workdir, or a start from a later step than the start before (of the local tier); or where that is
+none or not a local folder, a trainer that ran for ten minutes. With
 several hosts all trainers of a run end together, and each is started again by its own supervisor
 with the same coordinator address.
 
@@ -18,6 +19,7 @@ one, or --grace seconds, kills the trainer. The trainer also dies if the supervi
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import random
 import signal
@@ -35,6 +37,7 @@ LONGEST_DELAY = 300.0
 POLL_SECONDS = 0.1
 ONE_SIGNAL_SECONDS = 1.0  # schedulers may send the same signal twice at a time
 PR_SET_PDEATHSIG = 1
+HISTORY_BYTES = 2**20  # of the end of history.jsonl
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +94,7 @@ class Supervisor:
             signal.signal(number, self._receive)
         restarts = failures = 0
         while True:
-            step, begun = newest_step(self._workdir), time.monotonic()
+            before_it, begun = reached(self._workdir), time.monotonic()
             code = self._run_once(before + restarts)
             seconds = time.monotonic() - begun
             ended = f"the trainer ended with {code_text(code)} after {seconds:.0f} s"
@@ -99,7 +102,7 @@ class Supervisor:
                 if code < 0:
                     note(f"{ended}: start again to continue from the newest checkpoint")
                 return shell_code(code)
-            if self._progressed(step, seconds):
+            if self._progressed(before_it, seconds):
                 failures = 0
             if failures >= options.max_restarts:
                 note(
@@ -179,11 +182,11 @@ class Supervisor:
     def _restarts_unsaved(self, code: int) -> bool:
         return code == exits.UNSAVED and self._options.restart_unsaved
 
-    def _progressed(self, step_before: int | None, seconds: float) -> bool:
+    def _progressed(self, before_it: tuple[int, int], seconds: float) -> bool:
         if self._workdir is None:
             return seconds >= STEADY_SECONDS
-        step = newest_step(self._workdir)
-        return step is not None and (step_before is None or step > step_before)
+        pairs = zip(reached(self._workdir), before_it, strict=True)
+        return any(now > before for now, before in pairs)
 
 
 def workdir_of(command: list[str]) -> Path | None:
@@ -198,15 +201,27 @@ def workdir_of(command: list[str]) -> Path | None:
     return None if found is None or "://" in found else Path(found)
 
 
-def newest_step(workdir: Path | None) -> int | None:
-    """The newest committed checkpoint; None if there is none or it cannot be listed."""
-    if workdir is None:
-        return None
-    try:
+def reached(workdir: Path | None) -> tuple[int, int]:
+    """The step of the newest checkpoint, and the one that the last start began at; -1 = unknown."""
+    return (-1, -1) if workdir is None else (newest_step(workdir), last_start(workdir))
+
+
+def newest_step(workdir: Path) -> int:
+    """The newest committed checkpoint; -1 if there is none or it cannot be listed."""
+    with contextlib.suppress(OSError):
         names = os.listdir(workdir / "checkpoints")
-    except OSError:
-        return None
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+        return max((int(name) for name in names if name.isdecimal()), default=-1)
+    return -1
+
+
+def last_start(workdir: Path) -> int:
+    """The step at which the last start began, by history.jsonl (`llmx.config.history`); or -1."""
+    with contextlib.suppress(OSError), open(workdir / "history.jsonl", "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - HISTORY_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["resumed_from"])
+    return -1
 
 
 def delay_before(failures: int, backoff: float) -> float:

@@ -84,6 +84,23 @@ def test_the_limit_counts_restarts_without_a_newer_checkpoint(tmp_path):
     assert done.returncode == 0 and done.stderr.count("restart 1 of 2") == 4, done.stderr
 
 
+def test_a_start_from_a_later_step_is_progress(tmp_path):
+    """Of the local tier, for example: the checkpoints in the work directory may be old."""
+    code = """
+        import json, os, pathlib, sys
+        step = 10 * min(int(os.environ["LLMX_RESTART_COUNT"]), 4)
+        with open(sys.argv[2] + "/history.jsonl", "a") as file:
+            print(json.dumps({"kind": "start", "resumed_from": step}), file=file)
+            print(json.dumps({"kind": "rollback"}), "torn", file=file)
+        sys.exit(1)
+    """
+    flags = ("--backoff", "0.02", "--max-restarts", "2")
+    done = run(code, "--workdir", tmp_path, flags=flags)
+    assert done.returncode == 1 and "given up after 2 restarts" in last_line(done)
+    starts = (tmp_path / "history.jsonl").read_text().count("start")
+    assert starts == 7, "steps 0, 10, 20, 30 and 40, and then two without progress"
+
+
 def test_delays_double_to_a_limit_and_differ():
     delays = [supervisor.delay_before(failures, 2.0) for failures in range(40)]
     for failures, delay in enumerate(delays):
