@@ -128,12 +128,11 @@ class LocalTier(contextlib.AbstractContextManager):
     ) -> tuple[Restored, Document] | None:  # fmt: skip
         """The newest good local checkpoint after step `newer_than`; None if there is none.
 
-        The arguments are those of `Checkpointer.restore`. Raises ValueError for a checkpoint of
-        another structure.
+        The arguments are those of `Checkpointer.restore`, and `newer_than`, which must be the same
+        in all processes. Raises ValueError for a checkpoint of another structure.
         """
         if not self.is_on:
             return None
-        newer_than = int(self._exchange("newest", newer_than)[0])
         for name in self._candidates(newer_than):
             verdict, found = self._restore_step(name, abstract_state, order, ignored)
             if verdict == "mismatch":
@@ -149,6 +148,10 @@ class LocalTier(contextlib.AbstractContextManager):
                 self._good = [0]
                 return found
         return None
+
+    def common(self, step: int) -> int:
+        """The `step` of process 0: listings of a shared directory may differ."""
+        return int(self._exchange("common", step)[0]) if self.is_on else step
 
     def holds(self, *, newer_than: int) -> bool:
         """Whether a restore may find a step after `newer_than`."""
@@ -539,7 +542,7 @@ def restore_newest(
     """
     options = {"order": order, "ignored": ignored}
     newest = checkpoints.latest_step()
-    newest = -1 if newest is None else newest
+    newest = tier.common(-1 if newest is None else newest)
     if step is None and (found := tier.restore(wanted, newer_than=newest, **options)):
         return found
     try:

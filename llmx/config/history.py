@@ -22,6 +22,7 @@ import llmx
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
+from llmx.runtime import agreement
 
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
@@ -119,24 +120,16 @@ def last_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Of the code: the commit where it is a checkout, else a hash of its files; and of JAX."""
-    import importlib.metadata
-
-    root = pathlib.Path(llmx.__file__).parent
-    commit = ""
-    if (root.parent / ".git").exists():
-        command = ("git", "-C", str(root.parent), "rev-parse", "HEAD")
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-            commit = done.stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    found = {"llmx": llmx.__version__, "files": digest.hexdigest()[:12]}
-    found |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    return found | ({"commit": commit} if commit else {})
+    """Those that processes compare (`agreement.versions`), and the commit of a checkout."""
+    root = pathlib.Path(llmx.__file__).parents[1]
+    if not (root / ".git").exists():
+        return agreement.versions()
+    command = ("git", "-C", str(root), "rev-parse", "HEAD")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return agreement.versions()
+    return agreement.versions() | {"commit": done.stdout.strip()}
 
 
 def with_rollbacks(config: Config, log: Log) -> Config:
