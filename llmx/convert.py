@@ -119,7 +119,7 @@ def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Exit code: 0 done, 2 if the input is wrong."""
+    """Runs the command. Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full."""
     command = argparse.ArgumentParser(
         prog="python -m llmx.convert", allow_abbrev=False,
         description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
@@ -150,6 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except checkpointer.Halt as halt:  # a full disk
+        print(f"error: {halt}", file=sys.stderr)
+        return halt.code
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float]]:
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
     run = config.load_run(args.workdir)
-    launch.start(run.launch)
+    launch.start(launch.elsewhere(run.launch))
     if run.mesh.stage > 1:
         run.batch.accumulation = 1  # its own evaluations too take the batch of a step
     # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.

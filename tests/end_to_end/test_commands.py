@@ -9,6 +9,8 @@ import pytest
 
 from llmx import config as config_lib
 from llmx import convert, evaluate, generate
+from llmx.checkpoint import checkpointer
+from llmx.runtime import exits
 
 ROOT = pathlib.Path(__file__).parents[2]
 DAMAGED = {
@@ -67,3 +69,13 @@ def test_all_checkpoints_are_bad(workdir):
 def test_data_that_cannot_be_read(workdir):
     (workdir.parent / "text.jsonl").write_text('{"text": "good"}\n{"text": \n')
     assert "text.jsonl" in evaluated(workdir).splitlines()[-1]
+
+
+def test_an_import_onto_a_full_disk(tmp_path, capsys, monkeypatch):
+    def full(directory, workdir):
+        raise checkpointer.Unsaved("the checkpoint of step 0 was not written: the disk is full")
+
+    monkeypatch.setattr(convert, "from_hf", full)
+    command = ["--workdir", str(tmp_path / "run"), "--from-hf", str(tmp_path)]
+    assert convert.main(command) == exits.UNSAVED
+    assert capsys.readouterr().err.startswith("error: the checkpoint of step 0 was not written")
