@@ -342,6 +342,8 @@ def test_a_new_run_on_stages_starts_with_the_parameters_of_another(tmp_path):
     source, target = recipe_of("one device"), recipe_of("interleaved")
     with opened(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, new_state("one device", 1), meta={}, order=source.order)
-    started = resume.start_with(target, target.init(2), str(tmp_path), print)
+    started = resume.start_with(
+        config_of("interleaved"), target, target.init(2), str(tmp_path), print
+    )
     wanted = new_state("interleaved", 1)
     assert_equal((started.params, started.ema), (wanted.params, wanted.ema))
