@@ -131,7 +131,7 @@ class Case:
         self.folder = self.session.folder / f"{self.index:03d}-{self.name}"
         self.workdir = self.folder / "run"
         self.folder.mkdir(parents=True)
-        inject, in_all = self.kind.inject, self.kind.reference or not self.kind.inject
+        inject, in_all = self.kind.inject, self.kind.inject in ("", "noise")
         self.orders = chaos_config.Orders(
             str(self.folder), str(self.session.folder / "text"), str(self.session.folder),
             victim=-1 if in_all else self.victim, inject=inject, step=self.step,
@@ -188,7 +188,7 @@ class Case:
         text = launch.log.read_text(errors="replace")
         if "Traceback (most recent call last)" in text and not kind.killed:
             raise Violation(f"a traceback, exit {code}")
-        if kind.killed and code in (137, 143, 75):
+        if kind.killed and code in (-9, 137, *AGAIN):
             return f"exit {code}"
         if code not in kind.codes:
             raise Violation(f"exit {code} is not in {kind.codes}: {last[:200]}")
@@ -382,10 +382,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         session.cases += draw(session, options)
         references = {(case.num, case.kind.reference) for case in session.cases}
-        for num, name in sorted(references | {(num, "") for num in options.processes}):
-            seconds = session.make_undisturbed(num, name)
-            print(f"undisturbed, {num} processes {name}: {seconds:.1f} s", flush=True)
+        references = sorted(references | {(case.num, "") for case in session.cases})
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            for seconds in pool.map(session.make_undisturbed, *zip(*references, strict=True)):
+                print(f"an undisturbed run: {seconds:.1f} s", flush=True)
             running = {pool.submit(judge, case): case for case in session.cases}
             for done in concurrent.futures.as_completed(running):
                 verdicts.append(done.result()[0])

