@@ -88,7 +88,7 @@ def from_hf(directory: str, workdir: str):
 
 
 def _require_empty(root: pathlib.Path) -> None:
-    """Raises ValueError if something is in the work directory besides the claim to it."""
+    """Raises ValueError if something is in the work directory besides a lease."""
     if root.exists() and not (root.is_dir() and ownership.is_empty(root)):
         raise ValueError(f"--workdir={root} exists and is not empty: import into a new directory")
 

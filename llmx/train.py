@@ -533,7 +533,8 @@ def farewell(config: Config, step: int, code: int, reason: str) -> str:
     """The last line of a run."""
     if step < config.steps and code != exits.STOPPED:
         where = f"stopped at step {step} of {config.steps}"
-        return f"{reason}: {where}: run the same command again to continue"
+        how = "without --config.resume_step" if config.resume_step >= 0 else "the same command"
+        return f"{reason}: {where}: run {how} again to continue"
     if code == exits.STOPPED:
         return reason
     return f"step {step} of {config.steps}: everything is in {config.workdir}"

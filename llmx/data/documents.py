@@ -222,7 +222,7 @@ def _jsonl_text(path: str, raw: bytes, offset: int, number: int, text_key: str) 
     where = f"{path}: line {number}"
     if (nul := raw.find(0)) >= 0:
         message = (
-            f"{where}, byte {offset + nul} is NUL: the file is damaged or binary: mend the line"
+            f"{where}, byte {offset + nul} is NUL: the file is damaged or binary: fix the line"
         )
         raise _BadText("binary", message, "lines")
     line = _check_utf8(path, raw, offset, number, "lines")
@@ -263,7 +263,7 @@ def _record_text(value: object, where: str) -> bytes:
     """The UTF-8 bytes of a record's text. Raises _BadText where it has none."""
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
-        message = f"{where} is {kind}, not a string: mend the record"
+        message = f"{where} is {kind}, not a string: fix the record"
         raise _BadText("without text", message, "records")
     if not value:
         raise _BadText("empty", f"{where} is an empty string: remove the record", "records")
@@ -272,7 +272,7 @@ def _record_text(value: object, where: str) -> bytes:
     except UnicodeEncodeError as error:
         message = (
             f"{where} has the lone surrogate {value[error.start]!r} at character {error.start}, "
-            "which is not valid UTF-8: mend the record"
+            "which is not valid UTF-8: fix the record"
         )
         raise _BadText("bad UTF-8", message, "records") from error
 
@@ -360,7 +360,7 @@ def _parquet_text(value: Any, where: str, text_key: str) -> bytes:
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            message = f"{where}: byte {error.start} of the text is not valid UTF-8: mend the row"
+            message = f"{where}: byte {error.start} of the text is not valid UTF-8: fix the row"
             raise _BadText("bad UTF-8", message, "rows") from error
     return _record_text(value, f"{where}: column {text_key!r}")
 

@@ -180,7 +180,7 @@ def _found_problems(name: str, found: _Found, *, skip_bad: bool) -> list[str]:
     if found.broken:
         more = f" and {len(found.broken) - 3} more" if len(found.broken) > 3 else ""
         listed = ", ".join(found.broken[:3])
-        wrong.append(f"{name} holds {listed}{more}: mend or remove them, or {_SKIP}")
+        wrong.append(f"{name} holds {listed}{more}: fix or remove them, or {_SKIP}")
     if found.unreadable:
         counts = collections.Counter(map(_suffix, found.paths)).most_common(1)
         example = f"*{counts[0][0]}" if counts else "*.txt"

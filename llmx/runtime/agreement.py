@@ -211,13 +211,16 @@ class Peers:
             first, self._ending = not self._ending, True
         if not first:
             time.sleep(60)  # another thread is at it
+        # Nobody may read the log any more, or its disk be full: it ends all the same.
         if text:
-            self._log(text)
+            with contextlib.suppress(OSError, ValueError):
+                self._log(text)
         thread = threading.Thread(target=self._finish, daemon=True)
         thread.start()
         thread.join(FAREWELL_SECONDS)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
 
     def _finish(self) -> None:

@@ -4,7 +4,7 @@
 """
 
 DONE = 0  # all steps are taken
-REFUSED = 2  # config, data, checkpoint or work directory: mend what the last line names
+REFUSED = 2  # config, data, checkpoint or work directory: fix what the last line names
 STOPPED = 3  # by the guard or by divergence: the state before it is kept
 UNSAVED = 74  # a checkpoint could not be written (EX_IOERR of sysexits.h)
 AGAIN = 75  # SIGTERM, a hang, a lost process: start again (EX_TEMPFAIL of sysexits.h)

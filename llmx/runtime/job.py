@@ -149,5 +149,6 @@ class Job(contextlib.ExitStack):
 
 
 def _say(text: str) -> str:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or its disk is full
+        print(text, file=sys.stderr, flush=True)
     return text

@@ -89,7 +89,7 @@ class Lease(contextlib.AbstractContextManager):
             raise self._lost
 
     def release(self) -> None:
-        """Gives the directory free, if it is still this run's. May be called again."""
+        """Gives the directory up, if it is still this run's. May be called again."""
         if not self._is_owner() or self._over.is_set():
             return
         self._over.set()

@@ -107,7 +107,7 @@ class Supervisor:
             if failures >= options.max_restarts:
                 note(
                     f"{ended}: given up after {failures} restarts without a newer checkpoint; "
-                    "mend what its last lines name, then start again to continue"
+                    "fix what its last lines name, then start again to continue"
                 )
                 return shell_code(code)
             delay = delay_before(failures, options.backoff)

@@ -83,7 +83,7 @@ def test_linked_folders_are_followed_and_nothing_is_read_twice(tmp_path):
     assert names(sources.list_files(f"{folder}/*.txt")) == ["a.txt"]
     (folder / "gone.txt").symlink_to(tmp_path / "nothing")
     for source in (str(folder), f"{folder}/**", f"{folder}/*"):
-        with pytest.raises(ValueError, match=r"gone.txt \(broken link\): mend or remove"):
+        with pytest.raises(ValueError, match=r"gone.txt \(broken link\): fix or remove"):
             sources.list_files(source)
         assert sources.list_files(source, skip_bad=True).left_out["broken links or folders"] == 1
     with pytest.raises(ValueError, match=r"gone.txt' is a link to nothing"):

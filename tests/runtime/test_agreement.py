@@ -162,6 +162,26 @@ def test_a_signal_before_the_first_step_ends_at_once_and_says_so(number, code):
     assert signal.Signals(number).name in said and "'compile'" in said and "nothing new" in said
 
 
+def test_a_process_ends_where_nobody_reads_its_log():
+    child = run_python(
+        """
+        import os, sys
+        from llmx.runtime.job import Job
+        with Job(log=print) as job:
+            print("ready", flush=True)
+            sys.stdin.readline()
+            job.refuse("the data is wrong")
+            job.peers.end(75, "the end")
+    """,
+        stdin=subprocess.PIPE,
+    )
+    assert child.stdout.readline() == "ready\n"
+    child.stdout.close()
+    child.stdin.write("go\n")
+    child.stdin.close()
+    assert child.wait(20) == 75
+
+
 def test_the_coordinator_listens_where_it_is_told():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ from llmx.runtime.auxiliary import Auxiliary, cause
 
 
 class Attempts:
-    """A function that fails until it is mended, and a clock."""
+    """A function that fails until it is repaired, and a clock."""
 
     def __init__(self):
         self.now, self.times, self.broken = 0.0, [], True
