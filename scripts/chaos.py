@@ -316,6 +316,8 @@ def draw(session: Session, options: argparse.Namespace) -> list[Case]:
     cases = []
     for index, name in enumerate(drawn, start=1):
         num, phase = generator.choice(options.processes), generator.choice(KINDS[name].phases)
+        if KINDS[name].reference:
+            num = min(options.processes)  # it needs an undisturbed run of its own
         case = dict(
             num=num, phase=phase, victim=generator.randrange(num),
             step=generator.randrange(HALF + 1 if KINDS[name].half else 2, chaos_config.STEPS - 6),
@@ -383,9 +385,10 @@ def main(argv: list[str] | None = None) -> int:
         session.cases += draw(session, options)
         references = {(case.num, case.kind.reference) for case in session.cases}
         references = sorted(references | {(case.num, "") for case in session.cases})
+        for num, name in references:
+            seconds = session.make_undisturbed(num, name)
+            print(f"undisturbed, {num} processes {name}: {seconds:.0f} s", flush=True)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            for seconds in pool.map(session.make_undisturbed, *zip(*references, strict=True)):
-                print(f"an undisturbed run: {seconds:.1f} s", flush=True)
             running = {pool.submit(judge, case): case for case in session.cases}
             for done in concurrent.futures.as_completed(running):
                 verdicts.append(done.result()[0])

@@ -28,7 +28,7 @@ PACE_SECONDS = (
 )
 STEP_LIMIT = 8  # seconds without a step, until the watchdog ends a process
 NOISE_STEP = 10  # the first batch of noise
-START_LIMIT = 45  # seconds of any other phase, and of a step until three are measured
+START_LIMIT = 60  # seconds of any other phase, and of a step until three are measured
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ def get_config():
     orders = Orders(**json.loads(os.environ["LLMX_CHAOS"]))
     run = config.default()
     run.model = families.preset(
-        "llama3", num_layers=2, width=32, num_heads=2, head_dim=16, num_kv_heads=2, mlp_dim=64
+        "llama3", num_layers=2, width=48, num_heads=2, head_dim=16, num_kv_heads=2, mlp_dim=96
     )
     run.steps, run.precision = STEPS, "fp32"
     run.batch.size, run.batch.sequence_length = 24, 32
