@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 job.join(config.launch)
                 num_devices = launch.device_count(config.launch)
             config = checks.resolve(config, num_devices, problems=problems)
+            config = going_back_once(config, job)
             config = history.with_rollbacks(config, log)
             job.watch(config.watchdog, config.launch)
             same = {"--check-determinism": args.check_determinism}
@@ -207,6 +208,13 @@ def read_config(
             job.refuse("the command line is wrong", error.code)
         raise
     return args, config, problems
+
+
+def going_back_once(config: Config, job: job_lib.Job) -> Config:
+    """See `resume`, which an error in the config does not need."""
+    from llmx.checkpoint import resume
+
+    return resume.going_back_once(config, job.peers, launch.log)
 
 
 def launch_values(config: Config) -> dict[str, Any]:

@@ -5,6 +5,7 @@ for the present ones: `State.in_flight` of a pipeline, `State.sync` of replicas.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,22 @@ def going_back_to(config: Any) -> int | None:
     that it is restarted."""
     first_launch = launch.restart_count() == 0
     return config.resume_step if config.resume_step >= 0 and first_launch else None
+
+
+def going_back_once(config: Any, peers: Any, log: Log) -> Any:
+    """The config without `resume_step` where the job was started again, in any of its processes.
+
+    Every process must call it: a replaced host counts its own restarts only. `peers` is
+    `llmx.runtime.agreement.Peers`.
+    """
+    restarts = max(map(int, peers.exchange("restarts", str(launch.restart_count()))))
+    if restarts == 0 or config.resume_step < 0:
+        return config
+    log(
+        f"resume_step={config.resume_step} was for the first launch of this job, and this is "
+        f"restart {restarts}: going on from the newest checkpoint"
+    )
+    return dataclasses.replace(config, resume_step=-1)
 
 
 def _forget_after(step: int | None, checkpoints: Checkpointer, tier: LocalTier):

@@ -94,8 +94,11 @@ class Goodput:
             found[kind] += seconds - self._phases_before.get(phase, 0.0)
         found["other"] = max(0.0, self._clock() - self._from - sum(found.values()))
         self._seconds, self._step = found, step
-        if step > self._marks[-1][0]:
-            self._marks.append((step, self._before["useful"] + found["useful"]))
+        useful = self._before["useful"] + found["useful"]
+        if step == self._marks[-1][0]:  # what came after the last step is not taken again
+            self._marks[-1] = (step, useful)
+        elif step > self._marks[-1][0]:
+            self._marks.append((step, useful))
             if len(self._marks) > MOST_MARKS:  # the recent ones stay as they are
                 half = MOST_MARKS // 2
                 self._marks = self._marks[:half:2] + self._marks[half:]

@@ -1,6 +1,7 @@
 """What a model is, is compared on resume; all else is shown; a run can go back."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,8 +10,8 @@ from support import runs
 from support.compare import assert_same
 from support.resumes import opened, resumed, save
 
-from llmx.checkpoint import checkpointer, identity
-from llmx.config import checks
+from llmx.checkpoint import checkpointer, identity, resume
+from llmx.config import Config, checks
 from llmx.model import families
 
 BASE = dict(
@@ -224,6 +225,15 @@ def test_the_checkpoint_from_before_the_loss_rose_is_kept(tmp_path):
             checkpoints.keep_before(min(step, 3))
             checkpoints.save(step, {"x": jax.numpy.zeros(4)}, meta={}, wait=True)
         assert checkpoints.steps() == [3, 5, 6]
+
+
+@pytest.mark.parametrize(("restarts", "step"), [("00", 5), ("20", -1), ("02", -1)])
+def test_a_job_goes_back_once(restarts, step):
+    """Also where one of its hosts was replaced, and counts from 0."""
+    config, said = Config(resume_step=5), []
+    peers = SimpleNamespace(exchange=lambda name, text: list(restarts))
+    assert resume.going_back_once(config, peers, said.append).resume_step == step
+    assert said == [] if step == 5 else "restart 2: going on from the newest" in said[0]
 
 
 def test_what_a_rollback_went_back_from_is_not_resumed_from(tmp_path):

@@ -45,6 +45,17 @@ def killed_run(workdir):
     return first, second
 
 
+def test_what_comes_after_the_last_step_is_not_lost(tmp_path):
+    first = Launch(tmp_path, at=1000.0)
+    first.train(4)
+    first.spend("step", 2.0)  # a plot, for example
+    first.count.update(4, first.phases)
+    first.count.write()
+    second = Launch(tmp_path, at=1100.0, start_step=4)
+    second.train(1)
+    assert second.count.seconds()["lost"] == 0.0
+
+
 def test_a_launch_by_itself(tmp_path):
     first = Launch(tmp_path, at=1000.0)
     first.train(4)
