@@ -534,7 +534,8 @@ def finish(job: job_lib.Job, loop: Loop, evaluation):
     loop.goodput.end(loop.step)
     if jax.process_index() == 0 and loop.step > 0:
         draw = lambda: log(f"loss curve: {plot.plot_loss(config.workdir)}")  # noqa: E731
-        auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
+        with job.progress("sample"):  # no step: neither useful time nor a hang
+            auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
 
 
 def farewell(config: Config, step: int, code: int, reason: str) -> str:

@@ -82,7 +82,7 @@ class Config:
     start_changes: tuple[str, ...] = ()
     # go back to this checkpoint; newer ones are renamed <step>.replaced. -1 = the newest
     resume_step: int = bounded(-1, at_least=-1, remedy="-1 resumes from the newest")
-    seed: int = bounded(0, at_least=0)  # of parameters and data order
+    seed: int = bounded(0, at_least=0, at_most=2**32 - 1)  # of parameters and data order
     steps: int = bounded(1000, at_least=1)  # updates in the whole run
     precision: str = choice("bf16", precision.POLICIES)  # a name in precision.POLICIES
     remat: str = choice("none", remat.POLICIES)  # a name in remat.POLICIES

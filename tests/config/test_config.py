@@ -36,6 +36,7 @@ BAD = [
     (dict(stepz=5), 1, ["stepz", "did you mean steps"]),
     (dict(batch__batch_size=4), 1, ["batch.batch_size", "did you mean"]),
     (dict(steps="many"), 1, ["steps='many'", "a whole number"]),
+    (dict(seed=2**32), 1, ["seed=4294967296", "at most 4294967295"]),
     (dict(optimizer__learning_rate="3e-4"), 1, ["learning_rate='3e-4'", "a number"]),
     (dict(data__sources="stdlib"), 1, ["data.sources='stdlib'", "tuple"]),
     (dict(model=7), 1, ["model=7", "ModelConfig"]),
