@@ -1,7 +1,8 @@
 """Which process the others wait for, from the heartbeats of all of them.
 
 A process that is blocked in a step's collective waits for one that is elsewhere: in data, in a
-save, or a step behind. One that moves but is slow shows by its seconds on the host in every step.
+save, or a step behind. One that moves but is slow shows by the seconds that its steps wait for
+data.
 """
 
 import math
@@ -34,8 +35,8 @@ def find(
 
     Args:
       heartbeats: of each process "process", "host", "phase", "step", "phase_seconds" (in this
-        phase of this step); and, where known, "silent_seconds" (since its last heartbeat),
-        "data_per_step" and "host_per_step" (seconds).
+        phase of this step); and, where known, "silent_seconds" (since its last heartbeat) and
+        "data_per_step" (seconds).
       patience: seconds in one place that are no reason to speak.
     """
     return _silent(heartbeats, patience) or _stuck(heartbeats, patience) or _slow(heartbeats)
@@ -76,17 +77,17 @@ def _stuck(heartbeats: Sequence[Mapping[str, Any]], patience: float) -> Straggle
 
 
 def _slow(heartbeats: Sequence[Mapping[str, Any]]) -> Straggler | None:
-    """The process with far more seconds of its own in each step than the others."""
-    for name, words in (("data_per_step", "waiting for data"), ("host_per_step", "on the host")):
-        measured = [beat for beat in heartbeats if math.isfinite(beat.get(name, math.nan))]
-        if len(measured) < 2:
-            continue
-        beat = max(measured, key=lambda beat: beat[name])
-        usual = statistics.median(other[name] for other in measured if other is not beat)
-        if beat[name] > max(FACTOR * usual, usual + LEAST):
-            text = f"{_name(beat)} takes {beat[name]:.3g} s of each step {words}"
-            return Straggler(beat["process"], name, f"{text}, the others {usual:.3g} s")
-    return None
+    """The process that waits far longer for its data in each step than the others."""
+    name = "data_per_step"
+    measured = [beat for beat in heartbeats if math.isfinite(beat.get(name, math.nan))]
+    if len(measured) < 2:
+        return None
+    beat = max(measured, key=lambda beat: beat[name])
+    usual = statistics.median(other[name] for other in measured if other is not beat)
+    if beat[name] <= max(FACTOR * usual, usual + LEAST):
+        return None
+    text = f"{_name(beat)} takes {beat[name]:.3g} s of each step waiting for data"
+    return Straggler(beat["process"], name, f"{text}, the others {usual:.3g} s")
 
 
 def _name(beat: Mapping[str, Any]) -> str:

@@ -24,7 +24,8 @@ class WatchdogConfig:
     # ... but at least this, so that a short pause of the machine or the storage is no hang
     step_seconds: float = bounded(60.0, above=0)
     first_step_seconds: float = bounded(1800.0, above=0)  # before three steps are measured
-    start_seconds: float = bounded(86400.0, above=0)  # launch, tokenizing the data, or a restore
+    start_seconds: float = bounded(86400.0, above=0)  # launch, or tokenizing the data
+    restore_seconds: float = bounded(7200.0, above=0)  # a restore, or the first state
     compile_seconds: float = bounded(7200.0, above=0)  # all programs of a start
     evaluation_seconds: float = bounded(7200.0, above=0)  # one evaluation, or the sample at the end
     # of a save: what the steps wait for, at the end of the run until everything is written
@@ -74,7 +75,7 @@ class Watchdog:
             if config.step_factor * median > config.step_seconds:
                 return config.step_factor * median, "watchdog.step_factor"
             return config.step_seconds, "watchdog.step_seconds"
-        shared = {"launch": "start", "data": "start", "restore": "start", "sample": "evaluation"}
+        shared = {"launch": "start", "data": "start", "sample": "evaluation"}
         key = shared.get(phase, phase)
         return vars(config)[f"{key}_seconds"], f"watchdog.{key}_seconds"
 

@@ -69,8 +69,6 @@ def test_slow_but_moving():
     assert found.text == (
         "process 1 (host b) takes 0.41 s of each step waiting for data, the others 0.02 s"
     )
-    found = stragglers.find(beats(*moving, host_per_step=[0.1, 0.1, 0.1, 1.0]))
-    assert "process 3 (host d) takes 1 s of each step on the host" in found.text
     assert stragglers.find(beats(*moving, data_per_step=[0.001, 0.04, 0.001, 0.001])) is None
     assert stragglers.find(beats(*moving, data_per_step=[1.0, 2.0, 1.0, 1.0])) is None
 

@@ -81,6 +81,7 @@ def test_limits_follow_the_measured_steps():
     assert progress.median_step() == 3.0
     assert watchdog.limit("data wait") == (30, "watchdog.step_factor")
     assert watchdog.limit("save") == (config.save_seconds, "watchdog.save_seconds")
+    assert watchdog.limit("restore") == (config.restore_seconds, "watchdog.restore_seconds")
     assert fixed.limit("step") == (7, "launch.watchdog_seconds")
     assert progress.idle() == ("step", 0.0)
     now[0] += 2
