@@ -378,7 +378,13 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     session = Session(options.folder or pathlib.Path(tempfile.mkdtemp(prefix="llmx-chaos-")))
     lines = ["| | fault | victim | moment | | how it ended | seconds |", "|" + "---|" * 7]
-    say = lambda line: (lines.append(line), print(line, flush=True))  # noqa: E731
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+        if options.table:
+            options.table.write_text("\n".join(lines) + "\n")
+
     print(f"folder: {session.folder}\n" + "\n".join(lines), flush=True)
     begun, verdicts = time.monotonic(), []
     try:
@@ -397,8 +403,6 @@ def main(argv: list[str] | None = None) -> int:
         session.close()
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("ok", "missed", "VIOLATION"))
     say(f"\n{len(verdicts)} faults in {(time.monotonic() - begun) / 60:.0f} min: {counts}")
-    if options.table:
-        options.table.write_text("\n".join(lines) + "\n")
     bad = "VIOLATION" in verdicts
     if not bad and options.folder is None:
         shutil.rmtree(session.folder)
