@@ -329,3 +329,23 @@ def test_compiler_options_are_typed():
 )
 def test_values_of_flags(text, value):
     assert launch.option_value(text) == value and type(launch.option_value(text)) is type(value)
+
+
+def test_ctrl_c_among_the_imports_ends_in_silence(tmp_path):
+    """They take seconds, and there is nothing to say yet."""
+    (tmp_path / "jax.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    program = (  # a shell's background job ignores SIGINT
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('llmx.train', run_name='__main__')"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout.readline() == "importing\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=30) == ("", "")
+    assert child.returncode == -signal.SIGINT  # 130 in a shell
