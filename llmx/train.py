@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
             evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
+            if stop.asked_anywhere():
+                break
         with progress("save"):
             # The faster one first: after SIGTERM time may be short.
             if tier.is_on and code == exits.DONE and loop.step < config.steps:
@@ -184,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # 7. The final evaluation, sample and curve, which a saved run can do without.
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
-        finish(job, loop, evaluation)
+        finish(job, loop, evaluation, code)
         log(farewell(config, loop.step, code, reason if code == exits.STOPPED else stop.reason))
     return code
 
@@ -523,19 +525,19 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
     checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
 
 
-def finish(job: job_lib.Job, loop: Loop, evaluation):
+def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
     """Shows what came of the run; where that fails, nothing is lost."""
     from llmx import evaluate, generate
 
     config, log = loop.config, launch.log
     if loop.first < loop.step == config.steps:
         with job.progress("evaluation"):
-            job.attempt("the final evaluation", evaluation, loop.step, loop.state)
+            job.attempt("the final evaluation", code, evaluation, loop.step, loop.state)
     if loop.step == config.steps:
         params, coder = evaluate.averaged(loop.state), loop.dataset.tokenizer
         with job.progress("sample"):
             show = generate.show_sample
-            job.attempt("the sample", show, config, loop.recipe, params, coder, log)
+            job.attempt("the sample", code, show, config, loop.recipe, params, coder, log)
     loop.goodput.end(loop.step)
     if jax.process_index() == 0 and loop.step > 0:
         draw = lambda: log(f"loss curve: {plot.plot_loss(config.workdir)}")  # noqa: E731

@@ -112,11 +112,11 @@ class Job(contextlib.ExitStack):
             self.peers.end(code)
         return code
 
-    def attempt(self, what: str, function: Callable, *args: object) -> None:
+    def attempt(self, what: str, code: int, function: Callable, *args: object) -> None:
         """Calls what the saved run can do without; every process must do so.
 
         An error becomes a warning. Where it did not come to all processes, the others may wait for
-        this one in a collective: then all end here, with exit code 0.
+        this one in a collective: then all end here, with the exit code `code` of the run.
         """
         told: list[str] = []
         done = Auxiliary(what, log=told.append)(function, *args, last=True)
@@ -127,7 +127,7 @@ class Job(contextlib.ExitStack):
         deadline = time.monotonic() + ATTEMPT_SECONDS
         while self.peers.many and len(self.peers.read(folder)) < self.peers.count:
             if time.monotonic() > deadline:
-                self.refuse(f"{told[0]}; everything is saved, and the run is done", exits.DONE)
+                self.refuse(f"{told[0]}; everything is saved, and the run is done", code)
             time.sleep(0.1)
         launch.log(told[0])
 

@@ -105,6 +105,19 @@ class StopSignal:
             self._log(f"{self._reason}: all processes stop at step {step}")
         return stop
 
+    def asked_anywhere(self) -> bool:
+        """Whether any process knows of a request; the same in all, which must all call it.
+
+        For a run that goes back to an earlier step: what was agreed on is a later one.
+        """
+        mine = json.dumps({"reason": self._reason, "code": self.code})
+        asked = [found for text in self._peers.exchange("asked to stop", mine)
+                 if (found := json.loads(text))["reason"]]  # fmt: skip
+        if asked and not self._reason:
+            with self._changed:
+                self._reason, self.code = asked[0]["reason"], asked[0]["code"]
+        return bool(asked)
+
     def _notice(self) -> None:
         for call in self.noticed:
             call()
@@ -125,8 +138,9 @@ class StopSignal:
             self._notice()
         with self._changed:
             if self._limit is None:
-                reached, self._limit = self._step, self._step + AHEAD
-                self._peers.publish(f"stop_at/{self._peers.index}", str(reached))
+                # Not before it is published: this is tried again if it fails.
+                self._peers.publish(f"stop_at/{self._peers.index}", str(self._step))
+                self._limit = self._step + AHEAD
         steps = self._peers.read("stop_at")
         if len(steps) == self._peers.count:
             with self._changed:

@@ -257,3 +257,15 @@ def test_a_process_that_has_left_is_not_gone(monkeypatch):
     time.sleep(1.0)
     assert not said and [beat["process"] for beat in first.heartbeats()] == [0]
     first.close()
+
+
+def test_after_going_back_a_request_anywhere_stops_all():
+    def work(peers):
+        stop = StopSignal(log=lambda text: None)
+        stop.join(peers)
+        before = stop.asked_anywhere()
+        if peers.index == 1:
+            stop.request("SIGTERM", exits.AGAIN)
+        return before, stop.asked_anywhere(), stop.reason, stop.code
+
+    assert together(3, work) == [(False, True, "SIGTERM", exits.AGAIN)] * 3
