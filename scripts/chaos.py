@@ -33,6 +33,7 @@ from collections.abc import Callable
 import chaos_config
 import chaos_faults as faults
 import numpy as np
+from chaos_config import BATCHES
 from chaos_faults import AGAIN, HALF, KINDS, STEPPED, Missed, Violation, kill
 
 ROOT = faults.ROOT
@@ -345,9 +346,11 @@ def judge(case: Case) -> tuple[str, str, float]:
 
 def row(case: Case, verdict: str, text: str, seconds: float) -> str:
     """A row of the table."""
-    stepped = case.phase in STEPPED or case.kind.inject in chaos_config.BATCHES
-    moment = f"{case.phase} {case.step}" if stepped else case.phase
-    moment = f"{moment} + {case.delay:.2f} s" if case.kind.strike else "before the launch"
+    if case.kind.strike:
+        at = f" {case.step}" if case.phase in STEPPED else ""
+        moment = f"{case.phase}{at} + {case.delay:.2f} s"
+    else:
+        moment = f"step {case.step}" if case.kind.inject in BATCHES else "before the launch"
     return (
         f"| {case.index} | {case.name} | {case.victim} of {case.num} | {moment} | "
         f"{verdict} | {text.replace('|', '/')} | {seconds:.0f} |"
