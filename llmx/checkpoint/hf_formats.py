@@ -295,14 +295,14 @@ def _check(key: str, value: Any, kind: type, *, above: float = -1, most: float =
     limits += f" of at most {most:,}" if most < math.inf and kind is int else ""
     wanted = {
         int: f"a whole number{limits}",
-        float: f"a finite number{limits}",
+        float: f"a finite number{limits or ' of at least 0'}",
         bool: "true or false",
     }
     if kind is bool:
         fits = isinstance(value, bool)
     else:
         fits = isinstance(value, int | kind) and not isinstance(value, bool)
-        fits = fits and above < value <= most and abs(value) < 1e300
+        fits = fits and above < value <= most and 0 <= value < 1e300
     if not fits:
         raise ValueError(f"config.json has {key}={shown(value)}, not {wanted[kind]}")
 

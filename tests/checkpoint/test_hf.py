@@ -437,6 +437,7 @@ def test_export_refuses(tmp_path):
         ({"hidden_size": 10**9}, r"has shape .*and config.json makes it"),
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
         ({"num_attention_heads": 10**9 + 7, "num_key_value_heads": 3}, "num_kv_heads=3"),
+        ({"rms_norm_eps": -0.5}, "rms_norm_eps=-0.5, not a finite number of at least 0"),
         ({"rms_norm_eps": float("nan")}, "NaN is not a JSON number"),
         ({"rms_norm_eps": 1e301}, "rms_norm_eps=1e.301"),
         ({"rope_theta": "a"}, "rope_theta='a'"),
