@@ -539,7 +539,8 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
             show = generate.show_sample
             job.attempt("the sample", code, show, config, loop.recipe, params, coder, log)
     loop.goodput.end(loop.step)
-    if jax.process_index() == 0 and loop.step > 0:
+    told_to_stop = code not in (exits.DONE, exits.STOPPED)  # time may be short
+    if jax.process_index() == 0 and loop.step > 0 and not told_to_stop:
         draw = lambda: log(f"loss curve: {plot.plot_loss(config.workdir)}")  # noqa: E731
         with job.progress("sample"):  # no step: neither useful time nor a hang
             auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)

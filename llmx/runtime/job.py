@@ -33,7 +33,7 @@ class Job(contextlib.ExitStack):
     def __init__(self, *, log: Callable[[str], None]):
         super().__init__()
         self.progress, self.peers = Progress(), Peers()
-        self.stop = StopSignal(log=log, progress=self.progress)
+        self.stop = StopSignal(log=log, progress=self.progress, peers=self.peers)
         self._log = log
         self._lease: ownership.Lease | None = None  # in process 0 only
 

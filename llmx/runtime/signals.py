@@ -25,8 +25,11 @@ class StopSignal:
     `launch.start`; `join` tells it of the other processes.
     """
 
-    def __init__(self, *, log: Callable[[str], None], progress: Progress | None = None) -> None:
-        self._log, self._progress, self._peers = log, progress, Peers()
+    def __init__(
+        self, *, log: Callable[[str], None], progress: Progress | None = None,
+        peers: Peers | None = None,
+    ) -> None:  # fmt: skip
+        self._log, self._progress, self._peers = log, progress, peers or Peers()
         self._changed = threading.Condition()
         self._step, self._limit, self._target = 0, None, None
         self._reason, self.code = "", exits.DONE

@@ -150,6 +150,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_says_so(number, code):
         import ctypes, sys
         from llmx.runtime.job import Job
         with Job(log=print) as job, job.progress("compile"):
+            job.peers.endings.append(lambda: print("released", flush=True))
             print("ready", flush=True)
             while True:
                 ctypes.CDLL(None).usleep(5_000_000)
@@ -160,6 +161,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_says_so(number, code):
     said = child.communicate(timeout=20)[0]
     assert child.returncode == code and time.monotonic() - began < 4, said
     assert signal.Signals(number).name in said and "'compile'" in said and "nothing new" in said
+    assert "released" in said  # the work directory
 
 
 def test_a_process_ends_where_nobody_reads_its_log():
