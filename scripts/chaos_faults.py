@@ -184,7 +184,7 @@ def bring_back(case: Case) -> None:
 
 
 def _shards_of(case: Case) -> pathlib.Path:
-    (index,) = (case.session.folder / "data").glob("*/index.json")
+    (index,) = (case.session.folder / "data").glob("text-*/index.json")
     return index.parent
 
 
