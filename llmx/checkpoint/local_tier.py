@@ -405,12 +405,17 @@ class LocalTier(contextlib.AbstractContextManager):
                 then = f"it takes the copy of process {others[0]}" if others else "there is no copy"
                 step = _step(name)
                 self._log(f"local checkpoint {step}: process {process}: {why}; {then}")
-        if any(kind in ("missing", "corrupt") for kind, _ in verdicts):
+        lacking = _lacking(verdicts)
+        while lacking:
             if verdict in ("missing", "corrupt"):
                 verdict, reason = self._fetch(name)
                 if not verdict:
                     verdict, reason, loaded = self._load(name, abstract, order, ignored)
             verdicts = self._exchange("fetched", [verdict, reason])
+            # A copy may need a file that was itself damaged until just now: then once more.
+            before, lacking = lacking, _lacking(verdicts)
+            if lacking == before:
+                break
         for kind in ("mismatch", "elsewhere", "corrupt"):
             for process, (found, why) in enumerate(verdicts):
                 if found == kind:
@@ -517,6 +522,11 @@ class LocalTier(contextlib.AbstractContextManager):
 
 def _step(name: str) -> int:
     return int(name.partition("-")[0])
+
+
+def _lacking(verdicts: Sequence[Sequence[str]]) -> int:
+    """How many processes have no good file of their shards."""
+    return sum(kind in ("missing", "corrupt") for kind, _ in verdicts)
 
 
 def _checked(message: dict) -> tuple[str, int]:

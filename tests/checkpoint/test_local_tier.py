@@ -213,11 +213,41 @@ def test_a_lost_or_damaged_host_is_restored_from_its_neighbor(place):
         takes = f"process {process}: its files are not on this host; it takes the copy"
         assert any(takes in text for text in place.said), place.said
         assert place.save(6, count=2) == [6, 6] and place.save(2, 4, count=2) == [4, 4]
-    # Both the file and its copy are damaged: the step before.
-    flip(place.files("process-1/4-*.own")[0], -40)
-    flip(place.files("process-0/4-*.own")[0], -40)
-    assert [step for step, _ in place.restore(count=2)] == [2, 2]
-    assert any("not used" in text for text in place.said)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_file_is_restored_from_one_that_was_itself_damaged(place, monkeypatch, first):
+    """The copy of process 1 needs the file of process 0, whichever is fetched first."""
+    fetch, fetched = local_tier.LocalTier._fetch, threading.Event()
+
+    def in_turn(tier, name):
+        if tier._peers.index == first:
+            found = fetch(tier, name)
+            fetched.set()
+            return found
+        assert fetched.wait(60)
+        return fetch(tier, name)
+
+    monkeypatch.setattr(local_tier.LocalTier, "_fetch", in_turn)
+    place.save(2, 4, count=2)
+    owns = place.files("process-*/4-*.own")
+    (copy,) = place.files("process-1/4-*.0.copy")  # with all shards; that of process 1 has none
+    good = {path: path.read_bytes() for path in (*owns, copy)}
+    assert len(good) == 3
+    for path in owns:
+        flip(path, -40)
+    for step, state in place.restore(count=2):
+        assert step == 4
+        assert_same(state, state_of(4))
+    assert {path: path.read_bytes() for path in owns} == {path: good[path] for path in owns}
+    # No good one of a shard is left: the step before.
+    fetched.clear()
+    for path in good:
+        flip(path, -40)
+    for step, state in place.restore(count=2):
+        assert step == 2
+        assert_same(state, state_of(2))
+    assert any("not used" in text for text in place.said), place.said
 
 
 def test_steps_of_two_launches_are_never_mixed(place):
