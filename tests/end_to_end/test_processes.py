@@ -42,7 +42,7 @@ def get_config():
     run.model = families.preset("llama3", num_layers=2, width=32, num_heads=2, head_dim=16,
                                 num_kv_heads=2, mlp_dim=64)
     run.steps, run.precision, run.sharding.layout = {steps}, "fp32", "zero3"
-    run.mesh.fsdp = 4
+    run.mesh.fsdp = 2  # and data = 2
     run.batch.size, run.batch.sequence_length = 8, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
     run.checkpoint.every, run.evaluation.batches = 4, 1

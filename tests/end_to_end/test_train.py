@@ -508,24 +508,3 @@ def test_another_strategy_in_the_middle_is_refused(scratch, four_replicas, strat
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     for words in ("trained with sync.strategy='one_bit'", f"gives {strategy!r}", "start_from"):
         assert words in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_share_four_devices(scratch, processes):
-    """1, 2 and 4 processes with four devices in all: the same batches, the same losses."""
-
-    def run(num: int) -> np.ndarray:
-        workdir = scratch / f"processes_{num}"
-        if not workdir.exists():
-            cluster = [sys.executable, "scripts/local_cluster.py", "-n", str(num),
-                       "--devices-per-process", str(4 // num), "--"]  # fmt: skip
-            inner = command(scratch, workdir, "--config.mesh.fsdp=2")
-            done = subprocess.run(
-                cluster + inner, env=environment(4 // num), cwd=ROOT, capture_output=True,
-                text=True, timeout=600, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
-        return losses(workdir)
-
-    np.testing.assert_allclose(run(processes), run(1), rtol=1e-6)
