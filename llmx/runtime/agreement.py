@@ -7,6 +7,7 @@ refusals, requests to stop, and processes that are gone. With one process each c
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import hashlib
 import importlib.metadata
@@ -211,13 +212,14 @@ class Peers:
             first, self._ending = not self._ending, True
         if not first:
             time.sleep(60)  # another thread is at it
-        # Nobody may read the log any more, or its disk be full: it ends all the same.
-        if text:
-            with contextlib.suppress(OSError, ValueError):
-                self._log(text)
+        faulthandler.cancel_dump_traceback_later()  # of the watchdog
         thread = threading.Thread(target=self._finish, daemon=True)
         thread.start()
         thread.join(FAREWELL_SECONDS)
+        # The last line. Its reader may be gone, or its disk full: the process ends all the same.
+        if text:
+            with contextlib.suppress(OSError, ValueError):
+                self._log(text)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
