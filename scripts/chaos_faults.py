@@ -113,6 +113,8 @@ def strike_second_owner(case: Case, launch: Launch) -> None:
                           timeout=120, check=False)  # fmt: skip
     (case.folder / "second.log").write_text(done.stdout + done.stderr)
     seconds = time.monotonic() - begun
+    if done.returncode == 0 and launch.process.poll() is not None:
+        raise Missed("the first run had ended when the second one asked")
 
     def check() -> None:
         last = (done.stdout + done.stderr).strip().splitlines()[-1]

@@ -164,7 +164,10 @@ class StopSignal:
         if not self._started:
             phase = self._progress.phase
             code = exits.TERMINATED if number == signal.SIGTERM else exits.INTERRUPTED
-            cause = f"{name} in phase {phase!r}, before the first step: nothing new to save"
+            cause = (
+                f"{name} in phase {phase!r}, before the first step: nothing new to save; "
+                "run the same command again to continue"
+            )
             self._peers.refuse(cause, code)
             self._peers.end(code, cause)
         if not self._reason:
