@@ -8,6 +8,7 @@ No collective runs, on devices or in the background.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -131,7 +132,7 @@ class Save:
             for name, x in arrays.items()
         }
         self._path = directory.unfinished_path(root, step)
-        self._error, self._futures, self._sums = None, [], {}
+        self._error, self._futures, self._sums, self._handler = None, [], {}, None
         verdict = Verdict(SAVED)
         if board.rank == 0:
             verdict = _attempt(prepare)
@@ -179,6 +180,9 @@ class Save:
             if self._board.rank == 0:
                 self._board.put(f"{self.number}/verdict", json.dumps(verdict))
         # The host copies are no longer needed.
+        if self._handler is not None:
+            with contextlib.suppress(Exception):
+                self._handler.close()  # its threads
         self._futures, self._sums, self._handler = [], {}, None
         self.verdict = verdict
         try:
