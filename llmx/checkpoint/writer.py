@@ -21,6 +21,8 @@ import jax
 
 from llmx.checkpoint import checksums, directory, quiet
 from llmx.checkpoint.manifest import Document
+from llmx.runtime import launch
+from llmx.runtime.agreement import Store
 from llmx.sharding import trees
 
 SAVED, FAILED, DIFFERS, REFUSED = "saved", "failed", "differs", "refused"
@@ -65,22 +67,20 @@ class Board:
     _instances = itertools.count()  # every process makes the same ones in the same order
 
     def __init__(self) -> None:
-        from jax._src import distributed
-
-        self.rank, self.count = jax.process_index(), jax.process_count()
-        self._client = distributed.global_state.client if self.count > 1 else None
+        client, self.rank, self.count = launch.store()
+        self._store = None if client is None else Store(client)
         self._prefix = f"llmx/saves/{next(self._instances)}"
 
     def put(self, key: str, text: str) -> None:
-        if self._client is not None:
-            self._client.key_value_set(f"{self._prefix}/{key}", text, allow_overwrite=True)
+        if self._store is not None:
+            self._store.put(f"{self._prefix}/{key}", text)
 
     def get(self, key: str, *, seconds: float, until: Callable[[], bool] = lambda: False) -> str:
         """The text under `key`; "" once `until()`. Raises TimeoutError after `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
-                return self._client.blocking_key_value_get(f"{self._prefix}/{key}", 200)
+                return self._store.get(f"{self._prefix}/{key}", 0.2)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -89,7 +89,7 @@ class Board:
         raise TimeoutError(f"no word from another process for {seconds:.0f} s ({key})")
 
     def any_under(self, key: str) -> bool:
-        return bool(self._client.key_value_dir_get(f"{self._prefix}/{key}/"))
+        return bool(self._store.list(f"{self._prefix}/{key}"))
 
     def share(self, key: str, text: str) -> str:
         """Process 0's text."""
@@ -101,8 +101,8 @@ class Board:
         return self.get(key, seconds=PATIENCE)
 
     def forget(self, key: str) -> None:
-        if self._client is not None and self.rank == 0:
-            self._client.key_value_delete(f"{self._prefix}/{key}/")
+        if self._store is not None and self.rank == 0:
+            self._store.delete(f"{self._prefix}/{key}/")
 
 
 # Seconds to wait for a process that writes; one that died ends the others long before.
