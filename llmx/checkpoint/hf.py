@@ -283,7 +283,7 @@ def _check_headers(
     """Compares the shapes and types in the headers of the files with those of the model."""
     for path in sorted(set(files.values())):
         with _opened(directory / path) as file:
-            for name in shapes.keys() & set(file.keys()):
+            for name in sorted(shapes.keys() & set(file.keys())):
                 found = file.get_slice(name)
                 if (shape := tuple(found.get_shape())) != shapes[name]:
                     raise ValueError(

@@ -354,7 +354,7 @@ class LocalTier(contextlib.AbstractContextManager):
             return
         self.wait()
         for path in self._paths():
-            if outdated(_step(path.name)):
+            if outdated(_step(path.name)) and not self._is_ahead(path.name):
                 path.unlink(missing_ok=True)
         self._good = [n for n in self._good if not outdated(_step(self._names[n]))]
         self._listing = [
@@ -363,6 +363,12 @@ class LocalTier(contextlib.AbstractContextManager):
         ]
         if self._safe is not None and outdated(_step(self._names[self._safe])):
             self._safe = None
+
+    def _is_ahead(self, file: str) -> bool:
+        """Whether it is of a save that the neighbor has begun and this process has not."""
+        written_by = file.partition(".")[0].partition("-")[2]  # the launch, and the save's number
+        number = written_by.removeprefix(self._launch)
+        return number != written_by and int(number, 16) > self._number
 
     def _paths(self) -> Iterator[Path]:
         return (path for folder in self._folders for path in list(folder.iterdir()))

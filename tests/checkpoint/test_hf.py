@@ -343,7 +343,7 @@ def change_config(directory, **changes):
         ({"rope_scaling": {"rope_type": "linear"}}, "add .'factor'"),
         ({"layer_types": ["full_attention"]}, "layer_types=.* for 3 layers"),
         ({"layer_types": ["full", "full", "full"]}, "full_attention"),
-        ({"intermediate_size": 100}, r"mlp.*has shape \(192, 64\).*\(100, 64\)"),
+        ({"intermediate_size": 100}, r"mlp.down.*has shape \(64, 192\).*\(64, 100\)"),
         ({"num_hidden_layers": 2, "layer_types": "DELETE"}, r"has model.layers.2.*and \d+ more"),
         ({"num_hidden_layers": 4, "layer_types": "DELETE"}, "lacks model.layers.3"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),

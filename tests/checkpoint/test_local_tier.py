@@ -319,6 +319,31 @@ def test_going_back_deletes_later_steps_and_a_save_elsewhere_earlier_ones(place)
     assert place.steps() == []
 
 
+def test_going_back_keeps_the_copy_of_a_save_that_the_neighbor_has_begun(place):
+    forgotten = threading.Event()
+
+    def work(peers):
+        with place.tier(peers) as tier:
+            if peers.index == 1:
+                assert sent.wait(60)
+                tier.forget(after=4)
+                forgotten.set()
+            tier.save(6, state_of(6), meta={"position": 6}, wait=True)
+            return tier.newest()
+
+    sent, put = threading.Event(), neighbors.put
+
+    def late(*args):
+        put(*args)
+        sent.set()
+        assert forgotten.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbors, "put", late)
+        assert together(2, work) == [6, 6]
+    assert [step for step, _ in place.restore(count=2)] == [6, 6]
+
+
 def test_a_failed_save_is_a_warning_and_the_one_before_stays(place, monkeypatch, capfd):
     write = local_files.write
 
