@@ -1,7 +1,6 @@
 """The local tier: what is written, copied to a neighbor, found again, and never mixed."""
 
 import concurrent.futures
-import json
 import os
 import pathlib
 import shutil
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support import text_runs
 from support.compare import assert_same
 
 from llmx.checkpoint import checkpointer, local_files, local_places, local_tier, neighbors
@@ -341,7 +341,7 @@ def test_going_back_keeps_the_copy_of_a_save_that_the_neighbor_has_begun(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbors, "put", late)
         assert together(2, work) == [6, 6]
-    assert [step for step, _ in place.restore(count=2)] == [6, 6]
+    assert place.steps(0, "copy") == place.steps(1, "copy") == [6]
 
 
 def test_a_failed_save_is_a_warning_and_the_one_before_stays(place, monkeypatch, capfd):
@@ -485,12 +485,8 @@ class Cluster:
 
     def __init__(self, folder: pathlib.Path):
         self.folder, self.local = folder, folder / "local"
-        (folder / "text").mkdir()
-        random = np.random.default_rng(0)
-        for number in range(8):
-            words = random.choice(["alpha", "beta", "gamma", "def", "x", "=", "\n"], 300)
-            (folder / "text" / f"{number}.txt").write_text(" ".join(words))
-        text = CONFIG.format(source=str(folder / "text"), cache=str(folder / "cache"))
+        source = str(text_runs.write_corpus(folder, files=8, words=300))
+        text = CONFIG.format(source=source, cache=str(folder / "cache"))
         (folder / "run.py").write_text(text)
 
     def start(self, workdir: str, *flags: str) -> subprocess.Popen:
@@ -511,10 +507,7 @@ class Cluster:
         return said
 
     def losses(self, workdir: str) -> list[float]:
-        lines = (self.folder / workdir / "metrics.jsonl").read_text().splitlines()
-        records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-        assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-        return [record["loss"] for record in records]
+        return text_runs.losses(self.folder / workdir)
 
     def disturb(self, workdir: str, step: int, number: int, *flags: str) -> tuple[int, str]:
         """Sends process 1 the signal `number` after a step; the exit code and what was said."""

@@ -4,15 +4,14 @@ saved_runs/*.tar.gz each hold a run of six steps, its losses of all six, and its
 3. They were written on one or two fake CPU devices before the package had rooms.
 """
 
-import json
 import os
 import pathlib
 import subprocess
 import sys
 import tarfile
 
-import numpy as np
 import pytest
+from support import text_runs
 
 SAVED = pathlib.Path(__file__).parent / "saved_runs"
 TOLERANCE = 1e-5  # relative; another machine may take sums in another order
@@ -50,19 +49,13 @@ FLAGS = {
 def folder(tmp_path_factory):
     """The text that the runs were trained on, and their config."""
     made = tmp_path_factory.mktemp("saved")
-    random = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "def", "return", "import", "x", "=", "+", "\n"]
-    (made / "text").mkdir()
-    for number in range(20):
-        (made / "text" / f"{number}.txt").write_text(" ".join(random.choice(words, 100)))
+    text_runs.write_corpus(made, files=20, words=100)
     (made / "run.py").write_text(CONFIG)
     return made
 
 
 def losses(folder: pathlib.Path, name: str) -> dict[int, float]:
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {each["step"]: each["loss"] for each in records if each["kind"] == "train"}
+    return {step: record["loss"] for step, record in text_runs.records(folder / name).items()}
 
 
 @pytest.mark.parametrize("name", FLAGS)

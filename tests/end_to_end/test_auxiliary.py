@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.text_runs import records
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -70,12 +71,6 @@ def train(scratch, workdir, how="whole", *flags, processes=1):
         text=True, timeout=200, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
-
-
-def records(workdir, kind="train"):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    found = [record for record in map(json.loads, lines) if record["kind"] == kind]
-    return {record["step"]: record for record in found}
 
 
 def losses(workdir):

@@ -1,6 +1,5 @@
 """Several processes of one run: they agree, refuse, stop and end together."""
 
-import json
 import os
 import pathlib
 import shutil
@@ -12,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from support import text_runs
 
 from llmx.runtime import exits
 
@@ -114,10 +114,7 @@ def train(scratch, workdir, count, *common) -> str:
 
 
 def losses(workdir) -> list[float]:
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    found = {record["step"]: record["loss"] for record in lines if record["kind"] == "train"}
-    assert list(found) == list(range(1, STEPS + 1))
-    return list(found.values())
+    return text_runs.losses(workdir, steps=STEPS)
 
 
 def last_line(said: str) -> str:

@@ -6,8 +6,8 @@ import pathlib
 import subprocess
 import sys
 
-import numpy as np
 import pytest
+from support import text_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("rollback")]
 
@@ -53,12 +53,7 @@ def get_config():
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollback")
-    random = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "def", "return", "import", "x", "=", "+", "\n"]
-    (folder / "text").mkdir()
-    for number in range(40):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(random.choice(words, 300)))
-    source, cache = str(folder / "text"), str(folder / "cache")
+    source, cache = str(text_runs.write_corpus(folder, files=40, words=300)), str(folder / "cache")
     (folder / "run.py").write_text(CONFIG.format(source=source, cache=cache))
     return folder
 
@@ -78,10 +73,7 @@ def train(scratch, workdir, *flags) -> tuple[int, str]:
 
 
 def losses(workdir) -> list[float]:
-    records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    found = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-    assert list(found) == list(range(1, 21))
-    return list(found.values())
+    return text_runs.losses(workdir, steps=20)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import time
 
 import numpy as np
 import pytest
+from support import text_runs
+from support.text_runs import records
 
 from llmx.runtime import exits, launch
 
@@ -47,13 +49,7 @@ def get_config():
 def scratch(tmp_path_factory):
     """A small corpus of text and a config file that trains on it."""
     folder = tmp_path_factory.mktemp("train")
-    random = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "def", "return", "import", "x", "=", "+", "\n"]
-    (folder / "text").mkdir()
-    for number in range(40):
-        text = " ".join(random.choice(words, 300))
-        (folder / "text" / f"{number}.txt").write_text(text)
-    source, cache = str(folder / "text"), str(folder / "cache")
+    source, cache = str(text_runs.write_corpus(folder, files=40, words=300)), str(folder / "cache")
     (folder / "run.py").write_text(CONFIG.format(source=source, cache=cache))
     return folder
 
@@ -75,21 +71,8 @@ def train(scratch, workdir, *flags, devices=1) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def records(workdir, kind="train") -> dict[int, dict]:
-    """Records by step; each step stands there once."""
-    found = {}
-    for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == kind:
-            assert record["step"] not in found, f"step {record['step']} stands there twice"
-            found[record["step"]] = record
-    return found
-
-
 def losses(workdir) -> np.ndarray:
-    found = records(workdir)
-    assert list(found) == list(range(1, len(found) + 1))
-    return np.array([record["loss"] for record in found.values()])
+    return np.array(text_runs.losses(workdir))
 
 
 @pytest.fixture(scope="module")
