@@ -61,6 +61,10 @@ def _root(workdir: str) -> Any:
     root = directory.root_of(f"{workdir}/checkpoints")
     if not directory.root_of(workdir).is_dir():
         raise ValueError(f"{workdir} is not a directory: name the work directory of a run")
+    if not root.exists():
+        begun = (directory.root_of(workdir) / "config.json").exists()
+        why = "the run has saved none yet" if begun else "name the work directory of a run"
+        raise ValueError(f"{workdir} holds no checkpoints: {why}")
     return root
 
 
@@ -131,7 +135,9 @@ def ls(args: argparse.Namespace) -> int:
 
     root = _root(args.workdir)
     rows = []
-    for entry in directory.entries(root):
+    if not (entries := directory.entries(root)):
+        raise ValueError(f"no checkpoint in {root}")
+    for entry in entries:
         if entry.kind == "foreign":
             continue
         path = root / entry.name
@@ -172,7 +178,8 @@ def verify(args: argparse.Namespace) -> int:
     from llmx.checkpoint import checksums, directory, manifest, restore
 
     root, bad = _root(args.workdir), 0
-    for step in directory.steps(root) if args.all else [_step(root, args.step)]:
+    newest = _step(root, args.step)
+    for step in directory.steps(root) if args.all else [newest]:
         wrong = []
         try:
             document = restore.read_document(root, step)

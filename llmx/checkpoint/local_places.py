@@ -53,14 +53,6 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else os.uname().nodename
 
 
-def coordinator() -> str:
-    """The host of process 0; this one, where jax has no coordinator."""
-    from jax._src import distributed
-
-    address = distributed.global_state.coordinator_address or "127.0.0.1:0"
-    return address.rpartition(":")[0].strip("[]")
-
-
 def address_of(places: list[dict], index: int) -> str:
     """Where process `index` listens: the address by which it reaches the others."""
     mine = places[index]

@@ -29,6 +29,7 @@ from llmx.checkpoint import local_places, manifest, neighbors
 from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restored
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
+from llmx.runtime import launch
 
 OWN, COPY = "own", "copy"
 NAME = re.compile(r"(\d+)-[0-9a-f]+")  # of a step: its number, and the launch that wrote it
@@ -183,7 +184,7 @@ class LocalTier(contextlib.AbstractContextManager):
         place = {"host": local_places.boot_id(), "disk": [disk.st_dev, disk.st_ino]}
         place["address"] = "127.0.0.1"
         if count > 1:
-            place["address"] = neighbors.route(local_places.coordinator())
+            place["address"] = neighbors.route(launch.coordinator_host())
         if index == 0:
             place |= {"run": local_places.run_id(workdir), "launch": f"{int(time.time()):08x}"}
             place |= {"token": secrets.token_hex(32)}
@@ -408,6 +409,8 @@ class LocalTier(contextlib.AbstractContextManager):
         for process, (kind, why) in enumerate(verdicts):
             if kind in ("missing", "corrupt"):
                 others = [k for k in self._holders(name, process) if k != process]
+                if f"{process}.{COPY}" in self._listing[process].get(name, ()):
+                    others = [process]  # of a process that was on its host
                 then = f"it takes the copy of process {others[0]}" if others else "there is no copy"
                 step = _step(name)
                 self._log(f"local checkpoint {step}: process {process}: {why}; {then}")
@@ -471,13 +474,16 @@ class LocalTier(contextlib.AbstractContextManager):
         """Gets this process's file from another process: a verdict and its reason."""
         me, reason = self._peers.index, "no other process has a copy of its shards"
         path = self._folders[0] / f"{name}.{me}.{OWN}"
+        message = {"name": name, "process": me}
+        # Beside its own file it may have a copy itself, of a process that was on its host.
         for holder in self._holders(name, me):
-            if holder == me:
-                continue
             try:
-                message = {"name": name, "process": me}
+                if holder == me:
+                    parts = self._give(message)
+                else:
+                    parts = neighbors.get(self._addresses[holder], self._token, message)
                 with files.create(path) as file:
-                    for part in neighbors.get(self._addresses[holder], self._token, message):
+                    for part in parts:
                         file.write(part)
                 return "", ""
             except OSError as error:
@@ -485,8 +491,11 @@ class LocalTier(contextlib.AbstractContextManager):
         return "corrupt", reason
 
     def _find(self, name: str, process: int, kind: str) -> Path | None:
+        return next(iter(self._all(name, process, kind)), None)
+
+    def _all(self, name: str, process: int, kind: str) -> list[Path]:
         paths = (folder / f"{name}.{process}.{kind}" for folder in self._folders)
-        return next((path for path in paths if path.exists()), None)
+        return [path for path in paths if path.exists()]
 
     # ------------------------------------------------------------------------ for other processes
 
@@ -501,16 +510,21 @@ class LocalTier(contextlib.AbstractContextManager):
             self._arrived.notify_all()
 
     def _give(self, message: dict) -> Iterator[bytes]:
-        """The file of another process, from its own file or its copy."""
+        """The file of a process, from the first that is good of its own files and its copies."""
         name, process = _checked(message)
-        sources = [(self._find(name, process, OWN), None)]
-        if (copy := self._find(name, process, COPY)) is not None:
+        sources = [(path, None) for path in self._all(name, process, OWN)]
+        for copy in self._all(name, process, COPY):
             holder = copy.parent.name.removeprefix("process-")
             sources.append((copy.with_name(f"{name}.{holder}.{OWN}"), copy))
+        reason = "it has no such file"
         for own, copy in sources:
-            if own is not None and own.exists():
+            try:
+                for _ in files.shard_bytes(own, copy):
+                    pass  # compared with their checksums
                 return self._stream(own, copy)
-        raise OSError("it has no such file")
+            except (OSError, Corrupt) as error:
+                reason = str(error)
+        raise OSError(reason)
 
     def _stream(self, own: Path, copy: Path | None) -> Iterator[bytes]:
         try:

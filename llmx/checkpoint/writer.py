@@ -56,9 +56,16 @@ def reason(error: BaseException) -> tuple[str, str]:
     """The cause of a failed write in words, with the error's text, and the remedy."""
     text = " ".join(str(error).split())
     for pattern, cause, remedy in CAUSES:
-        if re.search(pattern, text):
-            return f"{cause} ({text if len(text) < 200 else '... ' + text[-200:]})", remedy
+        if found := re.search(pattern, text):
+            return f"{cause} ({_shortened(text, found)})", remedy
     return f"{type(error).__name__}: {text[:300]}", "see to that"
+
+
+def _shortened(text: str, found: re.Match) -> str:
+    """The beginning of a text, which names the file, and what is around the match."""
+    head, begin, end = 160, found.start() - 60, found.end() + 80
+    middle, tail = " ... " if begin > head else "", " ..." if max(head, end) < len(text) else ""
+    return text[:head] + middle + text[max(head, begin) : end] + tail
 
 
 class Board:

@@ -2,7 +2,8 @@
 each rollback. A start has what changed in the config since the start before it.
 
 The first process writes it. A line that cannot be written is a warning; a line that was torn by a
-kill is left out when the file is read. `python -m llmx.config.history WORKDIR` shows it.
+kill, or is damaged, is left out when the file is read. `python -m llmx.config.history WORKDIR`
+shows it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import llmx
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
-from llmx.runtime import agreement
+from llmx.runtime import agreement, auxiliary
 
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
@@ -32,6 +33,21 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 
 def read(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """The records of a run, oldest first; lines that are no records are left out."""
+    return (record for record in _lines(workdir) if record is not None)
+
+
+def damaged(workdir: str | os.PathLike) -> str:
+    """Which lines of the file are no records, and what to do; "" where all are."""
+    wrong = [number for number, record in enumerate(_lines(workdir), 1) if record is None]
+    if not wrong:
+        return ""
+    few = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
+    what = f"line {few} is no record" if len(wrong) == 1 else f"lines {few} are no records"
+    return f"{pathlib.Path(workdir, FILE)}: {what}, and left out: delete what is damaged"
+
+
+def _lines(workdir: str | os.PathLike) -> Iterator[dict[str, Any] | None]:
+    """The record of each line; None where it is none."""
     path = pathlib.Path(workdir, FILE)
     if not path.is_file():
         return
@@ -39,10 +55,19 @@ def read(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
+                yield record if _is_record(record) else None
             except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict) and isinstance(record.get("kind"), str):
-                yield record
+                yield None
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return False
+    sections = [record.get(name, {}) for name in ("config", "changed", "versions")]
+    if not all(isinstance(section, dict) for section in sections):
+        return False
+    identity.flat(sections[0])  # RecursionError where it is too deep
+    return all(isinstance(pair, list) and len(pair) == 2 for pair in sections[1].values())
 
 
 def append(workdir: str | os.PathLike, kind: str, values: Mapping[str, Any], *, log: Log) -> None:
@@ -77,8 +102,11 @@ def record_start(config: Config, *, resumed_from: int, log: Log) -> None:
     present = config_lib.to_json(config)
     try:
         last = last_config(config.workdir)
-    except (OSError, *_DAMAGED) as error:
-        log(f"warning: {FILE} of {config.workdir} is damaged and goes on anew: {error}")
+        if text := damaged(config.workdir):
+            log(f"warning: {text}")
+    except OSError as error:
+        path = pathlib.Path(config.workdir, FILE)
+        log(f"warning: {path} cannot be read: {auxiliary.cause(error)}; the run goes on")
         last = None
     if last is None:
         values = {"config": present}
@@ -112,11 +140,10 @@ def last_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
                     keys.pop(key, None)
                 else:
                     keys[key] = now
-    if keys is None:
-        return None
-    found = _nested(keys)
     # A line in between may be lost: then the next start has the whole config again.
-    return found if _hash(found) == wanted else None
+    if keys is None or _hash(keys) != wanted:
+        return None
+    return _nested(keys)
 
 
 def versions() -> dict[str, str]:
@@ -214,8 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         print("\n".join(lines(workdir)))
-    except (OSError, *_DAMAGED) as error:
-        print(f"{workdir}/{FILE} is damaged: {error}: move it away", file=sys.stderr)
+        if text := damaged(workdir):
+            print(f"warning: {text}", file=sys.stderr)
+    except OSError as error:
+        print(f"{workdir}/{FILE} cannot be read: {auxiliary.cause(error)}", file=sys.stderr)
         return 2
     return 0
 

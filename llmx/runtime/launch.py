@@ -250,13 +250,23 @@ def _bind(family: int, address: tuple) -> None:
 
 def store() -> tuple[Any, int, int]:
     """(client of the key-value store, index, count) of this run's processes; None: there is one."""
-    # Orbax takes it from there too: JAX has no public name for it.
-    from jax._src import distributed
-
-    state = distributed.global_state
+    state = _distributed_state()
     if state.client is None or (state.num_processes or 1) < 2:
         return None, 0, 1
     return state.client, state.process_id, state.num_processes
+
+
+def coordinator_host() -> str:
+    """The host of process 0; this one, where jax has no coordinator."""
+    address = _distributed_state().coordinator_address or "127.0.0.1:0"
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _distributed_state() -> Any:
+    # Orbax takes it from there too: JAX has no public name for it.
+    from jax._src import distributed
+
+    return distributed.global_state
 
 
 def join_problem(config: LaunchConfig) -> str:

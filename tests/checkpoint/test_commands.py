@@ -49,6 +49,29 @@ def test_verify_finds_the_bad_one(workdir, capsys):
     assert commands.main(["verify", str(workdir / "nowhere")]) == 2
 
 
+@pytest.mark.parametrize(
+    "command", ["ls X", "ls --json X", "verify X", "verify --all X", "diff X", "diff W X",
+                "export X {}/x.npz", "rm X 3"],
+)  # fmt: skip
+def test_what_is_no_run_is_an_error_in_words(workdir, tmp_path, capsys, command):
+    """A folder of something else, one that is not there, a file, a run without checkpoints."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "config.json").write_text("{}")
+    words = {
+        "folder": "holds no checkpoints: name the work directory", "file": "is not a directory",
+        "nowhere": "is not a directory", "begun": "no checkpoint", "early": "saved none yet",
+    }  # fmt: skip
+    for name, word in words.items():
+        paths = {"X": str(tmp_path / name), "W": str(workdir)}
+        assert commands.main([paths.get(c, c.format(tmp_path)) for c in command.split()]) == 2
+        out, error = capsys.readouterr()
+        assert word in error and not out and len(error.splitlines()) == 1
+    assert not (tmp_path / "x.npz").exists()
+
+
 def test_diff_shows_configs_and_leaves(workdir, capsys):
     assert commands.main(["diff", str(workdir), "--step", "8"]) == 0
     assert commands.main(["diff", str(workdir), "--step", "4"]) == 1

@@ -250,6 +250,33 @@ def test_a_file_is_restored_from_one_that_was_itself_damaged(place, monkeypatch,
     assert any("not used" in text for text in place.said), place.said
 
 
+def test_of_several_files_of_a_process_the_good_one_is_given(place):
+    """The host of process 0 has files of process 1 too, from when that one was on it."""
+    place.save(2, 4, count=2)
+    (own,) = place.files("process-1/4-*.1.own")
+    orphans = place.files()[0].parent / "process-7"
+    orphans.mkdir()
+    (orphans / own.name).write_bytes(good := own.read_bytes())
+    flip(orphans / own.name, -40)
+    own.unlink()
+    for step, _ in place.restore(count=2):
+        assert step == 4
+    assert own.read_bytes() == good
+
+
+def test_a_process_takes_a_copy_from_its_own_host(place):
+    """Its own file is damaged, and the only good one is that of a process that was here."""
+    place.save(2, 4)
+    (own,) = place.files("process-0/4-*.0.own")
+    orphans = own.parent.with_name("process-7")
+    orphans.mkdir()
+    (orphans / own.name).write_bytes(good := own.read_bytes())
+    flip(own, -40)
+    ((step, state),) = place.restore()
+    assert step == 4 and own.read_bytes() == good
+    assert_same(state, state_of(4))
+
+
 def test_steps_of_two_launches_are_never_mixed(place):
     place.save(2, 4, count=2)
     (old,) = place.files("process-0/4-*.own")

@@ -196,6 +196,19 @@ def test_a_save_that_fails_is_told_at_once_and_tried_again(tmp_path, monkeypatch
     assert names(tmp_path) == sorted(["4", str(again)])
 
 
+def test_the_cause_of_a_failed_write_names_the_file_from_its_beginning():
+    path = "/data/runs/a/" + "long/" * 40
+    cause, remedy = writer.reason(RuntimeError(
+        f'Error writing "{path}8.orbax-checkpoint-tmp/d/331152": Failed to write 187 bytes: '
+        f"No space left on device [os_error_code='28'] {'[source location] ' * 20}"
+    ))  # fmt: skip
+    assert cause.startswith('the disk is full (Error writing "/data/runs/a/long/')
+    assert "Failed to write 187 bytes: No space left on device [os_error_code='28']" in cause
+    assert len(cause) < 400 and remedy == "free space on it"
+    short = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/a")
+    assert writer.reason(short)[0] == f"the disk is full ({short})"
+
+
 def test_a_save_that_fails_stops_the_run_where_the_policy_says_so(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     with opened(tmp_path, on_failure="stop") as checkpoints:

@@ -68,15 +68,29 @@ def test_what_cannot_be_written_is_a_warning(run, tmp_path):
     assert history.main([str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize("changed", ["[1]", '{"a.b": 3}', '{"seed.x": [1, 2]}'])
-def test_records_of_something_else_are_a_warning(run, changed):
+@pytest.mark.parametrize("rest", [
+    '"changed": [1]', '"changed": {"a.b": 3}', '"versions": "x"', '"config": 7',
+    '"config": ' + '{"a": ' * 5000 + "1" + "}" * 5000,
+])  # fmt: skip
+def test_records_of_something_else_are_a_warning(run, rest, capsys):
     start(run)
     path = pathlib.Path(run.workdir, history.FILE)
-    path.write_text(path.read_text() + '{"kind": "start", "changed": ' + changed + "}\n")
-    said = start(run)
-    assert all(text.startswith("warning: ") for text in said)
+    path.write_text(path.read_text() + '{"kind": "start", ' + rest + "}\n")
+    run.seed = 3
+    (said,) = start(run)
+    assert said == f"warning: {path}: line 2 is no record, and left out: delete what is damaged"
+    assert list(history.read(run.workdir))[-1]["changed"] == {"seed": [0, 3]}
+    assert history.main([run.workdir]) == 0
+    out, error = capsys.readouterr()
+    assert out.count("start at step 0") == 2 and error == f"{said}\n"
+
+
+def test_changes_of_what_the_config_lacks_begin_it_anew(run):
+    start(run)
+    path = pathlib.Path(run.workdir, history.FILE)
+    path.write_text(path.read_text() + '{"kind": "start", "changed": {"seed.x": [1, 2]}}\n')
+    assert not start(run)
     assert "config" in list(history.read(run.workdir))[-1]
-    assert history.main([run.workdir]) in (0, 2)
 
 
 def with_rollbacks(run, **values):
