@@ -33,6 +33,7 @@ from llmx.runtime import (
     divergence,
     exits,
     goodput,
+    host_memory,
     launch,
     metrics,
     plot,
@@ -50,6 +51,7 @@ Log = Callable[[str], None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the config says. Returns one of the exit codes of `runtime.exits`."""
     begun, log = time.perf_counter(), launch.log
+    host_memory.limit_arenas()
     with contextlib.ExitStack() as resources:
         job = resources.enter_context(job_lib.Job(log=log))
         resources.push(job.tell_crash)

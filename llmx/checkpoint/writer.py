@@ -21,7 +21,7 @@ import jax
 
 from llmx.checkpoint import checksums, directory, quiet
 from llmx.checkpoint.manifest import Document
-from llmx.runtime import launch
+from llmx.runtime import host_memory, launch
 from llmx.runtime.agreement import Store
 from llmx.sharding import trees
 
@@ -191,6 +191,7 @@ class Save:
             with contextlib.suppress(Exception):
                 self._handler.close()  # its threads
         self._futures, self._sums, self._handler = [], {}, None
+        host_memory.release()
         self.verdict = verdict
         try:
             self._on_end(self)
