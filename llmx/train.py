@@ -65,11 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_devices = launch.device_count(config.launch)
             config = checks.resolve(config, num_devices, problems=problems)
             config = going_back_once(config, job)
-            config = history.with_rollbacks(config, log)
+            config = history.with_rollbacks(config, log, job.peers)
             job.watch(config.watchdog, config.launch)
             same = {"--check-determinism": args.check_determinism}
             job.peers.agree("start", launch_values(config) | same)
             job.own(config.workdir)
+            begin_going_back(config)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
                 may_write=job.may_write,
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return job.refuse(halt, halt.code)
                 log(str(halt))
                 changed = dataclasses.replace(config, resume_step=-1)
-                back_to = checkpoints.latest_step() or 0
+                back_to = halt.newest or 0
             if changed is None:
                 code = exits.STOPPED
                 break
@@ -226,6 +227,12 @@ def going_back_once(config: Config, job: job_lib.Job) -> Config:
     return resume.going_back_once(config, job.peers, launch.log)
 
 
+def begin_going_back(config: Config):
+    from llmx.checkpoint import resume
+
+    resume.begin_going_back(config)
+
+
 def launch_values(config: Config) -> dict[str, Any]:
     """What all processes of a run must have in common, by name."""
     values = {key: config_lib.get_value(config, key) for key in config_lib.leaf_types(Config)}
@@ -257,6 +264,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
     if (step := resume.going_back_to(config)) is not None:
         text = f"to step {step}: newer checkpoints were set aside"
         history.append(config.workdir, history.WENT_BACK, {"text": text}, log=launch.log)
+        resume.end_going_back(config)
     history.record_start(config, resumed_from=restored.step, log=launch.log)
     return restored
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,9 +105,9 @@ class ReplicasDiffer(Halt):
 
     code = exits.STOPPED
 
-    def __init__(self, text: str, *, restore: bool) -> None:
+    def __init__(self, text: str, *, restore: bool, newest: int | None) -> None:
         super().__init__(text)
-        self.restore = restore
+        self.restore, self.newest = restore, newest  # the checkpoint to go back to
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -286,11 +287,14 @@ class Checkpointer(contextlib.AbstractContextManager):
         if verdict.kind == writer.REFUSED:
             raise NotOwner(f"{text}; nothing more is written to {self._root}")
         if verdict.kind == writer.DIFFERS:
-            newest = self.latest_step()
+            # Listings of a shared directory may differ: that of process 0 counts.
+            found = self._board.share(f"{save.number}/newest", json.dumps(self.latest_step()))
+            newest = json.loads(found)
             back = self._config.on_corruption == "restore" and not final
             # Once from each checkpoint: what is faulty may stay so.
             back, self._went_back_to = back and newest != self._went_back_to, newest
-            raise ReplicasDiffer(f"{text}; {self._after_corruption(back)}", restore=back)
+            text = f"{text}; {self._after_corruption(back)}"
+            raise ReplicasDiffer(text, restore=back, newest=newest)
         if final or self._config.on_failure == "stop":
             raise Unsaved(
                 f"{text}; {self._newest_text()}; {verdict.remedy} and run again to resume"
@@ -410,6 +414,17 @@ def read_meta(directory: str, step: int) -> dict:
         return restore.read_document(directories.root_of(directory), step).meta
     except (Corrupt, Mismatch, Unreadable) as error:
         raise ValueError(f"checkpoint {step} in {directory}: {error}") from error
+
+
+def is_import(directory: str, step: int | None) -> bool:
+    """Whether checkpoint `step` holds parameters only, made by llmx.convert.
+
+    Process 0 looks, since listings of a shared directory may differ; every process must call it.
+    Raises ValueError as `read_meta`.
+    """
+    looks = step == 0 and jax.process_index() == 0
+    found = looks and "imported_from" in read_meta(directory, 0)
+    return bool(restore.agree_on_steps([0] if found else []))
 
 
 def restore_part(

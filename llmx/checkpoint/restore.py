@@ -41,10 +41,12 @@ def newest(
     log: Callable[[str], None], ignored: str = "",
 ) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
     """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
-    steps = directory.steps(root)
-    if step is not None:
-        require(root, step)
-        steps = [step]
+    steps: list[int] = []
+    if jax.process_index() == 0:  # the others take its word
+        steps = directory.steps(root)
+        if step is not None:
+            require(root, step)
+            steps = [step]
     bad: dict[int, str] = {}
     for candidate in agree_on_steps(steps):
         verdict, reason, tree, document = None, "", None, None

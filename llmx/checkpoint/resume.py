@@ -7,6 +7,7 @@ for the present ones: `State.in_flight` of a pipeline, `State.sync` of replicas.
 import contextlib
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,9 @@ def restore_or_init(
     if back_to is None:
         _forget_abandoned(config, checkpoints)
     directory = f"{config.workdir}/checkpoints"
-    step, imported = checkpoints.latest_step() if back_to is None else back_to, False
-    if step == 0 and "imported_from" in checkpointer.read_meta(directory, step):
-        start_from = f"{config.workdir}@0"  # parameters only: made by llmx.convert
-        imported = True
+    step = checkpoints.latest_step() if back_to is None else back_to
+    if imported := checkpointer.is_import(directory, step):
+        start_from = f"{config.workdir}@0"
     if not imported or (back_to is None and tier.holds(newer_than=0)):
         restored = restore(config, recipe, checkpoints, log, tier, step=back_to)
     if restored is None:
@@ -81,14 +81,13 @@ def restore_or_init(
 
 
 def going_back_to(config: Any) -> int | None:
-    """The step that the user goes back to. A job goes back when it is launched, and not each time
-    that it is restarted."""
-    first_launch = launch.restart_count() == 0
-    return config.resume_step if config.resume_step >= 0 and first_launch else None
+    """The step that the user goes back to; None: the run goes on from its newest checkpoint."""
+    return config.resume_step if config.resume_step >= 0 else None
 
 
 def going_back_once(config: Any, peers: Any, log: Log) -> Any:
-    """The config without `resume_step` where the job was started again, in any of its processes.
+    """The config without `resume_step` where the job was started again, in any of its processes,
+    and an earlier launch of it has gone back, or has ended before it had the work directory.
 
     Every process must call it: a replaced host counts its own restarts only. `peers` is
     `llmx.runtime.agreement.Peers`.
@@ -96,11 +95,43 @@ def going_back_once(config: Any, peers: Any, log: Log) -> Any:
     restarts = max(map(int, peers.exchange("restarts", str(launch.restart_count()))))
     if restarts == 0 or config.resume_step < 0:
         return config
+    pending = ""
+    with contextlib.suppress(OSError):
+        pending = _pending(config).read_text()
+    if peers.broadcast("going back", pending) == str(config.resume_step):
+        log(
+            f"resume_step={config.resume_step}: no earlier launch of this job has gone back yet, "
+            f"and this is restart {restarts}: it does so"
+        )
+        return config
     log(
         f"resume_step={config.resume_step} was for the first launch of this job, and this is "
         f"restart {restarts}: going on from the newest checkpoint"
     )
     return dataclasses.replace(config, resume_step=-1)
+
+
+def begin_going_back(config: Any) -> None:
+    """Records that the run is to go back, until `end_going_back`: a restart of a job that ends
+    before that does it. To be called once the work directory is owned. Raises OSError."""
+    if jax.process_index() != 0:
+        return
+    if going_back_to(config) is None:
+        _pending(config).unlink(missing_ok=True)
+        return
+    temporary = _pending(config).with_suffix(".tmp")
+    temporary.write_text(str(config.resume_step))
+    temporary.replace(_pending(config))
+
+
+def end_going_back(config: Any) -> None:
+    """Once the run has gone back, a restart does not do so again. Raises OSError."""
+    if jax.process_index() == 0:
+        _pending(config).unlink(missing_ok=True)
+
+
+def _pending(config: Any) -> pathlib.Path:
+    return pathlib.Path(config.workdir) / "going_back"
 
 
 def _forget_after(step: int | None, checkpoints: Checkpointer, tier: LocalTier):

@@ -159,15 +159,16 @@ def versions() -> dict[str, str]:
     return agreement.versions() | {"commit": done.stdout.strip()}
 
 
-def with_rollbacks(config: Config, log: Log) -> Config:
-    """The config with the rollbacks that its work directory has recorded.
+def with_rollbacks(config: Config, log: Log, peers: agreement.Peers) -> Config:
+    """The config with the rollbacks that its work directory has recorded, as process 0 reads them.
 
     Those of the command line count where they are as many; where the user goes back to before a
-    rollback, it is forgotten.
+    rollback, it is forgotten. Every process must call it.
     """
     from llmx.checkpoint import resume
 
-    at, skipped = recorded_rollbacks(config.workdir)
+    found = recorded_rollbacks(config.workdir) if peers.index == 0 else ""
+    at, skipped = json.loads(peers.broadcast("recorded rollbacks", json.dumps(found)))
     if len(at) <= len(config.rollback.at):
         return config
     back_to = resume.going_back_to(config)

@@ -1,6 +1,7 @@
 """What a model is, is compared on resume; all else is shown; a run can go back."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 from support import runs
 from support.compare import assert_same
-from support.resumes import opened, resumed, save
+from support.resumes import opened, resumed, run_of, save
 
-from llmx.checkpoint import checkpointer, identity, resume
+from llmx.checkpoint import checkpointer, directory, identity, restore, resume
 from llmx.config import Config, checks
 from llmx.model import families
 
@@ -178,16 +179,13 @@ def test_a_run_past_its_end_is_refused(tmp_path):
         resumed(tmp_path, 1)
 
 
-def test_going_back(tmp_path, monkeypatch):
-    """Newer checkpoints are set aside; a restart of the job does not go back again."""
+def test_going_back(tmp_path):
+    """Newer checkpoints are set aside."""
     wanted = save(tmp_path, 1, 1)
     for step in (2, 3):
         save(tmp_path, step, 1)
     with pytest.raises(ValueError, match=r"no checkpoint of step 5 in .* \[1, 2, 3\]"):
         resumed(tmp_path, 1, resume_step=5)
-    monkeypatch.setenv("LLMX_RESTART_COUNT", "1")
-    assert resumed(tmp_path, 1, resume_step=1)[2] == 3
-    monkeypatch.delenv("LLMX_RESTART_COUNT")
     _, state, first, said = resumed(tmp_path, 1, resume_step=1)
     assert first == 1
     assert_same(state.params, wanted.params)
@@ -228,12 +226,49 @@ def test_the_checkpoint_from_before_the_loss_rose_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("restarts", "step"), [("00", 5), ("20", -1), ("02", -1)])
-def test_a_job_goes_back_once(restarts, step):
+def test_a_job_goes_back_once(tmp_path, restarts, step):
     """Also where one of its hosts was replaced, and counts from 0."""
-    config, said = Config(resume_step=5), []
-    peers = SimpleNamespace(exchange=lambda name, text: list(restarts))
+    config, said = Config(resume_step=5, workdir=str(tmp_path)), []
+    peers = SimpleNamespace(
+        exchange=lambda name, text: list(restarts), broadcast=lambda name, text: text
+    )
     assert resume.going_back_once(config, peers, said.append).resume_step == step
     assert said == [] if step == 5 else "restart 2: going on from the newest" in said[0]
+
+
+def test_a_restart_goes_back_where_no_launch_before_it_came_so_far(tmp_path):
+    config, said = Config(resume_step=5, workdir=str(tmp_path)), []
+    peers = SimpleNamespace(exchange=lambda name, text: ["2"], broadcast=lambda name, text: text)
+    resume.begin_going_back(config)  # and then it was killed
+    assert resume.going_back_once(config, peers, said.append) is config
+    assert said == [
+        "resume_step=5: no earlier launch of this job has gone back yet, and this is restart 2: "
+        "it does so"
+    ]
+    other = Config(resume_step=7, workdir=str(tmp_path))
+    assert resume.going_back_once(other, peers, said.append).resume_step == -1
+    resume.end_going_back(config)
+    assert resume.going_back_once(config, peers, said.append).resume_step == -1
+    # A start that goes on from the newest checkpoint forgets what was asked for before.
+    resume.begin_going_back(config)
+    resume.begin_going_back(Config(workdir=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_process_0_says_which_checkpoints_there_are(tmp_path, monkeypatch):
+    """Listings of a shared directory may differ: this process sees none, and takes its word."""
+    save(tmp_path, 1, 1)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(directory, "steps", lambda root: pytest.fail("a listing of its own"))
+    monkeypatch.setattr(restore, "agree_on_steps", lambda steps: pytest.fail() if steps else [1])
+    _, recipe = run_of(tmp_path, 1)
+    wanted = functools.partial(checkpointer.restore_params, str(tmp_path), recipe.loss.params,
+                               order=recipe.order, log=print)  # fmt: skip
+    assert wanted().step == wanted(step=1).step == 1
+    folder = f"{tmp_path}/checkpoints"
+    assert checkpointer.is_import(folder, None)  # process 0 says so
+    monkeypatch.setattr(restore, "agree_on_steps", lambda steps: [])
+    assert not checkpointer.is_import(folder, 0)
 
 
 def test_what_a_rollback_went_back_from_is_not_resumed_from(tmp_path):

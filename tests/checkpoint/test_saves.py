@@ -149,6 +149,19 @@ def test_replicas_that_differ_at_a_save_stop_the_run_or_send_it_back(tmp_path, p
     assert names(tmp_path) == ["4", "8"]
 
 
+def test_process_0_says_which_checkpoint_is_newest_where_replicas_differ(tmp_path, monkeypatch):
+    """Listings of a shared directory may differ, and all must do the same."""
+    told = lambda board, key, text: "4" if key.endswith("newest") else text  # noqa: E731
+    monkeypatch.setattr(writer.Board, "share", told)
+    bad = state_of(8)
+    bad["b"] = with_changed_shard(bad["b"], 3, 0x40)
+    with opened(tmp_path, on_corruption="restore") as checkpoints:
+        checkpoints.save(8, bad, meta={})
+        with pytest.raises(checkpointer.ReplicasDiffer) as caught:
+            checkpoints.wait()
+    assert caught.value.restore and caught.value.newest == 4
+
+
 class Disk:
     """Lets writes of arrays fail as the operating system would, where `error` is set."""
 

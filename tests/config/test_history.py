@@ -2,11 +2,13 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 
 from llmx import config as config_lib
 from llmx.config import history
+from llmx.runtime import agreement
 
 
 @pytest.fixture
@@ -99,11 +101,11 @@ def with_rollbacks(run, **values):
     for name, value in values.items():
         config_lib.set_value(given, name.replace("__", "."), value)
     said = []
-    found = history.with_rollbacks(given, said.append)
+    found = history.with_rollbacks(given, said.append, agreement.Peers())
     return found.rollback.at, found.rollback.skipped, "\n".join(said)
 
 
-def test_recorded_rollbacks_count(run, tmp_path, monkeypatch):
+def test_recorded_rollbacks_count(run):
     assert with_rollbacks(run) == ((), (), "")
     run.rollback.at, run.rollback.skipped = (4, 8), (2, 3)
     config_lib.save_run(run)
@@ -116,8 +118,16 @@ def test_recorded_rollbacks_count(run, tmp_path, monkeypatch):
     # Back to before the second: it has not happened.
     at, skipped, said = with_rollbacks(run, resume_step=6)
     assert (at, skipped) == ((4,), (2,)) and "rollback to step 8 is forgotten" in said
-    monkeypatch.setenv("LLMX_RESTART_COUNT", "1")
-    assert with_rollbacks(run, resume_step=6)[0] == (4, 8)
+
+
+def test_process_0_says_which_rollbacks_there_were(run):
+    """Another process may see an older file on a shared file system."""
+    run.rollback.at, run.rollback.skipped = (4,), (2,)
+    config_lib.save_run(run)
+    told = SimpleNamespace(index=1, broadcast=lambda name, text: "[[4, 8], [2, 3]]")
+    given = config_lib.default()
+    given.workdir = run.workdir
+    assert history.with_rollbacks(given, print, told).rollback.at == (4, 8)
 
 
 def test_the_history_serves_where_the_config_is_lost(run, tmp_path):
