@@ -25,7 +25,7 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
-from llmx.config import Config, checks, describe, flags, history
+from llmx.config import Config, checks, describe, flags, history, value_types
 from llmx.contract import Batch, State, Strategy
 from llmx.runtime import (
     agreement,
@@ -60,13 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             # 1. The config: all its problems are reported before anything heavy is imported.
             args, config, problems = read_config(job, argv)
             num_devices = None
-            if not launch.problems(config.launch):
+            if not can_launch(config):
+                job.join_by_environment()  # to tell the others what is wrong
+            else:
                 job.join(config.launch)
-                num_devices = launch.device_count(config.launch)
+                job.watch(config.watchdog, config.launch)
+                with progress("backend"):
+                    num_devices = launch.device_count(config.launch)
             config = checks.resolve(config, num_devices, problems=problems)
             config = going_back_once(config, job)
             config = history.with_rollbacks(config, log, job.peers)
-            job.watch(config.watchdog, config.launch)
             same = {"--check-determinism": args.check_determinism}
             job.peers.agree("start", launch_values(config) | same)
             job.own(config.workdir)
@@ -95,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             return job.refuse(error)
         except OSError as error:
-            return job.refuse(f"{error}: name a --workdir that can be written")
+            return job.refuse(describe.failure_text(config, error))
 
         # 5. Compile the step, explicitly: a program for each phase that is still to come.
         loop = Loop(config, recipe, dataset, restored, progress)
@@ -166,8 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 restored = restore(config, recipe, checkpoints, dataset, job)
             except checkpointer.Halt as halt:
                 return job.refuse(halt, halt.code)
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 return job.refuse(error)
+            except OSError as error:
+                return job.refuse(describe.failure_text(config, error))
             loop = Loop(config, recipe, dataset, restored, progress)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
@@ -218,6 +223,11 @@ def read_config(
             job.refuse("the command line is wrong", error.code)
         raise
     return args, config, problems
+
+
+def can_launch(config: Config) -> bool:
+    """Whether the section `launch` is right; if not, the check of the whole config refuses it."""
+    return not any(value_types.wrong_types(config)) and not launch.problems(config.launch)
 
 
 def going_back_once(config: Config, job: job_lib.Job) -> Config:

@@ -47,7 +47,7 @@ class CheckpointConfig:
     # steps between these local checkpoints
     local_every: int = bounded(10, at_least=1)
     # seconds from SIGTERM until the process ends, saved or not; Kubernetes allows 30 by default
-    grace_seconds: float = bounded(25.0, above=0)
+    grace_seconds: float = bounded(25.0, above=0, at_most=1e8)
 
 
 def problems(config: CheckpointConfig) -> list[str]:

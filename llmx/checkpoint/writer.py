@@ -27,15 +27,22 @@ from llmx.sharding import trees
 
 SAVED, FAILED, DIFFERS, REFUSED = "saved", "failed", "differs", "refused"
 
-# What stops a write: (pattern in the error's text, cause, remedy). The first that matches counts.
+# What stops a write or a read: (pattern in the error's text, cause, remedy). The first that
+# matches counts.
 CAUSES = (
     (r"ENOSPC|No space left", "the disk is full", "free space on it"),
     (r"EDQUOT|[Qq]uota", "the disk quota is used up", "free space or raise the quota"),
     (r"EFBIG|File too large", "a file is larger than is allowed", "raise the limit (ulimit -f)"),
     (r"EROFS|Read-only", "the file system is read-only", "mount it for writing"),
-    (r"EACCES|EPERM|[Pp]ermission", "writing is not permitted", "permit it"),
-    (r"ENOENT|No such file|NOT_FOUND", "the directory has vanished", "bring it back"),
+    (r"EACCES|EPERM|[Pp]ermission", "access is not permitted", "permit it"),
+    (r"ENOENT|No such file|NOT_FOUND", "a file or folder has vanished", "bring it back"),
     (r"ENOTDIR|EEXIST|Not a directory|File exists", "a file is in the way", "move it away"),
+    (r"EISDIR|Is a directory", "a folder is in the way", "move it away"),
+    (
+        r"EMFILE|ENFILE|Too many open files",
+        "too many files are open",
+        "raise the limit (ulimit -n)",
+    ),
     (r"EIO|ESTALE|Input/output", "the disk or network file system fails", "check it"),
 )
 
@@ -58,7 +65,7 @@ def reason(error: BaseException) -> tuple[str, str]:
     for pattern, cause, remedy in CAUSES:
         if found := re.search(pattern, text):
             return f"{cause} ({_shortened(text, found)})", remedy
-    return f"{type(error).__name__}: {text[:300]}", "see to that"
+    return f"{type(error).__name__}: {text[:300]}", "mend that, and run again"
 
 
 def _shortened(text: str, found: re.Match) -> str:

@@ -1,8 +1,12 @@
 """A run in lines of text."""
 
+import glob
+import os
+
 import jax
 
 from llmx import sharding
+from llmx.checkpoint import identity, writer
 from llmx.config import Config
 from llmx.model import costs
 from llmx.pipeline import schedule, schedules
@@ -23,6 +27,35 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
         *([f"sync:  {sync}"] if sync else []),
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
     ])  # fmt: skip
+
+
+def failure_text(config: Config, error: OSError) -> str:
+    """Why a file or folder of a run cannot be used, what to do, and which key names it."""
+    cause, remedy = writer.reason(error)
+    paths = [path for path in (error.filename, error.filename2) if isinstance(path, str)]
+    keys = [key for path in paths if (key := _key_of(config, path))]
+    other = f", or name another {keys[0]}" if keys else ""
+    return f"{cause}: {remedy}{other}"
+
+
+def _key_of(config: Config, path: str) -> str:
+    """The key of the innermost file or folder of the config that is or holds `path`, or ""."""
+    path, found = os.path.abspath(path), {}
+    sources = [source.removeprefix("shards:") for source in config.data.sources]
+    places = [
+        ("--workdir", config.workdir), ("data.tokenizer", config.data.tokenizer),
+        ("data.cache_dir", config.data.cache_dir or "~/.cache/llmx/data"),
+        ("checkpoint.local_directory", config.checkpoint.local_directory),
+        ("start_from", identity.origin(config.start_from)[0]),
+        *(("data.sources", source) for source in sources),
+    ]  # fmt: skip
+    for key, place in places:
+        folder = os.path.abspath(os.path.expanduser(place))
+        while glob.has_magic(folder):
+            folder = os.path.dirname(folder)
+        if place and os.path.commonpath([path, folder]) == folder:
+            found[len(folder)] = key
+    return found[max(found)] if found else ""
 
 
 def model_text(config: Config, num_parameters: int) -> str:

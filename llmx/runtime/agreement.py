@@ -252,7 +252,7 @@ class Peers:
         traceback.print_exception(error)
         what = f"process {self.index} failed: {type(error).__name__}: {_first_line(error)}"
         self.refuse(f"{what}; its log says more", exits.AGAIN)
-        self.end(1, what)
+        self.end(exits.CRASHED, what)
 
     # ------------------------------------------------------------------------------------ looking
 

@@ -3,18 +3,23 @@
     size: int = bounded(32, at_least=1)  # sequences per step
     norm: str = choice("rms", ("rms", "layer"))  # kind of normalisation
 
-`problems` checks a section against them. The metadata are plain dicts, so that the rooms beside
+`problems` checks a section against them; a number without an upper limit must fit 32 bits, in which
+steps are counted, and be finite. The metadata are plain dicts, so that the rooms beside
 this one write them without an import: {"limits": {"at least": 1}} or {"choices": table}.
 """
 
 import dataclasses
 import difflib
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
          "below": operator.lt}  # fmt: skip
+
+
+LARGEST = 2**31 - 1
 
 
 def bounded(
@@ -57,8 +62,26 @@ def problems(section: Any, prefix: str) -> list[str]:
             text = " and ".join(f"{name} {limit}" for name, limit in limits.items())
             text += "" if unless is None else f", or {unless}"
             remedy = f": {rules['remedy']}" if rules.get("remedy") else ""
-            found.append(f"{key}={value} must be {text}{remedy}")
+            found.append(f"{key}={_shown(value)} must be {text}{remedy}")
+        elif not {"at most", "below"} & limits.keys() and (limit := _limit_of_numbers(value)):
+            found.append(f"{key}={_shown(value)} must be {limit}")
     return found
+
+
+def _limit_of_numbers(value: Any) -> str:
+    """The limit of all numbers that one, or one of several, is beyond; "" if none is."""
+    if isinstance(value, tuple | list):
+        return next(filter(None, map(_limit_of_numbers, value)), "")
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else "finite"
+    return f"at most {LARGEST}" if isinstance(value, int) and abs(value) > LARGEST else ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python writes no number of so many digits
+        return "a number of thousands of digits"
 
 
 def use_one_of(value: str, names: Iterable[str]) -> str:

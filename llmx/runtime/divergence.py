@@ -30,11 +30,11 @@ class RollbackConfig:
     """What a run does that diverges: the guard stops it, or its loss rises and stays high."""
 
     # go back to before the loss rose at most so often; 0 = never: the run stops
-    at_most: int = bounded(0, at_least=0, remedy="0 stops the run instead")
+    at_most: int = bounded(0, at_least=0, at_most=1000, remedy="0 stops the run instead")
     # nats per token above its best that the smoothed loss may be; 0 = only the guard is asked
-    rise: float = bounded(_USUAL_RISE, at_least=0, remedy="0 for off")
+    rise: float = bounded(_USUAL_RISE, at_least=0, at_most=1000, remedy="0 for off")
     # steps in a row above that, to count as diverged; the loss is smoothed over half of them
-    window: int = bounded(50, at_least=1)
+    window: int = bounded(50, at_least=1, at_most=1_000_000)
     # of the learning rate, at each rollback
     rate_factor: float = bounded(0.5, above=0, at_most=1)
     # the rollbacks of this run, filled in by itself: steps gone back to

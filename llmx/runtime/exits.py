@@ -4,6 +4,7 @@
 """
 
 DONE = 0  # all steps are taken
+CRASHED = 1  # an error that nobody foresaw, or an interpreter that was held: stacks are printed
 REFUSED = 2  # config, data, checkpoint or work directory: fix what the last line names
 STOPPED = 3  # by the guard or by divergence: the state before it is kept
 UNSAVED = 74  # a checkpoint could not be written (EX_IOERR of sysexits.h)

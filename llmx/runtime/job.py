@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from llmx.runtime import agreement, exits, launch, ownership, stragglers
+from llmx.runtime import agreement, bounds, exits, launch, ownership, stragglers
 from llmx.runtime.agreement import Peers
 from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.launch import LaunchConfig
@@ -34,7 +34,7 @@ class Job(contextlib.ExitStack):
         super().__init__()
         self.progress, self.peers = Progress(), Peers()
         self.stop = StopSignal(log=log, progress=self.progress, peers=self.peers)
-        self._log = log
+        self._log, self._joined = log, False
         self._lease: ownership.Lease | None = None  # in process 0 only
 
     def __enter__(self) -> "Job":
@@ -47,6 +47,7 @@ class Job(contextlib.ExitStack):
 
         Raises ValueError for a bad config or environment.
         """
+        self._joined = True
         fail = lambda text: os._exit(exits.AGAIN)  # noqa: E731
         agreement.explain_abort(lambda: _say(launch.join_problem(config)), fail)
         launch.start(config)
@@ -62,7 +63,12 @@ class Job(contextlib.ExitStack):
         self.peers.start()
 
     def watch(self, config: WatchdogConfig, launch_config: LaunchConfig) -> None:
-        """Starts the watchdog; the first process tells of stragglers."""
+        """Starts the watchdog; the first process tells of stragglers.
+
+        Not where the section is wrong: the check of the whole config refuses it.
+        """
+        if bounds.problems(config, "watchdog."):
+            return
         seconds = launch_config.watchdog_seconds
         watchdog = Watchdog(config, self.progress, self.peers, step_seconds=seconds)
         self.enter_context(watchdog)
@@ -144,6 +150,8 @@ class Job(contextlib.ExitStack):
         With many processes it does not return then.
         """
         if isinstance(error, Exception):
+            if not self._joined:  # the others would wait for this one
+                self.join_by_environment()
             self.may_write()  # where the work directory is gone, that is the cause
             self.peers.crashed(error)
 

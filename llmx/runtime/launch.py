@@ -54,18 +54,20 @@ class LaunchConfig:
     """Platform, processes and compiler of a run."""
 
     platform: str = choice("", (*XLA_FLAGS, ""))  # cpu | gpu | tpu; "" = the best that JAX finds
-    cpu_devices: int = bounded(0, at_least=0)  # fake CPU devices in this process; 0 = JAX's (one)
+    # fake CPU devices in this process; 0 = JAX's (one)
+    cpu_devices: int = bounded(0, at_least=0, at_most=4096)
     # host:port of process 0; "" = from the environment, "auto" = JAX detects, "none" = one process
     coordinator: str = ""
     num_processes: int = bounded(0, at_least=0)  # with a coordinator; 0 = from the environment
     process_id: int = -1  # with a coordinator; -1 = from the environment
     # address that process 0 listens on; "" = the coordinator's, where it is one of this machine
     bind_address: str = ""
-    join_seconds: int = bounded(300, at_least=5)  # processes that have not met by then end with 75
+    # processes that have not met by then end with 75
+    join_seconds: int = bounded(300, at_least=5, at_most=10**6)
     # a process not heard of for this long ends the run
-    heartbeat_seconds: int = bounded(30, at_least=5, remedy="a busy host may pause; use 30")
+    heartbeat_seconds: int = bounded(30, at_least=5, at_most=10**6, remedy="hosts pause; use 30")
     # no step for this long: print all stacks, exit 75; 0 = as the section watchdog says
-    watchdog_seconds: int = bounded(0, at_least=0, remedy="0 = watchdog.step_factor")
+    watchdog_seconds: int = bounded(0, at_least=0, at_most=10**8, remedy="0 = watchdog.step_factor")
     # compiled programs of earlier launches; "" = none, as on several CPU processes.
     # JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"

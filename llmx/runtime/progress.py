@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 # Where a run spends its time. "step" is the loop, and all that is not another phase inside it.
 PHASES = (
-    "launch", "data", "restore", "compile", "step", "data wait", "evaluation", "save", "sample",
+    "launch", "backend", "data", "restore", "compile", "step", "data wait", "evaluation", "save",
+    "sample",
 )  # fmt: skip
 RECENT = 64  # steps that the median is taken over
 

@@ -5,14 +5,26 @@ import faulthandler
 import sys
 import threading
 import time
+from typing import Any
 
 from llmx.runtime import exits
 from llmx.runtime.agreement import Peers
 from llmx.runtime.bounds import bounded
 from llmx.runtime.progress import Progress
 
+LONGEST_SECONDS = 1e8  # of a limit: three years
 HELD_SECONDS = 600.0  # how long the interpreter may be held outside of steps
-WAITING = ("step", "save", "restore", "evaluation")  # phases that may wait for other processes
+WAITING = (
+    "backend",
+    "step",
+    "save",
+    "restore",
+    "evaluation",
+)  # phases that may wait for other processes
+
+
+def _limit(seconds: float) -> Any:
+    return bounded(seconds, above=0, at_most=LONGEST_SECONDS)
 
 
 @dataclasses.dataclass
@@ -20,16 +32,18 @@ class WatchdogConfig:
     """How long each phase may take. What takes longer ends the process with 75."""
 
     # a step may take this many times the median of the measured ones; 0 = the watchdog is off
-    step_factor: float = bounded(20.0, above=1, unless=0, remedy="0 is off")
+    step_factor: float = bounded(20.0, above=1, at_most=1e6, unless=0, remedy="0 is off")
     # ... but at least this, so that a short pause of the machine or the storage is no hang
-    step_seconds: float = bounded(60.0, above=0)
-    first_step_seconds: float = bounded(1800.0, above=0)  # before three steps are measured
-    start_seconds: float = bounded(86400.0, above=0)  # launch, or tokenizing the data
-    restore_seconds: float = bounded(7200.0, above=0)  # a restore, or the first state
-    compile_seconds: float = bounded(7200.0, above=0)  # all programs of a start
-    evaluation_seconds: float = bounded(7200.0, above=0)  # one evaluation, or the sample at the end
+    step_seconds: float = _limit(60.0)
+    first_step_seconds: float = _limit(1800.0)  # before three steps are measured
+    # the start of the devices (jax's backend), once the processes have met
+    backend_seconds: float = _limit(1200.0)
+    start_seconds: float = _limit(86400.0)  # launch, or tokenizing the data
+    restore_seconds: float = _limit(7200.0)  # a restore, or the first state
+    compile_seconds: float = _limit(7200.0)  # all programs of a start
+    evaluation_seconds: float = _limit(7200.0)  # one evaluation, or the sample at the end
     # of a save: what the steps wait for, at the end of the run until everything is written
-    save_seconds: float = bounded(3600.0, above=0)
+    save_seconds: float = _limit(3600.0)
 
 
 class Watchdog:

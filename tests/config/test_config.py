@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import errno
+import math
 import os
 import pathlib
 import runpy
@@ -11,7 +13,7 @@ import sys
 import pytest
 
 from llmx import config
-from llmx.config import checks
+from llmx.config import checks, describe
 from llmx.config import flags as flags_lib
 from llmx.model import families
 from llmx.pipeline import schedule, schedules
@@ -324,6 +326,48 @@ def test_every_config_resolves(path):
         for axis in ("stage", "data", "fsdp", "expert", "sequence", "tensor"):
             devices *= max(1, vars(run.mesh)[axis])
     checks.resolve(run, devices)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("steps", 10**30), ("batch.size", 2**31), ("checkpoint.keep_every", 10**30),
+    ("rollback.at_most", 10**9), ("rollback.rise", math.inf), ("sync.every", 2**40),
+    pytest.param("rollback.window", 10**5000, id="digits"),
+    ("rollback.rise", 1e30), ("rollback.at", (2**40,)), ("guard.spike_factor", math.inf),
+    ("metrics.spike_deviations", math.inf), ("watchdog.step_factor", 1e30),
+    ("watchdog.save_seconds", 1e30), ("watchdog.step_seconds", math.inf),
+    ("launch.heartbeat_seconds", 2**31 - 1), ("launch.watchdog_seconds", 2**31 - 1),
+    ("checkpoint.grace_seconds", 1e30), ("model.rope_theta", math.inf),
+    ("model.rope_high_freq", math.nan),
+])  # fmt: skip
+def test_numbers_that_nothing_can_count_to_are_refused(key, value):
+    run = config.default()
+    config.set_value(run, key, value)
+    with pytest.raises(config.ConfigError, match=rf"{key}=.* must be .*(at most|finite)"):
+        checks.resolve(run)
+
+
+@pytest.mark.parametrize(("number", "path", "words"), [
+    (errno.ENOSPC, "run/x", "the disk is full ({}): free space on it, or name another --workdir"),
+    (errno.EACCES, "data/a/b.txt", "not permitted ({}): permit it, or name another data.sources"),
+    (errno.EIO, "cache/x/tokens", "check it, or name another data.cache_dir"),
+    (errno.ENOENT, "tokenizer.json", "({}): bring it back, or name another data.tokenizer"),
+    (errno.EROFS, "run/local/x", "for writing, or name another checkpoint.local_directory"),
+    (errno.EISDIR, "run/config.json", "a folder is in the way ({}): move it away, or name another"),
+    (errno.ENOENT, "runner", "bring it back"), (errno.ENOSPC, None, "free space on it"),
+])  # fmt: skip
+def test_a_failure_names_the_file_and_the_key_that_it_comes_from(tmp_path, number, path, words):
+    run, at = config.default(), lambda name: str(tmp_path / name)
+    run.workdir, run.data.cache_dir, run.data.tokenizer = (
+        at("run"),
+        at("cache"),
+        at("tokenizer.json"),
+    )
+    run.data.sources = ("stdlib", at("data/*/[a-z].txt"))
+    run.checkpoint.local_directory = at("run/local")
+    error = OSError(number, os.strerror(number), *([at(path)] if path else []))
+    text = describe.failure_text(run, error)
+    assert words.format(error) in text
+    assert ("name another" in text) == ("name another" in words)
 
 
 def test_golden_keys():

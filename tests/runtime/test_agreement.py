@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmx.runtime import agreement, exits
+from llmx.runtime import agreement, exits, job, launch
 from llmx.runtime.agreement import Disagreement, Peers
 from llmx.runtime.clusters import Cluster
 from llmx.runtime.launch import LaunchConfig, bind_address
@@ -271,3 +271,16 @@ def test_after_going_back_a_request_anywhere_stops_all():
         return before, stop.asked_anywhere(), stop.reason, stop.code
 
     assert together(3, work) == [(False, True, "SIGTERM", exits.AGAIN)] * 3
+
+
+def test_a_crash_before_the_processes_have_met_is_told_to_them(monkeypatch):
+    met = []
+    monkeypatch.setattr(job.Job, "join_by_environment", lambda job: met.append(1))
+    early, late = job.Job(log=print), job.Job(log=print)
+    monkeypatch.setattr(launch, "start", lambda config: None)
+    monkeypatch.setattr(agreement, "explain_abort", lambda *_: None)
+    late.join(LaunchConfig())
+    for one in (early, late):
+        one.tell_crash(RuntimeError, RuntimeError("unforeseen"), None)
+        one.tell_crash(SystemExit, SystemExit(2), None)
+    assert met == [1]

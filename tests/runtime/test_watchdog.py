@@ -63,6 +63,25 @@ def test_a_hang_that_holds_the_interpreter_ends_too():
     assert done.stdout == "steps are enough\n"
 
 
+BACKEND = """
+    import sys, time
+    from llmx import train
+    from llmx.runtime import launch
+    launch.device_count = lambda config: time.sleep(60)
+    options = ["--config.watchdog.backend_seconds=0.5", "--config.watchdog.step_seconds=1"]
+    sys.exit(train.main(["--config", "configs/quickstart.py", "--workdir", sys.argv[1], *options]))
+"""
+
+
+def test_devices_that_do_not_start_end_the_run(tmp_path):
+    """As where another process has met this one, and then ends before its backend starts."""
+    command = [sys.executable, "-c", textwrap.dedent(BACKEND), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == exits.AGAIN, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "phase 'backend' for" in last and "watchdog.backend_seconds allows 0.5" in last
+
+
 def test_limits_follow_the_measured_steps():
     now = [0.0]
     progress = Progress(clock=lambda: now[0])
