@@ -52,10 +52,10 @@ def numbered(target, number, *rest):
     return try_input(target, number, *rest)
 
 try_input, fuzz.try_input = fuzz.try_input, numbered
-fuzz.LIMIT_SECONDS, fuzz.LIMIT_BYTES = 3, 200 << 20
+fuzz.LIMIT_SECONDS, fuzz.LIMIT_BYTES = 60, 200 << 20
 fuzz.TARGETS = {"faulty": Faulty}
 code = fuzz.main(["--inputs", "7", "--workers", "1"])
-fuzz.TARGETS = {"slow": Slow}
+fuzz.LIMIT_SECONDS, fuzz.TARGETS = 3, {"slow": Slow}
 sys.exit(10 * code + fuzz.main(["--inputs", "1", "--workers", "1"]))
 """
 
