@@ -21,7 +21,7 @@ from llmx import config, sharding
 from llmx.checkpoint import checkpointer, hf, hf_formats
 from llmx.config import recipe
 from llmx.data import tokenizers
-from llmx.runtime import launch, ownership
+from llmx.runtime import exits, launch, ownership
 
 
 def to_hf(
@@ -119,7 +119,10 @@ def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full."""
+    """Runs the command.
+
+    Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full, 130 after Ctrl-C.
+    """
     command = argparse.ArgumentParser(
         prog="python -m llmx.convert", allow_abbrev=False,
         description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
@@ -146,6 +149,9 @@ def main(argv: list[str] | None = None) -> int:
             step = to_hf(args.workdir, args.to_hf, at_step=args.step, ema=args.ema, dtype=dtype)
             launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
         return 0
+    except hf.Unwritten as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exits.UNSAVED
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -153,6 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     except checkpointer.Halt as halt:  # a full disk
         print(f"error: {halt}", file=sys.stderr)
         return halt.code
+    except KeyboardInterrupt:  # what was written is removed
+        print("interrupted: run the same command again", file=sys.stderr)
+        return exits.INTERRUPTED
 
 
 if __name__ == "__main__":

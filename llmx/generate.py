@@ -6,9 +6,14 @@ Lengths, sampling and the key/value cache are in `llmx.model.sampling`.
 import argparse
 import dataclasses
 import pathlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 
@@ -100,6 +105,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _command().parse_args(argv)
     try:
         _continue(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has seen enough
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,12 +4,18 @@ No accelerator is needed, and no memory beyond one array (diff: two; export: all
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from llmx.runtime import exits
 
@@ -257,17 +263,32 @@ def export(args: argparse.Namespace) -> int:
             arrays[name] = np.asarray(array.astype(np.float32) if odd else array)
     except (Corrupt, Unreadable) as error:
         raise ValueError(f"checkpoint {step} in {root}: {error}") from error
-    partial = f"{args.file}.partial"
-    if kind == ".npz":
-        with open(partial, "wb") as file:
-            np.savez(file, **arrays)
-    else:
-        from safetensors.numpy import save_file
-
-        save_file(arrays, partial, metadata={"step": str(step)})
-    os.replace(partial, args.file)
+    _write_arrays(args.file, arrays, {"step": str(step)})
     print(f"{len(arrays)} arrays of checkpoint {step} are in {args.file}")
     return exits.DONE
+
+
+def _write_arrays(path: str, arrays: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Writes the file; it has its name once it is complete, and nothing is left of it otherwise."""
+    import numpy as np
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    from llmx.checkpoint import writer
+
+    partial = f"{path}.partial"
+    try:
+        if path.endswith(".npz"):
+            with open(partial, "wb") as file:
+                np.savez(file, **arrays)
+        else:
+            save_file(arrays, partial, metadata=metadata)
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        cause, remedy = writer.reason(error)
+        raise ValueError(f"{path} cannot be written: {cause}: {remedy}") from error
 
 
 def rm(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from llmx.checkpoint import hf_formats
+from llmx.checkpoint import hf_formats, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.data import json_files
 from llmx.model.families import ModelConfig
@@ -66,6 +66,10 @@ def _numpy_dtype(name: str) -> np.dtype:
     return np.dtype(DTYPES[name])
 
 
+class Unwritten(OSError):
+    """An export could not be written."""
+
+
 def export(
     params: Mapping[str, Any], model: ModelConfig, directory: str | pathlib.Path, *,
     tokenizer_file: str | pathlib.Path | None = None, end_token: int | None = None,
@@ -81,7 +85,8 @@ def export(
       dtype: a name in `DTYPES`.
       shard_bytes: weights of more than this are split over several files.
 
-    Raises ValueError if the format cannot represent `model`, or `params` is of another model.
+    Raises ValueError if the format cannot represent `model`, or `params` is of another model, and
+    Unwritten where the disk takes no files: then none are left.
     """
     directory, numpy_dtype = pathlib.Path(directory), _numpy_dtype(dtype)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -92,10 +97,18 @@ def export(
     config |= {"torch_dtype": dtype, "use_cache": True}
     arrays = _checked_params(params, model)
     directory.mkdir(parents=True, exist_ok=True)
-    if tokenizer_file is not None:
-        _write_tokenizer(directory, pathlib.Path(tokenizer_file), model, end_token)
-    _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    try:
+        if tokenizer_file is not None:
+            _write_tokenizer(directory, pathlib.Path(tokenizer_file), model, end_token)
+        _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    except (OSError, safetensors.SafetensorError, KeyboardInterrupt) as error:
+        for path in directory.iterdir():  # it was empty
+            path.unlink()
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        cause, remedy = writer.reason(error)
+        raise Unwritten(f"{directory} cannot be written: {cause}: {remedy}") from error
     return directory
 
 

@@ -244,8 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(lines(workdir)))
         if text := damaged(workdir):
             print(f"warning: {text}", file=sys.stderr)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has seen enough
     except OSError as error:
-        print(f"{workdir}/{FILE} cannot be read: {auxiliary.cause(error)}", file=sys.stderr)
+        print(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -81,6 +81,20 @@ def test_diff_shows_configs_and_leaves(workdir, capsys):
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_an_export_that_cannot_be_written_leaves_nothing(workdir, tmp_path, capsys, kind):
+    (tmp_path / f"folder.{kind}").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for file, words in {
+        f"folder.{kind}": "a folder is in the way",
+        f"no/x.{kind}": "vanished",
+    }.items():
+        assert commands.main(["export", str(workdir), str(tmp_path / file)]) == 2
+        error = capsys.readouterr().err
+        assert f"{file} cannot be written: " in error and words in error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
 def test_export_writes_the_values(workdir, kind):
     file = workdir / f"out.{kind}"
     assert commands.main(["export", str(workdir), str(file), "--step", "4"]) == 0

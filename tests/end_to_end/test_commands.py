@@ -2,14 +2,18 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from llmx import config as config_lib
 from llmx import convert, evaluate, generate
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import checkpointer, hf, hf_formats
+from llmx.model import families
 from llmx.runtime import exits
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,3 +83,55 @@ def test_an_import_onto_a_full_disk(tmp_path, capsys, monkeypatch):
     command = ["--workdir", str(tmp_path / "run"), "--from-hf", str(tmp_path)]
     assert convert.main(command) == exits.UNSAVED
     assert capsys.readouterr().err.startswith("error: the checkpoint of step 0 was not written")
+
+
+@pytest.mark.parametrize("module", ["evaluate", "generate", "checkpoint", "metrics", "aot"])
+def test_ctrl_c_ends_in_silence(module):
+    """Also among the imports: nothing is to be saved."""
+    program = (  # a shell's background job ignores SIGINT; the name is that of the command
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = ['x', '--help']; import llmx.runtime.exits; "
+        f"runpy.run_module('llmx.{module}', run_name='__main__', alter_sys=True)"
+    )
+    code = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT); "
+    done = subprocess.run(
+        [sys.executable, "-c", code + program], capture_output=True, text=True, timeout=100,
+        cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stdout.startswith("usage: ") and not done.stderr
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_export_that_fails_leaves_no_files(tmp_path, monkeypatch, capsys, error):
+    def torn(tensors, path, **_):
+        path.write_bytes(b"x" * 100)
+        raise error
+
+    def to_hf(workdir, directory, **_):
+        hf.export(params, model, directory)
+
+    model = families.preset("llama3", num_layers=1, width=16, num_heads=1, num_kv_heads=1,
+                            head_dim=16, mlp_dim=16, vocab_size=8, vocab_multiple=8)  # fmt: skip
+    params = {
+        path: np.zeros(hf_formats.our_shape(row, model), np.float32)
+        for row in hf_formats.rows(model) for path in row.paths
+    }  # fmt: skip
+    monkeypatch.setattr(safetensors.numpy, "save_file", torn)
+    monkeypatch.setattr(convert, "to_hf", to_hf)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    code = exits.INTERRUPTED if interrupted else exits.UNSAVED
+    assert convert.main(["--workdir", "unused", "--to-hf", str(tmp_path / "x")]) == code
+    assert ("interrupted" if interrupted else "the disk is full") in capsys.readouterr().err
+    assert not list((tmp_path / "x").iterdir())
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    (tmp_path / "history.jsonl").write_text('{"kind": "note", "text": "x"}\n' * 20_000)
+    command = [sys.executable, "-m", "llmx.config.history", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child:
+        assert child.stdout.readline() == " note: x\n"
+        child.stdout.close()
+        assert child.stderr.read() == "" and child.wait(60) == 0

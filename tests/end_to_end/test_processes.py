@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -193,7 +194,8 @@ def test_a_hang_names_the_process_that_is_behind(scratch, undisturbed):
     run = Processes(scratch, workdir, 2, "--config.data.prefetch=0", HANGS="1")
     codes, said = run.ends()
     assert codes == [exits.AGAIN] * 2, said
-    assert "watchdog.step_seconds" in said[0], said
+    # On a busy machine 20 times the median is the longer of the two limits.
+    assert re.search(r"watchdog\.step_(seconds|factor)", last_line(said[0])), said
     assert "slowest is process 1" in said[0] and "'data wait'" in said[0], said
     train(scratch, workdir, 2)
     assert losses(workdir) == losses(undisturbed)
