@@ -1,6 +1,7 @@
 """Compiles the train step for a machine that is not here, and prints its cost report:
 
     python -m llmx.aot --config configs/llama3_8b.py --topology v5p:2x2x2 [--suggest] [--json]
+        [--trace step.json]
 
 The step is the one that `llmx.train` runs, compiled by the compiler that would compile it there;
 state and batch are shapes only. Exit codes: 0 the program fits, 1 it does not, 2 the config or the
@@ -17,7 +18,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from llmx.aot import compiler, report, suggest, topologies
+from llmx.aot import compiler, report, suggest, timeline, topologies
 from llmx.aot.compiler import CompileError
 from llmx.aot.report import Result, Trial
 from llmx.config import checks, flags
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--phase", default="", help=phases)
     written = "write the program before and after optimisation, and cost_report.json"
     command.add_argument("--save-hlo", metavar="DIR", default="", help=written)
+    trace = "write the estimated timeline of a step as a Chrome trace, for ui.perfetto.dev"
+    command.add_argument("--trace", metavar="FILE", default="", help=trace)
     try:
         args, run, problems = flags.parse(command, argv)
         try:
@@ -53,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = suggest.suggest(result, log=launch.note) if args.suggest else None
         if args.save_hlo:
             save(result, pathlib.Path(args.save_hlo), trials)
+        if args.trace and result.timeline is not None:
+            trace = timeline.to_trace(result.timeline)
+            pathlib.Path(args.trace).write_text(f"{json.dumps(trace)}\n")
     except (ValueError, OSError, CompileError) as error:
         print(error, file=sys.stderr)
         return WRONG

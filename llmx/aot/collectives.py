@@ -73,7 +73,9 @@ def sliced_mesh(module: Module, mesh: Axes, across_slices: Sequence[str]) -> Sli
         )
     num_slices = max(devices // partitions, 1)
     across = [size if name in across_slices else 1 for name, size in mesh]
-    if not across_slices:
+    if num_slices == 1:  # also where these axes cross hosts: the program is of all of them
+        across = [1] * len(sizes)
+    elif not across_slices:
         for dim, size in enumerate(sizes):
             across[dim] = math.gcd(size, num_slices // math.prod(across[:dim]))
     elif math.prod(across) != num_slices:
@@ -222,13 +224,13 @@ def _sliced_bytes(module: Module, frame: Frame, reduce: Instruction, n: int) -> 
     """Bytes of an all-reduce's arrays of which each device uses only its n-th."""
     arrays, result = frame.computation.operands_of(reduce), reduce
     if reduce.op.endswith("-start"):
-        result = _done(frame.computation, reduce)
+        result = done_of(frame.computation, reduce)
     while frame.caller is not None and result is frame.computation.root:
         # In a computation of its own, asynchronous or fused.
         if frame.caller.op == "fusion":
             result = frame.caller
         elif frame.caller.op.endswith("-start"):
-            result = _done(frame.parent.computation, frame.caller)
+            result = done_of(frame.parent.computation, frame.caller)
         else:
             return 0
         frame = frame.parent
@@ -271,13 +273,13 @@ def _slices(module: Module, frame: Frame, array: Instruction, user: Instruction,
     )
 
 
-def _done(computation: Computation, start: Instruction) -> Instruction | None:
+def done_of(computation: Computation, start: Instruction) -> Instruction | None:
     """The done of an asynchronous start; None: it is not in this computation."""
     for user in computation.users[start.name]:
         if user.op.endswith("-done"):
             return user
         if user.op.endswith("-update"):
-            return _done(computation, user)
+            return done_of(computation, user)
     return None
 
 
@@ -292,7 +294,7 @@ def overlap_of(analysis: Analysis, computation: Computation, start: Instruction)
     begin = start
     if not start.operands:  # prepared early; an update gives it its arrays
         begin = next(iter(computation.users[start.name]), start)
-    end = _position(computation, _done(computation, start))
+    end = _position(computation, done_of(computation, start))
     between = _num_computes(analysis, computation, computation.position[begin.name] + 1, end)
     return {"asynchronous": True, "hidden_by": between}
 
@@ -331,7 +333,7 @@ def read_chains(
     them, and the instruction of each in its first fusion."""
     collectives, unknown, firsts = [], [], []
     position = frame.computation.position
-    for fusions, inside, part in _chains(analysis, frame.computation):
+    for fusions, inside, part in chains_of(analysis, frame.computation):
         first, last = fusions[0], fusions[-1]
         listed, notes = read_collective(analysis, Frame(inside, first, frame), part, fusion=first)
         begin, end = position[first.name], position[last.name] + 1
@@ -349,7 +351,7 @@ def read_chains(
     return collectives, unknown, firsts
 
 
-def _chains(
+def chains_of(
     analysis: Analysis, computation: Computation
 ) -> list[tuple[list[Instruction], Computation, Instruction]]:
     """For each chain its fusions, and the collective in the first of them."""
@@ -388,7 +390,8 @@ def read_send(
     n = max(len(group) for group in groups) if groups else 0
     axes = mesh.spanned(groups, sizes) if groups else None
     size = sum(operand.bytes for operand in operands) * (n if transfer == "all-gather" else 1)
-    begin, end = computation.position[send.name] + 1, _reply_position(computation, send)
+    begin = computation.position[send.name] + 1
+    end = _position(computation, reply_of(computation, send))
     collective = Collective(
         kind=kind, axes=axes, dtype=_dtypes(operands), arrays=len(operands), count=1, bytes=size,
         wire_bytes=_wire_bytes(transfer, size, n), asynchronous=True,
@@ -399,12 +402,18 @@ def read_send(
     return [collective], [] if axes is not None else [f"destination of {send.label}"]
 
 
-def _reply_position(computation: Computation, send: Instruction) -> int:
-    """The position at which the reply to a send has been received."""
+def reply_of(computation: Computation, send: Instruction) -> Instruction | None:
+    """The instruction at which the reply to a send has been received; None: not in here."""
     name = send.quoted(_RENDEZVOUS)
     receives = (one for one in computation.instructions if one.op == "recv" and name is not None)
     receive = next((one for one in receives if one.quoted(_RENDEZVOUS) == name), send)
-    return _position(computation, _done(computation, receive))
+    return done_of(computation, receive)
+
+
+def pairs_of(send: Instruction) -> list[list[int]]:
+    """(source, target) of the devices of a send between GPUs; [] for others."""
+    pairs = _PAIRS.search(send.attributes)
+    return _id_groups(pairs.group(1)) if pairs else []
 
 
 def _id_groups(text: str) -> list[list[int]]:

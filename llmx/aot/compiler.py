@@ -6,6 +6,7 @@ compilers refuse it, but report the two amounts of memory and write the buffers 
 
 import contextlib
 import copy
+import math
 import os
 import re
 import tempfile
@@ -14,13 +15,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llmx import config, sharding
-from llmx.aot import peak_memory, report, topologies
+from llmx.aot import peak_memory, report, step_time, topologies
 from llmx.aot import program as program_lib
-from llmx.aot.report import Memory, Result
+from llmx.aot.report import EXCHANGE, Memory, Result
 from llmx.config import checks
 from llmx.contract import Strategy
-
-EXCHANGE = "exchange"  # in addition to the phases of `llmx.sync`: what replicas do between steps
 
 
 class CompileError(RuntimeError):
@@ -46,13 +45,40 @@ def resolve(
         )
     else:
         run.launch.platform = platform
-    if topology.num_slices > 1 and not run.mesh.across_slices:
-        problems.append(
-            f"topology {topology.name} has {topology.num_slices} slices: name the mesh axes of "
-            f"that size between them, --config.mesh.across_slices=\"('data',)\" with "
-            f"--config.mesh.data={topology.num_slices}"
-        )
+    problems += _across_slices(run, topology)
     return checks.resolve(run, topology.num_devices, problems=problems)
+
+
+def _across_slices(run: config.Config, topology: topologies.Topology) -> list[str]:
+    """What is wrong with the axes that cross the slow network of the machine."""
+    axes, parts = run.mesh.across_slices, topology.num_slices
+    example = "--config.mesh.across_slices=\"('data',)\" with --config.mesh.data="
+    if parts > 1 and not axes:
+        return [
+            f"topology {topology.name} has {parts} slices: name the mesh axes of "
+            f"that size between them, {example}{parts}"
+        ]
+    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
+    if not axes or set(axes) - set(sizes):
+        return []
+    try:
+        sizes = sharding.resolve_sizes(sizes, topology.num_devices)
+    except ValueError:
+        return []  # reported as a problem of the mesh
+    what = "slices"
+    if parts == 1:
+        what, parts = "hosts", topology.num_hosts
+    crossing = math.prod(sizes[axis] for axis in axes)
+    if crossing == parts:
+        return []
+    none = '--config.mesh.across_slices="()"'
+    has, remedy = f"{parts} {what}", f"make their sizes multiply to {parts}, or none: {none}"
+    if parts == 1:
+        has, remedy = "one host, without a network to cross", f"name none: {none}"
+    return [
+        f"mesh.across_slices={axes} multiply to {crossing} and topology {topology.name} has "
+        f"{has}: {remedy}"
+    ]
 
 
 def compile(run: config.Config, topology: str | topologies.Topology, *, phase: str = "") -> Result:
@@ -89,11 +115,12 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     peak = peak_memory.at_peak(dump)
     memory, unknown = _memory(compiled, refusal, peak, topology)
     after = dump.after if compiled is None else compiled.as_text()
-    program = None
+    program = times = None
     if after:
         sizes = list(recipe.mesh.shape.items())
         program = program_lib.read(after, sizes, across_slices=run.mesh.across_slices)
         unknown += program.unknown
+        times = step_time.estimate(after, run, topology, recipe.mesh)
     length = run.batch.sequence_length
     flops = costs.training_flops_per_token(run.model, sequence_length=length)
     return Result(
@@ -104,6 +131,7 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
         model_flops=flops * run.batch.size * length / topology.num_devices,
         lower_seconds=lowered_at - began, compile_seconds=compiled_at - lowered_at,
         versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
+        timeline=times,
     )  # fmt: skip
 
 

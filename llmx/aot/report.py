@@ -9,9 +9,12 @@ import textwrap
 from collections.abc import Sequence
 
 from llmx import config, sharding
-from llmx.aot import collectives, peak_memory, topologies
+from llmx.aot import collectives, peak_memory, step_text, step_time, topologies
 from llmx.aot import program as program_lib
+from llmx.aot.timeline import Timeline
 from llmx.config import describe
+
+EXCHANGE = "exchange"  # in addition to the phases of `llmx.sync`: what replicas do between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +54,19 @@ class Result:
     after: str = dataclasses.field(repr=False)  # the compiled program; "": there is none
     phase: str = ""  # which of the programs of `sync.strategy`; "": the only one
     fused: tuple[int, tuple[int, ...]] = (0, ())  # compressed tensors, bytes of their messages
+    timeline: Timeline | None = None  # the estimated time; None: there is no program
 
     @property
     def fits(self) -> bool:
         return self.memory.headroom >= 0
+
+    @property
+    def speed(self) -> step_time.Speed | None:
+        """What the estimated time means; None for programs that are not a train step."""
+        if self.timeline is None or self.phase == EXCHANGE or self.timeline.step == 0:
+            return None
+        flops = None if self.program is None else self.program.flops
+        return step_time.speed_of(self.timeline, self.run, self.topology, flops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +99,7 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
         "largest": [dataclasses.asdict(buffer) for buffer in result.largest],
         "model_flops": result.model_flops,
         "program": None if program is None else dataclasses.asdict(program),
+        "timeline": _timeline_json(result),
         "seconds": {"lower": result.lower_seconds, "compile": result.compile_seconds},
         "versions": result.versions,
         "unknown": list(result.unknown),
@@ -97,6 +110,19 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
     return json.loads(json.dumps(document))
 
 
+def _timeline_json(result: Result) -> dict | None:
+    """The estimated time, without the events of the trace."""
+    times, speed = result.timeline, result.speed
+    if times is None:
+        return None
+    without_events = dataclasses.asdict(dataclasses.replace(times, events=()))
+    del without_events["events"]
+    return without_events | {
+        "hidden": times.hidden,
+        "speed": None if speed is None else dataclasses.asdict(speed),
+    }
+
+
 WIDTH = 100
 _MOST_LINES = 14  # of arrays at the peak
 
@@ -104,8 +130,12 @@ _MOST_LINES = 14  # of arrays at the peak
 def text(result: Result, trials: Sequence[Trial] | None = None) -> str:
     """The report as text, at most 100 columns wide."""
     sections = [_header(result), _memory(result), _compute(result), _collectives(result)]
-    if result.unknown:
-        sections.append(["unknown", *_grouped(result.unknown)])
+    unknown = result.unknown
+    if result.timeline is not None:
+        sections += step_text.sections(result.timeline, result.speed)
+        unknown += result.timeline.unknown
+    if unknown:
+        sections.append(["unknown", *_grouped(unknown)])
     if trials is not None:
         sections.append(_trials(result, trials))
     wrap = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent="    ")
@@ -222,30 +252,34 @@ def _collectives(result: Result) -> list[str]:
     for one in chosen:
         axes = "?" if one.axes is None else ",".join(one.axes)
         groups[one.kind + (" (sliced)" if one.sliced else ""), axes, one.dtype].append(one)
-    columns = "  {:28}{:16}{:10}{:>8}{:>12}{:>12}{:>10}"
+    columns = "  {:21}{:17}{:9}{:>7}{:>12}{:>12}{:>9}{:>9}"
     lines = [
-        "collectives of a device and step",
-        columns.format("kind", "mesh axes", "dtype", "times", "arrays", "sent", "hidden"),
+        "collectives of a device and step; hidden beside compute, by bytes and by estimated time",
+        columns.format("kind", "mesh axes", "dtype", "times", "arrays", "sent", "bytes", "time"),
     ]
     by_bytes = sorted(groups.items(), key=lambda item: -(program_lib.wire_bytes(item[1]) or 0))
-    lines += [columns.format(*key, *_cells(group)) for key, group in by_bytes]
+    lines += [columns.format(*key, *_cells(group, result.timeline)) for key, group in by_bytes]
     if len(groups) > 1:
-        lines.append(columns.format("all", "", "", *_cells(chosen)))
+        lines.append(columns.format("all", "", "", *_cells(chosen, result.timeline)))
     if any(one.sliced for one in chosen):
         lines.append("  (sliced): an all-reduce of which each device keeps only its slice")
     return lines
 
 
-def _cells(chosen: Sequence[collectives.Collective]) -> list[str]:
-    """Executions, bytes of the arrays, bytes sent, share of the executions that compute hides."""
+def _cells(chosen: Sequence[collectives.Collective], times: Timeline | None) -> list[str]:
+    """Executions, bytes of the arrays, bytes sent, shares that compute hides: bytes and time."""
     count = program_lib.executions(chosen)
     arrays, sent = program_lib.total_bytes(chosen), program_lib.wire_bytes(chosen)
-    hidden = program_lib.executions(one for one in chosen if one.asynchronous and one.hidden_by)
+    beside = program_lib.total_bytes(one for one in chosen if one.asynchronous and one.hidden_by)
+    names = {one.name for one in chosen}
+    timed = [] if times is None else [one for one in times.exchanges if one.name in names]
+    seconds, exposed = sum(one.seconds for one in timed), sum(one.exposed for one in timed)
     return [
         "?" if count is None else f"{count:,}",
         "?" if arrays is None else size(arrays),
         "?" if sent is None else size(sent),
-        "?" if hidden is None or count is None else f"{100 * hidden / max(count, 1):.0f}%",
+        "?" if beside is None or arrays is None else f"{100 * beside / max(arrays, 1):.0f}%",
+        f"{100 * max(0.0, 1 - exposed / seconds):.0f}%" if seconds else "?",
     ]
 
 

@@ -120,6 +120,13 @@ class Topology:
         return self.num_slices * math.prod(self.shape) * self.chip.devices_per_chip
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts of all slices: one of a TPU has 2x2 chips."""
+        if self.platform == "gpu":
+            return self.shape[0]
+        return self.num_slices * max(1, math.prod(self.shape) // 4)
+
+    @property
     def text(self) -> str:
         """ "4 slices of 16x16 TPU v5e, 1,024 devices"."""
         count = f"{self.num_devices:,} device{'s' if self.num_devices > 1 else ''}"

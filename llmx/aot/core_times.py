@@ -1,0 +1,184 @@
+"""How long the core of a device computes one operation: an estimate, nothing is measured.
+
+On TPU by the cycles that XLA writes into the program, at the chip's clock. Where there are none, by
+a roofline: the longer of FLOPs at the peak of their type and bytes at the memory's bandwidth, each
+at a share of the peak that is stated here, and a time to start the operation. Kernels that the text
+shows as one call (Pallas, cuDNN) are timed by their FLOPs: by their own estimate, or, of attention,
+by the shapes of queries and keys and the share of scores that the mask lets through.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from llmx.aot import instruction_costs
+from llmx.aot.hlo_text import Array, Computation, Instruction, Module
+from llmx.runtime import hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """What one device reaches: peaks, and the share of each that operations get."""
+
+    flops: Mapping[str, float]  # FLOP/s by the type of the factors as the text writes it, "bf16"
+    bandwidth: float  # bytes/s of its memory
+    clock: float | None = None  # Hz of XLA's cycles; None: the program has none
+    products: float = 1.0  # share of `flops` that matrix products reach
+    memory: float = 1.0  # share of `bandwidth`
+    kernels: float = 1.0  # share of `flops` in kernels that the text shows as one call
+    launch: float = 0.0  # seconds that every operation takes besides
+    visible: float = 0.5  # share of attention's scores that its mask leaves: causal, a half
+    clock_published: bool = True
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of factors of a type of the text."""
+        return self.flops.get(dtype, self.flops["bf16"])
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the times rest on, in words."""
+        share = "{:.0%}".format
+        how = f"products at {share(self.products)} of peak, memory at {share(self.memory)}"
+        if self.clock is not None:
+            source = "published" if self.clock_published else "inferred from XLA's own products"
+            how = f"XLA's cycles at {self.clock / 1e9:.2f} GHz ({source}); without cycles {how}"
+        elif self.launch:
+            how += f", {self.launch * 1e6:.1f} us to start an operation"
+        kernels = f"kernels (Pallas, cuDNN) at {share(self.kernels)} of peak FLOP/s"
+        return how, f"{kernels}; of attention's scores {share(self.visible)} are computed"
+
+
+# Clocks in Hz. v4: Jouppi et al., ISCA 2023, table 4; v5e and v5p: the scaling book, "tpus". Those
+# of the others are not published: at these XLA's cycles of a bf16 product of 16,384 cubed give 93%
+# of the peak, as the published clocks do (v4 94%, v5e 92%, v5p 94%).
+_CLOCKS = {"TPU v4": 1.05e9, "TPU v5e": 1.5e9, "TPU v5p": 1.75e9}
+_INFERRED_CLOCKS = {"TPU v6e": 2.09e9, "TPU7x": 2.41e9}
+# Shares of the peak. Assumed, except that of cuDNN's attention: 600 of 989 TFLOP/s on an H100
+# (FlashAttention-3, arXiv 2407.08608, causal, 8k tokens, heads of 128).
+_TPU = {"products": 0.9, "memory": 0.8, "kernels": 0.5}
+_GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "launch": 2e-6}
+
+# By types of the text; XLA computes fp32 products on TPU in bf16 and on NVIDIA in tf32 unless told
+# otherwise.
+_TYPES = {"bf16": "bfloat16", "f16": "float16", "s8": "int8", "f8": "float8", "f32": "tf32"}
+
+
+def core_of(chip: hardware.Chip, *, visible: float = 0.5) -> Core:
+    """The core of one jax device of a chip."""
+    flops = {
+        dtype: chip.device_flops(name if name in chip.flops else "bfloat16")
+        for dtype, name in _TYPES.items()
+    }
+    flops |= {dtype: flops["f8"] for dtype in ("f8e4m3fn", "f8e5m2")}
+    clock = _CLOCKS.get(chip.name) or _INFERRED_CLOCKS.get(chip.name)
+    shares = _TPU if chip.topology.startswith("torus") else _GPU
+    return Core(
+        flops=flops, bandwidth=chip.hbm_bandwidth / chip.devices_per_chip, clock=clock,
+        visible=visible, clock_published=chip.name in _CLOCKS, **shares,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """The time of one operation and what it was taken from."""
+
+    seconds: float
+    basis: str = ""  # "cycles" | "flops" | "bytes" | "kernel"; "": it takes none
+    flops: float = 0.0  # of a kernel
+
+
+# What XLA writes where it has no estimate is larger than any.
+_MOST_CYCLES = 2**62
+
+
+def time_of(core: Core, module: Module, computation: Computation, instruction: Instruction) -> Time:
+    """The time that the core spends on one instruction; those that only call others take none."""
+    if instruction_costs.is_kernel(instruction):
+        return _kernel(core, module, computation, instruction)
+    if core.clock is not None:
+        cycles = int(instruction.configured("estimated_cycles") or 0)
+        if 0 < cycles < _MOST_CYCLES:
+            return Time(cycles / core.clock, "cycles")
+    moved = instruction_costs.bytes_of(module, computation, instruction)
+    by_bytes = moved / (core.bandwidth * core.memory)
+    by_flops = _products(core, module, computation, instruction)
+    if by_bytes == by_flops == 0:
+        return Time(0.0)
+    seconds = core.launch + max(by_bytes, by_flops)
+    return Time(seconds, "flops" if by_flops > by_bytes else "bytes")
+
+
+def _products(
+    core: Core, module: Module, computation: Computation, instruction: Instruction
+) -> float:
+    """Seconds of the matrix products of an instruction."""
+    found = [(computation, instruction)]
+    if instruction.op == "fusion":
+        found = list(module.inside(instruction))
+    total = 0.0
+    for inside, one in found:
+        if instruction_costs.is_product(one):
+            flops = instruction_costs.flops_of(inside, one) or 0.0
+            factor = inside.operands_of(one)[0].arrays[0].dtype
+            total += flops / (core.peak(factor) * core.products)
+    return total
+
+
+def _kernel(core: Core, module: Module, computation: Computation, call: Instruction) -> Time:
+    moved = instruction_costs.bytes_of(module, computation, call)
+    flops = kernel_flops(module, computation, call, visible=core.visible)
+    by_bytes = moved / (core.bandwidth * core.memory)
+    by_flops = (flops or 0.0) / (core.peak("bf16") * core.kernels)
+    basis = "bytes" if flops is None else "kernel"
+    return Time(core.launch + max(by_bytes, by_flops), basis, flops or 0.0)
+
+
+# Matrix products of attention: scores and values; backward scores again, and the gradients by
+# values, scores, queries and keys.
+_FORWARD, _BACKWARD = 2, 5
+_BY_NAME = (("dkv", 4), ("dq", 3), ("bwd", _BACKWARD), ("backward", _BACKWARD))
+
+
+def kernel_flops(
+    module: Module, computation: Computation, call: Instruction, *, visible: float
+) -> float | None:
+    """FLOPs of a kernel: its own estimate, or attention's by its shapes; None: neither."""
+    if estimate := re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config):
+        return float(estimate.group(1))
+    target = call.quoted("custom_call_target") or ""
+    names = f"{call.name} {target}".lower()
+    if not any(word in names for word in ("splash", "fmha", "flash", "attention")):
+        return None
+    factors = [_first(one) for one in computation.operands_of(call)]
+    factors = [array for array in factors if array and _is_factor(array)][:2]
+    if len(factors) < 2:
+        return None
+    query, key = factors
+    products = next((number for word, number in _BY_NAME if word in names), _FORWARD)
+    if "dkv" in names and not _has(module, "_dq"):
+        products = _BACKWARD  # one kernel computes all gradients
+    if target.startswith("__cudnn"):
+        scores = query.size * key.dims[1]  # [B, T, N, H]
+        same = query.dims[1] == key.dims[1]
+    else:
+        scores = query.size * key.dims[-2]  # [..., T, H]
+        same = query.dims[-2] == key.dims[-2]
+    return 2.0 * products * scores * (visible if same else 1.0)
+
+
+def _first(instruction: Instruction) -> Array | None:
+    return instruction.arrays[0] if instruction.arrays else None
+
+
+def _is_factor(array: Array) -> bool:
+    return len(array.dims) >= 3 and array.dtype in ("bf16", "f16", "f32") and math.prod(array.dims)
+
+
+def _has(module: Module, word: str) -> bool:
+    return any(
+        word in one.name
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.op == "custom-call"
+    )
