@@ -45,6 +45,7 @@ class Core:
             how = f"XLA's cycles at {self.clock / 1e9:.2f} GHz ({source}); without cycles {how}"
         elif self.launch:
             how += f", {self.launch * 1e6:.1f} us to start an operation"
+        how += "; no array stays in a cache"
         kernels = f"kernels (Pallas, cuDNN) at {share(self.kernels)} of peak FLOP/s"
         return how, f"{kernels}; of attention's scores {share(self.visible)} are computed"
 

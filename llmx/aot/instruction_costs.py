@@ -130,7 +130,10 @@ def bytes_of(module: Module, computation: Computation, instruction: Instruction)
         return float(instruction.bytes)  # it names operands and results
     if instruction.quoted("custom_call_target") in _NO_KERNELS:
         return 0.0
-    return float(sum(operand.bytes for operand in operands) + instruction.bytes)
+    written = instruction.bytes
+    if op == "custom-call" and is_product(instruction):
+        written = instruction.arrays[0].bytes  # the second result of cuBLAS is room to work in
+    return float(sum(operand.bytes for operand in operands) + written)
 
 
 def _read(module: Module, fused: Computation, source: Instruction, whole: int) -> int:

@@ -234,8 +234,7 @@ def machine_of(
     return Torus(positions, padded, tuple(itertools.islice((*wraps, False, False), 3)), rates)
 
 
-def slices_route(kind: str, size: float, n: int, rates: Rates) -> Route:
-    """What a device hands to its host for other TPU slices, of n in a group."""
-    sent = size if kind == "collective-permute" else _PASSES.get(kind, 1.0) * size * (n - 1) / n
+def slices_route(sent: float, rates: Rates) -> Route:
+    """What one device sends through its host to other TPU slices, in bytes."""
     seconds = {} if rates.network is None else {NETWORK: sent / rates.network}
     return Route(seconds, rates.network_hop)

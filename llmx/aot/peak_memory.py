@@ -172,7 +172,7 @@ def _buffers(
     values: Iterable[_Value], others: Sequence[_Value], ranges: Ranges, program: str
 ) -> list[Buffer]:
     """The values as buffers, equal ones in groups, largest first."""
-    line_of, instructions = _source_lines(program), {}
+    line_of, instructions = source_lines(program), {}
     for computation in hlo_text.parse(program).computations.values():
         instructions |= computation.by_name
     groups: dict[tuple, list[int]] = collections.defaultdict(list)
@@ -181,7 +181,7 @@ def _buffers(
         names = [one.name for one in (value, *_same_slot(value, others, ranges))]
         origins = [_origin(instructions, name) for name in names]
         operation, frame = max(origins, key=lambda pair: (pair[1] > 0, len(pair[0])))
-        key = (value.shape, _readable(operation), line_of(frame), value.argument)
+        key = (value.shape, readable(operation), line_of(frame), value.argument)
         groups[key].append(value.end - value.begin)
     buffers = [Buffer(sum(sizes), len(sizes), *key) for key, sizes in groups.items()]
     return sorted(buffers, key=lambda buffer: -buffer.bytes)
@@ -226,11 +226,11 @@ _WORDS = {"transpose(jvp())": "backward", "jvp()": "forward", "rematted_computat
 _TRACING = {"while", "body", "closed_call", "checkpoint", "eval_jaxpr", "shard_map", ""}
 
 
-def _readable(operation: str) -> str:
-    """Without the parts of a name that tracing adds; the first of merged names."""
+def readable(operation: str) -> str:
+    """A traced operation without the parts that tracing adds; of merged names the first."""
     op, of, source = operation.partition(" of ")
     if of:
-        return f"{op} of {_readable(source)}"
+        return f"{op} of {readable(source)}"
     if operation.startswith(("state", "batch")):  # state.params[\'blocks\'][\'mlp\']
         return re.sub(r"\[\\?'([^]]*?)\\?'\]", r"/\1", operation)
     parts = [part.removeprefix("(") for part in operation.partition(":")[0].split("/")]
@@ -238,7 +238,7 @@ def _readable(operation: str) -> str:
     return "/".join(part for part in parts if part not in _TRACING and not part.startswith("jit("))
 
 
-def _source_lines(program: str) -> Callable[[int], str]:
+def source_lines(program: str) -> Callable[[int], str]:
     """A function from a stack frame to the innermost line of llmx, else of any file, in it."""
     row = r"\{file_name_id=(\d+) function_name_id=\d+ line=(\d+)"
     files = dict(_table(program, "FileNames", r'"([^"]*)"'))

@@ -4,7 +4,7 @@ The order is that of the scheduled text. Loops and branches stay nested: their b
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llmx.aot import collectives, core_times, hlo_text, instruction_costs, links
 from llmx.aot.collectives import Analysis, Collective
@@ -22,6 +22,7 @@ class Work:
     seconds: float
     basis: str  # as in core_times.Time
     flops: float = 0.0  # of a kernel
+    line: str = ""  # of the source, "dot.py:119"; "": unknown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Transfer:
     source: str
     route: Route
     collective: Collective | None  # None: a copy within the device
+    line: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ class Plan:
     analysis: Analysis
     machine: Machine
     core: Core
+    line_of: Callable[[int], str] = lambda frame: ""  # by number of a stack frame
     unknown: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -109,7 +112,12 @@ def _work(plan: Plan, frame: Frame, instruction: Instruction) -> Work:
         return Work(instruction.name, "", 0.0, "")
     time = core_times.time_of(plan.core, plan.analysis.module, frame.computation, instruction)
     source = source_of(instruction)
-    return Work(instruction.name, source, time.seconds, time.basis, time.flops)
+    line = _line(plan, instruction)
+    return Work(instruction.name, source, time.seconds, time.basis, time.flops, line)
+
+
+def _line(plan: Plan, instruction: Instruction) -> str:
+    return plan.line_of(int(instruction.attribute("stack_frame_id") or 0))
 
 
 def _nested(plan: Plan, frame: Frame, instruction: Instruction) -> Sequence[Step]:
@@ -212,7 +220,8 @@ def _routed(plan: Plan, instruction: Instruction, collective: Collective) -> Tra
             groups = [(0, 1)]
         plan.unknown.append(f"links of {instruction.label}: its groups cannot be parsed")
     route = plan.machine.route(collective.kind, collective.bytes, groups)
-    return Transfer(collective.name, collective.source, route, collective)
+    line = _line(plan, instruction)
+    return Transfer(collective.name, collective.source, route, collective, line)
 
 
 def _sent(plan: Plan, send: Instruction, collective: Collective) -> Transfer:
@@ -221,12 +230,11 @@ def _sent(plan: Plan, send: Instruction, collective: Collective) -> Transfer:
     if collective.kind == "send" and rates is not None:
         if rates.network is None:
             plan.unknown.append(f"time of {send.label}: the chip's network has no published figure")
-        # A ring of n: n follows from the share that is sent.
-        route = links.slices_route("collective-permute", collective.wire_bytes, 2, rates)
-        return Transfer(collective.name, collective.source, route, collective)
+        route = links.slices_route(collective.wire_bytes, rates)
+        return Transfer(collective.name, collective.source, route, collective, _line(plan, send))
     pairs = collectives.pairs_of(send) or [(0, 1)]
     route = plan.machine.route("collective-permute", collective.bytes, pairs)
-    return Transfer(collective.name, collective.source, route, collective)
+    return Transfer(collective.name, collective.source, route, collective, _line(plan, send))
 
 
 def _hosts(plan: Plan, frame: Frame) -> tuple[dict, dict]:
@@ -244,10 +252,13 @@ def _hosts(plan: Plan, frame: Frame) -> tuple[dict, dict]:
     for fusions, inside, part in collectives.chains_of(analysis, computation):
         first = Frame(inside, fusions[0], frame)
         made = _exchange(plan, first, part, fusion=fusions[0])
-        name = ",".join(fusion.name for fusion in fusions)
+        names = {
+            "name": ",".join(fusion.name for fusion in fusions),
+            "line": next((line for one in (part, *fusions) if (line := _line(plan, one))), ""),
+        }
         source = source_of(fusions[-1])
         carry(fusions, [
-            dataclasses.replace(one, name=name, source=one.source or source) for one in made
+            dataclasses.replace(one, source=one.source or source, **names) for one in made
         ])  # fmt: skip
     for fusion in computation.instructions:
         if fusion.op != "fusion":

@@ -1,7 +1,9 @@
 """The estimated time of a step as lines of text."""
 
+import collections
 from collections.abc import Sequence
 
+from llmx.aot import peak_memory
 from llmx.aot.step_time import Speed
 from llmx.aot.timeline import Exchange, Operation, Timeline
 
@@ -49,35 +51,43 @@ def _step(times: Timeline, speed: Speed | None) -> list[str]:
 
 
 def _operations(times: Timeline) -> list[str]:
-    rows = [_operation(one, times.step) for one in times.operations[:_MOST_LINES]]
-    columns = f"  {'time':>10}{'share':>8}{'times':>8}  {'by':8}operation"
-    return ["longest operations", columns, *rows] if rows else []
-
-
-def _operation(one: Operation, step: float) -> str:
-    share = f"{one.seconds / step:.1%}"
-    what = _shortened(one.source or one.name, 62)
-    return f"  {duration(one.seconds):>10}{share:>8}{one.count:>8,}  {one.basis:8}{what}"
+    groups: dict[tuple, list[Operation]] = collections.defaultdict(list)
+    for one in times.operations:
+        groups[one.basis, _what(one, 62)].append(one)
+    longest = sorted(groups.items(), key=lambda item: -_total(item[1], "seconds"))
+    lines = ["longest operations", f"  {'time':>10}{'share':>8}{'times':>8}  {'by':8}operation"]
+    for (basis, what), group in longest[:_MOST_LINES]:
+        seconds, count = _total(group, "seconds"), _total(group, "count")
+        share = f"{seconds / times.step:.1%}"
+        lines.append(f"  {duration(seconds):>10}{share:>8}{count:>8,}  {basis:8}{what}")
+    return lines if longest else []
 
 
 def _exchanges(times: Timeline) -> list[str]:
-    exposed = [one for one in times.exchanges if one.exposed > 0][:_MOST_LINES]
+    groups: dict[tuple, list[Exchange]] = collections.defaultdict(list)
+    for one in times.exchanges:
+        if one.exposed > 0:
+            groups[one.kind, _links(one.links), _what(one, 36)].append(one)
+    longest = sorted(groups.items(), key=lambda item: -_total(item[1], "exposed"))
     columns = f"  {'exposed':>10}{'of':>10}{'times':>8}  {'kind':19}{'links':12}operation"
-    rows = [_exchange(one) for one in exposed]
-    return ["most exposed collectives", columns, *rows] if rows else []
+    lines = ["most exposed collectives", columns]
+    for (kind, links, what), group in longest[:_MOST_LINES]:
+        exposed, seconds = _total(group, "exposed"), _total(group, "seconds")
+        shown = f"  {duration(exposed):>10}{duration(seconds):>10}{_total(group, 'count'):>8,}"
+        lines.append(f"{shown}  {kind:19}{links:12}{what}")
+    return lines if longest else []
 
 
-def _exchange(one: Exchange) -> str:
-    what = _shortened(one.source or one.name, 36)
-    return (
-        f"  {duration(one.exposed):>10}{duration(one.seconds):>10}{one.count:>8,}  "
-        f"{one.kind:19}{_links(one.links):12}{what}"
-    )
+def _total(group: Sequence[Operation | Exchange], field: str) -> float:
+    return sum(vars(one)[field] for one in group)
 
 
 def _links(names: Sequence[str]) -> str:
     return ",".join(names)
 
 
-def _shortened(text: str, room: int) -> str:
-    return text if len(text) <= room else f"...{text[3 - room :]}"
+def _what(one: Operation | Exchange, room: int) -> str:
+    """The operation of the traced program and its source line."""
+    text, line = peak_memory.readable(one.source) or one.name, f"  {one.line}" if one.line else ""
+    room -= len(line)
+    return (text if len(text) <= room else f"...{text[3 - room :]}") + line

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from llmx.aot import hlo_text, schedule
+from llmx.aot import hlo_text, peak_memory, schedule
 from llmx.aot.collectives import Analysis, Axes, sliced_mesh
 from llmx.aot.core_times import Core
 from llmx.aot.hlo_text import Frame
@@ -32,6 +32,7 @@ class Operation:
 
     name: str
     source: str
+    line: str  # of the source, "dot.py:119"; "": unknown
     seconds: float  # of all executions
     count: int
     basis: str  # "cycles" | "flops" | "bytes" | "kernel"
@@ -45,6 +46,7 @@ class Exchange:
     kind: str
     axes: tuple[str, ...] | None
     source: str
+    line: str  # of the source, "dot.py:119"; "": unknown
     links: tuple[str, ...]
     seconds: float  # of all executions, from start to end on free links
     exposed: float  # seconds that the core waits for it
@@ -113,7 +115,8 @@ def read(
     Raises ValueError where the text is not that of a compiled program, or not of this mesh.
     """
     module = hlo_text.parse(text)
-    plan = Plan(Analysis(module, sliced_mesh(module, mesh, across_slices)), machine, core)
+    analysis = Analysis(module, sliced_mesh(module, mesh, across_slices))
+    plan = Plan(analysis, machine, core, peak_memory.source_lines(text))
     return of_steps(
         schedule.steps_of(plan, Frame(module.entry)),
         assumptions=core.assumptions, unknown=tuple(dict.fromkeys(plan.unknown)),
@@ -149,7 +152,7 @@ def _seconds(steps: Sequence[Step], bandwidth: float = 1.0, *, overlap: bool = T
 
 def _operations(run: "_Run") -> tuple[Operation, ...]:
     made = [
-        Operation(work.name, work.source, seconds, count, work.basis)
+        Operation(work.name, work.source, work.line, seconds, count, work.basis)
         for work, (seconds, count) in run.worked.items()
     ]
     return tuple(sorted(made, key=lambda one: -one.seconds))
@@ -162,8 +165,9 @@ def _exchanges(run: "_Run") -> tuple[Exchange, ...]:
             continue
         count = run.counts[transfer]
         made.append(Exchange(
-            transfer.name, one.kind, one.axes, transfer.source, tuple(transfer.route.seconds),
-            seconds, run.exposed[transfer], float(one.bytes) * count, count,
+            transfer.name, one.kind, one.axes, transfer.source, transfer.line,
+            tuple(transfer.route.seconds), seconds, run.exposed[transfer],
+            float(one.bytes) * count, count,
         ))  # fmt: skip
     return tuple(sorted(made, key=lambda one: (-one.exposed, -one.seconds)))
 

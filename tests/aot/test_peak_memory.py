@@ -130,4 +130,4 @@ def test_without_a_dump_there_is_no_peak(tmp_path):
     ],
 )
 def test_operations_for_people(name, words):
-    assert peak_memory._readable(name) == words
+    assert peak_memory.readable(name) == words

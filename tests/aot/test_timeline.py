@@ -258,6 +258,17 @@ def test_without_cycles_the_longer_of_flops_and_bytes_counts():
     assert (product.basis, product.seconds) == ("flops", 1 + 2 * 4 * 4 * 8 / 50)
 
 
+def test_the_room_that_cublas_works_in_is_no_traffic():
+    core = core_times.Core(flops={"bf16": 1e9}, bandwidth=1.0)
+    lines = [
+        "  %a = f32[4,8] constant(0)", "  %b = f32[8,4] constant(0)",
+        "  %d = (f32[4,4], s8[1000]) custom-call(%a, %b), "
+        'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
+    ]  # fmt: skip
+    assert read(program(lines), core=core).step == 128 + 128 + 64
+
+
 # ------------------------------------------------------------------------------ what always holds
 
 COLLECTIVE = Collective(
