@@ -3,8 +3,9 @@
     python scripts/bench_aot.py [--rows 1 4] [--config.section.key=value ...]
 
 Prints the tables of docs/performance.md, the second of estimated step times. Compiles one program
-after the other, each in its own process. Overrides apply to every row. Each figure is printed with its bound; the goal is 0.85 of the peak of
-the strongest public JAX trainer on the same model, machine and batch.
+after the other, each in its own process. Overrides apply to every row. Each figure is printed with
+its bound; the goal is 0.85 of the peak of the strongest public JAX trainer on the same model,
+machine and batch.
 """
 
 import argparse

@@ -119,6 +119,7 @@ def _timeline_json(result: Result) -> dict | None:
     del without_events["events"]
     return without_events | {
         "hidden": times.hidden,
+        "hidden_bytes": times.hidden_bytes,
         "speed": None if speed is None else dataclasses.asdict(speed),
     }
 

@@ -173,8 +173,9 @@ def _transfers(plan: Plan, frame: Frame, instruction: Instruction) -> list[Pendi
         moved = 0.0
         if done is not None:
             moved = instruction_costs.bytes_of(plan.analysis.module, computation, done)
-        seconds = moved / (plan.core.bandwidth * plan.core.memory)
-        route = Route({COPIES: seconds})
+        if "S(5)" in instruction.type:
+            plan.unknown.append(f"time of {instruction.label}: a copy to or from the host's memory")
+        route = Route({COPIES: moved / (plan.core.bandwidth * plan.core.memory)})
         return [(Transfer(instruction.name, source_of(instruction), route, None), done)]
     if op == "send":
         listed, _ = collectives.read_send(plan.analysis, computation, instruction)
@@ -195,6 +196,8 @@ def _asynchronous(plan: Plan, frame: Frame, start: Instruction) -> list[Pending]
     for step in steps_of(plan, frame.enter(plan.analysis.module, start)):
         if isinstance(step, Start):
             made.append((step.transfer, done))
+        elif isinstance(step, Hosted):
+            made += [(transfer, done) for transfer in step.ends]
         elif isinstance(step, Work | Loop):
             route = Route({STREAM: serial_seconds([step])})
             made.append((Transfer(start.name, source_of(start), route, None), done))

@@ -16,7 +16,17 @@ import pytest
 
 from llmx import config
 from llmx.aot import __main__ as command
-from llmx.aot import compiler, core_times, links, report, schedule, step_time, timeline, topologies
+from llmx.aot import (
+    compiler,
+    core_times,
+    links,
+    report,
+    schedule,
+    step_text,
+    step_time,
+    timeline,
+    topologies,
+)
 from llmx.aot.collectives import Collective
 from llmx.config import checks
 from llmx.model import families
@@ -328,6 +338,21 @@ def test_bandwidth_and_overlap_order_as_physics_says_and_parts_add_up(seed):
     assert times.communication == pytest.approx(whole.communication)
     for bandwidth, other in ((0.5, times.half_bandwidth), (math.inf, times.infinite_bandwidth)):
         assert schedule.serial_seconds(steps, bandwidth) >= other - 1e-9
+
+
+def test_the_time_as_text():
+    lines = [permute("c", 5), work("f", 2), done("c", 5), work("g", 3)]
+    times = read(program(lines))
+    speed = step_time.Speed(1234.0, 308.5, 0.4, 0.45, None)
+    step, operations, exchanges = step_text.sections(times, speed)
+    assert "8.000 s   1,234 tokens/s, 308 of each device" in step[1]
+    assert "40.0%   MFU with causal attention; 45.0% with all scores; HFU unknown" in step[2]
+    assert "3.000 s   37.5% of the step; 40% of 5.000 s is hidden, 40% of the bytes" in step[5]
+    assert "nothing hidden 10.000 s, with half the bandwidth 13.000 s" in step[6]
+    assert operations[2].split() == ["3.000", "s", "37.5%", "1", "cycles", "g"]
+    assert exchanges[2].split() == ["3.000", "s", "5.000", "s", "1", "collective-permute", "x", "c"]
+    empty = timeline.of_steps([])
+    assert empty.step == 0 and step_text.sections(empty, None)[1:] == [[], []]
 
 
 # ------------------------------------------------------------------------------------- the links
