@@ -4,10 +4,11 @@
 
 `llmx.aot.timeline` reads the compiled text of a train step whatever compiled it. Here that is the
 CPU, on one to eight fake devices of one process, so that the estimate can be compared with a clock.
-The CPU's rates are measured once, in the same run, by five programs: a matrix product, elementwise
-passes over an array, many small operations one after the other, a small and a large all-reduce.
-Fake devices share the cores, so each has its share of the rates. Rounds alternate between the
-programs, and medians are compared: other load on the machine affects all of them.
+The CPU's rates are measured once, in the same run, by six programs: a matrix product, cheap and
+costly elementwise passes over an array, many small operations, a small and a large all-reduce.
+Seconds are those of the process on all cores, which other load on the machine changes little. Fake
+devices share the cores, so each has its share of the rates. Rounds alternate between the programs,
+and medians are compared.
 
 Beside the error of the timeline stands that of the plainest guess, one constant utilisation of the
 model's FLOPs fitted to the same rows.
@@ -110,9 +111,9 @@ def seconds_of(once: Callable[[], object], rounds: int = 7) -> float:
     once()
     taken = []
     for _ in range(rounds):
-        begun = time.perf_counter()
+        begun = time.process_time()
         jax.block_until_ready(once())
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.process_time() - begun)
     return statistics.median(taken)
 
 
@@ -122,13 +123,18 @@ MATRIX, ELEMENTS, SENT = 512, 2**20, 2**20
 
 
 def calibrate() -> dict[str, float]:
-    """Rates of the whole CPU: FLOP/s, bytes/s, seconds of an operation and of an all-reduce."""
+    """FLOPs and bytes in a second of a core; seconds of an operation, and of an all-reduce of all
+    devices without bytes; bytes that each of them sends in a second of a core in a large one."""
     a = jnp.ones((MATRIX, MATRIX))
     product = jax.jit(lambda a: a @ a)
     flops = 2 * MATRIX**3 / seconds_of(lambda: product(a))
     x = jnp.ones(ELEMENTS)
     passes = jax.jit(lambda x: jax.lax.fori_loop(0, PASSES, lambda _, x: x * 0.9 + 1.0, x))
     bandwidth = PASSES * 8 * ELEMENTS / seconds_of(lambda: passes(x))
+    curve = jax.jit(
+        lambda x: jax.lax.fori_loop(0, PASSES, lambda _, x: jnp.exp(-x * x) / (1.0 + x), x)
+    )
+    elements = PASSES * 5 * ELEMENTS / seconds_of(lambda: curve(x))
     small = jnp.ones((4, 4))
 
     def chain(a):
@@ -152,7 +158,7 @@ def calibrate() -> dict[str, float]:
     exchange = sent / max(all_reduce(SENT) - start, 1e-9)
     return {
         "flops": flops, "bandwidth": bandwidth, "launch": launch_seconds, "start": start,
-        "exchange": exchange,
+        "exchange": exchange, "elements": elements,
     }  # fmt: skip
 
 
@@ -162,14 +168,11 @@ def estimated(run: config.Config, text: str, mesh: Mesh, rates: dict) -> timelin
     visible = step_time.visible_share(run.model, sequence_length=run.batch.sequence_length)
     core = core_times.Core(
         flops=dict.fromkeys(("bf16", "f32"), rates["flops"] / n), bandwidth=rates["bandwidth"] / n,
-        launch=rates["launch"] * max(1, n / CORES), visible=visible,
+        launch=rates["launch"] * n, elements=rates["elements"] / n, visible=visible,
     )  # fmt: skip
     # `exchange` is what each of eight devices sends while all of them do.
     machine = links.Memory(rates["exchange"] * DEVICES / n, rates["start"] * n / DEVICES)
     return timeline.read(text, list(mesh.shape.items()), machine=machine, core=core)
-
-
-CORES = 2  # that the devices share
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -196,10 +199,10 @@ def main() -> None:
     taken: list[list[float]] = [[] for _ in programs]
     for turn in range(args.rounds + 1):
         for times, (*_, once) in zip(taken, programs, strict=True):
-            begun = time.perf_counter()
+            begun = time.process_time()
             once()
             if turn > 0:
-                times.append(time.perf_counter() - begun)
+                times.append(time.process_time() - begun)
     measured = [statistics.median(times) for times in taken]
     found = [estimated(run, text, mesh, rates) for run, text, mesh, _ in programs]
     print_table(args.rows, programs, measured, found)

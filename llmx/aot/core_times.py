@@ -28,6 +28,7 @@ class Core:
     memory: float = 1.0  # share of `bandwidth`
     kernels: float = 1.0  # share of `flops` in kernels that the text shows as one call
     launch: float = 0.0  # seconds that every operation takes besides
+    elements: float = math.inf  # elementwise operations in a second; inf: they are never the limit
     visible: float = 0.5  # share of attention's scores that its mask leaves: causal, a half
     clock_published: bool = True
 
@@ -103,17 +104,26 @@ def time_of(core: Core, module: Module, computation: Computation, instruction: I
             return Time(cycles / core.clock, "cycles")
     moved = instruction_costs.bytes_of(module, computation, instruction)
     by_bytes = moved / (core.bandwidth * core.memory)
-    by_flops = _products(core, module, computation, instruction)
+    by_flops = _arithmetic(core, module, computation, instruction)
     if by_bytes == by_flops == 0:
         return Time(0.0)
     seconds = core.launch + max(by_bytes, by_flops)
     return Time(seconds, "flops" if by_flops > by_bytes else "bytes")
 
 
-def _products(
+# Operations that compute each element of their result.
+_ELEMENTWISE = {
+    "add", "subtract", "multiply", "divide", "maximum", "minimum", "exponential", "log", "tanh",
+    "logistic", "rsqrt", "sqrt", "power", "select", "compare", "convert", "negate", "cosine",
+    "sine", "exponential-minus-one", "log-plus-one", "erf", "abs", "sign", "and", "or", "not",
+    "reduce-precision",
+}  # fmt: skip
+
+
+def _arithmetic(
     core: Core, module: Module, computation: Computation, instruction: Instruction
 ) -> float:
-    """Seconds of the matrix products of an instruction."""
+    """Seconds of the matrix products of an instruction and of its elementwise operations."""
     found = [(computation, instruction)]
     if instruction.op == "fusion":
         found = list(module.inside(instruction))
@@ -123,6 +133,10 @@ def _products(
             flops = instruction_costs.flops_of(inside, one) or 0.0
             factor = inside.operands_of(one)[0].arrays[0].dtype
             total += flops / (core.peak(factor) * core.products)
+        elif one.op in _ELEMENTWISE:
+            total += one.arrays[0].size / core.elements
+        elif one.op == "reduce":
+            total += inside.operands_of(one)[0].arrays[0].size / core.elements
     return total
 
 

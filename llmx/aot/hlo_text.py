@@ -275,8 +275,8 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]] | N
     if match := _MESH.search(text):
         return _mesh_groups(*match.groups())
     if match := _LIST.search(text):
-        if match.group(1) is None:
-            return [list(range(num_devices))]
+        if match.group(1) is None:  # all devices are one group; without pairs none sends
+            return [] if match.group().startswith("source") else [list(range(num_devices))]
         return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", match.group(1))]
     return None
 

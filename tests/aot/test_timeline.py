@@ -242,6 +242,11 @@ def test_kernels_of_attention_are_timed_by_their_shapes(target, name, products):
     assert kernel.basis == "kernel"
 
 
+def test_a_permute_without_pairs_moves_nothing():
+    times = read(program([permute("c", 5, "{}", suffix=""), work("f", 3)]))
+    assert times.step == 3 and not times.exchanges
+
+
 def test_copies_run_beside_the_core_and_are_no_communication():
     core = dataclasses.replace(CORE, bandwidth=16.0)
     copy = "  %k = (f32[8], f32[8], u32[]) copy-start(%p)\n{}\n  %kd = f32[8] copy-done(%k)"
