@@ -57,9 +57,11 @@ class Rates:
 # A link reaches 0.9 of its peak, and a hop takes a microsecond (scaling book, "tpus", which lists
 # 90 GB/s for a v5p link of 100). A message between slices passes two hosts: as in llmx.plan.
 _ICI, _ICI_HOP, _SLICES_HOP = 0.9, 1e-6, 50e-6
-# 370 of 450 GB/s (scaling book, "gpus"). Latencies are those of NCCL's rings for short messages.
+# 370 of 450 GB/s is the most that all-reduces between eight H100s reach, with gigabytes on each;
+# with 470 MB it was 150 (scaling book, "gpus"; not modelled). Latencies are those of NCCL's rings
+# for short messages.
 _NVLINK, _ADAPTER, _NCCL, _NVLINK_HOP, _ADAPTER_HOP = 0.82, 0.9, 6.6e-6, 0.6e-6, 2.7e-6
-# The dies of a TPU7x exchange six times what one axis of links carries (Cloud TPU documentation).
+# Between the dies of a TPU7x: six times one ICI link (Cloud TPU documentation, "TPU7x").
 _DIES = 6.0
 
 
@@ -115,7 +117,7 @@ class Torus:
             seconds = {axis.name: time for axis in axes}
         if per_chip > 1:
             passes = _PASSES.get(kind, 1.0)
-            seconds["dies"] = passes * size * (1 - 1 / per_chip) / (_DIES * 2 * self.rates.link)
+            seconds["dies"] = passes * size * (1 - 1 / per_chip) / (_DIES * self.rates.link)
         hops = sum(axis.hops for axis in axes) + (per_chip > 1)
         return Route(seconds, self.rates.start + hops * self.rates.hop * _PASSES.get(kind, 1.0))
 

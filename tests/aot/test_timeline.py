@@ -391,7 +391,7 @@ RING = (True, True, True)
         (torus(4), "collective-permute", [(0, 2), (1, 3)], 16.0),
         (torus(4, wraps=RING), "collective-permute", [(3, 0)], 8.0),
         # Two dies of one chip: between them only, and one group of each die over two chips.
-        (torus(1, dies=2), "all-gather", [[0, 1]], 8 / 2 / 12),
+        (torus(1, dies=2), "all-gather", [[0, 1]], 8 / 2 / 6),
         (torus(2, dies=2), "all-gather", [[0, 2], [1, 3]], 8.0),
         (torus(2, dies=2), "all-gather", [[0, 1, 2, 3]], 4.0),
     ],
