@@ -17,7 +17,7 @@ from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import schedules, staged
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
-from llmx.runtime import divergence, launch
+from llmx.runtime import compiler_options, divergence
 from llmx.sharding import trees
 from llmx.step import gradients, guard, optimizers
 from llmx.step.step import Recipe, make_update
@@ -52,7 +52,9 @@ def make_recipe(
         guard=config.guard, clip_norm=config.optimizer.clip_norm,
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
-        compiler_options=launch.compiler_options(config.launch),
+        compiler_options=functools.partial(
+            compiler_options.options, config.launch, tuple(execution.place.mesh.devices.flat)
+        ),
         order=IDENTITY if chunks is None else chunks.permutation,
     )  # fmt: skip
 

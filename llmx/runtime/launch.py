@@ -43,8 +43,7 @@ XLA_FLAGS: dict[str, dict[str, str]] = {
         "xla_gpu_all_reduce_combine_threshold_bytes": str(128 * 2**20),
         "xla_gpu_enable_triton_gemm": "false",
     },
-    # libtpu fuses and overlaps collectives by default; the flags of published scripts are refused
-    # on some chips.
+    # As compiler options, by chip, each tried before it is used: `runtime.compiler_options`.
     "tpu": {},
 }
 
@@ -71,7 +70,11 @@ class LaunchConfig:
     # compiled programs of earlier launches; "" = none, as on several CPU processes.
     # JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
-    compiler_options: tuple[str, ...] = ()  # of XLA for the train step: ("xla_name=value", ...)
+    # options of XLA that hide collectives behind computation: "auto" = those known to do so on the
+    # chip (TPU) and accepted by its compiler, "none"
+    overlap: str = choice("auto", ("auto", "none"))
+    # of XLA for the train step: ("xla_name=value", ...); they go before those of launch.overlap
+    compiler_options: tuple[str, ...] = ()
 
 
 def problems(config: LaunchConfig) -> list[str]:
@@ -104,7 +107,7 @@ def _conflicts(config: LaunchConfig) -> Iterator[str]:
 
 
 def compiler_options(config: LaunchConfig) -> dict[str, str | bool | int]:
-    """{name: value} for `jax.jit`."""
+    """What the user gives, as {name: value} for `jax.jit`; see `runtime.compiler_options`."""
     options = dict(option.split("=", 1) for option in config.compiler_options)
     return {name: option_value(text) for name, text in options.items()}
 

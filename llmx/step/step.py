@@ -57,7 +57,7 @@ class Recipe:
     clip_norm: float  # global norm that gradients are scaled down to; 0 = off
     ema_decay: float  # of the average of parameters; 0 = no average
     batch_shape: tuple[int, int]  # (sequences, tokens) of a global batch
-    compiler_options: Mapping[str, str | bool | int]  # of XLA, by name
+    compiler_options: Callable[[], Mapping[str, Any]]  # of XLA, by name; tries them on TPU
     order: LayerPermutation = IDENTITY  # in which the state, and so its checkpoints, has the layers
 
     @property
@@ -150,7 +150,7 @@ def make_train_step(
         )  # fmt: skip
         return new._replace(step=state.step + advance, guard=guard, in_flight=in_flight), report
 
-    options = dict(recipe.compiler_options) or None
+    options = dict(recipe.compiler_options()) or None
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 

@@ -1,0 +1,111 @@
+"""Options of XLA that let collectives run beside computation, by chip: what `auto` chooses.
+
+Another version of the compiler may refuse an option. So each is tried on a small program first, and
+left out with a note where it is refused.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from llmx.runtime import hardware, launch
+from llmx.runtime.launch import LaunchConfig
+
+Options = dict[str, str | bool | int]
+
+# All-gathers and all-reduces asynchronous, and computed inside the products beside them.
+_FUSED = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_enable_async_all_reduce": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+}
+
+# By key of `hardware.CHIPS`; a chip that is not here gets none. Compiled with libtpu 0.0.42.1; what
+# each row does to memory, compile time and the share that is hidden is in docs/performance.md.
+OVERLAP: dict[str, Options] = {
+    "tpu_v5e": _FUSED,  # 8B on 16 chips: 0% of the collectives' bytes hidden without, 88% with
+    "tpu_v5p": _FUSED,  # 8B on 8 chips: 0% and 88%; 70B on 64 chips: 0% and 98%
+}
+
+
+def options(config: LaunchConfig, devices: Sequence[jax.Device]) -> Options:
+    """{name: value} for `jax.jit` of a run's programs on `devices`.
+
+    Those of `launch.compiler_options`, and with launch.overlap="auto" those of `OVERLAP` that this
+    compiler accepts and that neither the config nor XLA_FLAGS nor LIBTPU_INIT_ARGS sets. A first
+    call compiles a small program for all devices.
+    """
+    users = launch.compiler_options(config)
+    return accepted(wanted(config, devices[0].device_kind), tuple(devices)) | users
+
+
+def wanted(config: LaunchConfig, device_kind: str) -> Options:
+    """The row of `OVERLAP` for these devices, without what the user sets."""
+    if config.overlap != "auto":
+        return {}
+    row = OVERLAP.get(hardware.DEVICE_KINDS.get(device_kind, ""), {})
+    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
+    set_by_user |= set(launch.compiler_options(config))
+    return {name: value for name, value in row.items() if name not in set_by_user}
+
+
+def accepted(
+    chosen: Mapping[str, Any], devices: tuple[jax.Device, ...],
+    note: Callable[[str], None] = launch.note,
+) -> Options:  # fmt: skip
+    """Those of `chosen` that the compiler of `devices` takes; a note for each that it refuses."""
+    if not chosen:
+        return {}
+    if not _refusal(tuple(chosen.items()), devices):
+        return dict(chosen)
+    left: Options = {}
+    for name, value in chosen.items():
+        # Together with those before it: some are refused only beside another.
+        if reason := _refusal((*left.items(), (name, value)), devices):
+            note(f"compiler: without {name}={value}, which this version refuses: {reason}")
+        else:
+            left[name] = value
+    return left
+
+
+@functools.cache
+def _refusal(chosen: tuple[tuple[str, Any], ...], devices: tuple[jax.Device, ...]) -> str:
+    """Why the compiler refuses these options, in a line; "" = it takes them."""
+    try:
+        _trial(devices).compile(compiler_options=dict(chosen))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).strip().partition("\n")[0][:200]
+    return ""
+
+
+@functools.cache
+def _trial(devices: tuple[jax.Device, ...]) -> Any:
+    """A lowered program in which options can matter: a loop of gathers, products and sums."""
+    mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec(None, "all")
+
+    def layer(x_nD, weight_DF):
+        whole_DF = jax.lax.all_gather(weight_DF, "all", axis=0, tiled=True)
+        y_nF = x_nD @ whole_DF
+        gradient_DF = jax.lax.psum(x_nD.T @ y_nF, "all")
+        return x_nD + y_nF @ whole_DF.T, jnp.sum(gradient_DF)
+
+    region = jax.shard_map(
+        lambda x_nD, weights: jax.lax.scan(layer, x_nD, weights), mesh=mesh,
+        in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    shape = lambda *sizes, to: jax.ShapeDtypeStruct(  # noqa: E731
+        sizes, jnp.bfloat16, sharding=NamedSharding(mesh, to)
+    )
+    width = 8 * len(devices)
+    weights = shape(2, width, 128, to=rows)
+    with jax.set_mesh(mesh):  # not that of the run
+        return jax.jit(region).lower(shape(128, width, to=PartitionSpec()), weights)

@@ -1,0 +1,76 @@
+"""Options that hide collectives: who chooses them, and what is left where one is refused."""
+
+import jax
+import pytest
+
+from llmx.runtime import compiler_options, hardware, launch
+
+V5P, GATHER = "TPU v5", "xla_enable_async_all_gather"
+ROW = compiler_options.OVERLAP["tpu_v5p"]
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+
+
+def test_a_row_is_of_a_known_chip():
+    assert set(compiler_options.OVERLAP) <= set(hardware.CHIPS)
+
+
+def test_auto_is_the_row_of_the_chip():
+    assert compiler_options.wanted(launch.LaunchConfig(), V5P) == ROW
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3", "TPU v99"])
+def test_a_chip_without_a_row_gets_none(kind):
+    assert compiler_options.wanted(launch.LaunchConfig(), kind) == {}
+
+
+def test_none_switches_them_off():
+    assert compiler_options.wanted(launch.LaunchConfig(overlap="none"), V5P) == {}
+
+
+def test_an_option_of_the_user_goes_first():
+    config = launch.LaunchConfig(compiler_options=(f"{GATHER}=false", "xla_b=2"))
+    chosen = compiler_options.wanted(config, V5P)
+    assert chosen == {name: value for name, value in ROW.items() if name != GATHER}
+
+
+@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+def test_a_flag_in_the_environment_goes_first(variable, monkeypatch):
+    monkeypatch.setenv(variable, f"--xla_other=1 --{GATHER}=false")
+    assert GATHER not in compiler_options.wanted(launch.LaunchConfig(), V5P)
+
+
+def test_on_cpu_only_the_users_options_remain():
+    config = launch.LaunchConfig(compiler_options=("xla_b=2",))
+    assert compiler_options.options(config, jax.devices()) == {"xla_b": 2}
+
+
+def test_a_refused_option_is_left_out_with_a_note():
+    """Compiled for CPU, whose compiler knows the first and the last of these."""
+    known = ("xla_embed_ir_in_executable", "xla_cpu_enable_fast_math")
+    chosen = {known[0]: True, "xla_no_such_option": True, known[1]: False}
+    notes = []
+    left = compiler_options.accepted(chosen, tuple(jax.devices()), note=notes.append)
+    assert left == {known[0]: True, known[1]: False}
+    (note,) = notes
+    assert "without xla_no_such_option=True" in note and "\n" not in note
+    again = compiler_options.accepted(left, tuple(jax.devices()), note=notes.append)
+    assert again == left and len(notes) == 1
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("topology", "chip"), [("v5e:2x2", "tpu_v5e"), ("v5p:2x2x1", "tpu_v5p")])
+def test_the_compiler_here_takes_each_row(topology, chip):
+    from llmx.aot import topologies
+
+    devices = topologies.devices(topology)
+    notes = []
+    config = launch.LaunchConfig()
+    row = compiler_options.wanted(config, devices[0].device_kind)
+    assert row == compiler_options.OVERLAP[chip]
+    chosen = row | {"xla_no_such_option": True}
+    assert compiler_options.accepted(chosen, tuple(devices), note=notes.append) == row
+    assert len(notes) == 1 and "xla_no_such_option" in notes[0]
