@@ -27,11 +27,18 @@ _FUSED = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
 
-# By key of `hardware.CHIPS`; a chip that is not here gets none. Compiled with libtpu 0.0.42.1; what
-# each row does to memory, compile time and the share that is hidden is in docs/performance.md.
+# Reduce-scatters on the SparseCores, of which v5e has none. Without the second, those over a whole
+# slice are all-reduces of which each device keeps a part: twice the bytes on the wire.
+_SCATTERED = {
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+}
+
+# By key of `hardware.CHIPS`; a chip that is not here gets none. What each row does to memory,
+# compile time, traffic and the share that is hidden is in docs/performance.md (libtpu 0.0.42.1).
 OVERLAP: dict[str, Options] = {
-    "tpu_v5e": _FUSED,  # 8B on 16 chips: 0% of the collectives' bytes hidden without, 88% with
-    "tpu_v5p": _FUSED,  # 8B on 8 chips: 0% and 88%; 70B on 64 chips: 0% and 98%
+    "tpu_v5e": _FUSED,
+    "tpu_v5p": _FUSED | _SCATTERED,
 }
 
 
