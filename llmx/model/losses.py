@@ -156,6 +156,37 @@ def _gathered_chunk(loss: _HeadLoss, chunk_CD):
     return chunk_CD
 
 
+def _only_chunk(loss: _HeadLoss, head_VD):
+    """The gathered head and the index of its first row, where there is one chunk."""
+    (chunk_CD,), (first,) = _chunks(loss, head_VD)
+    return _gathered_chunk(loss, chunk_CD), first
+
+
+def _each_chunk(loss: _HeadLoss, step, start, head_VD):
+    """`step(carry, gathered chunk, index of its first row)` for one chunk after the other.
+
+    Each is gathered beside the work on the one before. At the end the first is gathered again, for
+    nobody: so the loop has one body, and collectives stand in no branch.
+    """
+    chunks, firsts = _chunks(loss, head_VD)
+    if not loss.split.width:
+        gathered = lambda carry, chunk: step(carry, _gathered_chunk(loss, chunk[0]), chunk[1])  # noqa: E731
+        return jax.lax.scan(gathered, start, (chunks, firsts))
+
+    def turn(carry_and_chunk, number):
+        carry, chunk_CD = carry_and_chunk
+        following = jax.lax.dynamic_index_in_dim(
+            chunks, (number + 1) % loss.num_chunks, keepdims=False
+        )
+        following_CD = _gathered_chunk(loss, following)
+        carry, out = step(carry, chunk_CD, firsts[number])
+        return (carry, following_CD), out
+
+    begin = (start, _gathered_chunk(loss, chunks[0]))
+    (carry, _), outs = jax.lax.scan(turn, begin, jnp.arange(loss.num_chunks))
+    return carry, outs
+
+
 def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
     """fp32 logits [n, C] of one gathered chunk."""
     logits_nC = jnp.einsum("nD,CD->nC", x_nD, chunk_CD, preferred_element_type=jnp.float32)
@@ -168,11 +199,10 @@ def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
 def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
     split, x_nD = loss.split, _whole_positions(loss, x_BTD)
     targets_n = targets_BT.reshape(-1)
-    chunks, firsts = _chunks(loss, head_VD)
 
-    def fold(carry, chunk_and_first):
-        (top_n, total_n, hit_n), (chunk_CD, first) = carry, chunk_and_first
-        logits_nC = _chunk_logits(loss, x_nD, _gathered_chunk(loss, chunk_CD), first)
+    def fold(carry, chunk_CD, first):
+        top_n, total_n, hit_n = carry
+        logits_nC = _chunk_logits(loss, x_nD, chunk_CD, first)
         # A finite floor keeps a chunk of padding only from making inf - inf.
         new_top_n = jnp.maximum(top_n, logits_nC.max(axis=-1))
         total_n = total_n * jnp.exp(top_n - new_top_n)
@@ -185,11 +215,11 @@ def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
     floor_n = jnp.full(targets_n.shape, jnp.finfo(jnp.float32).min)
     carry = (floor_n, jnp.zeros_like(floor_n), jnp.zeros_like(floor_n))
     if loss.num_chunks == 1:
-        (top_n, total_n, hit_n), logits_nV = fold(carry, (chunks[0], firsts[0]))
+        (top_n, total_n, hit_n), logits_nV = fold(carry, *_only_chunk(loss, head_VD))
         logits_BTV = logits_nV.reshape(*targets_BT.shape, -1)
     else:
-        (top_n, total_n, hit_n), logits_BTV = jax.lax.scan(
-            lambda carry, chunk: (fold(carry, chunk)[0], None), carry, (chunks, firsts)
+        (top_n, total_n, hit_n), logits_BTV = _each_chunk(
+            loss, lambda *arrays: (fold(*arrays)[0], None), carry, head_VD
         )
     if split.vocab:
         all_top_n = jax.lax.pmax(top_n, split.vocab)
@@ -207,12 +237,9 @@ def _backward_local(
     targets_n, log_z_n = targets_BT.reshape(-1), log_z_BT.reshape(-1)
     gradient_loss_n = gradient_loss_BT.reshape(-1)
     gradient_both_n = gradient_loss_n + gradient_log_z_BT.reshape(-1)
-    chunks, firsts = _chunks(loss, head_VD)
     scatter = functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
 
-    def walk(gradient_x_nD, chunk_and_first, logits_nC=None):
-        chunk_CD, first = chunk_and_first
-        chunk_CD = _gathered_chunk(loss, chunk_CD)
+    def walk(gradient_x_nD, chunk_CD, first, logits_nC=None):
         if logits_nC is None:
             logits_nC = _chunk_logits(loss, x_nD, chunk_CD, first)
         # d loss / d logit = softmax - [target], d log Z / d logit = softmax.
@@ -238,9 +265,10 @@ def _backward_local(
     start_nD = jnp.zeros(x_nD.shape, jnp.float32)
     if logits_BTV is not None:
         logits_nV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
-        gradient_x_nD, gradient_head = walk(start_nD, (chunks[0], firsts[0]), logits_nV)
+        chunk = _only_chunk(loss, head_VD)
+        gradient_x_nD, gradient_head = walk(start_nD, *chunk, logits_nV)
     else:
-        gradient_x_nD, gradient_head = jax.lax.scan(walk, start_nD, (chunks, firsts))
+        gradient_x_nD, gradient_head = _each_chunk(loss, walk, start_nD, head_VD)
     gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
     if loss.gathered:
         gradient_x = scatter(gradient_x, loss.gathered)

@@ -18,6 +18,7 @@ from llmx.model import costs, families
 pytestmark = pytest.mark.aot
 
 TOPOLOGIES = {"h100": "h100:8", "v5e": "v5e:2x4"}
+ALL_TOPOLOGIES = TOPOLOGIES | {"v5p": "v5p:2x2x2"}
 MODEL = dict(
     num_layers=4, width=256, mlp_dim=768, num_heads=8, num_kv_heads=8, head_dim=32,
     vocab_size=1024,
@@ -47,7 +48,7 @@ MATRICES_PER_LAYER = 7  # query, key, value, out; gate, up, down
 
 @functools.cache
 def program(platform: str, case: Case) -> program_lib.CostReport:
-    topology = topologies.parse(TOPOLOGIES[platform])
+    topology = topologies.parse(ALL_TOPOLOGIES[platform])
     config = runs.make_config(
         CONFIG, mesh=dict(case.mesh), precision="bf16", remat=case.remat,
         batch__size=B, batch__sequence_length=T, batch__accumulation=case.accumulation,
@@ -193,3 +194,19 @@ def test_reductions_run_beside_compute():
     in_loops = [each for each in found.collectives if each.in_loop and each.bytes > SMALL]
     assert in_loops
     assert all(each.asynchronous and each.hidden_by for each in in_loops), in_loops
+
+
+def test_a_whole_slice_of_v5p_scatters_gradients_beside_compute():
+    """The options of `runtime.compiler_options`: without them each sum is an all-reduce, of which
+    each device keeps its part, and stands alone."""
+    found = program("v5p", Case("zero3", FSDP8))
+    scatters = found.select(kind="reduce-scatter", axes="fsdp")
+    assert about(moved(found, "reduce-scatter", "fsdp"), BF16 * (W + H))
+    assert sum(each.count * each.bytes for each in scatters) >= BF16 * (W + H)
+    assert moved(found, "all-reduce", "fsdp") <= SMALL
+    of_layers = [each for each in scatters if each.bytes > SMALL]
+    assert of_layers and all(each.asynchronous and each.hidden_by for each in of_layers)
+    gathers = [
+        each for each in found.select(kind="all-gather", axes="fsdp") if each.bytes > 2 * SMALL
+    ]
+    assert any(each.hidden_by for each in gathers)

@@ -126,6 +126,7 @@ BAD = [
         dict(sharding__gather="step", sharding__layout="zero2"), 1,
         ["gather='step'", "'zero2'", "'zero3' or 'hsdp'"],
     ),
+    (dict(launch__overlap="on"), 1, ["launch.overlap='on'", "auto, none"]),
     (
         dict(launch__compiler_options=("async",)), 1,
         ["compiler_options", "'async'", "xla_name=value"],
