@@ -95,24 +95,26 @@ def _refusal(chosen: tuple[tuple[str, Any], ...], devices: tuple[jax.Device, ...
 
 @functools.cache
 def _trial(devices: tuple[jax.Device, ...]) -> Any:
-    """A lowered program in which options can matter: a loop of gathers, products and sums."""
-    mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
-    rows = PartitionSpec(None, "all")
+    """A lowered program in which options can matter: a loop of gathers, products and sums, within
+    groups of up to 8 devices. (Over thousands it would take long to compile.)"""
+    size = next(size for size in (8, 4, 2, 1) if len(devices) % size == 0)
+    mesh = Mesh(
+        np.array(devices).reshape(-1, size), ("other", "all"), axis_types=(AxisType.Auto,) * 2
+    )
+    rows, whole, width = PartitionSpec(None, "all"), PartitionSpec(), 16 * size
 
     def layer(x_nD, weight_DF):
         whole_DF = jax.lax.all_gather(weight_DF, "all", axis=0, tiled=True)
         y_nF = x_nD @ whole_DF
-        gradient_DF = jax.lax.psum(x_nD.T @ y_nF, "all")
-        return x_nD + y_nF @ whole_DF.T, jnp.sum(gradient_DF)
+        gradient_DF = jax.lax.psum_scatter(x_nD.T @ y_nF, "all", tiled=True)
+        return x_nD + jax.lax.psum(y_nF @ whole_DF.T, "all"), gradient_DF
 
     region = jax.shard_map(
         lambda x_nD, weights: jax.lax.scan(layer, x_nD, weights), mesh=mesh,
-        in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(), check_vma=False,
+        in_specs=(whole, rows), out_specs=(whole, rows), check_vma=False,
     )  # fmt: skip
     shape = lambda *sizes, to: jax.ShapeDtypeStruct(  # noqa: E731
         sizes, jnp.bfloat16, sharding=NamedSharding(mesh, to)
     )
-    width = 8 * len(devices)
-    weights = shape(2, width, 128, to=rows)
     with jax.set_mesh(mesh):  # not that of the run
-        return jax.jit(region).lower(shape(128, width, to=PartitionSpec()), weights)
+        return jax.jit(region).lower(shape(128, width, to=whole), shape(2, width, 128, to=rows))
