@@ -19,27 +19,31 @@ from llmx.runtime.launch import LaunchConfig
 
 Options = dict[str, str | bool | int]
 
-# All-gathers and all-reduces asynchronous, and computed inside the products beside them.
+# All-gathers and all-reduces asynchronous, and computed inside the products beside them. On v5e
+# only: libtpu 0.0.42.1 takes the last two on v5p as well, but 0.0.50.1 refuses them on all other
+# chips, because of "incorrect results, hang, SDC".
 _FUSED = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
-
-# Reduce-scatters on the SparseCores, of which v5e has none. Without the second, those over a whole
-# slice are all-reduces of which each device keeps a part: twice the bytes on the wire.
-_SCATTERED = {
+# Gathers and reduce-scatters on the SparseCores, of which v5e has none. Without the last one,
+# reduce-scatters over a whole slice are all-reduces of which each device keeps a part: twice the
+# bytes on the wire.
+_ON_SPARSE_CORES = {
+    "xla_enable_async_all_gather": True,
+    "xla_enable_async_all_reduce": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
 }
 
 # By key of `hardware.CHIPS`; a chip that is not here gets none. What each row does to memory,
 # compile time, traffic and the share that is hidden is in docs/performance.md (libtpu 0.0.42.1).
-OVERLAP: dict[str, Options] = {
-    "tpu_v5e": _FUSED,
-    "tpu_v5p": _FUSED | _SCATTERED,
-}
+OVERLAP: dict[str, Options] = {"tpu_v5e": _FUSED, "tpu_v5p": _ON_SPARSE_CORES}
 
 
 def options(config: LaunchConfig, devices: Sequence[jax.Device]) -> Options:

@@ -5,8 +5,8 @@ import pytest
 
 from llmx.runtime import compiler_options, hardware, launch
 
-V5P, GATHER = "TPU v5", "xla_enable_async_all_gather"
-ROW = compiler_options.OVERLAP["tpu_v5p"]
+V5E, GATHER = "TPU v5 lite", "xla_enable_async_all_gather"
+ROW = compiler_options.OVERLAP["tpu_v5e"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def test_a_row_is_of_a_known_chip():
 
 
 def test_auto_is_the_row_of_the_chip():
-    assert compiler_options.wanted(launch.LaunchConfig(), V5P) == ROW
+    assert compiler_options.wanted(launch.LaunchConfig(), V5E) == ROW
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3", "TPU v99"])
@@ -28,19 +28,19 @@ def test_a_chip_without_a_row_gets_none(kind):
 
 
 def test_none_switches_them_off():
-    assert compiler_options.wanted(launch.LaunchConfig(overlap="none"), V5P) == {}
+    assert compiler_options.wanted(launch.LaunchConfig(overlap="none"), V5E) == {}
 
 
 def test_an_option_of_the_user_goes_first():
     config = launch.LaunchConfig(compiler_options=(f"{GATHER}=false", "xla_b=2"))
-    chosen = compiler_options.wanted(config, V5P)
+    chosen = compiler_options.wanted(config, V5E)
     assert chosen == {name: value for name, value in ROW.items() if name != GATHER}
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
 def test_a_flag_in_the_environment_goes_first(variable, monkeypatch):
     monkeypatch.setenv(variable, f"--xla_other=1 --{GATHER}=false")
-    assert GATHER not in compiler_options.wanted(launch.LaunchConfig(), V5P)
+    assert GATHER not in compiler_options.wanted(launch.LaunchConfig(), V5E)
 
 
 def test_on_cpu_only_the_users_options_remain():
