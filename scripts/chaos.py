@@ -405,9 +405,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"undisturbed, {num} processes {name}: {seconds:.0f} s", flush=True)
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             running = {pool.submit(judge, case): case for case in session.cases}
-            for done in concurrent.futures.as_completed(running):
-                verdicts.append(done.result()[0])
-                say(row(running[done], *done.result()))
+            try:
+                for done in concurrent.futures.as_completed(running):
+                    verdicts.append(done.result()[0])
+                    say(row(running[done], *done.result()))
+            except BaseException:  # Ctrl-C: only the cases under way are waited for
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     finally:
         session.close()
     counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("ok", "missed", "VIOLATION"))
