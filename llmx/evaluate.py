@@ -3,14 +3,14 @@
 import argparse
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
 
 import jax
 

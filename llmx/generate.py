@@ -6,14 +6,14 @@ Lengths, sampling and the key/value cache are in `llmx.model.sampling`.
 import argparse
 import dataclasses
 import pathlib
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
 
 import jax
 

@@ -1,12 +1,12 @@
 """Draws a run's loss curve: python -m llmx.metrics WORKDIR"""
 
 import argparse
-import signal
 import sys
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
 
 from llmx.runtime import plot
 

@@ -10,16 +10,16 @@ import dataclasses
 import functools
 import json
 import math
-import signal
 import sys
 import time
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Until `main` takes over: Ctrl-C among the seconds of imports ends in silence, with 130.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()  # until `main` takes over
 
 import jax
 
@@ -31,7 +31,6 @@ from llmx.runtime import (
     agreement,
     auxiliary,
     divergence,
-    exits,
     goodput,
     host_memory,
     launch,

@@ -10,13 +10,13 @@ topology is wrong, or the compiler refuses the program.
 
 import json
 import pathlib
-import signal
 import sys
 from collections.abc import Sequence
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
 
 from llmx.aot import compiler, report, suggest, timeline, topologies
 from llmx.aot.compiler import CompileError

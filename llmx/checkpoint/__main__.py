@@ -7,17 +7,15 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # There is nothing to save: Ctrl-C ends in silence, with 130, also among the seconds of imports.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
 
 
 def _parser() -> argparse.ArgumentParser:

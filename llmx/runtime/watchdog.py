@@ -14,13 +14,8 @@ from llmx.runtime.progress import Progress
 
 LONGEST_SECONDS = 1e8  # of a limit: three years
 HELD_SECONDS = 600.0  # how long the interpreter may be held outside of steps
-WAITING = (
-    "backend",
-    "step",
-    "save",
-    "restore",
-    "evaluation",
-)  # phases that may wait for other processes
+# Phases that may wait for other processes.
+WAITING = ("backend", "step", "save", "restore", "evaluation")
 
 
 def _limit(seconds: float) -> Any:
