@@ -170,6 +170,12 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
     try:
         table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+        if config.sharding.turns > 1 and table.splits_backward:
+            yield (
+                f"sharding.turns={config.sharding.turns} with pipeline.schedule="
+                f"{config.pipeline.schedule!r}, which leaves the weight gradient of each product "
+                "for later: use sharding.turns=1, 0 = automatic, or another schedule"
+            )
         if config.optimizer.name == "adafactor" and len(set(cut.layers)) > 1:
             yield (
                 f"optimizer.name='adafactor' with {cut.layers} layers in the model chunks of a "
@@ -221,6 +227,10 @@ def _divisors(value: int, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if value % n == 0]
 
 
+def _turns_of(rows: int) -> str:
+    return " or ".join(str(n) for n in _divisors(rows, min(rows, 8)))
+
+
 def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What data parallelism splits: sequences, and the width of parameters or their state."""
     batch, width, layout = config.batch, config.model.width, config.sharding.layout
@@ -232,6 +242,12 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         yield (
             f"batch.size={batch.size} does not divide over {ways} = {sharding.mesh_text(over)}"
             f"{accumulated}: use {' or '.join(str(n) for n in (low, low + ways) if n > 0)}"
+        )
+    elif ways >= 1 and batch.size // ways % max(1, config.sharding.turns):
+        rows = batch.size // ways
+        yield (
+            f"sharding.turns={config.sharding.turns} does not divide the {rows} rows that a device "
+            f"has of a microbatch: use {_turns_of(rows)}, or 0 = automatic"
         )
     if config.sharding.gather == "step" and not replica_axes(config, "parameters"):
         yield (

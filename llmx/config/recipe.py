@@ -75,8 +75,14 @@ def make_execution(
     return Execution(
         place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
         remat=config.remat, attention=config.attention, packed=config.data.pack,
-        loss_chunks=config.loss.chunks,
+        loss_chunks=config.loss.chunks, turns=_turns(config, mesh.devices.flat[0].platform),
     )  # fmt: skip
+
+
+def _turns(config: config_lib.Config, platform: str) -> int:
+    """`sharding.turns`; 0: two where compiled programs show that this takes less time."""
+    useful = config.mesh.tensor > 1 and platform == "tpu"
+    return config.sharding.turns or (2 if useful else 1)
 
 
 def _gradient_maker(

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
-from llmx.model import dot, embedding, families, losses, remat, rope
+from llmx.model import dot, embedding, families, losses, remat, rope, turns
 from llmx.model.attention import split
 from llmx.model.attention.cache import CACHE, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
@@ -139,6 +139,10 @@ class Apply:
         return self._head(params, x_BTD, execution), cache
 
     @functools.cached_property
+    def _axes(self) -> dict:
+        return abstract_parameters(self.model)[1]
+
+    @functools.cached_property
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         """Of a block, and of the last norm."""
         model = self.model
@@ -206,33 +210,56 @@ class Apply:
         """
         kinds = self.model.layer_kinds if kinds is None else kinds
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
-        layers = {
-            kind: self._layer(kind, mask, execution, rotations.get(kind), now)
-            for kind in self.kind_names
-        }
-        stacked = (blocks, grad_buffers, cache)
+        # Weight gradients that are left for later are of one product each.
+        alone = cache is not None or dot.deferred(grad_buffers)
+        groups = 1 if alone else turns.number(execution.turns, x_BTD)
+        rows = turns.split((mask, rotations), groups)
+        layers = {kind: self._layer(kind, rows, execution, now) for kind in self.kind_names}
+        x, stacked = turns.split(x_BTD, groups), (blocks, grad_buffers, cache)
         with execution.policy.products():
             if isinstance(kinds, tuple):
-                return _scan_periods(layers, kinds, x_BTD, stacked)
-            # A stage has layers of other kinds at the same index, or none, than the next.
-            branches = [lambda x_BTD, _: (x_BTD, None), *layers.values()]
-            return jax.lax.scan(
-                lambda x_BTD, layer: jax.lax.switch(layer[0] + 1, branches, x_BTD, layer[1]),
-                x_BTD, (kinds, stacked),
-            )  # fmt: skip
+                x, cache = _scan_periods(layers, kinds, x, stacked)
+            else:
+                # A stage has layers of other kinds at the same index, or none, than the next.
+                branches = [lambda x, _: (x, None), *layers.values()]
+                x, cache = jax.lax.scan(
+                    lambda x, layer: jax.lax.switch(layer[0] + 1, branches, x, layer[1]),
+                    x, (kinds, stacked),
+                )  # fmt: skip
+        return turns.join(x), cache
 
-    def _layer(self, kind: str, mask: Mask, execution: Execution, rotation, now) -> Callable:
-        """(x, (weights, gradient buffers, cache) of one layer) -> (x, its cache)."""
+    def _layer(self, kind: str, rows: list, execution: Execution, now) -> Callable:
+        """(x, (weights, gradient buffers, cache) of one layer) -> (x, its cache).
+
+        x has one array [B, T, D] for each group of `rows`: their masks and rotations.
+        """
         window = self.model.window if kind == families.LOCAL else 0
 
-        def layer(x_BTD, arrays):
+        def layer(x, arrays):
             weights, grad_buffers, cache = arrays
-            if grad_buffers is not None:
-                weights = dot.with_grad_buffers(execution.place, weights, grad_buffers)
-            block = nnx.merge(self._definitions[0], weights)
-            return block(x_BTD, rotation, mask, window, execution, cache, now)
+            if len(rows) > 1 and execution.remat != "none":  # which would keep them
+                weights = self._gathered(weights, execution)
+            out = []
+            for x_BTD, (mask, rotations), buffers in zip(
+                x, rows, turns.shared(grad_buffers, len(rows)), strict=True
+            ):
+                mine = weights
+                if buffers is not None:
+                    mine = dot.with_grad_buffers(execution.place, weights, buffers)
+                block = nnx.merge(self._definitions[0], mine)
+                rotation = rotations.get(kind)
+                out.append(block(x_BTD, rotation, mask, window, execution, cache, now))
+            return [x_BTD for x_BTD, _ in out], out[0][1]
 
         return remat.checkpointed(layer, execution.remat)
+
+    def _gathered(self, weights: dict, execution: Execution) -> dict:
+        """The weights of a layer, those that products take gathered: once for all groups."""
+        whole = functools.partial(dot.gathered, dtype=execution.policy.compute)
+        return jax.tree.map(
+            lambda weight, axes: whole(weight) if "embed" in axes else weight,
+            weights, self._axes["blocks"],
+        )  # fmt: skip
 
     @property
     def kind_names(self) -> tuple[str, ...]:
@@ -240,33 +267,33 @@ class Apply:
         return tuple(sorted(set(self.model.layer_kinds)))
 
 
-def _scan_periods(layers: dict[str, Callable], kinds: tuple[str, ...], x_BTD, stacked):
+def _scan_periods(layers: dict[str, Callable], kinds: tuple[str, ...], x, stacked):
     """x after layers of these kinds, and their stacked second results."""
     num = len(kinds)
     size = next(n for n in range(1, num + 1) if kinds == (kinds[:n] * num)[:num])
     if size == 1:
-        return jax.lax.scan(layers[kinds[0]], x_BTD, stacked)
+        return jax.lax.scan(layers[kinds[0]], x, stacked)
     end = num // size * size
     groups = jax.tree.map(lambda array: sharding.regrouped(array[:end], size), stacked)
-    x_BTD, caches = jax.lax.scan(
-        lambda x_BTD, group: _scan_series(layers, kinds[:size], x_BTD, group), x_BTD, groups
+    x, caches = jax.lax.scan(
+        lambda x, group: _scan_series(layers, kinds[:size], x, group), x, groups
     )
     caches = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), caches)
     if end < num:
-        x_BTD, last = _scan_series(layers, kinds[end:], x_BTD, _rows(stacked, end))
+        x, last = _scan_series(layers, kinds[end:], x, _rows(stacked, end))
         caches = _concatenated(caches, last)
-    return x_BTD, caches
+    return x, caches
 
 
-def _scan_series(layers: dict[str, Callable], kinds: tuple[str, ...], x_BTD, stacked):
+def _scan_series(layers: dict[str, Callable], kinds: tuple[str, ...], x, stacked):
     """`_scan_periods` for one period: a scan for each series of neighbours of one kind."""
     caches, first = [], 0
     for kind, series in itertools.groupby(kinds):
         end = first + len(list(series))
-        x_BTD, cache = jax.lax.scan(layers[kind], x_BTD, _rows(stacked, first, end))
+        x, cache = jax.lax.scan(layers[kind], x, _rows(stacked, first, end))
         caches.append(cache)
         first = end
-    return x_BTD, _concatenated(*caches)
+    return x, _concatenated(*caches)
 
 
 def _rows(tree, first: int, end: int | None = None):

@@ -93,6 +93,13 @@ def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> A
     return jax.tree.map(one, params, buffers)
 
 
+def deferred(buffers: Any) -> bool:
+    """Whether any gradient buffer of a tree takes the operands of a deferred weight gradient."""
+    kinds = WeightGradOperands | WeightGradRecord
+    leaves = jax.tree.leaves(buffers, is_leaf=lambda leaf: isinstance(leaf, kinds))
+    return any(isinstance(leaf, kinds) for leaf in leaves)
+
+
 def dot(
     expression: str, x: jax.Array, weight: jax.Array | DeferredWeight, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,

@@ -20,6 +20,9 @@ class ShardingConfig:
     replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
     # split weights are gathered per "layer" and pass, or once per "step"
     gather: str = dataclasses.field(default="layer", metadata={"choices": lambda: GATHERS})
+    # Groups of a device's rows that take turns in a layer: one computes while another communicates
+    # over `tensor`. 0 = 2 on TPUs with mesh.tensor > 1 and an even number of rows, else 1.
+    turns: int = dataclasses.field(default=0, metadata={"at_least": 0})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

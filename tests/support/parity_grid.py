@@ -49,7 +49,12 @@ AXES = {
     "sequence_parallel": (True, False),
     "replicate_kv": (False, True),
     "chunks": (0, 3),
+    "turns": (1, 2),
 }  # fmt: skip
+
+
+# Schedules whose backward pass is in two operations (zero bubble).
+LEFT_FOR_LATER = ("zb_h1", "zb_v", "dual_pipe_v")
 
 
 @functools.cache
@@ -69,6 +74,16 @@ def _devices(*sizes: int) -> str:
 
 def _rows(*ways: int) -> str:
     return "rows of the batch do not divide" if BATCH % math.prod(ways) else ""
+
+
+def _turns(turns: int, *ways: int) -> str:
+    rows = BATCH // math.prod(ways)
+    return f"{rows} rows have no {turns} turns" if rows % turns else ""
+
+
+def _left_for_later(turns: int, schedule: str) -> str:
+    late = turns > 1 and schedule in LEFT_FOR_LATER
+    return "weight gradients are left for later, one for each product" if late else ""
 
 
 def _stages(schedule: str, stage: int) -> str:
@@ -92,6 +107,8 @@ def _of(axis: str, plain):
 RULES = (
     Rule(MESH_AXES, _devices, partial=True),
     Rule(("data", "fsdp", "expert", "accumulation"), _rows, partial=True),
+    Rule(("turns", "data", "fsdp", "expert", "accumulation"), _turns, partial=True),
+    Rule(("turns", "schedule"), _left_for_later),
     Rule(("schedule", "stage"), _stages),
     Rule(("schedule", "stage", "accumulation"), _schedule),
     Rule(("gather", "layout"), _gather),
@@ -173,6 +190,7 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
         sharding__replicate_kv=row["replicate_kv"],
         attention__ulysses=row["ulysses"],
         attention__zigzag=row["zigzag"],
+        sharding__turns=row["turns"],
         loss__chunks=row["chunks"],
         loss__z_loss=1e-4,
         **runs.PARITY_OPTIMIZER | dict(batch__size=BATCH) | options | keys,

@@ -1,0 +1,116 @@
+"""Groups of rows that take turns: the same rows on the same devices, the same sums, no more bytes.
+
+That training is equal on every mesh is in the parity grid, whose axis `turns` has 1 and 2.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from support import compare, parity_grid, runs
+
+from llmx.aot import program as program_lib
+from llmx.config import ConfigError
+from llmx.model import turns
+
+TOLERANCE = 1e-5  # as in the parity grid
+ROW = parity_grid.PLAIN | dict(fsdp=2, tensor=4, remat="full")
+
+
+@pytest.fixture
+def rows_on_devices():
+    """int32 [16, 3]: rows over four devices, whole along the other axis of the mesh."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=kinds)
+    with jax.set_mesh(mesh):
+        yield jax.device_put(jnp.arange(48.0).reshape(16, 3), PartitionSpec("fsdp"))
+
+
+def test_each_device_divides_its_own_rows(rows_on_devices):
+    parts = turns.split(rows_on_devices, 2)
+    assert [part.shape for part in parts] == [(8, 3)] * 2
+    for part, low in zip(parts, (0, 2), strict=True):
+        for shard, whole in zip(
+            part.addressable_shards, rows_on_devices.addressable_shards, strict=True
+        ):
+            mine = np.asarray(whole.data)[low : low + 2]
+            np.testing.assert_array_equal(shard.data, mine)
+    np.testing.assert_array_equal(turns.join(parts), rows_on_devices)
+
+
+def test_the_gradient_of_a_row_is_its_own(rows_on_devices):
+    """Not added up over the devices that hold the same row, and not divided by their number."""
+
+    def loss(array):
+        first, second = turns.split(array, 2)
+        return jnp.sum(jnp.square(turns.join([first, 3 * second])))
+
+    parts = turns.split(2 * rows_on_devices, 2)
+    wanted = turns.join([parts[0], 9 * parts[1]])
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(rows_on_devices), wanted)
+
+
+@pytest.mark.parametrize(("wanted", "number"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
+def test_groups_divide_the_rows_of_a_device(rows_on_devices, wanted, number):
+    assert turns.number(wanted, rows_on_devices) == number
+
+
+def test_buffers_take_the_sum_of_all_groups():
+    """In fp32: bf16 would lose the small term."""
+
+    def loss(buffer):
+        first, second, third = turns.shared({"w": buffer}, 3)
+        return jnp.sum(first["w"] + second["w"] * 2**-8 + third["w"] * 2**-8)
+
+    gradient = jax.grad(loss)(jnp.ones(4, jnp.bfloat16))
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), 1 + 2**-7 + np.zeros(4))
+    assert turns.shared(None, 3) == [None] * 3
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_turns_train_as_one_device_does(groups):
+    initial, wanted = parity_grid.reference("llama3", parity_grid.num_layers(ROW))
+    recipe = parity_grid.make_recipe(ROW | dict(turns=groups))
+    trained = runs.train(recipe, parity_grid.batches(), runs.put_state(recipe, initial))
+    compare.assert_trained_alike(trained, wanted, TOLERANCE)
+
+
+def gathered_bytes(groups: int, remat: str) -> float:
+    """Bytes of all arrays that are gathered over `fsdp` in a step."""
+    recipe = parity_grid.make_recipe(ROW | dict(remat=remat, turns=groups))
+    text = runs.lower(recipe).compile().as_text()
+    program = program_lib.read(text, list(recipe.mesh.shape.items()))
+    return sum(
+        one.count * one.bytes
+        for one in program.collectives
+        if one.kind == "all-gather" and one.axes == ("fsdp",)
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "dots"])
+def test_weights_are_gathered_once_for_all_groups(remat):
+    assert gathered_bytes(2, remat) == gathered_bytes(1, remat) > 0
+
+
+def test_without_remat_they_are_not_kept_for_the_backward_pass():
+    """It gathers once more, as without turns."""
+    assert gathered_bytes(2, "none") >= gathered_bytes(1, "none")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            dict(fsdp=2, accumulation=4, turns=3),
+            r"turns=3 does not divide the 4 rows .* use 1 or 2 or 4, or 0",
+        ),
+        (
+            dict(stage=2, schedule="zb_h1", accumulation=2, turns=2),
+            r"turns=2 with pipeline.schedule='zb_h1', which leaves the weight gradient",
+        ),
+    ],
+)
+def test_what_has_no_turns_is_refused(row, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parity_grid.make_recipe(parity_grid.PLAIN | row)
