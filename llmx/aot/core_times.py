@@ -27,6 +27,7 @@ class Core:
     products: float = 1.0  # share of `flops` that matrix products reach
     memory: float = 1.0  # share of `bandwidth`
     kernels: float = 1.0  # share of `flops` in kernels that the text shows as one call
+    triton: float | None = None  # the same of kernels that Triton compiles; None: no other share
     launch: float = 0.0  # seconds that every operation takes besides
     elements: float = math.inf  # elementwise operations in a second; inf: they are never the limit
     visible: float = 0.5  # share of attention's scores that its mask leaves: causal, a half
@@ -48,6 +49,8 @@ class Core:
             how += f", {self.launch * 1e6:.1f} us to start an operation"
         how += "; no array stays in a cache"
         kernels = f"kernels (Pallas, cuDNN) at {share(self.kernels)} of peak FLOP/s"
+        if self.triton is not None:
+            kernels = kernels.replace("Pallas, ", "") + f", Triton's at {share(self.triton)}"
         return how, f"{kernels}; of attention's scores {share(self.visible)} are computed"
 
 
@@ -57,9 +60,10 @@ class Core:
 _CLOCKS = {"TPU v4": 1.05e9, "TPU v5e": 1.5e9, "TPU v5p": 1.75e9}
 _INFERRED_CLOCKS = {"TPU v6e": 2.09e9, "TPU7x": 2.41e9}
 # Shares of the peak. Assumed, except that of cuDNN's attention: 600 of 989 TFLOP/s on an H100
-# (FlashAttention-3, arXiv 2407.08608, causal, 8k tokens, heads of 128).
+# (FlashAttention-3, arXiv 2407.08608, causal, 8k tokens, heads of 128). That of Triton's kernels is
+# assumed to be two thirds of it: llmx's own was not timed on a GPU.
 _TPU = {"products": 0.9, "memory": 0.8, "kernels": 0.5}
-_GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "launch": 2e-6}
+_GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "triton": 0.4, "launch": 2e-6}
 
 # By types of the text; XLA computes fp32 products on TPU in bf16 and on NVIDIA in tf32 unless told
 # otherwise.
@@ -144,7 +148,8 @@ def _kernel(core: Core, module: Module, computation: Computation, call: Instruct
     moved = instruction_costs.bytes_of(module, computation, call)
     flops = kernel_flops(module, computation, call, visible=core.visible)
     by_bytes = moved / (core.bandwidth * core.memory)
-    by_flops = (flops or 0.0) / (core.peak("bf16") * core.kernels)
+    share = core.triton if _of_triton(call) and core.triton is not None else core.kernels
+    by_flops = (flops or 0.0) / (core.peak("bf16") * share)
     basis = "bytes" if flops is None else "kernel"
     return Time(core.launch + max(by_bytes, by_flops), basis, flops or 0.0)
 
@@ -162,7 +167,7 @@ def kernel_flops(
     if estimate := re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config):
         return float(estimate.group(1))
     target = call.quoted("custom_call_target") or ""
-    names = f"{call.name} {target}".lower()
+    names = f"{instruction_costs.kernel_name(call)} {target}".lower()
     if not any(word in names for word in ("splash", "fmha", "flash", "attention")):
         return None
     factors = [_first(one) for one in computation.operands_of(call)]
@@ -173,13 +178,17 @@ def kernel_flops(
     products = next((number for word, number in _BY_NAME if word in names), _FORWARD)
     if "dkv" in names and not _has(module, "_dq"):
         products = _BACKWARD  # one kernel computes all gradients
-    if target.startswith("__cudnn"):
+    if target.startswith("__cudnn") or _of_triton(call):
         scores = query.size * key.dims[1]  # [B, T, N, H]
         same = query.dims[1] == key.dims[1]
     else:
         scores = query.size * key.dims[-2]  # [..., T, H]
         same = query.dims[-2] == key.dims[-2]
     return 2.0 * products * scores * (visible if same else 1.0)
+
+
+def _of_triton(call: Instruction) -> bool:
+    return "triton" in (call.quoted("custom_call_target") or "")
 
 
 def _first(instruction: Instruction) -> Array | None:
@@ -192,7 +201,7 @@ def _is_factor(array: Array) -> bool:
 
 def _has(module: Module, word: str) -> bool:
     return any(
-        word in one.name
+        word in instruction_costs.kernel_name(one)
         for computation in module.computations.values()
         for one in computation.instructions
         if one.op == "custom-call"

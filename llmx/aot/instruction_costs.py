@@ -40,6 +40,12 @@ def is_kernel(instruction: Instruction) -> bool:
     return instruction.quoted("custom_call_target") not in _NO_KERNELS
 
 
+def kernel_name(call: Instruction) -> str:
+    """The name of the kernel that a call runs; Pallas on GPU writes it beside the kernel's code."""
+    named = re.search(r', name = "([\w.\-]+)"', call.config)
+    return named.group(1) if named else re.sub(r"\.\d+$", "", call.name)
+
+
 def flops_of(computation: Computation, instruction: Instruction) -> float | None:
     """FLOPs of a product; None: its dimensions cannot be parsed."""
     left, right = (operand.arrays[0] for operand in computation.operands_of(instruction)[:2])

@@ -275,8 +275,7 @@ def _cycles(instruction: Instruction) -> CostReport:
 
 def _kernel(call: Instruction) -> CostReport:
     estimate = re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config)
-    named = re.search(r', name = "([\w.\-]+)"', call.config)  # Pallas on GPU
-    name = named.group(1) if named else re.sub(r"\.\d+$", "", call.name)
+    name = instruction_costs.kernel_name(call)
     flops = float(estimate.group(1)) if estimate else None
     kernel = Kernel(name, call.quoted("custom_call_target"), 1, flops, source_of(call))
     communicates = '"has_communication":true' in call.config

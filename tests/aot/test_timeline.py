@@ -242,6 +242,27 @@ def test_kernels_of_attention_are_timed_by_their_shapes(target, name, products):
     assert kernel.basis == "kernel"
 
 
+@pytest.mark.parametrize("name, products", [("forward", 2), ("dkv", 4), ("dq", 3)])
+def test_triton_kernels_have_a_share_of_their_own(name, products):
+    """Their name stands in the call's options, beside their code."""
+    call = (
+        "  %pallas_call.{} = bf16[2,8,4,16] custom-call(%b, %q, %k, %k), "
+        'custom_call_target="__gpu$xla.gpu.triton", backend_config={{grid_x = 64 : i32, '
+        'ir = "ML\\EFR", name = "flash_{}", num_stages = 2 : i32}}'
+    )
+    lines = [
+        "  %b = s32[1,4,4] constant(0)", "  %q = bf16[2,8,4,16] constant(0)",
+        "  %k = bf16[2,8,2,16] constant(0)", call.format(1, name),
+    ]  # fmt: skip
+    if name == "dkv":  # whose queries' gradients another computes
+        lines.append(call.format(2, "dq"))
+    times = read(program(lines), core=dataclasses.replace(CORE, triton=0.25))
+    one = 2 * (2 * 8 * 4 * 16) * 8 / 2  # half of the scores
+    flops = (products + (3 if name == "dkv" else 0)) * one
+    assert times.kernel_flops == flops and times.step == pytest.approx(flops / 25)
+    assert {kernel.basis for kernel in times.operations} == {"kernel"}
+
+
 def test_a_permute_without_pairs_moves_nothing():
     times = read(program([permute("c", 5, "{}", suffix=""), work("f", 3)]))
     assert times.step == 3 and not times.exchanges

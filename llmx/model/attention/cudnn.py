@@ -25,10 +25,10 @@ def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str)
         raise NotImplementedError(f"cuDNN takes bf16 and fp16, not {query_BTNH.dtype}")
     if scores.softcap:
         raise NotImplementedError("cuDNN has no soft cap of scores")
-    if not mask.one_document:
-        raise NotImplementedError("cuDNN does not tell packed documents apart: set data.pack=False")
     if mask.ahead is None:
         raise NotImplementedError("cuDNN takes rows of tokens in order only")
+    if not mask.one_document:
+        raise NotImplementedError("cuDNN does not tell packed documents apart: set data.pack=False")
     if H % 8 or H > 128:
         raise NotImplementedError(f"head_dim={H} is not a multiple of 8 up to 128")
     kind, window = fused.MaskType.CAUSAL, None

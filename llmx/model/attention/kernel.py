@@ -111,10 +111,11 @@ def heads_last(array_BKGTH: Array) -> Array:
     return array_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str], None]) -> Kernel:
+def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str, list[str]], None]) -> Kernel:
     """A kernel whose calls choose the first of `kernels` that supports the inputs.
 
-    Each call passes the name to `on_choice`; NotImplementedError, with all reasons, if none does.
+    Each call passes its name, and why those before it do not, to `on_choice`; NotImplementedError,
+    with all reasons, if none does.
     """
 
     def attempt(method: str, *arguments, device_kind: str):
@@ -125,7 +126,7 @@ def first_of(kernels: dict[str, Kernel], on_choice: Callable[[str], None]) -> Ke
             except NotImplementedError as error:
                 refusals.append(f"{name}: {error}")
             else:
-                on_choice(name)
+                on_choice(name, refusals)
                 return result
         raise NotImplementedError("; ".join(refusals))
 

@@ -20,7 +20,7 @@ GRADIENT = dict(rtol=1e-4, atol=2e-5)
 # The same numbers on another mesh: only sums over heads that share K/V change their order.
 MESH = dict(rtol=1e-5, atol=1e-6)
 
-# The others walk blocks of 128 positions, or run on GPUs only: test_splash.py, test_cudnn.py.
+# The others take rows in order, or run on GPUs only: test_splash.py, test_triton.py, test_cudnn.py.
 ANY_LENGTH = ["reference", "blockwise"]
 
 B, T, H = 2, 24, 8
@@ -299,6 +299,6 @@ def test_what_no_implementation_does_says_why():
 
 def test_auto_prefers_by_platform():
     assert attend.candidates("auto", "tpu") == ("splash", "blockwise")
-    assert attend.candidates("auto", "gpu") == ("cudnn", "blockwise")
+    assert attend.candidates("auto", "gpu") == ("cudnn", "triton", "blockwise")
     assert attend.candidates("auto", "cpu") == ("blockwise",)
     assert attend.candidates("reference", "tpu") == ("reference",)

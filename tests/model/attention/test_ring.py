@@ -189,19 +189,23 @@ def test_split_attention_in_bf16(split):
     assert_equal(found, expected("all"), "bfloat16")
 
 
-# The TPU's kernel, in its interpreter: chunks of 128 positions; one window cuts chunks.
+# Kernels of TPU and GPU, in their interpreters: chunks of 128 positions; one window cuts chunks.
 @pytest.mark.parametrize(
-    "split, case",
+    "kernel, split, case",
     [
-        ("zigzag2", "all"),
-        pytest.param("zigzag2", "packed", marks=pytest.mark.slow),
-        pytest.param("ring4", "window200", marks=pytest.mark.slow),
-        pytest.param("zigzag2_ulysses4", "one_kv_head", marks=pytest.mark.slow),
+        ("splash", "zigzag2", "all"),
+        pytest.param("splash", "zigzag2", "packed", marks=pytest.mark.slow),
+        pytest.param("splash", "ring4", "window200", marks=pytest.mark.slow),
+        pytest.param("splash", "zigzag2_ulysses4", "one_kv_head", marks=pytest.mark.slow),
+        ("triton", "zigzag2", "packed"),
+        pytest.param("triton", "zigzag2", "all", marks=pytest.mark.slow),
+        pytest.param("triton", "ring4", "window200", marks=pytest.mark.slow),
+        pytest.param("triton", "zigzag2_ulysses4", "one_kv_head", marks=pytest.mark.slow),
     ],
 )
-def test_splash_in_a_ring(split, case):
+def test_pallas_kernels_in_a_ring(kernel, split, case):
     found = attended(
-        (CASES | LONG_CASES)[case], SPLITS[split], attend.IMPLEMENTATIONS["splash"], "float32",
+        (CASES | LONG_CASES)[case], SPLITS[split], attend.IMPLEMENTATIONS[kernel], "float32",
         length=512,
     )  # fmt: skip
     assert_equal(found, expected(case, 512), "float32")

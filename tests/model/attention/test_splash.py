@@ -296,7 +296,9 @@ def test_the_next_kernel_takes_what_splash_refuses():
     segments = mask_of(case).segments_BT[:, rows]
     mask = Mask(segments, None, segments, None, ahead=0)
     names = ("splash", "blockwise")
-    auto = first_of({name: attend.IMPLEMENTATIONS[name] for name in names}, took.append)
+    auto = first_of(
+        {name: attend.IMPLEMENTATIONS[name] for name in names}, lambda name, _: took.append(name)
+    )
 
     def both(kernel):
         run = lambda *arrays: kernel(*arrays, mask, case.scores, device_kind="cpu")  # noqa: E731
