@@ -35,7 +35,7 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
 PREFERRED = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "triton", "blockwise")}
 # What it costs that those before it in PREFERRED do not support the inputs.
 COSTS = {
-    "triton": "estimated at 1.5 times cuDNN's time for one long document, less for short ones",
+    "triton": "estimated at twice cuDNN's time for one long document, less for short ones",
     "blockwise": "several times slower in training, because its scores go through memory",
 }
 

@@ -289,8 +289,8 @@ def test_what_it_does_not_do_says_why():
         ("cudnn", [], "attention: cudnn"),
         (
             "triton", ["cudnn: head_dim=256"],
-            "attention: triton (estimated at 1.5 times cuDNN's time for one long document, less "
-            "for short ones; cudnn: head_dim=256)",
+            "attention: triton (estimated at twice cuDNN's time for one long document, less for "
+            "short ones; cudnn: head_dim=256)",
         ),
         (
             "blockwise", ["cudnn: a", "triton: b"],
