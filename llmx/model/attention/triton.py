@@ -83,7 +83,8 @@ _OTHERS = {
 # By the beginning of jax's `device_kind`. On "cpu" the kernel is interpreted, for tests.
 TILES = {
     **dict.fromkeys(("NVIDIA H", "NVIDIA GH"), _HOPPER),
-    **dict.fromkeys(("NVIDIA B", "NVIDIA GB"), _BLACKWELL),
+    # Not GB10, which has the shared memory of a small GPU.
+    **dict.fromkeys(("NVIDIA B", "NVIDIA GB2", "NVIDIA GB3"), _BLACKWELL),
     "NVIDIA A100": _A100, "NVIDIA": _OTHERS,
     "cpu": {MOST_HEAD: Tiles(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1))},
 }  # fmt: skip

@@ -308,6 +308,7 @@ def test_tiles_of_devices():
     assert triton.tiles_of(H100, 128, 2) is triton.tiles_of("NVIDIA H200", 72, 2)
     assert triton.tiles_of("NVIDIA A100-SXM4-80GB", 128, 2) is triton._A100[128]
     assert triton.tiles_of("NVIDIA GeForce RTX 4090", 64, 2) is triton._OTHERS[64]
+    assert triton.tiles_of("NVIDIA GB10", 64, 2) is triton._OTHERS[64]
     whole, halved = (triton.tiles_of(H100, 64, size).forward for size in (2, 4))
     assert (halved.query, halved.key) == (whole.query // 2, whole.key // 2)
 
