@@ -178,10 +178,11 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 def _weight_gradient(product, x, gradient):
     of_x, of_weight, out = product.letters
-    return _contracted(
-        f"{of_x},{out}->{of_weight}", x, gradient, product.x, product.whole_out,
-        sharding.unreduced(product.weight, product.weight.reduced), product.reduce,
-    ).astype(product.param)  # fmt: skip
+    terms = _terms(
+        f"{of_x},{out}->{of_weight}", x, gradient, product.x, product.whole_out, product.reduce
+    )
+    to = sharding.unreduced(product.weight, product.weight.reduced)
+    return sharding.scattered(terms, to).astype(product.param)
 
 
 def _operands(product, x, gradient) -> WeightGradOperands:
@@ -194,16 +195,20 @@ def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, d
 
     So a sum whose result is split again becomes a reduce-scatter.
     """
+    return jax.sharding.reshard(_terms(expression, left, right, of_left, of_right, dtype), to)
+
+
+def _terms(expression, left, right, of_left, of_right, dtype) -> jax.Array:
+    """The product as a sum over the axes that split contracted dimensions, not done yet."""
     inputs, out = expression.split("->")
     entries = (*of_left.partitions, *of_right.partitions)
     split = dict(zip(inputs.replace(",", ""), entries, strict=True))
     summed = [axis for letter in split if letter not in out for axis in mesh_axes(split[letter])]
     term = PartitionSpec(*(split[letter] for letter in out))
-    product = jnp.einsum(
+    return jnp.einsum(
         expression, left, right, preferred_element_type=dtype,
         out_sharding=sharding.unreduced(term, summed),
     )  # fmt: skip
-    return jax.sharding.reshard(product, to)
 
 
 @jax.custom_vjp

@@ -237,7 +237,6 @@ def _backward_local(
     targets_n, log_z_n = targets_BT.reshape(-1), log_z_BT.reshape(-1)
     gradient_loss_n = gradient_loss_BT.reshape(-1)
     gradient_both_n = gradient_loss_n + gradient_log_z_BT.reshape(-1)
-    scatter = functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
 
     def walk(gradient_x_nD, chunk_CD, first, logits_nC=None):
         if logits_nC is None:
@@ -257,7 +256,7 @@ def _backward_local(
             "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=split.policy.reduce
         )
         if split.width:
-            gradient_CD = scatter(gradient_CD, split.width)
+            gradient_CD = sharding.psum_scatter(gradient_CD, split.width, dimension=1)
         if split.summed:
             gradient_CD = jax.lax.psum(gradient_CD, split.summed)
         return gradient_x_nD, gradient_CD.astype(head_VD.dtype)
@@ -271,7 +270,9 @@ def _backward_local(
         gradient_x_nD, gradient_head = _each_chunk(loss, walk, start_nD, head_VD)
     gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
     if loss.gathered:
-        gradient_x = scatter(gradient_x, loss.gathered)
+        gradient_x = jax.lax.psum_scatter(
+            gradient_x, loss.gathered, scatter_dimension=1, tiled=True
+        )
     if over := tuple(axis for axis in split.vocab if axis not in loss.gathered):
         gradient_x = jax.lax.psum(gradient_x, over)
     return gradient_x, gradient_head.reshape(head_VD.shape)

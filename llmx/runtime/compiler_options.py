@@ -19,21 +19,20 @@ from llmx.runtime.launch import LaunchConfig
 
 Options = dict[str, str | bool | int]
 
-# All-gathers and all-reduces asynchronous, and computed inside the products beside them. On v5e
-# only: libtpu 0.0.42.1 takes the last two on v5p as well, but 0.0.50.1 refuses them on all other
-# chips, because of "incorrect results, hang, SDC".
-_FUSED = {
-    "xla_enable_async_all_gather": True,
+_ASYNCHRONOUS = {"xla_enable_async_all_gather": True, "xla_enable_async_all_reduce": True}
+# With all-to-alls, for chips on which gradients are exchanged (`llmx.sharding.scatter`).
+_EXCHANGED = _ASYNCHRONOUS | {"xla_tpu_enable_async_all_to_all": True}
+# Gathers and all-reduces computed inside the products beside them. On v5e only: libtpu 0.0.42.1
+# takes these on v5p as well, but 0.0.50.1 refuses them on all other chips, because of "incorrect
+# results, hang, SDC".
+_FUSED = _EXCHANGED | {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
 # Gathers and reduce-scatters on the SparseCores, of which v5e has none. Without the last one,
 # reduce-scatters over a whole slice are all-reduces of which each device keeps a part: twice the
 # bytes on the wire.
-_ON_SPARSE_CORES = {
-    "xla_enable_async_all_gather": True,
-    "xla_enable_async_all_reduce": True,
+_ON_SPARSE_CORES = _ASYNCHRONOUS | {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
@@ -43,7 +42,12 @@ _ON_SPARSE_CORES = {
 
 # By key of `hardware.CHIPS`; a chip that is not here gets none. What each row does to memory,
 # compile time, traffic and the share that is hidden is in docs/performance.md (libtpu 0.0.42.1).
-OVERLAP: dict[str, Options] = {"tpu_v5e": _FUSED, "tpu_v5p": _ON_SPARSE_CORES}
+OVERLAP: dict[str, Options] = {
+    "tpu_v4": _EXCHANGED,
+    "tpu_v5e": _FUSED,
+    "tpu_v5p": _ON_SPARSE_CORES,
+    "tpu_v6e": _ON_SPARSE_CORES,
+}
 
 
 def options(config: LaunchConfig, devices: Sequence[jax.Device]) -> Options:
@@ -110,7 +114,9 @@ def _trial(devices: tuple[jax.Device, ...]) -> Any:
     def layer(x_nD, weight_DF):
         whole_DF = jax.lax.all_gather(weight_DF, "all", axis=0, tiled=True)
         y_nF = x_nD @ whole_DF
-        gradient_DF = jax.lax.psum_scatter(x_nD.T @ y_nF, "all", tiled=True)
+        terms_DF = x_nD.T @ y_nF
+        gradient_DF = jax.lax.psum_scatter(terms_DF, "all", tiled=True)
+        gradient_DF += sum(jnp.split(jax.lax.all_to_all(terms_DF, "all", 0, 0, tiled=True), size))
         return x_nD + jax.lax.psum(y_nF @ whole_DF.T, "all"), gradient_DF
 
     region = jax.shard_map(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from llmx.sharding import specs
+from llmx.sharding import scatter, specs
 
 
 def zeros(leaf: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
@@ -50,7 +50,7 @@ def to_buffer(gradient: jax.Array, buffer: Any) -> jax.Array:
     Communicates over the axes along which `gradient` has terms and `buffer` is not `reduced`.
     """
     to = buffer.sharding.spec
-    return jax.sharding.reshard(gradient.astype(buffer.dtype), specs.unreduced(to, to.reduced))
+    return scatter.scattered(gradient.astype(buffer.dtype), specs.unreduced(to, to.reduced))
 
 
 accumulate_into.defvjp(

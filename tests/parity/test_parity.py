@@ -15,8 +15,11 @@ import pytest
 from support import compare, pairwise, parity_grid, runs
 
 from llmx.config import ConfigError
+from llmx.sharding import scatter
 
 TOLERANCE = 1e-5  # relative; the contract of docs/architecture.md, seen: below 3e-6
+# Layouts that split gradients, and so scatter their sums.
+SCATTERING = ("zero2", "zero3", "hsdp")
 BF16_TOLERANCE = 1e-2  # bf16 has 8 bits: 4e-3 for one number
 
 
@@ -35,6 +38,9 @@ def pytest_generate_tests(metafunc):
     quick, rows = parity_grid.quick(), [*parity_grid.cover().rows, *parity_grid.EXTREMES]
     if metafunc.function is test_bf16:
         quick, rows = [], quick[::2]
+    elif metafunc.function is test_sums_that_are_exchanged:
+        rows = [row for row in (*parity_grid.EXTREMES, *quick) if row["layout"] in SCATTERING]
+        quick = [row for row in rows if row["layout"] == "hsdp"][:1]
     elif metafunc.config.getoption("--full-grid"):
         quick, rows = [], parity_grid.full_grid()
     metafunc.parametrize(
@@ -58,6 +64,14 @@ def test_bf16(row):
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=BF16_TOLERANCE)
     np.testing.assert_allclose(got.norms, wanted.norms, rtol=5 * BF16_TOLERANCE)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(got.params))
+
+
+def test_sums_that_are_exchanged(row, monkeypatch):
+    """As on chips where each device sends the others their parts of a gradient's terms."""
+    monkeypatch.setattr(scatter, "EXCHANGING", ("cpu",))
+    jax.clear_caches()  # of what was traced for the compiler's reduce-scatters
+    compare.assert_trained_alike(*trained(row), TOLERANCE)
+    jax.clear_caches()
 
 
 # ------------------------------------------------------------------------------------- the cover

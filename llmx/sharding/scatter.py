@@ -1,0 +1,104 @@
+"""Sums over devices of which each keeps a part: reduce-scatters, by the compiler or by exchange.
+
+The compilers of some TPUs turn a reduce-scatter over all devices of a slice into an all-reduce, of
+which each device keeps its part: twice the bytes. Over a part of a slice it stays what it is, but
+nothing runs beside it. There each device instead sends every other one its part of the terms (an
+all-to-all, which runs beside computation) and adds up, in fp32, what it receives: the bytes of one
+reduce-scatter. docs/performance.md has both, compiled.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from llmx.sharding import specs
+
+# Device kinds on which sums are exchanged (with libtpu 0.0.42.1 and 0.0.50.1).
+EXCHANGING = ("TPU v4", "TPU v5 lite")
+# Terms that are added in one operation; more devices exchange in several steps.
+MOST_TERMS = 16
+
+
+def psum_scatter(array: jax.Array, axes: Sequence[str], *, dimension: int) -> jax.Array:
+    """`array` summed over mesh axes; each device keeps its part of `dimension`. In manual regions.
+
+    Args:
+      axes: of the mesh, outermost first: a device's number along them is that of its part.
+      dimension: its size is a multiple of the number of devices along `axes`.
+
+    Communicates over `axes`.
+    """
+    if not _exchanging(jax.sharding.get_abstract_mesh()):
+        return jax.lax.psum_scatter(array, axes, scatter_dimension=dimension, tiled=True)
+    for axis in axes:
+        stride = jax.lax.axis_size(axis)
+        for size in steps_of(stride):
+            stride //= size
+            array = _exchanged(array, axis, dimension, size, stride)
+    return array
+
+
+def _exchanging(mesh: AbstractMesh) -> bool:
+    device = mesh.abstract_device
+    return device is not None and device.device_kind in EXCHANGING
+
+
+def steps_of(n: int) -> tuple[int, ...]:
+    """Factors of n, outermost first, each at most MOST_TERMS if n has such factors."""
+    if n <= MOST_TERMS:
+        return (n,) if n > 1 else ()
+    outer = max(size for size in range(1, math.isqrt(n) + 1) if n % size == 0)
+    return (n,) if outer == 1 else (*steps_of(outer), *steps_of(n // outer))
+
+
+def _exchanged(array, axis: str, dimension: int, size: int, stride: int) -> jax.Array:
+    """`psum_scatter` within groups of `size` devices of a mesh axis, `stride` apart."""
+    devices = range(jax.lax.axis_size(axis))
+    groups = [
+        [first + stride * digit for digit in range(size)]
+        for first in devices if first // stride % size == 0
+    ]  # fmt: skip
+    shape = list(array.shape)
+    shape[dimension : dimension + 1] = size, shape[dimension] // size
+    terms = jax.lax.all_to_all(
+        array.reshape(shape), axis, split_axis=dimension, concat_axis=0,
+        axis_index_groups=None if len(groups) == 1 else groups,
+    )  # fmt: skip
+    # Written out: XLA makes one addition of it, and a slow reduction of `sum`.
+    total = functools.reduce(jnp.add, [term.astype(jnp.float32) for term in terms])
+    return total.astype(array.dtype)
+
+
+def scattered(terms: jax.Array, to: PartitionSpec) -> jax.Array:
+    """`terms`, of a sum over mesh axes, summed and placed as `to`.
+
+    Communicates over the axes of which `terms` are and `to` is not `unreduced`: reduce-scatters
+    over those that split a dimension of `to`, and all-reduces over the others.
+    """
+    kind = jax.typeof(terms).sharding
+    if not _exchanging(kind.mesh):
+        return jax.sharding.reshard(terms, to)
+    entries, split = list(kind.spec.partitions), {}
+    left = set(kind.spec.unreduced)
+    for dimension, after in enumerate(map(specs.mesh_axes, to.partitions)):
+        before = specs.mesh_axes(entries[dimension])
+        axes = after[len(before) :]
+        if axes and after[: len(before)] == before and left.issuperset(axes):
+            entries[dimension], split[dimension] = after, axes
+            left -= set(axes)
+    if split:
+        terms = jax.shard_map(
+            functools.partial(_scattered_local, split=split), mesh=kind.mesh, in_specs=kind.spec,
+            out_specs=specs.unreduced(PartitionSpec(*entries), left), check_vma=False,
+        )(terms)  # fmt: skip
+    return jax.sharding.reshard(terms, to)
+
+
+def _scattered_local(array: jax.Array, split: dict[int, tuple[str, ...]]) -> jax.Array:
+    for dimension, axes in split.items():
+        array = psum_scatter(array, axes, dimension=dimension)
+    return array
