@@ -5,6 +5,7 @@ left out with a note where it is refused.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,12 +21,10 @@ from llmx.runtime.launch import LaunchConfig
 Options = dict[str, str | bool | int]
 
 _ASYNCHRONOUS = {"xla_enable_async_all_gather": True, "xla_enable_async_all_reduce": True}
-# With all-to-alls, for chips on which gradients are exchanged (`llmx.sharding.scatter`).
-_EXCHANGED = _ASYNCHRONOUS | {"xla_tpu_enable_async_all_to_all": True}
 # Gathers and all-reduces computed inside the products beside them. On v5e only: libtpu 0.0.42.1
 # takes these on v5p as well, but 0.0.50.1 refuses them on all other chips, because of "incorrect
 # results, hang, SDC".
-_FUSED = _EXCHANGED | {
+_FUSED = _ASYNCHRONOUS | {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
@@ -43,29 +42,40 @@ _ON_SPARSE_CORES = _ASYNCHRONOUS | {
 # By key of `hardware.CHIPS`; a chip that is not here gets none. What each row does to memory,
 # compile time, traffic and the share that is hidden is in docs/performance.md (libtpu 0.0.42.1).
 OVERLAP: dict[str, Options] = {
-    "tpu_v4": _EXCHANGED,
+    "tpu_v4": _ASYNCHRONOUS,
     "tpu_v5e": _FUSED,
     "tpu_v5p": _ON_SPARSE_CORES,
     "tpu_v6e": _ON_SPARSE_CORES,
+}
+# Where gradients are exchanged: the same device kinds and numbers as in `llmx.sharding.scatter`.
+# In larger slices of v5e these options end the compilation.
+_EXCHANGE = {"xla_tpu_enable_async_all_to_all": True}
+EXCHANGED: dict[str, tuple[float, Options]] = {
+    "tpu_v4": (math.inf, _EXCHANGE),
+    "tpu_v5e": (16, _EXCHANGE),
 }
 
 
 def options(config: LaunchConfig, devices: Sequence[jax.Device]) -> Options:
     """{name: value} for `jax.jit` of a run's programs on `devices`.
 
-    Those of `launch.compiler_options`, and with launch.overlap="auto" those of `OVERLAP` that this
+    Those of `launch.compiler_options`, and with launch.overlap="auto" those of `wanted` that this
     compiler accepts and that neither the config nor XLA_FLAGS nor LIBTPU_INIT_ARGS sets. A first
     call compiles a small program for all devices.
     """
     users = launch.compiler_options(config)
-    return accepted(wanted(config, devices[0].device_kind), tuple(devices)) | users
+    chosen = wanted(config, devices[0].device_kind, len(devices))
+    return accepted(chosen, tuple(devices)) | users
 
 
-def wanted(config: LaunchConfig, device_kind: str) -> Options:
-    """The row of `OVERLAP` for these devices, without what the user sets."""
+def wanted(config: LaunchConfig, device_kind: str, num_devices: int) -> Options:
+    """The rows of `OVERLAP` and `EXCHANGED` for these devices, without what the user sets."""
     if config.overlap != "auto":
         return {}
-    row = OVERLAP.get(hardware.DEVICE_KINDS.get(device_kind, ""), {})
+    chip = hardware.DEVICE_KINDS.get(device_kind, "")
+    row, (most, exchange) = OVERLAP.get(chip, {}), EXCHANGED.get(chip, (0, {}))
+    if num_devices <= most:
+        row = row | exchange
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
     set_by_user |= set(launch.compiler_options(config))

@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from llmx.sharding import specs
 
-# Device kinds on which sums are exchanged (with libtpu 0.0.42.1 and 0.0.50.1).
-EXCHANGING = ("TPU v4", "TPU v5 lite")
+# Device kinds on which sums are exchanged, and on how many devices at most: in larger slices of v5e
+# all-to-alls are not asynchronous ("not supported on limited ICI", libtpu 0.0.42.1 and 0.0.50.1).
+EXCHANGING = {"TPU v4": math.inf, "TPU v5 lite": 16, "TPU v5e": 16}
 # Terms that are added in one operation; more devices exchange in several steps.
 MOST_TERMS = 16
 
@@ -44,7 +45,7 @@ def psum_scatter(array: jax.Array, axes: Sequence[str], *, dimension: int) -> ja
 
 def _exchanging(mesh: AbstractMesh) -> bool:
     device = mesh.abstract_device
-    return device is not None and device.device_kind in EXCHANGING
+    return device is not None and mesh.size <= EXCHANGING.get(device.device_kind, 0)
 
 
 def steps_of(n: int) -> tuple[int, ...]:
@@ -64,10 +65,11 @@ def _exchanged(array, axis: str, dimension: int, size: int, stride: int) -> jax.
     ]  # fmt: skip
     shape = list(array.shape)
     shape[dimension : dimension + 1] = size, shape[dimension] // size
-    terms = jax.lax.all_to_all(
-        array.reshape(shape), axis, split_axis=dimension, concat_axis=0,
-        axis_index_groups=None if len(groups) == 1 else groups,
-    )  # fmt: skip
+    with jax.named_scope("psum_scatter"):  # in profiles and reports
+        terms = jax.lax.all_to_all(
+            array.reshape(shape), axis, split_axis=dimension, concat_axis=0,
+            axis_index_groups=None if len(groups) == 1 else groups,
+        )  # fmt: skip
     # Written out: XLA makes one addition of it, and a slow reduction of `sum`.
     total = functools.reduce(jnp.add, [term.astype(jnp.float32) for term in terms])
     return total.astype(array.dtype)

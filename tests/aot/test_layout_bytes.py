@@ -61,7 +61,8 @@ def program(platform: str, case: Case) -> program_lib.CostReport:
 
 def moved(found: program_lib.CostReport, kind: str, axes: str, *, dtype: str = "bf16") -> int:
     """Bytes per step of whole arrays of `dtype`. An all-reduce of which each device keeps only its
-    slice is counted as the reduce-scatter that it stands for."""
+    slice, and an all-to-all of terms that are then added up, are counted as the reduce-scatter that
+    they stand for."""
     total = 0
     for each in found.select(kind=("all-reduce", "reduce-scatter"), axes=axes):
         if dtype not in each.dtype:
@@ -69,6 +70,10 @@ def moved(found: program_lib.CostReport, kind: str, axes: str, *, dtype: str = "
         scattered = each.bytes if each.kind == "reduce-scatter" else each.sliced_bytes
         wanted = {"reduce-scatter": scattered, "all-reduce": each.bytes - scattered}
         total += each.count * wanted.get(kind, 0)
+    exchanged = [e for e in found.select(kind="all-to-all", axes=axes) if dtype in e.dtype]
+    exchanged = [e for e in exchanged if "psum_scatter" in e.source]
+    if kind == "reduce-scatter":
+        total += program_lib.total_bytes(exchanged)
     if kind in ("all-reduce", "reduce-scatter"):
         return total
     return sum(e.count * e.bytes for e in found.select(kind=kind, axes=axes) if dtype in e.dtype)
@@ -127,7 +132,8 @@ def test_zero3_gathers_weights_twice_and_reduce_scatters_once(platform, remat):
     assert about(moved(found, "reduce-scatter", "fsdp"), BF16 * (W + H))
     assert moved(found, "all-reduce", "fsdp") <= SMALL
     # The table stays where it is: results travel, forward and back.
-    exchanged = program_lib.total_bytes(found.select(kind="all-to-all"))
+    looked_up = [e for e in found.select(kind="all-to-all") if "psum_scatter" not in e.source]
+    exchanged = program_lib.total_bytes(looked_up)
     assert exchanged <= 2 * BF16 * B // 8 * T * CONFIG.width + SMALL
     others = program_lib.total_bytes(found.select(kind="all-gather")) - gathered
     assert others <= SMALL, "a gather in fp32"
@@ -205,4 +211,14 @@ def test_a_whole_slice_of_v5p_scatters_gradients_beside_compute():
     assert sum(each.count * each.bytes for each in scatters) >= BF16 * (W + H)
     assert moved(found, "all-reduce", "fsdp") <= SMALL
     of_layers = [each for each in scatters if each.bytes > SMALL]
+    assert of_layers and all(each.asynchronous and each.hidden_by for each in of_layers)
+
+
+def test_a_whole_slice_of_v5e_exchanges_gradients_beside_compute():
+    """`sharding.scatter` and the options: no sum is an all-reduce, and each runs beside work."""
+    found = program("v5e", Case("zero3", FSDP8))
+    sums = [e for e in found.select(kind="all-to-all", axes="fsdp") if "psum_scatter" in e.source]
+    assert about(program_lib.total_bytes(sums), BF16 * (W + H))
+    assert moved(found, "all-reduce", "fsdp") <= SMALL
+    of_layers = [each for each in sums if each.in_loop]
     assert of_layers and all(each.asynchronous and each.hidden_by for each in of_layers)

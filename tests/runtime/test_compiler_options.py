@@ -4,8 +4,10 @@ import jax
 import pytest
 
 from llmx.runtime import compiler_options, hardware, launch
+from llmx.sharding import scatter
 
 V5E, GATHER = "TPU v5 lite", "xla_enable_async_all_gather"
+LARGE = 32  # devices: a slice of v5e on which nothing is exchanged
 ROW = compiler_options.OVERLAP["tpu_v5e"]
 
 
@@ -15,32 +17,42 @@ def no_flags(monkeypatch):
 
 
 def test_a_row_is_of_a_known_chip():
-    assert set(compiler_options.OVERLAP) <= set(hardware.CHIPS)
+    rows = {*compiler_options.OVERLAP, *compiler_options.EXCHANGED}
+    assert rows <= set(hardware.CHIPS)
 
 
 def test_auto_is_the_row_of_the_chip():
-    assert compiler_options.wanted(launch.LaunchConfig(), V5E) == ROW
+    assert compiler_options.wanted(launch.LaunchConfig(), V5E, LARGE) == ROW
+
+
+def test_all_to_alls_are_asynchronous_where_sums_are_exchanged():
+    """Two packages that do not import each other agree."""
+    kinds = hardware.DEVICE_KINDS.items()
+    exchanged = compiler_options.EXCHANGED
+    assert {k: exchanged[c][0] for k, c in kinds if c in exchanged} == scatter.EXCHANGING
+    small = compiler_options.wanted(launch.LaunchConfig(), V5E, 16)
+    assert small == ROW | {"xla_tpu_enable_async_all_to_all": True}
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3", "TPU v99"])
 def test_a_chip_without_a_row_gets_none(kind):
-    assert compiler_options.wanted(launch.LaunchConfig(), kind) == {}
+    assert compiler_options.wanted(launch.LaunchConfig(), kind, 8) == {}
 
 
 def test_none_switches_them_off():
-    assert compiler_options.wanted(launch.LaunchConfig(overlap="none"), V5E) == {}
+    assert compiler_options.wanted(launch.LaunchConfig(overlap="none"), V5E, LARGE) == {}
 
 
 def test_an_option_of_the_user_goes_first():
     config = launch.LaunchConfig(compiler_options=(f"{GATHER}=false", "xla_b=2"))
-    chosen = compiler_options.wanted(config, V5E)
+    chosen = compiler_options.wanted(config, V5E, LARGE)
     assert chosen == {name: value for name, value in ROW.items() if name != GATHER}
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
 def test_a_flag_in_the_environment_goes_first(variable, monkeypatch):
     monkeypatch.setenv(variable, f"--xla_other=1 --{GATHER}=false")
-    assert GATHER not in compiler_options.wanted(launch.LaunchConfig(), V5E)
+    assert GATHER not in compiler_options.wanted(launch.LaunchConfig(), V5E, LARGE)
 
 
 def test_on_cpu_only_the_users_options_remain():
@@ -62,15 +74,21 @@ def test_a_refused_option_is_left_out_with_a_note():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("topology", "chip"), [("v5e:2x2", "tpu_v5e"), ("v5p:2x2x1", "tpu_v5p")])
+@pytest.mark.parametrize(
+    ("topology", "chip"),
+    [
+        ("v4:2x2x1", "tpu_v4"), ("v5e:2x2", "tpu_v5e"), ("v5p:2x2x1", "tpu_v5p"),
+        ("v6e:2x2", "tpu_v6e"),
+    ],
+)  # fmt: skip
 def test_the_compiler_here_takes_each_row(topology, chip):
     from llmx.aot import topologies
 
     devices = topologies.devices(topology)
     notes = []
     config = launch.LaunchConfig()
-    row = compiler_options.wanted(config, devices[0].device_kind)
-    assert row == compiler_options.OVERLAP[chip]
+    row = compiler_options.wanted(config, devices[0].device_kind, len(devices))
+    assert row.items() >= compiler_options.OVERLAP[chip].items()
     chosen = row | {"xla_no_such_option": True}
     assert compiler_options.accepted(chosen, tuple(devices), note=notes.append) == row
     assert len(notes) == 1 and "xla_no_such_option" in notes[0]

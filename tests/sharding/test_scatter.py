@@ -14,7 +14,7 @@ from llmx.sharding import scatter
 
 @pytest.fixture(params=[16, 2], ids=["one step", "steps of 2"])
 def exchanging(request, monkeypatch):
-    monkeypatch.setattr(scatter, "EXCHANGING", ("cpu",))
+    monkeypatch.setattr(scatter, "EXCHANGING", {"cpu": 8})
     monkeypatch.setattr(scatter, "MOST_TERMS", request.param)
 
 
@@ -57,7 +57,7 @@ def test_exchanged_as_by_the_compiler(sizes, axes, dimension, exchanging, monkey
     to = P(*[axes if number == dimension else None for number in range(2)])
     got, text = summed(mesh, value, axes, to)
     assert "all_to_all" in text and "reduce_scatter" not in text
-    monkeypatch.setattr(scatter, "EXCHANGING", ())
+    monkeypatch.setattr(scatter, "EXCHANGING", {})
     wanted, text = summed(mesh, value, axes, to)
     assert "all_to_all" not in text
     assert got.sharding == wanted.sharding
@@ -95,7 +95,7 @@ def test_other_sums_stay_as_they_are(exchanging):
 
 def test_a_sum_in_bf16_is_taken_in_fp32(monkeypatch):
     """256 + 1 in bf16 is 256; the sum of all, rounded once, is not."""
-    monkeypatch.setattr(scatter, "EXCHANGING", ("cpu",))
+    monkeypatch.setattr(scatter, "EXCHANGING", {"cpu": 8})
     mesh = make_mesh(fsdp=8)
 
     def local():
@@ -121,7 +121,14 @@ def test_steps_add_up_to_16_terms(n, steps):
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("topology", "fsdp", "exchanged"),
-    [("v5e:4x4", 16, True), ("v5e:8x8", 64, True), ("v4:2x2x2", 8, True), ("v5p:2x2x2", 8, False)],
+    [
+        ("v5e:4x4", 16, True),
+        ("v5e:4x8", 32, False),
+        ("v4:2x2x2", 8, True),
+        ("v4:4x4x4", 64, True),
+        ("v5p:2x2x2", 8, False),
+        ("v6e:4x4", 16, False),
+    ],
 )
 def test_which_chips_exchange(topology, fsdp, exchanged):
     from llmx.aot import topologies
