@@ -38,6 +38,9 @@ _ON_SPARSE_CORES = _ASYNCHRONOUS | {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
 }
+# The rings of sends in which tpu7x's compiler computes parts of a product take more cycles than
+# products of whole weights, and its SparseCores gather those by default.
+_WITHOUT_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 # By key of `hardware.CHIPS`; a chip that is not here gets none. What each row does to memory,
 # compile time, traffic and the share that is hidden is in docs/performance.md (libtpu 0.0.42.1).
@@ -46,6 +49,7 @@ OVERLAP: dict[str, Options] = {
     "tpu_v5e": _FUSED,
     "tpu_v5p": _ON_SPARSE_CORES,
     "tpu_v6e": _ON_SPARSE_CORES,
+    "tpu7x": _WITHOUT_RINGS,
 }
 # Where gradients are exchanged: the same device kinds and numbers as in `llmx.sharding.scatter`.
 # In larger slices of v5e these options end the compilation.

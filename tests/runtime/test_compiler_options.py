@@ -78,7 +78,7 @@ def test_a_refused_option_is_left_out_with_a_note():
     ("topology", "chip"),
     [
         ("v4:2x2x1", "tpu_v4"), ("v5e:2x2", "tpu_v5e"), ("v5p:2x2x1", "tpu_v5p"),
-        ("v6e:2x2", "tpu_v6e"),
+        ("v6e:2x2", "tpu_v6e"), ("tpu7x:2x2x1", "tpu7x"),
     ],
 )  # fmt: skip
 def test_the_compiler_here_takes_each_row(topology, chip):
