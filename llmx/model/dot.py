@@ -195,7 +195,8 @@ def _contracted(expression, left, right, of_left, of_right, to: PartitionSpec, d
 
     So a sum whose result is split again becomes a reduce-scatter.
     """
-    return jax.sharding.reshard(_terms(expression, left, right, of_left, of_right, dtype), to)
+    terms = _terms(expression, left, right, of_left, of_right, dtype)
+    return sharding.scattered(terms, to, exchange=False)
 
 
 def _terms(expression, left, right, of_left, of_right, dtype) -> jax.Array:

@@ -116,7 +116,7 @@ def _look_up(split: SplitTable, scattered, tokens_BT, table_VD):
     if split.width:
         x_BTD = jax.lax.all_to_all(x_BTD, split.width, split_axis=0, concat_axis=2, tiled=True)
     if scattered:
-        x_BTD = jax.lax.psum_scatter(x_BTD, scattered, scatter_dimension=1, tiled=True)
+        x_BTD = sharding.psum_scatter(x_BTD, scattered, dimension=1, exchange=False)
     over = tuple(axis for axis in split.vocab if axis not in scattered)
     return jax.lax.psum(x_BTD, over) if over else x_BTD
 

@@ -270,9 +270,7 @@ def _backward_local(
         gradient_x_nD, gradient_head = _each_chunk(loss, walk, start_nD, head_VD)
     gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
     if loss.gathered:
-        gradient_x = jax.lax.psum_scatter(
-            gradient_x, loss.gathered, scatter_dimension=1, tiled=True
-        )
+        gradient_x = sharding.psum_scatter(gradient_x, loss.gathered, dimension=1, exchange=False)
     if over := tuple(axis for axis in split.vocab if axis not in loss.gathered):
         gradient_x = jax.lax.psum(gradient_x, over)
     return gradient_x, gradient_head.reshape(head_VD.shape)

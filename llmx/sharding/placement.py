@@ -9,9 +9,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from llmx.sharding import grad_buffers, layouts, local_view, specs
+from llmx.sharding import grad_buffers, layouts, local_view, scatter, specs
 from llmx.sharding.layouts import Layout
 from llmx.sharding.mesh import TOKEN_AXES
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_terms(before: PartitionSpec, to: PartitionSpec, array: jax.Array) -> jax.Array:
+    """`array`, placed as `before`, placed as `to`, along whose `reduced` axes its gradient is a sum
+    of terms."""
+    return jax.sharding.reshard(array, to)
+
+
+def _added_up(before: PartitionSpec, to: PartitionSpec, _, terms: jax.Array) -> tuple[jax.Array]:
+    done = specs.unreduced(before, before.reduced)
+    return (scatter.scattered(terms, done, exchange=False),)
+
+
+_with_terms.defvjp(lambda *arguments: (_with_terms(*arguments), None), _added_up)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +56,8 @@ class Placement:
         table = self.layout.activations
         over = [a for name in multiplied_into for a in table[name] if self.mesh.shape.get(a, 1) > 1]
         if summed := [axis for axis in over if axis not in specs.used_axes(to)]:
-            to = specs.reduced(to, summed)
+            before = jax.typeof(array).sharding.spec
+            return _with_terms(before, specs.reduced(to, summed), array)
         return specs.constrain(array, self.mesh, to)
 
     def manual(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:

@@ -24,23 +24,37 @@ EXCHANGING = {"TPU v4": math.inf, "TPU v5 lite": 16, "TPU v5e": 16}
 MOST_TERMS = 16
 
 
-def psum_scatter(array: jax.Array, axes: Sequence[str], *, dimension: int) -> jax.Array:
+def psum_scatter(
+    array: jax.Array, axes: Sequence[str], *, dimension: int, exchange: bool = True
+) -> jax.Array:
     """`array` summed over mesh axes; each device keeps its part of `dimension`. In manual regions.
 
     Args:
       axes: of the mesh, outermost first: a device's number along them is that of its part.
       dimension: its size is a multiple of the number of devices along `axes`.
+      exchange: on chips of `EXCHANGING`, by all-to-alls. False: by reduce-scatters on every chip.
 
     Communicates over `axes`.
     """
-    if not _exchanging(jax.sharding.get_abstract_mesh()):
-        return jax.lax.psum_scatter(array, axes, scatter_dimension=dimension, tiled=True)
+    if not exchange or not _exchanging(jax.sharding.get_abstract_mesh()):
+        return _reduce_scatter(array, tuple(axes), dimension)
     for axis in axes:
         stride = jax.lax.axis_size(axis)
         for size in steps_of(stride):
             stride //= size
             array = _exchanged(array, axis, dimension, size, stride)
     return array
+
+
+def _reduce_scatter(array: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+    """jax's `psum_scatter`, of an array without leading dimensions of size 1.
+
+    With them XLA:TPU makes an all-reduce of it, and a slice (libtpu 0.0.42.1).
+    """
+    ones = next(n for n in range(dimension + 1) if n == dimension or array.shape[n] > 1)
+    rest = array.reshape(array.shape[ones:])
+    part = jax.lax.psum_scatter(rest, axes, scatter_dimension=dimension - ones, tiled=True)
+    return part.reshape(*array.shape[:ones], *part.shape)
 
 
 def _exchanging(mesh: AbstractMesh) -> bool:
@@ -75,14 +89,17 @@ def _exchanged(array, axis: str, dimension: int, size: int, stride: int) -> jax.
     return total.astype(array.dtype)
 
 
-def scattered(terms: jax.Array, to: PartitionSpec) -> jax.Array:
+def scattered(terms: jax.Array, to: PartitionSpec, *, exchange: bool = True) -> jax.Array:
     """`terms`, of a sum over mesh axes, summed and placed as `to`.
+
+    `exchange`: by `psum_scatter` above, where the chip is one of `EXCHANGING`, else left to the
+    compiler. False: by jax's own on every chip.
 
     Communicates over the axes of which `terms` are and `to` is not `unreduced`: reduce-scatters
     over those that split a dimension of `to`, and all-reduces over the others.
     """
     kind = jax.typeof(terms).sharding
-    if not _exchanging(kind.mesh):
+    if exchange and not _exchanging(kind.mesh):
         return jax.sharding.reshard(terms, to)
     entries, split = list(kind.spec.partitions), {}
     left = set(kind.spec.unreduced)
@@ -93,14 +110,15 @@ def scattered(terms: jax.Array, to: PartitionSpec) -> jax.Array:
             entries[dimension], split[dimension] = after, axes
             left -= set(axes)
     if split:
+        local = functools.partial(_scattered_local, split=split, exchange=exchange)
+        done = specs.unreduced(PartitionSpec(*entries), left)
         terms = jax.shard_map(
-            functools.partial(_scattered_local, split=split), mesh=kind.mesh, in_specs=kind.spec,
-            out_specs=specs.unreduced(PartitionSpec(*entries), left), check_vma=False,
-        )(terms)  # fmt: skip
+            local, mesh=kind.mesh, in_specs=kind.spec, out_specs=done, check_vma=False
+        )(terms)
     return jax.sharding.reshard(terms, to)
 
 
-def _scattered_local(array: jax.Array, split: dict[int, tuple[str, ...]]) -> jax.Array:
+def _scattered_local(array: jax.Array, split: dict[int, tuple], exchange: bool) -> jax.Array:
     for dimension, axes in split.items():
-        array = psum_scatter(array, axes, dimension=dimension)
+        array = psum_scatter(array, axes, dimension=dimension, exchange=exchange)
     return array
