@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llmx import config, sharding
@@ -109,7 +109,8 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
         except NotImplementedError as error:
             raise CompileError(_first_lines(f"jax cannot trace it: {error}")) from error
         lowered_at = time.perf_counter()
-        compiled, refusal = _compile(lowered, topology.platform, folder)
+        own = recipe.compiler_options()
+        compiled, refusal = _compile(lowered, topology.platform, folder, own)
         compiled_at = time.perf_counter()
         dump = peak_memory.read_dump(folder, "outer_step" if chosen == EXCHANGE else "train_step")
     peak = peak_memory.at_peak(dump)
@@ -158,8 +159,13 @@ def _lowered(recipe, phase: str) -> Any:
     return train_step.lower(recipe.abstract, recipe.abstract_batch)
 
 
-def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, OutOfMemory | None]:
-    """The compiled program, or why it does not fit; XLA's dump goes to `folder`."""
+def _compile(
+    lowered: Any, platform: str, folder: str, own: Mapping[str, Any]
+) -> tuple[Any, OutOfMemory | None]:
+    """The compiled program, or why it does not fit; XLA's dump goes to `folder`.
+
+    `own`: the run's compiler options, which go before the flags of its platform.
+    """
     import jax
 
     # A cached program takes no time to compile, and its buffers are not dumped.
@@ -167,7 +173,7 @@ def _compile(lowered: Any, platform: str, folder: str) -> tuple[Any, OutOfMemory
     jax.config.update("jax_enable_compilation_cache", False)
     # A dump that the user asks for goes to their folder; buffers are then unknown.
     users_dump = "xla_dump_to" in os.environ.get("XLA_FLAGS", "")
-    options = {} if users_dump else peak_memory.dump_options(folder)
+    options = dict(own) | ({} if users_dump else peak_memory.dump_options(folder))
     try:
         return topologies.compile(lowered, platform, options), None
     except jax.errors.JaxRuntimeError as error:

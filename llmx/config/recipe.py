@@ -2,6 +2,7 @@
 other. Train, evaluate, generate and ahead-of-time compilation share it."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,8 +53,11 @@ def make_recipe(
         guard=config.guard, clip_norm=config.optimizer.clip_norm,
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
-        compiler_options=functools.partial(
-            compiler_options.options, config.launch, tuple(execution.place.mesh.devices.flat)
+        compiler_options=functools.cache(
+            functools.partial(
+                compiler_options.options, config.launch,
+                tuple(execution.place.mesh.devices.flat), tensor=config.mesh.tensor,
+            )
         ),
         order=IDENTITY if chunks is None else chunks.permutation,
     )  # fmt: skip
@@ -75,14 +79,23 @@ def make_execution(
     return Execution(
         place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
         remat=config.remat, attention=config.attention, packed=config.data.pack,
-        loss_chunks=config.loss.chunks, turns=_turns(config, mesh.devices.flat[0].platform),
+        loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].platform),
     )  # fmt: skip
 
 
-def _turns(config: config_lib.Config, platform: str) -> int:
-    """`sharding.turns`; 0: two where compiled programs show that this takes less time."""
-    useful = config.mesh.tensor > 1 and platform == "tpu"
-    return config.sharding.turns or (2 if useful else 1)
+# Products of fewer tokens may take longer than what their turns hide.
+TOKENS_OF_A_TURN = 8192
+
+
+def turns_of(config: config_lib.Config, platform: str) -> int:
+    """`sharding.turns`; 0: as many, up to four, as compiled programs show to take less time."""
+    if config.sharding.turns or config.mesh.tensor == 1 or platform != "tpu":
+        return config.sharding.turns or 1
+    ways = math.prod(vars(config.mesh)[axis] for axis in sharding.BATCH_AXES)
+    rows = config.batch.size // (ways * config.batch.accumulation)
+    tokens = rows * config.batch.sequence_length // config.mesh.sequence
+    fits = lambda n: rows % n == 0 and tokens >= n * TOKENS_OF_A_TURN  # noqa: E731
+    return next((n for n in (4, 2) if fits(n)), 1)
 
 
 def _gradient_maker(

@@ -59,29 +59,45 @@ EXCHANGED: dict[str, tuple[float, Options]] = {
     "tpu_v5e": (16, _EXCHANGE),
 }
 
+# With mesh.tensor > 1: on GPUs several collectives at a time, each by itself, in loops that are not
+# unrolled. Otherwise those over `tensor` and `fsdp` wait for each other.
+_ONE_BY_ONE = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    "xla_gpu_enable_while_loop_double_buffering": False,
+}
+WITH_TENSOR: dict[str, Options] = {"h100_sxm": _ONE_BY_ONE, "h200": _ONE_BY_ONE}
 
-def options(config: LaunchConfig, devices: Sequence[jax.Device]) -> Options:
+
+def options(config: LaunchConfig, devices: Sequence[jax.Device], *, tensor: int = 1) -> Options:
     """{name: value} for `jax.jit` of a run's programs on `devices`.
 
     Those of `launch.compiler_options`, and with launch.overlap="auto" those of `wanted` that this
     compiler accepts and that neither the config nor XLA_FLAGS nor LIBTPU_INIT_ARGS sets. A first
-    call compiles a small program for all devices.
+    call compiles a small program for all devices. `tensor`: the size of that mesh axis.
     """
     users = launch.compiler_options(config)
-    chosen = wanted(config, devices[0].device_kind, len(devices))
+    chosen = wanted(config, devices[0].device_kind, len(devices), tensor)
     return accepted(chosen, tuple(devices)) | users
 
 
-def wanted(config: LaunchConfig, device_kind: str, num_devices: int) -> Options:
-    """The rows of `OVERLAP` and `EXCHANGED` for these devices, without what the user sets."""
+def wanted(config: LaunchConfig, device_kind: str, num_devices: int, tensor: int = 1) -> Options:
+    """The rows of `OVERLAP`, `EXCHANGED` and `WITH_TENSOR` for these devices, without what the user
+    sets."""
     if config.overlap != "auto":
         return {}
     chip = hardware.DEVICE_KINDS.get(device_kind, "")
     row, (most, exchange) = OVERLAP.get(chip, {}), EXCHANGED.get(chip, (0, {}))
     if num_devices <= most:
         row = row | exchange
+    if tensor > 1:
+        row = row | WITH_TENSOR.get(chip, {})
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
+    # A launch has put llmx's own flags there too.
+    ours = {item for flags in launch.XLA_FLAGS.values() for item in flags.items()}
+    given = [flag.lstrip("-").partition("=")[::2] for flag in flags.split()]
+    set_by_user = {flag[0] for flag in given if flag not in ours}
     set_by_user |= set(launch.compiler_options(config))
     return {name: value for name, value in row.items() if name not in set_by_user}
 

@@ -21,7 +21,7 @@ class ShardingConfig:
     # split weights are gathered per "layer" and pass, or once per "step"
     gather: str = dataclasses.field(default="layer", metadata={"choices": lambda: GATHERS})
     # Groups of a device's rows that take turns in a layer: one computes while another communicates
-    # over `tensor`. 0 = 2 on TPUs with mesh.tensor > 1 and an even number of rows, else 1.
+    # over `tensor`. 0 = on TPUs with mesh.tensor > 1 up to 4, each of 8,192 tokens or more; else 1.
     turns: int = dataclasses.field(default=0, metadata={"at_least": 0})
 
 

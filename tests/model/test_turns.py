@@ -12,6 +12,7 @@ from support import compare, parity_grid, runs
 
 from llmx.aot import program as program_lib
 from llmx.config import ConfigError
+from llmx.config import recipe as recipe_lib
 from llmx.model import turns
 
 TOLERANCE = 1e-5  # as in the parity grid
@@ -114,3 +115,22 @@ def test_without_remat_they_are_not_kept_for_the_backward_pass():
 def test_what_has_no_turns_is_refused(row, reason):
     with pytest.raises(ConfigError, match=reason):
         parity_grid.make_recipe(parity_grid.PLAIN | row)
+
+
+@pytest.mark.parametrize(
+    ("keys", "groups"),
+    [
+        (dict(batch__size=16), 4),  # four rows of 8,192 tokens a device
+        (dict(batch__size=8), 2),
+        (dict(batch__size=12), 1),  # three rows
+        (dict(batch__size=16, batch__accumulation=2), 2),
+        (dict(batch__size=16, batch__sequence_length=4096), 2),
+        (dict(batch__size=16, sharding__turns=1), 1),
+        (dict(batch__size=16, mesh=dict(fsdp=8)), 1),  # nothing is sent over `tensor`
+    ],
+)
+def test_auto_takes_turns_of_enough_tokens(keys, groups):
+    keys = dict(mesh=dict(fsdp=4, tensor=2), batch__sequence_length=8192) | keys
+    run = runs.make_config("llama3", model=dict(max_positions=8192), **keys)
+    assert recipe_lib.turns_of(run, "tpu") == groups
+    assert recipe_lib.turns_of(run, "cpu") == recipe_lib.turns_of(run, "gpu") == 1

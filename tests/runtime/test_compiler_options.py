@@ -1,5 +1,7 @@
 """Options that hide collectives: who chooses them, and what is left where one is refused."""
 
+import functools
+
 import jax
 import pytest
 
@@ -92,3 +94,26 @@ def test_the_compiler_here_takes_each_row(topology, chip):
     chosen = row | {"xla_no_such_option": True}
     assert compiler_options.accepted(chosen, tuple(devices), note=notes.append) == row
     assert len(notes) == 1 and "xla_no_such_option" in notes[0]
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+def test_gpus_have_a_row_where_activations_travel(monkeypatch):
+    chosen = functools.partial(compiler_options.wanted, launch.LaunchConfig(), H100, 8)
+    row = compiler_options.WITH_TENSOR["h100_sxm"]
+    assert chosen() == {} and chosen(tensor=2) == row
+    # What a launch adds to XLA_FLAGS by itself does not go before it; another value does.
+    ours = launch.merge_flags("", launch.XLA_FLAGS["gpu"])
+    monkeypatch.setenv("XLA_FLAGS", f"{ours} --{LIMIT}=1")
+    assert chosen(tensor=2) == {name: value for name, value in row.items() if name != LIMIT}
+
+
+@pytest.mark.aot
+def test_the_gpu_compiler_takes_its_row():
+    from llmx.aot import topologies
+
+    devices, notes = topologies.devices("h100:2"), []
+    row = compiler_options.WITH_TENSOR["h100_sxm"]
+    assert compiler_options.accepted(row, tuple(devices), note=notes.append) == row and not notes
