@@ -170,21 +170,23 @@ def kernel_flops(
     names = f"{instruction_costs.kernel_name(call)} {target}".lower()
     if not any(word in names for word in ("splash", "fmha", "flash", "attention")):
         return None
-    factors = [_first(one) for one in computation.operands_of(call)]
-    factors = [array for array in factors if array and _is_factor(array)][:2]
-    if len(factors) < 2:
+    arrays = [_first(one) for one in computation.operands_of(call)]
+    arrays = [array for array in arrays if array and _is_factor(array)]
+    # Keys of one head are [S, H]. Behind them may be sums of scores, [..., T].
+    same_size = [array for array in arrays if array.dims[-1] == arrays[0].dims[-1]]
+    if len(same_size) < 2:
         return None
-    query, key = factors
+    query, key = same_size[:2]
     products = next((number for word, number in _BY_NAME if word in names), _FORWARD)
     if "dkv" in names and not _has(module, "_dq"):
         products = _BACKWARD  # one kernel computes all gradients
     if target.startswith("__cudnn") or _of_triton(call):
-        scores = query.size * key.dims[1]  # [B, T, N, H]
-        same = query.dims[1] == key.dims[1]
+        rows = query.dims[1], key.dims[1]  # [B, T, N, H]
     else:
-        scores = query.size * key.dims[-2]  # [..., T, H]
-        same = query.dims[-2] == key.dims[-2]
-    return 2.0 * products * scores * (visible if same else 1.0)
+        rows = query.dims[-2], key.dims[-2]  # [..., T, H]
+    # Of unequal numbers, the last queries of these keys, or the first keys of these queries.
+    hidden = (1.0 - visible) * min(rows) / max(rows)
+    return 2.0 * products * query.size * rows[1] * (1.0 - hidden)
 
 
 def _of_triton(call: Instruction) -> bool:
@@ -196,7 +198,7 @@ def _first(instruction: Instruction) -> Array | None:
 
 
 def _is_factor(array: Array) -> bool:
-    return len(array.dims) >= 3 and array.dtype in ("bf16", "f16", "f32") and math.prod(array.dims)
+    return len(array.dims) >= 2 and array.dtype in ("bf16", "f16", "f32") and math.prod(array.dims)
 
 
 def _has(module: Module, word: str) -> bool:

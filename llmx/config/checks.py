@@ -227,8 +227,18 @@ def _divisors(value: int, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if value % n == 0]
 
 
-def _turns_of(rows: int) -> str:
-    return " or ".join(str(n) for n in _divisors(rows, min(rows, 8)))
+def _turns(config: Config, sizes: dict[str, int], rows: int) -> Iterator[str]:
+    """Groups of the rows that a device has of a microbatch, or of the positions of its rows."""
+    turns, length = config.sharding.turns, config.batch.sequence_length
+    pieces = turns * (sizes["tensor"] if config.sharding.sequence_parallel else 1)
+    if turns < 1 or rows % turns == 0 or (sizes["sequence"] == 1 and length % pieces == 0):
+        return
+    good = " or ".join(str(n) for n in _divisors(rows, min(rows, 8)))
+    yield (
+        f"sharding.turns={turns} divides neither the {rows} rows that a device has of a microbatch "
+        f"nor their positions (mesh.sequence=1 and batch.sequence_length, {length}, a multiple of "
+        f"{pieces}): use {good}, or 0 = automatic"
+    )
 
 
 def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
@@ -243,12 +253,8 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"batch.size={batch.size} does not divide over {ways} = {sharding.mesh_text(over)}"
             f"{accumulated}: use {' or '.join(str(n) for n in (low, low + ways) if n > 0)}"
         )
-    elif ways >= 1 and batch.size // ways % max(1, config.sharding.turns):
-        rows = batch.size // ways
-        yield (
-            f"sharding.turns={config.sharding.turns} does not divide the {rows} rows that a device "
-            f"has of a microbatch: use {_turns_of(rows)}, or 0 = automatic"
-        )
+    elif ways >= 1:
+        yield from _turns(config, sizes, batch.size // ways)
     if config.sharding.gather == "step" and not replica_axes(config, "parameters"):
         yield (
             f"sharding.gather='step' gathers nothing with layout {layout!r}, whose parameters are "

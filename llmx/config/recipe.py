@@ -84,18 +84,27 @@ def make_execution(
 
 
 # Products of fewer tokens may take longer than what their turns hide.
-TOKENS_OF_A_TURN = 8192
+TOKENS_OF_A_TURN = 4096
+# Two groups of positions, which also read keys twice, gain with this many ways and lose with 4.
+WAYS_FOR_POSITIONS = 8
 
 
 def turns_of(config: config_lib.Config, platform: str) -> int:
     """`sharding.turns`; 0: as many, up to four, as compiled programs show to take less time."""
-    if config.sharding.turns or config.mesh.tensor == 1 or platform != "tpu":
+    mesh, batch = config.mesh, config.batch
+    if config.sharding.turns or mesh.tensor == 1 or platform != "tpu":
         return config.sharding.turns or 1
-    ways = math.prod(vars(config.mesh)[axis] for axis in sharding.BATCH_AXES)
-    rows = config.batch.size // (ways * config.batch.accumulation)
-    tokens = rows * config.batch.sequence_length // config.mesh.sequence
-    fits = lambda n: rows % n == 0 and tokens >= n * TOKENS_OF_A_TURN  # noqa: E731
-    return next((n for n in (4, 2) if fits(n)), 1)
+    ways = math.prod(vars(mesh)[axis] for axis in sharding.BATCH_AXES) * batch.accumulation
+    rows, most = batch.size // ways, 1
+    tokens = rows * batch.sequence_length // mesh.sequence
+    for groups in (2, 4):
+        by_positions = groups == 2 and mesh.sequence == 1 and mesh.tensor >= WAYS_FOR_POSITIONS
+        divides = rows % groups == 0 or (
+            by_positions and batch.sequence_length % (groups * mesh.tensor) == 0
+        )
+        if divides and tokens >= groups * TOKENS_OF_A_TURN:
+            most = groups
+    return most
 
 
 def _gradient_maker(

@@ -210,12 +210,13 @@ class Apply:
         """
         kinds = self.model.layer_kinds if kinds is None else kinds
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
+        place, groups = execution.place, turns.Groups()
         # Weight gradients that are left for later are of one product each.
-        alone = cache is not None or dot.deferred(grad_buffers)
-        groups = 1 if alone else turns.number(execution.turns, x_BTD)
-        rows = turns.split((mask, rotations), groups)
-        layers = {kind: self._layer(kind, rows, execution, now) for kind in self.kind_names}
-        x, stacked = turns.split(x_BTD, groups), (blocks, grad_buffers, cache)
+        if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
+            groups = turns.groups_of(execution.turns, x_BTD, mask, place)
+        rows = groups.split_rows(mask, rotations)
+        layers = {kind: self._layer(kind, rows, groups, execution, now) for kind in self.kind_names}
+        x, stacked = groups.split_x(x_BTD, place), (blocks, grad_buffers, cache)
         with execution.policy.products():
             if isinstance(kinds, tuple):
                 x, cache = _scan_periods(layers, kinds, x, stacked)
@@ -226,21 +227,24 @@ class Apply:
                     lambda x, layer: jax.lax.switch(layer[0] + 1, branches, x, layer[1]),
                     x, (kinds, stacked),
                 )  # fmt: skip
-        return turns.join(x), cache
+        return groups.join_x(x, place), cache
 
-    def _layer(self, kind: str, rows: list, execution: Execution, now) -> Callable:
+    def _layer(
+        self, kind: str, rows: list, groups: turns.Groups, execution: Execution, now
+    ) -> Callable:
         """(x, (weights, gradient buffers, cache) of one layer) -> (x, its cache).
 
-        x has one array [B, T, D] for each group of `rows`: their masks and rotations.
+        x has one array [B, T, D] for each group, and `rows` its mask and rotations.
         """
         window = self.model.window if kind == families.LOCAL else 0
+        several, in_order = groups.number > 1, groups.of == turns.POSITIONS
 
         def layer(x, arrays):
             weights, grad_buffers, cache = arrays
-            if len(rows) > 1 and execution.remat != "none":  # which would keep them
+            if several and execution.remat != "none":  # which would keep them
                 weights = self._gathered(weights, execution)
-            out = []
-            for x_BTD, (mask, rotations), buffers in zip(
+            out, kept = [], () if in_order else cache
+            for one, (mask, rotations), buffers in zip(
                 x, rows, turns.shared(grad_buffers, len(rows)), strict=True
             ):
                 mine = weights
@@ -248,8 +252,9 @@ class Apply:
                     mine = dot.with_grad_buffers(execution.place, weights, buffers)
                 block = nnx.merge(self._definitions[0], mine)
                 rotation = rotations.get(kind)
-                out.append(block(x_BTD, rotation, mask, window, execution, cache, now))
-            return [x_BTD for x_BTD, _ in out], out[0][1]
+                x_BTD, kept = block(one, rotation, mask, window, execution, kept, now)
+                out.append(x_BTD)
+            return out, None if in_order else kept
 
         return remat.checkpointed(layer, execution.remat)
 

@@ -117,13 +117,18 @@ class Attention(nnx.Module):
             (query_BTNH, key_BTKH, value_BTKH), remat.QUERY_KEY_VALUE
         )
         if cache is not None:
-            write = functools.partial(write_slots, start=now, place=execution.place)
-            key_BTKH, value_BTKH = cache = tuple(map(write, cache, (key_BTKH, value_BTKH)))
+            if now is not None:
+                write = functools.partial(write_slots, start=now, place=execution.place)
+                cache = tuple(map(write, cache, (key_BTKH, value_BTKH)))
+            else:
+                append = lambda *arrays: jnp.concatenate(arrays, axis=1)  # noqa: E731
+                cache = tuple(map(append, *([cache] if cache else []), (key_BTKH, value_BTKH)))
+            key_BTKH, value_BTKH = cache
         out_BTNH = attend.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,
             Scores(self.scale, self.softcap, window),
             config=execution.attention, place=execution.place,
-            keys="sequence" if cache is None else "cache",
+            keys="sequence" if now is None else "cache",
         )  # fmt: skip
         return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution), cache
 
@@ -152,7 +157,9 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP, each of a normalised input and added to the stream [B, T, D].
 
-    `window`: positions back including itself, 0 = all; `cache` and `now`: see `Apply.apply_layers`.
+    `window`: positions back including itself, 0 = all. `cache` and `now`: see `Apply.apply_layers`;
+    without `now`, `cache` has the keys and values of the positions before x, or is (), and those of
+    x are appended.
     """
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):

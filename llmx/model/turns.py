@@ -1,9 +1,11 @@
-"""Groups of a device's rows that take turns in a layer: one computes while another communicates.
+"""Groups of a device's tokens that take turns in a layer: one computes while another communicates.
 
 With tensor parallelism every product of a layer waits for its input, gathered over `tensor`, and
-its output is scattered before the layer goes on: nothing else of these rows can run meanwhile. The
-rows of the batch do not depend on each other. So a layer is written once for each group of them,
-and the compiler's scheduler runs the products of one beside the collectives of another.
+its output is scattered before the layer goes on: nothing else of these tokens can run meanwhile.
+The rows of the batch do not depend on each other. So a layer is written once for each group of
+them, and the compiler's scheduler runs the products of one beside the collectives of another. Of
+one row the groups are its positions: attention of the later ones takes the keys and values of the
+earlier ones, and everything else is their own.
 
 Weights are gathered once for all groups; without remat, which would keep them, by each. Their
 gradients are reduce-scattered by each group, and the shares are added up: to add up whole gradients
@@ -12,6 +14,7 @@ first would take longer than what it saves in traffic.
 Source: two batches in turns, DeepSeek-V3 (arXiv 2412.19437), section 3.2, there for experts.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -22,13 +25,65 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from llmx import sharding
+from llmx.model.attention.masks import Mask
+from llmx.model.decoder import BLOCK, INSIDE
+
+ROWS, POSITIONS = "rows", "positions"
 
 
-def number(wanted: int, array: Array) -> int:
-    """The most groups, up to a divisor of `wanted`, into which each device's rows divide."""
-    kind = jax.typeof(array).sharding
-    axes = sharding.mesh_axes(kind.spec[0])
-    return math.gcd(wanted, array.shape[0] // math.prod(kind.mesh.shape[axis] for axis in axes))
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """How many groups, and whether each has some rows of a device or some positions of all rows."""
+
+    number: int = 1
+    of: str = ROWS
+
+    def split_x(self, x_BTD: Array, place: sharding.Placement) -> list[Array]:
+        """The input of a layer for each group.
+
+        Communicates over `tensor`, if groups are of positions.
+        """
+        if self.of == ROWS:
+            return split(x_BTD, self.number)
+        parts = jnp.split(place.constrain(x_BTD, INSIDE), self.number, axis=1)
+        return [place.constrain(part, BLOCK) for part in parts]
+
+    def join_x(self, parts: list[Array], place: sharding.Placement) -> Array:
+        """The reverse of `split_x`."""
+        if self.of == ROWS:
+            return join(parts)
+        whole = jnp.concatenate([place.constrain(part, INSIDE) for part in parts], axis=1)
+        return place.constrain(whole, BLOCK)
+
+    def split_rows(self, mask: Mask, rotations: dict) -> list[tuple[Mask, dict]]:
+        """What each group sees, and its rotations. Groups of positions see those before, too."""
+        if self.of == ROWS:
+            return split((mask, rotations), self.number)
+        size = mask.segments_BT.shape[1] // self.number
+        cut = lambda tree, low, high: jax.tree.map(lambda array: array[:, low:high], tree)  # noqa: E731
+        return [
+            (
+                Mask(
+                    *cut((mask.segments_BT, mask.positions_BT), low, low + size),
+                    *cut((mask.key_segments_BS, mask.key_positions_BS), 0, low + size),
+                    ahead=low, one_document=mask.one_document,
+                ),
+                cut(rotations, low, low + size),
+            )
+            for low in range(0, self.number * size, size)
+        ]  # fmt: skip
+
+
+def groups_of(wanted: int, x_BTD: Array, mask: Mask, place: sharding.Placement) -> Groups:
+    """`wanted` groups of rows if they divide those of a device, or of positions if these are whole
+    and in order; otherwise as many groups of rows as divide them."""
+    kind = jax.typeof(x_BTD).sharding
+    rows = x_BTD.shape[0] // sharding.ways(kind.mesh, kind.spec[0])
+    whole = not sharding.mesh_axes(place.activation(INSIDE)[1]) and mask.ahead == 0
+    ways = sharding.ways(kind.mesh, place.activation(BLOCK)[1])
+    if rows % wanted and whole and x_BTD.shape[1] % (wanted * ways) == 0:
+        return Groups(wanted, POSITIONS)
+    return Groups(math.gcd(wanted, rows))
 
 
 def split(tree: Any, groups: int) -> list[Any]:

@@ -20,8 +20,9 @@ class ShardingConfig:
     replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
     # split weights are gathered per "layer" and pass, or once per "step"
     gather: str = dataclasses.field(default="layer", metadata={"choices": lambda: GATHERS})
-    # Groups of a device's rows that take turns in a layer: one computes while another communicates
-    # over `tensor`. 0 = on TPUs with mesh.tensor > 1 up to 4, each of 8,192 tokens or more; else 1.
+    # Groups of a device's rows, or of their positions, that take turns in a layer: one computes
+    # while another communicates over `tensor`. 0 = on TPUs with mesh.tensor > 1 up to 4, each of
+    # 4,096 tokens or more; else 1.
     turns: int = dataclasses.field(default=0, metadata={"at_least": 0})
 
 

@@ -93,25 +93,24 @@ def scattered(terms: jax.Array, to: PartitionSpec, *, exchange: bool = True) -> 
     """`terms`, of a sum over mesh axes, summed and placed as `to`.
 
     `exchange`: by `psum_scatter` above, where the chip is one of `EXCHANGING`, else left to the
-    compiler. False: by jax's own on every chip.
+    compiler; False: by jax's own on every chip. A sum over further axes is taken after it: left to
+    the compiler, it may be an all-reduce over all of them.
 
     Communicates over the axes of which `terms` are and `to` is not `unreduced`: reduce-scatters
     over those that split a dimension of `to`, and all-reduces over the others.
     """
     kind = jax.typeof(terms).sharding
-    if exchange and not _exchanging(kind.mesh):
-        return jax.sharding.reshard(terms, to)
     entries, split = list(kind.spec.partitions), {}
-    left = set(kind.spec.unreduced)
+    left = set(kind.spec.unreduced) - set(to.unreduced)
     for dimension, after in enumerate(map(specs.mesh_axes, to.partitions)):
         before = specs.mesh_axes(entries[dimension])
         axes = after[len(before) :]
         if axes and after[: len(before)] == before and left.issuperset(axes):
             entries[dimension], split[dimension] = after, axes
             left -= set(axes)
-    if split:
+    if split and (left or not exchange or _exchanging(kind.mesh)):
         local = functools.partial(_scattered_local, split=split, exchange=exchange)
-        done = specs.unreduced(PartitionSpec(*entries), left)
+        done = specs.unreduced(PartitionSpec(*entries), left | set(to.unreduced))
         terms = jax.shard_map(
             local, mesh=kind.mesh, in_specs=kind.spec, out_specs=done, check_vma=False
         )(terms)

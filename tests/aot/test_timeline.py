@@ -242,6 +242,27 @@ def test_kernels_of_attention_are_timed_by_their_shapes(target, name, products):
     assert kernel.basis == "kernel"
 
 
+@pytest.mark.parametrize(
+    "queries, keys, visible",
+    [
+        ((4, 8, 16), (8, 16), 8 * 8 / 2),  # of one key/value head
+        ((2, 4, 8, 16), (2, 32, 16), 8 * 24 + 8 * 8 / 2),  # the last queries of the keys
+        ((2, 4, 32, 16), (2, 8, 16), 24 * 8 + 8 * 8 / 2),  # the first keys of the queries
+    ],
+)
+def test_scores_that_kernels_compute(queries, keys, visible):
+    shape = lambda dims: f"bf16[{','.join(map(str, dims))}]"  # noqa: E731
+    sums = f"f32[4,8,{queries[-2]}]"
+    lines = [
+        f"  %q = {shape(queries)} constant(0)", f"  %s = {sums} constant(0)",
+        f"  %k = {shape(keys)} constant(0)",
+        f"  %splash_mqa_dkv.1 = {shape(queries)} custom-call(%q, %s, %k, %k), "
+        'custom_call_target="tpu_custom_call"',
+    ]  # fmt: skip
+    heads = math.prod(queries[:-2])
+    assert read(program(lines)).kernel_flops == 5 * 2 * heads * visible * 16
+
+
 @pytest.mark.parametrize("name, products", [("forward", 2), ("dkv", 4), ("dq", 3)])
 def test_triton_kernels_have_a_share_of_their_own(name, products):
     """Their name stands in the call's options, beside their code."""

@@ -3,6 +3,8 @@
 That training is equal on every mesh is in the parity grid, whose axis `turns` has 1 and 2.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec
 from support import compare, parity_grid, runs
 
+from llmx import sharding
 from llmx.aot import program as program_lib
 from llmx.config import ConfigError
 from llmx.config import recipe as recipe_lib
 from llmx.model import turns
+from llmx.model.attention import masks
 
 TOLERANCE = 1e-5  # as in the parity grid
 ROW = parity_grid.PLAIN | dict(fsdp=2, tensor=4, remat="full")
@@ -54,7 +58,15 @@ def test_the_gradient_of_a_row_is_its_own(rows_on_devices):
 
 @pytest.mark.parametrize(("wanted", "number"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
 def test_groups_divide_the_rows_of_a_device(rows_on_devices, wanted, number):
-    assert turns.number(wanted, rows_on_devices) == number
+    place = sharding.Placement(
+        jax.sharding.get_mesh(), sharding.make_layout("zero3", sequence_parallel=False)
+    )
+    x_BTD = jnp.broadcast_to(rows_on_devices[:, :, None], (16, 3, 3))  # three positions
+    mask = masks.Mask(*[rows_on_devices] * 4)  # not in order
+    assert turns.groups_of(wanted, x_BTD, mask, place) == turns.Groups(number)
+    in_order = dataclasses.replace(mask, ahead=0)
+    found = turns.groups_of(3, x_BTD, in_order, place)
+    assert found == turns.Groups(3, turns.POSITIONS)
 
 
 def test_buffers_take_the_sum_of_all_groups():
@@ -74,6 +86,27 @@ def test_turns_train_as_one_device_does(groups):
     initial, wanted = parity_grid.reference("llama3", parity_grid.num_layers(ROW))
     recipe = parity_grid.make_recipe(ROW | dict(turns=groups))
     trained = runs.train(recipe, parity_grid.batches(), runs.put_state(recipe, initial))
+    compare.assert_trained_alike(trained, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(turns=2), dict(turns=4, tensor=2), dict(turns=2, remat="none"),
+        dict(turns=2, family="gemma3"), dict(turns=2, family="gpt2", remat="names"),
+        dict(turns=2, layout="zero1", sequence_parallel=False),
+        dict(turns=2, tensor=2, stage=2, schedule="1f1b", fsdp=2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_positions_of_one_row_take_turns(changes):
+    """A device has one row of each microbatch: its later positions attend to the earlier ones."""
+    row = ROW | changes
+    row["accumulation"] = parity_grid.BATCH // row["fsdp"]
+    initial, wanted = parity_grid.reference(row["family"], parity_grid.num_layers(row))
+    recipe = parity_grid.make_recipe(row)
+    state = recipe.init(0) if row["stage"] > 1 else runs.put_state(recipe, initial)
+    trained = runs.train(recipe, parity_grid.batches(), state)
     compare.assert_trained_alike(trained, wanted, TOLERANCE)
 
 
@@ -104,7 +137,7 @@ def test_without_remat_they_are_not_kept_for_the_backward_pass():
     [
         (
             dict(fsdp=2, accumulation=4, turns=3),
-            r"turns=3 does not divide the 4 rows .* use 1 or 2 or 4, or 0",
+            r"turns=3 divides neither the 4 rows .* multiple of 3\): use 1 or 2 or 4, or 0",
         ),
         (
             dict(stage=2, schedule="zb_h1", accumulation=2, turns=2),
@@ -121,16 +154,23 @@ def test_what_has_no_turns_is_refused(row, reason):
     ("keys", "groups"),
     [
         (dict(batch__size=16), 4),  # four rows of 8,192 tokens a device
+        (dict(batch__size=16, batch__sequence_length=4096), 4),
+        (dict(batch__size=16, batch__sequence_length=2048), 2),
         (dict(batch__size=8), 2),
         (dict(batch__size=12), 1),  # three rows
+        (dict(batch__size=3, mesh=dict(tensor=8)), 2),  # by positions
+        (dict(batch__size=1, mesh=dict(tensor=8)), 2),
+        (dict(batch__size=1, mesh=dict(tensor=8), batch__sequence_length=4096), 1),
+        (dict(batch__size=4, mesh=dict(fsdp=2, sequence=2, tensor=2)), 2),  # two rows
+        (dict(batch__size=2, mesh=dict(fsdp=2, sequence=2, tensor=2)), 1),
         (dict(batch__size=16, batch__accumulation=2), 2),
-        (dict(batch__size=16, batch__sequence_length=4096), 2),
         (dict(batch__size=16, sharding__turns=1), 1),
         (dict(batch__size=16, mesh=dict(fsdp=8)), 1),  # nothing is sent over `tensor`
     ],
 )
 def test_auto_takes_turns_of_enough_tokens(keys, groups):
     keys = dict(mesh=dict(fsdp=4, tensor=2), batch__sequence_length=8192) | keys
-    run = runs.make_config("llama3", model=dict(max_positions=8192), **keys)
+    model = dict(max_positions=8192, num_heads=8, num_kv_heads=8)
+    run = runs.make_config("llama3", model=model, **keys)
     assert recipe_lib.turns_of(run, "tpu") == groups
     assert recipe_lib.turns_of(run, "cpu") == recipe_lib.turns_of(run, "gpu") == 1

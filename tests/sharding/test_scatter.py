@@ -78,8 +78,10 @@ def test_a_dimension_that_is_split_already(exchanging):
     assert got.sharding.spec == P(("tensor", "fsdp"), None)
 
 
-def test_other_sums_stay_as_they_are(exchanging):
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_other_sums_stay_as_they_are(exchanges, monkeypatch):
     """Over `data` the terms of a sum over `fsdp` and `data` are summed later, or all-reduced."""
+    monkeypatch.setattr(scatter, "EXCHANGING", {"cpu": 8} if exchanges else {})
     mesh = make_mesh(data=2, fsdp=4)
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -94,6 +96,12 @@ def test_other_sums_stay_as_they_are(exchanging):
     with jax.set_mesh(mesh):
         for got in run():
             np.testing.assert_array_equal(got, value * 36)
+        compiled = run.lower().compile().as_text()
+    program = program_lib.read(compiled, list(mesh.shape.items()))
+    # No device receives the whole sum over both: parts over `fsdp`, then of these over `data`.
+    assert not any(each.axes == ("data", "fsdp") for each in program.collectives)
+    sums = program.select(kind="all-reduce", axes="data")
+    assert sum(each.count * each.bytes for each in sums) == 2 * value.nbytes // 4
 
 
 def test_a_sum_in_bf16_is_taken_in_fp32(monkeypatch):
