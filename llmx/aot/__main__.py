@@ -9,6 +9,7 @@ topology is wrong, or the compiler refuses the program.
 """
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -50,13 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             checks.resolve(run, problems=[*problems, str(error)])
             raise  # not reached: resolve raises, together with the config's own problems
+        for option, path in (("--save-hlo", args.save_hlo), ("--trace", args.trace)):
+            problems = [*problems, *_cannot_write(option, path)]
         run = compiler.resolve(run, topology, problems=problems)
         launch.note(f"compiling for {topology.text}")
         result = compiler.compile(run, topology, phase=args.phase)
         trials = suggest.suggest(result, log=launch.note) if args.suggest else None
         if args.save_hlo:
             save(result, pathlib.Path(args.save_hlo), trials)
-        if args.trace and result.timeline is not None:
+        if args.trace and result.timeline is None:
+            launch.note("--trace: the program has no estimated time, so nothing was written")
+        elif args.trace:
             trace = timeline.to_trace(result.timeline)
             pathlib.Path(args.trace).write_text(f"{json.dumps(trace)}\n")
     except (ValueError, OSError, CompileError) as error:
@@ -64,6 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG
     print(json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials))
     return FITS if result.fits else DOES_NOT_FIT
+
+
+def _cannot_write(option: str, path: str) -> list[str]:
+    """What is wrong with a path to write to, before anything is compiled."""
+    if not path:
+        return []
+    folder = pathlib.Path(path).absolute()
+    if option == "--trace":
+        if folder.is_dir():
+            return [f"{option}={path} is a folder: name a file"]
+        folder = folder.parent
+        if not folder.is_dir():
+            return [f"{option}={path}: the folder {folder} does not exist: create it"]
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return [f"{option}={path}: {folder} cannot be written to: use another folder"]
+    return []
 
 
 def save(result: Result, folder: pathlib.Path, trials: Sequence[Trial] | None = None) -> None:

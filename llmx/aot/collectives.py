@@ -150,7 +150,7 @@ def read_collective(
         kind = "reduce-scatter"  # TPU's way to write one
     axes, n, unknown = _participants(analysis, kind, instruction)
     if n == 1:
-        return [], []
+        return [], unknown
     operands = computation.operands_of(instruction)
     if kind == "ragged-all-to-all":
         operands = operands[:1]  # the others: room for the result, offsets and sizes
@@ -187,6 +187,9 @@ def _participants(
         note = "its groups cannot be parsed; counted with the most possible bytes on the wire"
         return None, 0, [f"devices that {instruction.label} joins: {note}"]
     if kind == "collective-permute":
+        if not groups:
+            note = "a collective-permute without pairs, which gives zeros: a fault of the compiler?"
+            return (), 1, [f"what {instruction.label} is for: {note}"]
         groups = [pair for pair in groups if pair[0] != pair[1]]
     n = max((len(group) for group in groups), default=1)
     axes = analysis.mesh.spanned(groups, analysis.mesh.within) if n > 1 else ()

@@ -125,6 +125,11 @@ def wire_bytes(chosen: Iterable[Collective]) -> int | None:
     return total(times(one.count, one.wire_bytes) for one in chosen)
 
 
+def hidden_bytes(chosen: Iterable[Collective]) -> int | None:
+    """Bytes in a step of the whole arrays that travel while anything is computed, however short."""
+    return total_bytes(one for one in chosen if one.asynchronous and one.hidden_by)
+
+
 def _sum(reports: Sequence[CostReport]) -> CostReport:
     return CostReport(
         collectives=tuple(one for report in reports for one in report.collectives),

@@ -119,9 +119,17 @@ def _timeline_json(result: Result) -> dict | None:
     del without_events["events"]
     return without_events | {
         "hidden": times.hidden,
-        "hidden_bytes": times.hidden_bytes,
+        "hidden_bytes": _share_of_bytes(result.program),
         "speed": None if speed is None else dataclasses.asdict(speed),
     }
+
+
+def _share_of_bytes(program: program_lib.CostReport | None) -> float | None:
+    if program is None:
+        return None
+    hidden = program_lib.hidden_bytes(program.collectives)
+    arrays = program_lib.total_bytes(program.collectives)
+    return None if hidden is None or arrays is None else hidden / max(arrays, 1)
 
 
 WIDTH = 100
@@ -253,10 +261,10 @@ def _collectives(result: Result) -> list[str]:
     for one in chosen:
         axes = "?" if one.axes is None else ",".join(one.axes)
         groups[one.kind + (" (sliced)" if one.sliced else ""), axes, one.dtype].append(one)
-    columns = "  {:21}{:17}{:9}{:>7}{:>12}{:>12}{:>9}{:>9}"
+    columns = "  {:21}{:17}{:9}{:>7}{:>12}{:>12}{:>10}{:>9}"
     lines = [
         "collectives of a device and step; hidden beside compute, by bytes and by estimated time",
-        columns.format("kind", "mesh axes", "dtype", "times", "arrays", "sent", "bytes", "time"),
+        columns.format("kind", "mesh axes", "dtype", "times", "arrays", "sent", "hidden B", "s"),
     ]
     by_bytes = sorted(groups.items(), key=lambda item: -(program_lib.wire_bytes(item[1]) or 0))
     lines += [columns.format(*key, *_cells(group, result.timeline)) for key, group in by_bytes]
@@ -271,7 +279,7 @@ def _cells(chosen: Sequence[collectives.Collective], times: Timeline | None) -> 
     """Executions, bytes of the arrays, bytes sent, shares that compute hides: bytes and time."""
     count = program_lib.executions(chosen)
     arrays, sent = program_lib.total_bytes(chosen), program_lib.wire_bytes(chosen)
-    beside = program_lib.total_bytes(one for one in chosen if one.asynchronous and one.hidden_by)
+    beside = program_lib.hidden_bytes(chosen)
     names = {one.name for one in chosen}
     timed = [] if times is None else [one for one in times.exchanges if one.name in names]
     seconds, exposed = sum(one.seconds for one in timed), sum(one.exposed for one in timed)

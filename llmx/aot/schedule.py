@@ -175,6 +175,8 @@ def _transfers(plan: Plan, frame: Frame, instruction: Instruction) -> list[Pendi
             moved = instruction_costs.bytes_of(plan.analysis.module, computation, done)
         if "S(5)" in instruction.type:
             plan.unknown.append(f"time of {instruction.label}: a copy to or from the host's memory")
+        if "S(1)" in instruction.type:
+            moved /= 2  # to or from a TPU's on-chip memory: read or written once
         route = Route({COPIES: moved / (plan.core.bandwidth * plan.core.memory)})
         return [(Transfer(instruction.name, source_of(instruction), route, None), done)]
     if op == "send":
@@ -186,6 +188,8 @@ def _transfers(plan: Plan, frame: Frame, instruction: Instruction) -> list[Pendi
         synchronous = not op.endswith("-start") or instruction.configured("is_sync") == "true"
         done = None if synchronous else collectives.done_of(computation, instruction)
         return [(one, done) for one in made]
+    if op in ("fusion-start", "custom-call-start"):
+        plan.unknown.append(f"time of {instruction.label}: it runs beside the core")
     return []
 
 

@@ -37,8 +37,7 @@ def _step(times: Timeline, speed: Speed | None) -> list[str]:
             f"{speed.mfu_full:.1%} with all scores; HFU {hfu}"
         )
     exposed = f"{times.exposed / times.step:.1%} of the step" if times.step else ""
-    hidden = f"{times.hidden:.0%} of {duration(times.communication)} is hidden, "
-    hidden += f"{times.hidden_bytes:.0%} of the bytes"
+    hidden = f"{times.hidden:.0%} of {duration(times.communication)} is hidden"
     lines += [
         f"  {'compute':20}{duration(times.compute):>12}",
         f"  {'waits for copies':20}{duration(times.copies):>12}",

@@ -76,7 +76,7 @@ class Timeline:
 
     step: float
     compute: float  # operations on the core
-    copies: float  # that the core waits for copies within the device
+    copies: float  # that the core waits for copies within the device, or a second stream
     exposed: float  # that the core waits for collectives; step = compute + copies + exposed
     communication: float  # all collectives, from start to end on free links
     nothing_hidden: float  # the step with every collective stopping the core
@@ -93,13 +93,6 @@ class Timeline:
     def hidden(self) -> float:
         """The share of the collectives' time beside which the core computes."""
         return max(0.0, 1.0 - self.exposed / self.communication) if self.communication else 1.0
-
-    @property
-    def hidden_bytes(self) -> float:
-        """The share of the collectives' bytes, each counted as far as its time is hidden."""
-        total = sum(one.bytes for one in self.exchanges)
-        hidden = sum(one.bytes * one.hidden for one in self.exchanges)
-        return hidden / total if total else 1.0
 
 
 def read(
@@ -129,12 +122,11 @@ def of_steps(
     """The timeline of a program's steps."""
     run = _Run()
     run.all(steps)
-    waits = run.exposed.values()
     communication = sum(run.taken[one] for one in run.taken if one.collective is not None)
     return Timeline(
         step=run.now, compute=sum(seconds for seconds, _ in run.worked.values()),
         copies=sum(run.exposed[one] for one in run.exposed if one.collective is None),
-        exposed=sum(waits) - sum(run.exposed[one] for one in run.exposed if not one.collective),
+        exposed=sum(run.exposed[one] for one in run.exposed if one.collective is not None),
         communication=communication,
         nothing_hidden=_seconds(steps, overlap=False), half_bandwidth=_seconds(steps, 0.5),
         infinite_bandwidth=_seconds(steps, math.inf),
@@ -263,8 +255,9 @@ class _Run:
 
     def _loop(self, loop: Loop) -> None:
         weight, before, done = self._weight, None, 0
+        earlier = set(self._ends), dict(self._free)  # that run on beside the loop
         while done < loop.trips:
-            state, remaining = self._state(), loop.trips - done
+            state, remaining = self._state(earlier[0]), loop.trips - done
             if before is not None and (_close(state, before) or done >= _MOST_ITERATIONS):
                 self._weight = weight * remaining
             began = self.now
@@ -275,18 +268,22 @@ class _Run:
             if skipped:
                 more = f"{remaining - 1} more iterations of {loop.name}"
                 self._event("core", more, "", self.now, skipped)
-                self._shift(skipped)
+                self._shift(skipped, *earlier)
 
-    def _state(self) -> dict:
-        """What a next iteration finds, relative to now."""
+    def _state(self, earlier: set[Transfer]) -> dict:
+        """What a next iteration finds, relative to now; without what began before the loop."""
         pending = {link: max(0.0, free - self.now) for link, free in self._free.items()}
-        ends = {transfer: max(0.0, end - self.now) for transfer, end in self._ends.items()}
+        ends = {transfer: max(0.0, end - self.now) for transfer, end in self._ends.items()
+                if transfer not in earlier}  # fmt: skip
         return pending | ends | {("left", one): left for one, left in self._left.items()}
 
-    def _shift(self, seconds: float) -> None:
+    def _shift(self, seconds: float, earlier: set[Transfer], freed: dict[str, float]) -> None:
+        """Skips time in which a loop goes on; transfers that began before it end when they did."""
         self.now += seconds
-        self._free = {link: free + seconds for link, free in self._free.items()}
-        self._ends = {transfer: end + seconds for transfer, end in self._ends.items()}
+        for link, free in self._free.items():
+            self._free[link] = free + (0.0 if freed.get(link) == free else seconds)
+        for transfer, end in self._ends.items():
+            self._ends[transfer] = end + (0.0 if transfer in earlier else seconds)
 
     def _event(self, row: str, name: str, source: str, start: float, seconds: float) -> None:
         if self._keeps and seconds > 0 and len(self.events) < _MOST_EVENTS:

@@ -328,8 +328,8 @@ def compile(lowered: Any, platform: str, options: Mapping[str, str | bool] | Non
     wanted = launch.XLA_FLAGS[platform]
     if platform == "gpu":
         wanted = wanted | {"xla_gpu_autotune_level": "0"}  # no GPU is here to time candidates on
-    given = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    chosen = {name: launch.option_value(text) for name, text in wanted.items() if name not in given}
+    added = launch.added_flags(os.environ.get("XLA_FLAGS", ""), wanted)
+    chosen = {name: launch.option_value(text) for name, text in added.items()}
     while True:
         try:
             return lowered.compile(compiler_options=chosen | dict(options or {}))

@@ -17,6 +17,7 @@ from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
 from llmx.model import families
 from llmx.model.attention import split as split_lib
+from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
@@ -144,7 +145,9 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     if config.sharding.layout not in sharding.LAYOUTS:
         return []
     unknown = [axis for axis in config.mesh.across_slices if axis not in sizes]
+    twice = {axis for axis in sizes if config.mesh.across_slices.count(axis) > 1}
     return [
+        *(f"mesh.across_slices names {a!r} twice" for a in twice),
         *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
         *_stages(config, sizes["stage"]),
         *_tensor(config, sizes),
@@ -230,15 +233,25 @@ def _divisors(value: int, most: int) -> list[int]:
 def _turns(config: Config, sizes: dict[str, int], rows: int) -> Iterator[str]:
     """Groups of the rows that a device has of a microbatch, or of the positions of its rows."""
     turns, length = config.sharding.turns, config.batch.sequence_length
+    kernel = config.attention.implementation
     pieces = turns * (sizes["tensor"] if config.sharding.sequence_parallel else 1)
-    if turns < 1 or rows % turns == 0 or (sizes["sequence"] == 1 and length % pieces == 0):
+    if kernel == "splash":
+        pieces = math.lcm(pieces, turns * LANES)
+    if turns < 1 or rows % turns == 0:
         return
     good = " or ".join(str(n) for n in _divisors(rows, min(rows, 8)))
-    yield (
-        f"sharding.turns={turns} divides neither the {rows} rows that a device has of a microbatch "
-        f"nor their positions (mesh.sequence=1 and batch.sequence_length, {length}, a multiple of "
-        f"{pieces}): use {good}, or 0 = automatic"
-    )
+    if sizes["sequence"] > 1 or length % pieces:
+        yield (
+            f"sharding.turns={turns} divides neither the {rows} rows that a device has of a "
+            f"microbatch nor their positions (mesh.sequence=1 and batch.sequence_length, {length}, "
+            f"a multiple of {pieces}): use {good}, or 0 = automatic"
+        )
+    elif kernel == "cudnn":
+        yield (
+            f"sharding.turns={turns} does not divide the {rows} rows that a device has of a "
+            "microbatch, and with attention.implementation='cudnn' their positions cannot take "
+            f"turns: use {good}, or attention.implementation='auto'"
+        )
 
 
 def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:

@@ -13,12 +13,13 @@ from llmx import config as config_lib
 from llmx import sharding
 from llmx.contract import Gradient
 from llmx.model import precision, training_loss
+from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import schedules, staged
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
-from llmx.runtime import compiler_options, divergence
+from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.step import gradients, guard, optimizers
 from llmx.step.step import Recipe, make_update
@@ -79,32 +80,45 @@ def make_execution(
     return Execution(
         place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
         remat=config.remat, attention=config.attention, packed=config.data.pack,
-        loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].platform),
+        loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].device_kind),
     )  # fmt: skip
 
 
+# The most groups that `sharding.turns=0` takes, by key of `hardware.CHIPS`, where compiled programs
+# show that turns take less time (docs/performance.md). Four on TPU would gain 2% more than two, and
+# take twice as long to compile.
+MOST_TURNS = dict.fromkeys(("tpu_v4", "tpu_v5e", "tpu_v5p", "tpu_v6e", "tpu7x"), 2) | {
+    "h100_sxm": 4, "h200": 4
+}  # fmt: skip
 # Products of fewer tokens may take longer than what their turns hide.
 TOKENS_OF_A_TURN = 4096
-# Two groups of positions, which also read keys twice, gain with this many ways and lose with 4.
-WAYS_FOR_POSITIONS = 8
+# With `tensor` of this size groups of positions gain on TPU; of 4 they lose: keys are read twice.
+TENSOR_FOR_POSITIONS = 8
 
 
-def turns_of(config: config_lib.Config, platform: str) -> int:
-    """`sharding.turns`; 0: as many, up to four, as compiled programs show to take less time."""
+def turns_of(config: config_lib.Config, device_kind: str) -> int:
+    """The groups of a resolved config; 0 = as many as take less time on this chip."""
     mesh, batch = config.mesh, config.batch
-    if config.sharding.turns or mesh.tensor == 1 or platform != "tpu":
+    chip = hardware.DEVICE_KINDS.get(device_kind, "")
+    if config.sharding.turns or mesh.tensor == 1 or chip not in MOST_TURNS:
         return config.sharding.turns or 1
-    ways = math.prod(vars(mesh)[axis] for axis in sharding.BATCH_AXES) * batch.accumulation
-    rows, most = batch.size // ways, 1
-    tokens = rows * batch.sequence_length // mesh.sequence
-    for groups in (2, 4):
-        by_positions = groups == 2 and mesh.sequence == 1 and mesh.tensor >= WAYS_FOR_POSITIONS
-        divides = rows % groups == 0 or (
-            by_positions and batch.sequence_length % (groups * mesh.tensor) == 0
+    if mesh.stage > 1:
+        table = schedules.table_of(
+            config.pipeline, stages=mesh.stage, microbatches=batch.accumulation
         )
-        if divides and tokens >= groups * TOKENS_OF_A_TURN:
-            most = groups
-    return most
+        if table.splits_backward:  # weight gradients are left for later, one for each product
+            return 1
+    ways = math.prod(vars(mesh)[axis] for axis in sharding.BATCH_AXES) * batch.accumulation
+    rows = batch.size // ways
+    tokens = rows * batch.sequence_length // mesh.sequence
+    for groups in range(MOST_TURNS[chip], 1, -1):
+        if rows % groups == 0 and tokens >= groups * TOKENS_OF_A_TURN:
+            return groups
+    by_positions = (
+        chip.startswith("tpu") and mesh.sequence == 1 and mesh.tensor >= TENSOR_FOR_POSITIONS
+        and batch.sequence_length % (2 * math.lcm(mesh.tensor, LANES)) == 0
+    )  # fmt: skip
+    return 2 if by_positions and tokens >= 2 * TOKENS_OF_A_TURN else 1
 
 
 def _gradient_maker(

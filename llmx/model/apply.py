@@ -214,8 +214,10 @@ class Apply:
         # Weight gradients that are left for later are of one product each.
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
-        rows = groups.split_rows(mask, rotations)
-        layers = {kind: self._layer(kind, rows, groups, execution, now) for kind in self.kind_names}
+        masks = groups.split_masks(mask, rotations)
+        layers = {
+            kind: self._layer(kind, masks, groups, execution, now) for kind in self.kind_names
+        }
         x, stacked = groups.split_x(x_BTD, place), (blocks, grad_buffers, cache)
         with execution.policy.products():
             if isinstance(kinds, tuple):
@@ -230,31 +232,33 @@ class Apply:
         return groups.join_x(x, place), cache
 
     def _layer(
-        self, kind: str, rows: list, groups: turns.Groups, execution: Execution, now
+        self, kind: str, masks: list, groups: turns.Groups, execution: Execution, now
     ) -> Callable:
         """(x, (weights, gradient buffers, cache) of one layer) -> (x, its cache).
 
-        x has one array [B, T, D] for each group, and `rows` its mask and rotations.
+        x is a list with one array for each group, [B/n, T, D] or [B, T/n, D], and `masks` has the
+        mask and rotations of each. Of groups of positions the cache is None.
         """
         window = self.model.window if kind == families.LOCAL else 0
-        several, in_order = groups.number > 1, groups.of == turns.POSITIONS
+        several, by_positions = groups.number > 1, groups.of == turns.POSITIONS
 
         def layer(x, arrays):
             weights, grad_buffers, cache = arrays
-            if several and execution.remat != "none":  # which would keep them
+            if several and execution.remat != "none":
                 weights = self._gathered(weights, execution)
-            out, kept = [], () if in_order else cache
-            for one, (mask, rotations), buffers in zip(
-                x, rows, turns.shared(grad_buffers, len(rows)), strict=True
+            out, keys_and_values = [], () if by_positions else cache
+            for group, (mask, rotations), buffers in zip(
+                x, masks, turns.shared(grad_buffers, len(masks)), strict=True
             ):
-                mine = weights
+                layer_weights = weights
                 if buffers is not None:
-                    mine = dot.with_grad_buffers(execution.place, weights, buffers)
-                block = nnx.merge(self._definitions[0], mine)
-                rotation = rotations.get(kind)
-                x_BTD, kept = block(one, rotation, mask, window, execution, kept, now)
+                    layer_weights = dot.with_grad_buffers(execution.place, weights, buffers)
+                block = nnx.merge(self._definitions[0], layer_weights)
+                x_BTD, keys_and_values = block(
+                    group, rotations.get(kind), mask, window, execution, keys_and_values, now
+                )
                 out.append(x_BTD)
-            return out, None if in_order else kept
+            return out, None if by_positions else keys_and_values
 
         return remat.checkpointed(layer, execution.remat)
 

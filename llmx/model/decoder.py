@@ -104,6 +104,13 @@ class Attention(nnx.Module):
         self.constant_key_bias = model.bias and model.positions == "learned" and not self.softcap
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
+        """The output [B, T, D], and the cache: keys and values.
+
+        Args:
+          cache: with `now`, all slots [B, S, K, H], of which T are written from slot `now` on.
+            Without it, the keys and values of earlier positions [B, S - T, K, H], or () before
+            these: those of x are appended. None: attention within x, and no cache.
+        """
         query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, attend.QUERY, execution)
         if self.constant_key_bias:
             self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
@@ -120,9 +127,11 @@ class Attention(nnx.Module):
             if now is not None:
                 write = functools.partial(write_slots, start=now, place=execution.place)
                 cache = tuple(map(write, cache, (key_BTKH, value_BTKH)))
+            elif cache:
+                pairs = zip(cache, (key_BTKH, value_BTKH), strict=True)
+                cache = tuple(jnp.concatenate(pair, axis=1) for pair in pairs)
             else:
-                append = lambda *arrays: jnp.concatenate(arrays, axis=1)  # noqa: E731
-                cache = tuple(map(append, *([cache] if cache else []), (key_BTKH, value_BTKH)))
+                cache = (key_BTKH, value_BTKH)
             key_BTKH, value_BTKH = cache
         out_BTNH = attend.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,

@@ -18,7 +18,7 @@ class Execution:
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     packed: bool = True  # rows may hold several documents
     loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size
-    turns: int = 1  # groups of a device's rows that take turns in a layer, where they divide
+    turns: int = 1  # groups of a device's tokens that take turns in a layer: `turns.groups_of`
 
     @property
     def split(self) -> split.Split:

@@ -7,11 +7,13 @@ them, and the compiler's scheduler runs the products of one beside the collectiv
 one row the groups are its positions: attention of the later ones takes the keys and values of the
 earlier ones, and everything else is their own.
 
-Weights are gathered once for all groups; without remat, which would keep them, by each. Their
-gradients are reduce-scattered by each group, and the shares are added up: to add up whole gradients
-first would take longer than what it saves in traffic.
+With remat, weights are gathered once for all groups. Without it the gathered weights would be kept
+until the backward pass, so each group gathers its own. Weight gradients are reduce-scattered by
+each group, and the shares are added up: to add up whole gradients first would take longer than what
+it saves in traffic.
 
-Source: two batches in turns, DeepSeek-V3 (arXiv 2412.19437), section 3.2, there for experts.
+Sources: groups of rows, Domino (arXiv 2409.15241); two batches in turns, DeepSeek-V3
+(arXiv 2412.19437), section 3.4.1, there for experts.
 """
 
 import dataclasses
@@ -49,13 +51,13 @@ class Groups:
         return [place.constrain(part, BLOCK) for part in parts]
 
     def join_x(self, parts: list[Array], place: sharding.Placement) -> Array:
-        """The reverse of `split_x`."""
+        """The reverse of `split_x`. Communicates as it does."""
         if self.of == ROWS:
             return join(parts)
         whole = jnp.concatenate([place.constrain(part, INSIDE) for part in parts], axis=1)
         return place.constrain(whole, BLOCK)
 
-    def split_rows(self, mask: Mask, rotations: dict) -> list[tuple[Mask, dict]]:
+    def split_masks(self, mask: Mask, rotations: dict) -> list[tuple[Mask, dict]]:
         """What each group sees, and its rotations. Groups of positions see those before, too."""
         if self.of == ROWS:
             return split((mask, rotations), self.number)
@@ -118,7 +120,8 @@ def _shared(groups: int, buffer: Array) -> tuple[Array, ...]:
 
 
 def _summed(groups: int, _, gradients: tuple[Array, ...]) -> tuple[Array]:
-    """In fp32, so that XLA leaves the sum where it is: after it, whole gradients would be added."""
+    """In fp32: XLA would otherwise move the sum before the reduce-scatters and add whole
+    gradients."""
     total = functools.reduce(jnp.add, (one.astype(jnp.float32) for one in gradients))
     return (total.astype(gradients[0].dtype),)
 

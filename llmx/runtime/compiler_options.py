@@ -42,8 +42,8 @@ _ON_SPARSE_CORES = _ASYNCHRONOUS | {
 # products of whole weights, and its SparseCores gather those by default.
 _WITHOUT_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
-# By key of `hardware.CHIPS`; a chip that is not here gets none. What each row does to memory,
-# compile time, traffic and the share that is hidden is in docs/performance.md (libtpu 0.0.42.1).
+# By key of `hardware.CHIPS`; a chip that is in none of these tables gets none. What each row does
+# to memory, traffic and the estimated step is in docs/performance.md (libtpu 0.0.42.1).
 OVERLAP: dict[str, Options] = {
     "tpu_v4": _ASYNCHRONOUS,
     "tpu_v5e": _FUSED,
@@ -60,14 +60,18 @@ EXCHANGED: dict[str, tuple[float, Options]] = {
 }
 
 # With mesh.tensor > 1: on GPUs several collectives at a time, each by itself, in loops that are not
-# unrolled. Otherwise those over `tensor` and `fsdp` wait for each other.
+# unrolled. Otherwise those over `tensor` and `fsdp` wait for each other. Gathers are not pipelined:
+# XLA would compute attention of a layer twice for its gradient.
 _ONE_BY_ONE = {
+    "xla_gpu_enable_pipelined_all_gather": False,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
     "xla_gpu_all_gather_combine_threshold_bytes": 1,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     "xla_gpu_enable_while_loop_double_buffering": False,
 }
-WITH_TENSOR: dict[str, Options] = {"h100_sxm": _ONE_BY_ONE, "h200": _ONE_BY_ONE}
+WITH_TENSOR: dict[str, Options] = dict.fromkeys(
+    ("a100_40gb", "a100_80gb", "h100_sxm", "h200", "b200"), _ONE_BY_ONE
+)
 
 
 def options(config: LaunchConfig, devices: Sequence[jax.Device], *, tensor: int = 1) -> Options:
@@ -78,6 +82,9 @@ def options(config: LaunchConfig, devices: Sequence[jax.Device], *, tensor: int 
     call compiles a small program for all devices. `tensor`: the size of that mesh axis.
     """
     users = launch.compiler_options(config)
+    for name, value in launch.XLA_FLAGS.get(devices[0].platform, {}).items():
+        if name in launch.LISTS and name in users:
+            users[name] = launch.joined(str(users[name]), value)
     chosen = wanted(config, devices[0].device_kind, len(devices), tensor)
     return accepted(chosen, tuple(devices)) | users
 

@@ -42,10 +42,16 @@ XLA_FLAGS: dict[str, dict[str, str]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": str(128 * 2**20),
         "xla_gpu_all_reduce_combine_threshold_bytes": str(128 * 2**20),
         "xla_gpu_enable_triton_gemm": "false",
+        # With mesh.tensor > 1 this pass writes a sliced gather, which is the device's own part, as
+        # a collective-permute without pairs. That gives zeros: gradients are lost (jax 0.10.2).
+        "xla_disable_hlo_passes": "all-gather-to-collective-permute-simplifier",
     },
     # As compiler options, by chip, each tried before it is used: `runtime.compiler_options`.
     "tpu": {},
 }
+
+# Flags with several values, separated by commas: those of the user are added to llmx's own.
+LISTS = ("xla_disable_hlo_passes",)
 
 
 @dataclasses.dataclass
@@ -71,7 +77,7 @@ class LaunchConfig:
     # JAX_COMPILATION_CACHE_DIR goes first
     compile_cache: str = "~/.cache/llmx/xla"
     # options of XLA that hide collectives behind computation: "auto" = those known to do so on the
-    # chip (TPU) and accepted by its compiler, "none"
+    # chip and accepted by its compiler, "none"
     overlap: str = choice("auto", ("auto", "none"))
     # of XLA for the train step: ("xla_name=value", ...); they go before those of launch.overlap
     compiler_options: tuple[str, ...] = ()
@@ -370,9 +376,29 @@ GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 def merge_flags(given: str, wanted: Mapping[str, str]) -> str:
     """XLA_FLAGS `given` by the user with each flag of `wanted` that they do not set themselves."""
-    have = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
-    added = [f"--{name}={value}" for name, value in wanted.items() if name not in have]
-    return " ".join([*given.split(), *added])
+    added = added_flags(given, wanted)
+    kept = [flag for flag in given.split() if _name_and_value(flag)[0] not in added]
+    return " ".join([*kept, *(f"--{name}={value}" for name, value in added.items())])
+
+
+def added_flags(given: str, wanted: Mapping[str, str]) -> dict[str, str]:
+    """{name: value} that `merge_flags` adds; those of `LISTS` with the user's values in front."""
+    have = dict(map(_name_and_value, given.split()))
+    return {
+        name: joined(have.get(name, ""), value)
+        for name, value in wanted.items()
+        if name not in have or name in LISTS
+    }
+
+
+def joined(users: str, ours: str) -> str:
+    """The values of a flag of `LISTS`."""
+    return ",".join(dict.fromkeys(filter(None, f"{users},{ours}".split(","))))
+
+
+def _name_and_value(flag: str) -> tuple[str, str]:
+    name, _, value = flag.lstrip("-").partition("=")
+    return name, value
 
 
 def _set(name: str, value: str | int | float) -> None:

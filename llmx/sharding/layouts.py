@@ -21,9 +21,9 @@ class ShardingConfig:
     # split weights are gathered per "layer" and pass, or once per "step"
     gather: str = dataclasses.field(default="layer", metadata={"choices": lambda: GATHERS})
     # Groups of a device's rows, or of their positions, that take turns in a layer: one computes
-    # while another communicates over `tensor`. 0 = on TPUs with mesh.tensor > 1 up to 4, each of
-    # 4,096 tokens or more; else 1.
-    turns: int = dataclasses.field(default=0, metadata={"at_least": 0})
+    # while another communicates over `tensor`. 0 = with mesh.tensor > 1 and enough tokens: 2 on
+    # TPUs, up to 4 on H100 and H200; else 1.
+    turns: int = dataclasses.field(default=0, metadata={"limits": {"at least": 0}})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

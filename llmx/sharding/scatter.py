@@ -85,7 +85,10 @@ def _exchanged(array, axis: str, dimension: int, size: int, stride: int) -> jax.
             axis_index_groups=None if len(groups) == 1 else groups,
         )  # fmt: skip
     # Written out: XLA makes one addition of it, and a slow reduction of `sum`.
-    total = functools.reduce(jnp.add, [term.astype(jnp.float32) for term in terms])
+    exact = jnp.promote_types(array.dtype, jnp.float32)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        exact = array.dtype
+    total = functools.reduce(jnp.add, [term.astype(exact) for term in terms])
     return total.astype(array.dtype)
 
 

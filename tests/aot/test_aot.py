@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -105,12 +106,29 @@ def test_all_problems_are_reported_together(capsys):
         ("v5e:2x2", "--config.launch.platform=gpu", "is a tpu: set --config.launch.platform=tpu"),
         ("h100:8", "--config.launch.platform=cpu", "is a gpu: set --config.launch.platform=gpu"),
         ("2@v5e:2x2", "--config.seed=0", "has 2 slices: name the mesh axes"),
+        ("2@v5e:2x2", "--config.mesh.across_slices=('data','data')", "names 'data' twice"),
     ],
 )
 def test_configs_that_do_not_go_with_the_machine(topology, flag, words, capsys):
     code = command.main(["--config", QUICKSTART, "--topology", topology, flag])
     assert code == command.WRONG
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--trace={}/none/step.json", "the folder .*/none does not exist: create it"),
+        ("--trace={}", "is a folder: name a file"),
+        ("--save-hlo={}/file/hlo", "file cannot be written to: use another folder"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_compiling(flag, reason, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    where = ["--config", QUICKSTART, "--topology", "v5e:1x1"]
+    assert command.main([*where, flag.format(tmp_path)]) == command.WRONG
+    printed = capsys.readouterr().err
+    assert re.search(reason, printed) and "compiling for" not in printed
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h100:2"])

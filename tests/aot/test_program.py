@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 from support import runs
 
 from llmx import sharding
-from llmx.aot import hlo_text
+from llmx.aot import compiler, hlo_text, topologies
 from llmx.aot import program as program_lib
+from llmx.runtime import launch
 
 ACCELERATORS = ["h100:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
 # Programs are compiled once for each: one worker has all tests of a platform.
@@ -607,7 +608,10 @@ def train_step(platform, sizes, num_layers) -> program_lib.CostReport:
         batch__size=8, batch__sequence_length=256, sharding__layout="zero3",
     )  # fmt: skip
     recipe = runs.make_recipe(config, devices=devices_of(platform))
-    return read(runs.lower(recipe).compile().as_text(), recipe.mesh)
+    options = {}
+    if platform == "h100:8":
+        options = {name: launch.XLA_FLAGS["gpu"][name] for name in launch.LISTS}
+    return read(runs.lower(recipe).compile(options).as_text(), recipe.mesh)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -643,6 +647,17 @@ def test_weights_and_gradients_of_the_train_step(platform):
 
     assert more(scatter) == expected
     assert not any("FLOPs of kernels" not in note for note in few.unknown + many.unknown)
+
+
+@pytest.mark.aot
+def test_the_gpu_compiler_loses_no_gradients():
+    """See `xla_disable_hlo_passes` in `launch.XLA_FLAGS`."""
+    run = runs.make_config(
+        "llama3", model=SMALL | dict(num_layers=4), mesh={"fsdp": 4, "tensor": 2}, remat="full",
+        precision="bf16", batch__size=8, batch__sequence_length=256, sharding__layout="zero3",
+    )  # fmt: skip
+    text = compiler.compile(run, topologies.parse("h100:8")).after
+    assert "reduce-scatter" in text and "source_target_pairs={}" not in text
 
 
 # ------------------------------------------------------------------------- the text, piece by piece
@@ -767,6 +782,16 @@ def test_groups_of_one_move_nothing():
     program = program_lib.read(program_text(lines, devices=4), [("data", 2), ("fsdp", 2)])
     assert [(each.name, each.axes) for each in program.collectives] == [("c", ("fsdp",))]
     assert not program.unknown
+
+
+def test_a_permute_without_pairs_is_told():
+    """All devices receive zeros from it: a compiler that writes it loses what was to arrive."""
+    lines = """
+  %p = f32[8,8] parameter(0)
+  ROOT %c = f32[8,8] collective-permute(%p), channel_id=3, source_target_pairs={}"""
+    program = program_lib.read(program_text(lines, devices=4), [("data", 2), ("fsdp", 2)])
+    assert not program.collectives
+    assert "without pairs, which gives zeros" in program.unknown[0]
 
 
 HIDDEN = """

@@ -289,12 +289,28 @@ def test_a_permute_without_pairs_moves_nothing():
     assert times.step == 3 and not times.exchanges
 
 
+@pytest.mark.parametrize("beside", [(), ("y",)])
+def test_a_collective_that_spans_a_loop_runs_on_beside_it(beside):
+    """Also beside the iterations that one stands for."""
+    long = schedule.Transfer("long", "", links.Route({"x": 50.0}), COLLECTIVE)
+    short = schedule.Transfer("short", "", links.Route(dict.fromkeys(beside, 0.5)), COLLECTIVE)
+    body = (schedule.Start(short), schedule.Work("w", "", 1.0, "cycles"), schedule.Wait(short))
+    for trips, step in ((100, 100), (20, 50)):
+        times = timeline.of_steps(
+            (schedule.Start(long), schedule.Loop("l", body, trips), schedule.Wait(long))
+        )
+        assert (times.step, times.exposed) == (step, step - trips)
+
+
 def test_copies_run_beside_the_core_and_are_no_communication():
     core = dataclasses.replace(CORE, bandwidth=16.0)
     copy = "  %k = (f32[8], f32[8], u32[]) copy-start(%p)\n{}\n  %kd = f32[8] copy-done(%k)"
     times = read(program([copy.format(work("f", 1))]), core=core)
     assert (times.step, times.copies, times.exposed) == (4, 3, 0)  # 32 bytes, read and written
     assert times.nothing_hidden == times.half_bandwidth == 4 and not times.exchanges
+    into = copy.format(work("f", 1)).replace("(f32[8],", "(f32[8]{0:S(1)},", 1)  # on-chip memory
+    times = read(program([into]), core=core)
+    assert (times.step, times.copies) == (2, 1)
 
 
 def test_without_cycles_the_longer_of_flops_and_bytes_counts():
@@ -394,7 +410,7 @@ def test_the_time_as_text():
     step, operations, exchanges = step_text.sections(times, speed)
     assert "8.000 s   1,234 tokens/s, 308 of each device" in step[1]
     assert "40.0%   MFU with causal attention; 45.0% with all scores; HFU unknown" in step[2]
-    assert "3.000 s   37.5% of the step; 40% of 5.000 s is hidden, 40% of the bytes" in step[5]
+    assert "3.000 s   37.5% of the step; 40% of 5.000 s is hidden" in step[5]
     assert "nothing hidden 10.000 s, with half the bandwidth 13.000 s" in step[6]
     assert operations[2].split() == ["3.000", "s", "37.5%", "1", "cycles", "g"]
     assert exchanges[2].split() == ["3.000", "s", "5.000", "s", "1", "collective-permute", "x", "c"]

@@ -1,4 +1,4 @@
-"""Groups of rows that take turns: the same rows on the same devices, the same sums, no more bytes.
+"""Groups of rows or positions that take turns: the same sums, and weights gathered no more often.
 
 That training is equal on every mesh is in the parity grid, whose axis `turns` has 1 and 2.
 """
@@ -30,6 +30,19 @@ def rows_on_devices():
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=kinds)
     with jax.set_mesh(mesh):
         yield jax.device_put(jnp.arange(48.0).reshape(16, 3), PartitionSpec("fsdp"))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The set of groups that layers are computed in."""
+    found, groups_of = set(), turns.groups_of
+
+    def record(*arguments):
+        found.add(groups_of(*arguments))
+        return groups_of(*arguments)
+
+    monkeypatch.setattr(turns, "groups_of", record)
+    return found
 
 
 def test_each_device_divides_its_own_rows(rows_on_devices):
@@ -82,11 +95,12 @@ def test_buffers_take_the_sum_of_all_groups():
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_turns_train_as_one_device_does(groups):
+def test_turns_train_as_one_device_does(groups, taken):
     initial, wanted = parity_grid.reference("llama3", parity_grid.num_layers(ROW))
     recipe = parity_grid.make_recipe(ROW | dict(turns=groups))
     trained = runs.train(recipe, parity_grid.batches(), runs.put_state(recipe, initial))
     compare.assert_trained_alike(trained, wanted, TOLERANCE)
+    assert taken == {turns.Groups(groups)}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,7 @@ def test_turns_train_as_one_device_does(groups):
     ],
     ids=str,
 )  # fmt: skip
-def test_positions_of_one_row_take_turns(changes):
+def test_positions_of_one_row_take_turns(changes, taken):
     """A device has one row of each microbatch: its later positions attend to the earlier ones."""
     row = ROW | changes
     row["accumulation"] = parity_grid.BATCH // row["fsdp"]
@@ -108,6 +122,7 @@ def test_positions_of_one_row_take_turns(changes):
     state = recipe.init(0) if row["stage"] > 1 else runs.put_state(recipe, initial)
     trained = runs.train(recipe, parity_grid.batches(), state)
     compare.assert_trained_alike(trained, wanted, TOLERANCE)
+    assert taken == {turns.Groups(row["turns"], turns.POSITIONS)}
 
 
 def gathered_bytes(groups: int, remat: str) -> float:
@@ -123,8 +138,9 @@ def gathered_bytes(groups: int, remat: str) -> float:
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "dots"])
-def test_weights_are_gathered_once_for_all_groups(remat):
+def test_weights_are_gathered_once_for_all_groups(remat, taken):
     assert gathered_bytes(2, remat) == gathered_bytes(1, remat) > 0
+    assert taken == {turns.Groups(2)}
 
 
 def test_without_remat_they_are_not_kept_for_the_backward_pass():
@@ -139,22 +155,32 @@ def test_without_remat_they_are_not_kept_for_the_backward_pass():
             dict(fsdp=2, accumulation=4, turns=3),
             r"turns=3 divides neither the 4 rows .* multiple of 3\): use 1 or 2 or 4, or 0",
         ),
+        (dict(turns=-3), r"sharding.turns=-3 must be at least 0"),
         (
             dict(stage=2, schedule="zb_h1", accumulation=2, turns=2),
             r"turns=2 with pipeline.schedule='zb_h1', which leaves the weight gradient",
         ),
+        (
+            dict(fsdp=2, accumulation=16, turns=2, implementation="splash"),
+            r"a multiple of 256\): use 1, or 0",
+        ),
+        (
+            dict(fsdp=2, accumulation=16, turns=2, implementation="cudnn"),
+            "'cudnn' their positions cannot take turns: use 1, or attention.implementation='auto'",
+        ),
     ],
 )
 def test_what_has_no_turns_is_refused(row, reason):
+    row = parity_grid.PLAIN | row
+    kernel = row.pop("implementation", "auto")
     with pytest.raises(ConfigError, match=reason):
-        parity_grid.make_recipe(parity_grid.PLAIN | row)
+        parity_grid.make_recipe(row, attention__implementation=kernel)
 
 
 @pytest.mark.parametrize(
     ("keys", "groups"),
     [
-        (dict(batch__size=16), 4),  # four rows of 8,192 tokens a device
-        (dict(batch__size=16, batch__sequence_length=4096), 4),
+        (dict(batch__size=16), 2),  # four rows of 8,192 tokens a device
         (dict(batch__size=16, batch__sequence_length=2048), 2),
         (dict(batch__size=8), 2),
         (dict(batch__size=12), 1),  # three rows
@@ -164,7 +190,18 @@ def test_what_has_no_turns_is_refused(row, reason):
         (dict(batch__size=4, mesh=dict(fsdp=2, sequence=2, tensor=2)), 2),  # two rows
         (dict(batch__size=2, mesh=dict(fsdp=2, sequence=2, tensor=2)), 1),
         (dict(batch__size=16, batch__accumulation=2), 2),
+        (dict(batch__size=16, batch__accumulation=2, mesh=dict(stage=2, tensor=2)), 2),
+        (
+            dict(
+                batch__size=16,
+                batch__accumulation=2,
+                mesh=dict(stage=2, tensor=2),
+                pipeline__schedule="zb_h1",
+            ),
+            1,
+        ),
         (dict(batch__size=16, sharding__turns=1), 1),
+        (dict(batch__size=16, sharding__turns=4), 4),
         (dict(batch__size=16, mesh=dict(fsdp=8)), 1),  # nothing is sent over `tensor`
     ],
 )
@@ -172,5 +209,6 @@ def test_auto_takes_turns_of_enough_tokens(keys, groups):
     keys = dict(mesh=dict(fsdp=4, tensor=2), batch__sequence_length=8192) | keys
     model = dict(max_positions=8192, num_heads=8, num_kv_heads=8)
     run = runs.make_config("llama3", model=model, **keys)
-    assert recipe_lib.turns_of(run, "tpu") == groups
-    assert recipe_lib.turns_of(run, "cpu") == recipe_lib.turns_of(run, "gpu") == 1
+    assert recipe_lib.turns_of(run, "TPU v5p") == groups
+    given = run.sharding.turns or 1
+    assert recipe_lib.turns_of(run, "cpu") == recipe_lib.turns_of(run, "NVIDIA B200") == given

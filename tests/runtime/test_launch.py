@@ -80,6 +80,14 @@ def test_flags_of_the_user_win():
     assert launch.merge_flags("--xla_b=9 --xla_c", wanted) == "--xla_b=9 --xla_c --xla_a=1"
 
 
+def test_passes_that_the_user_disables_are_added_to_ours():
+    ours = {"xla_disable_hlo_passes": "one"}
+    assert launch.merge_flags("", ours) == "--xla_disable_hlo_passes=one"
+    merged = launch.merge_flags("--xla_disable_hlo_passes=two,three --xla_c", ours)
+    assert merged == "--xla_c --xla_disable_hlo_passes=two,three,one"
+    assert launch.merge_flags(merged, ours) == merged
+
+
 def test_xla_knows_every_flag():
     every = " ".join(launch.merge_flags("", flags) for flags in launch.XLA_FLAGS.values())
     compute = python("import jax; print(jax.jit(lambda x: x + 1)(1))")

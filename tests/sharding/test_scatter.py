@@ -120,6 +120,14 @@ def test_a_sum_in_bf16_is_taken_in_fp32(monkeypatch):
     np.testing.assert_array_equal(got, np.float32(jnp.bfloat16(263)))
 
 
+def test_integers_are_added_exactly(exchanging):
+    mesh = make_mesh(fsdp=8)
+    value = np.arange(2**24 + 1, 2**24 + 17, dtype=np.int32).reshape(16, 1)
+    got, text = summed(mesh, value, ("fsdp",), P("fsdp", None))
+    assert "all_to_all" in text
+    np.testing.assert_array_equal(got, value * 36)
+
+
 @pytest.mark.parametrize(
     ("n", "steps"),
     [(1, ()), (2, (2,)), (16, (16,)), (17, (17,)), (32, (4, 8)), (64, (8, 8)), (256, (16, 16)),
