@@ -164,7 +164,7 @@ def _compile(
 ) -> tuple[Any, OutOfMemory | None]:
     """The compiled program, or why it does not fit; XLA's dump goes to `folder`.
 
-    `own`: the run's compiler options, which go before the flags of its platform.
+    `own`: the run's compiler options, which override the flags of its platform.
     """
     import jax
 

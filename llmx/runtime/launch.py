@@ -79,7 +79,7 @@ class LaunchConfig:
     # options of XLA that hide collectives behind computation: "auto" = those known to do so on the
     # chip and accepted by its compiler, "none"
     overlap: str = choice("auto", ("auto", "none"))
-    # of XLA for the train step: ("xla_name=value", ...); they go before those of launch.overlap
+    # of XLA for the train step: ("xla_name=value", ...); they override those of launch.overlap
     compiler_options: tuple[str, ...] = ()
 
 
