@@ -264,7 +264,9 @@ def _collectives(result: Result) -> list[str]:
     columns = "  {:21}{:17}{:9}{:>7}{:>12}{:>12}{:>10}{:>9}"
     lines = [
         "collectives of a device and step; hidden beside compute, by bytes and by estimated time",
-        columns.format("kind", "mesh axes", "dtype", "times", "arrays", "sent", "hidden B", "s"),
+        columns.format(
+            "kind", "mesh axes", "dtype", "times", "arrays", "sent", "by bytes", "by time"
+        ),
     ]
     by_bytes = sorted(groups.items(), key=lambda item: -(program_lib.wire_bytes(item[1]) or 0))
     lines += [columns.format(*key, *_cells(group, result.timeline)) for key, group in by_bytes]
