@@ -71,7 +71,8 @@ def test_sums_that_are_exchanged(row, monkeypatch):
     monkeypatch.setattr(scatter, "EXCHANGING", {"cpu": 8})
     jax.clear_caches()  # of what was traced for the compiler's reduce-scatters
     compare.assert_trained_alike(*trained(row), TOLERANCE)
-    assert "all_to_all" in runs.lower(parity_grid.make_recipe(row)).as_text()
+    if row["fsdp"] > 1:
+        assert "all_to_all" in runs.lower(parity_grid.make_recipe(row)).as_text()
     jax.clear_caches()
 
 
