@@ -16,10 +16,11 @@ from typing import Any
 from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.config import value_types
 from llmx.data.config import DataConfig
-from llmx.model import families, precision, remat
+from llmx.model import families, precision
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
+from llmx.model.remat import OffloadConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
@@ -85,7 +86,11 @@ class Config:
     seed: int = bounded(0, at_least=0, at_most=2**32 - 1)  # of parameters and data order
     steps: int = bounded(1000, at_least=1)  # updates in the whole run
     precision: str = choice("bf16", precision.POLICIES)  # a name in precision.POLICIES
-    remat: str = choice("none", remat.POLICIES)  # a name in remat.POLICIES
+    # what layers save for the backward pass: rules, see model/remat.py; "budget" = chosen by memory
+    remat: str = "none"
+    # with remat="budget": GiB that a device may hold at most; 0 = nearly all that it has
+    memory_budget: float = bounded(0.0, at_least=0)
+    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

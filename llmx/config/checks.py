@@ -15,7 +15,7 @@ from llmx.checkpoint import checkpointer, identity
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
-from llmx.model import families
+from llmx.model import families, remat
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedules
@@ -84,6 +84,9 @@ def _sections(config: Config) -> list[str]:
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section):
             found += checked[name] if name in checked else bounds.problems(section, f"{name}.")
+    if not checked["model"]:
+        kinds = sorted(set(config.model.layer_kinds))
+        found += remat.problems(config.remat, config.offload, kinds)
     if config.batch.sequence_length > config.model.max_positions:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "

@@ -79,7 +79,8 @@ def make_execution(
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
     return Execution(
         place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
-        remat=config.remat, attention=config.attention, packed=config.data.pack,
+        remat=config.remat, offloaded=config.offload.saves, attention=config.attention,
+        packed=config.data.pack,
         loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].device_kind),
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ L layers.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
-from llmx.model import dot, embedding, families, losses, remat, rope, turns
+from llmx.model import dot, embedding, families, layers, losses, remat, rope, turns
 from llmx.model.attention import split
 from llmx.model.attention.cache import CACHE, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
@@ -195,9 +194,6 @@ class Apply:
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
-        The layers are scanned in the shortest period of their kinds, then what is left of a period;
-        inside it neighbours of one kind are a scan: the program holds equal neighbours once.
-
         Args:
           blocks: weights of l layers, [l, ...] each.
           x_BTD: input of the first, in the order of `split_rows`, split as between blocks.
@@ -209,42 +205,40 @@ class Apply:
           now: the slot of the first position of x.
         """
         kinds = self.model.layer_kinds if kinds is None else kinds
+        rules = remat.parse(execution.remat, self.kind_names)
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
         place, groups = execution.place, turns.Groups()
         # Weight gradients that are left for later are of one product each.
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
         masks = groups.split_masks(mask, rotations)
-        layers = {
-            kind: self._layer(kind, masks, groups, execution, now) for kind in self.kind_names
-        }
-        x, stacked = groups.split_x(x_BTD, place), (blocks, grad_buffers, cache)
+        layer_of = functools.partial(self._layer, masks, groups, execution, now)
         with execution.policy.products():
-            if isinstance(kinds, tuple):
-                x, cache = _scan_periods(layers, kinds, x, stacked)
-            else:
-                # A stage has layers of other kinds at the same index, or none, than the next.
-                branches = [lambda x, _: (x, None), *layers.values()]
-                x, cache = jax.lax.scan(
-                    lambda x, layer: jax.lax.switch(layer[0] + 1, branches, x, layer[1]),
-                    x, (kinds, stacked),
-                )  # fmt: skip
+            x, cache = layers.scan_layers(
+                layer_of, kinds, groups.split_x(x_BTD, place), blocks, (grad_buffers, cache),
+                names=self.kind_names, rules=rules, offloaded=execution.offloaded,
+            )  # fmt: skip
         return groups.join_x(x, place), cache
 
     def _layer(
-        self, kind: str, masks: list, groups: turns.Groups, execution: Execution, now
-    ) -> Callable:
-        """(x, (weights, gradient buffers, cache) of one layer) -> (x, its cache).
+        self, masks: list, groups: turns.Groups, execution: Execution, now,
+        kind: str, policy: remat.Policy, stack: dict | None,
+    ) -> Callable:  # fmt: skip
+        """(x, (weights, (gradient buffers, cache)) of one layer) -> (x, its cache).
 
-        x is a list with one array for each group, [B/n, T, D] or [B, T/n, D], and `masks` has the
-        mask and rotations of each. Of groups of positions the cache is None.
+        With a `stack`, [l, ...] each, the layer's index stands in the place of its weights. x is a
+        list with one array for each group, [B/n, T, D] or [B, T/n, D], and `masks` has the mask and
+        rotations of each. Of groups of positions the cache is None.
         """
         window = self.model.window if kind == families.LOCAL else 0
         several, by_positions = groups.number > 1, groups.of == turns.POSITIONS
+        execution = dataclasses.replace(execution, recomputed=policy.saved is not None)
 
         def layer(x, arrays):
-            weights, grad_buffers, cache = arrays
-            if several and execution.remat != "none":
+            weights, (grad_buffers, cache) = arrays
+            if stack is not None:
+                weights = jax.tree.map(functools.partial(_row, index=weights), stack)
+            if several and execution.recomputed:
                 weights = self._gathered(weights, execution)
             out, keys_and_values = [], () if by_positions else cache
             for group, (mask, rotations), buffers in zip(
@@ -260,7 +254,7 @@ class Apply:
                 out.append(x_BTD)
             return out, None if by_positions else keys_and_values
 
-        return remat.checkpointed(layer, execution.remat)
+        return remat.checkpointed(layer, policy, execution.offloaded)
 
     def _gathered(self, weights: dict, execution: Execution) -> dict:
         """The weights of a layer, those that products take gathered: once for all groups."""
@@ -276,41 +270,8 @@ class Apply:
         return tuple(sorted(set(self.model.layer_kinds)))
 
 
-def _scan_periods(layers: dict[str, Callable], kinds: tuple[str, ...], x, stacked):
-    """x after layers of these kinds, and their stacked second results."""
-    num = len(kinds)
-    size = next(n for n in range(1, num + 1) if kinds == (kinds[:n] * num)[:num])
-    if size == 1:
-        return jax.lax.scan(layers[kinds[0]], x, stacked)
-    end = num // size * size
-    groups = jax.tree.map(lambda array: sharding.regrouped(array[:end], size), stacked)
-    x, caches = jax.lax.scan(
-        lambda x, group: _scan_series(layers, kinds[:size], x, group), x, groups
-    )
-    caches = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), caches)
-    if end < num:
-        x, last = _scan_series(layers, kinds[end:], x, _rows(stacked, end))
-        caches = _concatenated(caches, last)
-    return x, caches
-
-
-def _scan_series(layers: dict[str, Callable], kinds: tuple[str, ...], x, stacked):
-    """`_scan_periods` for one period: a scan for each series of neighbours of one kind."""
-    caches, first = [], 0
-    for kind, series in itertools.groupby(kinds):
-        end = first + len(list(series))
-        x, cache = jax.lax.scan(layers[kind], x, _rows(stacked, first, end))
-        caches.append(cache)
-        first = end
-    return x, _concatenated(*caches)
-
-
-def _rows(tree, first: int, end: int | None = None):
-    return jax.tree.map(lambda array: array[first:end], tree)
-
-
-def _concatenated(*trees):
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *trees)
+def _row(stack: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
 def self_mask(segments_BT, positions_BT, execution: Execution) -> Mask:

@@ -37,7 +37,7 @@ TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     """Parameters by part; "padding" is what `vocab_multiple` adds to both tables of tokens."""
     D, L, H, V = model.width, model.num_layers, model.head_dim, model.vocab_size
-    attention, mlp = _weights_of_block(model)
+    attention, mlp = weights_of_block(model)
     if model.bias:
         attention += H * (model.num_heads + 2 * model.num_kv_heads) + D
         mlp += (2 if model.gated_mlp else 1) * model.mlp_dim + D
@@ -55,8 +55,8 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def _weights_of_block(model: ModelConfig) -> tuple[int, int]:
-    """Of the projections of attention, and of the MLP, in one block."""
+def weights_of_block(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of the projections of attention, and of the MLP, in one block."""
     D, H, N, K = model.width, model.head_dim, model.num_heads, model.num_kv_heads
     matrices = 3 if model.gated_mlp else 2
     return D * H * (N + 2 * K) + N * H * D, matrices * D * model.mlp_dim
@@ -95,10 +95,10 @@ def forward_flops_by_part(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> dict[str, float]:
     """Forward FLOPs per token of the attention projections, the scores, the MLP and the head."""
-    projections, mlp = _weights_of_block(model)
+    projections, mlp = weights_of_block(model)
     return {
         "projections": 2.0 * model.num_layers * projections,
-        "scores": sum(_scores_by_block(model, sequence_length, causal)),
+        "scores": sum(scores_by_block(model, sequence_length, causal)),
         "mlp": 2.0 * model.num_layers * mlp,
         "head": 2.0 * model.width * model.vocab_size,
     }
@@ -139,64 +139,11 @@ def forward_flops_by_layer(
     """FLOPs of the forward pass per token of each layer. The embedding, a lookup, has none."""
     parts = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)
     products = (parts["projections"] + parts["mlp"]) / model.num_layers
-    scores = _scores_by_block(model, sequence_length, causal)
+    scores = scores_by_block(model, sequence_length, causal)
     return [0.0, *[products + flops for flops in scores], parts["head"]]
 
 
-def recomputed_flops_by_layer(
-    model: ModelConfig, *, sequence_length: int, remat: str, loss_chunks: int, causal: bool = True
-) -> list[float]:
-    """FLOPs per token of the forward pass that the backward pass repeats, by layer.
-
-    Only what gradients need: a block's last product is repeated where a norm follows it. What an
-    attention kernel repeats by itself is left out. `remat` is a name in `remat.POLICIES`. With
-    several `loss_chunks` logits are not saved.
-    """
-    D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
-    # Into the MLP, and out of it where the result is an input of a norm.
-    mlp = 2.0 * ((2 if model.gated_mlp else 1) + model.post_norms) * D * model.mlp_dim
-    # Queries and keys are saved as attention takes them: normalised, where the family does that.
-    before_norms = 2.0 * D * H * (N + K) if model.qk_norm else 0.0
-    products, with_scores = {
-        "none": (0.0, False),
-        "dots": (0.0, True),
-        "names": (before_norms + 2.0 * N * H * D + mlp, False),
-        "full": (2.0 * _weights_of_block(model)[0] + mlp, True),
-    }[remat]
-    scores = _scores_by_block(model, sequence_length, causal)
-    head = 2.0 * D * model.vocab_size if loss_chunks > 1 else 0.0
-    return [0.0, *[products + with_scores * flops for flops in scores], head]
-
-
-def saved_bytes_by_layer(
-    model: ModelConfig, *, remat: str, loss_chunks: int, compute_bytes: int
-) -> list[int]:
-    """Bytes per token of the activations that each layer saves for its backward pass.
-
-    As jax traces it, with an attention kernel that saves no scores, and without the statistics of
-    norms; a compiler may save less. `remat` and `loss_chunks`: see `recomputed_flops_by_layer`.
-    `compute_bytes`: of a number in the compute dtype; norms, logits, log-sum-exps are in fp32.
-    """
-    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
-    num_norms = 4 if model.post_norms else 2
-    queries_keys_values = (N + 2 * K) * H
-    mlp_inputs = (2 if model.gated_mlp else 1) * F
-    # Input, inputs and output of attention, inputs of the MLP's activation; a norm saves its input,
-    # normalised and scaled.
-    activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)
-    normed = num_norms * D + ((N + K) * H if model.qk_norm else 0)
-    in_compute_dtype, in_fp32 = {
-        "none": (2 * D + queries_keys_values + N * H + activation, 3 * normed + N),
-        "dots": ((num_norms // 2 + 1) * D + queries_keys_values + mlp_inputs, 0),
-        "names": (D + queries_keys_values + N * H, N),
-        "full": (D, 0),
-    }[remat]
-    logits = model.padded_vocab if loss_chunks == 1 else 0
-    block = compute_bytes * in_compute_dtype + 4 * in_fp32
-    # Token ids; and into the head, the last norm's arrays, log Z and the target.
-    return [4, *[block] * model.num_layers, compute_bytes * D + 4 * (3 * D + logits + 2)]
-
-
-def _scores_by_block(model: ModelConfig, sequence_length: int, causal: bool) -> list[float]:
+def scores_by_block(model: ModelConfig, sequence_length: int, causal: bool) -> list[float]:
+    """FLOPs of scores and their sums over values, forward, per token of each of the L layers."""
     keys = keys_per_query(model, sequence_length=sequence_length, causal=causal)
     return [4.0 * model.num_heads * model.head_dim * num for num in keys]

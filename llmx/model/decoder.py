@@ -66,7 +66,10 @@ class Norm(nnx.Module):
 class Projection(nnx.Module):
     """One weight, and a bias where the family has them; multiplied by `dot.dot`."""
 
-    def __init__(self, rngs, shape, axes, *, bias: bool, contracted: int = 1, scale: float = 1.0):
+    def __init__(
+        self, rngs, save: str, shape, axes, *, bias: bool, contracted: int = 1, scale: float = 1.0
+    ):
+        self.save = save  # the name of the product in `remat.SAVES`
         std = scale / math.sqrt(math.prod(shape[:contracted]))
         self.kernel = _weight(rngs, shape, axes, std)
         # A bias along the width is small and stays whole, as norms do.
@@ -77,8 +80,9 @@ class Projection(nnx.Module):
         to = execution.place.activation(out)
         y = dot.dot(
             expression, x, self.kernel.get_value(), out=to, policy=execution.policy,
-            recomputed=execution.remat != "none",
+            recomputed=execution.recomputed,
         )  # fmt: skip
+        y = checkpoint_name(y, self.save)
         return y if self.bias is None else dot.shifted(y, self.bias[...])
 
 
@@ -89,10 +93,15 @@ class Attention(nnx.Module):
         D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
         project = functools.partial(Projection, rngs, bias=model.bias)
         kv_heads = ("embed", "kv_heads", "head_dim")
-        self.query = project((D, N, H), ("embed", "heads", "head_dim"))
-        self.key, self.value = project((D, K, H), kv_heads), project((D, K, H), kv_heads)
+        self.query = project(remat.QUERY, (D, N, H), ("embed", "heads", "head_dim"))
+        self.key = project(remat.KEY, (D, K, H), kv_heads)
+        self.value = project(remat.VALUE, (D, K, H), kv_heads)
         self.out = project(
-            (N, H, D), ("heads", "head_dim", "embed"), contracted=2, scale=_out_scale(model)
+            remat.ATTENTION_OUT,
+            (N, H, D),
+            ("heads", "head_dim", "embed"),
+            contracted=2,
+            scale=_out_scale(model),
         )
         # RMSNorm in every family that normalises them.
         rms = dataclasses.replace(model, norm="rms")
@@ -148,18 +157,20 @@ class Mlp(nnx.Module):
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         D, F = model.width, model.mlp_dim
         project = functools.partial(Projection, rngs, bias=model.bias)
-        self.gate = project((D, F), ("embed", "mlp")) if model.gated_mlp else None
-        self.up = project((D, F), ("embed", "mlp"))
-        self.down = project((F, D), ("mlp", "embed"), scale=_out_scale(model))
+        axes = ("embed", "mlp")
+        self.gate = project(remat.GATE, (D, F), axes) if model.gated_mlp else None
+        self.up = project(remat.UP, (D, F), axes)
+        self.down = project(remat.MLP_OUT, (F, D), axes[::-1], scale=_out_scale(model))
         self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
 
     def __call__(self, x_BTD, execution: Execution):
-        up_BTF = checkpoint_name(self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution), remat.MLP)
+        up_BTF = self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution)
         if self.gate is None:
             hidden_BTF = self.activation(up_BTF)
         else:
             gate_BTF = self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution)
-            hidden_BTF = self.activation(checkpoint_name(gate_BTF, remat.MLP)) * up_BTF
+            hidden_BTF = self.activation(gate_BTF) * up_BTF
+        hidden_BTF = checkpoint_name(hidden_BTF, remat.HIDDEN)
         return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, execution)
 
 
@@ -181,11 +192,13 @@ class Block(nnx.Module):
         # Between blocks positions are split over `tensor` too; inside, each device needs them all.
         y_BTD = self.attention_norm(x_BTD)
         y_BTD = execution.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
+        y_BTD = checkpoint_name(y_BTD, remat.ATTENTION_NORM)
         y_BTD, cache = self.attention(y_BTD, rotation, mask, window, execution, cache, now)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + y_BTD
         y_BTD = execution.place.constrain(self.mlp_norm(x_BTD), INSIDE, multiplied_into=("mlp",))
+        y_BTD = checkpoint_name(y_BTD, remat.MLP_NORM)
         y_BTD = self.mlp(y_BTD, execution)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)

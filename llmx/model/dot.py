@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.model import precision, remat
+from llmx.model import precision
 from llmx.sharding import mesh_axes
 
 
@@ -152,8 +151,6 @@ def _dot(product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradO
 def _dot_forward(product, x, weight, buffer):
     whole, of_whole = gathered(weight, x.dtype), product.gathered
     out = _contracted(product.expression, x, whole, product.x, of_whole, product.out, x.dtype)
-    # A policy that kept the product itself would keep it before its sum over devices.
-    out = checkpoint_name(out, remat.PRODUCT)
     return out, (x, whole if product.recomputed else weight)
 
 

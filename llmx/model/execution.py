@@ -14,7 +14,9 @@ class Execution:
 
     place: sharding.Placement  # mesh and layout
     policy: precision.Policy
-    remat: str = "none"  # a name in `remat.POLICIES`
+    remat: str = "none"  # rules, see `llmx.model.remat`
+    offloaded: tuple[str, ...] = ()  # of `remat.SAVES`, those that are saved in host memory
+    recomputed: bool = False  # in a layer: its products are made again before their gradients
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     packed: bool = True  # rows may hold several documents
     loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size

@@ -1,35 +1,237 @@
 """Activation checkpointing: what the forward pass saves for the backward pass, by name.
 
-The model names values by `jax.ad_checkpoint.checkpoint_name`; a policy says which are saved. Others
-are computed again, layer by layer. Sources: arXiv 1604.06174; selective, arXiv 2205.05198.
+The model names values by `jax.ad_checkpoint.checkpoint_name`. A policy says which of them a layer
+saves; all else is computed again, layer by layer. With segments only the input of each segment of
+layers is saved, and the segment's layers are run again before their backward pass, in which they
+save what the policy says. Saved values may be kept in host memory.
+
+The config's `remat` is a list of rules, "where=policy" with commas between; the first that holds
+for a layer decides:
+
+    full                            all layers
+    local=full,global=names         by kind of layer
+    :20=full,attention+gate+up      layers 0 to 19, and the others
+    every_4+attention               segments of 4 layers
+
+A policy is one of `POLICIES`, or names of `SAVES` with + between, which `sqrt` or `every_N` may
+precede. In a pipeline layers are counted within each model chunk.
+
+Sources: arXiv 1604.06174; selective, arXiv 2205.05198; offload, arXiv 1602.08124.
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-# The names that the model gives, per layer, in order of appearance, each with its logical size:
-#   query_key_value  B T (N+2K) H     attention  B T N H     mlp  B T F (twice if gated)
-# and every product with a weight, when its sum over devices is done:
-#   product          B T (N+2K) H + B T D + B T F (twice if gated) + B T D
-QUERY_KEY_VALUE, ATTENTION, MLP, PRODUCT = "query_key_value", "attention", "mlp", "product"
+from llmx.runtime import bounds
 
-_policies = jax.checkpoint_policies
+# What the model names in each layer, in order of appearance, with its logical size.
+INPUT = "input"  # B T D, saved by every policy
+ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"  # B T D, what products take
+QUERY, KEY, VALUE = "query", "key", "value"  # B T N H, B T K H: products
+QUERY_KEY_VALUE = "query_key_value"  # the same, normalised and rotated: what attention takes
+ATTENTION = "attention"  # B T N H, with the log-sum-exp of scores
+ATTENTION_OUT, MLP_OUT = "attention_out", "mlp_out"  # B T D: products
+GATE, UP = "gate", "up"  # B T F: products
+HIDDEN = "hidden"  # B T F: what the MLP's last product takes
+PRODUCTS = (QUERY, KEY, VALUE, ATTENTION_OUT, GATE, UP, MLP_OUT)
+SAVES = (
+    INPUT, ATTENTION_NORM, QUERY, KEY, VALUE, QUERY_KEY_VALUE, ATTENTION, ATTENTION_OUT, MLP_NORM,
+    GATE, UP, HIDDEN, MLP_OUT,
+)  # fmt: skip
+# Of the segments that `sqrt` and `every_N` make.
+_SEGMENT_INPUT = "segment_input"
+_EVERY = re.compile(r"every_([1-9][0-9]*)")
 
-POLICIES: dict[str, Callable | None] = {
-    "none": None,  # keep everything: fastest, most memory
-    "full": _policies.nothing_saveable,  # keep the input of each layer only: one more forward pass
-    "dots": _policies.save_only_these_names(PRODUCT),  # keep products with weights, not scores
+
+@dataclasses.dataclass
+class OffloadConfig:
+    """What is kept in the memory of the host."""
+
+    saves: tuple[str, ...] = ()  # of what layers save: names in remat.SAVES
+    optimizer: bool = False  # the optimizer's moments of the layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What layers save."""
+
+    saved: frozenset[str] | None = frozenset()  # None: everything
+    segment: int = 1  # layers of a segment; 0 = about the square root of their number
+
+
+POLICIES: dict[str, Policy] = {
+    "none": Policy(None),  # keep everything: fastest, most memory
+    "full": Policy(),  # keep the input of each layer only: one more forward pass
+    "dots": Policy(frozenset(PRODUCTS)),  # keep products with weights, not scores
     # Keep what attention takes and gives; norms and MLP are recomputed.
-    "names": _policies.save_only_these_names(QUERY_KEY_VALUE, ATTENTION),
+    "names": Policy(frozenset((QUERY_KEY_VALUE, ATTENTION))),
+    # Keep the input of about sqrt(L) segments: up to two more forward passes.
+    "sqrt": Policy(segment=0),
 }
+BUDGET = "budget"  # chosen by `llmx.aot.budget`
 
 
-def checkpointed(function: Callable, policy: str) -> Callable:
-    """`function` that saves what `POLICIES[policy]` says; ValueError for an unknown policy."""
-    if policy not in POLICIES:
-        raise ValueError(f"remat {policy!r} is unknown: use one of {', '.join(POLICIES)}")
-    if policy == "none":
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A policy, and the layers that it holds for."""
+
+    policy: Policy
+    text: str  # of the policy
+    kind: str = ""  # "" = any
+    first: int = 0
+    end: int | None = None  # None: to the last
+
+    def holds(self, layer: int, kind: str) -> bool:
+        inside = self.first <= layer and (self.end is None or layer < self.end)
+        return inside and self.kind in ("", kind)
+
+
+def parse(text: str, kinds: Sequence[str]) -> tuple[Rule, ...]:
+    """The rules of the config's `remat`, for a model with these kinds of layers.
+
+    Raises ValueError, naming the part that is wrong and what it may be.
+    """
+    rules = tuple(_rule(part.strip(), kinds) for part in text.split(","))
+    if any(rule.kind for rule in rules) and any(rule.policy.segment != 1 for rule in rules):
+        raise ValueError(
+            f"remat={text!r}: segments are of neighbouring layers of all kinds: give sqrt or "
+            "every_N for all layers or for FIRST:END, without policies for one kind"
+        )
+    if not _complete(rules, kinds):
+        raise ValueError(
+            f"remat={text!r} leaves layers without a policy: end it with a policy for all, "
+            f"as in '{text},full'"
+        )
+    return rules
+
+
+def _complete(rules: Sequence[Rule], kinds: Sequence[str]) -> bool:
+    everywhere = [rule.kind for rule in rules if rule.first == 0 and rule.end is None]
+    return "" in everywhere or set(kinds) <= set(everywhere)
+
+
+def _rule(text: str, kinds: Sequence[str]) -> Rule:
+    where, equals, policy = text.rpartition("=")
+    if not equals:
+        return Rule(_policy(text), text)
+    if span := re.fullmatch(r"(\d*):(\d*)", where):
+        first, end = (int(number) if number else None for number in span.groups())
+        if end is not None and end <= (first or 0):
+            raise ValueError(f"remat: {where!r} has no layers: use FIRST:END with FIRST below END")
+        return Rule(_policy(policy), policy, first=first or 0, end=end)
+    if where not in kinds:
+        raise ValueError(
+            f"remat: {where!r} is no kind of layer of this model: use {' or '.join(kinds)}, or "
+            "FIRST:END for some of the layers"
+        )
+    return Rule(_policy(policy), policy, kind=where)
+
+
+def _policy(text: str) -> Policy:
+    if text in POLICIES:
+        return POLICIES[text]
+    segment, saved = 1, frozenset()
+    for number, name in enumerate(text.split("+")):
+        every = _EVERY.fullmatch(name)
+        if number == 0 and (every or name == "sqrt"):
+            segment = int(every.group(1)) if every else 0
+        elif name in POLICIES and POLICIES[name].segment == 1:
+            of_policy = POLICIES[name].saved
+            saved = None if None in (saved, of_policy) else saved | of_policy
+        elif name in SAVES:
+            saved = None if saved is None else saved | {name}
+        else:
+            raise ValueError(
+                f"remat={name!r} is unknown: {bounds.use_one_of(name, (*POLICIES, BUDGET))}, or "
+                f"names of {', '.join(SAVES)} with + between, behind sqrt or every_N"
+            )
+    return Policy(saved, segment)
+
+
+def problems(text: str, offload: OffloadConfig, kinds: Sequence[str]) -> list[str]:
+    """What is wrong with a config's `remat` and `offload`, each with its remedy."""
+    found = []
+    for name in offload.saves:
+        if name not in SAVES:
+            found.append(f"offload.saves: {name!r} is unknown: {bounds.use_one_of(name, SAVES)}")
+    if text == BUDGET:
+        return found
+    try:
+        rules = parse(text, kinds)
+    except ValueError as error:
+        return [*found, str(error)]
+    if offload.saves and any(rule.policy.saved is None for rule in rules):
+        found.append(
+            f"offload.saves={offload.saves} with remat={text!r}, of which a part keeps everything "
+            "on the device: name what is saved there, for example remat='dots'"
+        )
+    return found
+
+
+def series(rules: Sequence[Rule], num_layers: int) -> Iterator[tuple[int, int, Callable]]:
+    """(first, end, kind -> Policy) of the longest runs of layers for which the same rules hold."""
+    bounds = {0, num_layers}
+    for rule in rules:
+        bounds |= {min(n, num_layers) for n in (rule.first, rule.end) if n is not None}
+    for first, end in itertools.pairwise(sorted(bounds)):
+        yield first, end, functools.partial(policy_of, rules, first)
+
+
+def policy_of(rules: Sequence[Rule], layer: int, kind: str) -> Policy:
+    """What one layer saves."""
+    return next(rule.policy for rule in rules if rule.holds(layer, kind))
+
+
+def segment_size(policy: Policy, num_layers: int, period: int = 1) -> int:
+    """Layers of each segment but the last, in whole periods; 1 layer without segments.
+
+    Where it is to be chosen, the fewest inputs are saved: of segments, and of one segment's layers.
+    """
+    if policy.segment == 1:
+        return 1
+    if policy.segment:
+        return min(-(-policy.segment // period) * period, num_layers)
+    sizes = range(period, num_layers + 1, period)
+    return min(sizes, key=lambda size: (-(-num_layers // size) + size, size))
+
+
+def checkpointed(function: Callable, policy: Policy, offloaded: Sequence[str] = ()) -> Callable:
+    """`function(x, arrays)`, a layer, that saves what the policy says.
+
+    Those of `SAVES` that are `offloaded` are saved too, in host memory.
+    """
+    if policy.saved is None:
         return function
     # Inside a scan the loop already keeps forward and backward apart: preventing CSE only costs.
-    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=False)
+    return _checkpoint(function, INPUT, policy.saved, offloaded, prevent_cse=False)
+
+
+def checkpointed_segment(function: Callable, offloaded: Sequence[str] = ()) -> Callable:
+    """`function(x, arrays)`, a series of layers, that saves its input only."""
+    in_host = (_SEGMENT_INPUT,) if INPUT in offloaded else ()
+    return _checkpoint(function, _SEGMENT_INPUT, frozenset(), in_host, prevent_cse=True)
+
+
+def _checkpoint(
+    function, input_name: str, saved: frozenset[str], offloaded: Sequence[str], *, prevent_cse: bool
+):  # fmt: skip
+    policies = jax.checkpoint_policies
+    if not offloaded:
+        policy = policies.save_only_these_names(*sorted(saved))
+    else:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=sorted(saved - set(offloaded)),
+            names_which_can_be_offloaded=sorted(offloaded),
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+
+    def named(x, arrays):
+        return function(checkpoint_name(x, input_name), arrays)
+
+    return jax.checkpoint(named, policy=policy, prevent_cse=prevent_cse)

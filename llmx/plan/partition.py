@@ -43,8 +43,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.model import costs
-from llmx.model import remat as remat_lib
+from llmx.model import costs, remat_costs
 from llmx.model.families import ModelConfig
 from llmx.plan.schedule_report import columns, gib
 
@@ -398,20 +397,20 @@ def layers_of(
       tokens: of a microbatch, on all replicas of a stage.
       sequence_length: tokens of a sequence.
       flops_per_second: that a device reaches, not its peak.
-      remat: a name in `remat.POLICIES`.
+      remat: as in the config.
       loss_chunks: chunks of the vocabulary in the loss (`losses.num_chunks`).
       number_bytes: None = bf16 with a state in fp32.
 
-    Raises ValueError for a model without a vocabulary, and for an unknown remat.
+    Raises ValueError for a model without a vocabulary, and for a wrong remat.
     """
     if not model.vocab_size:
         raise ValueError("model.vocab_size=0 follows the tokenizer: resolve the config first")
-    if remat not in remat_lib.POLICIES:
-        raise ValueError(f"remat {remat!r} is unknown: use one of {', '.join(remat_lib.POLICIES)}")
     size, remat_of = number_bytes or NumberBytes(), dict(remat=remat, loss_chunks=loss_chunks)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length)
-    again = costs.recomputed_flops_by_layer(model, sequence_length=sequence_length, **remat_of)
-    saved = costs.saved_bytes_by_layer(model, compute_bytes=size.compute, **remat_of)
+    again = remat_costs.recomputed_flops_by_layer(
+        model, sequence_length=sequence_length, **remat_of
+    )
+    saved = remat_costs.saved_bytes_by_layer(model, compute_bytes=size.compute, **remat_of)
     parameters = costs.parameters_by_layer(model)
     if model.tied_head:
         parameters[-1] += model.padded_vocab * model.width

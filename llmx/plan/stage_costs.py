@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from llmx import sharding
 from llmx.aot import topologies
 from llmx.config import Config
-from llmx.model import costs, losses, precision
+from llmx.model import costs, losses, precision, remat_costs
 from llmx.pipeline import schedule, schedules, simulate, stages
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.simulate import Timeline
@@ -137,7 +137,7 @@ def make_profile(config: Config, clock: Clock) -> Profile:
     blocks, per_stage = partition.spread(chain(config, clock), model, num_stages=config.mesh.stage)
     length = config.batch.sequence_length
     flops = costs.forward_flops_by_layer(model, sequence_length=length)
-    again = costs.recomputed_flops_by_layer(
+    again = remat_costs.recomputed_flops_by_layer(
         model, sequence_length=length, remat=config.remat, loss_chunks=1
     )
     by_part = costs.forward_flops_by_part(model, sequence_length=length)

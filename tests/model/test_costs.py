@@ -20,13 +20,12 @@ from llmx.model.costs import (
     num_stored_parameters,
     parameters_by_layer,
     parameters_by_part,
-    recomputed_flops_by_layer,
-    saved_bytes_by_layer,
     training_flops_per_token,
 )
 from llmx.model.execution import Execution
 from llmx.model.families import FAMILIES, ModelConfig, preset
 from llmx.model.precision import POLICIES
+from llmx.model.remat_costs import recomputed_flops_by_layer, saved_bytes_by_layer
 from llmx.sharding import AXES, Placement, make_layout, make_mesh
 
 # The Hugging Face models' own counts, tied weights once; of Gemma 3 4B the text model.

@@ -1,126 +1,247 @@
-"""A remat policy keeps for the backward pass what its name says, and changes no number."""
+"""Remat saves for the backward pass what its rules say, and changes no number."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 from llmx import sharding
 from llmx.model import apply as apply_lib
-from llmx.model import families, precision, remat
+from llmx.model import families, precision, remat, remat_costs
+from llmx.model.attention.attend import AttentionConfig
 from llmx.model.execution import Execution
+from llmx.model.remat import OffloadConfig, Policy
 
 # The same operations, fused by the compiler in another order.
 TOLERANCE = 1e-5
 
-# Sizes that tell each intermediate value by its shape alone.
-INPUT, QUERY, ATTENTION, MLP, OUT = 3, 5, 7, 11, 13
+BOTH = ("global", "local")
 
 
-def toy_layer(x, weights):
-    """Products of every name, each followed by something that needs its result to differentiate."""
-    product = lambda x, name: checkpoint_name(x @ weights[name], remat.PRODUCT)  # noqa: E731
-    query = checkpoint_name(product(x, "query"), remat.QUERY_KEY_VALUE)
-    scores = jnp.einsum("bq,bk->bqk", jnp.sin(query), query)
-    attended = jnp.einsum("bqk,ka->ba", jnp.exp(scores), weights["attention"])
-    attended = checkpoint_name(attended, remat.PRODUCT)
-    attended = checkpoint_name(jnp.sin(attended), remat.ATTENTION)
-    hidden = checkpoint_name(product(jnp.cos(attended), "mlp"), remat.MLP)
-    return jnp.sin(product(jnp.tanh(hidden), "out"))
+# ------------------------------------------------------------------------------------ the rules
 
 
-def toy_arrays():
-    keys = iter(jax.random.split(jax.random.key(0), 5))
-    sizes = dict(query=(INPUT, QUERY), attention=(QUERY, ATTENTION), mlp=(ATTENTION, MLP))
-    sizes["out"] = (MLP, OUT)
-    weights = {name: jax.random.normal(next(keys), shape) for name, shape in sizes.items()}
-    return jax.random.normal(next(keys), (2, INPUT)), weights
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("full", [Policy()] * 6),
+        ("names", [Policy(frozenset(("query_key_value", "attention")))] * 6),
+        ("gate+up", [Policy(frozenset(("gate", "up")))] * 6),
+        ("dots+attention", [Policy(frozenset((*remat.PRODUCTS, "attention")))] * 6),
+        (":2=full,none", [Policy()] * 2 + [Policy(None)] * 4),
+        ("1:3=full,4:=up,none", [Policy(None), *[Policy()] * 2, Policy(None)]
+         + [Policy(frozenset(("up",)))] * 2),
+        ("local=none,full", [Policy(None), Policy()] * 3),
+        ("local=none,global=full", [Policy(None), Policy()] * 3),
+        ("sqrt", [Policy(segment=0)] * 6),
+        ("every_3+none", [Policy(None, 3)] * 6),
+        (":4=every_2+gate,full", [Policy(frozenset(("gate",)), 2)] * 4 + [Policy()] * 2),
+    ],
+)  # fmt: skip
+def test_the_first_rule_that_holds_decides(text, expected):
+    rules = remat.parse(text, BOTH)
+    kinds = ("local", "global") * 3
+    assert [remat.policy_of(rules, n, kind) for n, kind in enumerate(kinds)] == expected
 
 
-def kept(policy: str) -> set[tuple[int, ...]]:
-    """Shapes of the intermediate values that the backward pass of the toy layer takes."""
-    x, weights = toy_arrays()
-    _, backward = jax.vjp(remat.checkpointed(toy_layer, policy), x, weights)
-    inputs = {array.shape for array in jax.tree.leaves((x, weights))}
-    return {array.shape for array in jax.tree.leaves(backward)} - inputs
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ful", "did you mean 'full'?"),
+        ("gate+uq", "remat='uq' is unknown"),
+        ("", "remat='' is unknown"),
+        ("full,", "remat='' is unknown"),
+        ("attention+sqrt", "remat='sqrt' is unknown"),
+        ("every_0", "remat='every_0' is unknown"),
+        ("3:3=full,none", "'3:3' has no layers"),
+        ("4:2=full,none", "'4:2' has no layers"),
+        (":3=full", "leaves layers without a policy: end it with a policy for all"),
+        ("local=full", "leaves layers without a policy"),
+        ("dense=full,none", "'dense' is no kind of layer of this model: use global or local"),
+        ("local=full,sqrt", "segments are of neighbouring layers of all kinds"),
+    ],
+)
+def test_wrong_rules_are_named(text, words):
+    (problem,) = remat.problems(text, OffloadConfig(), BOTH)
+    assert words in problem
 
 
-def test_full_keeps_inputs_only():
-    assert kept("full") == set()
+def test_wrong_offload_is_named():
+    (unknown,) = remat.problems("full", OffloadConfig(saves=("inputs",)), BOTH)
+    assert "did you mean 'input'?" in unknown
+    (kept,) = remat.problems(":2=full,none", OffloadConfig(saves=("input",)), BOTH)
+    assert "keeps everything on the device" in kept and "remat='dots'" in kept
+    assert remat.problems("budget", OffloadConfig(saves=("input",)), BOTH) == []
 
 
-def test_names_keeps_what_attention_takes_and_gives():
-    assert kept("names") == {(2, QUERY), (2, ATTENTION)}
+@pytest.mark.parametrize("period", [1, 2, 6])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 12, 26, 53, 61, 64, 80, 126, 127])
+def test_sqrt_saves_few_inputs(num_layers, period):
+    """Of segments, and of the layers of one segment, which are whole periods."""
+    period = min(period, num_layers)
+    size = remat.segment_size(remat.POLICIES["sqrt"], num_layers, period)
+    assert size % period == 0
+    assert -(-num_layers // size) + size <= 2 * math.sqrt(num_layers) + period
 
 
-def test_dots_keeps_products_with_weights_but_no_scores():
-    assert kept("dots") == {(2, QUERY), (2, ATTENTION), (2, MLP), (2, OUT)}
+# ------------------------------------------------------------------------------- in a decoder
 
-
-def test_none_keeps_everything():
-    everything = {(2, QUERY), (2, QUERY, QUERY), (2, ATTENTION), (2, MLP), (2, OUT)}
-    assert kept("none") == everything
-
-
-@pytest.mark.parametrize("policy", remat.POLICIES)
-def test_toy_gradients_are_the_same(policy):
-    x, weights = toy_arrays()
-    loss = lambda function, weights: function(x, weights).sum()  # noqa: E731
-    got = jax.grad(functools.partial(loss, remat.checkpointed(toy_layer, policy)))(weights)
-    want = jax.grad(functools.partial(loss, toy_layer))(weights)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=TOLERANCE), got, want)
-
-
-def test_unknown_policy():
-    with pytest.raises(ValueError, match=r"remat 'some' is unknown: use one of none, full, dots"):
-        remat.checkpointed(toy_layer, "some")
-
-
-# What a decoder keeps per layer, by shape: L = 2 layers, B = 3, T = 5, N = 4, K = 2, H = 6, F = 17.
-L, B, T, N, K, H, D, F = 2, 3, 5, 4, 2, 6, 24, 17
+# By shape: L = 4 layers, B = 3, T = 5, N = 4, K = 2, H = 6, F = 17, D = 24.
+L, B, T, N, K, H, D, F = 4, 3, 5, 4, 2, 6, 24, 17
 QUERIES, KEYS, HIDDEN, STREAM = (N, H), (K, H), (F,), (D,)
-EXPECTED = {
+SAVED = {
     "full": {STREAM: 1},  # the input of each layer
     "names": {STREAM: 1, QUERIES: 2, KEYS: 2},  # and query and attention, key and value
     "dots": {STREAM: 2, QUERIES: 1, KEYS: 2, HIDDEN: 2},  # what a weight gave and is needed again
+    "attention": {STREAM: 1, QUERIES: 1},
+    "query+attention_out": {STREAM: 2, QUERIES: 1},
+    "attention_norm+mlp_norm+hidden": {STREAM: 3, HIDDEN: 1},
 }
 
 
-def decoder_residuals(policy: str) -> list[tuple[int, ...]]:
-    """Shapes, per layer and token, of what the scan over layers keeps for the backward pass."""
+def decoder(**changes):
     config = families.preset(
         "llama3", vocab_size=32, vocab_multiple=32, width=D, num_layers=L, num_heads=N,
-        num_kv_heads=K, head_dim=H, mlp_dim=F,
+        num_kv_heads=K, head_dim=H, mlp_dim=F, **changes,
     )  # fmt: skip
     mesh = sharding.make_mesh({"data": 1}, devices=jax.devices()[:1])
     place = sharding.Placement(mesh, sharding.make_layout("ddp"))
-    execution = Execution(place=place, policy=precision.POLICIES["fp32"], remat=policy)
-    shapes, _ = apply_lib.abstract_parameters(config)
-    apply = apply_lib.Apply(config)
+    return config, Execution(place=place, policy=precision.POLICIES["fp32"])
+
+
+def decoder_residuals(policy: str, config=None, **execution) -> list[tuple[int, ...]]:
+    """Shapes of all that the forward pass of a decoder keeps for the backward pass."""
+    model, plain = decoder() if config is None else (config, decoder()[1])
+    execution = Execution(plain.place, plain.policy, remat=policy, **execution)
+    shapes, _ = apply_lib.abstract_parameters(model)
+    apply = apply_lib.Apply(model)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
 
     def backward(params, batch):
         return jax.vjp(lambda params: apply.losses(params, batch, execution), params)[1]
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(plain.place.mesh):
         leaves = jax.tree.leaves(jax.eval_shape(backward, shapes, batch))
-    return [leaf.shape[3:] for leaf in leaves if leaf.shape[:3] == (L, B, T)]
+    return [leaf.shape for leaf in leaves]
 
 
-@pytest.mark.parametrize("policy", EXPECTED)
+def of_layers(shapes, num_layers: int = L) -> dict[tuple[int, ...], int]:
+    """How many arrays of each shape, per layer and token, are stacked for so many layers."""
+    found = [shape[3:] for shape in shapes if shape[:3] == (num_layers, B, T)]
+    return {shape: found.count(shape) for shape in set(found)}
+
+
+@pytest.mark.parametrize("policy", SAVED)
 def test_the_decoder_keeps_what_the_policy_names(policy):
-    found = decoder_residuals(policy)
-    assert {shape: found.count(shape) for shape in set(found)} == EXPECTED[policy]
+    assert of_layers(decoder_residuals(policy)) == SAVED[policy]
+
+
+def test_ranges_of_layers_keep_what_their_rule_names():
+    shapes = decoder_residuals(":1=full,dots")
+    assert of_layers(shapes, 1) == SAVED["full"]
+    assert of_layers(shapes, 3) == SAVED["dots"]
+
+
+def test_segments_keep_their_inputs_only():
+    shapes = decoder_residuals("sqrt")
+    assert of_layers(shapes, 2) == {STREAM: 1}
+    assert of_layers(shapes) == {}
+    shapes = decoder_residuals("every_3+dots")  # three layers, and one that is left
+    assert of_layers(shapes, 1) == {STREAM: 1} and of_layers(shapes, 3) == {}
+
+
+def test_sqrt_of_64_layers():
+    model, _ = decoder()
+    shapes = decoder_residuals("sqrt", families.dataclasses.replace(model, num_layers=64))
+    size = remat.segment_size(remat.POLICIES["sqrt"], 64)
+    stacked = [shape for shape in shapes if shape[1:3] == (B, T)]
+    assert stacked == [(64 // size, B, T, D)] and 64 // size + size <= 2.2 * math.sqrt(64)
 
 
 def test_the_policies_are_ordered_by_what_they_keep():
     size = {
-        policy: sum(int(np.prod(shape)) for shape in decoder_residuals(policy))
+        policy: sum(math.prod(shape) for shape in decoder_residuals(policy))
         for policy in remat.POLICIES
     }
-    assert size["full"] < size["names"] < size["none"]
+    assert size["sqrt"] < size["full"] < size["names"] < size["none"]
     assert size["full"] < size["dots"] < size["none"]
+
+
+def test_weights_are_not_copied_for_a_part_of_the_layers():
+    """A range of layers, and what is left of a period, take their weights from the whole stack."""
+    model, _ = decoder(layer_pattern=("local", "global", "global"), window=3)
+    for policy in (":1=full,dots", "every_3", "full"):
+        weights = [
+            shape for shape in decoder_residuals(policy, model) if shape[1:] in ((D, F), (F, D))
+        ]
+        assert {shape[0] for shape in weights} <= {L}, policy
+
+
+POLICIES = (
+    *(policy for policy in remat.POLICIES if policy != "none"), "+".join(remat.SAVES),
+    ":1=full,2:3=names,dots", "every_3+attention", ":3=sqrt,hidden", "every_2+none",
+    "global=full,local=none", "1:=every_2,none",
+)  # fmt: skip
+
+
+@functools.cache
+def gradients(policy: str, family: str, offloaded: tuple[str, ...] = ()):
+    """The loss of two rows, and its gradients."""
+    sizes = dict(vocab_size=64, vocab_multiple=32, num_layers=5, window=3) | (
+        dict(layer_pattern=("local", "global", "global")) if family == "gemma3" else {}
+    )
+    model = families.preset(family, **sizes)
+    _, plain = decoder()
+    execution = Execution(
+        plain.place, plain.policy, remat=policy, offloaded=offloaded,
+        attention=AttentionConfig("blockwise"),
+    )  # fmt: skip
+    apply, ids = apply_lib.Apply(model), np.random.default_rng(0).integers(0, 64, (2, 8))
+    batch = dict.fromkeys(("tokens", "targets"), jnp.asarray(ids, jnp.int32))
+    batch |= dict(segment_ids=batch["tokens"] * 0, positions=batch["tokens"] * 0 + jnp.arange(8))
+
+    def loss(params):
+        return apply.losses(params, batch, execution)[0].sum()
+
+    with jax.set_mesh(plain.place.mesh):
+        params = apply_lib.init_parameters(model, 0)
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params))
+
+
+def assert_equal(found, wanted):
+    def one(got, want):
+        near = TOLERANCE * np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=near)
+
+    jax.tree.map(one, found, wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_those_without_remat(policy):
+    family = "llama3" if policy in remat.POLICIES else "gemma3"
+    assert_equal(gradients(policy, family), gradients("none", family))
+
+
+OFFLOADED = [("full", ("input",)), ("sqrt", ("input",)), ("dots", ("gate", "up")),
+             (":2=full,attention", ("attention", "input"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "offloaded"), OFFLOADED)
+def test_gradients_are_the_same_with_offload(policy, offloaded):
+    assert_equal(gradients(policy, "llama3", offloaded), gradients("none", "llama3"))
+
+
+# ------------------------------------------------------------------------------------- its costs
+
+
+@pytest.mark.parametrize("text", ["sqrt", "every_2+dots", ":2=every_2,names", ":1=full,dots"])
+def test_saved_bytes_are_those_of_the_decoder(text):
+    model, _ = decoder()
+    shapes = [s for s in decoder_residuals(text) if s[1:3] == (B, T) and s[3:] in SAVED["dots"]]
+    counted = remat_costs.saved_bytes_by_layer(model, remat=text, loss_chunks=1, compute_bytes=4)
+    without_lse = [4 * N * ("names" in text and n >= 2) for n in range(L)]
+    assert sum(map(math.prod, shapes)) * 4 == B * T * (sum(counted[1:-1]) - sum(without_lse))

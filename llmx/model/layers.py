@@ -1,0 +1,165 @@
+"""Layers one after the other: scanned by the period of their kinds, and in segments.
+
+A layer is a function (x, arrays) -> (x, cache). `stacked` has the arrays of several layers,
+[l, ...] each.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from llmx import sharding
+from llmx.model import remat
+
+
+def scan_layers(
+    layer_of: Callable[..., Callable], kinds: tuple[str, ...] | Array, x: Any, weights: Any,
+    others: Any, *, names: Sequence[str], rules: Sequence[remat.Rule],
+    offloaded: Sequence[str] = (),
+) -> tuple[Any, Any]:  # fmt: skip
+    """x after all layers, and their stacked caches.
+
+    Layers are scanned in the shortest period of their kinds, then what is left of a period; inside
+    it neighbours of one kind are a scan: the program holds equal neighbours once.
+
+    Args:
+      layer_of: (one of `names`, a policy, a stack) -> a layer of that kind, checkpointed. It takes
+        (weights, others) of one layer; with a stack, its index there in the place of the weights.
+      kinds: of the layers; or int32 [l], indices into `names`, if they are known at run time only:
+        -1 is no layer.
+      weights, others: of all layers, [l, ...] each.
+      rules: which policy a layer has; `offloaded`: see `remat.checkpointed`.
+    """
+    caches = []
+    for first, end, policy_of in remat.series(rules, len(kinds)):
+        policies = {kind: policy_of(kind) for kind in names}
+        part, rows, stack = kinds, (weights, others), None
+        whole = (first, end) == (0, len(kinds))
+        if not whole:
+            part, rows = kinds[first:end], _rows(rows, first, end)
+        recomputed = all(policy.saved is not None for policy in policies.values())
+        if recomputed and not (whole and _divides(kinds, policies[names[0]])):
+            # A loop over a part of the weights would take a copy of them.
+            stack = weights
+            rows = jnp.arange(first, end, dtype=jnp.int32), rows[1]
+        scanned = {kind: layer_of(kind, policy, stack) for kind, policy in policies.items()}
+        x, cache = _scan(scanned, part, x, rows, policies[names[0]], offloaded)
+        caches.append(cache)
+    return x, _concatenated(*caches)
+
+
+def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
+    """Whether all layers are whole segments, or whole periods."""
+    period = _period(kinds)
+    return len(kinds) % math.lcm(remat.segment_size(policy, len(kinds), period), period) == 0
+
+
+def _scan(layers: dict[str, Callable], kinds, x, stacked, policy: remat.Policy, offloaded):
+    """`scan_layers` where one rule holds for the layers of each kind."""
+    num, period = len(kinds), _period(kinds)
+    if isinstance(kinds, tuple):
+        scan = functools.partial(_scan_periods, layers, kinds[:period])
+    else:
+        scan, stacked = functools.partial(_scan_branches, layers), (kinds, stacked)
+    if policy.segment == 1:
+        return scan(x, stacked)
+    size = remat.segment_size(policy, num, period)
+    segment, end = remat.checkpointed_segment(scan, offloaded), num // size * size
+    caches = []
+    if end:
+        groups = _regrouped(stacked, end, size)
+        x, cache = jax.lax.scan(segment, x, groups)
+        caches.append(_joined(cache))
+    if end < num:
+        x, cache = segment(x, _rows(stacked, end))
+        caches.append(cache)
+    return x, _concatenated(*caches)
+
+
+def _period(kinds: tuple[str, ...] | Array) -> int:
+    """The fewest layers after which their kinds repeat; 1 where they are not known."""
+    num = len(kinds)
+    if not isinstance(kinds, tuple):
+        return 1
+    return next(n for n in range(1, num + 1) if kinds == (kinds[:n] * num)[:num])
+
+
+def _scan_branches(layers: dict[str, Callable], x, stacked):
+    """x after layers of stages, whose kinds differ at the same index, or which have none there."""
+    branches = [lambda x, _: (x, None), *layers.values()]
+    return jax.lax.scan(
+        lambda x, layer: jax.lax.switch(layer[0] + 1, branches, x, layer[1]), x, stacked
+    )
+
+
+def _scan_periods(layers: dict[str, Callable], period: tuple[str, ...], x, stacked):
+    """x after layers whose kinds repeat `period`, and their stacked second results."""
+    num, size = jax.tree.leaves(stacked)[0].shape[0], len(period)
+    if size == 1:
+        return jax.lax.scan(layers[period[0]], x, stacked)
+    end = num // size * size
+    x, caches = jax.lax.scan(
+        functools.partial(_scan_series, layers, period), x, _regrouped(stacked, end, size)
+    )
+    caches = _joined(caches)
+    if end < num:
+        x, last = _scan_series(layers, period[: num - end], x, _rows(stacked, end))
+        caches = _concatenated(caches, last)
+    return x, caches
+
+
+def _scan_series(layers: dict[str, Callable], kinds: tuple[str, ...], x, stacked):
+    """`_scan_periods` for one period: a scan for each series of neighbours of one kind."""
+    caches, first = [], 0
+    for kind, series in itertools.groupby(kinds):
+        end = first + len(list(series))
+        x, cache = jax.lax.scan(layers[kind], x, _rows(stacked, first, end))
+        caches.append(cache)
+        first = end
+    return x, _concatenated(*caches)
+
+
+def _rows(tree, first: int, end: int | None = None):
+    return jax.tree.map(lambda array: array[first:end], tree)
+
+
+def _regrouped(tree, end: int, size: int):
+    def one(array):
+        differentiated = jnp.issubdtype(array.dtype, jnp.floating)
+        return (_regroup if differentiated else sharding.regrouped)(array[:end], size)
+
+    return jax.tree.map(one, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _regroup(array: Array, size: int) -> Array:
+    return sharding.regrouped(array, size)
+
+
+def _ungroup(size: int, _, gradient: Array) -> tuple[Array]:
+    """Behind a barrier: XLA would move what follows before the change of shape, and keep it."""
+    to = jax.typeof(gradient).sharding.spec
+    whole = jnp.reshape(
+        gradient, (-1, *gradient.shape[2:]),
+        out_sharding=sharding.split_as(to, *to.partitions[1:]),
+    )  # fmt: skip
+    return (jax.lax.optimization_barrier(whole),)
+
+
+_regroup.defvjp(lambda array, size: (_regroup(array, size), None), _ungroup)
+
+
+def _joined(tree):
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), tree)
+
+
+def _concatenated(*trees):
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *trees)
