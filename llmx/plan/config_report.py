@@ -12,7 +12,6 @@ import jax
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.config import Config, checks, flags, utilization
-from llmx.model import precision
 from llmx.pipeline import schedule
 from llmx.plan import layer_times, options, partition, schedule_report, stage_costs
 from llmx.plan.partition import Layer, Partition
@@ -137,8 +136,7 @@ def machine(args: argparse.Namespace, config: Config) -> tuple[float, stage_cost
         times = f"measured on this machine ({jax.devices()[0].device_kind})"
     else:
         share = options.UTILIZATION if args.utilization is None else args.utilization
-        dtype = precision.POLICIES[config.precision].compute.name
-        peak = chip.device_flops(dtype)
+        peak, dtype = chip.peak(utilization.compute_dtype(config))
         clock = functools.partial(partition.layers_of, flops_per_second=share * peak)
         times = (
             f"by FLOPs at {share:.0%} (--utilization) of the {peak / 1e12:g} TFLOP/s in {dtype} of "
