@@ -349,8 +349,8 @@ class Loop:
 
     def __init__(self, config: Config, recipe, dataset, restored, progress):
         from llmx import sharding
+        from llmx.config import utilization
         from llmx.data import loader
-        from llmx.model import costs
         from llmx.runtime import hardware
 
         self.config, self.recipe, self.first = config, recipe, (first := restored.step)
@@ -372,11 +372,13 @@ class Loop:
             dataset, batch_size=config.batch.size, rows=self._rows, start_step=first,
             batch_of=functools.partial(divergence.batch_of, config.rollback),
         )  # fmt: skip
+        reached = None
+        if chip := hardware.this_chip():
+            reached = utilization.of(config, chip, jax.device_count())
+            launch.log(f"peak:  {reached.peak_text()}, for MFU and HFU")
         self.reporter = metrics.Reporter(
             config.workdir, config.metrics, total_steps=config.steps, start_step=first,
-            tokens_per_step=shape[0] * shape[1], num_devices=jax.device_count(),
-            flops_per_token=costs.training_flops_per_token(config.model, sequence_length=shape[1]),
-            chip=hardware.this_chip(), log=launch.log,
+            tokens_per_step=shape[0] * shape[1], reached=reached, log=launch.log,
         )  # fmt: skip
         phases = lambda: progress.seconds  # noqa: E731
         self.goodput = goodput.Meter(config.workdir, phases, self.reporter, start_step=first)

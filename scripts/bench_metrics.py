@@ -17,6 +17,7 @@ import time
 RECORD = {
     "kind": "train", "step": 0, "tokens": 0, "time": 1.7e9, "loss": 2.5, "grad_norm": 1.25,
     "learning_rate": 3e-4, "tokens_per_second": 123456.75, "data_share": 0.01, "mfu": 0.41,
+    "mfu_full": 0.46, "hfu": 0.53,
     "step_seconds": 0.531, "data_seconds": 0.002,
 }  # fmt: skip
 

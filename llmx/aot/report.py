@@ -120,8 +120,15 @@ def _timeline_json(result: Result) -> dict | None:
     return without_events | {
         "hidden": times.hidden,
         "hidden_bytes": _share_of_bytes(result.program),
-        "speed": None if speed is None else dataclasses.asdict(speed),
+        "speed": None if speed is None else _speed_json(speed),
     }
+
+
+def _speed_json(speed: step_time.Speed) -> dict:
+    """MFU and HFU stand beside the rates."""
+    document = dataclasses.asdict(speed)
+    shares = document.pop("shares")
+    return document | shares
 
 
 def _share_of_bytes(program: program_lib.CostReport | None) -> float | None:

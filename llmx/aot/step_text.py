@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from llmx.aot import peak_memory
 from llmx.aot.step_time import Speed
 from llmx.aot.timeline import Exchange, Operation, Timeline
+from llmx.runtime import utilization
 
 _MOST_LINES = 10
 
@@ -31,11 +32,11 @@ def _step(times: Timeline, speed: Speed | None) -> list[str]:
         tokens = f"   {speed.tokens_per_second:,.0f} tokens/s, {each}"
     lines.append(f"  {'step':20}{duration(times.step):>12}{tokens}")
     if speed is not None:
-        hfu = "unknown" if speed.hfu is None else f"{speed.hfu:.1%}"
-        lines.append(
-            f"  {'share of the peak':20}{speed.mfu:>12.1%}   MFU with causal attention; "
-            f"{speed.mfu_full:.1%} with all scores; HFU {hfu}"
-        )
+        program = "unknown" if speed.program is None else f"{speed.program:.1%}"
+        lines += [
+            f"  {'share of the peak':20}{utilization.text(speed.shares)}, of {speed.peak_dtype}",
+            f"  {'':20}the program computes {program}: what kernels repeat, too",
+        ]
     exposed = f"{times.exposed / times.step:.1%} of the step" if times.step else ""
     hidden = f"{times.hidden:.0%} of {duration(times.communication)} is hidden"
     lines += [

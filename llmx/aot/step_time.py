@@ -8,19 +8,20 @@ from jax.sharding import Mesh
 from llmx import config
 from llmx.aot import core_times, links, timeline, topologies
 from llmx.aot.timeline import Timeline
+from llmx.config import utilization
 from llmx.model import costs
 from llmx.model.families import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What the estimated time of a step means. MFU and HFU are shares of the peak FLOP/s."""
+    """What the estimated time of a step means."""
 
     tokens_per_second: float  # of the whole machine
     tokens_per_second_per_device: float
-    mfu: float  # causal attention counted by half
-    mfu_full: float  # all of attention's scores counted
-    hfu: float | None  # what the program computes, recomputation and kernels included
+    peak_dtype: str  # the shares are of the peak FLOP/s in this type
+    shares: dict[str, float]  # by figure of `llmx.runtime.utilization`
+    program: float | None  # share that the program computes, all that its kernels repeat included
 
 
 def visible_share(model: ModelConfig, *, sequence_length: int) -> float:
@@ -73,13 +74,9 @@ def speed_of(
 
     `flops`: that one device computes in matrix products; None: unknown.
     """
-    length, devices = run.batch.sequence_length, topology.num_devices
-    tokens = run.batch.size * length / times.step
-    peak = topology.chip.device_flops()
-
-    def mfu(causal: bool) -> float:
-        each = costs.training_flops_per_token(run.model, sequence_length=length, causal=causal)
-        return each * tokens / devices / peak
-
-    hfu = None if flops is None else (flops + times.kernel_flops) / times.step / peak
-    return Speed(tokens, tokens / devices, mfu(True), mfu(False), hfu)
+    tokens = run.batch.size * run.batch.sequence_length / times.step
+    reached = utilization.of(run, topology.chip, topology.num_devices)
+    peak, dtype = topology.chip.peak(reached.dtype)
+    program = None if flops is None else (flops + times.kernel_flops) / times.step / peak
+    each = tokens / topology.num_devices
+    return Speed(tokens, each, dtype, reached.shares(tokens), program)

@@ -4,19 +4,19 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.config import Config, checks, flags
-from llmx.model import precision
+from llmx.config import Config, checks, flags, utilization
 from llmx.pipeline import schedule
 from llmx.plan import layer_times, options, partition, schedule_report, stage_costs
 from llmx.plan.partition import Layer, Partition
 from llmx.runtime import launch
+from llmx.runtime.utilization import text
 
 # Keys of the config that flags override.
 KEYS = {
@@ -25,6 +25,7 @@ KEYS = {
 }  # fmt: skip
 
 Report = tuple[dict[str, Any], str]  # as JSON and as text
+Shares = Callable[[float], dict[str, float]]
 
 
 def show(
@@ -52,7 +53,8 @@ def show(
         planned, equal = stage_costs.replicated(
             config, layers, args.devices // group, num_stages=args.stages, **limits
         )
-        return _show_replicated(head, layers, planned, equal, group)
+        shares = shares_of(args, config, planned.num_devices * group)
+        return _show_replicated(head, layers, planned, equal, group, shares)
     profile = stage_costs.make_profile(config, clock)
     comparison = stage_costs.compare_cuts(config, profile, **limits)
     table, best = comparison.table, comparison.cuts["planned"]
@@ -60,7 +62,17 @@ def show(
     own = bool(config.pipeline.table)
     report = schedule_report.summary(table, facts, best.barriers, best.free, own=own)
     schedule_report.write(table, facts, best.timeline, picture=args.out, csv=args.csv)
-    return _show_cuts(head, report, comparison)
+    devices = math.prod(vars(config.mesh)[axis] for axis in sharding.AXES)
+    return _show_cuts(head, report, comparison, shares_of(args, config, devices))
+
+
+def shares_of(args: argparse.Namespace, config: Config, num_devices: int) -> Shares:
+    """MFU and HFU by the seconds of a step; none where `--chip` does not say what runs it."""
+    if args.chip is None or args.measure:
+        return lambda seconds: {}
+    reached = utilization.of(config, stage_costs.chip_named(args.chip), num_devices)
+    tokens = config.batch.size * config.batch.sequence_length
+    return lambda seconds: reached.shares(tokens / seconds)
 
 
 def apply_flags(args: argparse.Namespace, config: Config) -> list[str]:
@@ -124,8 +136,7 @@ def machine(args: argparse.Namespace, config: Config) -> tuple[float, stage_cost
         times = f"measured on this machine ({jax.devices()[0].device_kind})"
     else:
         share = options.UTILIZATION if args.utilization is None else args.utilization
-        dtype = precision.POLICIES[config.precision].compute.name
-        peak = chip.device_flops(dtype)
+        peak, dtype = chip.peak(utilization.compute_dtype(config))
         clock = functools.partial(partition.layers_of, flops_per_second=share * peak)
         times = (
             f"by FLOPs at {share:.0%} (--utilization) of the {peak / 1e12:g} TFLOP/s in {dtype} of "
@@ -143,14 +154,14 @@ def machine(args: argparse.Namespace, config: Config) -> tuple[float, stage_cost
     return bandwidth, clock, [
         f"{config.model.family}, {config.model.num_layers} layers, on {where}; remat "
         f"{config.remat}; {config.batch.accumulation} microbatches of "
-        f"{stage_costs.tokens_of(config):,} tokens{whose}",
+        f"{utilization.tokens_of(config):,} tokens{whose}",
         f"  times      {times}",
         f"  between    stages {bandwidth / 1e9:g} GB/s ({link})",
     ]  # fmt: skip
 
 
 def _show_cuts(
-    head: list[str], report: dict[str, Any], comparison: stage_costs.Comparison
+    head: list[str], report: dict[str, Any], comparison: stage_costs.Comparison, shares: Shares
 ) -> Report:
     cuts = comparison.cuts
     best, equal = cuts["planned"], cuts["equal"]
@@ -158,10 +169,10 @@ def _show_cuts(
     if best.planned is not None:
         lines.append("by the planner's formula, on one device of each stage:")
         lines += [partition.describe(best.planned, comparison.profile.blocks), ""]
-    rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device")]
+    rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device", "")]
     for name, cut in cuts.items():
-        memory = schedule_report.gib(cut.memory_bytes)
-        rows.append((name, cut.layers, _ms(cut.barriers), _ms(cut.free), memory))
+        memory, reached = schedule_report.gib(cut.memory_bytes), text(shares(cut.barriers))
+        rows.append((name, cut.layers, _ms(cut.barriers), _ms(cut.free), memory, reached))
     lines += schedule_report.columns(rows)
     gain = equal.barriers / best.barriers
     if gain > 1 + partition.RELATIVE_TIE:
@@ -172,7 +183,7 @@ def _show_cuts(
     of_cuts = {
         name: {
             "layers": cut.layers, "barriers": cut.barriers, "free_running": cut.free,
-            "memory_bytes": cut.memory_bytes,
+            "memory_bytes": cut.memory_bytes, **shares(cut.barriers),
         }
         for name, cut in cuts.items()
     }  # fmt: skip
@@ -181,7 +192,7 @@ def _show_cuts(
 
 def _show_replicated(
     head: list[str], layers: Sequence[Layer], planned: Partition, equal: Partition | None,
-    group: int,
+    group: int, shares: Shares,
 ) -> Report:  # fmt: skip
     lines = [*head, "", partition.describe(planned, layers), ""]
     if group > 1:
@@ -197,11 +208,16 @@ def _show_replicated(
             f"equal stages, {partition.to_counts(equal)} on {equal.stages[0].replicas} each: "
             f"{_ms(equal.step_seconds)} a step, planned {_ms(planned.step_seconds)}"
         )
+    if reached := text(shares(planned.step_seconds)):
+        lines.append(f"planned: {reached}")
     lines.append(
         "llmx.train does not run this plan: its stages share embedding and head and have as many "
         "devices each; without --replicate those are planned"
     )
-    report = {"head": head, "planned": _json(planned), "equal": equal and _json(equal)}
+    report = {
+        "head": head, "planned": _json(planned) | shares(planned.step_seconds),
+        "equal": equal and _json(equal) | shares(equal.step_seconds),
+    }  # fmt: skip
     return report, "\n".join(lines)
 
 

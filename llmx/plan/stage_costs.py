@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 from llmx import sharding
 from llmx.aot import topologies
-from llmx.config import Config
-from llmx.model import costs, losses, precision, remat_costs
+from llmx.config import Config, utilization
+from llmx.model import costs, precision, remat_costs
 from llmx.pipeline import schedule, schedules, simulate, stages
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.simulate import Timeline
@@ -86,26 +86,17 @@ def _number_bytes(config: Config) -> partition.NumberBytes:
     return partition.NumberBytes(compute=policy.compute.itemsize, reduce=policy.reduce.itemsize)
 
 
-def tokens_of(config: Config) -> int:
-    """Tokens of a microbatch on one replica."""
-    replicas = math.prod(vars(config.mesh)[axis] for axis in sharding.BATCH_AXES)
-    rows = config.batch.size // (replicas * config.batch.accumulation)
-    return rows * config.batch.sequence_length
-
-
 def chain(config: Config, clock: Clock) -> list[Layer]:
     """Embedding, blocks and head: a microbatch on one device of a replica.
 
     A replica is the devices that `sequence` and `tensor` split it over.
     """
     mesh, model = config.mesh, config.model
-    rows = model.padded_vocab // (mesh.stage * mesh.tensor)
-    tokens = tokens_of(config)
-    chunks = config.loss.chunks or losses.num_chunks(tokens // mesh.sequence, rows)
     number = _number_bytes(config)
     layers = clock(
-        model, tokens=tokens, sequence_length=config.batch.sequence_length, remat=config.remat,
-        loss_chunks=chunks, number_bytes=number,
+        model, tokens=utilization.tokens_of(config), remat=config.remat,
+        sequence_length=config.batch.sequence_length, number_bytes=number,
+        loss_chunks=utilization.loss_chunks(config),
     )  # fmt: skip
     tables = vars(sharding.LAYOUTS[config.sharding.layout])
     # Bytes of a matrix's number, as the layout splits the matrix on a stage.
@@ -157,7 +148,7 @@ def _factor_bytes(config: Config) -> int:
     inward = 2 if model.gated_mlp else 1
     whole = (3 + 1 + inward + 1) * D  # into queries, keys, values and MLP, out of both halves
     split = (N + 2 * K) * H + N * H + inward * F + F  # over `tensor`
-    tokens = tokens_of(config) // mesh.sequence
+    tokens = utilization.tokens_of(config) // mesh.sequence
     return math.ceil(_number_bytes(config).compute * tokens * (whole + split / mesh.tensor))
 
 

@@ -13,6 +13,7 @@ for the network "DGX A100", "DGX H100/H200", "DGX B200".
 """
 
 import dataclasses
+import re
 
 GIB = 2**30
 
@@ -39,6 +40,16 @@ class Chip:
                 f"{self.name} has no published FLOP/s for {dtype!r}: use one of {list(self.flops)}"
             )
         return self.flops[dtype] / self.devices_per_chip
+
+    def peak(self, dtype: str) -> tuple[float, str]:
+        """Peak FLOP/s of one jax device for factors of a numpy type, and the type it is of.
+
+        That of bfloat16 where none is published: such products are computed in bfloat16.
+        """
+        width = re.match(r"float[48](?=_|$)", dtype)
+        name = width[0] if width else dtype
+        name = name if name in self.flops else "bfloat16"
+        return self.device_flops(name), name
 
     @property
     def device_hbm_bytes(self) -> int:

@@ -11,8 +11,7 @@
 
 None of them ends a run: see `auxiliary`.
 
-Rates follow PaLM (arXiv 2204.02311, appendix B): MFU is the model's training FLOPs per second
-(costs.py; recomputation not counted) over the chips' peak in bfloat16, whatever type the run uses.
+MFU and HFU are the figures of `llmx.runtime.utilization`.
 """
 
 import collections
@@ -29,11 +28,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmx.runtime import plot, spikes
+from llmx.runtime import plot, spikes, utilization
 from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.bounds import bounded, choice
-from llmx.runtime.hardware import Chip
 from llmx.runtime.records import EVENTS, RECORDS, EventFile, RecordFile
+from llmx.runtime.utilization import Utilization
 
 REFRESH_SECONDS = 0.25  # of the live line: 4 a second reads as live and costs 0.1% of a core
 RECENT = 64  # steps that the shown rates are taken over
@@ -97,21 +96,19 @@ class Reporter(contextlib.ExitStack):
 
     def __init__(
         self, workdir: str | os.PathLike, config: MetricsConfig, *,
-        total_steps: int, tokens_per_step: int, flops_per_token: float = 0.0,
-        chip: Chip | None = None, num_devices: int = 1, start_step: int = 0,
-        log: Callable[[str], None] | None = None,
+        total_steps: int, tokens_per_step: int, reached: Utilization | None = None,
+        start_step: int = 0, log: Callable[[str], None] | None = None,
     ):  # fmt: skip
         """Open the files; records after `start_step`, left by a killed run, are dropped.
 
-        flops_per_token: training FLOPs (forward and backward); with `chip` it gives the MFU.
+        reached: gives MFU and HFU for a rate of tokens; None: an unknown chip, neither is shown.
         start_step: updates that the restored state has behind it; 0 begins the files afresh.
         log: prints one line. Default: print to stdout.
         """
         super().__init__()
         self._config, self._workdir = config, pathlib.Path(workdir)
         self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
-        peak = chip.device_flops("bfloat16") * num_devices if chip else math.inf
-        self._mfu_per_rate = flops_per_token / peak  # times tokens/s gives the MFU
+        self._reached = reached
         self._recent = collections.deque(maxlen=RECENT)  # (step_seconds, data_seconds)
         self._first = None  # (step, time) of the first report
         self._refreshed = -math.inf
@@ -205,13 +202,13 @@ class Reporter(contextlib.ExitStack):
             self._show(self._display.note, text)
 
     def rates(self) -> dict[str, float]:
-        """Over the recent steps: tokens_per_second (median), data_share, and mfu where known."""
+        """Over the recent steps: tokens_per_second (median), data_share, MFU, HFU where known."""
         if not self._recent:
             return {}
         steps, data = zip(*self._recent, strict=True)
         rate = self._tokens_per_step / statistics.median(steps)
         found = {"tokens_per_second": rate, "data_share": sum(data) / sum(steps)}
-        return found | ({"mfu": rate * self._mfu_per_rate} if self._mfu_per_rate else {})
+        return found | (self._reached.shares(rate) if self._reached else {})
 
     def _record(self, kind: str, step: int, scalars: dict[str, float]):
         assert not scalars.keys() & {"kind", "step", "tokens", "time"}, "names taken by the record"
@@ -235,7 +232,7 @@ class Reporter(contextlib.ExitStack):
             seconds = self._tokens_per_step / rates["tokens_per_second"]
             pieces += [
                 f"{_count(rates['tokens_per_second'])} tok/s",
-                *([f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []),
+                *filter(None, [utilization.text(rates)]),
                 f"{seconds * 1e3:.4g} ms/step" if seconds < 1 else f"{seconds:.3g} s/step",
                 f"data {rates['data_share']:.1%}",
             ]

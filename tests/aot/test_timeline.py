@@ -406,12 +406,14 @@ def test_bandwidth_and_overlap_order_as_physics_says_and_parts_add_up(seed):
 def test_the_time_as_text():
     lines = [permute("c", 5), work("f", 2), done("c", 5), work("g", 3)]
     times = read(program(lines))
-    speed = step_time.Speed(1234.0, 308.5, 0.4, 0.45, None)
+    shares = {"mfu": 0.4, "mfu_full": 0.45, "hfu": 0.5}
+    speed = step_time.Speed(1234.0, 308.5, "bfloat16", shares, None)
     step, operations, exchanges = step_text.sections(times, speed)
     assert "8.000 s   1,234 tokens/s, 308 of each device" in step[1]
-    assert "40.0%   MFU with causal attention; 45.0% with all scores; HFU unknown" in step[2]
-    assert "3.000 s   37.5% of the step; 40% of 5.000 s is hidden" in step[5]
-    assert "nothing hidden 10.000 s, with half the bandwidth 13.000 s" in step[6]
+    assert "MFU 40.0% (full 45.0%, HFU 50.0%), of bfloat16" in step[2]
+    assert "the program computes unknown" in step[3]
+    assert "3.000 s   37.5% of the step; 40% of 5.000 s is hidden" in step[6]
+    assert "nothing hidden 10.000 s, with half the bandwidth 13.000 s" in step[7]
     assert operations[2].split() == ["3.000", "s", "37.5%", "1", "cycles", "g"]
     assert exchanges[2].split() == ["3.000", "s", "5.000", "s", "1", "collective-permute", "x", "c"]
     empty = timeline.of_steps([])
@@ -535,7 +537,10 @@ def test_the_time_of_a_compiled_step(topology, tmp_path):
     result = compiler.compile(small(), topology)
     times, speed = result.timeline, result.speed
     holds(times)
-    assert 0 < speed.mfu < speed.mfu_full < 1 and speed.mfu < speed.hfu < 1
+    shares = speed.shares
+    assert 0 < shares["mfu"] < shares["mfu_full"] < 1 and shares["mfu"] < shares["hfu"] < 1
+    # The program computes what is counted, and a score or three once more in its kernels.
+    assert shares["hfu"] <= speed.program < 1.1 * shares["hfu"]
     assert speed.tokens_per_second == pytest.approx(16 * 256 / times.step)
     crossing = [one for one in times.exchanges if one.axes and "data" in one.axes]
     assert crossing
@@ -548,7 +553,7 @@ def test_the_time_of_a_compiled_step(topology, tmp_path):
         assert words in text
     assert max(map(len, text.splitlines())) <= report.WIDTH
     document = report.to_json(result)["timeline"]
-    assert document["step"] == times.step and document["speed"]["mfu"] == speed.mfu
+    assert document["step"] == times.step and document["speed"]["mfu"] == shares["mfu"]
 
 
 @pytest.mark.aot

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -94,6 +95,34 @@ def test_a_run_leaves_everything(undisturbed):
     for words in ("parameters", "256 tokens per step", "compiled in", "first step done", "sample:",
                   "def ", "everything is in"):  # fmt: skip
         assert words in said, words
+
+
+# The CPU, as if it were a chip that the table knows.
+AS_A_CHIP = """
+import sys
+from llmx import train
+from llmx.runtime import hardware
+hardware.this_chip = lambda: hardware.CHIPS["tpu_v5e"]
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_on_a_known_chip_shows_mfu_and_hfu(scratch):
+    workdir = scratch / "shares"
+    flags = ["--config", str(scratch / "run.py"), "--workdir", str(workdir), "--config.steps=3"]
+    flags += ["--config.remat=full", "--config.precision=bf16", "--config.evaluation.every=0"]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_A_CHIP, *flags], env=environment(2), capture_output=True,
+        text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "peak:  2 x 197 TFLOP/s in bfloat16 (TPU v5e), for MFU and HFU" in done.stdout
+    last = records(workdir)[3]
+    # tests/config/test_utilization.py has the numbers.
+    assert 0 < last["mfu"] < last["mfu_full"] and last["mfu"] < last["hfu"]
+    assert re.search(
+        r"step 3/3 .* tok/s  MFU \d+\.\d% \(full \d+\.\d%, HFU \d+\.\d%\)", done.stdout
+    )
 
 
 def test_run_again_it_is_done(scratch, undisturbed):

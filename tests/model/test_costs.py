@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from llmx.model import apply
+from llmx.model import apply, conventions
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.costs import (
     forward_flops_by_layer,
@@ -316,3 +316,57 @@ def test_kept_bytes_of_the_head_are_those_of_the_traced_loss(loss_chunks):
         -1
     ]
     assert traced == B * T * (counted - 8)  # without log Z and the target
+
+
+# ----------------------------------------------------------------------------------------- figures
+
+# What MFU has to get right: windows, grouped queries, tied heads, gated and plain MLPs.
+COUNTED = {
+    "windows": dict(num_layers=5, layer_pattern=("local", "local", "global"), window=3),
+    "one_kv_head": dict(num_kv_heads=1, head_dim=24),
+    "tied_plain": dict(tied_head=True, gated_mlp=False),
+    "long_window": dict(layer_pattern=("local",), window=100),
+}
+
+
+def walked_flops(model: ModelConfig, T: int, *, causal: bool) -> int:
+    """Forward FLOPs of a sequence: every product of the tree, every pair that the mask leaves."""
+    shapes, _ = apply.abstract_parameters(model)
+    matrices = [leaf for leaf in jax.tree.leaves(shapes["blocks"]) if leaf.ndim > 2]  # of L layers
+    head = shapes["embedding" if model.tied_head else "head"]
+    weights = sum(math.prod(leaf.shape) for leaf in [*matrices, *jax.tree.leaves(head)])
+    flops = 2 * T * weights
+    for kind in model.layer_kinds:
+        for query in range(T):
+            for key in range(T):
+                hidden = key > query or (kind == "local" and query - key >= model.window)
+                if not (causal and hidden):
+                    flops += model.num_heads * (2 * model.head_dim + 2 * model.head_dim)
+    return flops
+
+
+@pytest.mark.parametrize("changes", COUNTED.values(), ids=COUNTED)
+def test_model_flops_are_those_of_a_walk_over_mask_and_weights(changes):
+    T, model = 12, tiny(**changes)
+    flops = conventions.by_figure(model, sequence_length=T, remat="none", loss_chunks=1)
+    assert flops["mfu"] * T == pytest.approx(3 * walked_flops(model, T, causal=True))
+    assert flops["mfu_full"] * T == pytest.approx(3 * walked_flops(model, T, causal=False))
+    assert flops["hfu"] == flops["mfu"]
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("changes", COUNTED.values(), ids=COUNTED)
+def test_full_attention_figures_are_those_of_the_traced_model(changes, remat):
+    B, T = 2, 12
+    model = tiny(**changes)
+    loss, shapes, batch, place = losses_and_batch(
+        model, batch_size=B, sequence_length=T, remat=remat, loss_chunks=2
+    )
+    with jax.set_mesh(place.mesh):
+        traced = traced_flops(jax.make_jaxpr(jax.grad(loss))(shapes, batch).jaxpr)
+    # The reference attention computes all scores.
+    everything = conventions.Convention(causal=False, recomputed="remat")
+    counted = conventions.flops_per_token(
+        model, everything, sequence_length=T, remat=remat, loss_chunks=2
+    )
+    assert traced == pytest.approx(B * T * counted)

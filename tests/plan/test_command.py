@@ -143,7 +143,7 @@ def test_times_are_flops_over_what_the_devices_reach(capsys):
         "--config.remat=none",
         "--config.loss.chunks=2",
     ]
-    report, _ = planned([*flags, "--utilisation=0.25"], capsys)
+    report, out = planned([*flags, "--utilisation=0.25"], capsys)
     llama = families.preset("llama3_8b")
     parts = costs.forward_flops_by_part(llama, sequence_length=8192)
     seconds = {name: 3 * flops * 8192 / (0.25 * 459e12) for name, flops in parts.items()}
@@ -151,6 +151,13 @@ def test_times_are_flops_over_what_the_devices_reach(capsys):
     # 8 + 3 times a stage's layers, and 8 times its share of a head whose logits are made again.
     expected = 11 * sum(seconds.values()) / 4 + 8 * (4 / 3) * head / 4
     assert report["step_time"]["barriers"] == pytest.approx(expected, rel=1e-6)
+    # Of 4 x 8 devices; they reach 0.25 of the peak in what they compute, which HFU counts.
+    reached = report["cuts"]["planned"]
+    computed = 8 * (sum(seconds.values()) + 4 / 3 * head) / 4
+    assert reached["hfu"] == pytest.approx(0.25 * computed / expected)
+    causal = costs.training_flops_per_token(llama, sequence_length=8192)
+    assert reached["mfu"] == pytest.approx(64 * 8192 * causal / expected / 32 / 459e12)
+    assert f"MFU {reached['mfu']:.1%} (full {reached['mfu_full']:.1%}, HFU " in out
     # Tensor parallelism shares the work of a replica.
     split, _ = planned([*flags, "--utilisation=0.25", "--config.mesh.tensor=2"], capsys)
     assert split["step_time"]["barriers"] == pytest.approx(expected / 2, rel=1e-6)
@@ -227,6 +234,8 @@ def test_pipedreams_own_plan_has_the_head_at_the_end(capsys):
     assert report["planned"]["layers"] == [8, 9, 9, 6]
     assert report["equal"]["layers"] == [8, 8, 8, 8]
     assert report["planned"]["step_time"] < report["equal"]["step_time"]
+    assert f"planned: MFU {report['planned']['mfu']:.1%} (full " in out
+    assert 0 < report["equal"]["mfu"] < report["planned"]["mfu"] < 0.5
     assert "llmx.train does not run this plan" in out and "pipeline.layers=" not in out
     free, _ = planned([*flags[:-3], "--microbatches=8", "--replicate", "--devices=6"], capsys)
     assert sum(free["planned"]["replicas"]) <= 6

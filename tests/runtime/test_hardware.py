@@ -55,6 +55,25 @@ def test_unpublished_dtype_names_the_published_ones():
         CHIPS["tpu_v5e"].device_flops("float8")
 
 
+@pytest.mark.parametrize(
+    ("key", "dtype", "wanted"),
+    [("h100_sxm", "bfloat16", (989.5e12, "bfloat16")),
+     ("h100_sxm", "float16", (989.5e12, "float16")),
+     ("h100_sxm", "float32", (67e12, "float32")),
+     ("h100_sxm", "float8_e4m3fn", (1979e12, "float8")),
+     ("h100_sxm", "float8_e5m2", (1979e12, "float8")),
+     ("h100_sxm", "int8", (1979e12, "int8")),
+     ("b200", "float4_e2m1fn", (9000e12, "float4")),
+     ("tpu7x", "float8_e4m3fn", (2307e12, "float8")),
+     ("tpu_v5e", "int8", (393e12, "int8")),
+     # No figure: such products are computed in bfloat16.
+     ("tpu_v5e", "float8_e4m3fn", (197e12, "bfloat16")),
+     ("tpu_v5p", "float32", (459e12, "bfloat16"))],
+)  # fmt: skip
+def test_peaks_by_type(key, dtype, wanted):
+    assert CHIPS[key].peak(dtype) == wanted
+
+
 def test_every_device_kind_is_a_chip_and_every_chip_has_one():
     assert set(DEVICE_KINDS.values()) == set(CHIPS)
     assert chip_of("TPU v5 lite").name == "TPU v5e"

@@ -19,6 +19,7 @@ from llmx.runtime.hardware import CHIPS
 from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration
 from llmx.runtime.plot import MOST_POINTS, Curve, _smoothed, plot_loss
 from llmx.runtime.records import read_records
+from llmx.runtime.utilization import Utilization
 
 QUIET = MetricsConfig(log_every=1, tensorboard=False, progress="off")
 
@@ -171,10 +172,10 @@ def test_not_finite_is_recorded_at_once_and_is_valid_json(tmp_path):
 
 
 def test_rates(tmp_path):
+    reached = Utilization({"mfu": 6e9, "hfu": 8e9}, CHIPS["tpu7x"], "bfloat16", num_devices=4)
     with Reporter(
-        tmp_path, QUIET, total_steps=9, tokens_per_step=1_000_000, num_devices=4,
-        flops_per_token=6e9, chip=CHIPS["tpu7x"],
-    ) as reporter:  # fmt: skip
+        tmp_path, QUIET, total_steps=9, tokens_per_step=1_000_000, reached=reached
+    ) as reporter:
         assert reporter.rates() == {}
         for step, seconds in enumerate([2.0, 2.0, 8.0], start=1):
             reporter.train(step, {"loss": 1.0}, step_seconds=seconds, data_seconds=0.3)
@@ -184,15 +185,19 @@ def test_rates(tmp_path):
     assert rates["data_share"] == pytest.approx(0.9 / 12)
     # 500k tok/s of 6 GFLOP each, over 4 devices of half a chip of 2307 TFLOP/s each.
     assert rates["mfu"] == pytest.approx(500_000 * 6e9 / (4 * 2307e12 / 2))
+    assert rates["hfu"] == pytest.approx(500_000 * 8e9 / (4 * 2307e12 / 2))
 
 
 def test_plain_lines(tmp_path):
     config = MetricsConfig(log_every=3, tensorboard=False, progress="plain")
-    printed = report(tmp_path, config, chip=CHIPS["h100_sxm"], flops_per_token=989.5e9)
+    flops = {"mfu": 989.5e9, "mfu_full": 1.1 * 989.5e9, "hfu": 1.25 * 989.5e9}
+    reached = Utilization(flops, CHIPS["h100_sxm"], "bfloat16", num_devices=1)
+    printed = report(tmp_path, config, reached=reached)
     assert [line.split("  ")[0] for line in printed] == [
         "step 1/6", "eval at step 2:", "step 3/6", "eval at step 4:", "step 6/6", "eval at step 6:",
     ]  # fmt: skip
-    for piece in ("loss 3.3333", "200 tok/s", "MFU 20.0%", "500 ms/step", "data 10.0%", "ETA "):
+    share = "MFU 20.0% (full 22.0%, HFU 25.0%)"
+    for piece in ("loss 3.3333", "200 tok/s", share, "500 ms/step", "data 10.0%", "ETA "):
         assert piece in printed[2], printed[2]
     assert printed[1] == "eval at step 2:  loss 5.5000"
 

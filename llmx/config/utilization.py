@@ -1,0 +1,37 @@
+"""MFU and HFU of a config: FLOPs of its tokens, over the peak of what its products take."""
+
+import math
+
+from llmx import sharding
+from llmx.config import Config
+from llmx.model import conventions, losses, precision
+from llmx.runtime.hardware import Chip
+from llmx.runtime.utilization import Utilization
+
+
+def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
+    """For a resolved config on `num_devices` jax devices of a chip."""
+    flops = conventions.by_figure(
+        config.model, sequence_length=config.batch.sequence_length, remat=config.remat,
+        loss_chunks=loss_chunks(config),
+    )  # fmt: skip
+    return Utilization(flops, chip, compute_dtype(config), num_devices)
+
+
+def compute_dtype(config: Config) -> str:
+    """Numpy's name of the type in which weights are multiplied: what the peak is of."""
+    return precision.POLICIES[config.precision].compute.name
+
+
+def loss_chunks(config: Config) -> int:
+    """The parts of the vocabulary that a resolved config's loss goes through."""
+    mesh = config.mesh
+    rows = config.model.padded_vocab // (mesh.stage * mesh.tensor)
+    return config.loss.chunks or losses.num_chunks(tokens_of(config) // mesh.sequence, rows)
+
+
+def tokens_of(config: Config) -> int:
+    """Tokens of a microbatch on one replica."""
+    replicas = math.prod(vars(config.mesh)[axis] for axis in sharding.BATCH_AXES)
+    rows = config.batch.size // (replicas * config.batch.accumulation)
+    return rows * config.batch.sequence_length
