@@ -24,7 +24,7 @@ from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
 from llmx.step import guard
-from llmx.step.step import Recipe
+from llmx.step.step import Recipe, in_dtypes_of
 from llmx.sync import reshard
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import MEAN
@@ -313,10 +313,21 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
 
     restored = checkpointer.restore_params(workdir, wanted, order=recipe.order, step=step, log=log)
     log(f"starting with the parameters of {workdir}, step {restored.step}")
-    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.ema)
-    # Its own copy: the step donates both.
-    copy = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 0, params), out_shardings=to)
-    ema = copy(restored.state) if recipe.ema_decay else ()
+
+    def copied(like: Any) -> Any:
+        """Its own copy: the step donates all of its state."""
+        to = jax.tree.map(lambda leaf: leaf.sharding, like)
+        copy = lambda params: in_dtypes_of(like, jax.tree.map(lambda leaf: leaf + 0, params))  # noqa: E731
+        return jax.jit(copy, out_shardings=to)(restored.state)
+
+    ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
+    params = restored.state
+    if _dtypes(params) != _dtypes(recipe.loss.params):
+        params = copied(recipe.loss.params)
     # Replicas with local steps have parameters of their own.
-    opt_state, sync = recipe.init_sync(restored.state)
-    return state._replace(params=restored.state, ema=ema, opt_state=opt_state, sync=sync)
+    opt_state, sync = recipe.init_sync(params)
+    return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync)
+
+
+def _dtypes(tree: Any) -> list:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]

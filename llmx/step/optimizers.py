@@ -21,7 +21,7 @@ from llmx import sharding
 from llmx.contract import Optimizer
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
-from llmx.step import trust_ratio
+from llmx.step import moments, trust_ratio
 
 
 @dataclasses.dataclass
@@ -42,6 +42,8 @@ class OptimizerConfig:
     # second moment (adamw, muon's adamw; lion's second)
     b2: float = bounded(0.95, at_least=0, below=1)
     eps: float = bounded(1e-8, at_least=0, at_most=1)  # added to the root of the second moment
+    # "fp32" | "bf16" | "int8": how moments are kept; "auto" = as the master parameters
+    moments: str = choice("auto", moments.NAMES)
     weight_decay: float = bounded(0.1, at_least=0, at_most=1000)  # decoupled, on matrices only
     # global norm that gradients are scaled down to; 0 = off
     clip_norm: float = bounded(1.0, at_least=0, at_most=1e9)
@@ -203,7 +205,7 @@ def make_schedule(
 
 def make(
     config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None,
-    factors: Mapping[int, float] | None = None,
+    factors: Mapping[int, float] | None = None, param: jnp.dtype | None = None,
 ) -> Optimizer:  # fmt: skip
     """The configured optimizer with its schedule and masks.
 
@@ -213,6 +215,7 @@ def make(
       total_steps: length of the run, which the schedules need.
       head: a transformation that takes the place of Adam's, in front of the same tail.
       factors: of the learning rate, see `make_schedule`.
+      param: dtype of the master parameters; None = fp32.
     """
     schedule, tail = make_schedule(config, total_steps=total_steps, factors=factors), None
     whole = OPTIMIZERS[config.name](config, schedule, axes)
@@ -220,6 +223,11 @@ def make(
         tail = optax.chain(*TAILS[config.name](config, schedule, axes))
         # The tail's parts in one chain with the head: states lie side by side.
         whole = optax.chain(head, *TAILS[config.name](config, schedule, axes)) if head else whole
+    param = jnp.dtype(param or jnp.float32)
+    kept = moments.resolved(config.moments, param)
+    if (kept, param) != ("fp32", jnp.float32):
+        whole = moments.kept_as(kept, whole, trees.named(decay_mask(axes)))
+        tail = moments.in_fp32(tail) if tail else None
     return Optimizer(whole, tail, schedule)
 
 
@@ -228,7 +236,8 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
     else whole.
 
     A moment is known by its path, which ends in its parameter's, and by its shape; factored second
-    moments and counters are small and stay whole.
+    moments and counters are small and stay whole. Scales of 8-bit moments are split as their
+    parameter, but whole along the last dimension where blocks cross shards.
 
     Args:
       optimizer: made of a tree of parameters.
@@ -242,10 +251,9 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
     whole = jax.sharding.NamedSharding(splits[0].mesh, jax.sharding.PartitionSpec())
 
     def one(path, leaf):
-        for start in range(len(path)):
-            shape, to = known.get(sharding.path_name(path[start:]), (None, whole))
-            if shape == leaf.shape:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        shape, to = known.get(moments.owner_of(path, known), (None, whole))
+        if shape != leaf.shape:
+            to = moments.scales_sharding(path, leaf.shape, shape, to) or whole
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))
