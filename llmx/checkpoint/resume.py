@@ -20,10 +20,11 @@ from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
+from llmx.model import precision
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
-from llmx.step import guard
+from llmx.step import guard, moments
 from llmx.step.step import Recipe, in_dtypes_of
 from llmx.sync import reshard
 from llmx.sync.config import SyncConfig
@@ -226,6 +227,7 @@ def _entered(recipe: Recipe, state: State, saved: Document) -> State:
 def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     """The state to read from a checkpoint, as far as it has it."""
     _same_run(config, saved)
+    _same_format(config, saved)
     strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
     # Replicas may begin to synchronize in another way than by the mean, but not change it.
     if strategy not in ("mean", config.sync.strategy):
@@ -270,6 +272,25 @@ def _same_run(config: Any, saved: Document):
             f"steps={config.steps}: set steps to at least {saved.step}, go back with "
             "--config.resume_step, or use another workdir"
         )
+
+
+def _same_format(config: Any, saved: Document):
+    """Raises Mismatch where parameters or moments were kept in another format."""
+    section = saved.meta.get("config", {})
+    then = section.get("precision"), section.get("optimizer", {}).get("moments", moments.AUTO)
+    now = config.precision, config.optimizer.moments
+    if then[0] not in precision.POLICIES or then[1] not in moments.NAMES:
+        return  # of another version: the arrays tell
+    params = [precision.POLICIES[policy].param for policy, _ in (then, now)]
+    kept = [moments.resolved(of[1], param) for of, param in zip((then, now), params, strict=True)]
+    if params[0] == params[1] and kept[0] == kept[1]:
+        return
+    raise Mismatch(
+        f"{config.workdir} was trained with precision={then[0]!r} and optimizer.moments="
+        f"{then[1]!r}: it keeps parameters in {params[0].name} and moments in {kept[0]}, and the "
+        f"config asks for {params[1].name} and {kept[1]}; restore both, or continue with its "
+        f"parameters in another workdir, --config.start_from={config.workdir}"
+    )
 
 
 def _of_these_replicas(recipe: Recipe, saved: Document) -> bool:

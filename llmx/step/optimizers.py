@@ -19,6 +19,7 @@ from optax import contrib
 
 from llmx import sharding
 from llmx.contract import Optimizer
+from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
 from llmx.step import moments, trust_ratio
@@ -49,6 +50,18 @@ class OptimizerConfig:
     clip_norm: float = bounded(1.0, at_least=0, at_most=1e9)
     # keep an average of parameters with this decay; 0 = off
     ema_decay: float = bounded(0.0, at_least=0, below=1)
+
+
+def problems(config: OptimizerConfig) -> list[str]:
+    """All that is wrong with the section, each with its remedy."""
+    found = bounds.problems(config, "optimizer.")
+    if config.name == "adafactor" and config.moments not in ("auto", "fp32"):
+        found.append(
+            f"optimizer.moments={config.moments!r} with optimizer.name='adafactor': its second "
+            "moments are rows and columns, and it has no first; set optimizer.moments='auto', or "
+            "use optimizer.name='adamw'"
+        )
+    return found
 
 
 def _after_warmup(config: OptimizerConfig, decay: optax.Schedule) -> optax.Schedule:
