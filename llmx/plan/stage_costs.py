@@ -109,7 +109,7 @@ def chain(config: Config, clock: Clock) -> list[Layer]:
         loss_chunks=chunks, number_bytes=number,
     )  # fmt: skip
     tables = vars(sharding.LAYOUTS[config.sharding.layout])
-    # Bytes of a matrix's number, as the layout splits the matrix on a stage. Two moments, as Adam's.
+    # Bytes of a matrix's number, as the layout splits it on a stage; two moments, as Adam's.
     param = precision.POLICIES[config.precision].param
     of_moments = 2 * moments.number_bytes(config.optimizer.moments, param)
     sizes = {"parameters": param.itemsize, "gradients": 4, "optimizer": of_moments}

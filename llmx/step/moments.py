@@ -1,18 +1,17 @@
 """How an optimizer keeps its moments between steps: in fp32, bf16, or 8 bits.
 
 Every update is computed in fp32: moments are read up before it and rounded again after it,
-stochastically, since a second moment with b2 = 0.999 moves by a thousandth at a time, which
-rounding to nearest would lose.
+stochastically. A second moment with b2 = 0.999 moves by a thousandth at a time, which rounding to
+nearest loses.
 
 Eight bits (the idea of arXiv 2110.02861: blocks with a scale, and a code that is finer near zero)
 are here a small float in a block of 32 that shares an exponent, as in the OCP microscaling formats
-(arXiv 2310.10537): 3 bits of mantissa below a block's largest number, so a step of 1/8 to 1/16 of a
-number whatever its size. A first moment has a sign and 16 octaves, a second moment none and 32: so
-a root of it reaches as far down as what is divided by it. A linear code would round most second
-moments to zero, and the division by their root would blow up. Here one that is not zero stays so,
-and a first moment below its smallest code is rounded to it or to zero.
+(arXiv 2310.10537): 3 bits of mantissa, so a step of 1/8 to 1/16 of a number whatever its size. A
+first moment has a sign and 16 octaves, a second moment no sign and 32: so its root reaches as far
+down as what is divided by it. A linear code would round most second moments to zero, and the
+division by their root would blow up. Here one that is not zero stays so.
 
-Letters: D the last dimension, b blocks along it.
+Letters: D the dimension that blocks lie along, b blocks.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ BLOCK = 32  # numbers that share an exponent
 _MANTISSA = 3
 _CUT = 23 - _MANTISSA  # bits of fp32's mantissa that a code leaves out
 _OCTAVE = 1 << _MANTISSA  # codes of one exponent
-_NOT_FINITE = 255  # the scale of a block with an infinity or NaN, which is read as NaN
+_INFINITY = 0x7F800000  # as bits of fp32; NaN is above
 # What optax calls moments that are never negative: they need no sign.
 _SQUARES = "nu"
 
@@ -38,8 +37,8 @@ _SQUARES = "nu"
 class EightBit(NamedTuple):
     """A moment in 8 bits."""
 
-    codes: jax.Array  # uint8 [..., D] of a moment that is never negative, otherwise int8
-    scales: jax.Array  # uint8 [..., b]: the exponent of each block's largest number, as in fp32
+    codes: jax.Array  # uint8 [..., D, ...] of a moment that is never negative, otherwise int8
+    scales: jax.Array  # uint8 [..., b, ...]: exponents of the blocks' largest numbers, as in fp32
 
 
 class Rounded(NamedTuple):
@@ -52,78 +51,92 @@ class Rounded(NamedTuple):
 class Format(NamedTuple):
     """How a moment is kept."""
 
-    encode: Callable  # (fp32, random uint32, whether it has a sign) -> kept
+    encode: Callable  # (fp32, random uint32, signed=, dim= of its blocks) -> kept
     matrices_only: bool  # norms, biases and position tables stay in fp32
 
 
-def _blocks(array_D: jax.Array) -> jax.Array:
-    """[..., D] as [..., b, up to BLOCK], filled up with zeros."""
-    *rest, size = array_D.shape
+def _blocks(array: jax.Array, dim: int) -> jax.Array:
+    """[..., D, ...] as [..., b, up to BLOCK, ...], filled up with zeros."""
+    size = array.shape[dim]
     block = min(BLOCK, size)
     if size % block:
-        array_D = jnp.pad(array_D, [(0, 0)] * len(rest) + [(0, -size % block)])
-    return array_D.reshape(*rest, -1, block)
+        array = jnp.pad(array, [(0, -size % block * (i == dim)) for i in range(array.ndim)])
+    return array.reshape(*array.shape[:dim], -1, block, *array.shape[dim + 1 :])
 
 
-def _of_numbers(scales_b: jax.Array, size: int) -> jax.Array:
-    """Of each of `size` numbers the scale of its block."""
-    *rest, blocks = scales_b.shape
-    block = min(BLOCK, size)
-    each = jnp.broadcast_to(scales_b[..., None], (*rest, blocks, block))
-    return each.reshape(*rest, blocks * block)[..., :size]
+def _of_numbers(scales: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+    """Of each number of an array the scale of its block."""
+    block = min(BLOCK, shape[dim])
+    before, after = scales.shape[: dim + 1], scales.shape[dim + 1 :]
+    each = jnp.broadcast_to(jnp.expand_dims(scales, dim + 1), (*before, block, *after))
+    each = each.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+    return jax.lax.slice_in_dim(each, 0, shape[dim], axis=dim)
 
 
 def _offset(codes: jnp.dtype, scale: jax.Array) -> jax.Array:
     """What is added to a code to make it the upper bits of fp32: the largest code is the last of
     the exponent `scale`."""
-    return (scale.astype(jnp.int32) + 1) * _OCTAVE - (256 if codes == jnp.uint8 else 128)
+    return (scale + 1) * _OCTAVE - (256 if codes == jnp.uint8 else 128)
 
 
-def num_blocks(size: int) -> int:
-    """The blocks of a last dimension."""
-    return -(-size // min(BLOCK, size))
+def block_dim(shape: tuple[int, ...], axes: tuple[str, ...]) -> int:
+    """The dimension of a matrix that blocks lie along: the largest but the last and the layers.
+
+    Neighbours along the last dimension lie in one vector of a TPU; blocks of them would be moved
+    to other places in every update.
+    """
+    rest = [i for i in range(len(shape) - 1) if axes[i] != "layers"]
+    return max(rest, key=lambda i: shape[i])
 
 
-def encode_8bit(x: jax.Array, random: jax.Array, signed: bool) -> EightBit:
-    """fp32 [..., D] in 8 bits, right on average, but for positive numbers that have no sign: these
-    are at least the smallest code.
+def _dim_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
+    """The dimension that blocks lie along; None where each number is a block."""
+    sizes = enumerate(zip(shape, scales, strict=True))
+    return next((dim for dim, (size, num) in sizes if size != num), None)
 
-    Communicates over axes that split D where blocks cross their shards.
+
+def encode_8bit(x: jax.Array, random: jax.Array, *, signed: bool, dim: int) -> EightBit:
+    """fp32 [..., D, ...] in 8 bits with blocks along `dim`.
+
+    Right on average, but for numbers without a sign that are below the smallest code and not zero:
+    these become it. Communicates over axes that split D where blocks cross their shards.
     """
     dtype = jnp.dtype(jnp.int8 if signed else jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    largest = jnp.max(_blocks(bits), axis=-1)
+    # Some compilers' maxima pass over NaN: it is kept as an infinity.
+    size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    largest = jax.lax.bitcast_convert_type(jnp.max(_blocks(size, dim), axis=dim + 1), jnp.uint32)
     # Rounded up as far as any number of the block may be.
-    exponent = jnp.minimum((largest + ((1 << _CUT) - 1)) >> 23, _NOT_FINITE - 1)
-    scales = jnp.where(largest >> 23 == 255, _NOT_FINITE, exponent).astype(jnp.uint8)
-    offset = _offset(dtype, _of_numbers(scales, x.shape[-1]))
-    most = jnp.iinfo(dtype).max
-    codes = ((bits + (random >> (32 - _CUT)).astype(jnp.int32)) >> _CUT) - offset
+    scales = ((largest + ((1 << _CUT) - 1)) >> 23).astype(jnp.int32)
+    offset = _of_numbers(_offset(dtype, scales), x.shape, dim)
+    bits = jax.lax.bitcast_convert_type(size, jnp.uint32)
+    rounded = bits + (random >> (32 - _CUT))
+    rounded = jnp.where(rounded >= _INFINITY, bits, rounded)  # no finite number becomes infinite
+    codes = (rounded >> _CUT).astype(jnp.int32) - offset
     smallest = jnp.maximum(offset + 1, 1)
-    there = bits > 0
-    if signed:
-        # Between zero and the smallest code: the chance is that of the size.
-        value = jax.lax.bitcast_convert_type(smallest << _CUT, jnp.float32)
-        there &= jnp.abs(x) > value * ((random >> 8).astype(jnp.float32) * 2.0**-24)
-    codes = jnp.minimum(codes, most)
-    codes = jnp.where(bits < smallest << _CUT, jnp.where(there, smallest - offset, 0), codes)
+    value = jax.lax.bitcast_convert_type(smallest << _CUT, jnp.float32)
+    # Between zero and the smallest code the chance is that of the size, if there is a sign.
+    chance = (random >> 8).astype(jnp.float32) * 2.0**-24 if signed else 0.0
+    tiny = jnp.where(size > value * chance, smallest - offset, 0)
+    codes = jnp.where(size < value, tiny, codes)
     codes = jnp.where(x < 0, -codes, codes) if signed else codes
-    return EightBit(codes.astype(dtype), scales)
+    return EightBit(codes.astype(dtype), scales.astype(jnp.uint8))
 
 
 def decode_8bit(kept: EightBit) -> jax.Array:
-    """fp32 [..., D]."""
+    """fp32 [..., D, ...]."""
     codes = kept.codes.astype(jnp.int32)
-    scale = _of_numbers(kept.scales, codes.shape[-1])
-    upper = jnp.maximum(jnp.abs(codes) + _offset(kept.codes.dtype, scale), 0)
+    offset = _offset(kept.codes.dtype, kept.scales.astype(jnp.int32))
+    if (dim := _dim_of(codes.shape, offset.shape)) is not None:
+        offset = _of_numbers(offset, codes.shape, dim)
+    upper = jnp.maximum(jnp.abs(codes) + offset, 0)
     size = jax.lax.bitcast_convert_type(upper << _CUT, jnp.float32)
-    size = jnp.where(codes == 0, 0.0, jnp.where(scale == _NOT_FINITE, jnp.nan, size))
+    size = jnp.where(codes == 0, 0.0, size)
     return jnp.where(codes < 0, -size, size)
 
 
 FORMATS: dict[str, Format | None] = {
     "fp32": None,  # as optax keeps them
-    "bf16": Format(lambda x, random, signed: rounding.to_bf16(x, random), matrices_only=False),
+    "bf16": Format(lambda x, random, **_: rounding.to_bf16(x, random), matrices_only=False),
     "int8": Format(encode_8bit, matrices_only=True),
 }
 AUTO = "auto"  # that of the master parameters
@@ -167,7 +180,7 @@ def in_fp32(
 
 
 def kept_as(
-    name: str, inner: optax.GradientTransformation, matrices: Mapping[str, bool]
+    name: str, inner: optax.GradientTransformation, matrices: Mapping[str, tuple[str, ...]]
 ) -> optax.GradientTransformationExtraArgs:
     """`inner`, computed in fp32, its moments kept in a format.
 
@@ -176,7 +189,7 @@ def kept_as(
 
     Args:
       name: in `FORMATS`.
-      matrices: by parameter, whether it is a matrix.
+      matrices: logical axes of the parameters that are matrices.
     """
     inner, kind = in_fp32(inner), FORMATS[name]
     if kind is None:
@@ -187,11 +200,12 @@ def kept_as(
 
         def one(path, leaf):
             owner = owner_of(path, shapes)
-            if shapes.get(owner) != leaf.shape or (kind.matrices_only and not matrices[owner]):
+            if shapes.get(owner) != leaf.shape or (kind.matrices_only and owner not in matrices):
                 return leaf
-            signed = all(getattr(key, "name", None) != _SQUARES for key in path)
             bits = rounding.random_bits(leaf.shape, step=count, name=trees.path_name(path))
-            return kind.encode(leaf, bits, signed)
+            signed = all(getattr(key, "name", None) != _SQUARES for key in path)
+            dim = block_dim(leaf.shape, matrices[owner]) if owner in matrices else None
+            return kind.encode(leaf, bits, signed=signed, dim=dim)
 
         return jax.tree_util.tree_map_with_path(one, state)
 
@@ -215,17 +229,21 @@ def owner_of(path: Any, names: Any) -> str | None:
     return next((name for name in ends if name in names), None)
 
 
-def scales_sharding(path: Any, shape: tuple, of: tuple | None, to: Any) -> Any:
+def scales_sharding(path: Any, shape: tuple[int, ...], of: tuple | None, to: Any) -> Any:
     """Of the scales at a path, their parameter's shape `of` being split as `to`; None for other
-    arrays."""
+    arrays.
+
+    They are split as their numbers, but whole along the dimension of their blocks where a block
+    crosses shards.
+    """
     if of is None or getattr(path[-1], "name", None) != "scales":
         return None
-    entries = (*to.spec.partitions, *(None,) * (len(of) - len(to.spec.partitions)))
-    ways = sharding.ways(to.mesh, entries[-1])
-    aligned = of[-1] % (ways * BLOCK) == 0
-    return to.update(
-        spec=jax.sharding.PartitionSpec(*entries[:-1], entries[-1] if aligned else None)
-    )
+    if (dim := _dim_of(of, shape)) is None:
+        return to
+    entries = [*to.spec.partitions, *(None,) * (len(of) - len(to.spec.partitions))]
+    if of[dim] % (sharding.ways(to.mesh, entries[dim]) * BLOCK):
+        entries[dim] = None
+    return to.update(spec=jax.sharding.PartitionSpec(*entries))
 
 
 def _fp32(tree: Any) -> Any:

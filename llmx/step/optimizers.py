@@ -121,6 +121,13 @@ def decay_mask(axes: Any) -> Any:
     return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
 
 
+def _matrices(axes: Any) -> dict[str, tuple[str, ...]]:
+    """Logical axes of the parameters that decay, by name."""
+    decays = trees.named(decay_mask(axes))
+    names = zip(decays, jax.tree.leaves(axes, is_leaf=_IS_NAMES), strict=True)
+    return {name: of for name, of in names if decays[name]}
+
+
 def _muon_dimensions(axes: Any) -> Any:
     """Which dimensions Muon contracts, in matrices of the blocks; None for what AdamW updates."""
 
@@ -239,7 +246,7 @@ def make(
     param = jnp.dtype(param or jnp.float32)
     kept = moments.resolved(config.moments, param)
     if (kept, param) != ("fp32", jnp.float32):
-        whole = moments.kept_as(kept, whole, trees.named(decay_mask(axes)))
+        whole = moments.kept_as(kept, whole, _matrices(axes))
         tail = moments.in_fp32(tail) if tail else None
     return Optimizer(whole, tail, schedule)
 
@@ -250,7 +257,7 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
 
     A moment is known by its path, which ends in its parameter's, and by its shape; factored second
     moments and counters are small and stay whole. Scales of 8-bit moments are split as their
-    parameter, but whole along the last dimension where blocks cross shards.
+    parameter, but whole along the dimension of their blocks where these cross shards.
 
     Args:
       optimizer: made of a tree of parameters.
