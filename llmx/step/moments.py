@@ -117,7 +117,7 @@ def encode_8bit(x: jax.Array, random: jax.Array, *, signed: bool, dim: int) -> E
     # Between zero and the smallest code the chance is that of the size, if there is a sign.
     chance = (random >> 8).astype(jnp.float32) * 2.0**-24 if signed else 0.0
     tiny = jnp.where(size > value * chance, smallest - offset, 0)
-    codes = jnp.where(size < value, tiny, codes)
+    codes = jnp.where((bits >> _CUT).astype(jnp.int32) < smallest, tiny, codes)
     codes = jnp.where(x < 0, -codes, codes) if signed else codes
     return EightBit(codes.astype(dtype), scales.astype(jnp.uint8))
 

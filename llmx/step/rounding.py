@@ -33,21 +33,28 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def random_bits(shape: tuple[int, ...], *, step: jax.Array, name: str) -> jax.Array:
+def random_bits(
+    shape: tuple[int, ...], *, step: jax.Array, name: str, first: jax.Array | int = 0
+) -> jax.Array:
     """uint32 random numbers of an array, in a step; nothing communicates.
 
     Args:
       shape: of the array, globally. Each dimension may have up to 2^32 rows.
       step: int32 [], other bits in every step.
       name: of the array; others have other bits.
+      first: the array is a slice [first : first + n, ...] of a larger one, whose bits it gets.
     """
     # Two words, so that rows whose first word is near do not get each other's numbers, shifted.
     salt = zlib.crc32(name.encode())
     one = _mix(step.astype(jnp.uint32) * jnp.uint32(_GOLDEN) ^ jnp.uint32(salt))
     other = _mix(one ^ jnp.uint32(_GOLDEN))
-    index = lambda dim: jax.lax.broadcasted_iota(  # noqa: E731
-        jnp.uint32, (*(1,) * dim, shape[dim], *(1,) * (len(shape) - dim - 1)), dim
-    )
+
+    def index(dim):
+        ones = [1] * len(shape)
+        ones[dim] = shape[dim]
+        number = jax.lax.broadcasted_iota(jnp.uint32, ones, dim)
+        return number if dim else number + jnp.asarray(first).astype(jnp.uint32)
+
     # Rows by themselves: only the last dimension is hashed for every number.
     for dim in range(len(shape) - 1):
         one, other = _mix(one + index(dim)), _mix(other ^ index(dim))
