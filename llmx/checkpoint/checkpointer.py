@@ -443,9 +443,17 @@ def restore_params(
     workdir: str, abstract: Any, *, ema: bool = False, order: LayerPermutation = IDENTITY,
     step: int | None = None, log: Callable[[str], None],
 ) -> Restored:  # fmt: skip
-    """A run's parameters, or with `ema` their average; ValueError if it has no checkpoint yet."""
+    """A run's parameters, or with `ema` their average, in the dtypes that they were saved in.
+
+    ValueError if it has no checkpoint yet.
+    """
     directory, prefix = f"{workdir}/checkpoints", "ema" if ema else "params"
-    restored = restore_part(directory, abstract, prefix=prefix, order=order, step=step, log=log)
+
+    def as_saved(document):
+        like = abstract(document) if callable(abstract) else abstract
+        return document.in_saved_dtypes(like, prefix=prefix)
+
+    restored = restore_part(directory, as_saved, prefix=prefix, order=order, step=step, log=log)
     if restored is None:
         raise ValueError(f"{workdir} has no checkpoint yet: wait for its first one, or let it end")
     return restored

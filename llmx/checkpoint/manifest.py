@@ -74,6 +74,18 @@ class Document:
         arrays = {name: leaf for name, leaf in self.leaves.items() if leaf["type"] == "array"}
         return {n: leaf["shape"] for n, leaf in arrays.items() if n.startswith(f"{prefix}/")}
 
+    def in_saved_dtypes(self, abstract: Any, *, prefix: str) -> Any:
+        """`abstract`, each array in the dtype that it was saved in."""
+
+        def one(name, leaf):
+            saved = self.leaves.get(name, {"type": "nothing"})
+            if isinstance(leaf, NUMBERS) or saved["type"] != "array":
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, saved["dtype"], sharding=leaf.sharding)
+
+        leaves = [one(*item) for item in _named(abstract, prefix).items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
     def wanted(
         self, abstract: Any, *, prefix: str, order: LayerPermutation, ignored: str = ""
     ) -> dict[str, Any]:

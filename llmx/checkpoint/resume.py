@@ -20,11 +20,12 @@ from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
+from llmx.model import precision
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
-from llmx.step import guard
-from llmx.step.step import Recipe
+from llmx.step import guard, moments
+from llmx.step.step import Recipe, in_dtypes_of
 from llmx.sync import reshard
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import MEAN
@@ -226,6 +227,7 @@ def _entered(recipe: Recipe, state: State, saved: Document) -> State:
 def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     """The state to read from a checkpoint, as far as it has it."""
     _same_run(config, saved)
+    _same_format(config, saved)
     strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
     # Replicas may begin to synchronize in another way than by the mean, but not change it.
     if strategy not in ("mean", config.sync.strategy):
@@ -272,6 +274,25 @@ def _same_run(config: Any, saved: Document):
         )
 
 
+def _same_format(config: Any, saved: Document):
+    """Raises Mismatch where parameters or moments were kept in another format."""
+    section = saved.meta.get("config", {})
+    then = section.get("precision"), section.get("optimizer", {}).get("moments", moments.AUTO)
+    now = config.precision, config.optimizer.moments
+    if then[0] not in precision.POLICIES or then[1] not in moments.NAMES:
+        return  # of another version: the arrays tell
+    params = [precision.POLICIES[policy].param for policy, _ in (then, now)]
+    kept = [moments.resolved(of[1], param) for of, param in zip((then, now), params, strict=True)]
+    if params[0] == params[1] and kept[0] == kept[1]:
+        return
+    raise Mismatch(
+        f"{config.workdir} was trained with precision={then[0]!r} and optimizer.moments="
+        f"{then[1]!r}: it keeps parameters in {params[0].name} and moments in {kept[0]}, and the "
+        f"config asks for {params[1].name} and {kept[1]}; restore both, or continue with its "
+        f"parameters in another workdir, --config.start_from={config.workdir}"
+    )
+
+
 def _of_these_replicas(recipe: Recipe, saved: Document) -> bool:
     """Whether it was saved by as many replicas, each with this order of layers."""
     return saved.fits(recipe.abstract.sync, prefix="sync") and saved.order == recipe.order
@@ -313,10 +334,21 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
 
     restored = checkpointer.restore_params(workdir, wanted, order=recipe.order, step=step, log=log)
     log(f"starting with the parameters of {workdir}, step {restored.step}")
-    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.ema)
-    # Its own copy: the step donates both.
-    copy = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 0, params), out_shardings=to)
-    ema = copy(restored.state) if recipe.ema_decay else ()
+
+    def copied(like: Any) -> Any:
+        """Its own copy: the step donates all of its state."""
+        to = jax.tree.map(lambda leaf: leaf.sharding, like)
+        copy = lambda params: in_dtypes_of(like, jax.tree.map(lambda leaf: leaf + 0, params))  # noqa: E731
+        return jax.jit(copy, out_shardings=to)(restored.state)
+
+    ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
+    params = restored.state
+    if _dtypes(params) != _dtypes(recipe.loss.params):
+        params = copied(recipe.loss.params)
     # Replicas with local steps have parameters of their own.
-    opt_state, sync = recipe.init_sync(restored.state)
-    return state._replace(params=restored.state, ema=ema, opt_state=opt_state, sync=sync)
+    opt_state, sync = recipe.init_sync(params)
+    return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync)
+
+
+def _dtypes(tree: Any) -> list:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]

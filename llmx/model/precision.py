@@ -1,8 +1,9 @@
 """Which dtype each number is kept, computed and summed in.
 
-Parameters are the master copy that the optimizer updates (fp32). Weights are cast to the compute
-dtype before they are gathered, and so travel in it. Norms, softmax, the loss and the optimizer are
-in fp32 always. Sources: mixed precision training (arXiv 1710.03740), bf16 (arXiv 1905.12322).
+Parameters are the master copy that the optimizer updates: fp32, or bf16 in "pure_bf16". Weights
+are cast to the compute dtype before they are gathered, and so travel in it. Norms, softmax, the
+loss and the optimizer are in fp32 always. Sources: mixed precision training (arXiv 1710.03740),
+bf16 (arXiv 1905.12322), bf16 parameters (arXiv 2010.06192, 2502.20566).
 """
 
 import contextlib
@@ -32,4 +33,5 @@ POLICIES = {
     "fp32": Policy(_FP32, _FP32, _FP32),
     "bf16": Policy(_FP32, _BF16, _BF16),  # gradients cross the network in bf16,
     "bf16_fp32_reduce": Policy(_FP32, _BF16, _FP32),  # or in fp32, at twice the bytes
+    "pure_bf16": Policy(_BF16, _BF16, _BF16),  # rounded stochastically (`step.rounding`)
 }

@@ -73,7 +73,7 @@ class TrainingLoss:
             small = "embed" not in axes
             later = set(place.token_axes) - set(sharding.used_axes(to.spec))
             spec = sharding.reduced(to.spec, later if small or accumulation > 1 else ())
-            dtype = leaf.dtype if small else policy.reduce
+            dtype = jnp.float32 if small else policy.reduce
             to = NamedSharding(place.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=to)
 

@@ -27,6 +27,7 @@ from llmx.pipeline.simulate import Timeline
 from llmx.plan import partition, schedule_report
 from llmx.plan.partition import Layer, Partition, Pipeline
 from llmx.runtime import hardware
+from llmx.step import moments
 
 # Schedules that the planner has a formula for, with their names in partition.IN_FLIGHT.
 PLANNED = {"gpipe": "gpipe", "1f1b": "1f1b", "pipedream_2bw": "1f1b_unflushed"}
@@ -99,12 +100,15 @@ def chain(config: Config, clock: Clock) -> list[Layer]:
         loss_chunks=utilization.loss_chunks(config),
     )  # fmt: skip
     tables = vars(sharding.LAYOUTS[config.sharding.layout])
-    # Bytes of a matrix's number, as the layout splits the matrix on a stage.
-    parameters, gradients, moments = (
+    # Bytes of a matrix's number, as the layout splits it on a stage; two moments, as Adam's.
+    param = precision.POLICIES[config.precision].param
+    of_moments = 2 * moments.number_bytes(config.optimizer.moments, param)
+    sizes = {"parameters": param.itemsize, "gradients": 4, "optimizer": of_moments}
+    parameters, gradients, optimizer = (
         num_bytes / math.prod(vars(mesh)[axis] for axis in tables[table]["embed"])
-        for table, num_bytes in (("parameters", 4), ("gradients", 4), ("optimizer", 8))
+        for table, num_bytes in sizes.items()
     )
-    version, state = parameters + gradients, parameters + gradients + moments
+    version, state = parameters + gradients, parameters + gradients + optimizer
     tokens_ways = mesh.sequence * (mesh.tensor if config.sharding.sequence_parallel else 1)
     devices = mesh.sequence * mesh.tensor
     return [

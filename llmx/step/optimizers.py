@@ -19,9 +19,10 @@ from optax import contrib
 
 from llmx import sharding
 from llmx.contract import Optimizer
+from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
-from llmx.step import trust_ratio
+from llmx.step import moments, trust_ratio
 
 
 @dataclasses.dataclass
@@ -42,11 +43,25 @@ class OptimizerConfig:
     # second moment (adamw, muon's adamw; lion's second)
     b2: float = bounded(0.95, at_least=0, below=1)
     eps: float = bounded(1e-8, at_least=0, at_most=1)  # added to the root of the second moment
+    # "fp32" | "bf16" | "int8": how moments are kept; "auto" = as the master parameters
+    moments: str = choice("auto", moments.NAMES)
     weight_decay: float = bounded(0.1, at_least=0, at_most=1000)  # decoupled, on matrices only
     # global norm that gradients are scaled down to; 0 = off
     clip_norm: float = bounded(1.0, at_least=0, at_most=1e9)
     # keep an average of parameters with this decay; 0 = off
     ema_decay: float = bounded(0.0, at_least=0, below=1)
+
+
+def problems(config: OptimizerConfig) -> list[str]:
+    """All that is wrong with the section, each with its remedy."""
+    found = bounds.problems(config, "optimizer.")
+    if config.name == "adafactor" and config.moments not in ("auto", "fp32"):
+        found.append(
+            f"optimizer.moments={config.moments!r} with optimizer.name='adafactor': its second "
+            "moments are rows and columns, and it has no first; set optimizer.moments='auto', or "
+            "use optimizer.name='adamw'"
+        )
+    return found
 
 
 def _after_warmup(config: OptimizerConfig, decay: optax.Schedule) -> optax.Schedule:
@@ -104,6 +119,13 @@ def decay_mask(axes: Any) -> Any:
     whole = {"layers", "norm", "positions", "head_dim"}
     decays = lambda names: len(set(names) - whole) >= 2  # noqa: E731
     return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
+
+
+def _matrices(axes: Any) -> dict[str, tuple[str, ...]]:
+    """Logical axes of the parameters that decay, by name."""
+    decays = trees.named(decay_mask(axes))
+    names = zip(decays, jax.tree.leaves(axes, is_leaf=_IS_NAMES), strict=True)
+    return {name: of for name, of in names if decays[name]}
 
 
 def _muon_dimensions(axes: Any) -> Any:
@@ -203,7 +225,7 @@ def make_schedule(
 
 def make(
     config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None,
-    factors: Mapping[int, float] | None = None,
+    factors: Mapping[int, float] | None = None, param: jnp.dtype | None = None,
 ) -> Optimizer:  # fmt: skip
     """The configured optimizer with its schedule and masks.
 
@@ -213,6 +235,7 @@ def make(
       total_steps: length of the run, which the schedules need.
       head: a transformation that takes the place of Adam's, in front of the same tail.
       factors: of the learning rate, see `make_schedule`.
+      param: dtype of the master parameters; None = fp32.
     """
     schedule, tail = make_schedule(config, total_steps=total_steps, factors=factors), None
     whole = OPTIMIZERS[config.name](config, schedule, axes)
@@ -220,6 +243,11 @@ def make(
         tail = optax.chain(*TAILS[config.name](config, schedule, axes))
         # The tail's parts in one chain with the head: states lie side by side.
         whole = optax.chain(head, *TAILS[config.name](config, schedule, axes)) if head else whole
+    param = jnp.dtype(param or jnp.float32)
+    kept = moments.resolved(config.moments, param)
+    if (kept, param) != ("fp32", jnp.float32):
+        whole = moments.kept_as(kept, whole, _matrices(axes))
+        tail = moments.in_fp32(tail) if tail else None
     return Optimizer(whole, tail, schedule)
 
 
@@ -228,7 +256,8 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
     else whole.
 
     A moment is known by its path, which ends in its parameter's, and by its shape; factored second
-    moments and counters are small and stay whole.
+    moments and counters are small and stay whole. Scales of 8-bit moments are split as their
+    parameter, but whole along the dimension of their blocks where these cross shards.
 
     Args:
       optimizer: made of a tree of parameters.
@@ -242,10 +271,9 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
     whole = jax.sharding.NamedSharding(splits[0].mesh, jax.sharding.PartitionSpec())
 
     def one(path, leaf):
-        for start in range(len(path)):
-            shape, to = known.get(sharding.path_name(path[start:]), (None, whole))
-            if shape == leaf.shape:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        shape, to = known.get(moments.owner_of(path, known), (None, whole))
+        if shape != leaf.shape:
+            to = moments.scales_sharding(path, leaf.shape, shape, to) or whole
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))

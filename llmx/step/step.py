@@ -29,6 +29,7 @@ from llmx.model.training_loss import TrainingLoss, placed, scaled
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 from llmx.step import guard as guards
+from llmx.step import rounding
 
 
 class Report(NamedTuple):
@@ -71,7 +72,9 @@ class Recipe:
         scalars = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), guards.init()))
         step, guard = jax.tree.map(lambda leaf: placed(leaf, whole), scalars)
         opt_state, sync = self.strategy.abstract
-        average = jax.tree.map(placed, self.loss.params, self.loss.updates)
+        # An average moves by less than bf16 can tell.
+        fp32 = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=to)  # noqa: E731
+        average = jax.tree.map(fp32, self.loss.params, self.loss.updates)
         with jax.set_mesh(self.mesh):
             in_flight = jax.eval_shape(self.gradient.init, self.loss.params)
         in_flight = jax.tree.map(
@@ -99,8 +102,9 @@ class Recipe:
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
             params["blocks"] = self.order.apply(params["blocks"])
+            params = in_dtypes_of(self.loss.params, params)
             opt_state, sync = self.strategy.init(params)
-            average = params if self.ema_decay else ()
+            average = in_dtypes_of(abstract.ema, params) if self.ema_decay else ()
             return State(
                 jnp.zeros((), jnp.int32), params, opt_state, average, guards.init(), sync, ()
             )
@@ -121,6 +125,11 @@ class Recipe:
         to = jax.tree.map(lambda leaf: leaf.sharding, self.strategy.abstract)
         with jax.set_mesh(self.mesh):
             return jax.jit(jax.sharding.auto_axes(self.strategy.init, out_sharding=to))(params)
+
+
+def in_dtypes_of(like: Any, tree: Any) -> Any:
+    """`tree` in the dtypes of `like`, rounded to nearest."""
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, like)
 
 
 def make_train_step(
@@ -173,15 +182,17 @@ def make_update(loss: TrainingLoss, ema_decay: float) -> Callable[..., State]:
     giving the result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
     """
 
+    stored = rounding.of(loss.execution.policy.param)
+
     def update(gradients, state: State, accepted, transformation, **extra) -> State:
         shares = jax.tree.map(jax.sharding.reshard, (gradients, state.params), (loss.updates,) * 2)
         to = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)  # noqa: E731
 
-        def apply(accepted, gradients, params, opt_state, ema, extra):
+        def apply(accepted, gradients, params, opt_state, ema, extra, seed):
             keep = lambda new, old: jnp.where(accepted, new, old)  # noqa: E731
             updates, new_opt_state = transformation.update(gradients, opt_state, params, **extra)
-            new_params = optax.apply_updates(params, updates)
-            average = lambda a, p: ema_decay * a + (1 - ema_decay) * p  # noqa: E731
+            new_params = stored.add(params, updates, seed)
+            average = lambda a, p: ema_decay * a + (1 - ema_decay) * p.astype(a.dtype)  # noqa: E731
             new_ema = jax.tree.map(average, ema, new_params) if ema_decay else ema
             new = (new_params, new_opt_state, new_ema)
             return jax.tree.map(keep, new, (params, opt_state, ema))
@@ -190,7 +201,7 @@ def make_update(loss: TrainingLoss, ema_decay: float) -> Callable[..., State]:
         # and ends.
         params, opt_state, ema = jax.sharding.auto_axes(
             apply, out_sharding=(loss.updates, to(state.opt_state), to(state.ema))
-        )(accepted, *shares, state.opt_state, state.ema, extra)
+        )(accepted, *shares, state.opt_state, state.ema, extra, stored.seed(state.step))
         kept = jax.tree.map(lambda leaf: leaf.sharding, loss.params)
         params = jax.tree.map(jax.sharding.reshard, params, kept)
         return state._replace(params=params, opt_state=opt_state, ema=ema)
