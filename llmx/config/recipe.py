@@ -21,7 +21,7 @@ from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
-from llmx.step import gradients, guard, optimizers
+from llmx.step import gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES
@@ -148,6 +148,11 @@ def _make_strategy(
         )  # fmt: skip
         replica_gradient = gradients.per_replica(make_gradient, loss, replicas_lib.AXES)
 
+    placed_state = in_parts = lambda whole: whole
+    if config.offload.optimizer:
+        placed_state = functools.partial(offload.in_host_memory, params=loss.params)
+        in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
+
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:
         optimizer = optimizers.make(
             config.optimizer, axes=loss.axes, total_steps=config.steps, head=head,
@@ -158,8 +163,10 @@ def _make_strategy(
             config=config.sync, replicas=replicas, loss=loss, gradient=gradient,
             replica_gradient=replica_gradient, optimizer=optimizer, with_head=inputs_with,
             optimizer_config=config.optimizer, timetable=technique.timetable(config.sync, rates),
-            opt_state=optimizers.abstract_state(optimizer.whole, loss.params, loss.updates),
-            update=make_update(loss, config.optimizer.ema_decay),
+            opt_state=placed_state(
+                optimizers.abstract_state(optimizer.whole, loss.params, loss.updates)
+            ),
+            update=make_update(loss, config.optimizer.ema_decay, in_parts),
             decays=trees.named(optimizers.decay_mask(loss.axes)),
             forget_norms=lambda state: state._replace(guard=guard.forgotten(state.guard)),
         )  # fmt: skip

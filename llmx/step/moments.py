@@ -195,14 +195,17 @@ def kept_as(
     if kind is None:
         return inner
 
-    def encoded(state, params, count):
+    def encoded(state, params, count, layers=None):
         shapes = {name: leaf.shape for name, leaf in trees.named(params).items()}
 
         def one(path, leaf):
             owner = owner_of(path, shapes)
             if shapes.get(owner) != leaf.shape or (kind.matrices_only and owner not in matrices):
                 return leaf
-            bits = rounding.random_bits(leaf.shape, step=count, name=trees.path_name(path))
+            rows = rounding.rows_of(owner, layers)
+            bits = rounding.random_bits(
+                leaf.shape, step=count, name=trees.path_name(path), rows=rows
+            )
             signed = all(getattr(key, "name", None) != _SQUARES for key in path)
             dim = block_dim(leaf.shape, matrices[owner]) if owner in matrices else None
             return kind.encode(leaf, bits, signed=signed, dim=dim)
@@ -213,10 +216,10 @@ def kept_as(
         count = jnp.zeros((), jnp.int32)
         return Rounded(count, encoded(inner.init(params), params, count))
 
-    def update(updates, state, params, **extra):
+    def update(updates, state, params, *, layers=None, **extra):
         updates, new = inner.update(updates, decoded(state.inner), params, **extra)
         count = optax.safe_increment(state.count)
-        return updates, Rounded(count, encoded(new, params, count))
+        return updates, Rounded(count, encoded(new, params, count, layers))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

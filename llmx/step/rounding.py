@@ -34,7 +34,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def random_bits(
-    shape: tuple[int, ...], *, step: jax.Array, name: str, first: jax.Array | int = 0
+    shape: tuple[int, ...], *, step: jax.Array, name: str, rows: jax.Array | None = None
 ) -> jax.Array:
     """uint32 random numbers of an array, in a step; nothing communicates.
 
@@ -42,7 +42,7 @@ def random_bits(
       shape: of the array, globally. Each dimension may have up to 2^32 rows.
       step: int32 [], other bits in every step.
       name: of the array; others have other bits.
-      first: the array is a slice [first : first + n, ...] of a larger one, whose bits it gets.
+      rows: int32 [n]; the array has these rows of a larger one, whose bits it gets.
     """
     # Two words, so that rows whose first word is near do not get each other's numbers, shifted.
     salt = zlib.crc32(name.encode())
@@ -52,8 +52,9 @@ def random_bits(
     def index(dim):
         ones = [1] * len(shape)
         ones[dim] = shape[dim]
-        number = jax.lax.broadcasted_iota(jnp.uint32, ones, dim)
-        return number if dim else number + jnp.asarray(first).astype(jnp.uint32)
+        if dim == 0 and rows is not None:
+            return rows.astype(jnp.uint32).reshape(ones)
+        return jax.lax.broadcasted_iota(jnp.uint32, ones, dim)
 
     # Rows by themselves: only the last dimension is hashed for every number.
     for dim in range(len(shape) - 1):
@@ -80,19 +81,29 @@ class Rounding(NamedTuple):
     """How new parameters are stored."""
 
     seed: Callable  # State.step -> what `add` draws random numbers from, or ()
-    add: Callable  # (params, updates, seed) -> new params
+    add: Callable  # (params, updates, seed, layers) -> new params; layers: see `rows_of`
 
 
-def _add(params: Any, updates: Any, step: jax.Array) -> Any:
+def rows_of(name: str, layers: jax.Array | None) -> jax.Array | None:
+    """The rows that an array has of a parameter; `layers`, int32 [n]: those that are given of the
+    blocks, None = all."""
+    return layers if name.startswith("blocks/") else None
+
+
+def _add(params: Any, updates: Any, step: jax.Array, layers: jax.Array | None = None) -> Any:
     def one(path, param, update):
         exact = param.astype(jnp.float32) + update.astype(jnp.float32)
-        name = f"params/{trees.path_name(path)}"
-        return to_bf16(exact, random_bits(param.shape, step=step, name=name))
+        name = trees.path_name(path)
+        rows = rows_of(name, layers)
+        bits = random_bits(param.shape, step=step, name=f"params/{name}", rows=rows)
+        return to_bf16(exact, bits)
 
     return jax.tree_util.tree_map_with_path(one, params, updates)
 
 
-NEAREST = Rounding(lambda step: (), lambda params, updates, _: optax.apply_updates(params, updates))
+NEAREST = Rounding(
+    lambda step: (), lambda params, updates, *_: optax.apply_updates(params, updates)
+)
 STOCHASTIC = Rounding(lambda step: step, _add)
 
 # By the dtype of master parameters.

@@ -174,34 +174,44 @@ def clipped(found: Gradients, clip_norm: float) -> Gradients:
     return found._replace(tree=scaled(found.tree, factors))
 
 
-def make_update(loss: TrainingLoss, ema_decay: float) -> Callable[..., State]:
+def make_update(
+    loss: TrainingLoss, ema_decay: float, in_parts: Callable[[Callable], Callable] = lambda f: f
+) -> Callable[..., State]:
     """(gradients, State, accepted, optax transformation, **extra) -> State after one update of
     parameters, optimizer state and average, or as it was if the update is not accepted.
 
     Each device updates the share that the optimizer table gives it: taking the share is free, and
     giving the result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
+    `in_parts`: how the update of all parameters is done, as `offload.layer_by_layer`.
     """
-
     stored = rounding.of(loss.execution.policy.param)
+    average = lambda a, p: ema_decay * a + (1 - ema_decay) * p.astype(a.dtype)  # noqa: E731
 
     def update(gradients, state: State, accepted, transformation, **extra) -> State:
-        shares = jax.tree.map(jax.sharding.reshard, (gradients, state.params), (loss.updates,) * 2)
+        gradients, params = jax.tree.map(
+            jax.sharding.reshard, (gradients, state.params), (loss.updates,) * 2
+        )
+        seed = stored.seed(state.step)
         to = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)  # noqa: E731
 
-        def apply(accepted, gradients, params, opt_state, ema, extra, seed):
-            keep = lambda new, old: jnp.where(accepted, new, old)  # noqa: E731
-            updates, new_opt_state = transformation.update(gradients, opt_state, params, **extra)
-            new_params = stored.add(params, updates, seed)
-            average = lambda a, p: ema_decay * a + (1 - ema_decay) * p.astype(a.dtype)  # noqa: E731
-            new_ema = jax.tree.map(average, ema, new_params) if ema_decay else ema
-            new = (new_params, new_opt_state, new_ema)
-            return jax.tree.map(keep, new, (params, opt_state, ema))
+        def apply(accepted, gradients, old, extra, seed):
+            def one_part(gradients, old, layers=None):
+                params, opt_state, ema = old
+                updates, new_opt_state = transformation.update(
+                    gradients, opt_state, params, layers=layers, **extra
+                )
+                new_params = stored.add(params, updates, seed, layers)
+                new_ema = jax.tree.map(average, ema, new_params) if ema_decay else ema
+                new = (new_params, new_opt_state, new_ema)
+                return jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new, old)
+
+            return in_parts(one_part)(gradients, old)
 
         # The optimizer is plain optax: the compiler places what is inside, we say where it begins
         # and ends.
         params, opt_state, ema = jax.sharding.auto_axes(
             apply, out_sharding=(loss.updates, to(state.opt_state), to(state.ema))
-        )(accepted, *shares, state.opt_state, state.ema, extra, stored.seed(state.step))
+        )(accepted, gradients, (params, state.opt_state, state.ema), extra, seed)
         kept = jax.tree.map(lambda leaf: leaf.sharding, loss.params)
         params = jax.tree.map(jax.sharding.reshard, params, kept)
         return state._replace(params=params, opt_state=opt_state, ema=ema)
