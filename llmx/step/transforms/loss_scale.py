@@ -73,8 +73,8 @@ def make(config: LossScaleConfig) -> Transform:
     """The transform of a scale between `config.minimum` and `config.maximum`."""
 
     def init() -> LossScale:
-        zero = jnp.zeros((), jnp.int32)
-        return LossScale(jnp.full((), config.initial, jnp.float32), zero, zero)
+        zero = lambda: jnp.zeros((), jnp.int32)  # noqa: E731 (the step donates each)
+        return LossScale(jnp.full((), config.initial, jnp.float32), zero(), zero())
 
     def gradients(found: Gradients, state: LossScale) -> Gradients:
         # 0: nothing is in flight yet, and the gradient is zero.
