@@ -15,7 +15,7 @@ from llmx.checkpoint import checkpointer, identity
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
-from llmx.model import families, remat
+from llmx.model import families, precision, remat
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedules
@@ -23,6 +23,7 @@ from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, divergence, launch
 from llmx.step import optimizers
+from llmx.step.transforms import loss_scale
 from llmx.sync import replicas, strategy
 
 
@@ -82,6 +83,7 @@ def _sections(config: Config) -> list[str]:
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
         "optimizer": optimizers.problems(config.optimizer),
+        "loss_scale": loss_scale.problems(config.loss_scale),
     }  # fmt: skip
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section):
@@ -89,6 +91,12 @@ def _sections(config: Config) -> list[str]:
     if not checked["model"]:
         kinds = sorted(set(config.model.layer_kinds))
         found += remat.problems(config.remat, config.offload, kinds)
+    known = (
+        config.precision in precision.POLICIES and config.reduce_dtype in precision.REDUCE_DTYPES
+    )
+    platform = config.launch.platform
+    if known and (why_not := precision.refusal(config.precision, config.reduce_dtype, platform)):
+        found.append(why_not)
     if config.batch.sequence_length > config.model.max_positions:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "

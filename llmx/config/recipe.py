@@ -23,6 +23,7 @@ from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.step import gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
+from llmx.step.transforms import loss_scale
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES
 
@@ -43,9 +44,11 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
+        transforms=loss_scale.transforms(config.loss_scale, execution.policy),
     )  # fmt: skip
     return Recipe(
-        model=config.model, loss=loss, gradient=(gradient := make_gradient(loss)),
+        model=config.model, loss=loss,
+        gradient=(gradient := gradients.transformed(make_gradient(loss), loss.transforms)),
         strategy=_make_strategy(config, loss, gradient, make_gradient),
         schedule=optimizers.make_schedule(
             config.optimizer, total_steps=config.steps,
@@ -77,10 +80,13 @@ def make_execution(
     if config.sync.strategy != "mean":
         # Replicas are whole, each split over the other axes only.
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
+    policy = precision.policy_of(config.precision, config.reduce_dtype)
+    platform = mesh.devices.flat[0].platform
+    if why_not := precision.refusal(config.precision, config.reduce_dtype, platform):
+        raise ValueError(why_not)
     return Execution(
-        place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
-        remat=config.remat, offloaded=config.offload.saves, attention=config.attention,
-        packed=config.data.pack,
+        place=sharding.Placement(mesh, layout), policy=policy, remat=config.remat,
+        offloaded=config.offload.saves, attention=config.attention, packed=config.data.pack,
         loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].device_kind),
     )  # fmt: skip
 
@@ -146,7 +152,9 @@ def _make_strategy(
             config.sync, loss.mesh, compressor=technique.compressor, shapes=loss.params,
             axes=loss.axes, updates=loss.updates,
         )  # fmt: skip
-        replica_gradient = gradients.per_replica(make_gradient, loss, replicas_lib.AXES)
+        replica_gradient = gradients.transformed(
+            gradients.per_replica(make_gradient, loss, replicas_lib.AXES), loss.transforms
+        )
 
     placed_state = in_parts = lambda whole: whole
     if config.offload.optimizer:
