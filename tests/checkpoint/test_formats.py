@@ -9,6 +9,7 @@ from support.compare import assert_same
 from support.resumes import DATA, opened, resumed, run_of, save
 
 from llmx import config
+from llmx.checkpoint import checkpointer
 
 INT8 = dict(optimizer__moments="int8")
 PURE = dict(precision="pure_bf16")
@@ -93,3 +94,18 @@ def test_a_run_starts_from_parameters_in_another_dtype(tmp_path, before, after):
     assert found == wanted
     after_one = continued(recipe, state, (0,))
     assert np.isfinite(np.asarray(after_one.params["embedding"], np.float32)).all()
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_parameters_are_read_in_the_dtype_that_they_were_saved_in(tmp_path, ema):
+    """As evaluation, generation and export do, which know no dtype of the average."""
+    old = save(tmp_path, 3, 2, **PURE)
+    _, recipe = run_of(tmp_path, 1, **PURE)
+    found = checkpointer.restore_params(str(tmp_path), recipe.loss.params, ema=ema, log=print)
+    assert_same(found.state, old.ema if ema else old.params)
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(found.state)}
+    assert dtypes == {"float32" if ema else "bfloat16"}
+    rows = packed.batches(1, rows=8, length=16, vocab=recipe.model.vocab_size)
+    with jax.set_mesh(recipe.mesh):
+        nats, tokens = runs.make_evaluation(recipe)(found.state, runs.put_batch(recipe, rows[0]))
+    assert 0 < float(nats / tokens) < 10
