@@ -20,6 +20,7 @@ from llmx.aot import program as program_lib
 from llmx.aot.report import EXCHANGE, Memory, Result
 from llmx.config import checks
 from llmx.contract import Strategy
+from llmx.runtime import device_memory
 
 
 class CompileError(RuntimeError):
@@ -200,14 +201,15 @@ def _memory(compiled, refusal, peak, topology: topologies.Topology) -> tuple[Mem
         unknown.append("memory of CUDA, of NCCL and of cuDNN's workspaces: not in the program")
     if compiled is not None:
         sizes = compiled.memory_analysis()
+        host = device_memory.host_bytes(sizes)
+        at_most = device_memory.device_peak(sizes)
         return Memory(
             arguments=sizes.argument_size_in_bytes,
             outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
             temporaries=sizes.temp_size_in_bytes,
-            peak=sizes.peak_memory_in_bytes,
-            limit=topology.hbm_bytes,
-            host=sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
-            + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes,
+            # XLA's own peak counts the host's memory too.
+            peak=min(peak.bytes, at_most) if host and peak is not None else at_most,
+            limit=topology.hbm_bytes, host=host,
         ), unknown  # fmt: skip
     unknown.append("host memory, and outputs apart from temporaries: the compilation stopped early")
     needed, arguments = refusal.needed, 0

@@ -113,7 +113,7 @@ class Recipe:
         to = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(in_flight=()))
         # Auto axes: the compiler splits the random numbers as the results are split.
         with jax.set_mesh(self.mesh):
-            state = jax.jit(jax.sharding.auto_axes(make, out_sharding=to))()
+            state = jax.jit(jax.sharding.auto_axes(make, out_sharding=to), out_shardings=to)()
         return state._replace(in_flight=self.init_in_flight(state.params))
 
     def init_in_flight(self, params: Any) -> Any:
@@ -125,7 +125,8 @@ class Recipe:
         """New (opt_state, sync) of these parameters."""
         to = jax.tree.map(lambda leaf: leaf.sharding, self.strategy.abstract)
         with jax.set_mesh(self.mesh):
-            return jax.jit(jax.sharding.auto_axes(self.strategy.init, out_sharding=to))(params)
+            init = jax.sharding.auto_axes(self.strategy.init, out_sharding=to)
+            return jax.jit(init, out_shardings=to)(params)
 
 
 def in_dtypes_of(like: Any, tree: Any) -> Any:

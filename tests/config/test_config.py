@@ -162,6 +162,23 @@ BAD = [
     (dict(optimizer__warmup_steps=-1), 1, ["warmup_steps=-1", "at least 0"]),
     (dict(optimizer__b1=1.0), 1, ["b1=1.0", "below 1"]),
     (dict(optimizer__clip_norm=-1.0), 1, ["clip_norm=-1.0", "at least 0"]),
+    (dict(optimizer__moments="fp8"), 1, ["moments='fp8'", "auto, fp32, bf16, int8"]),
+    (
+        dict(optimizer__moments="int8", optimizer__name="adafactor"), 1,
+        ["moments='int8'", "'adafactor'", "rows and columns", "set optimizer.moments='auto'"],
+    ),
+    (
+        dict(optimizer__moments="bf16", sync__strategy="one_bit", sync__warmup_steps=1), 8,
+        ["1 problem", "moments='bf16'", "'one_bit'", "set optimizer.moments='auto'"],
+    ),
+    (
+        dict(precision="pure_bf16", sync__strategy="diloco"), 8,
+        ["1 problem", "precision='pure_bf16'", "'diloco'", "bfloat16", "precision='bf16'"],
+    ),
+    (
+        dict(optimizer__moments="int8", precision="pure_bf16", sync__strategy="zero_one"), 8,
+        ["2 problems", "moments='int8'", "precision='pure_bf16'"],
+    ),
     (dict(model__num_kv_heads=3), 1, ["num_heads=4", "num_kv_heads=3", "[1, 2, 4]"]),
     (dict(model__head_dim=15), 1, ["head_dim=15", "even"]),
     (dict(model__layer_pattern=("local",)), 1, ["window=0", "'local'"]),
