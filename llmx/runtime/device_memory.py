@@ -1,4 +1,4 @@
-"""What a compiled program holds, by `compiled.memory_analysis()`: bytes of one device and its host."""
+"""Bytes of one device and of its host, by `compiled.memory_analysis()` of a program."""
 
 from typing import Any
 
