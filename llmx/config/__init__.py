@@ -20,6 +20,7 @@ from llmx.model import families, precision, remat
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
+from llmx.model.quantized import ProductsConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
@@ -94,6 +95,7 @@ class Config:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)

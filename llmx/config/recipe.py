@@ -1,6 +1,7 @@
 """From a resolved config to the program of its train step: the only place that turns one into the
 other. Train, evaluate, generate and ahead-of-time compilation share it."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.contract import Gradient
-from llmx.model import precision, training_loss
+from llmx.model import precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
@@ -77,8 +78,11 @@ def make_execution(
     if config.sync.strategy != "mean":
         # Replicas are whole, each split over the other axes only.
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
+    policy = dataclasses.replace(
+        precision.POLICIES[config.precision], numbers=quantized.make(config.products)
+    )
     return Execution(
-        place=sharding.Placement(mesh, layout), policy=precision.POLICIES[config.precision],
+        place=sharding.Placement(mesh, layout), policy=policy,
         remat=config.remat, attention=config.attention, packed=config.data.pack,
         loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].device_kind),
     )  # fmt: skip

@@ -12,6 +12,7 @@ that split contracted dimensions; sums weight gradients over the axes that split
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.model import precision, remat
+from llmx.model import precision, quantized, remat
+from llmx.model.quantized import Quantized
 from llmx.sharding import mesh_axes
 
 
@@ -34,6 +36,7 @@ class _Product:
     out: PartitionSpec
     param: jnp.dtype
     reduce: jnp.dtype
+    numbers: quantized.Numbers
     recomputed: bool
     deferred: bool  # the backward pass leaves the operands of the weight gradient
 
@@ -54,6 +57,24 @@ class _Product:
         split = dict(zip(of_weight, self.gathered.partitions, strict=True))
         split |= dict(zip(of_x, self.x.partitions, strict=True))
         return PartitionSpec(*(split[letter] for letter in out))
+
+    def whole_weight(self, weight: jax.Array, dtype: jnp.dtype) -> jax.Array | Quantized:
+        """The weight as both passes multiply it; communicates over those of `TOKEN_AXES`."""
+        _, of_weight, out = self.letters
+        sides = tuple(letter not in out for letter in of_weight)
+        whole = gathered(weight, dtype, numbers=self.numbers, sides=sides)
+        return whole if isinstance(whole, Quantized) else self.numbers.rounded_weight(whole, sides)
+
+    def rounded_x(self, x: jax.Array, contracted_with: str) -> jax.Array | Quantized:
+        """x as an operand of a product with an array of these letters."""
+        of_x, _, _ = self.letters
+        return self.numbers.activation(x, self.numbers.x, [n in contracted_with for n in of_x])
+
+    def rounded_gradient(self, gradient: jax.Array, contracted_with: str) -> jax.Array | Quantized:
+        """The gradient of the result, likewise."""
+        _, _, out = self.letters
+        contracted = [letter in contracted_with for letter in out]
+        return self.numbers.activation(gradient, self.numbers.gradient, contracted)
 
 
 class WeightGradOperands(NamedTuple):
@@ -117,7 +138,7 @@ def dot(
     product = _Product(
         expression=expression, x=jax.typeof(x).sharding.spec,
         weight=jax.typeof(weight).sharding.spec, out=out, param=weight.dtype, reduce=policy.reduce,
-        recomputed=recomputed, deferred=isinstance(buffer, WeightGradOperands),
+        numbers=policy.numbers, recomputed=recomputed, deferred=isinstance(buffer, WeightGradOperands),
     )  # fmt: skip
     if isinstance(buffer, WeightGradRecord):
         operands = lambda x, weight: _operands(product, x, _dot(product, x, weight, None))  # noqa: E731
@@ -126,10 +147,30 @@ def dot(
     return _dot(product, x, weight, buffer)
 
 
-def gathered(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered."""
+def gathered(
+    weight: jax.Array, dtype: jnp.dtype, *, numbers: quantized.Numbers = quantized.Numbers(),
+    sides: Sequence[bool | None] = (),
+) -> jax.Array | Quantized:  # fmt: skip
+    """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered.
+
+    As codes, if `numbers` says so: see `Numbers.rounded_weight` for these and `sides`.
+    """
+    weight = cast(weight, dtype)
+    if numbers.gathers_codes:
+        return quantized.gathered(numbers.rounded_weight(weight, sides), sharding.TOKEN_AXES)
     whole = sharding.without(jax.typeof(weight).sharding.spec, sharding.TOKEN_AXES)
-    return jax.sharding.reshard(cast(weight, dtype), whole)
+    return jax.sharding.reshard(weight, whole)
+
+
+def whole(
+    weight: jax.Array, dtype: jnp.dtype, numbers: quantized.Numbers, axes: Sequence[str]
+) -> jax.Array:
+    """A weight with these logical axes, gathered once for several products, in `dtype`.
+
+    Rounded as `numbers` says if it is gathered as codes: each product then finds the same codes.
+    """
+    sides = [None if axis == "layers" else axis == "embed" for axis in axes]
+    return quantized.dequantized(gathered(weight, dtype, numbers=numbers, sides=sides))
 
 
 def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -150,8 +191,12 @@ def _dot(product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradO
 
 
 def _dot_forward(product, x, weight, buffer):
-    whole, of_whole = gathered(weight, x.dtype), product.gathered
-    out = _contracted(product.expression, x, whole, product.x, of_whole, product.out, x.dtype)
+    whole = product.whole_weight(weight, x.dtype)
+    _, of_weight, _ = product.letters
+    out = _contracted(
+        product.expression, product.rounded_x(x, of_weight), whole, product.x, product.gathered,
+        product.out, x.dtype,
+    )  # fmt: skip
     # A policy that kept the product itself would keep it before its sum over devices.
     out = checkpoint_name(out, remat.PRODUCT)
     return out, (x, whole if product.recomputed else weight)
@@ -160,12 +205,13 @@ def _dot_forward(product, x, weight, buffer):
 def _dot_backward(product, residuals, gradient):
     x, weight = residuals
     if not product.recomputed:
-        weight = gathered(weight, x.dtype)
+        weight = product.whole_weight(weight, x.dtype)
     of_x, of_weight, out = product.letters
     # Positions that were scattered after the product are gathered once, for both gradients.
     gradient = jax.sharding.reshard(gradient, product.whole_out)
     gradient_x = _contracted(
-        f"{out},{of_weight}->{of_x}", gradient, weight, product.whole_out, product.gathered,
+        f"{out},{of_weight}->{of_x}", product.rounded_gradient(gradient, of_weight), weight,
+        product.whole_out, product.gathered,
         sharding.unreduced(product.x, product.x.reduced), x.dtype,
     )  # fmt: skip
     if product.deferred:
@@ -179,8 +225,9 @@ _dot.defvjp(_dot_forward, _dot_backward)
 def _weight_gradient(product, x, gradient):
     of_x, of_weight, out = product.letters
     terms = _terms(
-        f"{of_x},{out}->{of_weight}", x, gradient, product.x, product.whole_out, product.reduce
-    )
+        f"{of_x},{out}->{of_weight}", product.rounded_x(x, out),
+        product.rounded_gradient(gradient, of_x), product.x, product.whole_out, product.reduce,
+    )  # fmt: skip
     to = sharding.unreduced(product.weight, product.weight.reduced)
     return sharding.scattered(terms, to).astype(product.param)
 
@@ -206,10 +253,9 @@ def _terms(expression, left, right, of_left, of_right, dtype) -> jax.Array:
     split = dict(zip(inputs.replace(",", ""), entries, strict=True))
     summed = [axis for letter in split if letter not in out for axis in mesh_axes(split[letter])]
     term = PartitionSpec(*(split[letter] for letter in out))
-    return jnp.einsum(
-        expression, left, right, preferred_element_type=dtype,
-        out_sharding=sharding.unreduced(term, summed),
-    )  # fmt: skip
+    return quantized.einsum(
+        expression, left, right, dtype=dtype, out=sharding.unreduced(term, summed)
+    )
 
 
 @jax.custom_vjp

@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from llmx.model.quantized import Numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -19,6 +21,7 @@ class Policy:
     param: jnp.dtype
     compute: jnp.dtype
     reduce: jnp.dtype
+    numbers: Numbers = Numbers()  # of the operands of the layers' products
 
     def products(self) -> contextlib.AbstractContextManager:
         """Makes matrix products exact: by default GPUs and TPUs multiply fp32 in fewer bits."""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from llmx import sharding
 from llmx.contract import Batch
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, dot, families
+from llmx.model import decoder, dot, families, quantized
 from llmx.model.execution import Execution
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -82,13 +82,15 @@ class TrainingLoss:
     def gathered(self, params: Any) -> Any:
         """Parameters as the whole step uses them; with gather="step", the weights of products whole
         over the batch axes, in the compute dtype: communicates. Tables of lookups stay split."""
+        policy = self.execution.policy
         if self.gather != "step":
             return params
 
         def one(path, leaf, axes):
             if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
                 return leaf
-            return dot.gathered(leaf, self.execution.policy.compute)
+            numbers = policy.numbers if path[0].key == "blocks" else quantized.Numbers()
+            return dot.whole(leaf, policy.compute, numbers, axes)
 
         return jax.tree_util.tree_map_with_path(one, params, self.axes)
 

@@ -1,0 +1,278 @@
+"""Products in fp8 and int8: in which numbers weights are multiplied, and in which they are gathered.
+
+A quantised array is its codes, e4m3, e5m2 or int8, with a scale for all of it, for each channel, or
+for each block: number = code * scale. Two operands whose scales do not change along the contracted
+dimensions are multiplied as codes, which tensor cores and MXUs do at twice the rate of bf16 where
+the chip has units for them. Others are turned back into the compute dtype first, which is exact for
+fp8: a code times a power of two.
+
+Sources: fp8 training, e4m3 forward and e5m2 backward, arXiv 2209.05433; blocks, DeepSeek-V3
+(arXiv 2412.19437), section 3.3; scales that are powers of two, OCP Microscaling Formats 1.0; int8
+forward with straight-through gradients, arXiv 1712.05877 and 1308.3432.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from llmx import sharding
+from llmx.runtime.bounds import bounded, choice
+
+
+@dataclasses.dataclass
+class ProductsConfig:
+    """In which numbers the layers' weights are multiplied, and in which they are gathered."""
+
+    # "" = the compute dtype; "fp8" = e4m3 forward, e5m2 gradients; "int8" = int8 forward, gradients
+    # in the compute dtype, straight through the rounding
+    format: str = choice("", lambda: FORMATS)
+    # what has one scale: a "tensor"; a "block" (fp8); a "channel" (int8): each token of the
+    # activations, each output of a weight
+    granularity: str = choice("tensor", ("tensor", "block", "channel"))
+    # numbers along the contracted dimension that share a scale, and of weights along the other too
+    block: int = bounded(128, at_least=1)
+    # in which numbers split weights are gathered: "" = the compute dtype; "fp8" = e4m3, half of its
+    # bytes
+    gather: str = choice("", ("", "fp8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What one operand is rounded to."""
+
+    dtype: jnp.dtype
+    largest: float  # larger codes are not used
+    power_of_two: bool  # scales are
+
+    def scale(self, amax: jax.Array) -> jax.Array:
+        """The scale, fp32, of numbers whose largest magnitude is `amax`.
+
+        That of zeros is 1; that of numbers which are not finite is NaN, and so all numbers become.
+        """
+        # Smaller ones would make 1 / scale infinite.
+        scale = jnp.maximum(amax / self.largest, 2.0**-120)
+        if self.power_of_two:  # the next above: add what is less than one to the exponent's bits
+            bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+            bits = (bits + 0x7FFFFF) & 0x7F800000
+            scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return jnp.where(jnp.isfinite(amax), jnp.where(amax > 0, scale, 1.0), jnp.nan)
+
+    def codes(self, steps: jax.Array) -> jax.Array:
+        """Numbers in units of their scale, rounded to even and clipped to `largest`."""
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            steps = jnp.round(steps)
+        return jnp.clip(steps, -self.largest, self.largest).astype(self.dtype)
+
+
+# int8 is symmetric: -128 is not used. Rounding of fp8 numbers does not depend on a scale that is a
+# power of two, but for the smallest ones; int8 would lose up to one of its eight bits.
+E4M3 = Format(jnp.dtype(jnp.float8_e4m3fn), 448.0, power_of_two=True)
+E5M2 = Format(jnp.dtype(jnp.float8_e5m2), 57344.0, power_of_two=True)
+INT8 = Format(jnp.dtype(jnp.int8), 127.0, power_of_two=False)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("codes", "scale"), meta_fields=("dtype",)
+)
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array as codes times scales."""
+
+    codes: jax.Array
+    scale: jax.Array  # fp32, of equal rank: along each dimension 1, or the number of blocks
+    dtype: jnp.dtype  # of the array
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """How operands of products are rounded; None = not at all, they stay in the compute dtype."""
+
+    x: Format | None = None
+    weight: Format | None = None
+    gradient: Format | None = None  # of the result
+    granularity: str = "tensor"
+    block: int = 0
+    gathers_codes: bool = False  # weights are rounded before they are gathered
+
+    def activation(
+        self, array: jax.Array, form: Format | None, contracted: Sequence[bool]
+    ) -> jax.Array | Quantized:
+        """`array`, an operand of tokens, rounded to `form`; `contracted`: for each dimension."""
+        if form is None:
+            return array
+        last = _last(contracted, True)
+        sharing = {
+            "tensor": [0 for _ in contracted],
+            "channel": [0 if summed else 1 for summed in contracted],
+            "block": [self.block if n == last else 1 for n in range(array.ndim)],
+        }
+        return quantize(array, form, sharing[self.granularity])
+
+    def rounded_weight(
+        self, array: jax.Array, sides: Sequence[bool | None]
+    ) -> jax.Array | Quantized:
+        """A weight rounded to its format.
+
+        `sides`: for each dimension, whether a product contracts it (blocks are the same if sides
+        are exchanged), or None for one that counts stacked weights.
+        """
+        if self.weight is None:
+            return array
+        tile = (_last(sides, True), _last(sides, False))
+        sharing = {
+            "tensor": [0 if side is not None else 1 for side in sides],
+            "channel": [0 if side else 1 for side in sides],
+            "block": [self.block if n in tile else 1 for n in range(array.ndim)],
+        }
+        return quantize(array, self.weight, sharing[self.granularity])
+
+
+def _last(values: Sequence, value) -> int:
+    """The last index of a value."""
+    return max(n for n, one in enumerate(values) if one is value)
+
+
+FORMATS = {
+    "": Numbers(),
+    "fp8": Numbers(x=E4M3, weight=E4M3, gradient=E5M2),
+    "int8": Numbers(x=INT8, weight=INT8),
+}
+
+
+def make(config: ProductsConfig) -> Numbers:
+    """The numbers that a resolved section says."""
+    numbers = FORMATS[config.format]
+    if config.gather:
+        numbers = dataclasses.replace(numbers, weight=E4M3, gathers_codes=True)
+    return dataclasses.replace(numbers, granularity=config.granularity, block=config.block)
+
+
+def quantize(array: jax.Array, form: Format, sharing: Sequence[int]) -> Quantized:
+    """`array` rounded to `form`, each scale from the largest magnitude of the numbers that share it.
+
+    `sharing`: for each dimension, how many neighbors share a scale; 0 = all. Communicates over the
+    mesh axes that split a dimension of which all share one. Raises ValueError where neighbors that
+    share a scale are on several devices.
+    """
+    kind = jax.typeof(array).sharding
+    spec = sharding.split_only(kind.spec)
+    sharing = tuple(min(n, size) for n, size in zip(sharing, array.shape, strict=True))
+    for size, n, entry in zip(array.shape, sharing, spec.partitions, strict=True):
+        ways = sharding.ways(kind.mesh, entry)
+        if n and size // ways % n:
+            raise ValueError(
+                f"products.block={n} does not divide the {size // ways} numbers that each of {ways} "
+                f"shards has of a dimension of {size}: use a divisor, or granularity 'tensor'"
+            )
+    entries = zip(spec.partitions, sharing, strict=True)
+    of_scale = PartitionSpec(*(entry if n else None for entry, n in entries))
+    axes = sharding.used_axes(spec)
+    axes = tuple(axis for axis in axes if axis not in sharding.used_axes(of_scale))
+    codes, scale = jax.shard_map(
+        functools.partial(_quantize_local, form=form, sharing=sharing, axes=axes),
+        mesh=kind.mesh, in_specs=spec, out_specs=(spec, of_scale), check_vma=False,
+    )(jax.sharding.reshard(array, spec))  # fmt: skip
+    return Quantized(codes, scale, array.dtype)
+
+
+def _quantize_local(array, *, form: Format, sharing: tuple[int, ...], axes: tuple[str, ...]):
+    sizes = [size // n if n else 1 for size, n in zip(array.shape, sharing, strict=True)]
+    blocks = _in_blocks(array, sizes).astype(jnp.float32)
+    # A sum over devices that takes the larger of two numbers may drop a NaN.
+    magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
+    amax = magnitudes.max(axis=tuple(range(1, blocks.ndim, 2)), keepdims=True)
+    if axes:
+        amax = jax.lax.pmax(amax, axes)
+    scale = form.scale(amax)
+    return form.codes(blocks / scale).reshape(array.shape), scale.reshape(sizes)
+
+
+def _in_blocks(array: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """[D, ...] as [blocks, D / blocks, ...], with these numbers of blocks."""
+    pairs = zip(array.shape, sizes, strict=True)
+    return array.reshape([n for size, num in pairs for n in (num, size // num)])
+
+
+def dequantized(array: jax.Array | Quantized) -> jax.Array:
+    """The numbers that codes stand for, in the dtype of what was quantised."""
+    if not isinstance(array, Quantized):
+        return array
+    specs = tuple(jax.typeof(part).sharding.spec for part in (array.codes, array.scale))
+
+    def local(codes, scale):
+        pairs = [n for num in scale.shape for n in (num, 1)]
+        numbers = _in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
+        return numbers.astype(array.dtype).reshape(codes.shape)
+
+    mesh = jax.typeof(array.codes).sharding.mesh
+    region = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return region(array.codes, array.scale)
+
+
+def gathered(array: Quantized, axes: Sequence[str]) -> Quantized:
+    """The codes and scales whole over mesh axes. Communicates over these, a byte for each number."""
+    whole = lambda part: jax.sharding.reshard(  # noqa: E731
+        part, sharding.without(jax.typeof(part).sharding.spec, axes)
+    )
+    # As bytes: XLA would move the conversion of numbers before the gather, and gather wider ones.
+    codes = whole(jax.lax.bitcast_convert_type(array.codes, jnp.uint8))
+    codes = jax.lax.bitcast_convert_type(codes, array.codes.dtype)
+    return Quantized(codes, whole(array.scale), array.dtype)
+
+
+def einsum(
+    expression: str, left: jax.Array | Quantized, right: jax.Array | Quantized, *,
+    dtype: jnp.dtype, out: PartitionSpec,
+) -> jax.Array:  # fmt: skip
+    """`jnp.einsum` of arrays, quantised or not, in `dtype`, placed as `out`.
+
+    `out` is `unreduced` over the axes that split contracted dimensions.
+    """
+    if not _multiplies_codes(expression, left, right):
+        return jnp.einsum(
+            expression, dequantized(left), dequantized(right), preferred_element_type=dtype,
+            out_sharding=out,
+        )  # fmt: skip
+    arrays = (left.codes, left.scale, right.codes, right.scale)
+    return jax.shard_map(
+        functools.partial(_einsum_local, expression, dtype),
+        mesh=jax.typeof(left.codes).sharding.mesh,
+        in_specs=tuple(jax.typeof(array).sharding.spec for array in arrays),
+        out_specs=out, check_vma=False,
+    )(*arrays)  # fmt: skip
+
+
+def _multiplies_codes(expression: str, left, right) -> bool:
+    """Whether both are quantised, with scales that are constant along contracted dimensions."""
+    if not (isinstance(left, Quantized) and isinstance(right, Quantized)):
+        return False
+    inputs, out = expression.split("->")
+    shapes = left.scale.shape + right.scale.shape
+    letters = inputs.replace(",", "")
+    return all(n == 1 for letter, n in zip(letters, shapes, strict=True) if letter not in out)
+
+
+def _einsum_local(expression, dtype, left, left_scale, right, right_scale):
+    inputs, out = expression.split("->")
+    of_left, of_right = inputs.split(",")
+    exact = jnp.issubdtype(left.dtype, jnp.integer)
+    # H100 adds fp8 products in fewer bits unless told otherwise: for gradients that is too few.
+    gradients = jnp.dtype(jnp.float8_e5m2) in (left.dtype, right.dtype)
+    terms = jnp.einsum(
+        expression, left, right, preferred_element_type=jnp.int32 if exact else jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if gradients else None,
+    ).astype(jnp.float32)  # fmt: skip
+    for letters, scale in ((of_left, left_scale), (of_right, right_scale)):
+        sizes = dict(zip(letters, scale.shape, strict=True))
+        assert math.prod(n for letter, n in sizes.items() if letter not in out) == 1
+        kept = "".join(letter for letter in out if letter in sizes)
+        order = [letters.index(letter) for letter in kept]
+        rest = [n for n in range(scale.ndim) if n not in order]
+        scale = scale.transpose(*rest, *order)
+        terms *= scale.reshape([sizes.get(letter, 1) for letter in out])
+    return terms.astype(dtype)
