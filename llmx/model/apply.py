@@ -160,7 +160,7 @@ class Apply:
         model, head_VD = self.model, self._head_weight(params)
         x_BTD = execution.place.constrain(self._normed(params, x_BTD), INSIDE)
         to = execution.place.activation(("batch", "sequence", "vocab"))
-        policy = dataclasses.replace(execution.policy, numbers=quantized.Numbers())
+        policy = dataclasses.replace(execution.policy, numbers=quantized.UNROUNDED)
         with policy.products():
             logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=policy)
         logits_BTV = logits_BTV.astype(jnp.float32)

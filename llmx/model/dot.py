@@ -138,7 +138,8 @@ def dot(
     product = _Product(
         expression=expression, x=jax.typeof(x).sharding.spec,
         weight=jax.typeof(weight).sharding.spec, out=out, param=weight.dtype, reduce=policy.reduce,
-        numbers=policy.numbers, recomputed=recomputed, deferred=isinstance(buffer, WeightGradOperands),
+        numbers=policy.numbers, recomputed=recomputed,
+        deferred=isinstance(buffer, WeightGradOperands),
     )  # fmt: skip
     if isinstance(buffer, WeightGradRecord):
         operands = lambda x, weight: _operands(product, x, _dot(product, x, weight, None))  # noqa: E731
@@ -148,7 +149,7 @@ def dot(
 
 
 def gathered(
-    weight: jax.Array, dtype: jnp.dtype, *, numbers: quantized.Numbers = quantized.Numbers(),
+    weight: jax.Array, dtype: jnp.dtype, *, numbers: quantized.Numbers = quantized.UNROUNDED,
     sides: Sequence[bool | None] = (),
 ) -> jax.Array | Quantized:  # fmt: skip
     """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered.

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from llmx.model.quantized import Numbers
+from llmx.model.quantized import UNROUNDED, Numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Policy:
     param: jnp.dtype
     compute: jnp.dtype
     reduce: jnp.dtype
-    numbers: Numbers = Numbers()  # of the operands of the layers' products
+    numbers: Numbers = UNROUNDED  # of the operands of the layers' products
 
     def products(self) -> contextlib.AbstractContextManager:
         """Makes matrix products exact: by default GPUs and TPUs multiply fp32 in fewer bits."""

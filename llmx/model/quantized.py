@@ -1,4 +1,4 @@
-"""Products in fp8 and int8: in which numbers weights are multiplied, and in which they are gathered.
+"""Products in fp8 and int8: in which numbers weights are multiplied, and in which gathered.
 
 A quantised array is its codes, e4m3, e5m2 or int8, with a scale for all of it, for each channel, or
 for each block: number = code * scale. Two operands whose scales do not change along the contracted
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
+from llmx.runtime import bounds, hardware
 from llmx.runtime.bounds import bounded, choice
 
 
@@ -137,11 +138,62 @@ def _last(values: Sequence, value) -> int:
     return max(n for n, one in enumerate(values) if one is value)
 
 
+UNROUNDED = Numbers()
 FORMATS = {
-    "": Numbers(),
+    "": UNROUNDED,
     "fp8": Numbers(x=E4M3, weight=E4M3, gradient=E5M2),
     "int8": Numbers(x=INT8, weight=INT8),
 }
+
+
+def problems(config: ProductsConfig) -> list[str]:
+    """All that is wrong with the section by itself, each with its remedy."""
+    found = bounds.problems(config, "products.")
+    if config.format == "int8" and config.gather:
+        found.append(
+            "products.gather='fp8' with products.format='int8' would round weights twice: use "
+            "products.gather='', or products.format='fp8' or ''"
+        )
+    fits = {"block": ("fp8", ""), "channel": ("int8",)}.get(config.granularity, FORMATS)
+    if config.format not in fits and config.format in FORMATS:
+        found.append(
+            f"products.granularity={config.granularity!r} is not for products.format="
+            f"{config.format!r}: use 'tensor', 'block' with 'fp8', or 'channel' with 'int8'"
+        )
+    elif config.granularity != "tensor" and not (config.format or config.gather):
+        found.append(
+            f"products.granularity={config.granularity!r} has no effect, since nothing is "
+            "rounded: set products.format or products.gather, or leave it out"
+        )
+    return found
+
+
+def units_text(config: ProductsConfig, chip: hardware.Chip | None) -> str:
+    """In which numbers products are, and whether this chip has units for them; "" for the usual.
+
+    `chip`: None = unknown.
+    """
+    words = []
+    if config.format:
+        share = "" if config.granularity == "tensor" else f" per {config.granularity}"
+        words.append(f"{_NAMES[config.format]}{share}")
+    if config.gather:
+        words.append("weights gathered in e4m3")
+    if config.format and chip is not None:
+        rate, usual = chip.flops.get(_RATES[config.format], 0.0), chip.flops["bfloat16"]
+        if config.granularity == "block":
+            words.append("multiplied in the compute dtype: XLA has no product with block scales")
+        elif rate <= usual:
+            words.append(
+                f"{chip.name} multiplies {config.format} no faster than bfloat16: this shows what "
+                "its rounding does, and costs time"
+                + ("; products.gather='fp8' alone saves traffic" if config.format == "fp8" else "")
+            )
+    return "; ".join(words)
+
+
+_NAMES = {"fp8": "fp8, e4m3 forward and e5m2 gradients", "int8": "int8 forward"}
+_RATES = {"fp8": "float8", "int8": "int8"}  # keys of `hardware.Chip.flops`
 
 
 def make(config: ProductsConfig) -> Numbers:
@@ -153,7 +205,7 @@ def make(config: ProductsConfig) -> Numbers:
 
 
 def quantize(array: jax.Array, form: Format, sharing: Sequence[int]) -> Quantized:
-    """`array` rounded to `form`, each scale from the largest magnitude of the numbers that share it.
+    """`array` rounded to `form`, each scale from the largest of the numbers that share it.
 
     `sharing`: for each dimension, how many neighbors share a scale; 0 = all. Communicates over the
     mesh axes that split a dimension of which all share one. Raises ValueError where neighbors that
@@ -166,8 +218,9 @@ def quantize(array: jax.Array, form: Format, sharing: Sequence[int]) -> Quantize
         ways = sharding.ways(kind.mesh, entry)
         if n and size // ways % n:
             raise ValueError(
-                f"products.block={n} does not divide the {size // ways} numbers that each of {ways} "
-                f"shards has of a dimension of {size}: use a divisor, or granularity 'tensor'"
+                f"products.block={n} does not divide the {size // ways} numbers that each of "
+                f"{ways} shards has of a dimension of {size}: use a divisor, or granularity "
+                "'tensor'"
             )
     entries = zip(spec.partitions, sharing, strict=True)
     of_scale = PartitionSpec(*(entry if n else None for entry, n in entries))
@@ -215,7 +268,7 @@ def dequantized(array: jax.Array | Quantized) -> jax.Array:
 
 
 def gathered(array: Quantized, axes: Sequence[str]) -> Quantized:
-    """The codes and scales whole over mesh axes. Communicates over these, a byte for each number."""
+    """The codes and scales whole over mesh axes. Communicates over these, a byte a number."""
     whole = lambda part: jax.sharding.reshard(  # noqa: E731
         part, sharding.without(jax.typeof(part).sharding.spec, axes)
     )
@@ -273,6 +326,5 @@ def _einsum_local(expression, dtype, left, left_scale, right, right_scale):
         kept = "".join(letter for letter in out if letter in sizes)
         order = [letters.index(letter) for letter in kept]
         rest = [n for n in range(scale.ndim) if n not in order]
-        scale = scale.transpose(*rest, *order)
-        terms *= scale.reshape([sizes.get(letter, 1) for letter in out])
+        terms *= scale.transpose(*rest, *order).reshape([sizes.get(letter, 1) for letter in out])
     return terms.astype(dtype)
