@@ -225,8 +225,10 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 def _weight_gradient(product, x, gradient):
     of_x, of_weight, out = product.letters
+    # Where gradients are not rounded, x is what the forward pass multiplied: straight through.
+    blocks_along = out if product.numbers.gradient else of_weight
     terms = _terms(
-        f"{of_x},{out}->{of_weight}", product.rounded_x(x, out),
+        f"{of_x},{out}->{of_weight}", product.rounded_x(x, blocks_along),
         product.rounded_gradient(gradient, of_x), product.x, product.whole_out, product.reduce,
     )  # fmt: skip
     to = sharding.unreduced(product.weight, product.weight.reduced)
