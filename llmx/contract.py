@@ -27,6 +27,7 @@ class State(NamedTuple):
     guard: PyTree  # `step.guard.GuardState`
     sync: PyTree  # of the strategy
     in_flight: PyTree  # of the gradient
+    extra: PyTree = ()  # of the transforms, by name; () = there are none
 
 
 class Gradients(NamedTuple):
@@ -39,14 +40,33 @@ class Gradients(NamedTuple):
     squares: jax.Array  # fp32 [leaves], squared norm of each leaf
     norms: jax.Array  # fp32 [], the global norm; [n] where each replica clips its own gradient
     shares: PyTree = ()  # fp32 [n], each replica's share of the tokens, if there is one per replica
+    extra: PyTree = ()  # states of the transforms with which the batch was taken
+    # bool []: a transform withdraws the gradient, which then says nothing of the run; None = no
+    # transform does so
+    dropped: jax.Array | None = None
 
 
 class Gradient(NamedTuple):
     """How a batch's gradient is taken: `step.gradients.whole_batch`, `pipeline.staged.staged`."""
 
     init: Callable  # params -> in_flight: what is under way before the first batch
-    take: Callable  # (params, batch, in_flight) -> (Gradients, in_flight)
+    take: Callable  # (params, batch, in_flight, extra) -> (Gradients, in_flight)
     loss: Callable  # (params, batch) -> (sum of nats, number of tokens), for evaluation
+
+
+class Transform(NamedTuple):
+    """A change of what is minimized and of its gradient: `llmx.step.transforms`.
+
+    Its state is in `State.extra` under its name, and so in checkpoints. A batch keeps the state
+    with which it was taken, however many steps it is under way.
+    """
+
+    init: Callable  # () -> its state: scalars, whole on all devices
+    loss: Callable  # (what is minimized, state) -> what is differentiated, fp32 []
+    gradients: Callable  # (Gradients, state with which the batch was taken) -> Gradients
+    after: Callable  # (state, Gradients, accepted) -> state of the next step
+    scalars: Callable  # (Gradients, state of the next step) -> {"loss_scale": ...} for the report
+    resumed: Callable  # state of a checkpoint -> state; its options may have changed since
 
 
 class Optimizer(NamedTuple):

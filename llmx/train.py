@@ -434,10 +434,18 @@ class Loop:
         }
         if self.config.loss.z_loss:
             scalars["z_loss"] = float(report.z_loss)
+        shown = ("loss_scale", "skipped_steps")
+        scalars |= {name: float(report.scalars[name]) for name in shown if name in report.scalars}
         self.reporter.train(self.step, scalars, step_seconds=seconds, data_seconds=data_seconds)
         self.goodput.step(self.step)
         if report.bad_leaf >= 0:
             self._refuse(report)
+        elif report.scalars.get("overflowed", False):
+            scale = scalars["loss_scale"]
+            self.reporter.note(
+                f"step {self.step}: the gradient overflowed at loss scale {scale:g}: update "
+                "skipped, the scale is lowered"
+            )
         elif self._diverged is None and report.tokens > 0:
             self._diverged = self.watch.look(self.step, scalars["loss"])
 

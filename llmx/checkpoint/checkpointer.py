@@ -207,7 +207,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def restore(
         self, abstract_state: Any | Callable[[Document], Any], step: int | None = None, *,
-        order: LayerPermutation = IDENTITY, ignored: str = "",
+        order: LayerPermutation = IDENTITY, ignored: tuple[str, ...] = (),
     ) -> Restored | None:  # fmt: skip
         """Restores the newest good checkpoint, or exactly `step`; None if there is no checkpoint.
 
@@ -217,7 +217,7 @@ class Checkpointer(contextlib.AbstractContextManager):
           abstract_state: `ShapeDtypeStruct`s with the shardings wanted and Python numbers; or a
             function that returns them for a checkpoint's document, and may raise `Mismatch`.
           order: the permutation of the layers wanted.
-          ignored: a path; leaves saved under it are not restored unless `abstract_state` has them.
+          ignored: paths; leaves saved under them are not restored unless `abstract_state` has them.
 
         Raises ValueError for a checkpoint of another structure, and if there are checkpoints and
         none is good.

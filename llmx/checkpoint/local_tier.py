@@ -125,7 +125,7 @@ class LocalTier(contextlib.AbstractContextManager):
 
     def restore(
         self, abstract_state: Any | Callable[[Document], Any], *,
-        order: LayerPermutation = IDENTITY, ignored: str = "", newer_than: int = -1,
+        order: LayerPermutation = IDENTITY, ignored: tuple[str, ...] = (), newer_than: int = -1,
     ) -> tuple[Restored, Document] | None:  # fmt: skip
         """The newest good local checkpoint after step `newer_than`; None if there is none.
 
@@ -398,7 +398,7 @@ class LocalTier(contextlib.AbstractContextManager):
         return own + [k for k in have(COPY) if k not in own]
 
     def _restore_step(
-        self, name: str, abstract: Any, order: LayerPermutation, ignored: str
+        self, name: str, abstract: Any, order: LayerPermutation, ignored: tuple[str, ...]
     ) -> tuple[str, Any]:
         """("", (Restored, Document)), or what is wrong: its kind and the reason; all agree."""
         me, loaded = self._peers.index, None
@@ -437,7 +437,9 @@ class LocalTier(contextlib.AbstractContextManager):
         self._log(f"local checkpoint {document.step} of {self._config.local_directory} is used")
         return "", (Restored(state, document.meta, document.step), document)
 
-    def _load(self, name: str, abstract: Any, order: LayerPermutation, ignored: str) -> tuple:
+    def _load(
+        self, name: str, abstract: Any, order: LayerPermutation, ignored: tuple[str, ...]
+    ) -> tuple:
         """A verdict, its reason, and (abstract state, arrays, document) of this process's file."""
         try:
             path = self._find(name, self._peers.index, OWN)
@@ -564,7 +566,7 @@ OFF = LocalTier(CheckpointConfig(), "", None, log=print)
 
 def restore_newest(
     checkpoints: Checkpointer, tier: LocalTier, wanted: Any, step: int | None = None, *,
-    order: LayerPermutation, ignored: str,
+    order: LayerPermutation, ignored: tuple[str, ...],
 ) -> tuple[Restored, Document] | None:  # fmt: skip
     """The newest good checkpoint of both tiers; with `step` that one of the work directory.
 

@@ -67,7 +67,7 @@ class Document:
 
     def fits(self, abstract: Any, *, prefix: str) -> bool:
         """Whether the leaves under `prefix` are those of `abstract`, in this permutation."""
-        return not self._compared(abstract, prefix, self.order, "")[1]
+        return not self._compared(abstract, prefix, self.order, ())[1]
 
     def shapes(self, prefix: str) -> dict[str, list[int]]:
         """The shapes of the arrays under `prefix`, by path name."""
@@ -75,8 +75,9 @@ class Document:
         return {n: leaf["shape"] for n, leaf in arrays.items() if n.startswith(f"{prefix}/")}
 
     def wanted(
-        self, abstract: Any, *, prefix: str, order: LayerPermutation, ignored: str = ""
-    ) -> dict[str, Any]:
+        self, abstract: Any, *, prefix: str, order: LayerPermutation,
+        ignored: tuple[str, ...] = (),
+    ) -> dict[str, Any]:  # fmt: skip
         """{name: abstract array} of the arrays to read for `abstract`, with its layers in `order`.
 
         Saved leaves under `ignored` may be missing in `abstract`. Raises Mismatch, naming the
@@ -113,7 +114,7 @@ class Document:
         return checksums.seal(document)
 
     def _compared(
-        self, abstract: Any, prefix: str, order: LayerPermutation, ignored: str
+        self, abstract: Any, prefix: str, order: LayerPermutation, ignored: tuple[str, ...]
     ) -> tuple[dict[str, Any], list[str]]:
         """{name: abstract array}, and the differences as texts."""
         wanted = _named(abstract, prefix)
@@ -123,7 +124,7 @@ class Document:
             if name.startswith(f"{prefix}/" if prefix else "")
             and name not in wanted
             and name not in UNKEPT
-            and not (ignored and f"{name}/".startswith(f"{ignored}/"))
+            and not f"{name}/".startswith(tuple(f"{path}/" for path in ignored))
         ]
         arrays: dict[str, Any] = {}
         for name, leaf in wanted.items():

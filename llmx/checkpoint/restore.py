@@ -38,7 +38,7 @@ def require(root: Any, step: int) -> None:
 
 def newest(
     root: Any, abstract: Any, prefix: str, order: LayerPermutation, step: int | None, *,
-    log: Callable[[str], None], ignored: str = "",
+    log: Callable[[str], None], ignored: tuple[str, ...] = (),
 ) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
     """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
     steps: list[int] = []

@@ -173,7 +173,7 @@ def restore(
     # saved on other devices.
     wanted = functools.partial(_wanted, config, recipe)
     found = local_tier.restore_newest(
-        checkpoints, tier, wanted, step, order=recipe.order, ignored="in_flight"
+        checkpoints, tier, wanted, step, order=recipe.order, ignored=("in_flight", "extra")
     )
     if found is None:
         return None
@@ -189,6 +189,7 @@ def restore(
             name, num = config.sync.strategy, config.mesh.data
             log(f"the state of {name!r} was converted to {num} replicas")
         state = _entered(recipe, state, saved)
+    state = state._replace(extra=_resumed_extra(recipe, state.extra))
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
         state = state._replace(in_flight=recipe.init_in_flight(state.params))
@@ -198,6 +199,17 @@ def restore(
             step = jax.device_put(np.int32(first), recipe.abstract.step.sharding)
             state = state._replace(step=step)
     return restored._replace(state=state, step=first)
+
+
+def _resumed_extra(recipe: Recipe, saved: Any) -> Any:
+    """States of the transforms: new where the checkpoint has none that fits."""
+    if not recipe.loss.transforms:
+        return ()
+    states = recipe.loss.init_extra()
+    for name in saved:
+        states[name] = recipe.loss.transforms[name].resumed(saved[name])
+    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.extra)
+    return jax.device_put(jax.device_get(states), to)
 
 
 def _entered(recipe: Recipe, state: State, saved: Document) -> State:
@@ -244,6 +256,10 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
         )
     if not saved.fits(wanted.in_flight, prefix="in_flight"):
         wanted = wanted._replace(in_flight=())
+    wanted = wanted._replace(extra={
+        name: state for name, state in dict(wanted.extra).items()
+        if saved.fits(state, prefix=f"extra/{name}")
+    })  # fmt: skip
     if not saved.holds("sync"):
         return wanted._replace(sync=())
     if not _of_these_replicas(recipe, saved):

@@ -31,6 +31,7 @@ from llmx.runtime.watchdog import WatchdogConfig
 from llmx.sharding import MeshConfig, ShardingConfig
 from llmx.step.guard import GuardConfig
 from llmx.step.optimizers import OptimizerConfig
+from llmx.step.transforms.loss_scale import LossScaleConfig
 from llmx.sync.config import SyncConfig
 
 
@@ -86,6 +87,8 @@ class Config:
     seed: int = bounded(0, at_least=0, at_most=2**32 - 1)  # of parameters and data order
     steps: int = bounded(1000, at_least=1)  # updates in the whole run
     precision: str = choice("bf16", precision.POLICIES)  # a name in precision.POLICIES
+    # of gradient sums over devices: "fp32" | "bf16" | "fp16"; "" = what `precision` says
+    reduce_dtype: str = choice("", lambda: precision.REDUCE_DTYPES)
     remat: str = choice("none", remat.POLICIES)  # a name in remat.POLICIES
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
@@ -97,6 +100,7 @@ class Config:
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)

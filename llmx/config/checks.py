@@ -22,6 +22,7 @@ from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, divergence, launch
+from llmx.step.transforms import loss_scale
 from llmx.sync import replicas, strategy
 
 
@@ -81,6 +82,7 @@ def _sections(config: Config) -> list[str]:
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
         "products": quantized.problems(config.products),
+        "loss_scale": loss_scale.problems(config.loss_scale),
     }  # fmt: skip
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section):

@@ -24,6 +24,7 @@ from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.step import gradients, guard, optimizers
 from llmx.step.step import Recipe, make_update
+from llmx.step.transforms import loss_scale
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES
 
@@ -44,9 +45,11 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
+        transforms=loss_scale.transforms(config.loss_scale, execution.policy),
     )  # fmt: skip
     return Recipe(
-        model=config.model, loss=loss, gradient=(gradient := make_gradient(loss)),
+        model=config.model, loss=loss,
+        gradient=(gradient := gradients.transformed(make_gradient(loss), loss.transforms)),
         strategy=_make_strategy(config, loss, gradient, make_gradient),
         schedule=optimizers.make_schedule(
             config.optimizer, total_steps=config.steps,
@@ -78,9 +81,13 @@ def make_execution(
     if config.sync.strategy != "mean":
         # Replicas are whole, each split over the other axes only.
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
-    policy = dataclasses.replace(
-        precision.POLICIES[config.precision], numbers=quantized.make(config.products)
-    )
+    policy = precision.policy_of(config.precision, config.reduce_dtype)
+    policy = dataclasses.replace(policy, numbers=quantized.make(config.products))
+    if mesh.devices.flat[0].platform == "tpu" and jnp.float16 in (policy.compute, policy.reduce):
+        raise ValueError(
+            f"precision={config.precision!r}, reduce_dtype={config.reduce_dtype!r}: TPUs have no "
+            "fp16: use 'bf16', which has the range of fp32 and needs no loss scale"
+        )
     return Execution(
         place=sharding.Placement(mesh, layout), policy=policy,
         remat=config.remat, attention=config.attention, packed=config.data.pack,
@@ -149,7 +156,9 @@ def _make_strategy(
             config.sync, loss.mesh, compressor=technique.compressor, shapes=loss.params,
             axes=loss.axes, updates=loss.updates,
         )  # fmt: skip
-        replica_gradient = gradients.per_replica(make_gradient, loss, replicas_lib.AXES)
+        replica_gradient = gradients.transformed(
+            gradients.per_replica(make_gradient, loss, replicas_lib.AXES), loss.transforms
+        )
 
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:
         optimizer = optimizers.make(

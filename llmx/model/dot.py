@@ -182,8 +182,10 @@ def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """
     if weight.dtype == dtype:
         return weight
-    to = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(weight, to.nexp, to.nmant).astype(dtype)
+    # With the exponents that the weight has: fewer would make numbers zero that are subnormal in
+    # fp16, where many weights are.
+    exponents, mantissa = jnp.finfo(weight.dtype).nexp, jnp.finfo(dtype).nmant
+    return jax.lax.reduce_precision(weight, exponents, mantissa).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,7 +2,9 @@
 
 Parameters are the master copy that the optimizer updates (fp32). Weights are cast to the compute
 dtype before they are gathered, and so travel in it. Norms, softmax, the loss and the optimizer are
-in fp32 always. Sources: mixed precision training (arXiv 1710.03740), bf16 (arXiv 1905.12322).
+in fp32 always. fp16 needs a loss scale (`llmx.step.transforms.loss_scale`).
+
+Sources: mixed precision training (arXiv 1710.03740), bf16 (arXiv 1905.12322).
 """
 
 import contextlib
@@ -29,10 +31,21 @@ class Policy:
         return jax.default_matmul_precision(exact)
 
 
-_FP32, _BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+_FP32, _BF16, _FP16 = map(jnp.dtype, ("float32", "bfloat16", "float16"))
 
 POLICIES = {
     "fp32": Policy(_FP32, _FP32, _FP32),
     "bf16": Policy(_FP32, _BF16, _BF16),  # gradients cross the network in bf16,
     "bf16_fp32_reduce": Policy(_FP32, _BF16, _FP32),  # or in fp32, at twice the bytes
+    # Sums over tokens and devices are larger than their terms: in fp16 they would overflow at
+    # scales that the gradients of activations need.
+    "fp16": Policy(_FP32, _FP16, _FP32),
 }
+# By name, for gradient sums over devices; "" = the policy's own.
+REDUCE_DTYPES = {"": None, "fp32": _FP32, "bf16": _BF16, "fp16": _FP16}
+
+
+def policy_of(name: str, reduce_dtype: str = "") -> Policy:
+    """The policy of `POLICIES`, with gradients summed in one of `REDUCE_DTYPES`."""
+    policy, reduce = POLICIES[name], REDUCE_DTYPES[reduce_dtype]
+    return policy if reduce is None else dataclasses.replace(policy, reduce=reduce)

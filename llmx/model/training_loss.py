@@ -6,7 +6,7 @@ Letters: B batch, T positions.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
-from llmx.contract import Batch
+from llmx.contract import Batch, Transform
 from llmx.model import apply as apply_lib
 from llmx.model import decoder, dot, families, quantized
 from llmx.model.execution import Execution
@@ -36,19 +36,36 @@ class TrainingLoss:
     updates: Any  # shardings of parameters while the optimizer updates them
     z_loss: float = 0.0  # factor of log(Z)^2
     gather: str = "layer"  # one of `sharding.GATHERS`
+    transforms: Mapping[str, Transform] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
         return self.execution.place.mesh
 
-    def weighted(self, loss_BT, log_z_BT, share_BT) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sums over tokens: of all that is minimised, of the loss, of the z-loss.
+    def weighted(
+        self, loss_BT, log_z_BT, share_BT, extra: Mapping[str, Any] | tuple = ()
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sums over tokens: of all that is differentiated, of the loss, of the z-loss.
 
-        `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count.
+        `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count. `extra`:
+        states of the transforms, which may change what is differentiated and nothing else.
         """
         loss = jnp.sum(loss_BT * share_BT)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
-        return loss + z, loss, z
+        both = loss + z
+        for name in extra:
+            both = self.transforms[name].loss(both, extra[name])
+        return both, loss, z
+
+    def init_extra(self) -> Mapping[str, Any] | tuple:
+        """New states of the transforms, by name; () = there are none."""
+        return {name: each.init() for name, each in self.transforms.items()} or ()
+
+    @property
+    def abstract_extra(self) -> Mapping[str, Any] | tuple:
+        """Shapes with shardings of the transforms' states."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: placed(leaf, whole), jax.eval_shape(self.init_extra))
 
     def summed(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of losses in nats, number of tokens) of a global batch, for evaluation."""
@@ -117,6 +134,7 @@ class TrainingLoss:
 def make(
     config: families.ModelConfig, execution: Execution, *,
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
+    transforms: Mapping[str, Transform] | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
@@ -135,7 +153,9 @@ def make(
     )
     params = jax.tree.map(placed, shapes, parameters)
     apply = apply_lib.Apply(config)
-    return TrainingLoss(apply, execution, params, axes, gradients, updates, z_loss, gather)
+    return TrainingLoss(
+        apply, execution, params, axes, gradients, updates, z_loss, gather, transforms or {}
+    )
 
 
 def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -33,6 +33,7 @@ class InFlight(NamedTuple):
     gradients: Any  # so far
     losses: tuple[jax.Array, ...]
     buffers: executor.Buffers
+    extra: Any = ()  # states of the transforms with which the batch entered
 
 
 def staged(
@@ -67,66 +68,73 @@ class _Pipeline:
     def grad_buffers(self) -> Any:
         return self.loss.buffers(self.table.num_microbatches)
 
-    def take_flushed(self, params, batch: Batch, in_flight: tuple) -> tuple[Gradients, tuple]:
+    def take_flushed(self, params, batch: Batch, in_flight: tuple, extra):
         """The gradient of `batch`, for a table that flushes."""
         with self.loss.execution.policy.products():
-            sums, _ = self.run([(self.loss.gathered(params), batch)])
+            sums, _ = self.run([(self.loss.gathered(params), batch, extra)])
             _, loss, z = (losses[0] for losses in sums.losses)
             (grads,) = self.placed(sums)
-        return _gradients(loss, z, batch, grads), in_flight
+        return _gradients(loss, z, batch, grads, extra), in_flight
 
-    def take_periodic(self, params, batch: Batch, old: InFlight) -> tuple[Gradients, InFlight]:
+    def take_periodic(self, params, batch: Batch, old: InFlight, extra):
         """The gradient of the batch before, and `batch` in flight."""
         with self.loss.execution.policy.products():
             gathered = self.loss.gathered
-            steps = [(gathered(params), batch), (gathered(old.params), old.batch)]
+            steps = [
+                (gathered(params), batch, extra), (gathered(old.params), old.batch, old.extra)
+            ]  # fmt: skip
             sums, buffers = self.run(steps, old.buffers)
             grads, before = self.placed(sums)
             losses = tuple(losses[0] for losses in sums.losses)
-            new = InFlight(params, batch, grads, losses, buffers)
+            new = InFlight(params, batch, grads, losses, buffers, extra)
             grads = jax.tree.map(jnp.add, before, old.gradients)
             pairs = zip(sums.losses, old.losses, strict=True)
             _, loss, z = (losses[1] + begun for losses, begun in pairs)
-        return _gradients(loss, z, old.batch, grads), new
+        return _gradients(loss, z, old.batch, grads, old.extra), new
 
     def evaluate(self, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of losses in nats, number of tokens) of a global batch; forward operations only."""
         table = ticks.forwards(self.table)
         with self.loss.execution.policy.products():
-            sums, _ = self.run([(params, batch)], table=table, differentiate=False)
+            sums, _ = self.run([(params, batch, ())], table=table, differentiate=False)
             loss = sums.losses[1][0] * jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         return loss, jnp.sum(batch["weights"])
 
     def in_flight_types(self, rows: tuple[int, int]) -> InFlight:
         """Shapes and shardings of what a periodic table leaves; nothing is allocated."""
 
-        def make(params, batch):
-            sums, buffers = self.run([(params, batch)] * 2)
+        def make(params, batch, extra):
+            sums, buffers = self.run([(params, batch, extra)] * 2)
             losses = tuple(losses[0] for losses in sums.losses)
-            return InFlight(params, batch, self.placed(sums)[0], losses, buffers)
+            return InFlight(params, batch, self.placed(sums)[0], losses, buffers, extra)
 
         mesh = self.loss.mesh
         with jax.set_mesh(mesh), self.loss.execution.policy.products():
-            types = jax.eval_shape(make, self.loss.params, self.loss.abstract_batch(rows))
+            types = jax.eval_shape(
+                make, self.loss.params, self.loss.abstract_batch(rows), self.loss.abstract_extra
+            )
         place = lambda leaf: training_loss.placed(leaf, NamedSharding(mesh, leaf.sharding.spec))  # noqa: E731
         return jax.tree.map(place, types)
 
     def run(self, steps, in_flight=None, *, table: Table | None = None, differentiate: bool = True):
-        """What `executor.run_table` returns for (parameters, batch) of this step, and of the step
-        before; losses are: what is differentiated, of the tokens, the z-loss."""
+        """What `executor.run_table` returns for (parameters, batch, states of the transforms) of
+        this step, and of the step before; losses are: what is differentiated, of the tokens, the
+        z-loss."""
         table, buffers, apply = table or self.table, self.grad_buffers, self.loss.apply
 
-        def prepared(batch):
+        def prepared(batch, extra):
             tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
             batch = batch | {"share": batch["weights"] / tokens}
             split = apply.split_rows(batch.values(), self.loss.execution)
             split = dict(zip(batch, split, strict=True))
-            return training_loss.microbatches(split, table.num_microbatches)
+            split = training_loss.microbatches(split, table.num_microbatches)
+            of_each = lambda leaf: jnp.broadcast_to(leaf, (table.num_microbatches, *leaf.shape))  # noqa: E731
+            return split | {"extra": jax.tree.map(of_each, extra)}
 
         return executor.run_table(
             ticks.program(table), self.chunks, _functions(self.loss), self.loss.mesh,
-            params=tuple((params["blocks"], _outside(params)) for params, _ in steps),
-            batches=tuple(prepared(batch) for _, batch in steps),
+            params=tuple((params["blocks"], _outside(params)) for params, *_ in steps),
+            batches=tuple(prepared(batch, extra) for _, batch, extra in steps),
             kinds=apply.model.layer_kinds, in_flight=in_flight,
             grad_buffers=(buffers["blocks"], _outside(buffers)) if differentiate else None,
         )  # fmt: skip
@@ -186,7 +194,7 @@ def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
     def losses(outer, buffers, x_BTD, rows):
         outer = with_buffers(outer, buffers)
         token_losses = apply.last_losses(outer, x_BTD, rows["targets"], execution)
-        return loss.weighted(*token_losses, rows["share"])
+        return loss.weighted(*token_losses, rows["share"], rows["extra"])
 
     params, axes = loss.params["blocks"], loss.axes["blocks"]
     return tick.ModelFunctions(
@@ -197,10 +205,11 @@ def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
     )  # fmt: skip
 
 
-def _gradients(loss, z_loss, batch: Batch, tree) -> Gradients:
+def _gradients(loss, z_loss, batch: Batch, tree, extra) -> Gradients:
     squares = training_loss.squared_norms(tree)
     tokens = jnp.sum(batch["weights"])
-    return Gradients(loss, z_loss, tokens, tree, squares, jnp.sqrt(squares.sum()))
+    norm = jnp.sqrt(squares.sum())
+    return Gradients(loss, z_loss, tokens, tree, squares, norm, extra=extra)
 
 
 def _outside(tree: dict) -> dict:

@@ -82,7 +82,7 @@ class Profile:
 
 
 def _number_bytes(config: Config) -> partition.NumberBytes:
-    policy = precision.POLICIES[config.precision]
+    policy = precision.policy_of(config.precision, config.reduce_dtype)
     return partition.NumberBytes(compute=policy.compute.itemsize, reduce=policy.reduce.itemsize)
 
 

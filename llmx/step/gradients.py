@@ -1,13 +1,13 @@
 """Gradients of a global batch, at once or in microbatches, or of each replica's own rows."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from llmx import sharding
-from llmx.contract import Gradient, Gradients
+from llmx.contract import Gradient, Gradients, Transform
 from llmx.model.training_loss import TrainingLoss, microbatches, squared_norms
 
 
@@ -20,23 +20,23 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
     """
     buffer_types = loss.buffers(accumulation)
 
-    def loss_of(buffers, params, batch, tokens):
+    def loss_of(buffers, params, batch, tokens, extra):
         loss_BT, log_z_BT = loss.apply.losses(params, batch, loss.execution, buffers)
-        both, nats, z = loss.weighted(loss_BT, log_z_BT, batch["weights"] / tokens)
+        both, nats, z = loss.weighted(loss_BT, log_z_BT, batch["weights"] / tokens, extra)
         return both, (nats, z)
 
     differentiate = jax.grad(loss_of, has_aux=True)
 
-    def accumulated(params, batch, tokens):
+    def accumulated(params, batch, tokens, extra):
         """Gradients and losses of a batch, in fp32 sums over its microbatches."""
         buffers = jax.tree.map(sharding.zeros, buffer_types)
         if accumulation == 1:
-            return differentiate(buffers, params, batch, tokens)
+            return differentiate(buffers, params, batch, tokens, extra)
 
         def add(total, microbatch):
             # Each is already divided by the global token count, so microbatches weigh as their
             # tokens do.
-            new = differentiate(buffers, params, microbatch, tokens)
+            new = differentiate(buffers, params, microbatch, tokens, extra)
             return jax.tree.map(lambda old, one: old + one.astype(old.dtype), total, new), None
 
         # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
@@ -44,14 +44,16 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         zeros = jax.tree.map(sharding.empty_sum, buffer_types), (jnp.zeros(()), jnp.zeros(()))
         return jax.lax.scan(add, zeros, microbatches(batch, accumulation))[0]
 
-    def take(params, batch, in_flight):
+    def take(params, batch, in_flight, extra):
         num_tokens = jnp.sum(batch["weights"])
         with loss.execution.policy.products():
-            grads, losses = accumulated(loss.gathered(params), batch, jnp.maximum(num_tokens, 1.0))
+            tokens = jnp.maximum(num_tokens, 1.0)
+            grads, losses = accumulated(loss.gathered(params), batch, tokens, extra)
         finish = lambda leaf, buffer, to: jax.sharding.reshard(leaf.astype(buffer.dtype), to)  # noqa: E731
         tree = jax.tree.map(finish, grads, buffer_types, loss.gradients)
         squares = squared_norms(tree)
-        return Gradients(*losses, num_tokens, tree, squares, jnp.sqrt(squares.sum())), in_flight
+        norm = jnp.sqrt(squares.sum())
+        return Gradients(*losses, num_tokens, tree, squares, norm, extra=extra), in_flight
 
     return Gradient(init=lambda params: (), take=take, loss=loss.summed)
 
@@ -67,9 +69,9 @@ def per_replica(
     """
     gradient = make(loss.per_replica(axes))
 
-    def take(params, batch, in_flight):
+    def take(params, batch, in_flight, extra):
         batch = jax.tree.map(functools.partial(sharding.local_part, loss.mesh, axes), batch)
-        own, in_flight = gradient.take(params, batch, in_flight)
+        own, in_flight = gradient.take(params, batch, in_flight, extra)
         grads = jax.tree.map(
             lambda leaf, to: jax.sharding.reshard(leaf.astype(jnp.float32), to),
             own.tree, loss.updates,
@@ -84,8 +86,23 @@ def per_replica(
         ])  # fmt: skip
         gradients = Gradients(
             jnp.sum(losses * shares), jnp.sum(zs * shares), tokens.sum(), tree,
-            squares.mean(axis=1), jnp.sqrt(squares.sum(axis=0)), shares,
+            squares.mean(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
         )  # fmt: skip
         return gradients, in_flight
 
     return Gradient(init=gradient.init, take=take, loss=gradient.loss)
+
+
+def transformed(gradient: Gradient, transforms: Mapping[str, Transform]) -> Gradient:
+    """`gradient`, changed by the transforms one after the other, the last one first: as the loss
+    went through them. Nothing communicates."""
+    if not transforms:
+        return gradient
+
+    def take(params, batch, in_flight, extra):
+        found, in_flight = gradient.take(params, batch, in_flight, extra)
+        for name in reversed(transforms):
+            found = transforms[name].gradients(found, found.extra[name])
+        return found, in_flight
+
+    return gradient._replace(take=take)

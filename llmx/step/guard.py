@@ -56,7 +56,8 @@ def check(config: GuardConfig, state: GuardState, found: Gradients) -> tuple[Ver
     """Judges the gradients of a step.
 
     The leaf that makes a step bad is the first that is not finite, or the largest one in a spike.
-    Gradients of no tokens are not applied, and leave the state as it was.
+    Gradients of no tokens, and those that a transform withdraws, are not applied, and leave the
+    state as it was.
     """
     # Of replicas with a norm each, the root of the mean square.
     norm = jnp.sqrt(jnp.mean(jnp.square(found.norms))) if found.norms.ndim else found.norms
@@ -66,6 +67,8 @@ def check(config: GuardConfig, state: GuardState, found: Gradients) -> tuple[Ver
     if config.spike_factor:
         usual = state.sum_norms / jnp.maximum(state.num_norms, 1)
         bad |= (state.num_norms >= _FEWEST) & (norm > config.spike_factor * usual)
+    if found.dropped is not None:
+        bad &= ~found.dropped
     culprit = jnp.where(broken, jnp.argmin(finite), jnp.argmax(found.squares)).astype(jnp.int32)
     num_bad = jnp.where(bad, state.num_bad + 1, 0)
     limit = 1 if config.on_bad_step == "stop" else config.patience
@@ -80,6 +83,8 @@ def check(config: GuardConfig, state: GuardState, found: Gradients) -> tuple[Ver
         stopped=state.stopped | (num_bad >= limit),
     )
     there = found.tokens != 0  # NaN is bad, not absent
+    if found.dropped is not None:
+        there &= ~found.dropped
     new = jax.tree.map(lambda new, old: jnp.where(there, new, old), new, state)
     accepted = there & ~bad & ~new.stopped
     return Verdict(accepted, jnp.where(bad, culprit, -1), norm), new

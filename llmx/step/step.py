@@ -41,7 +41,7 @@ class Report(NamedTuple):
     learning_rate: jax.Array
     bad_leaf: jax.Array  # index of the leaf that made the step bad, -1 = the step is good
     num_bad: jax.Array  # bad steps in a row
-    scalars: dict[str, jax.Array]  # what the strategy reports
+    scalars: dict[str, jax.Array]  # what the strategy and the transforms report
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Recipe:
         )
         return State(
             step, self.loss.params, opt_state, average if self.ema_decay else (), guard, sync,
-            in_flight,
+            in_flight, self.loss.abstract_extra,
         )  # fmt: skip
 
     @property
@@ -102,8 +102,9 @@ class Recipe:
             opt_state, sync = self.strategy.init(params)
             average = params if self.ema_decay else ()
             return State(
-                jnp.zeros((), jnp.int32), params, opt_state, average, guards.init(), sync, ()
-            )
+                jnp.zeros((), jnp.int32), params, opt_state, average, guards.init(), sync, (),
+                self.loss.init_extra(),
+            )  # fmt: skip
 
         to = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(in_flight=()))
         # Auto axes: the compiler splits the random numbers as the results are split.
@@ -132,23 +133,31 @@ def make_train_step(
     `sequence` (keys and values), `tensor` (activations) and `stage` (activations).
     """
     params_of, gradient, reduce, update = recipe.strategy.phases[phase]
+    transforms = recipe.loss.transforms
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
-        found, in_flight = gradient.take(params_of(state), batch, state.in_flight)
+        found, in_flight = gradient.take(params_of(state), batch, state.in_flight, state.extra)
         found, sync = reduce(found, state.sync)
         verdict, guard = guards.check(recipe.guard, state.guard, found)
         new = update(clipped(found, recipe.clip_norm), state, sync, verdict.accepted)
+        extra = {
+            name: each.after(state.extra[name], found, verdict.accepted)
+            for name, each in transforms.items()
+        }
         # A stopped run stays at the step that stopped it: resuming takes that batch again, unless
         # it is in flight already.
         stays = guard.stopped & (not jax.tree.leaves(in_flight))
         advance = jnp.where(stays, 0, 1).astype(state.step.dtype)
+        scalars = recipe.strategy.scalars(new.sync)
+        for name, each in transforms.items():
+            scalars = scalars | each.scalars(found, extra[name])
         report = Report(
             loss=found.loss, z_loss=found.z_loss, tokens=found.tokens, grad_norm=verdict.norm,
             learning_rate=jnp.asarray(recipe.schedule(state.step), jnp.float32),
-            bad_leaf=verdict.bad_leaf, num_bad=guard.num_bad,
-            scalars=recipe.strategy.scalars(new.sync),
+            bad_leaf=verdict.bad_leaf, num_bad=guard.num_bad, scalars=scalars,
         )  # fmt: skip
-        return new._replace(step=state.step + advance, guard=guard, in_flight=in_flight), report
+        new = new._replace(step=state.step + advance, guard=guard, in_flight=in_flight)
+        return new._replace(extra=extra or ()), report
 
     options = dict(recipe.compiler_options()) or None
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)
