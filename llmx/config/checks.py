@@ -294,6 +294,11 @@ def _products(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"products.gather={products.gather!r} gathers nothing with layout {layout!r}, whose "
             "parameters are whole: use products.gather='', or layout 'zero3' or 'hsdp'"
         )
+    if products.scaling == "delayed" and sizes["stage"] > 1:
+        yield (
+            f"products.scaling='delayed' with mesh.stage={sizes['stage']}: the stages of a "
+            "pipeline hand out no ranges; use products.scaling='current'"
+        )
     if products.granularity != "block" or products.block < 1:
         return
     over = {axis: sizes[axis] for axis in replica_axes(config, "parameters")}

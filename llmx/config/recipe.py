@@ -24,7 +24,7 @@ from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.step import gradients, guard, optimizers
 from llmx.step.step import Recipe, make_update
-from llmx.step.transforms import loss_scale
+from llmx.step.transforms import delayed_scaling, loss_scale
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES
 
@@ -45,7 +45,8 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
-        transforms=loss_scale.transforms(config.loss_scale, execution.policy),
+        transforms=loss_scale.transforms(config.loss_scale, execution.policy)
+        | delayed_scaling.transforms(config.products, config.model),
     )  # fmt: skip
     return Recipe(
         model=config.model, loss=loss,

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from jax.sharding import PartitionSpec
 from llmx import sharding
 from llmx.runtime import bounds, hardware
 from llmx.runtime.bounds import bounded, choice
+
+RANGES = "product_ranges"  # in `State.extra`: fp32 [steps, weights, L, 3], see `with_ranges`
 
 
 @dataclasses.dataclass
@@ -40,6 +43,10 @@ class ProductsConfig:
     # in which numbers split weights are gathered: "" = the compute dtype; "fp8" = e4m3, half of its
     # bytes
     gather: str = choice("", ("", "fp8"))
+    # the largest magnitude that a scale is made from: "current" = of the numbers themselves;
+    # "delayed" = of the last `history` steps (fp8 per tensor)
+    scaling: str = choice("current", ("current", "delayed"))
+    history: int = bounded(16, at_least=1)  # steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +71,12 @@ class Format:
         return jnp.where(jnp.isfinite(amax), jnp.where(amax > 0, scale, 1.0), jnp.nan)
 
     def codes(self, steps: jax.Array) -> jax.Array:
-        """Numbers in units of their scale, rounded to even and clipped to `largest`."""
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            steps = jnp.round(steps)
-        return jnp.clip(steps, -self.largest, self.largest).astype(self.dtype)
+        """Numbers in units of their scale, rounded to even; finite ones are clipped to
+        `largest`."""
+        if jnp.issubdtype(self.dtype, jnp.integer):  # their scale is NaN, if one is not finite
+            return jnp.clip(jnp.round(steps), -self.largest, self.largest).astype(self.dtype)
+        clipped = jnp.clip(steps, -self.largest, self.largest)
+        return jnp.where(jnp.isfinite(steps), clipped, jnp.nan).astype(self.dtype)
 
 
 # int8 is symmetric: -128 is not used. Rounding of fp8 numbers does not depend on a scale that is a
@@ -78,8 +87,9 @@ INT8 = Format(jnp.dtype(jnp.int8), 127.0, power_of_two=False)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "scale"), meta_fields=("dtype",)
-)
+    jax.tree_util.register_dataclass, data_fields=("codes", "scale", "amax"),
+    meta_fields=("dtype",),
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array as codes times scales."""
@@ -87,6 +97,18 @@ class Quantized:
     codes: jax.Array
     scale: jax.Array  # fp32, of equal rank: along each dimension 1, or the number of blocks
     dtype: jnp.dtype  # of the array
+    amax: jax.Array | None = None  # of the array, fp32 [], where the scale is of another
+
+
+class Ranges(NamedTuple):
+    """The largest magnitudes of a product's operands, fp32 [] each, or [L] of stacked layers.
+
+    None = not known: each scale is made from the numbers themselves.
+    """
+
+    x: jax.Array | None = None
+    weight: jax.Array | None = None
+    gradient: jax.Array | None = None  # of the result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +123,13 @@ class Numbers:
     gathers_codes: bool = False  # weights are rounded before they are gathered
 
     def activation(
-        self, array: jax.Array, form: Format | None, contracted: Sequence[bool]
-    ) -> jax.Array | Quantized:
-        """`array`, an operand of tokens, rounded to `form`; `contracted`: for each dimension."""
+        self, array: jax.Array, form: Format | None, contracted: Sequence[bool],
+        amax: jax.Array | None = None,
+    ) -> jax.Array | Quantized:  # fmt: skip
+        """`array`, an operand of tokens, rounded to `form`; `contracted`: for each dimension.
+
+        `amax`: see `quantize`.
+        """
         if form is None:
             return array
         last = _last(contracted, True)
@@ -112,10 +138,10 @@ class Numbers:
             "channel": [0 if summed else 1 for summed in contracted],
             "block": [self.block if n == last else 1 for n in range(array.ndim)],
         }
-        return quantize(array, form, sharing[self.granularity])
+        return quantize(array, form, sharing[self.granularity], amax)
 
     def rounded_weight(
-        self, array: jax.Array, sides: Sequence[bool | None]
+        self, array: jax.Array, sides: Sequence[bool | None], amax: jax.Array | None = None
     ) -> jax.Array | Quantized:
         """A weight rounded to its format.
 
@@ -130,7 +156,7 @@ class Numbers:
             "channel": [0 if side else 1 for side in sides],
             "block": [self.block if n in tile else 1 for n in range(array.ndim)],
         }
-        return quantize(array, self.weight, sharing[self.granularity])
+        return quantize(array, self.weight, sharing[self.granularity], amax)
 
 
 def _last(values: Sequence, value) -> int:
@@ -160,7 +186,13 @@ def problems(config: ProductsConfig) -> list[str]:
             f"products.granularity={config.granularity!r} is not for products.format="
             f"{config.format!r}: use 'tensor', 'block' with 'fp8', or 'channel' with 'int8'"
         )
-    elif config.granularity != "tensor" and not (config.format or config.gather):
+    if config.scaling == "delayed" and (config.format, config.granularity) != ("fp8", "tensor"):
+        found.append(
+            f"products.scaling='delayed' with products.format={config.format!r} and "
+            f"products.granularity={config.granularity!r}: it is for 'fp8' per 'tensor'; use "
+            "products.scaling='current'"
+        )
+    if config.granularity != "tensor" and not (config.format or config.gather):
         found.append(
             f"products.granularity={config.granularity!r} has no effect, since nothing is "
             "rounded: set products.format or products.gather, or leave it out"
@@ -204,12 +236,65 @@ def make(config: ProductsConfig) -> Numbers:
     return dataclasses.replace(numbers, granularity=config.granularity, block=config.block)
 
 
-def quantize(array: jax.Array, form: Format, sharing: Sequence[int]) -> Quantized:
+class WithRanges(NamedTuple):
+    """A weight or its gradient buffer, with the ranges that its product is scaled by.
+
+    Differentiated by, the ranges of a buffer have those of this pass as their gradient.
+    """
+
+    array: Any
+    ranges: Ranges
+
+
+def with_ranges(buffers: Any, amax: jax.Array, axes: Any) -> Any:
+    """Gradient buffers of layers with these logical axes, those of products with their ranges.
+
+    `amax`: fp32 [weights, L, 3], for each weight of a product those of x, weight and gradient.
+    """
+    rows = iter(amax)
+
+    def one(buffer, axes):
+        if "embed" not in axes:
+            return buffer
+        row = next(rows)
+        return WithRanges(buffer, Ranges(*(row[:, n] for n in range(3))))
+
+    return jax.tree.map(one, buffers, axes)
+
+
+def without_ranges(gradients: Any) -> tuple[Any, jax.Array | tuple]:
+    """Gradients by buffers `with_ranges`: those of the weights, and of the ranges as `amax`.
+
+    () where the buffers had none.
+    """
+    is_leaf = lambda leaf: isinstance(leaf, WithRanges)  # noqa: E731
+    leaves, structure = jax.tree.flatten(gradients, is_leaf=is_leaf)
+    rows = [jnp.stack(leaf.ranges, axis=-1) for leaf in leaves if is_leaf(leaf)]
+    leaves = [leaf.array if is_leaf(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, leaves), jnp.stack(rows) if rows else ()
+
+
+def added(total: Any, new: Any) -> Any:
+    """Gradients added up, in the dtypes of `total`; of ranges the larger ones."""
+
+    def one(total, new):
+        if isinstance(total, Ranges):
+            return jax.tree.map(jnp.maximum, total, new)
+        return total + new.astype(total.dtype)
+
+    return jax.tree.map(one, total, new, is_leaf=lambda leaf: isinstance(leaf, Ranges))
+
+
+def quantize(
+    array: jax.Array, form: Format, sharing: Sequence[int], amax: jax.Array | None = None
+) -> Quantized:
     """`array` rounded to `form`, each scale from the largest of the numbers that share it.
 
-    `sharing`: for each dimension, how many neighbors share a scale; 0 = all. Communicates over the
-    mesh axes that split a dimension of which all share one. Raises ValueError where neighbors that
-    share a scale are on several devices.
+    `sharing`: for each dimension, how many neighbors share a scale; 0 = all. `amax`, fp32 []: the
+    scale, of all numbers, is made from it if it is not 0, and larger numbers are clipped.
+
+    Communicates over the mesh axes that split a dimension of which all share a scale. Raises
+    ValueError where neighbors that share one are on several devices.
     """
     kind = jax.typeof(array).sharding
     spec = sharding.split_only(kind.spec)
@@ -226,14 +311,16 @@ def quantize(array: jax.Array, form: Format, sharing: Sequence[int]) -> Quantize
     of_scale = PartitionSpec(*(entry if n else None for entry, n in entries))
     axes = sharding.used_axes(spec)
     axes = tuple(axis for axis in axes if axis not in sharding.used_axes(of_scale))
-    codes, scale = jax.shard_map(
+    known = () if amax is None else (amax,)
+    codes, scale, largest = jax.shard_map(
         functools.partial(_quantize_local, form=form, sharing=sharing, axes=axes),
-        mesh=kind.mesh, in_specs=spec, out_specs=(spec, of_scale), check_vma=False,
-    )(jax.sharding.reshard(array, spec))  # fmt: skip
-    return Quantized(codes, scale, array.dtype)
+        mesh=kind.mesh, in_specs=(spec, *[PartitionSpec()] * len(known)),
+        out_specs=(spec, of_scale, of_scale), check_vma=False,
+    )(jax.sharding.reshard(array, spec), *known)  # fmt: skip
+    return Quantized(codes, scale, array.dtype, None if amax is None else largest.reshape(()))
 
 
-def _quantize_local(array, *, form: Format, sharing: tuple[int, ...], axes: tuple[str, ...]):
+def _quantize_local(array, *known, form: Format, sharing: tuple, axes: tuple[str, ...]):
     sizes = [size // n if n else 1 for size, n in zip(array.shape, sharing, strict=True)]
     blocks = _in_blocks(array, sizes).astype(jnp.float32)
     # A sum over devices that takes the larger of two numbers may drop a NaN.
@@ -241,14 +328,23 @@ def _quantize_local(array, *, form: Format, sharing: tuple[int, ...], axes: tupl
     amax = magnitudes.max(axis=tuple(range(1, blocks.ndim, 2)), keepdims=True)
     if axes:
         amax = jax.lax.pmax(amax, axes)
-    scale = form.scale(amax)
-    return form.codes(blocks / scale).reshape(array.shape), scale.reshape(sizes)
+    used = amax
+    for earlier in known:
+        used = jnp.where(earlier > 0, earlier, amax)
+    scale = form.scale(used)
+    codes = form.codes(blocks / scale).reshape(array.shape)
+    return codes, scale.reshape(sizes), amax.reshape(sizes)
 
 
 def _in_blocks(array: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """[D, ...] as [blocks, D / blocks, ...], with these numbers of blocks."""
     pairs = zip(array.shape, sizes, strict=True)
     return array.reshape([n for size, num in pairs for n in (num, size // num)])
+
+
+def amax_of(array: jax.Array | Quantized) -> jax.Array | None:
+    """Its largest magnitude, where it is rounded by another's."""
+    return array.amax if isinstance(array, Quantized) else None
 
 
 def dequantized(array: jax.Array | Quantized) -> jax.Array:
@@ -275,7 +371,7 @@ def gathered(array: Quantized, axes: Sequence[str]) -> Quantized:
     # As bytes: XLA would move the conversion of numbers before the gather, and gather wider ones.
     codes = whole(jax.lax.bitcast_convert_type(array.codes, jnp.uint8))
     codes = jax.lax.bitcast_convert_type(codes, array.codes.dtype)
-    return Quantized(codes, whole(array.scale), array.dtype)
+    return Quantized(codes, whole(array.scale), array.dtype, array.amax)
 
 
 def einsum(

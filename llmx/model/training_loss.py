@@ -96,6 +96,14 @@ class TrainingLoss:
 
         return jax.tree.map(one, self.params, self.gradients, self.axes)
 
+    def with_ranges(self, buffers: Any, extra: Mapping[str, Any] | tuple) -> Any:
+        """Gradient buffers with the ranges that the states of the transforms have, if any."""
+        if quantized.RANGES not in extra:
+            return buffers
+        amax = extra[quantized.RANGES].max(axis=0)
+        blocks = quantized.with_ranges(buffers["blocks"], amax, self.axes["blocks"])
+        return buffers | {"blocks": blocks}
+
     def gathered(self, params: Any) -> Any:
         """Parameters as the whole step uses them; with gather="step", the weights of products whole
         over the batch axes, in the compute dtype: communicates. Tables of lookups stay split."""
