@@ -46,7 +46,7 @@ PRODUCTS = {
     ),
 }
 PLACES = {
-    "one device": {},
+    "one device": {"fsdp": 1},
     "fsdp 2": {"fsdp": 2},
     "tensor 2": {"tensor": 2},
     "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
