@@ -46,7 +46,7 @@ class ProductsConfig:
     # the largest magnitude that a scale is made from: "current" = of the numbers themselves;
     # "delayed" = of the last `history` steps (fp8 per tensor)
     scaling: str = choice("current", ("current", "delayed"))
-    history: int = bounded(16, at_least=1)  # steps
+    history: int = bounded(16, at_least=1)  # steps that delayed scaling looks back
 
 
 @dataclasses.dataclass(frozen=True)
