@@ -412,8 +412,13 @@ def _einsum_local(expression, dtype, left, left_scale, right, right_scale):
     exact = jnp.issubdtype(left.dtype, jnp.integer)
     # H100 adds fp8 products in fewer bits unless told otherwise: for gradients that is too few.
     gradients = jnp.dtype(jnp.float8_e5m2) in (left.dtype, right.dtype)
+    sums = jnp.int32 if exact else jnp.float32
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.device_kind == "cpu":
+        # XLA:CPU multiplies codes in plain loops. The wider type holds them exactly.
+        left, right = left.astype(sums), right.astype(sums)
     terms = jnp.einsum(
-        expression, left, right, preferred_element_type=jnp.int32 if exact else jnp.float32,
+        expression, left, right, preferred_element_type=sums,
         precision=jax.lax.Precision.HIGHEST if gradients else None,
     ).astype(jnp.float32)  # fmt: skip
     for letters, scale in ((of_left, left_scale), (of_right, right_scale)):
