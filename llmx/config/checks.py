@@ -15,7 +15,7 @@ from llmx.checkpoint import checkpointer, identity
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
-from llmx.model import families, quantized
+from llmx.model import families, precision, quantized
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedules
@@ -87,6 +87,12 @@ def _sections(config: Config) -> list[str]:
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section):
             found += checked[name] if name in checked else bounds.problems(section, f"{name}.")
+    known = (
+        config.precision in precision.POLICIES and config.reduce_dtype in precision.REDUCE_DTYPES
+    )
+    platform = config.launch.platform
+    if known and (why_not := precision.refusal(config.precision, config.reduce_dtype, platform)):
+        found.append(why_not)
     if config.batch.sequence_length > config.model.max_positions:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "

@@ -8,10 +8,11 @@ import jax
 from llmx import sharding
 from llmx.checkpoint import identity, writer
 from llmx.config import Config
-from llmx.model import costs, quantized
+from llmx.model import costs, precision, quantized
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import hardware
+from llmx.step.transforms import loss_scale
 
 
 def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
@@ -65,8 +66,17 @@ def model_text(config: Config, num_parameters: int) -> str:
     """What is trained, on a line."""
     return (
         f"{config.model.family}, {num_parameters:,} parameters, {config.model.num_layers} layers; "
-        f"{config.precision}, remat {config.remat}"
+        f"{precision_text(config)}, remat {config.remat}"
     )
+
+
+def precision_text(config: Config) -> str:
+    """The dtypes, and the loss scale if there is one."""
+    policy = precision.policy_of(config.precision, config.reduce_dtype)
+    sums = f", gradients summed in {config.reduce_dtype}" if config.reduce_dtype else ""
+    scale, kind = config.loss_scale, loss_scale.kind_of(config.loss_scale, policy)
+    first = {"dynamic": "dynamic loss scale from", "fixed": "loss scale"}.get(kind)
+    return f"{config.precision}{sums}" + (f", {first} {scale.initial:g}" if first else "")
 
 
 def batch_text(config: Config) -> str:

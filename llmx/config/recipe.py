@@ -84,11 +84,9 @@ def make_execution(
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
     policy = precision.policy_of(config.precision, config.reduce_dtype)
     policy = dataclasses.replace(policy, numbers=quantized.make(config.products))
-    if mesh.devices.flat[0].platform == "tpu" and jnp.float16 in (policy.compute, policy.reduce):
-        raise ValueError(
-            f"precision={config.precision!r}, reduce_dtype={config.reduce_dtype!r}: TPUs have no "
-            "fp16: use 'bf16', which has the range of fp32 and needs no loss scale"
-        )
+    platform = mesh.devices.flat[0].platform
+    if why_not := precision.refusal(config.precision, config.reduce_dtype, platform):
+        raise ValueError(why_not)
     return Execution(
         place=sharding.Placement(mesh, layout), policy=policy,
         remat=config.remat, attention=config.attention, packed=config.data.pack,

@@ -49,3 +49,14 @@ def policy_of(name: str, reduce_dtype: str = "") -> Policy:
     """The policy of `POLICIES`, with gradients summed in one of `REDUCE_DTYPES`."""
     policy, reduce = POLICIES[name], REDUCE_DTYPES[reduce_dtype]
     return policy if reduce is None else dataclasses.replace(policy, reduce=reduce)
+
+
+def refusal(name: str, reduce_dtype: str, platform: str) -> str:
+    """Why a platform ("cpu", "gpu", "tpu") cannot compute so, with the remedy; "" if it can."""
+    policy = policy_of(name, reduce_dtype)
+    if platform != "tpu" or _FP16 not in (policy.compute, policy.reduce):
+        return ""
+    return (
+        f"precision={name!r} with reduce_dtype={reduce_dtype!r}: TPUs have no fp16: use 'bf16', "
+        "which has the exponents of fp32 and needs no loss scale"
+    )

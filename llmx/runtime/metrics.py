@@ -308,7 +308,7 @@ def _to_stderr(text: str):
 
 
 def _scalar_pieces(scalars: dict[str, float]) -> list[str]:
-    return [f"{k} {v:.4f}" if "loss" in k else f"{k} {v:.4g}" for k, v in scalars.items()]
+    return [f"{k} {v:.4f}" if k.endswith("loss") else f"{k} {v:.4g}" for k, v in scalars.items()]
 
 
 def _count(value: float) -> str:

@@ -61,6 +61,42 @@ def test_without_a_good_checkpoint_all_are_named_and_left(tmp_path):
     assert (tmp_path / "checkpoints" / "1").exists()
 
 
+SCALED = dict(loss_scale__kind="dynamic", loss_scale__initial=2.0**9)
+PERIODIC = dict(mesh__stage=2, batch__accumulation=4, pipeline__schedule="pipedream_2bw")
+
+
+def test_the_loss_scale_is_in_checkpoints(tmp_path):
+    wanted = save(tmp_path, 1, 2, **SCALED)
+    _, state, first, _ = resumed(tmp_path, 2, **SCALED | dict(loss_scale__initial=2.0**5))
+    assert first == 1 and state.extra["loss_scale"].scale == 2.0**9
+    assert_same(state, wanted)
+
+
+def test_a_loss_scale_may_begin_end_and_change_between_runs(tmp_path):
+    wanted = save(tmp_path, 1, 2)
+    _, state, _, _ = resumed(tmp_path, 2, **SCALED)
+    assert state.extra["loss_scale"].scale == 2.0**9
+    assert_same(state._replace(extra=()), wanted)
+    fixed = dict(loss_scale__kind="fixed", loss_scale__initial=2.0**7)
+    wanted = save(tmp_path, 2, 2, **SCALED)
+    _, state, first, _ = resumed(tmp_path, 2, **fixed)
+    assert first == 2 and state.extra["loss_scale"].scale == 2.0**7
+    assert state.extra["loss_scale"].scale.sharding == wanted.step.sharding
+    _, state, first, _ = resumed(tmp_path, 2)
+    assert first == 2 and state.extra == ()
+    assert_same(state, wanted._replace(extra=()))
+
+
+def test_a_batch_in_flight_without_its_scale_is_taken_again(tmp_path):
+    save(tmp_path, 2, 2, **PERIODIC)
+    _, state, first, said = resumed(tmp_path, 2, **PERIODIC | SCALED)
+    assert first == 1 and "taken again" in said
+    assert state.extra["loss_scale"].scale == 2.0**9
+    save(tmp_path, 3, 2, **PERIODIC | SCALED)
+    _, state, first, said = resumed(tmp_path, 2, **PERIODIC)
+    assert first == 2 and "taken again" in said and state.extra == ()
+
+
 def test_another_strategy_is_refused_and_the_checkpoint_left(tmp_path):
     save(tmp_path, 1, 2, **ONE_BIT)
     with pytest.raises(ValueError, match=r"sync\.strategy='one_bit' and the config gives 'diloco'"):

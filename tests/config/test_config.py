@@ -126,6 +126,16 @@ BAD = [
         dict(sharding__gather="step", sharding__layout="zero2"), 1,
         ["gather='step'", "'zero2'", "'zero3' or 'hsdp'"],
     ),
+    (dict(precision="fp12"), 1, ["precision='fp12'", "did you mean 'fp"]),
+    (dict(reduce_dtype="fp8"), 1, ["reduce_dtype='fp8'", "fp32"]),
+    (dict(precision="fp16", launch__platform="tpu"), 1, ["TPUs have no fp16", "use 'bf16'"]),
+    (dict(loss_scale__kind="dynamc"), 1, ["loss_scale.kind='dynamc'", "did you mean 'dynamic'"]),
+    (dict(loss_scale__growth_interval=0), 1, ["loss_scale.growth_interval=0", "at least 1"]),
+    (dict(loss_scale__backoff_factor=1.0), 1, ["loss_scale.backoff_factor=1.0", "below 1"]),
+    (
+        dict(loss_scale__initial=0.5), 1,
+        ["loss_scale.initial=0.5", "loss_scale.minimum=1.0", "powers of two"],
+    ),
     (dict(launch__overlap="on"), 1, ["launch.overlap='on'", "auto, none"]),
     (
         dict(launch__compiler_options=("async",)), 1,

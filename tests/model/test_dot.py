@@ -114,15 +114,15 @@ def test_equals_einsum_in_value_and_gradients(expression, place_name):
         assert_near(got, want, FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("policy_name", ["bf16", "bf16_fp32_reduce"])
-def test_bf16_is_near_and_gradients_are_in_the_master_dtype(policy_name):
+@pytest.mark.parametrize("policy_name", ["bf16", "bf16_fp32_reduce", "fp16"])
+def test_16_bits_are_near_and_gradients_are_in_the_master_dtype(policy_name):
     expression = "BTD,DNH->BTNH"
     place = make_place("zero3, fsdp 4 x tensor 2")
     policy = precision.POLICIES[policy_name]
     arrays, placed = place_arrays(place, expression, policy.compute)
     with jax.set_mesh(place.mesh):
         results = gradient_function(place, expression, policy)(*placed)
-    assert [array.dtype for array in results] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    assert [array.dtype for array in results] == [policy.compute, policy.compute, jnp.float32]
     for got, want in zip(results, plain(expression, *arrays), strict=True):
         assert_near(got, want, BF16_TOLERANCE)
 
@@ -155,11 +155,21 @@ def collectives(function, arguments, folder) -> list[tuple[str, str, tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("policy_name", "gather", "reduce"),
-    [("fp32", "f32", "f32"), ("bf16", "bf16", "bf16"), ("bf16_fp32_reduce", "bf16", "f32")],
+    ("policy_name", "reduce_dtype", "gather", "reduce"),
+    [
+        ("fp32", "", "f32", "f32"),
+        ("bf16", "", "bf16", "bf16"),
+        ("bf16_fp32_reduce", "", "bf16", "f32"),
+        ("bf16", "fp32", "bf16", "f32"),
+        ("fp16", "", "f16", "f32"),
+        ("fp16", "fp16", "f16", "f16"),
+        ("fp32", "bf16", "f32", "bf16"),
+    ],
 )
-def test_collectives_have_the_dtypes_of_the_policy(policy_name, gather, reduce, tmp_path):
-    expression, policy = "BTD,DNH->BTNH", precision.POLICIES[policy_name]
+def test_collectives_have_the_dtypes_of_the_policy(
+    policy_name, reduce_dtype, gather, reduce, tmp_path
+):
+    expression, policy = "BTD,DNH->BTNH", precision.policy_of(policy_name, reduce_dtype)
     place = make_place("zero3, data 8")
     _, placed = place_arrays(place, expression, policy.compute)
     with jax.set_mesh(place.mesh):
@@ -170,6 +180,22 @@ def test_collectives_have_the_dtypes_of_the_policy(policy_name, gather, reduce, 
     assert gathers == {gather}
     assert sums == {reduce}
     assert {shape for _, _, shape in found} <= {(D, N, H), (D // 8, N, H)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_cast_rounds_as_a_plain_one(dtype):
+    """Normal numbers bit for bit; the smaller ones of fp16 by less than their step."""
+    to = jnp.finfo(dtype)
+    exponents = np.linspace(to.minexp, to.maxexp - 2, 2000)
+    numbers = np.random.default_rng(0).choice([-1, 1], 2000) * 2.0**exponents
+    numbers = numbers.astype(np.float32)
+    rounded = jax.jit(lambda x: dot.cast(x, dtype))
+    np.testing.assert_array_equal(rounded(numbers), numbers.astype(dtype))
+    if dtype == jnp.float16:
+        step = 2.0 ** (to.minexp - to.nmant)
+        small = np.linspace(0, float(to.tiny), 999, dtype=np.float32)
+        assert np.abs(np.float32(rounded(small)) - small).max() < step
+        assert np.isinf(rounded(np.float32(65520)))
 
 
 def test_only_the_split_weight_is_kept_for_the_backward_pass():

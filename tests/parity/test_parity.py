@@ -28,6 +28,7 @@ def trained(row: dict, precision: str = "fp32"):
     initial, wanted = parity_grid.reference(row["family"], parity_grid.num_layers(row))
     recipe = parity_grid.make_recipe(row, precision)
     # Stages have their layers in another order: born so, by the same seed.
+    initial = initial._replace(extra=jax.device_get(recipe.loss.init_extra()))
     state = recipe.init(0) if row["stage"] > 1 else runs.put_state(recipe, initial)
     return runs.train(recipe, parity_grid.batches(), state), wanted
 

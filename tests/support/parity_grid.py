@@ -50,6 +50,7 @@ AXES = {
     "replicate_kv": (False, True),
     "chunks": (0, 3),
     "turns": (1, 2),
+    "loss_scale": ("none", "dynamic"),
 }  # fmt: skip
 
 
@@ -193,6 +194,7 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
         sharding__turns=row["turns"],
         loss__chunks=row["chunks"],
         loss__z_loss=1e-4,
+        loss_scale__kind=row["loss_scale"],
         **runs.PARITY_OPTIMIZER | dict(batch__size=BATCH) | options | keys,
     )
 

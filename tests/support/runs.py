@@ -128,7 +128,7 @@ def make_gradient(recipe: Recipe) -> Callable:
     """The jitted (params, batch) -> (loss, tokens, gradients), before clipping."""
 
     def gradient(params, batch):
-        found, _ = recipe.gradient.take(params, batch, ())
+        found, _ = recipe.gradient.take(params, batch, (), recipe.loss.init_extra())
         return found.loss, found.tokens, found.tree
 
     return jax.jit(gradient)

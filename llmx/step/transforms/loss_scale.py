@@ -34,10 +34,11 @@ class LossScaleConfig:
 
     # "auto" | "dynamic" | "fixed" | "none"; auto = dynamic where anything is in fp16, else none
     kind: str = choice("auto", ("auto", "dynamic", "fixed", "none"))
-    initial: float = bounded(2.0**16, above=0, at_most=_LARGEST)  # or the fixed one
+    initial: float = bounded(2.0**16, above=0, at_most=_LARGEST)  # of a new run; or the fixed one
     growth_interval: int = bounded(2000, at_least=1)  # clean steps after which the scale grows
-    growth_factor: float = bounded(2.0, at_least=1, at_most=2.0**16)
-    backoff_factor: float = bounded(0.5, above=0, below=1)  # after an overflow
+    growth_factor: float = bounded(2.0, at_least=1, at_most=2.0**16)  # by which it grows then
+    backoff_factor: float = bounded(0.5, above=0, below=1)  # by which it falls on overflow
+    # here a gradient that is not finite is the guard's business
     minimum: float = bounded(1.0, above=0, at_most=_LARGEST)
     # the loss is a mean over the tokens of a batch: larger batches need larger scales
     maximum: float = bounded(2.0**32, above=0, at_most=_LARGEST)
@@ -51,12 +52,16 @@ class LossScale(NamedTuple):
     skipped: jax.Array  # steps of the run whose gradient overflowed, int32 []
 
 
+def kind_of(config: LossScaleConfig, policy: Policy) -> str:
+    """ "dynamic", "fixed" or "none"."""
+    if config.kind != "auto":
+        return config.kind
+    return "dynamic" if jnp.float16 in (policy.compute, policy.reduce) else "none"
+
+
 def transforms(config: LossScaleConfig, policy: Policy) -> dict[str, Transform]:
     """The transform by name; {} where the loss is not scaled."""
-    kind = config.kind
-    if kind == "auto":
-        in_fp16 = jnp.float16 in (policy.compute, policy.reduce)
-        kind = "dynamic" if in_fp16 else "none"
+    kind = kind_of(config, policy)
     if kind == "none":
         return {}
     if kind == "fixed":
@@ -68,8 +73,8 @@ def make(config: LossScaleConfig) -> Transform:
     """The transform of a scale between `config.minimum` and `config.maximum`."""
 
     def init() -> LossScale:
-        zero = jnp.zeros((), jnp.int32)
-        return LossScale(jnp.full((), config.initial, jnp.float32), zero, zero)
+        zero = lambda: jnp.zeros((), jnp.int32)  # noqa: E731 (the step donates each)
+        return LossScale(jnp.full((), config.initial, jnp.float32), zero(), zero())
 
     def gradients(found: Gradients, state: LossScale) -> Gradients:
         # 0: nothing is in flight yet, and the gradient is zero.

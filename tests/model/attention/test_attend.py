@@ -17,6 +17,7 @@ from llmx.model.attention.masks import Mask, Scores
 # fp32 against float64: sums of up to 32 products of numbers near 1.
 VALUE = dict(rtol=1e-5, atol=1e-5)
 GRADIENT = dict(rtol=1e-4, atol=2e-5)
+FP16 = 1e-2  # of the largest number: 11 bits each, several roundings
 # The same numbers on another mesh: only sums over heads that share K/V change their order.
 MESH = dict(rtol=1e-5, atol=1e-6)
 
@@ -165,6 +166,28 @@ def test_implementation_equals_loops(implementation, name):
     np.testing.assert_allclose(value, want, **VALUE)
     for which, got, to_be in zip(INPUTS, gradients, want_gradients, strict=True):
         np.testing.assert_allclose(got, to_be, **GRADIENT, err_msg=f"gradient of {which}")
+
+
+@pytest.mark.parametrize("name", ["all", "packed_window", "group2"])
+@pytest.mark.parametrize("implementation", ANY_LENGTH)
+def test_fp16_hides_scores_and_keeps_large_ones(implementation, name):
+    """Masks are below every number of fp16, and scores here reach three times its largest."""
+    case = CASES[name]
+    query, key, value, cotangent = inputs(case)
+    if not case.scores.softcap:
+        case = dataclasses.replace(case, scores=dataclasses.replace(case.scores, scale=1e-4))
+        query, key = 200 * query, 200 * key
+    mask, kernel = self_mask(case), on_cpu(implementation)
+    results = [
+        value_and_gradients(
+            lambda *arrays: kernel(*arrays, mask, case.scores),
+            [array.astype(dtype) for array in (query, key, value)], cotangent.astype(dtype),
+        )
+        for dtype in (np.float16, np.float32)
+    ]  # fmt: skip
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert got.dtype == np.float16
+        np.testing.assert_allclose(got, want, rtol=FP16, atol=FP16 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("implementation", ANY_LENGTH)
