@@ -41,6 +41,7 @@ class Gradients(NamedTuple):
     norms: jax.Array  # fp32 [], the global norm; [n] where each replica clips its own gradient
     shares: PyTree = ()  # fp32 [n], each replica's share of the tokens, if there is one per replica
     extra: PyTree = ()  # states of the transforms with which the batch was taken
+    amax: PyTree = ()  # of the products' operands, `model.quantized.with_ranges`; () = not kept
     # bool []: a transform withdraws the gradient, which then says nothing of the run; None = no
     # transform does so
     dropped: jax.Array | None = None

@@ -13,6 +13,7 @@ from llmx.aot import collectives, peak_memory, step_text, step_time, topologies
 from llmx.aot import program as program_lib
 from llmx.aot.timeline import Timeline
 from llmx.config import describe
+from llmx.model import quantized
 
 EXCHANGE = "exchange"  # in addition to the phases of `llmx.sync`: what replicas do between steps
 
@@ -180,6 +181,7 @@ def _header(result: Result) -> list[str]:
     if run.mesh.across_slices:
         mesh += f", {' and '.join(run.mesh.across_slices)} across slices"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    products = quantized.units_text(run.products, result.topology.chip)
     (count, messages), fused = result.fused, ""
     if messages:
         fused = f"; {count} compressed tensors in {len(messages)} messages of up to "
@@ -190,6 +192,7 @@ def _header(result: Result) -> list[str]:
         f"mesh        {mesh}; layout {run.sharding.layout}",
         *([f"stages      {stages}"] if (stages := describe.stages_text(run)) else []),
         *([f"replicas    {sync}"] if (sync := describe.sync_text(run)) else []),
+        *([f"products    {products}"] if products else []),
         *([f"program     {result.phase}{fused}"] if result.phase else []),
         f"batch       {describe.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "

@@ -20,6 +20,7 @@ from llmx.model import families, precision
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
+from llmx.model.quantized import ProductsConfig
 from llmx.model.remat import OffloadConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds
@@ -102,6 +103,7 @@ class Config:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

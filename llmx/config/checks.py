@@ -15,7 +15,7 @@ from llmx.checkpoint import checkpointer, identity
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
-from llmx.model import families, precision, remat
+from llmx.model import families, precision, quantized, remat
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedules
@@ -83,6 +83,7 @@ def _sections(config: Config) -> list[str]:
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
         "optimizer": optimizers.problems(config.optimizer),
+        "products": quantized.problems(config.products),
         "loss_scale": loss_scale.problems(config.loss_scale),
     }  # fmt: skip
     for name, section in vars(config).items():
@@ -166,6 +167,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
         *_tensor(config, sizes),
         *_batch(config, sizes),
         *_context(config, sizes),
+        *_products(config, sizes),
     ]
 
 
@@ -293,6 +295,38 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{' x '.join(f'{axis}{size}' for axis, size in over.items())}, over which layout "
             f"{layout!r} splits it: use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
         )
+
+
+def _products(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """What has one scale is on one device, and what is gathered as codes is split."""
+    products, model, layout = config.products, config.model, config.sharding.layout
+    if products.gather and not replica_axes(config, "parameters"):
+        yield (
+            f"products.gather={products.gather!r} gathers nothing with layout {layout!r}, whose "
+            "parameters are whole: use products.gather='', or layout 'zero3' or 'hsdp'"
+        )
+    if products.scaling == "delayed" and sizes["stage"] > 1:
+        yield (
+            f"products.scaling='delayed' with mesh.stage={sizes['stage']}: the stages of a "
+            "pipeline hand out no ranges; use products.scaling='current'"
+        )
+    if products.granularity != "block" or products.block < 1:
+        return
+    over = {axis: sizes[axis] for axis in replica_axes(config, "parameters")}
+    length, turns = config.batch.sequence_length, max(config.sharding.turns, 1)
+    for key, size, ways in (
+        ("model.width", model.width, math.prod(over.values()) if products.gather else 1),
+        ("model.mlp_dim", model.mlp_dim, sizes["tensor"]),
+        ("model.head_dim", model.head_dim, 1),
+        ("batch.sequence_length", length, sizes["sequence"] * turns),
+    ):
+        share, block = size // ways, min(products.block, size)
+        if size % ways == 0 and share % block:
+            yield (
+                f"products.block={products.block} does not divide {key}={size}"
+                + (f" over {ways} devices or turns, {share} on each" if ways > 1 else "")
+                + f": use a block of {math.gcd(share, block)}, or granularity 'tensor'"
+            )
 
 
 def _context(config: Config, sizes: dict[str, int]) -> Iterator[str]:

@@ -8,9 +8,10 @@ import jax
 from llmx import sharding
 from llmx.checkpoint import identity, writer
 from llmx.config import Config
-from llmx.model import costs, precision
+from llmx.model import costs, precision, quantized
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
+from llmx.runtime import hardware
 from llmx.step.transforms import loss_scale
 
 
@@ -20,12 +21,14 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
     device = mesh.devices.flat[0].device_kind
     tokens = config.batch.size * config.batch.sequence_length * config.steps
     stages, sync = stages_text(config), sync_text(config)
+    products = quantized.units_text(config.products, hardware.chip_of(device))
     return "\n".join([
         f"model: {model_text(config, costs.num_parameters(config.model))}",
         f"mesh:  {sharding.mesh_text(mesh.shape)} ({device}{processes}), "
         f"layout {config.sharding.layout}",
         *([f"stages: {stages}"] if stages else []),
         *([f"sync:  {sync}"] if sync else []),
+        *([f"products: {products}"] if products else []),
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
     ])  # fmt: skip
 

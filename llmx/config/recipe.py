@@ -1,6 +1,7 @@
 """From a resolved config to the program of its train step: the only place that turns one into the
 other. Train, evaluate, generate and ahead-of-time compilation share it."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.contract import Gradient
-from llmx.model import precision, training_loss
+from llmx.model import precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
@@ -23,7 +24,7 @@ from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.step import gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
-from llmx.step.transforms import loss_scale
+from llmx.step.transforms import delayed_scaling, loss_scale
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES
 
@@ -44,7 +45,8 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
-        transforms=loss_scale.transforms(config.loss_scale, execution.policy),
+        transforms=loss_scale.transforms(config.loss_scale, execution.policy)
+        | delayed_scaling.transforms(config.products, config.model),
     )  # fmt: skip
     return Recipe(
         model=config.model, loss=loss,
@@ -81,6 +83,7 @@ def make_execution(
         # Replicas are whole, each split over the other axes only.
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
     policy = precision.policy_of(config.precision, config.reduce_dtype)
+    policy = dataclasses.replace(policy, numbers=quantized.make(config.products))
     platform = mesh.devices.flat[0].platform
     if why_not := precision.refusal(config.precision, config.reduce_dtype, platform):
         raise ValueError(why_not)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
-from llmx.model import dot, embedding, families, layers, losses, remat, rope, turns
+from llmx.model import dot, embedding, families, layers, losses, quantized, remat, rope, turns
 from llmx.model.attention import split
 from llmx.model.attention.cache import CACHE, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
@@ -159,8 +159,9 @@ class Apply:
         model, head_VD = self.model, self._head_weight(params)
         x_BTD = execution.place.constrain(self._normed(params, x_BTD), INSIDE)
         to = execution.place.activation(("batch", "sequence", "vocab"))
-        with execution.policy.products():
-            logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=execution.policy)
+        policy = dataclasses.replace(execution.policy, numbers=quantized.UNROUNDED)
+        with policy.products():
+            logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=policy)
         logits_BTV = logits_BTV.astype(jnp.float32)
         if model.logit_softcap:
             logits_BTV = model.logit_softcap * jnp.tanh(logits_BTV / model.logit_softcap)
@@ -258,11 +259,14 @@ class Apply:
 
     def _gathered(self, weights: dict, execution: Execution) -> dict:
         """The weights of a layer, those that products take gathered: once for all groups."""
-        whole = functools.partial(dot.gathered, dtype=execution.policy.compute)
-        return jax.tree.map(
-            lambda weight, axes: whole(weight) if "embed" in axes else weight,
-            weights, self._axes["blocks"],
-        )  # fmt: skip
+        policy = execution.policy
+
+        def one(weight, axes):
+            if "embed" not in axes:
+                return weight
+            return dot.whole(weight, policy.compute, policy.numbers, axes[1:])  # of one layer
+
+        return jax.tree.map(one, weights, self._axes["blocks"])
 
     @property
     def kind_names(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ that split contracted dimensions; sums weight gradients over the axes that split
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.model import precision
+from llmx.model import precision, quantized
+from llmx.model.quantized import Quantized, Ranges, WithRanges
 from llmx.sharding import mesh_axes
 
 
@@ -33,6 +35,7 @@ class _Product:
     out: PartitionSpec
     param: jnp.dtype
     reduce: jnp.dtype
+    numbers: quantized.Numbers
     recomputed: bool
     deferred: bool  # the backward pass leaves the operands of the weight gradient
 
@@ -53,6 +56,33 @@ class _Product:
         split = dict(zip(of_weight, self.gathered.partitions, strict=True))
         split |= dict(zip(of_x, self.x.partitions, strict=True))
         return PartitionSpec(*(split[letter] for letter in out))
+
+    def whole_weight(
+        self, weight: jax.Array, dtype: jnp.dtype, ranges: Ranges
+    ) -> jax.Array | Quantized:
+        """The weight as both passes multiply it; communicates over those of `TOKEN_AXES`."""
+        _, of_weight, out = self.letters
+        sides = tuple(letter not in out for letter in of_weight)
+        whole = gathered(weight, dtype, numbers=self.numbers, sides=sides, amax=ranges.weight)
+        if isinstance(whole, Quantized):
+            return whole
+        return self.numbers.rounded_weight(whole, sides, ranges.weight)
+
+    def rounded_x(
+        self, x: jax.Array, contracted_with: str, ranges: Ranges
+    ) -> jax.Array | Quantized:
+        """x as an operand of a product with an array of these letters."""
+        of_x, _, _ = self.letters
+        contracted = [letter in contracted_with for letter in of_x]
+        return self.numbers.activation(x, self.numbers.x, contracted, ranges.x)
+
+    def rounded_gradient(
+        self, gradient: jax.Array, contracted_with: str, ranges: Ranges
+    ) -> jax.Array | Quantized:
+        """The gradient of the result, likewise."""
+        _, _, out = self.letters
+        contracted = [letter in contracted_with for letter in out]
+        return self.numbers.activation(gradient, self.numbers.gradient, contracted, ranges.gradient)
 
 
 class WeightGradOperands(NamedTuple):
@@ -82,9 +112,12 @@ class DeferredWeight(NamedTuple):
 
 
 def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> Any:
-    """`Placement.with_grad_buffers`, where buffers may also be `WeightGradOperands` or a record."""
+    """`Placement.with_grad_buffers`, where buffers may also be `WeightGradOperands` or a record,
+    or have ranges."""
 
     def one(array, buffer):
+        if isinstance(buffer, WithRanges):
+            return WithRanges(one(array, buffer.array), buffer.ranges)
         if isinstance(buffer, WeightGradOperands | WeightGradRecord):
             return DeferredWeight(place.with_unreduced_grad(array), buffer)
         return place.with_grad_buffers(array, buffer)
@@ -100,7 +133,7 @@ def deferred(buffers: Any) -> bool:
 
 
 def dot(
-    expression: str, x: jax.Array, weight: jax.Array | DeferredWeight, *,
+    expression: str, x: jax.Array, weight: jax.Array | DeferredWeight | WithRanges, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """`einsum(expression, x, weight)` in the compute dtype of x, placed as `out`.
@@ -112,23 +145,45 @@ def dot(
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
         gathered weight for it. Otherwise the gradient gathers for itself.
     """
+    weight, ranges = weight if isinstance(weight, WithRanges) else (weight, Ranges())
     weight, buffer = weight if isinstance(weight, DeferredWeight) else (weight, None)
     product = _Product(
         expression=expression, x=jax.typeof(x).sharding.spec,
         weight=jax.typeof(weight).sharding.spec, out=out, param=weight.dtype, reduce=policy.reduce,
-        recomputed=recomputed, deferred=isinstance(buffer, WeightGradOperands),
+        numbers=policy.numbers, recomputed=recomputed,
+        deferred=isinstance(buffer, WeightGradOperands),
     )  # fmt: skip
     if isinstance(buffer, WeightGradRecord):
-        operands = lambda x, weight: _operands(product, x, _dot(product, x, weight, None))  # noqa: E731
+        operands = lambda x, weight: _operands(product, x, _dot(product, x, weight, None, ranges))  # noqa: E731
         buffer.product, buffer.types = product, jax.eval_shape(operands, x, weight)
         weight, buffer = jax.lax.stop_gradient(weight), None
-    return _dot(product, x, weight, buffer)
+    return _dot(product, x, weight, buffer, ranges)
 
 
-def gathered(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered."""
+def gathered(
+    weight: jax.Array, dtype: jnp.dtype, *, numbers: quantized.Numbers = quantized.UNROUNDED,
+    sides: Sequence[bool | None] = (), amax: jax.Array | None = None,
+) -> jax.Array | Quantized:  # fmt: skip
+    """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered.
+
+    As codes, if `numbers` says so: see `Numbers.rounded_weight` for these, `sides` and `amax`.
+    """
+    weight = cast(weight, dtype)
+    if numbers.gathers_codes:
+        return quantized.gathered(numbers.rounded_weight(weight, sides, amax), sharding.TOKEN_AXES)
     whole = sharding.without(jax.typeof(weight).sharding.spec, sharding.TOKEN_AXES)
-    return jax.sharding.reshard(cast(weight, dtype), whole)
+    return jax.sharding.reshard(weight, whole)
+
+
+def whole(
+    weight: jax.Array, dtype: jnp.dtype, numbers: quantized.Numbers, axes: Sequence[str]
+) -> jax.Array:
+    """A weight with these logical axes, gathered once for several products, in `dtype`.
+
+    Rounded as `numbers` says if it is gathered as codes: each product then finds the same codes.
+    """
+    sides = [None if axis == "layers" else axis == "embed" for axis in axes]
+    return quantized.dequantized(gathered(weight, dtype, numbers=numbers, sides=sides))
 
 
 def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -146,40 +201,56 @@ def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradOperands | None):
-    return _dot_forward(product, x, weight, buffer)[0]
+def _dot(
+    product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradOperands | None,
+    ranges: Ranges,
+):  # fmt: skip
+    return _dot_forward(product, x, weight, buffer, ranges)[0]
 
 
-def _dot_forward(product, x, weight, buffer):
-    whole, of_whole = gathered(weight, x.dtype), product.gathered
-    out = _contracted(product.expression, x, whole, product.x, of_whole, product.out, x.dtype)
-    return out, (x, whole if product.recomputed else weight)
+def _dot_forward(product, x, weight, buffer, ranges):
+    _, of_weight, _ = product.letters
+    left, whole = (
+        product.rounded_x(x, of_weight, ranges),
+        product.whole_weight(weight, x.dtype, ranges),
+    )
+    out = _contracted(
+        product.expression, left, whole, product.x, product.gathered, product.out, x.dtype
+    )
+    found = Ranges(quantized.amax_of(left), quantized.amax_of(whole))
+    return out, (x, whole if product.recomputed else weight, ranges, found)
 
 
 def _dot_backward(product, residuals, gradient):
-    x, weight = residuals
+    x, weight, ranges, found = residuals
     if not product.recomputed:
-        weight = gathered(weight, x.dtype)
+        weight = product.whole_weight(weight, x.dtype, ranges)
     of_x, of_weight, out = product.letters
     # Positions that were scattered after the product are gathered once, for both gradients.
     gradient = jax.sharding.reshard(gradient, product.whole_out)
+    left = product.rounded_gradient(gradient, of_weight, ranges)
     gradient_x = _contracted(
-        f"{out},{of_weight}->{of_x}", gradient, weight, product.whole_out, product.gathered,
+        f"{out},{of_weight}->{of_x}", left, weight, product.whole_out, product.gathered,
         sharding.unreduced(product.x, product.x.reduced), x.dtype,
     )  # fmt: skip
+    found = found._replace(gradient=quantized.amax_of(left))
     if product.deferred:
-        return gradient_x, None, _operands(product, x, gradient)
-    return gradient_x, _weight_gradient(product, x, gradient), None
+        return gradient_x, None, _operands(product, x, gradient), found
+    return gradient_x, _weight_gradient(product, x, gradient, ranges), None, found
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
-def _weight_gradient(product, x, gradient):
+def _weight_gradient(product, x, gradient, ranges=Ranges()):  # noqa: B008
     of_x, of_weight, out = product.letters
+    # Where gradients are not rounded, x is what the forward pass multiplied: straight through.
+    blocks_along = out if product.numbers.gradient else of_weight
     terms = _terms(
-        f"{of_x},{out}->{of_weight}", x, gradient, product.x, product.whole_out, product.reduce
-    )
+        f"{of_x},{out}->{of_weight}", product.rounded_x(x, blocks_along, ranges),
+        product.rounded_gradient(gradient, of_x, ranges), product.x, product.whole_out,
+        product.reduce,
+    )  # fmt: skip
     to = sharding.unreduced(product.weight, product.weight.reduced)
     return sharding.scattered(terms, to).astype(product.param)
 
@@ -205,10 +276,9 @@ def _terms(expression, left, right, of_left, of_right, dtype) -> jax.Array:
     split = dict(zip(inputs.replace(",", ""), entries, strict=True))
     summed = [axis for letter in split if letter not in out for axis in mesh_axes(split[letter])]
     term = PartitionSpec(*(split[letter] for letter in out))
-    return jnp.einsum(
-        expression, left, right, preferred_element_type=dtype,
-        out_sharding=sharding.unreduced(term, summed),
-    )  # fmt: skip
+    return quantized.einsum(
+        expression, left, right, dtype=dtype, out=sharding.unreduced(term, summed)
+    )
 
 
 @jax.custom_vjp

@@ -15,6 +15,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from llmx.model.quantized import UNROUNDED, Numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -23,6 +25,7 @@ class Policy:
     param: jnp.dtype
     compute: jnp.dtype
     reduce: jnp.dtype
+    numbers: Numbers = UNROUNDED  # of the operands of the layers' products
 
     def products(self) -> contextlib.AbstractContextManager:
         """Makes matrix products exact: by default GPUs and TPUs multiply fp32 in fewer bits."""

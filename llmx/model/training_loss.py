@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from llmx import sharding
 from llmx.contract import Batch, Transform
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, dot, families
+from llmx.model import decoder, dot, families, quantized
 from llmx.model.execution import Execution
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -96,16 +96,26 @@ class TrainingLoss:
 
         return jax.tree.map(one, self.params, self.gradients, self.axes)
 
+    def with_ranges(self, buffers: Any, extra: Mapping[str, Any] | tuple) -> Any:
+        """Gradient buffers with the ranges that the states of the transforms have, if any."""
+        if quantized.RANGES not in extra:
+            return buffers
+        amax = extra[quantized.RANGES].max(axis=0)
+        blocks = quantized.with_ranges(buffers["blocks"], amax, self.axes["blocks"])
+        return buffers | {"blocks": blocks}
+
     def gathered(self, params: Any) -> Any:
         """Parameters as the whole step uses them; with gather="step", the weights of products whole
         over the batch axes, in the compute dtype: communicates. Tables of lookups stay split."""
+        policy = self.execution.policy
         if self.gather != "step":
             return params
 
         def one(path, leaf, axes):
             if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
                 return leaf
-            return dot.gathered(leaf, self.execution.policy.compute)
+            numbers = policy.numbers if path[0].key == "blocks" else quantized.UNROUNDED
+            return dot.whole(leaf, policy.compute, numbers, axes)
 
         return jax.tree_util.tree_map_with_path(one, params, self.axes)
 

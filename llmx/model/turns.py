@@ -29,6 +29,7 @@ from jaxtyping import Array
 from llmx import sharding
 from llmx.model.attention.masks import Mask
 from llmx.model.decoder import BLOCK, INSIDE
+from llmx.model.quantized import Ranges, added
 
 ROWS, POSITIONS = "rows", "positions"
 
@@ -106,22 +107,26 @@ def join(parts: list[Array]) -> Array:
 
 
 def shared(buffers: Any, groups: int) -> list[Any]:
-    """Gradient buffers once for each group; what the groups put into them is added up."""
+    """Gradient buffers once for each group; what the groups put into them is added up, and the
+    largest ranges are kept."""
     if groups == 1:
         return [buffers]
-    leaves, structure = jax.tree.flatten(buffers)
+    is_leaf = lambda leaf: isinstance(leaf, Ranges)  # noqa: E731
+    leaves, structure = jax.tree.flatten(buffers, is_leaf=is_leaf)
     copies = zip(*[_shared(groups, leaf) for leaf in leaves], strict=True) if leaves else ()
     return [jax.tree.unflatten(structure, one) for one in copies or [()] * groups]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shared(groups: int, buffer: Array) -> tuple[Array, ...]:
+def _shared(groups: int, buffer: Array | Ranges) -> tuple[Array | Ranges, ...]:
     return (buffer,) * groups
 
 
-def _summed(groups: int, _, gradients: tuple[Array, ...]) -> tuple[Array]:
+def _summed(groups: int, _, gradients: tuple[Array | Ranges, ...]) -> tuple[Array | Ranges]:
     """In fp32: XLA would otherwise move the sum before the reduce-scatters and add whole
     gradients."""
+    if isinstance(gradients[0], Ranges):
+        return (functools.reduce(added, gradients),)
     total = functools.reduce(jnp.add, (one.astype(jnp.float32) for one in gradients))
     return (total.astype(gradients[0].dtype),)
 

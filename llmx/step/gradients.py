@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from llmx import sharding
 from llmx.contract import Gradient, Gradients, Transform
+from llmx.model import quantized
 from llmx.model.training_loss import TrainingLoss, microbatches, squared_norms
 
 
@@ -29,7 +30,7 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
 
     def accumulated(params, batch, tokens, extra):
         """Gradients and losses of a batch, in fp32 sums over its microbatches."""
-        buffers = jax.tree.map(sharding.zeros, buffer_types)
+        buffers = loss.with_ranges(jax.tree.map(sharding.zeros, buffer_types), extra)
         if accumulation == 1:
             return differentiate(buffers, params, batch, tokens, extra)
 
@@ -37,11 +38,13 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
             # Each is already divided by the global token count, so microbatches weigh as their
             # tokens do.
             new = differentiate(buffers, params, microbatch, tokens, extra)
-            return jax.tree.map(lambda old, one: old + one.astype(old.dtype), total, new), None
+            return quantized.added(total, new), None
 
         # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
         # than 0.7, and so refuses explicit axes.
-        zeros = jax.tree.map(sharding.empty_sum, buffer_types), (jnp.zeros(()), jnp.zeros(()))
+        none = jax.tree.map(jnp.zeros_like, extra)
+        sums = loss.with_ranges(jax.tree.map(sharding.empty_sum, buffer_types), none)
+        zeros = sums, (jnp.zeros(()), jnp.zeros(()))
         return jax.lax.scan(add, zeros, microbatches(batch, accumulation))[0]
 
     def take(params, batch, in_flight, extra):
@@ -49,11 +52,13 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         with loss.execution.policy.products():
             tokens = jnp.maximum(num_tokens, 1.0)
             grads, losses = accumulated(loss.gathered(params), batch, tokens, extra)
+        grads, amax = quantized.without_ranges(grads)
         finish = lambda leaf, buffer, to: jax.sharding.reshard(leaf.astype(buffer.dtype), to)  # noqa: E731
         tree = jax.tree.map(finish, grads, buffer_types, loss.gradients)
         squares = squared_norms(tree)
         norm = jnp.sqrt(squares.sum())
-        return Gradients(*losses, num_tokens, tree, squares, norm, extra=extra), in_flight
+        found = Gradients(*losses, num_tokens, tree, squares, norm, extra=extra, amax=amax)
+        return found, in_flight
 
     return Gradient(init=lambda params: (), take=take, loss=loss.summed)
 
@@ -87,6 +92,7 @@ def per_replica(
         gradients = Gradients(
             jnp.sum(losses * shares), jnp.sum(zs * shares), tokens.sum(), tree,
             squares.mean(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
+            amax=jax.tree.map(lambda leaf: stacked(leaf).max(axis=0), own.amax),
         )  # fmt: skip
         return gradients, in_flight
 

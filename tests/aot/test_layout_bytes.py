@@ -38,6 +38,7 @@ class Case:
     accumulation: int = 1
     gather: str = "layer"
     remat: str = "full"
+    options: tuple[tuple[str, str], ...] = ()  # other keys of the config
 
 
 CONFIG = families.preset("llama3", **MODEL)
@@ -47,16 +48,19 @@ MATRICES_PER_LAYER = 7  # query, key, value, out; gate, up, down
 
 
 @functools.cache
-def program(platform: str, case: Case) -> program_lib.CostReport:
+def text(platform: str, case: Case) -> str:
     topology = topologies.parse(ALL_TOPOLOGIES[platform])
     config = runs.make_config(
         CONFIG, mesh=dict(case.mesh), precision="bf16", remat=case.remat,
         batch__size=B, batch__sequence_length=T, batch__accumulation=case.accumulation,
-        sharding__layout=case.layout, sharding__gather=case.gather,
+        sharding__layout=case.layout, sharding__gather=case.gather, **dict(case.options),
     )  # fmt: skip
     recipe = runs.make_recipe(config, devices=topologies.devices(topology))
-    compiled = topologies.compile(runs.lower(recipe), topology.platform)
-    return program_lib.read(compiled.as_text(), case.mesh)
+    return topologies.compile(runs.lower(recipe), topology.platform).as_text()
+
+
+def program(platform: str, case: Case) -> program_lib.CostReport:
+    return program_lib.read(text(platform, case), case.mesh)
 
 
 def moved(found: program_lib.CostReport, kind: str, axes: str, *, dtype: str = "bf16") -> int:
@@ -168,6 +172,42 @@ def test_weights_are_gathered_once_per_step_if_asked(platform):
     assert about(moved(found, "reduce-scatter", "fsdp"), 4 * BF16 * (W + H))
     again = program(platform, Case("zero3", FSDP8, accumulation=4))
     assert moved(again, "all-gather", "fsdp") >= 4 * BF16 * (2 * W + H)
+
+
+FP8_GATHERS = (("products__gather", "fp8"),)
+FP8 = (("products__format", "fp8"), *FP8_GATHERS)
+
+
+@pytest.mark.parametrize("platform", ["h100", "v5p"])
+@pytest.mark.parametrize(
+    ("gather", "options", "passes"),
+    [("layer", FP8_GATHERS, 2), ("layer", FP8, 2), ("step", FP8_GATHERS, 1)],
+    ids=["products in bf16", "products in fp8", "once per step"],
+)
+def test_weights_gathered_in_fp8_are_half_the_bytes(platform, gather, options, passes):
+    """Of every pass. The head, which is gathered as before, cancels out."""
+    usual = program(platform, Case("zero3", FSDP8, gather=gather))
+    found = program(platform, Case("zero3", FSDP8, gather=gather, options=options))
+    before, after = (
+        program_lib.total_bytes(each.select(kind="all-gather", axes="fsdp"))
+        for each in (usual, found)
+    )
+    weights = passes * BF16 * W
+    assert abs((before - after) / (weights / 2) - 1) <= 0.02
+    assert about(before, weights + BF16 * H)
+    # Gradients and everything else travel as before.
+    for kind in ("reduce-scatter", "all-to-all"):
+        sent = [program_lib.total_bytes(each.select(kind=kind)) for each in (usual, found)]
+        assert sent[0] == sent[1]
+
+
+def test_h100_multiplies_fp8_in_its_fp8_units():
+    """All products of the layers; those of the head stay in bf16."""
+    found = text("h100", Case("zero3", FSDP8, options=FP8))
+    in_fp8 = found.count('custom_call_target="__cublas$lt$matmul$f8"')
+    others = found.count('custom_call_target="__cublas') - in_fp8
+    assert in_fp8 >= 3 * MATRICES_PER_LAYER
+    assert others <= 3
 
 
 @each_platform
