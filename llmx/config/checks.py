@@ -82,7 +82,9 @@ def _sections(config: Config) -> list[str]:
         "sync": strategy.conflicts(config), "launch": launch.problems(config.launch),
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
-        "optimizer": optimizers.problems(config.optimizer),
+        "optimizer": optimizers.problems(
+            config.optimizer, offloaded=config.offload.optimizer
+        ),
         "products": quantized.problems(config.products),
         "loss_scale": loss_scale.problems(config.loss_scale),
     }  # fmt: skip

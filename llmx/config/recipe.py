@@ -162,6 +162,10 @@ def _make_strategy(
     placed_state = in_parts = lambda whole: whole
     if config.offload.optimizer:
         placed_state = functools.partial(offload.in_host_memory, params=loss.params)
+    # On CPU always: so offload, which does nothing there, changes no bit.
+    on_cpu = loss.mesh.devices.flat[0].platform == "cpu"
+    by_layer = technique.shared_update and config.optimizer.name in optimizers.BY_LAYER
+    if by_layer and (config.offload.optimizer or on_cpu):
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:

@@ -54,7 +54,7 @@ class OffloadConfig:
     """What is kept in the memory of the host."""
 
     saves: tuple[str, ...] = ()  # of what layers save: names in remat.SAVES
-    optimizer: bool = False  # the optimizer's moments of the layers
+    optimizer: bool = False  # the optimizer's moments of matrices
 
 
 @dataclasses.dataclass(frozen=True)

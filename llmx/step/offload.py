@@ -2,8 +2,8 @@
 
 The moments of a layer are on the device only while the layer is updated (the placement of
 ZeRO-Offload, arXiv 2101.06840, with the update itself on the device). The transfers of one array
-run beside those of another and beside updates. Where memory kinds do nothing, as on CPU, the same
-program runs. What is outside the blocks stays on the device.
+run beside those of another and beside updates. Embedding and head are updated whole, before the
+layers. Where memory kinds do nothing, as on CPU, the same program runs.
 """
 
 import itertools
@@ -20,23 +20,20 @@ KIND = "pinned_host"
 
 
 def in_host_memory(state: Any, params: Any) -> Any:
-    """Shapes with shardings of an optimizer's state, the arrays of blocks [L, ...] on the host.
+    """Shapes with shardings of an optimizer's state, the moments of matrices on the host.
 
-    `params`: of which it is the state. What has one number per layer stays on the device.
+    `params`: of which it is the state. Counters, vectors outside the blocks and what has one number
+    per layer stay on the device.
     """
     names = set(trees.named(params))
 
     def one(path, leaf):
-        if leaf.ndim < 2 or not _of_blocks(path, names):
+        if leaf.ndim < 2 or moments.owner_of(path, names) is None:
             return leaf
         to = leaf.sharding.with_memory_kind(KIND)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(one, state)
-
-
-def _of_blocks(path: Any, names: set[str]) -> bool:
-    return (moments.owner_of(path, names) or "").startswith("blocks/")
 
 
 def layer_by_layer(apply: Callable, stages: int) -> Callable:
@@ -49,8 +46,8 @@ def layer_by_layer(apply: Callable, stages: int) -> Callable:
     """
 
     def update(gradients, old, layers=None):
-        names = set(trees.named(gradients))
-        reads, writes = _Layers.of(gradients, names, stages), _Layers.of(old, names, stages)
+        params = trees.named(gradients)
+        reads, writes = _Layers.of(gradients, params, stages), _Layers.of(old, params, stages)
 
         def new(number, stacks):
             """Of one layer of each stage, and of all that is outside: what is not used of it, the
@@ -78,9 +75,14 @@ class _Layers(NamedTuple):
     stages: int
 
     @classmethod
-    def of(cls, tree: Any, names: set[str], stages: int) -> "_Layers":
+    def of(cls, tree: Any, params: dict, stages: int) -> "_Layers":
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-        stacked = [leaf.ndim > 0 and _of_blocks(path, names) for path, leaf in pairs]
+
+        def is_stacked(path, leaf):
+            owner = moments.owner_of(path, params) or ""
+            return owner.startswith("blocks/") and leaf.shape[:1] == params[owner].shape[:1]
+
+        stacked = [is_stacked(path, leaf) for path, leaf in pairs]
         return cls([leaf for _, leaf in pairs], structure, stacked, stages)
 
     @property
@@ -98,19 +100,18 @@ class _Layers(NamedTuple):
         rows = iter(stacks)
 
         def one(leaf, stacked):
-            if not stacked:
-                return leaf
-            row = jax.lax.dynamic_index_in_dim(next(rows), number, axis=1, keepdims=False)
-            return jax.device_put(row, jax.memory.Space.Device)
+            if stacked:
+                leaf = jax.lax.dynamic_index_in_dim(next(rows), number, axis=1, keepdims=False)
+            return jax.device_put(leaf, jax.memory.Space.Device)
 
         return self.structure.unflatten(map(one, self.leaves, self.stacked))
 
     def put(self, stacks: list[jax.Array], row: Any, number: jax.Array) -> list[jax.Array]:
-        """`stacks`, each where it was, with the layer `number` of a tree."""
+        """`stacks` with the layer `number` of a tree."""
         rows = itertools.compress(jax.tree.leaves(row), self.stacked)
 
         def one(stack, row):
-            row = jax.device_put(row[:, None], jax.typeof(stack).memory_space)
+            row = _where(stack, row[:, None])
             return jax.lax.dynamic_update_slice_in_dim(stack, row, number, axis=1)
 
         return [one(stack, row) for stack, row in zip(stacks, rows, strict=True)]
@@ -120,5 +121,11 @@ class _Layers(NamedTuple):
         whole = iter(stacks)
         pairs = zip(self.leaves, jax.tree.leaves(outside), self.stacked, strict=True)
         return self.structure.unflatten(
-            next(whole).reshape(leaf.shape) if stacked else other for leaf, other, stacked in pairs
+            next(whole).reshape(leaf.shape) if stacked else _where(leaf, other)
+            for leaf, other, stacked in pairs
         )
+
+
+def _where(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` in the memory of `old`."""
+    return jax.device_put(new, jax.typeof(old).memory_space)

@@ -52,18 +52,6 @@ class OptimizerConfig:
     ema_decay: float = bounded(0.0, at_least=0, below=1)
 
 
-def problems(config: OptimizerConfig) -> list[str]:
-    """All that is wrong with the section, each with its remedy."""
-    found = bounds.problems(config, "optimizer.")
-    if config.name == "adafactor" and config.moments not in ("auto", "fp32"):
-        found.append(
-            f"optimizer.moments={config.moments!r} with optimizer.name='adafactor': its second "
-            "moments are rows and columns, and it has no first; set optimizer.moments='auto', or "
-            "use optimizer.name='adamw'"
-        )
-    return found
-
-
 def _after_warmup(config: OptimizerConfig, decay: optax.Schedule) -> optax.Schedule:
     """`decay` of the updates since the warm-up, behind a linear warm-up; the first update moves."""
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
@@ -201,6 +189,28 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
     "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
 }
+
+
+# Whose update of a layer depends on no other layer. Adafactor clips by a mean over all of them.
+BY_LAYER = tuple(name for name in OPTIMIZERS if name != "adafactor")
+
+
+def problems(config: OptimizerConfig, *, offloaded: bool = False) -> list[str]:
+    """All that is wrong with the section, each with its remedy; `offloaded`: moments are kept in
+    the memory of the host."""
+    found = bounds.problems(config, "optimizer.")
+    if offloaded and config.name in OPTIMIZERS and config.name not in BY_LAYER:
+        found.append(
+            f"offload.optimizer with optimizer.name={config.name!r}, which does not update layer "
+            "by layer and whose state is small: leave offload.optimizer out"
+        )
+    if config.name == "adafactor" and config.moments not in ("auto", "fp32"):
+        found.append(
+            f"optimizer.moments={config.moments!r} with optimizer.name='adafactor': its second "
+            "moments are rows and columns, and it has no first; set optimizer.moments='auto', or "
+            "use optimizer.name='adamw'"
+        )
+    return found
 
 
 def make_schedule(

@@ -24,14 +24,20 @@ class Technique(NamedTuple):
     # (Replicas, phase or fragments of an outer step) -> (tensors, Compressor) that are exchanged
     sends: Callable = phases.sends
     conflicts: Callable = phases.conflicts  # Config -> what it cannot go with, as texts
+    # the optimizer updates what all replicas share, and may do so layer by layer
+    shared_update: bool = True
 
 
 _SIGNS = COMPRESSORS["signs"]
-_ONE_BIT = Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts)
-_ZERO_ONE = Technique(zero_one.make, _SIGNS, zero_one.timetable, zero_one.sends, zero_one.conflicts)
+_ONE_BIT = Technique(one_bit.make, _SIGNS, conflicts=one_bit.conflicts, shared_update=False)
+_ZERO_ONE = Technique(
+    zero_one.make, _SIGNS, zero_one.timetable, zero_one.sends, zero_one.conflicts,
+    shared_update=False,
+)  # fmt: skip
 _LOCAL = Technique(
-    local.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts
-)
+    local.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts,
+    shared_update=False,
+)  # fmt: skip
 
 STRATEGIES: dict[str, Technique] = {
     "mean": Technique(mean.make, timetable=phases.after_warmup(MEAN), conflicts=lambda config: []),
@@ -49,7 +55,17 @@ STRATEGIES: dict[str, Technique] = {
 
 def conflicts(config: Any) -> list[str]:
     """What the strategy of a Config cannot go with, each with its remedy."""
-    return problems(config.sync) or STRATEGIES[config.sync.strategy].conflicts(config)
+    if found := problems(config.sync):
+        return found
+    technique = STRATEGIES[config.sync.strategy]
+    found = list(technique.conflicts(config))
+    if config.offload.optimizer and not technique.shared_update:
+        found.append(
+            f"offload.optimizer with sync.strategy={config.sync.strategy!r}, which computes with "
+            "the optimizer's state of each replica: leave offload.optimizer out, or use strategy "
+            "'mean' or a compressor of gradients, as 'int8'"
+        )
+    return found
 
 
 def problems(config: SyncConfig) -> list[str]:
