@@ -79,9 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
+            from llmx.aot import budget
             from llmx.checkpoint import local_tier
             from llmx.config import recipe as recipe_lib
 
+            with progress("compile"):
+                config = budget.on_these_devices(config, log)
             recipe = recipe_lib.make_recipe(config)
             log(describe.run_text(config, recipe.mesh))
 

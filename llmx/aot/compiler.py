@@ -6,6 +6,7 @@ compilers refuse it, but report the two amounts of memory and write the buffers 
 
 import contextlib
 import copy
+import dataclasses
 import math
 import os
 import re
@@ -20,7 +21,8 @@ from llmx.aot import program as program_lib
 from llmx.aot.report import EXCHANGE, Memory, Result
 from llmx.config import checks
 from llmx.contract import Strategy
-from llmx.runtime import device_memory
+from llmx.model import remat
+from llmx.runtime import device_memory, launch
 
 
 class CompileError(RuntimeError):
@@ -92,6 +94,8 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
     if isinstance(topology, str):
         topology = topologies.parse(topology)
     run = resolve(run, topology)
+    if run.remat == remat.BUDGET:
+        return _within_budget(run, topology, phase)
     devices = topologies.devices(topology)
     # Not needed, and slow to import, where the config is wrong.
     import jax
@@ -135,6 +139,21 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
         versions=_versions(topology), unknown=tuple(unknown), before=dump.before, after=after,
         timeline=times,
     )  # fmt: skip
+
+
+def _within_budget(run: config.Config, topology: topologies.Topology, phase: str) -> Result:
+    """The result with the remat that `budget.choose` finds."""
+    from llmx.aot import budget
+
+    results = {}
+
+    def peak_of(text: str) -> int:
+        results[text] = compile(budget.with_remat(run, text), topology, phase=phase)
+        return results[text].memory.peak
+
+    limit = int(run.memory_budget * 2**30) or topology.hbm_bytes
+    choice = budget.choose(run, peak_of, limit, launch.note)
+    return dataclasses.replace(results[choice.chosen.candidate.text], budget=tuple(choice.lines))
 
 
 def _phase(strategy: Strategy, phase: str) -> str:
@@ -202,7 +221,7 @@ def _memory(compiled, refusal, peak, topology: topologies.Topology) -> tuple[Mem
     if compiled is not None:
         sizes = compiled.memory_analysis()
         host = device_memory.host_bytes(sizes)
-        at_most = device_memory.device_peak(sizes)
+        at_most = device_memory.device_peak(sizes, topology.platform)
         return Memory(
             arguments=sizes.argument_size_in_bytes,
             outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,

@@ -56,6 +56,7 @@ class Result:
     phase: str = ""  # which of the programs of `sync.strategy`; "": the only one
     fused: tuple[int, tuple[int, ...]] = (0, ())  # compressed tensors, bytes of their messages
     timeline: Timeline | None = None  # the estimated time; None: there is no program
+    budget: tuple[str, ...] = ()  # with remat="budget": what was chosen, and its cost
 
     @property
     def fits(self) -> bool:
@@ -103,6 +104,7 @@ def to_json(result: Result, trials: Sequence[Trial] | None = None) -> dict:
         "timeline": _timeline_json(result),
         "seconds": {"lower": result.lower_seconds, "compile": result.compile_seconds},
         "versions": result.versions,
+        "budget": list(result.budget),
         "unknown": list(result.unknown),
         "config": config.to_json(result.run),
     }  # fmt: skip
@@ -193,6 +195,7 @@ def _header(result: Result) -> list[str]:
         *([f"stages      {stages}"] if (stages := describe.stages_text(run)) else []),
         *([f"replicas    {sync}"] if (sync := describe.sync_text(run)) else []),
         *([f"products    {products}"] if products else []),
+        *(f"budget      {line}" for line in result.budget),
         *([f"program     {result.phase}{fused}"] if result.phase else []),
         f"batch       {describe.batch_text(run)}",
         f"compiled    in {result.compile_seconds:.1f} s, traced and lowered in "

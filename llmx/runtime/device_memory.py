@@ -11,10 +11,19 @@ def host_bytes(sizes: Any) -> int:
     )  # fmt: skip
 
 
-def device_peak(sizes: Any) -> int:
-    """The most that the device holds at one time; more than that where the host holds some, of
-    which XLA's own figure is the sum."""
-    if not host_bytes(sizes):
-        return sizes.peak_memory_in_bytes
+def device_peak(sizes: Any, platform: str) -> int:
+    """The most that the device holds at one time.
+
+    An upper bound where the host holds some, which is in XLA's own figure too, and on CPU, whose
+    figure has not all temporaries.
+    """
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return sizes.argument_size_in_bytes + outputs + sizes.temp_size_in_bytes
+    at_most = sizes.argument_size_in_bytes + outputs + sizes.temp_size_in_bytes
+    if host_bytes(sizes) or platform == "cpu":
+        return at_most
+    return sizes.peak_memory_in_bytes
+
+
+def limit(device: Any) -> int:
+    """What a program may use of a jax device's memory; 0: unknown."""
+    return (device.memory_stats() or {}).get("bytes_limit", 0)

@@ -1,0 +1,261 @@
+"""Which remat fits a budget of memory with the least recomputation: chosen, and confirmed.
+
+Policies are put in a row, from what saves least to what saves most: segments, then inputs of
+layers, then one more of the named values at a time, the one first that spares most FLOPs per byte.
+Between two neighbours of the row the first n layers have the first and the others the second. So
+all candidates are in one order, in which memory grows and recomputation falls. Their memory is
+that of a compiled one and the bytes that they save more or less, at first by count and then as
+compiled programs differ. A few compilations find the last that fits.
+"""
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llmx import sharding
+from llmx.aot import compiler
+from llmx.aot.report import size
+from llmx.config import Config
+from llmx.model import costs, precision, remat, remat_costs
+from llmx.pipeline import schedules
+from llmx.pipeline import stages as stages_lib
+from llmx.runtime import device_memory
+
+ENOUGH = 0.93  # of the budget: a program that holds as much is taken
+_AIM = 0.97  # of the budget, where a program is expected to be
+MOST_TRIES = 8
+_GIB = 2**30
+
+
+class Candidate(NamedTuple):
+    """A choice of remat."""
+
+    text: str  # the config's `remat`
+    saved: float  # bytes that a device saves, by count
+    recomputed: float  # FLOPs per token
+
+
+class Trial(NamedTuple):
+    """A candidate that was compiled."""
+
+    number: int  # in the row
+    candidate: Candidate
+    peak: int  # bytes of a device
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and what it took."""
+
+    budget: int  # bytes of a device
+    chosen: Trial
+    trials: tuple[Trial, ...]
+    forward: float  # FLOPs per token of a forward pass
+
+    @property
+    def lines(self) -> list[str]:
+        """The choice and its cost as text."""
+        candidate, peak = self.chosen.candidate, self.chosen.peak
+        tried = [f"{trial.candidate.text}: {size(trial.peak)}" for trial in self.trials]
+        return [
+            f"remat={candidate.text!r}: {size(peak)} of a budget of "
+            f"{size(self.budget)}; the backward pass repeats "
+            f"{candidate.recomputed / self.forward:.1%} of the forward pass",
+            f"tried {len(tried)}: {', '.join(tried)}",
+        ]
+
+
+def choose(
+    run: Config, peak_of: Callable[[str], int], budget: int, log: Callable[[str], None]
+) -> Choice:
+    """The candidate that recomputes least of those whose program fits.
+
+    Args:
+      run: a resolved config.
+      peak_of: compiles the run with a `remat` and returns the most that a device holds, in bytes.
+      budget: bytes of a device.
+
+    Raises ValueError where nothing fits.
+    """
+    row, trials = candidates(run), {}
+    number = next(n for n, one in enumerate(row) if one.text == FULL)
+    while number is not None and len(trials) < MOST_TRIES:
+        trial = Trial(number, row[number], peak_of(row[number].text))
+        log(f"remat={trial.candidate.text}: {size(trial.peak)} of {size(budget)}")
+        trials[number] = trial
+        number = following(row, trials, budget)
+    fitting = [trial for trial in trials.values() if trial.peak <= budget]
+    if not fitting:
+        least = min(trials.values(), key=lambda trial: trial.peak)
+        raise ValueError(
+            f"memory_budget: {size(budget)} is less than any remat needs: "
+            f"remat={least.candidate.text!r} holds {size(least.peak)}; use a larger budget, more "
+            "devices, batch.accumulation, offload.optimizer=True or offload.saves=('input',)"
+        )
+    best = max(fitting, key=lambda trial: trial.number)
+    forward = costs.forward_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+    return Choice(budget, best, tuple(trials.values()), forward)
+
+
+def on_these_devices(run: Config, log: Callable[[str], None]) -> Config:
+    """A resolved config whose remat is chosen by compiling the step for the devices of the job.
+
+    `memory_budget=0` is the memory that a device has. Raises ValueError where nothing fits.
+    """
+    if run.remat != remat.BUDGET:
+        return run
+    import jax
+
+    from llmx.config.recipe import make_recipe
+    from llmx.step import step
+
+    def peak_of(text: str) -> int:
+        recipe = make_recipe(with_remat(run, text))
+        phase = recipe.strategy.timetable.phases_from(0)[-1]
+        with jax.set_mesh(recipe.mesh):
+            lowered = step.make_train_step(recipe, phase).lower(
+                recipe.abstract, recipe.abstract_batch
+            )
+            try:
+                compiled = lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                refusal = compiler.parse_out_of_memory(str(error))
+                if refusal is None:
+                    raise
+                return refusal.needed
+        return device_memory.device_peak(compiled.memory_analysis(), device.platform)
+
+    device = jax.local_devices()[0]
+    limit = int(run.memory_budget * _GIB) or device_memory.limit(device)
+    if not limit:
+        raise ValueError(
+            "remat='budget' with memory_budget=0: this device does not say how much memory it has; "
+            "give memory_budget in GiB"
+        )
+    choice = choose(run, peak_of, limit, log)
+    for line in choice.lines:
+        log(f"budget: {line}")
+    return with_remat(run, choice.chosen.candidate.text)
+
+
+def following(row: list[Candidate], trials: dict[int, Trial], budget: int) -> int | None:
+    """The number of the next candidate to compile; None: the search has ended.
+
+    Between the largest that fits and the smallest that does not, where the bytes that are left for
+    it end: measured between these two, or by count where one of them is missing.
+    """
+    known = sorted(trials.values())
+    below = max((one for one in known if one.peak <= budget), default=None)
+    above = min((one for one in known if one.peak > budget), default=None)
+    low = below.number + 1 if below else 0
+    high = above.number - 1 if above else len(row) - 1
+    if low > high or (below and below.peak >= ENOUGH * budget):
+        return None
+    slope = 1.0
+    if below and above:
+        slope = (above.peak - below.peak) / (above.candidate.saved - below.candidate.saved)
+    elif len(known) > 1:
+        first, last = known[0], known[-1]
+        slope = (last.peak - first.peak) / (last.candidate.saved - first.candidate.saved)
+    nearest = below or above
+    room = (_AIM * budget - nearest.peak) / max(slope, 0.1)
+    inside = [n for n in range(low, high + 1) if row[n].saved <= nearest.candidate.saved + room]
+    return max(inside, default=low)
+
+
+FULL = "full"
+
+
+def candidates(run: Config) -> list[Candidate]:
+    """All candidates, from what saves least to what saves most."""
+    layers = _layers_of_a_chunk(run)
+    policies = _policies(run)
+    texts = []
+    for text, richer in itertools.pairwise(policies):
+        texts += [text, *(f":{layers - n}={text},{richer}" for n in range(1, layers))]
+    texts += [policies[-1], "none"]
+    # Of some mixtures a richer one saves less: from the end, each must save less than all behind.
+    found = []
+    for text in reversed(texts):
+        candidate = _candidate(run, text, layers)
+        if not found or candidate.saved < found[-1].saved:
+            found.append(candidate)
+    return found[::-1]
+
+
+def _layers_of_a_chunk(run: Config) -> int:
+    """Layers that rules of remat count: of the largest model chunk of a pipeline."""
+    if run.mesh.stage == 1:
+        return run.model.num_layers
+    table = schedules.table_of(
+        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+    )
+    cut = stages_lib.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
+    return max(cut.layers)
+
+
+def _policies(run: Config) -> list[str]:
+    """For all layers alike, from what saves least to what saves most."""
+    model, length = run.model, run.batch.sequence_length
+    sizes = remat_costs.bytes_of_saves(model, _compute_bytes(run))
+    scores = sum(costs.scores_by_block(model, length, True)) / model.num_layers
+    again = remat_costs.recomputed_flops(model, remat.Policy(), scores)
+    rotated = [] if model.qk_norm else [remat.QUERY_KEY_VALUE]
+    units = [remat.ATTENTION, remat.ATTENTION_OUT, *rotated, remat.GATE, remat.UP, remat.MLP_OUT]
+    units += [remat.QUERY, remat.KEY, remat.VALUE] if model.qk_norm else []
+    spared = {
+        name: again - remat_costs.recomputed_flops(model, remat.Policy(frozenset((name,))), scores)
+        for name in units
+    }
+    units = [name for name in units if spared[name]]
+    units.sort(key=lambda name: -spared[name] / sizes[name])
+    # Then what spares no product.
+    units += [remat.HIDDEN, remat.MLP_NORM, remat.ATTENTION_NORM]
+    units += [] if rotated else [remat.QUERY_KEY_VALUE]
+    return ["sqrt", FULL, *("+".join(units[:n]) for n in range(1, len(units) + 1))]
+
+
+def _compute_bytes(run: Config) -> int:
+    return precision.POLICIES[run.precision].compute.itemsize
+
+
+def _candidate(run: Config, text: str, layers: int) -> Candidate:
+    """The candidate, counted in a model of one chunk's layers."""
+    model = dataclasses.replace(run.model, num_layers=layers)
+    num_bytes, length = _compute_bytes(run), run.batch.sequence_length
+    by_layer = remat_costs.saved_bytes_by_layer(
+        model, remat=text, loss_chunks=2, compute_bytes=num_bytes
+    )
+    # And what the layers of the largest segment save when they are run again.
+    chosen = remat_costs.policies(model, text)
+    again = [
+        sum(remat_costs.saved_bytes(model, policy, num_bytes) for policy in chosen[first:end])
+        for first, end in remat_costs.segments(chosen)
+    ]
+    by_flops = remat_costs.recomputed_flops_by_layer(
+        model, sequence_length=length, remat=text, loss_chunks=2
+    )
+    share = run.model.num_layers / layers
+    saved = (sum(by_layer[1:-1]) + max(again, default=0)) * _tokens(run)
+    return Candidate(text, saved, sum(by_flops[1:-1]) * share)
+
+
+def _tokens(run: Config) -> float:
+    """Tokens of all that a device saves at one time."""
+    mesh, batch = run.mesh, run.batch
+    ways = math.prod(vars(mesh)[axis] for axis in (*sharding.TOKEN_AXES, "tensor"))
+    tokens = batch.size * batch.sequence_length / (ways * batch.accumulation)
+    if mesh.stage == 1:
+        return tokens
+    table = schedules.table_of(run.pipeline, stages=mesh.stage, microbatches=batch.accumulation)
+    return tokens * min(table.num_chunks, batch.accumulation * table.num_chunks // mesh.stage)
+
+
+def with_remat(run: Config, text: str) -> Config:
+    """The run with this remat."""
+    run = copy.copy(run)
+    run.remat = text
+    return run
