@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             with progress("compile"):
                 config = budget.on_these_devices(config, log)
+                job.peers.agree("remat", {"remat": config.remat})
             recipe = recipe_lib.make_recipe(config)
             log(describe.run_text(config, recipe.mesh))
 

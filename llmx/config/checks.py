@@ -94,6 +94,11 @@ def _sections(config: Config) -> list[str]:
     if not checked["model"]:
         kinds = sorted(set(config.model.layer_kinds))
         found += remat.problems(config.remat, config.offload, kinds)
+    if config.memory_budget and config.remat != remat.BUDGET:
+        found.append(
+            f"memory_budget={config.memory_budget} has no effect with remat={config.remat!r}: set "
+            f"remat={remat.BUDGET!r}, or leave it out"
+        )
     known = (
         config.precision in precision.POLICIES and config.reduce_dtype in precision.REDUCE_DTYPES
     )

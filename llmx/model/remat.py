@@ -97,6 +97,11 @@ def parse(text: str, kinds: Sequence[str]) -> tuple[Rule, ...]:
 
     Raises ValueError, naming the part that is wrong and what it may be.
     """
+    if text == BUDGET:
+        raise ValueError(
+            f"remat={text!r} is chosen by llmx.train and llmx.aot, which compile the step for it: "
+            "give a policy here, for example remat='full'"
+        )
     rules = tuple(_rule(part.strip(), kinds) for part in text.split(","))
     if any(rule.kind for rule in rules) and any(rule.policy.segment != 1 for rule in rules):
         raise ValueError(

@@ -1,0 +1,163 @@
+"""A budget of memory: the candidates are in order, and the search ends at the last that fits."""
+
+import itertools
+
+import pytest
+from support import runs
+
+from llmx import config
+from llmx.aot import budget, compiler
+from llmx.model import families, remat, remat_costs
+
+GIB = 2**30
+
+MODELS = {
+    "llama3": {}, "gpt2": {}, "qwen3": {}, "gemma3": dict(layer_pattern=("local", "global")),
+    "deep": dict(num_layers=53),
+}  # fmt: skip
+
+
+def make_run(name: str, **keys) -> config.Config:
+    sizes = dict(num_layers=13, width=64, mlp_dim=192, num_heads=4, num_kv_heads=4, head_dim=16)
+    model = sizes | dict(vocab_size=257) | MODELS[name]
+    family = "llama3" if name == "deep" else name
+    return runs.make_config(
+        family, model=model, batch__size=8, batch__sequence_length=64, remat="budget", **keys
+    )
+
+
+RUNS = [(name, {}) for name in MODELS]
+RUNS += [("llama3", dict(mesh=dict(stage=2), batch__accumulation=4)),
+         ("llama3", dict(mesh=dict(fsdp=2, tensor=2)))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys"), RUNS)
+def test_candidates_save_more_and_recompute_less(name, keys):
+    run = make_run(name, **keys)
+    row = budget.candidates(run)
+    for one, richer in itertools.pairwise(row):
+        assert one.saved < richer.saved
+        assert one.recomputed >= richer.recomputed
+    texts = [one.text for one in row]
+    assert "full" in texts and texts[-1] == "none" and row[-1].recomputed == 0
+    assert "sqrt" in texts[0] and row[-2].recomputed == 0
+    for text in texts:
+        remat.parse(text, sorted(set(run.model.layer_kinds)))
+
+
+def test_full_and_none_are_counted_as_the_planner_does():
+    run = make_run("llama3")
+    by_text = {one.text: one for one in budget.candidates(run)}
+    again = remat_costs.recomputed_flops_by_layer(
+        run.model, sequence_length=64, remat="full", loss_chunks=2
+    )
+    assert by_text["full"].recomputed == sum(again[1:-1])
+    tokens, saved = 8 * 64, 4 * run.model.width * run.model.num_layers
+    assert by_text["full"].saved == tokens * saved
+
+
+class Machine:
+    """Compiles nothing: memory is a state and a share of the bytes that are saved."""
+
+    def __init__(self, run, *, state: float, share: float, bump=lambda number: 0.0):
+        self.row = budget.candidates(run)
+        self.numbers = {one.text: n for n, one in enumerate(self.row)}
+        self.state, self.share, self.bump = state, share, bump
+        self.compiled = []
+
+    def peak_of(self, text: str) -> int:
+        number = self.numbers[text]
+        self.compiled.append(text)
+        return int(self.state + self.share * self.row[number].saved * (1 + self.bump(number)))
+
+
+@pytest.mark.parametrize("share", [0.4, 0.75, 1.0, 1.6])
+@pytest.mark.parametrize("part", [0.02, 0.1, 0.35, 0.6, 0.9])
+@pytest.mark.parametrize(("name", "keys"), RUNS[:1] + RUNS[3:6])
+def test_the_search_uses_the_budget(name, keys, part, share):
+    run = make_run(name, **keys)
+    low, *_, high = (one.saved for one in budget.candidates(run))
+    machine = Machine(run, state=2 * high, share=share)
+    limit = int(machine.state + share * (low + part * (high - low)))
+    choice = budget.choose(run, machine.peak_of, limit, lambda line: None)
+    number = machine.numbers[choice.chosen.candidate.text]
+    assert choice.chosen.peak <= limit
+    following = [machine.peak_of(one.text) for one in machine.row[number + 1 : number + 2]]
+    assert choice.chosen.peak >= budget.ENOUGH * limit or following > [limit]
+    assert len(choice.trials) <= budget.MOST_TRIES
+
+
+def test_all_that_fits_is_saved():
+    run = make_run("llama3")
+    machine = Machine(run, state=GIB, share=1.0)
+    choice = budget.choose(run, machine.peak_of, 100 * GIB, lambda line: None)
+    assert choice.chosen.candidate.text == "none" and len(choice.trials) <= 3
+    assert "0.0% of the forward pass" in choice.lines[0]
+
+
+def test_programs_that_are_not_as_counted():
+    """Memory that goes up and down by several per cent beside the count."""
+    run = make_run("llama3")
+    machine = Machine(run, state=GIB, share=0.5, bump=lambda number: 0.06 * (-1) ** number)
+    choice = budget.choose(run, machine.peak_of, int(1.006 * GIB), lambda line: None)
+    assert choice.chosen.peak <= 1.006 * GIB and len(choice.trials) <= budget.MOST_TRIES
+
+
+def test_nothing_fits():
+    run = make_run("llama3")
+    machine = Machine(run, state=GIB, share=1.0)
+    with pytest.raises(
+        ValueError, match="less than any remat needs: remat=.*sqrt.* holds"
+    ) as error:
+        budget.choose(run, machine.peak_of, GIB // 2, lambda line: None)
+    assert "use a larger budget, more devices" in str(error.value)
+
+
+def test_choices_that_others_have_to_make():
+    with pytest.raises(ValueError, match=r"is chosen by llmx\.train and llmx\.aot"):
+        remat.parse("budget", ("global",))
+    with pytest.raises(config.ConfigError, match=r"memory_budget=3\.0 has no effect with remat"):
+        runs.make_config("llama3", memory_budget=3.0)
+
+
+def test_a_run_within_a_budget():
+    """On the devices of this machine: the program of what was chosen is within the budget."""
+    run, lines = make_run("llama3", mesh=dict(data=8)), []
+    run.memory_budget = 1000.0  # GiB
+    assert budget.on_these_devices(run, lines.append).remat == "none"
+    peaks = [float(line.split(": ")[1].split()[0]) for line in lines if line.startswith("remat=")]
+    assert "MiB" in lines[0] and peaks[0] < peaks[-1]
+    run.memory_budget = (peaks[0] + peaks[-1]) / 2 / 1024
+    chosen = budget.on_these_devices(run, lines.append)
+    assert chosen.remat not in ("budget", "none") and run.remat == "budget"
+    assert lines[-2].startswith(f"budget: remat={chosen.remat!r}")
+    run.memory_budget = 0.0
+    with pytest.raises(ValueError, match="this device does not say how much memory it has"):
+        budget.on_these_devices(run, lines.append)
+
+
+@pytest.mark.aot
+def test_a_program_for_an_absent_machine_within_a_budget():
+    topology = "v5e:2x2"
+    run = config.default()
+    run.model = families.preset(
+        "llama3", num_layers=8, width=512, num_heads=4, num_kv_heads=2, head_dim=128, mlp_dim=2048,
+        vocab_size=512, max_positions=2048,
+    )  # fmt: skip
+    run.mesh.data, run.mesh.fsdp = 1, 4
+    run.batch.size, run.batch.sequence_length = 16, 2048
+    peaks = {}
+    for text in ("full", "dots+attention"):
+        peaks[text] = compiler.compile(budget.with_remat(run, text), topology).memory.peak
+    run.remat, recomputed = "budget", []
+    for part in (0.3, 0.7):
+        limit = peaks["full"] + part * (peaks["dots+attention"] - peaks["full"])
+        run.memory_budget = limit / GIB
+        result = compiler.compile(run, topology)
+        assert 0.85 * limit <= result.memory.peak <= limit
+        again = remat_costs.recomputed_flops_by_layer(
+            result.run.model, sequence_length=2048, remat=result.run.remat, loss_chunks=2
+        )
+        recomputed.append(sum(again))
+    assert recomputed[1] < recomputed[0]
+    assert result.budget[0].startswith(f"remat={result.run.remat!r}")
