@@ -107,7 +107,7 @@ def test_nothing_fits():
     run = make_run("llama3")
     machine = Machine(run, state=GIB, share=1.0)
     with pytest.raises(
-        ValueError, match="less than any remat needs: remat=.*sqrt.* holds"
+        ValueError, match=r"less than any remat needs: remat=.*sqrt.* holds"
     ) as error:
         budget.choose(run, machine.peak_of, GIB // 2, lambda line: None)
     assert "use a larger budget, more devices" in str(error.value)
