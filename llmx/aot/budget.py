@@ -24,7 +24,7 @@ from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import device_memory
 
-ENOUGH = 0.93  # of the budget: a program that holds as much is taken
+ENOUGH = 0.9  # of the budget: a program that holds as much is taken
 _AIM = 0.97  # of the budget, where a program is expected to be
 MOST_TRIES = 8
 _GIB = 2**30

@@ -23,9 +23,10 @@ from llmx.config import checks
 # In each dimension: least memory last. Other values are left as they are.
 LAYOUT_COSTS = {"ddp": 0.0, "zero1": 0.01, "zero2": 0.02, "zero3": 0.06}
 GATHER_COSTS = {"step": 0.0, "layer": 0.03}  # weights gathered once, or per layer and pass
-REMAT_COSTS = {"none": 0.0, "dots": 0.08, "names": 0.2, "full": 0.33}  # full: one more forward pass
+# full: one more forward pass; sqrt: two
+REMAT_COSTS = {"none": 0.0, "dots": 0.08, "names": 0.2, "full": 0.33, "sqrt": 0.67}
 # Temporaries that remain with remat, roughly: enough to skip hopeless compilations.
-REMAT_SHARES = {"none": 1.0, "dots": 0.5, "names": 0.3, "full": 0.1}
+REMAT_SHARES = {"none": 1.0, "dots": 0.5, "names": 0.3, "full": 0.1, "sqrt": 0.07}
 _SAFETY_FACTOR = 2.0  # the estimate of temporaries may be too high by this much
 DOUBLED_ACCUMULATION_COST = 0.05  # smaller products, weights gathered again
 DOUBLED_TENSOR_COST = 0.06  # activations are communicated in every layer

@@ -25,7 +25,7 @@ def made(**changes) -> config.Config:
 def memory(run: config.Config) -> tuple[float, float]:
     """(state, temporaries) of a machine that is easy to reckon with."""
     split = {"ddp": 4, "zero1": 2 + 2 / DEVICES, "zero2": 1 + 3 / DEVICES, "zero3": 4 / DEVICES}
-    kept = {"none": 30, "dots": 14, "names": 8, "full": 2}
+    kept = {"none": 30, "dots": 14, "names": 8, "full": 2, "sqrt": 1.5}
     parallel = run.mesh.data * run.mesh.fsdp
     rows = run.batch.size / run.batch.accumulation / parallel
     return 16 * split[run.sharding.layout] / run.mesh.tensor, kept[

@@ -438,7 +438,7 @@ def test_a_stage_without_blocks_counts_none():
 def test_a_profile_needs_a_vocabulary_and_a_known_remat():
     with pytest.raises(ValueError, match="vocab_size=0"):
         layers_of(preset("llama3"), **LLAMA)
-    with pytest.raises(ValueError, match="remat 'all' is unknown: use one of none, full"):
+    with pytest.raises(ValueError, match="remat='all' is unknown: use one of none, full"):
         layers_of(preset("llama3_8b"), **LLAMA, remat="all")
 
 
