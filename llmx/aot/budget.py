@@ -255,7 +255,7 @@ def _tokens(run: Config) -> float:
 
 
 def with_remat(run: Config, text: str) -> Config:
-    """The run with this remat."""
+    """The run with this remat, and no budget."""
     run = copy.copy(run)
-    run.remat = text
+    run.remat, run.memory_budget = text, 0.0
     return run
