@@ -31,29 +31,22 @@ def _v5p(*flags: str) -> Row:
 # By table, then by what is shown of a row.
 TABLES: dict[str, dict[str, Row]] = {
     "8B, v5p:2x2x2, fsdp8, 8 x 8192": {
-        "full": _v5p(),
-        "offload.optimizer": _v5p("offload.optimizer=True"),
-        "sqrt": _v5p("remat=sqrt"),
+        "none": _v5p("remat=none"),
         "dots": _v5p("remat=dots"),
+        "dots, gate and up on the host": _v5p("remat=dots", "offload.saves=('gate','up')"),
         "names": _v5p("remat=names"),
+        "full": _v5p(),
         "full, input on the host": _v5p("offload.saves=('input',)"),
+        "sqrt": _v5p("remat=sqrt"),
+        "every_4+dots": _v5p("remat=every_4+dots"),
+        "offload.optimizer": _v5p("offload.optimizer=True"),
         "moments int8": _v5p("optimizer.moments=int8"),
         "pure_bf16": _v5p("precision=pure_bf16"),
-        "none": _v5p("remat=none"),
-        "every_4+dots": _v5p("remat=every_4+dots"),
-        "dots, gate and up on the host": _v5p("remat=dots", "offload.saves=('gate','up')"),
     },
     "8B on v5e, remat full": {
         "v5e: full": Row(_8B, "v5e:4x4", _V5E),
         "v5e: offload.optimizer": Row(_8B, "v5e:4x4", (*_V5E, "offload.optimizer=True")),
         "v5e:2x4 config": Row("configs/llama3_8b_v5e.py", "v5e:2x4", ()),
-        "v5e:2x4 config, without": Row(
-            "configs/llama3_8b_v5e.py", "v5e:2x4", ("offload.optimizer=False",)
-        ),
-    },
-    "8B, v5p:2x2x2, fsdp8, 32 x 8192": {
-        "32 rows": _v5p("batch.size=32"),
-        "32 rows, accumulation 4": _v5p("batch.size=32", "batch.accumulation=4"),
     },
     "405B, v5p:8x8x8, fsdp512, 512 x 8192": {
         "405B: full": Row(_405B, "v5p:8x8x8", _FSDP512),

@@ -15,6 +15,7 @@ from bench_memory import TABLES, report_of
 from matplotlib.figure import Figure
 
 TABLE = "8B, v5p:2x2x2, fsdp8, 8 x 8192"
+NOT_DRAWN = ("none",)  # several times as long as the others
 COLORS = {
     "parameters": "#4477aa", "optimizer": "#66ccee", "average": "#aa3377",
     "gradients": "#ee6677", "activations": "#ccbb44", "temporaries": "#bbbbbb",
@@ -70,6 +71,8 @@ def draw(folder: pathlib.Path, out: str) -> None:
     if not table:
         raise SystemExit(f"no results in {folder}: run scripts/bench_memory.py")
     order = sorted(table, key=lambda name: sum(table[name].values()))
+    _print(order, table)
+    order = [name for name in order if name not in NOT_DRAWN]
     figure = Figure(figsize=(10, 0.42 * len(order) + 1.4), layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(order, 0.0)
@@ -91,7 +94,6 @@ def draw(folder: pathlib.Path, out: str) -> None:
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(COLORS), frameon=False)
     figure.savefig(out, dpi=100)
-    _print(order, table)
 
 
 def _print(order: list[str], table: dict[str, dict[str, float]]) -> None:
