@@ -189,6 +189,12 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
                     "set mesh.stage to the number of stages"
                 )
         return
+    if config.offload.saves:
+        yield (
+            f"offload.saves={config.offload.saves} with mesh.stage={stages}: stages keep what "
+            "layers save in buffers on the device; leave offload.saves out, or save less, for "
+            "example with remat='sqrt'"
+        )
     if config.pipeline.schedule not in schedules.SCHEDULES:
         return
     microbatches = config.batch.accumulation

@@ -164,6 +164,29 @@ def test_evaluate_and_generate_a_run(scratch, undisturbed):
     assert again[0].stdout.startswith("return x") and again[0].stdout == again[1].stdout
 
 
+@pytest.mark.slow
+def test_a_run_with_the_optimizer_in_host_memory(scratch, undisturbed):
+    """It trains as without, is resumed, and evaluated, and generates."""
+    workdir, offloaded = scratch / "offloaded", "--config.offload.optimizer"
+    for _ in range(2):
+        done = train(scratch, workdir, offloaded)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from checkpoint 12" in done.stdout + done.stderr
+    np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
+
+    def run(*flags, module):
+        done = subprocess.run(
+            command(scratch, workdir, *flags, module=module), env=environment(1), cwd=ROOT,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    last = records(workdir, "eval")[12]["loss"]
+    assert f"held-out loss {last:.4f} nats" in run(module="llmx.evaluate")
+    assert run("--prompt", "return x", module="llmx.generate").startswith("return x")
+
+
 def test_config_errors_exit_early(scratch):
     begun = time.perf_counter()
     done = train(scratch, scratch / "bad", "--config.remat=ful", "--config.batch.sise=3")

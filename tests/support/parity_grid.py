@@ -1,7 +1,7 @@
 """The table of the parity contract: which options train as one device does, and what cannot meet.
 
 A new technique that leaves the numbers alone adds an axis, or a value to one; the cover of all
-pairs follows by itself. `python tests/support/parity_grid.py` prints it.
+pairs follows by itself. `PYTHONPATH=tests python tests/support/parity_grid.py` prints it.
 """
 
 import functools
@@ -28,13 +28,16 @@ FAMILIES = {
     "gemma3": dict(num_kv_heads=4, window=5, layer_pattern=("local", "global")),
 }
 
-# The first value of each axis is the plain one.
+# The first value of each axis is the plain one. Of other orders most give more rows.
 AXES = {
+    "offload": ("", "optimizer", "saves"),
     "schedule": (
         "", "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dual_pipe_v",
     ),
     "layout": ("zero3", "ddp", "zero1", "zero2", "hsdp"),
     "family": tuple(FAMILIES),
+    # Ranges of layers are of a model chunk, where there are several.
+    "remat": ("none", "full", "names", "dots", "sqrt", "every_2+names", ":1=full,dots"),
     "stage": (1, 2, 4),
     "sequence": (1, 2, 4),
     "tensor": (1, 2, 4),
@@ -42,7 +45,6 @@ AXES = {
     "data": (1, 2),
     "expert": (1, 2),
     "accumulation": (1, 2, 4, 8),
-    "remat": ("none", "full", "names", "dots"),
     "gather": ("layer", "step"),
     "ulysses": (1, 2),
     "zigzag": (True, False),
@@ -100,6 +102,16 @@ def _zigzag(zigzag: bool, sequence: int, ulysses: int) -> str:
     return "without a ring there is no zigzag" if not zigzag and sequence == ulysses else ""
 
 
+def _saves(offload: str, remat: str) -> str:
+    nothing = offload == "saves" and remat == "none"
+    return "everything is kept on the device: no saves are named" if nothing else ""
+
+
+def _saves_of_stages(offload: str, stage: int) -> str:
+    on_device = offload == "saves" and stage > 1
+    return "stages keep what layers save in buffers on the device" if on_device else ""
+
+
 def _of(axis: str, plain):
     """An option other than the plain one does something only where the mesh axis is split."""
     return lambda value, size: f"no effect without {axis}" if value != plain and size == 1 else ""
@@ -113,6 +125,8 @@ RULES = (
     Rule(("schedule", "stage"), _stages),
     Rule(("schedule", "stage", "accumulation"), _schedule),
     Rule(("gather", "layout"), _gather),
+    Rule(("offload", "remat"), _saves),
+    Rule(("offload", "stage"), _saves_of_stages),
     Rule(("ulysses", "sequence"), _of("sequence", 1)),
     Rule(("zigzag", "sequence"), _of("sequence", True)),
     Rule(("zigzag", "sequence", "ulysses"), _zigzag),
@@ -120,7 +134,11 @@ RULES = (
     Rule(("replicate_kv", "tensor"), _of("tensor", False)),
 )
 PLAIN = {axis: values[0] for axis, values in AXES.items()}
-
+OFFLOAD = {
+    "": {},
+    "optimizer": dict(offload__optimizer=True),
+    "saves": dict(offload__saves=("input", "attention")),
+}
 
 REFERENCE = dict(attention__implementation="reference")
 
@@ -177,6 +195,7 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     """The config of a row, with changes of the model and other keys."""
     model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
+    options |= OFFLOAD[row["offload"]]
     return runs.make_config(
         row["family"],
         model=model,
