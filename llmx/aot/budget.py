@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from llmx import sharding
-from llmx.aot import compiler
 from llmx.aot.report import size
 from llmx.config import Config
 from llmx.model import costs, precision, remat, remat_costs
@@ -122,7 +121,7 @@ def on_these_devices(run: Config, log: Callable[[str], None]) -> Config:
             try:
                 compiled = lowered.compile()
             except jax.errors.JaxRuntimeError as error:
-                refusal = compiler.parse_out_of_memory(str(error))
+                refusal = device_memory.parse_out_of_memory(str(error))
                 if refusal is None:
                     raise
                 return refusal.needed

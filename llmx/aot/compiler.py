@@ -9,11 +9,10 @@ import copy
 import dataclasses
 import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmx import config, sharding
 from llmx.aot import peak_memory, report, step_time, topologies
@@ -23,17 +22,11 @@ from llmx.config import checks
 from llmx.contract import Strategy
 from llmx.model import remat
 from llmx.runtime import device_memory, launch
+from llmx.runtime.device_memory import OutOfMemory, parse_out_of_memory
 
 
 class CompileError(RuntimeError):
     """The compiler refuses the program, for another reason than its size."""
-
-
-class OutOfMemory(NamedTuple):
-    """What XLA:TPU reports of a program that does not fit, in bytes of one device."""
-
-    needed: int
-    available: int
 
 
 def resolve(
@@ -272,23 +265,3 @@ def _versions(topology: topologies.Topology) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
-
-
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_AMOUNT = r"([\d.]+[KMGTB]?)"
-
-
-def parse_out_of_memory(text: str) -> OutOfMemory | None:
-    """The two amounts in a compiler's message; None: it is not about HBM.
-
-    A program without room in vector memory is not: there a kernel's blocks are too large.
-    """
-    for pattern in (
-        rf"HLO temporaries \({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)",
-        rf"Ran out of memory in memory space hbm. Used {_AMOUNT} of {_AMOUNT} hbm",
-    ):
-        if "RESOURCE_EXHAUSTED" in text and (match := re.search(pattern, text)):
-            numbers = [float(amount.rstrip("KMGTB")) for amount in match.groups()]
-            units = [_UNITS[amount.lstrip("0123456789.")] for amount in match.groups()]
-            return OutOfMemory(*(int(n * unit) for n, unit in zip(numbers, units, strict=True)))
-    return None

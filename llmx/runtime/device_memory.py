@@ -1,6 +1,7 @@
 """Bytes of one device and of its host, by `compiled.memory_analysis()` of a program."""
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 
 def host_bytes(sizes: Any) -> int:
@@ -27,3 +28,30 @@ def device_peak(sizes: Any, platform: str) -> int:
 def limit(device: Any) -> int:
     """What a program may use of a jax device's memory; 0: unknown."""
     return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+class OutOfMemory(NamedTuple):
+    """What XLA:TPU reports of a program that does not fit, in bytes of one device."""
+
+    needed: int
+    available: int
+
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_AMOUNT = r"([\d.]+[KMGTB]?)"
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory | None:
+    """The two amounts in a compiler's message; None: it is not about HBM.
+
+    A program without room in vector memory is not: there a kernel's blocks are too large.
+    """
+    for pattern in (
+        rf"HLO temporaries \({_AMOUNT}\) exceeds available HBM \({_AMOUNT}\)",
+        rf"Ran out of memory in memory space hbm. Used {_AMOUNT} of {_AMOUNT} hbm",
+    ):
+        if "RESOURCE_EXHAUSTED" in text and (match := re.search(pattern, text)):
+            numbers = [float(amount.rstrip("KMGTB")) for amount in match.groups()]
+            units = [_UNITS[amount.lstrip("0123456789.")] for amount in match.groups()]
+            return OutOfMemory(*(int(n * unit) for n, unit in zip(numbers, units, strict=True)))
+    return None
