@@ -159,13 +159,14 @@ def _make_strategy(
             gradients.per_replica(make_gradient, loss, replicas_lib.AXES), loss.transforms
         )
 
-    placed_state = in_parts = lambda whole: whole
+    placed_state, in_parts = lambda state: state, offload.at_once
     if config.offload.optimizer:
         placed_state = functools.partial(offload.in_host_memory, params=loss.params)
-    # On CPU always: so offload, which does nothing there, changes no bit.
-    on_cpu = loss.mesh.devices.flat[0].platform == "cpu"
-    by_layer = technique.shared_update and config.optimizer.name in optimizers.BY_LAYER
-    if by_layer and (config.offload.optimizer or on_cpu):
+    # On CPU always: so offload, which does nothing there, changes no bit. Eight-bit moments of
+    # several layers would be in fp32 at one time.
+    wanted = config.offload.optimizer or config.optimizer.moments == "int8"
+    wanted |= loss.mesh.devices.flat[0].platform == "cpu"
+    if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:

@@ -95,6 +95,6 @@ def test_inputs_of_layers_are_in_host_memory():
     assert plain.memory.host == 0
     assert found.memory.host == pytest.approx(LAYERS * INPUT, rel=ROUNDING)
     assert found.memory.arguments == plain.memory.arguments
-    # Those of two layers stay for a moment.
-    assert found.peak <= plain.peak - (LAYERS - 2) * INPUT
+    # What remains is the peak of another moment, with few of them.
+    assert found.peak <= plain.peak - LAYERS // 2 * INPUT
     assert found.memory.peak == found.peak
