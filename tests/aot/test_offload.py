@@ -15,7 +15,7 @@ from llmx.sharding import trees
 pytestmark = pytest.mark.aot
 
 TOPOLOGY = topologies.parse("v5e:2x2")
-LAYERS, WIDTH, ROWS, LENGTH = 8, 512, 16, 1024
+LAYERS, WIDTH, ROWS, LENGTH = 16, 512, 16, 1024
 MODEL = dict(
     num_layers=LAYERS, width=WIDTH, mlp_dim=2048, num_heads=4, num_kv_heads=4, head_dim=128,
     vocab_size=1024, max_positions=LENGTH,
