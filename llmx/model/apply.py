@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
-from llmx.model import dot, embedding, families, layers, losses, quantized, remat, rope, turns
+from llmx.model import dot, embedding, families, layers, losses, remat, rope, turns
 from llmx.model.attention import split
 from llmx.model.attention.cache import CACHE, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
@@ -159,7 +159,7 @@ class Apply:
         model, head_VD = self.model, self._head_weight(params)
         x_BTD = execution.place.constrain(self._normed(params, x_BTD), INSIDE)
         to = execution.place.activation(("batch", "sequence", "vocab"))
-        policy = dataclasses.replace(execution.policy, numbers=quantized.UNROUNDED)
+        policy = dataclasses.replace(execution.policy, numbers=execution.policy.numbers.of_head)
         with policy.products():
             logits_BTV = dot.dot("BTD,VD->BTV", x_BTD, head_VD, out=to, policy=policy)
         logits_BTV = logits_BTV.astype(jnp.float32)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
-from llmx.model import dot, precision
+from llmx.model import dot, precision, quantized
 from llmx.model.embedding import SplitTable
 from llmx.runtime.bounds import bounded
 from llmx.sharding import mesh_axes
@@ -151,6 +151,8 @@ def _chunks(loss: _HeadLoss, head_VD):
 def _gathered_chunk(loss: _HeadLoss, chunk_CD):
     """A chunk in the compute dtype, gathered over the mesh axes that split its width."""
     chunk_CD = dot.cast(chunk_CD, loss.split.policy.compute)
+    if (form := loss.split.policy.numbers.head) is not None:
+        return quantized.gathered_rows(chunk_CD, form, loss.split.width)
     if loss.split.width:
         chunk_CD = jax.lax.all_gather(chunk_CD, loss.split.width, axis=1, tiled=True)
     return chunk_CD

@@ -41,8 +41,8 @@ class ProductsConfig:
     # numbers along the contracted dimension that share a scale, and of weights along the other too
     block: int = bounded(128, at_least=1)
     # in which numbers split weights are gathered: "" = the compute dtype; "fp8" = e4m3, half of its
-    # bytes
-    gather: str = choice("", ("", "fp8"))
+    # bytes; "fp8_layers" = so in the layers, but not the head
+    gather: str = choice("", ("", "fp8", "fp8_layers"))
     # the largest magnitude that a scale is made from: "current" = of the numbers themselves;
     # "delayed" = of the last `history` steps (fp8 per tensor)
     scaling: str = choice("current", ("current", "delayed"))
@@ -121,6 +121,14 @@ class Numbers:
     granularity: str = "tensor"
     block: int = 0
     gathers_codes: bool = False  # weights are rounded before they are gathered
+    head: Format | None = None  # of the head, which has a scale for each token of the vocabulary
+
+    @property
+    def of_head(self) -> "Numbers":
+        """How the head's product with the last hidden state is rounded."""
+        if self.head is None:
+            return UNROUNDED
+        return Numbers(weight=self.head, granularity="channel", gathers_codes=True)
 
     def activation(
         self, array: jax.Array, form: Format | None, contracted: Sequence[bool],
@@ -177,7 +185,8 @@ def problems(config: ProductsConfig) -> list[str]:
     found = bounds.problems(config, "products.")
     if config.format == "int8" and config.gather:
         found.append(
-            "products.gather='fp8' with products.format='int8' would round weights twice: use "
+            f"products.gather={config.gather!r} with products.format='int8' would round weights "
+            "twice: use "
             "products.gather='', or products.format='fp8' or ''"
         )
     fits = {"block": ("fp8", ""), "channel": ("int8",)}.get(config.granularity, FORMATS)
@@ -232,7 +241,8 @@ def make(config: ProductsConfig) -> Numbers:
     """The numbers that a resolved section says."""
     numbers = FORMATS[config.format]
     if config.gather:
-        numbers = dataclasses.replace(numbers, weight=E4M3, gathers_codes=True)
+        head = E4M3 if config.gather == "fp8" else None
+        numbers = dataclasses.replace(numbers, weight=E4M3, gathers_codes=True, head=head)
     return dataclasses.replace(numbers, granularity=config.granularity, block=config.block)
 
 
@@ -372,6 +382,25 @@ def gathered(array: Quantized, axes: Sequence[str]) -> Quantized:
     codes = whole(jax.lax.bitcast_convert_type(array.codes, jnp.uint8))
     codes = jax.lax.bitcast_convert_type(codes, array.codes.dtype)
     return Quantized(codes, whole(array.scale), array.dtype, array.amax)
+
+
+def gathered_rows(rows_CD: jax.Array, form: Format, axes: Sequence[str]) -> jax.Array:
+    """Rows rounded to `form`, each with a scale of its own, whole along D, in their dtype.
+
+    For manual regions, where mesh `axes` split D. Communicates over these, a byte a number.
+    """
+    numbers = rows_CD.astype(jnp.float32)
+    magnitudes = jnp.where(jnp.isnan(numbers), jnp.inf, jnp.abs(numbers))
+    amax = magnitudes.max(axis=1, keepdims=True)
+    if axes:
+        amax = jax.lax.pmax(amax, axes)
+    scale = form.scale(amax)
+    codes = form.codes(numbers / scale)
+    if axes:
+        whole = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        whole = jax.lax.all_gather(whole, axes, axis=1, tiled=True)
+        codes = jax.lax.bitcast_convert_type(whole, codes.dtype)
+    return (codes.astype(jnp.float32) * scale).astype(rows_CD.dtype)
 
 
 def einsum(

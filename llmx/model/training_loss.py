@@ -114,7 +114,8 @@ class TrainingLoss:
         def one(path, leaf, axes):
             if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
                 return leaf
-            numbers = policy.numbers if path[0].key == "blocks" else quantized.UNROUNDED
+            in_blocks = path[0].key == "blocks"
+            numbers = policy.numbers if in_blocks else policy.numbers.of_head
             return dot.whole(leaf, policy.compute, numbers, axes)
 
         return jax.tree_util.tree_map_with_path(one, params, self.axes)

@@ -1,17 +1,19 @@
 """Chunked, vocabulary-parallel cross-entropy equals log-softmax, and whole logits never exist."""
 
+import dataclasses
 import functools
 import math
 import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 from llmx import sharding
-from llmx.model import losses, precision
+from llmx.model import losses, precision, quantized
 
 # fp32 sums in another order; values are of size 1 to 10.
 TOLERANCE = 2e-5
@@ -105,11 +107,14 @@ def plain(softcap: float):
     return with_gradients(token_losses)
 
 
-def chunked(place, *, softcap: float = 0.0, chunks: int = 0, policy: str = "fp32"):
+def chunked(
+    place, *, softcap: float = 0.0, chunks: int = 0, policy: str = "fp32",
+    numbers: quantized.Numbers = quantized.UNROUNDED,
+):  # fmt: skip
     def token_losses(x_BTD, head_VD, targets_BT):
         return losses.token_losses(
             x_BTD, head_VD, targets_BT, num_real=NUM_REAL, softcap=softcap, chunks=chunks,
-            place=place, policy=precision.POLICIES[policy],
+            place=place, policy=dataclasses.replace(precision.POLICIES[policy], numbers=numbers),
         )  # fmt: skip
 
     return with_gradients(token_losses)
@@ -129,6 +134,38 @@ def test_equals_the_formula_in_value_and_gradients(place_name, chunks, softcap):
         np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE)
     assert results[2].sharding.spec == placed["x"].sharding.spec
     assert results[3].sharding.spec == placed["head"].sharding.spec
+
+
+def in_e4m3(head_VD: np.ndarray) -> np.ndarray:
+    """Each row rounded to e4m3, in units of the least power of two for which it fits."""
+    amax_V1 = np.abs(head_VD).max(axis=1, keepdims=True)
+    scale_V1 = 2.0 ** np.ceil(np.log2(amax_V1 / 448.0))
+    codes = (head_VD / scale_V1).astype(ml_dtypes.float8_e4m3fn)
+    return (codes.astype(np.float64) * scale_V1).astype(np.float32)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("place_name", list(PLACES))
+def test_a_head_gathered_in_fp8_is_that_of_rounded_rows(place_name, chunks):
+    """On every mesh, in values and in gradients, which pass straight through the rounding."""
+    place, arrays = make_place(place_name), make_arrays()
+    arrays["head"][3] *= 1e-3  # rows have scales of their own
+    numbers = quantized.make(quantized.ProductsConfig(gather="fp8"))
+    with jax.set_mesh(place.mesh):
+        results = chunked(place, chunks=chunks, numbers=numbers)(put(arrays, place, jnp.float32))
+    rounded = arrays | {"head": in_e4m3(arrays["head"])}
+    assert 1e-3 < np.abs(rounded["head"] - arrays["head"]).max() < 0.2
+    for got, want in zip(results, plain(0.0)(rounded), strict=True):
+        np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_head_with_a_number_that_is_not_finite_gives_no_finite_loss():
+    place, arrays = make_place("zero3, fsdp 4 x tensor 2"), make_arrays()
+    arrays["head"][5, 3] = np.nan
+    numbers = quantized.make(quantized.ProductsConfig(gather="fp8"))
+    with jax.set_mesh(place.mesh):
+        loss_BT, *_ = chunked(place, numbers=numbers)(put(arrays, place, jnp.float32))
+    assert not np.isfinite(loss_BT).any()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
