@@ -186,8 +186,7 @@ def problems(config: ProductsConfig) -> list[str]:
     if config.format == "int8" and config.gather:
         found.append(
             f"products.gather={config.gather!r} with products.format='int8' would round weights "
-            "twice: use "
-            "products.gather='', or products.format='fp8' or ''"
+            "twice: use products.gather='', or products.format='fp8' or ''"
         )
     fits = {"block": ("fp8", ""), "channel": ("int8",)}.get(config.granularity, FORMATS)
     if config.format not in fits and config.format in FORMATS:
@@ -362,15 +361,16 @@ def dequantized(array: jax.Array | Quantized) -> jax.Array:
     if not isinstance(array, Quantized):
         return array
     specs = tuple(jax.typeof(part).sharding.spec for part in (array.codes, array.scale))
-
-    def local(codes, scale):
-        pairs = [n for num in scale.shape for n in (num, 1)]
-        numbers = _in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
-        return numbers.astype(array.dtype).reshape(codes.shape)
-
+    local = functools.partial(_dequantized_local, dtype=array.dtype)
     mesh = jax.typeof(array.codes).sharding.mesh
     region = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
     return region(array.codes, array.scale)
+
+
+def _dequantized_local(codes: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+    pairs = [n for num in scale.shape for n in (num, 1)]
+    numbers = _in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
+    return numbers.astype(dtype).reshape(codes.shape)
 
 
 def gathered(array: Quantized, axes: Sequence[str]) -> Quantized:
@@ -389,18 +389,12 @@ def gathered_rows(rows_CD: jax.Array, form: Format, axes: Sequence[str]) -> jax.
 
     For manual regions, where mesh `axes` split D. Communicates over these, a byte a number.
     """
-    numbers = rows_CD.astype(jnp.float32)
-    magnitudes = jnp.where(jnp.isnan(numbers), jnp.inf, jnp.abs(numbers))
-    amax = magnitudes.max(axis=1, keepdims=True)
-    if axes:
-        amax = jax.lax.pmax(amax, axes)
-    scale = form.scale(amax)
-    codes = form.codes(numbers / scale)
+    codes, scale, _ = _quantize_local(rows_CD, form=form, sharing=(1, 0), axes=axes)
     if axes:
         whole = jax.lax.bitcast_convert_type(codes, jnp.uint8)
         whole = jax.lax.all_gather(whole, axes, axis=1, tiled=True)
         codes = jax.lax.bitcast_convert_type(whole, codes.dtype)
-    return (codes.astype(jnp.float32) * scale).astype(rows_CD.dtype)
+    return _dequantized_local(codes, scale, dtype=rows_CD.dtype)
 
 
 def einsum(
