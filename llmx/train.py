@@ -27,6 +27,7 @@ from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
 from llmx.config import Config, checks, describe, flags, history, value_types
 from llmx.contract import Batch, State, Strategy
+from llmx.model import remat
 from llmx.runtime import (
     agreement,
     auxiliary,
@@ -79,13 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
-            from llmx.aot import budget
             from llmx.checkpoint import local_tier
             from llmx.config import recipe as recipe_lib
 
-            with progress("compile"):
-                config = budget.on_these_devices(config, log)
-                job.peers.agree("remat", {"remat": config.remat})
+            if config.remat == remat.BUDGET:
+                from llmx.aot import budget
+
+                with progress("compile"):
+                    config = budget.on_these_devices(config, log)
+                    job.peers.agree("remat", {"remat": config.remat})
             recipe = recipe_lib.make_recipe(config)
             log(describe.run_text(config, recipe.mesh))
 

@@ -8,16 +8,13 @@ that of a compiled one and the bytes that they save more or less, at first by co
 compiled programs differ. A few compilations find the last that fits.
 """
 
-import copy
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from llmx import sharding
 from llmx.aot.report import size
-from llmx.config import Config
+from llmx.config import Config, utilization
 from llmx.model import costs, precision, remat, remat_costs
 from llmx.pipeline import schedules
 from llmx.pipeline import stages as stages_lib
@@ -104,8 +101,6 @@ def on_these_devices(run: Config, log: Callable[[str], None]) -> Config:
 
     `memory_budget=0` is the memory that a device has. Raises ValueError where nothing fits.
     """
-    if run.remat != remat.BUDGET:
-        return run
     import jax
 
     from llmx.config.recipe import make_recipe
@@ -170,7 +165,7 @@ FULL = "full"
 
 def candidates(run: Config) -> list[Candidate]:
     """All candidates, from what saves least to what saves most."""
-    layers = _layers_of_a_chunk(run)
+    layers, tokens = _largest_chunk(run)
     policies = _policies(run)
     texts = []
     for text, richer in itertools.pairwise(policies):
@@ -179,21 +174,23 @@ def candidates(run: Config) -> list[Candidate]:
     # Of some mixtures a richer one saves less: from the end, each must save less than all behind.
     found = []
     for text in reversed(texts):
-        candidate = _candidate(run, text, layers)
+        candidate = _candidate(run, text, layers, tokens)
         if not found or candidate.saved < found[-1].saved:
             found.append(candidate)
     return found[::-1]
 
 
-def _layers_of_a_chunk(run: Config) -> int:
-    """Layers that rules of remat count: of the largest model chunk of a pipeline."""
-    if run.mesh.stage == 1:
-        return run.model.num_layers
-    table = schedules.table_of(
-        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
-    )
+def _largest_chunk(run: Config) -> tuple[int, float]:
+    """The layers that rules of remat count, those of the largest model chunk of a pipeline; and
+    the tokens of all that a device saves at one time."""
+    mesh, microbatches = run.mesh, run.batch.accumulation
+    tokens = utilization.tokens_of(run) / (mesh.sequence * mesh.tensor)
+    if mesh.stage == 1:
+        return run.model.num_layers, tokens
+    table = schedules.table_of(run.pipeline, stages=mesh.stage, microbatches=microbatches)
     cut = stages_lib.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
-    return max(cut.layers)
+    saved = min(table.num_chunks, microbatches * table.num_chunks // mesh.stage)
+    return max(cut.layers), tokens * saved
 
 
 def _policies(run: Config) -> list[str]:
@@ -221,8 +218,8 @@ def _compute_bytes(run: Config) -> int:
     return precision.POLICIES[run.precision].compute.itemsize
 
 
-def _candidate(run: Config, text: str, layers: int) -> Candidate:
-    """The candidate, counted in a model of one chunk's layers."""
+def _candidate(run: Config, text: str, layers: int, tokens: float) -> Candidate:
+    """The candidate, counted in a model of one chunk's layers; `tokens`: that a device saves."""
     model = dataclasses.replace(run.model, num_layers=layers)
     num_bytes, length = _compute_bytes(run), run.batch.sequence_length
     by_layer = remat_costs.saved_bytes_by_layer(
@@ -238,23 +235,10 @@ def _candidate(run: Config, text: str, layers: int) -> Candidate:
         model, sequence_length=length, remat=text, loss_chunks=2
     )
     share = run.model.num_layers / layers
-    saved = (sum(by_layer[1:-1]) + max(again, default=0)) * _tokens(run)
+    saved = (sum(by_layer[1:-1]) + max(again, default=0)) * tokens
     return Candidate(text, saved, sum(by_flops[1:-1]) * share)
-
-
-def _tokens(run: Config) -> float:
-    """Tokens of all that a device saves at one time."""
-    mesh, batch = run.mesh, run.batch
-    ways = math.prod(vars(mesh)[axis] for axis in (*sharding.TOKEN_AXES, "tensor"))
-    tokens = batch.size * batch.sequence_length / (ways * batch.accumulation)
-    if mesh.stage == 1:
-        return tokens
-    table = schedules.table_of(run.pipeline, stages=mesh.stage, microbatches=batch.accumulation)
-    return tokens * min(table.num_chunks, batch.accumulation * table.num_chunks // mesh.stage)
 
 
 def with_remat(run: Config, text: str) -> Config:
     """The run with this remat, and no budget."""
-    run = copy.copy(run)
-    run.remat, run.memory_budget = text, 0.0
-    return run
+    return dataclasses.replace(run, remat=text, memory_budget=0.0)

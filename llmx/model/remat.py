@@ -82,7 +82,6 @@ class Rule:
     """A policy, and the layers that it holds for."""
 
     policy: Policy
-    text: str  # of the policy
     kind: str = ""  # "" = any
     first: int = 0
     end: int | None = None  # None: to the last
@@ -124,18 +123,18 @@ def _complete(rules: Sequence[Rule], kinds: Sequence[str]) -> bool:
 def _rule(text: str, kinds: Sequence[str]) -> Rule:
     where, equals, policy = text.rpartition("=")
     if not equals:
-        return Rule(_policy(text), text)
+        return Rule(_policy(text))
     if span := re.fullmatch(r"(\d*):(\d*)", where):
         first, end = (int(number) if number else None for number in span.groups())
         if end is not None and end <= (first or 0):
             raise ValueError(f"remat: {where!r} has no layers: use FIRST:END with FIRST below END")
-        return Rule(_policy(policy), policy, first=first or 0, end=end)
+        return Rule(_policy(policy), first=first or 0, end=end)
     if where not in kinds:
         raise ValueError(
             f"remat: {where!r} is no kind of layer of this model: use {' or '.join(kinds)}, or "
             "FIRST:END for some of the layers"
         )
-    return Rule(_policy(policy), policy, kind=where)
+    return Rule(_policy(policy), kind=where)
 
 
 def _policy(text: str) -> Policy:
@@ -181,10 +180,10 @@ def problems(text: str, offload: OffloadConfig, kinds: Sequence[str]) -> list[st
 
 def series(rules: Sequence[Rule], num_layers: int) -> Iterator[tuple[int, int, Callable]]:
     """(first, end, kind -> Policy) of the longest runs of layers for which the same rules hold."""
-    bounds = {0, num_layers}
+    edges = {0, num_layers}
     for rule in rules:
-        bounds |= {min(n, num_layers) for n in (rule.first, rule.end) if n is not None}
-    for first, end in itertools.pairwise(sorted(bounds)):
+        edges |= {min(n, num_layers) for n in (rule.first, rule.end) if n is not None}
+    for first, end in itertools.pairwise(sorted(edges)):
         yield first, end, functools.partial(policy_of, rules, first)
 
 
