@@ -159,7 +159,7 @@ def _make_strategy(
             gradients.per_replica(make_gradient, loss, replicas_lib.AXES), loss.transforms
         )
 
-    placed_state, in_parts = lambda state: state, offload.at_once
+    placed_state = in_parts = lambda whole: whole
     if config.offload.optimizer:
         placed_state = functools.partial(offload.in_host_memory, params=loss.params)
     # On CPU always: so offload, which does nothing there, changes no bit. Eight-bit moments of

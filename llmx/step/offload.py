@@ -36,16 +36,9 @@ def in_host_memory(state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def at_once(apply: Callable) -> Callable:
-    """`apply` as it is: see `layer_by_layer`."""
-    return lambda gradients, old, ready: apply(gradients, old)
-
-
 def layer_by_layer(apply: Callable, stages: int) -> Callable:
-    """(gradients, (parameters, optimizer state, average), ready) -> the three, updated: `apply`
-    done for what is outside the blocks and then for one layer after the other.
-
-    `ready`: a scalar that is known when all gradients are. Nothing is fetched before.
+    """(gradients, (parameters, optimizer state, average)) -> the three, updated: `apply` done for
+    what is outside the blocks and then for one layer after the other.
 
     Args:
       apply: (gradients, (parameters, optimizer state, average), layers) -> the three, updated;
@@ -53,10 +46,10 @@ def layer_by_layer(apply: Callable, stages: int) -> Callable:
       stages: devices that share the layers, each of which updates one of its own at a time.
     """
 
-    def update(gradients, old, ready):
+    def update(gradients, old):
         params = trees.named(gradients)
         reads = _Layers.of(gradients, params, stages)
-        writes = _Layers.of(old, params, stages).after(ready)
+        writes = _Layers.of(old, params, stages)
 
         def new(number, stacks):
             """Of one layer of each stage, and of all that is outside: what is not used of it, the
@@ -93,16 +86,6 @@ class _Layers(NamedTuple):
 
         stacked = [is_stacked(path, leaf) for path, leaf in pairs]
         return cls([leaf for _, leaf in pairs], structure, stacked, stages)
-
-    def after(self, ready: jax.Array) -> "_Layers":
-        """The same, of which what is outside the layers is fetched when `ready` is known."""
-
-        def one(leaf, stacked):
-            if stacked or jax.typeof(leaf).memory_space == jax.memory.Space.Device:
-                return leaf
-            return jax.lax.optimization_barrier((ready, leaf))[1]
-
-        return self._replace(leaves=list(map(one, self.leaves, self.stacked)))
 
     @property
     def stacks(self) -> list[jax.Array]:

@@ -29,7 +29,7 @@ from llmx.model.training_loss import TrainingLoss, placed, scaled
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 from llmx.step import guard as guards
-from llmx.step import offload, rounding
+from llmx.step import rounding
 
 
 class Report(NamedTuple):
@@ -185,7 +185,7 @@ def clipped(found: Gradients, clip_norm: float) -> Gradients:
 
 
 def make_update(
-    loss: TrainingLoss, ema_decay: float, in_parts: Callable[[Callable], Callable] = offload.at_once
+    loss: TrainingLoss, ema_decay: float, in_parts: Callable[[Callable], Callable] = lambda f: f
 ) -> Callable[..., State]:
     """(gradients, State, accepted, optax transformation, **extra) -> State after one update of
     parameters, optimizer state and average, or as it was if the update is not accepted.
@@ -215,7 +215,7 @@ def make_update(
                 new = (new_params, new_opt_state, new_ema)
                 return jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new, old)
 
-            return in_parts(one_part)(gradients, old, accepted)
+            return in_parts(one_part)(gradients, old)
 
         # The optimizer is plain optax: the compiler places what is inside, we say where it begins
         # and ends.
