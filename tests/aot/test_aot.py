@@ -319,7 +319,7 @@ def test_too_large_is_a_result(topology, tmp_path, capsys):
     assert memory["limit"] == pytest.approx(topologies.parse(topology).hbm_bytes, abs=0.011 * GIB)
     temporary = [each for each in document["largest"] if not each["argument"]]
     assert temporary[0]["bytes"] > GIB and "[" in temporary[0]["shape"]
-    assert temporary[0]["source"].startswith(("apply.py:", "attend.py:", "decoder.py:", "dot.py:"))
+    assert temporary[0]["source"].startswith(("apply.py:", "attend.py:", "layers.py:", "dot.py:"))
     assert sum(each["bytes"] for each in document["largest"]) == pytest.approx(
         memory["peak"], rel=0.01
     )

@@ -184,7 +184,7 @@ def compiled(
             )  # fmt: skip
             return query + jnp.sin(out), None
 
-        layer = remat.checkpointed(layer, policy)
+        layer = remat.checkpointed(layer, remat.POLICIES[policy])
         return jnp.sum(jnp.square(jax.lax.scan(layer, query, keys_and_values)[0]))
 
     def shape(axes, *shape, dtype=jnp.bfloat16):

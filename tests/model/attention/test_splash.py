@@ -342,7 +342,7 @@ def compiled(topology: str, case: Case, length: int, *, remat_policy: str = "non
             )
             return query + jnp.sin(out), None
 
-        layer = remat.checkpointed(layer, remat_policy)
+        layer = remat.checkpointed(layer, remat.POLICIES[remat_policy])
         return jnp.sum(jnp.square(jax.lax.scan(layer, query, None, length=2)[0]))
 
     whole = jax.NamedSharding(mesh, jax.P())

@@ -349,7 +349,7 @@ def compiled(case: Case, length: int, *, topology="h100:1", policy="none", dtype
             )  # fmt: skip
             return query + jnp.sin(out), None
 
-        layer = remat.checkpointed(layer, policy)
+        layer = remat.checkpointed(layer, remat.POLICIES[policy])
         return jnp.sum(jnp.square(jax.lax.scan(layer, query, keys_and_values)[0]))
 
     whole = jax.NamedSharding(mesh, jax.P())
