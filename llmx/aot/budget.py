@@ -229,7 +229,7 @@ def _candidate(run: Config, text: str, layers: int, tokens: float) -> Candidate:
     chosen = remat_costs.policies(model, text)
     again = [
         sum(remat_costs.saved_bytes(model, policy, num_bytes) for policy in chosen[first:end])
-        for first, end in remat_costs.segments(chosen)
+        for first, end in remat_costs.segments(model, text)
     ]
     by_flops = remat_costs.recomputed_flops_by_layer(
         model, sequence_length=length, remat=text, loss_chunks=2

@@ -421,6 +421,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
 
     CPU and GPU programs contain the number. For TPU it follows from the condition, which compares
     an element of the state with a bound, the element's start value, and its increment in the body.
+    A loop that goes on while an element is true, which its body makes false, runs at most once: 1.
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.config):
         return int(known.group(1))
@@ -433,7 +434,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
         else:
             compare = inner.computation.by_name[compare.operands[0]]
     if compare.op != "compare":
-        return None
+        return 1 if _ends_after_one(module, loop, compare) else None
     direction = compare.attribute("direction")
     left, right = (scalar(module, inner, operand) for operand in compare.operands)
     if left is None or right is None or (left.symbol is None) == (right.symbol is None):
@@ -448,6 +449,17 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     if next_value is None or next_value.symbol != left.symbol:
         return None
     return _trips(start.value + left.value, next_value.value, direction, right.value)
+
+
+def _ends_after_one(module: Module, loop: Instruction, condition: Instruction) -> bool:
+    """Whether the condition is an element of the state that the body makes false."""
+    root = module.computations[loop.attribute("body")].root
+    if condition.op != "get-tuple-element" or root.op != "tuple":
+        return False
+    element = module.computations[loop.attribute("body")].by_name[root.operands[condition.index]]
+    while element.op in _SAME:
+        element = module.computations[loop.attribute("body")].by_name[element.operands[0]]
+    return element.op == "constant" and element.literal == "false"
 
 
 def _trips(start: int, step: int, direction: str, bound: int) -> int | None:

@@ -4,7 +4,7 @@ import math
 
 from llmx import sharding
 from llmx.config import Config
-from llmx.model import conventions, losses, precision
+from llmx.model import conventions, losses, precision, quantized
 from llmx.runtime.hardware import Chip
 from llmx.runtime.utilization import Utilization
 
@@ -19,8 +19,13 @@ def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
 
 
 def compute_dtype(config: Config) -> str:
-    """Numpy's name of the type in which weights are multiplied: what the peak is of."""
-    return precision.POLICIES[config.precision].compute.name
+    """Numpy's name of the type in which a layer's weights are multiplied in the forward pass: what
+    the peak is of. Numbers with scales by block are turned back into the compute dtype first."""
+    products = config.products
+    rounded = quantized.FORMATS[products.format].x
+    if rounded is None or products.granularity == "block":
+        return precision.POLICIES[config.precision].compute.name
+    return rounded.dtype.name
 
 
 def loss_chunks(config: Config) -> int:

@@ -56,13 +56,13 @@ def scan_layers(
 
 def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
     """Whether all layers are whole segments, or whole periods."""
-    period = _period(kinds)
+    period = remat.period_of(kinds)
     return len(kinds) % math.lcm(remat.segment_size(policy, len(kinds), period), period) == 0
 
 
 def _scan(layers: dict[str, Callable], kinds, x, stacked, policy: remat.Policy, offloaded):
     """`scan_layers` where one rule holds for the layers of each kind."""
-    num, period = len(kinds), _period(kinds)
+    num, period = len(kinds), remat.period_of(kinds)
     if isinstance(kinds, tuple):
         scan = functools.partial(_scan_periods, layers, kinds[:period])
     else:
@@ -80,14 +80,6 @@ def _scan(layers: dict[str, Callable], kinds, x, stacked, policy: remat.Policy, 
         x, cache = segment(x, _rows(stacked, end))
         caches.append(cache)
     return x, _concatenated(*caches)
-
-
-def _period(kinds: tuple[str, ...] | Array) -> int:
-    """The fewest layers after which their kinds repeat; 1 where they are not known."""
-    num = len(kinds)
-    if not isinstance(kinds, tuple):
-        return 1
-    return next(n for n in range(1, num + 1) if kinds == (kinds[:n] * num)[:num])
 
 
 def _scan_branches(layers: dict[str, Callable], x, stacked):

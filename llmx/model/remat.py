@@ -192,6 +192,14 @@ def policy_of(rules: Sequence[Rule], layer: int, kind: str) -> Policy:
     return next(rule.policy for rule in rules if rule.holds(layer, kind))
 
 
+def period_of(kinds: Sequence[str] | jax.Array) -> int:
+    """The fewest layers after which their kinds repeat; 1 where they are not known."""
+    num = len(kinds)
+    if not isinstance(kinds, tuple):
+        return 1
+    return next(n for n in range(1, num + 1) if kinds == (kinds[:n] * num)[:num])
+
+
 def segment_size(policy: Policy, num_layers: int, period: int = 1) -> int:
     """Layers of each segment but the last, in whole periods; 1 layer without segments.
 

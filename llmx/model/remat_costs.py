@@ -4,8 +4,6 @@ Letters: as in `llmx.model.costs`. Functions that end in `by_layer` give numbers
 embedding, L blocks, final norm and head.
 """
 
-from collections.abc import Sequence
-
 from llmx.model import costs, remat
 from llmx.model.families import ModelConfig
 from llmx.model.remat import Policy
@@ -18,16 +16,15 @@ def policies(model: ModelConfig, text: str) -> list[Policy]:
     return [remat.policy_of(rules, layer, kind) for layer, kind in enumerate(kinds)]
 
 
-def segments(chosen: Sequence[Policy]) -> list[tuple[int, int]]:
+def segments(model: ModelConfig, text: str) -> list[tuple[int, int]]:
     """(first layer, end) of the segments of layers that are run again together."""
-    found, first, num = [], 0, len(chosen)
-    while first < num:
-        policy = chosen[first]
-        end = next((n for n in range(first, num) if chosen[n] != policy), num)
-        size = remat.segment_size(policy, end - first)
+    found, kinds = [], model.layer_kinds
+    rules = remat.parse(text, sorted(set(kinds)))
+    for first, end, policy_of in remat.series(rules, len(kinds)):
+        part = kinds[first:end]
+        size = remat.segment_size(policy_of(part[0]), len(part), remat.period_of(part))
         if size > 1:
             found += [(start, min(start + size, end)) for start in range(first, end, size)]
-        first = end
     return found
 
 
@@ -47,7 +44,7 @@ def recomputed_flops_by_layer(
         recomputed_flops(model, policy, of_scores)
         for policy, of_scores in zip(chosen, scores, strict=True)
     ]
-    for first, end in segments(chosen):
+    for first, end in segments(model, remat):
         for layer in range(first, end):
             blocks[layer] += forward[layer + 1]
     head = 2.0 * model.width * model.vocab_size if loss_chunks > 1 else 0.0
@@ -106,7 +103,7 @@ def saved_bytes_by_layer(
     """
     chosen = policies(model, remat)
     blocks = [saved_bytes(model, policy, compute_bytes) for policy in chosen]
-    for first, end in segments(chosen):
+    for first, end in segments(model, remat):
         blocks[first:end] = [compute_bytes * model.width, *[0] * (end - first - 1)]
     logits = model.padded_vocab if loss_chunks == 1 else 0
     # Token ids; and into the head, the last norm's arrays, log Z and the target.

@@ -2,11 +2,11 @@
 
 The moments of a layer are on the device only while the layer is updated (the placement of
 ZeRO-Offload, arXiv 2101.06840, with the update itself on the device). The transfers of one array
-run beside those of another and beside updates. Embedding and head are updated whole, before the
-layers. Where memory kinds do nothing, as on CPU, the same program runs.
+run beside those of another and beside updates. Matrices outside the layers, embedding and head, are
+updated whole, each by itself. Where memory kinds do nothing, as on CPU, the same program runs.
 """
 
-import itertools
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from llmx.sharding import trees
 from llmx.step import moments
 
 KIND = "pinned_host"
+_LAYERS, _SMALL = "blocks/", ""  # parts of a tree; the others are matrices outside the layers
 
 
 def in_host_memory(state: Any, params: Any) -> Any:
@@ -37,95 +38,116 @@ def in_host_memory(state: Any, params: Any) -> Any:
 
 
 def layer_by_layer(apply: Callable, stages: int) -> Callable:
-    """(gradients, (parameters, optimizer state, average)) -> the three, updated: `apply` done for
-    what is outside the blocks and then for one layer after the other.
+    """(accepted, gradients, (parameters, optimizer state, average)) -> the three: `apply` done for
+    one layer after the other, and for each matrix outside the layers by itself.
 
     Args:
-      apply: (gradients, (parameters, optimizer state, average), layers) -> the three, updated;
-        `layers`, int32 [n], are the rows of blocks [L, ...] that it gets.
+      apply: (accepted, gradients, (parameters, optimizer state, average), layers) -> the three,
+        updated where bool [] `accepted`; `layers`, int32 [n], are the rows of blocks [L, ...] that
+        it gets.
       stages: devices that share the layers, each of which updates one of its own at a time.
     """
 
-    def update(gradients, old):
+    def update(accepted, gradients, old):
         params = trees.named(gradients)
-        reads = _Layers.of(gradients, params, stages)
-        writes = _Layers.of(old, params, stages)
+        reads = _Arrays.of(gradients, params, stages)
+        writes = _Arrays.of(old, params, stages)
+        per_stage = reads.take(_LAYERS)[0].shape[1]
 
-        def new(number, stacks):
-            """Of one layer of each stage, and of all that is outside: what is not used of it, the
-            compiler leaves out."""
-            rows = number + reads.per_stage * jnp.arange(stages, dtype=jnp.int32)
-            given = reads.row(number, reads.stacks), writes.row(number, stacks)
-            return apply(*given, rows)
+        def changed(part, number, mine):
+            """The arrays of a part with the layer `number` of each stage updated, or without
+            layers. What `apply` gives for other parts the compiler leaves out."""
+            rows = number + per_stage * jnp.arange(stages, dtype=jnp.int32)
+            given = reads.layer(number), writes.replaced(part, mine).layer(number)
+            new = _Arrays(jax.tree.leaves(apply(accepted, *given, rows)), *writes[1:]).take(part)
+            put = functools.partial(_put, number=number) if part == _LAYERS else _where
+            return [put(old, leaf) for old, leaf in zip(mine, new, strict=True)]
 
-        def body(number, stacks):
-            return writes.put(stacks, new(number, stacks), number)
-
-        outside = new(0, writes.stacks)
-        stacks = jax.lax.fori_loop(0, reads.per_stage, body, writes.stacks)
-        return writes.joined(stacks, outside)
+        new = writes
+        for part in dict.fromkeys(writes.parts):
+            change = functools.partial(changed, part)
+            if part == _LAYERS:
+                mine = jax.lax.fori_loop(0, per_stage, change, writes.take(part))
+            elif part == _SMALL:
+                mine = change(0, writes.take(part))
+            else:
+                mine = _once_if(accepted, functools.partial(change, 0), writes.take(part))
+            new = new.replaced(part, mine)
+        return new.tree()
 
     return update
 
 
-class _Layers(NamedTuple):
-    """A tree, of which some arrays are stacked by layers [L, ...]."""
+def _once_if(wanted: jax.Array, function: Callable, arrays: list) -> list:
+    """`function(arrays)` if bool [] `wanted`, otherwise `arrays`.
 
-    leaves: list
+    As a loop: what it fetches, the compiler does not fetch before `wanted` is known. Outside of one
+    it would at the start of the step, and hold it beside the activations.
+    """
+    loop = jax.lax.while_loop(
+        lambda state: state[0], lambda state: (False, function(state[1])), (wanted, arrays)
+    )
+    return loop[1]
+
+
+class _Arrays(NamedTuple):
+    """A tree, its arrays with a dimension of layers [L, ...] as [stages, L / stages, ...]."""
+
+    leaves: list[jax.Array]
+    parts: list[str]  # of each: `_LAYERS`, the name of a matrix outside them, or `_SMALL`
     structure: Any
-    stacked: list[bool]
-    stages: int
 
     @classmethod
-    def of(cls, tree: Any, params: dict, stages: int) -> "_Layers":
+    def of(cls, tree: Any, params: dict, stages: int) -> "_Arrays":
+        """`params`: those of which the tree has arrays, by name."""
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
 
-        def is_stacked(path, leaf):
-            owner = moments.owner_of(path, params) or ""
-            return owner.startswith("blocks/") and leaf.shape[:1] == params[owner].shape[:1]
+        def part_of(path, leaf):
+            owner = moments.owner_of(path, params)
+            if owner is None:
+                return _SMALL
+            if owner.startswith(_LAYERS):
+                return _LAYERS if leaf.shape[:1] == params[owner].shape[:1] else _SMALL
+            return owner if params[owner].ndim >= 2 else _SMALL
 
-        stacked = [is_stacked(path, leaf) for path, leaf in pairs]
-        return cls([leaf for _, leaf in pairs], structure, stacked, stages)
+        parts = [part_of(path, leaf) for path, leaf in pairs]
+        leaves = [
+            leaf.reshape(stages, -1, *leaf.shape[1:]) if part == _LAYERS else leaf
+            for (_, leaf), part in zip(pairs, parts, strict=True)
+        ]
+        return cls(leaves, parts, structure)
 
-    @property
-    def stacks(self) -> list[jax.Array]:
-        """The stacked arrays, [stages, L / stages, ...] each."""
-        found = itertools.compress(self.leaves, self.stacked)
-        return [leaf.reshape(self.stages, -1, *leaf.shape[1:]) for leaf in found]
+    def take(self, part: str) -> list[jax.Array]:
+        """The arrays of a part."""
+        return [leaf for leaf, of in zip(self.leaves, self.parts, strict=True) if of == part]
 
-    @property
-    def per_stage(self) -> int:
-        return self.stacks[0].shape[1]
+    def replaced(self, part: str, leaves: list[jax.Array]) -> "_Arrays":
+        """With other arrays of a part."""
+        new = iter(leaves)
+        pairs = zip(self.leaves, self.parts, strict=True)
+        return self._replace(leaves=[next(new) if of == part else leaf for leaf, of in pairs])
 
-    def row(self, number: jax.Array, stacks: list[jax.Array]) -> Any:
+    def layer(self, number: jax.Array) -> Any:
         """The tree with one layer of each stage, [stages, ...], on the device."""
-        rows = iter(stacks)
 
-        def one(leaf, stacked):
-            if stacked:
-                leaf = jax.lax.dynamic_index_in_dim(next(rows), number, axis=1, keepdims=False)
+        def one(leaf, part):
+            if part == _LAYERS:
+                leaf = jax.lax.dynamic_index_in_dim(leaf, number, axis=1, keepdims=False)
             return jax.device_put(leaf, jax.memory.Space.Device)
 
-        return self.structure.unflatten(map(one, self.leaves, self.stacked))
+        return self.structure.unflatten(map(one, self.leaves, self.parts))
 
-    def put(self, stacks: list[jax.Array], row: Any, number: jax.Array) -> list[jax.Array]:
-        """`stacks` with the layer `number` of a tree."""
-        rows = itertools.compress(jax.tree.leaves(row), self.stacked)
-
-        def one(stack, row):
-            row = _where(stack, row[:, None])
-            return jax.lax.dynamic_update_slice_in_dim(stack, row, number, axis=1)
-
-        return [one(stack, row) for stack, row in zip(stacks, rows, strict=True)]
-
-    def joined(self, stacks: list[jax.Array], outside: Any) -> Any:
-        """The tree of these layers, and of what is outside."""
-        whole = iter(stacks)
-        pairs = zip(self.leaves, jax.tree.leaves(outside), self.stacked, strict=True)
+    def tree(self) -> Any:
+        """The tree with all layers."""
         return self.structure.unflatten(
-            next(whole).reshape(leaf.shape) if stacked else _where(leaf, other)
-            for leaf, other, stacked in pairs
+            leaf.reshape(-1, *leaf.shape[2:]) if part == _LAYERS else leaf
+            for leaf, part in zip(self.leaves, self.parts, strict=True)
         )
+
+
+def _put(stack: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
+    """A stack [stages, layers, ...] with the layer `number` of each stage, in its memory."""
+    return jax.lax.dynamic_update_slice_in_dim(stack, _where(stack, new[:, None]), number, axis=1)
 
 
 def _where(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -205,7 +205,7 @@ def make_update(
         to = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)  # noqa: E731
 
         def apply(accepted, gradients, old, extra, seed):
-            def one_part(gradients, old, layers=None):
+            def one_part(accepted, gradients, old, layers=None):
                 params, opt_state, ema = old
                 updates, new_opt_state = transformation.update(
                     gradients, opt_state, params, layers=layers, **extra
@@ -215,7 +215,7 @@ def make_update(
                 new = (new_params, new_opt_state, new_ema)
                 return jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new, old)
 
-            return in_parts(one_part)(gradients, old)
+            return in_parts(one_part)(accepted, gradients, old)
 
         # The optimizer is plain optax: the compiler places what is inside, we say where it begins
         # and ends.

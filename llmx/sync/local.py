@@ -109,7 +109,7 @@ def conflicts(config: Any) -> list[str]:
             f"sync.fragments={sync.fragments} does not divide sync.every={sync.every}: each "
             "fragment is exchanged once in that many steps; use a divisor"
         )
-    return [*phases.conflicts(config), *phases.needs_fp32(config), *problems]
+    return [*phases.conflicts(config), *problems]
 
 
 # -------------------------------------------------------------- replicas with their own parameters

@@ -108,7 +108,7 @@ def conflicts(config: Any) -> list[str]:
             f"sync.warmup_steps=0 leaves {config.sync.strategy!r} without a variance to freeze: "
             "use about 15% of the steps, or -1 = until the variance has settled"
         )
-    return [*phases.conflicts_of_all(config), *phases.needs_fp32(config), *problems]
+    return [*phases.conflicts_of_all(config), *problems]
 
 
 def denominator(nu: jax.Array, count: jax.Array, *, b2: float, eps: float) -> jax.Array:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable
-from llmx.model import precision
 from llmx.sync import reshard as reshard_lib
 from llmx.sync.compressors import Compressor, Tensor
 from llmx.sync.config import SyncConfig
@@ -69,26 +68,6 @@ def needs_optimizer(config: Any, name: str) -> list[str]:
         f"optimizer.name={config.optimizer.name!r}: set optimizer.name={name!r}, or use a "
         "strategy for any optimizer, as 'int8' or 'diloco'"
     ]
-
-
-def needs_fp32(config: Any) -> list[str]:
-    """What a strategy that computes with the state of every replica's optimizer, or averages it,
-    cannot go with."""
-    problems = []
-    name = f"sync.strategy={config.sync.strategy!r}"
-    remedy = "or use strategy 'mean' or a compressor of gradients, as 'int8'"
-    policy = precision.POLICIES.get(config.precision)
-    if policy is not None and policy.param != jnp.float32:
-        problems.append(
-            f"precision={config.precision!r} with {name}: differences of replicas' parameters are "
-            f"less than {policy.param.name} can tell; use precision='bf16', {remedy}"
-        )
-    if config.optimizer.moments not in ("auto", "fp32"):
-        problems.append(
-            f"optimizer.moments={config.optimizer.moments!r} with {name}, which computes with "
-            f"Adam's moments: set optimizer.moments='auto', {remedy}"
-        )
-    return problems
 
 
 def keep(accepted: jax.Array, new: Any, old: Any) -> Any:

@@ -7,6 +7,9 @@ begins with `warmup_steps` of "mean".
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from llmx.model import precision
 from llmx.runtime import bounds
 from llmx.sync import compressed, late, local, mean, one_bit, phases, zero_one
 from llmx.sync.compressors import COMPRESSORS, Compressor
@@ -58,12 +61,31 @@ def conflicts(config: Any) -> list[str]:
     if found := problems(config.sync):
         return found
     technique = STRATEGIES[config.sync.strategy]
-    found = list(technique.conflicts(config))
-    if config.offload.optimizer and not technique.shared_update:
+    own = [] if technique.shared_update else _conflicts_of_own_updates(config)
+    return [*technique.conflicts(config), *own]
+
+
+def _conflicts_of_own_updates(config: Any) -> list[str]:
+    """What a strategy that computes with the state of every replica's optimizer, or averages it,
+    cannot go with."""
+    found = []
+    name = f"sync.strategy={config.sync.strategy!r}"
+    remedy = "or use strategy 'mean' or a compressor of gradients, as 'int8'"
+    policy = precision.POLICIES.get(config.precision)
+    if policy is not None and policy.param != jnp.float32:
         found.append(
-            f"offload.optimizer with sync.strategy={config.sync.strategy!r}, which computes with "
-            "the optimizer's state of each replica: leave offload.optimizer out, or use strategy "
-            "'mean' or a compressor of gradients, as 'int8'"
+            f"precision={config.precision!r} with {name}: differences of replicas' parameters are "
+            f"less than {policy.param.name} can tell; use precision='bf16', {remedy}"
+        )
+    if config.optimizer.moments not in ("auto", "fp32"):
+        found.append(
+            f"optimizer.moments={config.optimizer.moments!r} with {name}, which computes with "
+            f"Adam's moments: set optimizer.moments='auto', {remedy}"
+        )
+    if config.offload.optimizer:
+        found.append(
+            f"offload.optimizer with {name}, which computes with the optimizer's state of each "
+            f"replica: leave offload.optimizer out, {remedy}"
         )
     return found
 

@@ -773,6 +773,37 @@ def test_a_bound_in_the_state_of_a_loop_is_known_while_it_stays(bound, trips):
     assert reduce.count == trips
 
 
+ONCE = """%condition (s: (pred[], f32[8,8])) -> pred[] {
+  %s = (pred[], f32[8,8]) parameter(0)
+  ROOT %go = pred[] get-tuple-element(%s), index=0
+}
+
+%body (t: (pred[], f32[8,8])) -> (pred[], f32[8,8]) {
+  %t = (pred[], f32[8,8]) parameter(0)
+  %still = pred[] get-tuple-element(%t), index=0
+  %x = f32[8,8] get-tuple-element(%t), index=1
+  %no = pred[] constant(LITERAL)
+  %y = f32[8,8] all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add
+  ROOT %r = (pred[], f32[8,8]) tuple(GOES_ON, %y)
+}"""
+
+
+@pytest.mark.parametrize(
+    "goes_on, literal, trips",
+    [("%no", "false", 1), ("%no", "true", None), ("%still", "false", None)],
+)
+def test_a_loop_that_ends_itself_runs_at_most_once(goes_on, literal, trips):
+    lines = """
+  %p = f32[8,8] parameter(0)
+  %wanted = pred[] parameter(1)
+  %state = (pred[], f32[8,8]) tuple(%wanted, %p)
+  %loop = (pred[], f32[8,8]) while(%state), condition=%condition, body=%body
+  ROOT %r = f32[8,8] get-tuple-element(%loop), index=1"""
+    text = ONCE.replace("GOES_ON", goes_on).replace("LITERAL", literal)
+    (reduce,) = program_lib.read(program_text(lines, others=text), [("x", 8)]).collectives
+    assert reduce.count == trips
+
+
 def test_groups_of_one_move_nothing():
     lines = """
   %p = f32[8,8] parameter(0)

@@ -60,3 +60,28 @@ def test_figures_of_a_run():
     run.precision = "fp32"  # computed exactly, not in tf32
     slower = utilization.of(run, CHIPS["h100_sxm"], 4).shares(1e6)
     assert slower["mfu"] == pytest.approx(1e6 * causal / 4 / 67e12)
+
+
+BLOCKS = dict(products__format="fp8", products__granularity="block", products__block=64)
+
+
+@pytest.mark.parametrize(
+    ("products", "dtype", "h100", "tpu_v5p", "tpu_v5e"),
+    [
+        (dict(), "bfloat16", 989.5, 459, 197),
+        (dict(products__format="fp8"), "float8_e4m3fn", 1979, 459, 197),
+        (dict(products__format="int8"), "int8", 1979, 918, 393),
+        # Turned back before the product.
+        (BLOCKS, "bfloat16", 989.5, 459, 197),
+        # Rounded for the wire only.
+        (dict(products__gather="fp8"), "bfloat16", 989.5, 459, 197),
+    ],
+)  # fmt: skip
+def test_the_peak_is_of_what_products_take(products, dtype, h100, tpu_v5p, tpu_v5e):
+    run = runs.make_config("llama3", model=VOCAB, precision="bf16", **products)
+    assert utilization.compute_dtype(run) == dtype
+    for name, peak in dict(h100_sxm=h100, tpu_v5p=tpu_v5p, tpu_v5e=tpu_v5e).items():
+        reached = utilization.of(run, CHIPS[name], 1)
+        shares = reached.shares(1e6)
+        assert shares["mfu"] == pytest.approx(1e6 * reached.flops_per_token["mfu"] / peak / 1e12)
+        assert ("mfu_of_bfloat16" in shares) == (peak > CHIPS[name].device_flops() / 1e12)

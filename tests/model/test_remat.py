@@ -1,5 +1,6 @@
 """Remat saves for the backward pass what its rules say, and changes no number."""
 
+import dataclasses
 import functools
 import math
 
@@ -156,7 +157,7 @@ def test_segments_keep_their_inputs_only():
 
 def test_sqrt_of_64_layers():
     model, _ = decoder()
-    shapes = decoder_residuals("sqrt", families.dataclasses.replace(model, num_layers=64))
+    shapes = decoder_residuals("sqrt", dataclasses.replace(model, num_layers=64))
     size = remat.segment_size(remat.POLICIES["sqrt"], 64)
     stacked = [shape for shape in shapes if shape[1:3] == (B, T)]
     assert stacked == [(64 // size, B, T, D)] and 64 // size + size <= 2.2 * math.sqrt(64)
@@ -245,3 +246,23 @@ def test_saved_bytes_are_those_of_the_decoder(text):
     counted = remat_costs.saved_bytes_by_layer(model, remat=text, loss_chunks=1, compute_bytes=4)
     without_lse = [4 * N * ("names" in text and n >= 2) for n in range(L)]
     assert sum(map(math.prod, shapes)) * 4 == B * T * (sum(counted[1:-1]) - sum(without_lse))
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs"),
+    [("every_2", 2), ("every_4", 1), (":4=every_3,every_2", 3), ("every_1", 6), ("sqrt", 2)],
+)
+def test_segments_are_of_whole_periods_as_in_the_decoder(text, inputs):
+    """Six layers that repeat after three."""
+    pattern = ("local", "global", "global")
+    model, _ = decoder(layer_pattern=pattern, window=3)
+    model = dataclasses.replace(model, num_layers=6)
+
+    def kept(text):
+        """Arrays [B, T, D] that the decoder keeps."""
+        shapes = [s for s in decoder_residuals(text, model) if s[-3:] == (B, T, D)]
+        return sum(math.prod(shape[:-3]) for shape in shapes)
+
+    segments = remat_costs.segments(model, text)
+    assert inputs == 6 - sum(end - first - 1 for first, end in segments)
+    assert inputs - 1 == kept(text) - kept("every_6")
