@@ -45,6 +45,9 @@ class Gradients(NamedTuple):
     # bool []: a transform withdraws the gradient, which then says nothing of the run; None = no
     # transform does so
     dropped: jax.Array | None = None
+    # fp32 [], or [n] where each replica clips its own: the update multiplies the tree by them to
+    # clip it, in the loop that reads it; None = it is not clipped
+    factors: jax.Array | None = None
 
 
 class Gradient(NamedTuple):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx.contract import Batch, Gradient, Gradients, State, Strategy
+from llmx.contract import Batch, Gradient, State, Strategy
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss, placed, scaled
@@ -149,7 +149,8 @@ def make_train_step(
         found, in_flight = gradient.take(params_of(state), batch, state.in_flight, state.extra)
         found, sync = reduce(found, state.sync)
         verdict, guard = guards.check(recipe.guard, state.guard, found)
-        new = update(clipped(found, recipe.clip_norm), state, sync, verdict.accepted)
+        to_clip = found._replace(factors=clip_factors(found.norms, recipe.clip_norm))
+        new = update(to_clip, state, sync, verdict.accepted)
         extra = {
             name: each.after(state.extra[name], found, verdict.accepted)
             for name, each in transforms.items()
@@ -173,40 +174,37 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
-def clipped(found: Gradients, clip_norm: float) -> Gradients:
-    """Gradients scaled down to the norm, if they are longer; 0 = as they are.
-
-    Where there is a norm per replica, each replica's gradients are scaled by their own.
-    """
-    if not clip_norm:
-        return found
-    factors = clip_norm / jnp.maximum(found.norms, clip_norm)
-    return found._replace(tree=scaled(found.tree, factors))
+def clip_factors(norms: jax.Array, clip_norm: float) -> jax.Array | None:
+    """What gradients of these norms are multiplied by, to be no longer than `clip_norm`; None
+    where that is 0."""
+    return clip_norm / jnp.maximum(norms, clip_norm) if clip_norm else None
 
 
 def make_update(
     loss: TrainingLoss, ema_decay: float, in_parts: Callable[[Callable], Callable] = lambda f: f
 ) -> Callable[..., State]:
-    """(gradients, State, accepted, optax transformation, **extra) -> State after one update of
-    parameters, optimizer state and average, or as it was if the update is not accepted.
+    """(gradients, State, accepted, optax transformation, factors=None, **extra) -> State after one
+    update of parameters, optimizer state and average, or as it was if the update is not accepted.
 
     Each device updates the share that the optimizer table gives it: taking the share is free, and
     giving the result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
-    `in_parts`: how the update of all parameters is done, as `offload.layer_by_layer`.
+    Gradients are multiplied by `factors`, fp32 [], part by part. `in_parts`: how the update of all
+    parameters is done, as `offload.layer_by_layer`.
     """
     stored = rounding.of(loss.execution.policy.param)
     average = lambda a, p: ema_decay * a + (1 - ema_decay) * p.astype(a.dtype)  # noqa: E731
 
-    def update(gradients, state: State, accepted, transformation, **extra) -> State:
+    def update(gradients, state: State, accepted, transformation, factors=None, **extra) -> State:
         gradients, params = jax.tree.map(
             jax.sharding.reshard, (gradients, state.params), (loss.updates,) * 2
         )
         seed = stored.seed(state.step)
         to = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)  # noqa: E731
 
-        def apply(accepted, gradients, old, extra, seed):
+        def apply(accepted, gradients, old, factors, extra, seed):
             def one_part(accepted, gradients, old, layers=None):
                 params, opt_state, ema = old
+                gradients = gradients if factors is None else scaled(gradients, factors)
                 updates, new_opt_state = transformation.update(
                     gradients, opt_state, params, layers=layers, **extra
                 )
@@ -221,7 +219,7 @@ def make_update(
         # and ends.
         params, opt_state, ema = jax.sharding.auto_axes(
             apply, out_sharding=(loss.updates, to(state.opt_state), to(state.ema))
-        )(accepted, gradients, (params, state.opt_state, state.ema), extra, seed)
+        )(accepted, gradients, (params, state.opt_state, state.ema), factors, extra, seed)
         kept = jax.tree.map(lambda leaf: leaf.sharding, loss.params)
         params = jax.tree.map(jax.sharding.reshard, params, kept)
         return state._replace(params=params, opt_state=opt_state, ema=ema)

@@ -42,7 +42,7 @@ def make(inputs: StrategyInputs) -> Strategy:
         return (), Local(*copies(inputs, params), reshard.zeros(abstract.outer))
 
     def update(found: Gradients, state: State, sync: Local, accepted: jax.Array) -> State:
-        params, opt_state = advanced(inputs, sync, found.tree, accepted)
+        params, opt_state = advanced(inputs, sync, phases.clipped(found).tree, accepted)
         return state._replace(sync=sync._replace(params=params, opt_state=opt_state))
 
     def resharded(saved: Local, layers: reshard.Layers) -> Local:

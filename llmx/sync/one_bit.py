@@ -92,7 +92,9 @@ def _shares(found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
 def _update(inputs: StrategyInputs, found: Gradients, state: State, sync: OneBit, accepted):
     """The update by an exchange of momentum."""
     head, *tail = state.opt_state
-    direction, new_head, new_sync, extra = _exchanged_direction(inputs, found.tree, head, sync)
+    direction, new_head, new_sync, extra = _exchanged_direction(
+        inputs, phases.clipped(found).tree, head, sync
+    )
     old = state._replace(opt_state=tuple(tail))
     new = inputs.update(direction, old, accepted, inputs.optimizer.tail, **extra)
     opt_state = (phases.keep(accepted, new_head, head), *new.opt_state)

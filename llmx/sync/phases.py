@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.model.training_loss import scaled
 from llmx.sync import reshard as reshard_lib
 from llmx.sync.compressors import Compressor, Tensor
 from llmx.sync.config import SyncConfig
@@ -85,11 +86,20 @@ def already_reduced(found: Gradients, sync: Any) -> tuple[Gradients, Any]:
     return found, sync
 
 
+def clipped(found: Gradients) -> Gradients:
+    """With a tree that is multiplied by its factors."""
+    if found.factors is None:
+        return found
+    return found._replace(tree=scaled(found.tree, found.factors), factors=None)
+
+
 def updated(inputs: StrategyInputs) -> Callable:
     """The optimizer's update of the parameters that all replicas share."""
 
     def update(found: Gradients, state: State, sync: Any, accepted: jax.Array) -> State:
-        state = inputs.update(found.tree, state, accepted, inputs.optimizer.whole)
+        state = inputs.update(
+            found.tree, state, accepted, inputs.optimizer.whole, factors=found.factors
+        )
         return state._replace(sync=keep(accepted, sync, state.sync))
 
     return update

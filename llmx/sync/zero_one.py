@@ -170,7 +170,7 @@ def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
 def _update(inputs: StrategyInputs, phase: str, found: Gradients, state, sync: ZeroOne, accepted):
     """The update of every replica by its own gradient [n, ...]; the second moment moves by the
     gradient that all share."""
-    shared = None
+    found, shared = phases.clipped(found), None
     if phase == MEAN:
         shared = found.tree
     elif phase == VARIANCE:
