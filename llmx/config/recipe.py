@@ -45,6 +45,7 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
+        in_host_memory=config.offload.parameters,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model),
     )  # fmt: skip
@@ -164,7 +165,8 @@ def _make_strategy(
         placed_state = functools.partial(offload.in_host_memory, params=loss.params)
     # On CPU always: so offload, which does nothing there, changes no bit. Eight-bit moments of
     # several layers would be in fp32 at one time.
-    wanted = config.offload.optimizer or config.optimizer.moments == "int8"
+    wanted = config.offload.optimizer or config.offload.parameters
+    wanted |= config.optimizer.moments == "int8"
     wanted |= loss.mesh.devices.flat[0].platform == "cpu"
     if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)

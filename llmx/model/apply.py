@@ -239,6 +239,7 @@ class Apply:
             weights, (grad_buffers, cache) = arrays
             if stack is not None:
                 weights = jax.tree.map(functools.partial(_row, index=weights), stack)
+            weights = jax.tree.map(_on_device, weights)
             if several and execution.recomputed:
                 weights = self._gathered(weights, execution)
             out, keys_and_values = [], () if by_positions else cache
@@ -276,6 +277,13 @@ class Apply:
 
 def _row(stack: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _on_device(weight: Array) -> Array:
+    """A layer's weight, fetched if it is in the memory of the host."""
+    if jax.typeof(weight).memory_space == jax.memory.Space.Device:
+        return weight
+    return jax.device_put(weight, jax.memory.Space.Device)
 
 
 def self_mask(segments_BT, positions_BT, execution: Execution) -> Mask:

@@ -55,6 +55,7 @@ class OffloadConfig:
 
     saves: tuple[str, ...] = ()  # of what layers save: names in remat.SAVES
     optimizer: bool = False  # the optimizer's moments of matrices
+    parameters: bool = False  # the layers' matrices, of which a layer fetches its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +175,11 @@ def problems(text: str, offload: OffloadConfig, kinds: Sequence[str]) -> list[st
         found.append(
             f"offload.saves={offload.saves} with remat={text!r}, of which a part keeps everything "
             "on the device: name what is saved there, for example remat='dots'"
+        )
+    if offload.parameters and any(rule.policy.saved is None for rule in rules):
+        found.append(
+            f"offload.parameters with remat={text!r}, of which a part keeps everything on the "
+            "device, and so the weights that it has fetched: use for example remat='dots'"
         )
     return found
 

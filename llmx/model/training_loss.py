@@ -22,6 +22,7 @@ from llmx.model.execution import Execution
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
 BATCH_DTYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), "int32")
 BATCH_DTYPES |= {"weights": "float32"}
+HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,11 +144,12 @@ class TrainingLoss:
 def make(
     config: families.ModelConfig, execution: Execution, *,
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
-    transforms: Mapping[str, Transform] | None = None,
+    in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
     `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.
+    `in_host_memory`: the blocks' matrices are kept there.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
@@ -160,6 +162,11 @@ def make(
         sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
         for table in ("parameters", "gradients", "optimizer")
     )
+    if in_host_memory:
+        parameters["blocks"] = jax.tree.map(
+            lambda to, names: to.with_memory_kind(HOST) if "embed" in names else to,
+            parameters["blocks"], axes["blocks"],
+        )  # fmt: skip
     params = jax.tree.map(placed, shapes, parameters)
     apply = apply_lib.Apply(config)
     return TrainingLoss(

@@ -195,9 +195,7 @@ def make_update(
     average = lambda a, p: ema_decay * a + (1 - ema_decay) * p.astype(a.dtype)  # noqa: E731
 
     def update(gradients, state: State, accepted, transformation, factors=None, **extra) -> State:
-        gradients, params = jax.tree.map(
-            jax.sharding.reshard, (gradients, state.params), (loss.updates,) * 2
-        )
+        gradients, params = jax.tree.map(split_as, (gradients, state.params), (loss.updates,) * 2)
         seed = stored.seed(state.step)
         to = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)  # noqa: E731
 
@@ -218,10 +216,16 @@ def make_update(
         # The optimizer is plain optax: the compiler places what is inside, we say where it begins
         # and ends.
         params, opt_state, ema = jax.sharding.auto_axes(
-            apply, out_sharding=(loss.updates, to(state.opt_state), to(state.ema))
+            apply, out_sharding=(to(params), to(state.opt_state), to(state.ema))
         )(accepted, gradients, (params, state.opt_state, state.ema), factors, extra, seed)
         kept = jax.tree.map(lambda leaf: leaf.sharding, loss.params)
-        params = jax.tree.map(jax.sharding.reshard, params, kept)
+        params = jax.tree.map(split_as, params, kept)
         return state._replace(params=params, opt_state=opt_state, ema=ema)
 
     return update
+
+
+def split_as(array: jax.Array, to: NamedSharding) -> jax.Array:
+    """An array split as `to`, in the memory in which it is."""
+    same = jax.typeof(array).sharding.spec == to.spec
+    return array if same else jax.sharding.reshard(array, to)
