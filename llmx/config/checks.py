@@ -83,7 +83,8 @@ def _sections(config: Config) -> list[str]:
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
         "optimizer": optimizers.problems(
-            config.optimizer, offloaded=config.offload.optimizer
+            config.optimizer,
+            offloaded=[key for key in ("optimizer", "parameters") if vars(config.offload)[key]],
         ),
         "products": quantized.problems(config.products),
         "loss_scale": loss_scale.problems(config.loss_scale),
@@ -175,6 +176,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
         *_batch(config, sizes),
         *_context(config, sizes),
         *_products(config, sizes),
+        *_offloaded_parameters(config, sizes["stage"]),
     ]
 
 
@@ -340,6 +342,34 @@ def _products(config: Config, sizes: dict[str, int]) -> Iterator[str]:
                 + (f" over {ways} devices or turns, {share} on each" if ways > 1 else "")
                 + f": use a block of {math.gcd(share, block)}, or granularity 'tensor'"
             )
+
+
+def _offloaded_parameters(config: Config, stages: int) -> Iterator[str]:
+    """What fetches weights layer by layer, and leaves them where they are between updates."""
+    if not config.offload.parameters:
+        return
+    leave_out = "leave offload.parameters out, or use"
+    layout, strategy = config.sharding.layout, config.sync.strategy
+    if stages > 1:
+        yield (
+            f"offload.parameters with mesh.stage={stages}: a stage takes its weights from a buffer "
+            f"on the device; {leave_out} mesh.stage=1"
+        )
+    if strategy != "mean":
+        yield (
+            f"offload.parameters with sync.strategy={strategy!r}, which takes the gradient of each "
+            f"replica by itself: {leave_out} strategy 'mean'"
+        )
+    if config.sharding.gather == "step":
+        yield (
+            "offload.parameters with sharding.gather='step', which keeps all weights whole on the "
+            f"device: {leave_out} 'layer'"
+        )
+    if replica_axes(config, "parameters") != replica_axes(config, "optimizer"):
+        yield (
+            f"offload.parameters with layout {layout!r}, which gathers all parameters after the "
+            f"update: {leave_out} layout 'zero3' or 'hsdp'"
+        )
 
 
 def _context(config: Config, sizes: dict[str, int]) -> Iterator[str]:

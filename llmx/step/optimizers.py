@@ -9,7 +9,7 @@ AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning r
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -195,15 +195,17 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 BY_LAYER = tuple(name for name in OPTIMIZERS if name != "adafactor")
 
 
-def problems(config: OptimizerConfig, *, offloaded: bool = False) -> list[str]:
-    """All that is wrong with the section, each with its remedy; `offloaded`: moments are kept in
-    the memory of the host."""
+def problems(config: OptimizerConfig, *, offloaded: Sequence[str] = ()) -> list[str]:
+    """All that is wrong with the section, each with its remedy; `offloaded`: the keys of
+    `offload` that are set, for which the update is done layer by layer."""
     found = bounds.problems(config, "optimizer.")
-    if offloaded and config.name in OPTIMIZERS and config.name not in BY_LAYER:
-        found.append(
-            f"offload.optimizer with optimizer.name={config.name!r}, which does not update layer "
-            "by layer and whose state is small: leave offload.optimizer out"
-        )
+    if config.name in OPTIMIZERS and config.name not in BY_LAYER:
+        found += [
+            f"offload.{key} with optimizer.name={config.name!r}, which does not update layer by "
+            f"layer and whose state is small: leave offload.{key} out, or use "
+            f"{' or '.join(repr(name) for name in sorted(BY_LAYER))}"
+            for key in offloaded
+        ]
     if config.name == "adafactor" and config.moments not in ("auto", "fp32"):
         found.append(
             f"optimizer.moments={config.moments!r} with optimizer.name='adafactor': its second "

@@ -76,6 +76,59 @@ def assert_in_host_memory(state):
         assert leaf.sharding.memory_kind == default
 
 
+WEIGHTS = {
+    "weights": dict(remat="full"),
+    "weights of segments, tensor": dict(remat="sqrt", mesh=MESH),
+    "weights, moments too": dict(
+        remat="names", mesh={"data": 2, "fsdp": 2}, sharding__layout="hsdp", batch__accumulation=2,
+        offload__optimizer=True, optimizer__ema_decay=0.9,
+    ),
+    "fp8 weights": dict(remat="full", mesh={"fsdp": 2}, products__format="fp8",
+                        products__gather="fp8", precision="bf16"),
+    "turns": dict(remat="full", mesh={"tensor": 2}, sharding__turns=2),
+}  # fmt: skip
+SLOW_WEIGHTS = {"turns", "fp8 weights"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_WEIGHTS)) for case in WEIGHTS],
+)
+def test_parameters_on_the_host_change_no_bit(case):
+    plain = WEIGHTS[case] | dict(offload__optimizer=False)
+    reports, wanted = trained(runs.make_recipe(make_config(**plain)))
+    recipe = runs.make_recipe(make_config(**WEIGHTS[case], offload__parameters=True))
+    found, state = trained(recipe)
+    assert found == reports
+    compare.assert_same(jax.device_get(state), jax.device_get(wanted))
+    memory = {name: leaf.sharding.memory_kind for name, leaf in trees.named(state.params).items()}
+    on_host = {name for name, kind in memory.items() if kind == offload.KIND}
+    assert on_host == {name for name in memory if "blocks/" in name and "kernel" in name}
+    computed = computed_in_host_memory(traced(recipe))
+    assert {equation.primitive.name for equation in computed} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(remat="none"), "with remat='none'"),
+        (dict(remat=":2=none,full"), "with remat=':2=none,full'"),
+        (dict(mesh={"stage": 2}, pipeline__schedule="1f1b", batch__accumulation=2), "mesh.stage=2"),
+        (dict(mesh={"data": 2}, sync__strategy="int8"), "with sync.strategy='int8'"),
+        (dict(mesh={"fsdp": 2}, sharding__gather="step"), "with sharding.gather='step'"),
+        (dict(mesh={"fsdp": 2}, sharding__layout="zero2"), "with layout 'zero2'"),
+        (dict(optimizer__name="adafactor"), "offload.parameters with optimizer.name='adafactor'"),
+    ],
+)  # fmt: skip
+def test_parameters_are_not_offloaded_with(changes, words):
+    changes = dict(remat="full") | changes
+    make_config(**changes)
+    with pytest.raises(ConfigError) as error:
+        make_config(**changes, offload__parameters=True)
+    (problem,) = str(error.value).splitlines()[1:]
+    assert words in problem and "use" in problem
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
 )
@@ -137,7 +190,10 @@ def test_layer_by_layer_is_the_update_of_all(name, moments, mesh, accepted):
 # -------------------------------------------------------------------------------------- programs
 
 MOVES = {"device_put", "dynamic_slice", "dynamic_update_slice", "reshape", "squeeze"}
-CONTAINERS = {"jit", "while", "scan", "cond", "closed_call", "custom_jvp_call", "reshard"}
+CONTAINERS = {
+    "jit", "while", "scan", "cond", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2",
+    "checkpoint", "reshard",
+}  # fmt: skip
 
 
 def computed_in_host_memory(jaxpr) -> list:

@@ -138,12 +138,14 @@ OFFLOAD = {
     "": {},
     "optimizer": dict(offload__optimizer=True),
     "saves": dict(offload__saves=("input", "attention")),
+    "parameters": dict(offload__parameters=True),
 }
 
 REFERENCE = dict(attention__implementation="reference")
 
 
-# Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more.
+# Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more; and
+# parameters on the host, which many options exclude.
 EXTREMES = [
     PLAIN | changes
     for changes in (
@@ -154,6 +156,21 @@ EXTREMES = [
         dict(sequence=8, family="gemma3", remat="names"),
         dict(stage=8, schedule="1f1b", accumulation=4, family="gpt2"),
         dict(stage=8, schedule="zb_h1", accumulation=16, layout="ddp", remat="full"),
+        dict(
+            offload="parameters",
+            layout="hsdp",
+            family="gemma3",
+            remat="every_2+names",
+            data=2,
+            fsdp=2,
+            tensor=2,
+            accumulation=2,
+            turns=2,
+            loss_scale="dynamic",
+        ),
+        dict(
+            offload="parameters", family="gpt2", remat=":1=full,dots", fsdp=2, sequence=4, chunks=3
+        ),
     )
 ]
 
