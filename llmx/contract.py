@@ -65,7 +65,7 @@ class Transform(NamedTuple):
     with which it was taken, however many steps it is under way.
     """
 
-    init: Callable  # () -> its state: scalars, whole on all devices
+    init: Callable  # () -> its state: small arrays, whole on all devices
     loss: Callable  # (what is minimized, state) -> what is differentiated, fp32 []
     gradients: Callable  # (Gradients, state with which the batch was taken) -> Gradients
     after: Callable  # (state, Gradients, accepted) -> state of the next step

@@ -28,9 +28,9 @@ LIMIT = 1600
 # The reading order. With the kernel that is the reference, not with the fastest.
 PATH = (
     "train.py", "config/recipe.py", "contract.py", "step/step.py", "step/gradients.py",
-    "model/training_loss.py", "model/apply.py", "model/decoder.py", "model/dot.py",
-    "model/losses.py", "model/attention/attend.py", "model/attention/reference.py",
-    "step/optimizers.py",
+    "model/training_loss.py", "model/apply.py", "model/layers.py", "model/decoder.py",
+    "model/dot.py", "model/losses.py", "model/attention/attend.py",
+    "model/attention/reference.py", "step/optimizers.py",
 )  # fmt: skip
 FLAGS = (
     "--config", str(ROOT / "configs" / "quickstart.py"), "--config.steps=1",

@@ -62,8 +62,8 @@ class Document:
     saved_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def holds(self, prefix: str) -> bool:
-        """Whether there is any leaf under `prefix`."""
-        return any(name.startswith(f"{prefix}/") for name in self.leaves)
+        """Whether there is a leaf `prefix`, or any under it."""
+        return prefix in self.leaves or any(name.startswith(f"{prefix}/") for name in self.leaves)
 
     def fits(self, abstract: Any, *, prefix: str) -> bool:
         """Whether the leaves under `prefix` are those of `abstract`, in this permutation."""
@@ -260,8 +260,8 @@ def _renamed(saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]) -> tupl
 
 def _named(tree: Any, prefix: str) -> dict[str, Any]:
     """The leaves of `tree` by their path names in the whole state."""
-    lead = f"{prefix}/" if prefix else ""
-    return {lead + name: leaf for name, leaf in trees.named(tree).items()}
+    pairs = trees.named(tree).items()  # of an array by itself the name is ""
+    return {"/".join(filter(None, (prefix, name))): leaf for name, leaf in pairs}
 
 
 def is_key(leaf: Any) -> bool:

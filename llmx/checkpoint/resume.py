@@ -190,6 +190,9 @@ def restore(
             name, num = config.sync.strategy, config.mesh.data
             log(f"the state of {name!r} was converted to {num} replicas")
         state = _entered(recipe, state, saved)
+    for name in recipe.loss.transforms:
+        if name not in state.extra and saved.holds(f"extra/{name}"):
+            log(f"{name} of the checkpoint has another shape than this config gives it: begun anew")
     state = state._replace(extra=_resumed_extra(recipe, state.extra))
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):

@@ -236,9 +236,8 @@ class Apply:
         execution = dataclasses.replace(execution, recomputed=policy.saved is not None)
 
         def layer(x, arrays):
-            weights, (grad_buffers, cache) = arrays
-            if stack is not None:
-                weights = jax.tree.map(functools.partial(_row, index=weights), stack)
+            own, (grad_buffers, cache) = arrays  # its weights, or its index
+            weights = own if stack is None else jax.tree.map(lambda leaf: _row(leaf, own), stack)
             weights = jax.tree.map(_on_device, weights)
             if several and execution.recomputed:
                 weights = self._gathered(weights, execution)

@@ -67,9 +67,9 @@ def _scan(layers: dict[str, Callable], kinds, x, stacked, policy: remat.Policy, 
         scan = functools.partial(_scan_periods, layers, kinds[:period])
     else:
         scan, stacked = functools.partial(_scan_branches, layers), (kinds, stacked)
-    if policy.segment == 1:
-        return scan(x, stacked)
     size = remat.segment_size(policy, num, period)
+    if size == 1:
+        return scan(x, stacked)
     segment, end = remat.checkpointed_segment(scan, offloaded), num // size * size
     caches = []
     if end:

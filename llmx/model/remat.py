@@ -210,13 +210,15 @@ def segment_size(policy: Policy, num_layers: int, period: int = 1) -> int:
     """Layers of each segment but the last, in whole periods; 1 layer without segments.
 
     Where it is to be chosen, the fewest inputs are saved: of segments, and of one segment's layers.
+    If that is no fewer than all layers have, as with up to 5, there are no segments.
     """
     if policy.segment == 1:
         return 1
     if policy.segment:
         return min(-(-policy.segment // period) * period, num_layers)
     sizes = range(period, num_layers + 1, period)
-    return min(sizes, key=lambda size: (-(-num_layers // size) + size, size))
+    best = min(sizes, key=lambda size: (-(-num_layers // size) + size, size))
+    return best if -(-num_layers // best) + best < num_layers else 1
 
 
 def checkpointed(function: Callable, policy: Policy, offloaded: Sequence[str] = ()) -> Callable:

@@ -54,8 +54,9 @@ class TrainingLoss:
         loss = jnp.sum(loss_BT * share_BT)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
         both = loss + z
-        for name in extra:
-            both = self.transforms[name].loss(both, extra[name])
+        for name, transform in self.transforms.items():
+            if name in extra:
+                both = transform.loss(both, extra[name])
         return both, loss, z
 
     def init_extra(self) -> Mapping[str, Any] | tuple:
@@ -101,9 +102,23 @@ class TrainingLoss:
         """Gradient buffers with the ranges that the states of the transforms have, if any."""
         if quantized.RANGES not in extra:
             return buffers
-        amax = extra[quantized.RANGES].max(axis=0)
+        amax = extra[quantized.RANGES].max(axis=0) * self._scale_of_ranges(extra)
         blocks = quantized.with_ranges(buffers["blocks"], amax, self.axes["blocks"])
         return buffers | {"blocks": blocks}
+
+    def without_ranges(self, grads: Any, extra: Mapping[str, Any] | tuple) -> tuple[Any, Any]:
+        """Gradients, and the ranges that they hand out, as of a loss that no transform scales."""
+        grads, amax = quantized.without_ranges(grads)
+        known = quantized.RANGES in extra
+        return grads, amax / self._scale_of_ranges(extra) if known else amax
+
+    def _scale_of_ranges(self, extra: Mapping[str, Any]) -> jax.Array:
+        """By how much the transforms scale each of `Ranges`, fp32 [3]: what is differentiated, and
+        so the gradients. 1 for states that are zero."""
+        scale = one = jnp.ones(())
+        for name, transform in self.transforms.items():
+            scale = transform.loss(scale, extra[name])
+        return jnp.stack([one, one, jnp.where(scale > 0, scale, 1)])
 
     def gathered(self, params: Any) -> Any:
         """Parameters as the whole step uses them; with gather="step", the weights of products whole

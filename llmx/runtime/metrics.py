@@ -305,7 +305,12 @@ def _to_stderr(text: str):
 
 
 def _scalar_pieces(scalars: dict[str, float]) -> list[str]:
-    return [f"{k} {v:.4f}" if k.endswith("loss") else f"{k} {v:.4g}" for k, v in scalars.items()]
+    def piece(name: str, value: float) -> str:
+        if name.endswith("loss"):
+            return f"{name} {value:.4f}"
+        return f"{name} {value:.0f}" if value % 1 == 0 else f"{name} {value:.4g}"
+
+    return [piece(name, value) for name, value in scalars.items()]
 
 
 def _count(value: float) -> str:

@@ -52,7 +52,7 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         with loss.execution.policy.products():
             tokens = jnp.maximum(num_tokens, 1.0)
             grads, losses = accumulated(loss.gathered(params), batch, tokens, extra)
-        grads, amax = quantized.without_ranges(grads)
+        grads, amax = loss.without_ranges(grads, extra)
         finish = lambda leaf, buffer, to: jax.sharding.reshard(leaf.astype(buffer.dtype), to)  # noqa: E731
         tree = jax.tree.map(finish, grads, buffer_types, loss.gradients)
         squares = squared_norms(tree)

@@ -45,7 +45,7 @@ def layer_by_layer(apply: Callable, stages: int) -> Callable:
       apply: (accepted, gradients, (parameters, optimizer state, average), layers) -> the three,
         updated where bool [] `accepted`; `layers`, int32 [n], are the rows of blocks [L, ...] that
         it gets.
-      stages: devices that share the layers, each of which updates one of its own at a time.
+      stages: of a pipeline, each of which updates one of its layers at a time.
     """
 
     def update(accepted, gradients, old):

@@ -188,8 +188,9 @@ def make_update(
 
     Each device updates the share that the optimizer table gives it: taking the share is free, and
     giving the result back is an all-gather where parameters are kept whole (ZeRO-1 and 2).
-    Gradients are multiplied by `factors`, fp32 [], part by part. `in_parts`: how the update of all
-    parameters is done, as `offload.layer_by_layer`.
+    Gradients are read up to fp32 and multiplied by `factors`, fp32 [], part by part. `in_parts`:
+    from the update of a part, (accepted, gradients, (parameters, optimizer state, average),
+    layers=None) -> the three, to that of all: `offload.layer_by_layer`, or as it is.
     """
     stored = rounding.of(loss.execution.policy.param)
     average = lambda a, p: ema_decay * a + (1 - ema_decay) * p.astype(a.dtype)  # noqa: E731
@@ -202,6 +203,7 @@ def make_update(
         def apply(accepted, gradients, old, factors, extra, seed):
             def one_part(accepted, gradients, old, layers=None):
                 params, opt_state, ema = old
+                gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
                 gradients = gradients if factors is None else scaled(gradients, factors)
                 updates, new_opt_state = transformation.update(
                     gradients, opt_state, params, layers=layers, **extra

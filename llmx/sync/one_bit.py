@@ -77,8 +77,8 @@ def _watched(inputs: StrategyInputs) -> Phase:
 
     def update(found: Gradients, state: State, sync: OneBit, accepted: jax.Array) -> State:
         new = mean.update(found, state, sync, accepted)
-        sync = with_freeze_step(inputs, state.step, new.opt_state[0].nu, new.sync)
-        return new._replace(sync=sync)
+        watched = with_freeze_step(inputs, state.step, new.opt_state[0].nu, new.sync)
+        return new._replace(sync=phases.keep(accepted, watched, new.sync))
 
     return mean._replace(update=update)
 

@@ -18,7 +18,7 @@ TOPOLOGY = topologies.parse("v5e:2x2")
 LAYERS, WIDTH, ROWS, LENGTH = 16, 512, 16, 1024
 MODEL = dict(
     num_layers=LAYERS, width=WIDTH, mlp_dim=2048, num_heads=4, num_kv_heads=4, head_dim=128,
-    vocab_size=1024, max_positions=LENGTH,
+    vocab_size=32768, max_positions=LENGTH,
 )  # fmt: skip
 INPUT = 2 * ROWS * LENGTH * WIDTH // TOPOLOGY.num_devices  # bytes of a layer's, in bf16
 HOST_MEMORY = "S(5)"  # in a layout
@@ -47,22 +47,60 @@ def compiled(**keys) -> Program:
     return Program(memory, peak.bytes, program.as_text(), recipe.abstract)
 
 
-def moments(state: Any, where: str = "") -> int:
-    """Bytes on one device of the moments of matrices."""
-    arrays = trees.named(state.opt_state).items()
+def matrices(tree: Any, where: str = "") -> int:
+    """Bytes on one device of a tree's matrices."""
+    arrays = trees.named(tree).items()
     found = {name: leaf for name, leaf in arrays if leaf.ndim >= 2 and where in name}
     return sharding.device_bytes(found)
 
 
+def loops(program: Program) -> list:
+    """All computations but the entry."""
+    module = hlo_text.parse(program.text)
+    return [each for each in module.computations.values() if each is not module.entry]
+
+
+def beside(loop: Any, kind: str) -> list[bool]:
+    """Of each transfer of a kind in a loop, from or to the host: whether work is done meanwhile."""
+    found = []
+    for start in loop.instructions:
+        if start.op == f"{kind}-start" and HOST_MEMORY in start.type:
+            (done,) = [user for user in loop.users[start.name] if user.op == f"{kind}-done"]
+            span = loop.instructions[loop.position[start.name] : loop.position[done.name]]
+            found.append(any(one.op in ("fusion", "custom-call") for one in span))
+    return found
+
+
 def test_the_optimizers_state_is_on_the_device_layer_by_layer():
     plain, found = compiled(), compiled(offload__optimizer=True)
-    of_all, of_layers = moments(found.state), moments(found.state, "blocks/")
+    of_all, of_layers = (matrices(found.state.opt_state, where) for where in ("", "blocks/"))
+    assert of_all - of_layers > 2 * of_layers // LAYERS
     saved = plain.memory.arguments - found.memory.arguments
     assert saved == pytest.approx(of_all, rel=ROUNDING)
     assert plain.memory.host == 0 and found.memory.host == pytest.approx(of_all, rel=ROUNDING)
     # Two layers at a time. Embedding and head come when activations are gone.
     assert found.peak <= plain.peak - of_all + 2 * of_layers // LAYERS
     assert found.memory.peak == found.peak
+
+
+def test_weights_are_on_the_device_layer_by_layer():
+    plain = compiled(offload__optimizer=True)
+    found = compiled(offload__optimizer=True, offload__parameters=True)
+    weights = matrices(found.state.params, "kernel")
+    assert plain.memory.arguments - found.memory.arguments == pytest.approx(weights, rel=ROUNDING)
+    assert found.memory.host - plain.memory.host == pytest.approx(weights, rel=ROUNDING)
+    # By less than their size: so small a model's weights were partly in the memory on the chip.
+    assert found.peak < plain.peak
+
+
+def test_weights_are_fetched_beside_products():
+    """In the loops of both passes, from the start of each transfer to its end."""
+    program = compiled(offload__optimizer=True, offload__parameters=True)
+    in_host = [leaf.sharding.memory_kind for leaf in trees.named(program.state.params).values()]
+    of_a_layer = in_host.count("pinned_host")
+    found = [beside(loop, "dynamic-slice") for loop in loops(program)]
+    of_passes = [each for each in found if len(each) == of_a_layer]
+    assert of_passes == [[True] * of_a_layer] * 2
 
 
 def test_transfers_run_beside_the_update():
@@ -72,21 +110,11 @@ def test_transfers_run_beside_the_update():
         name for name, leaf in trees.named(program.state.opt_state).items()
         if "blocks/" in name and leaf.ndim >= 2
     ]  # fmt: skip
-    module = hlo_text.parse(program.text)
-    loops = [each for each in module.computations.values() if each is not module.entry]
     for kind in ("dynamic-slice", "dynamic-update-slice"):
-        transfers = [
-            (loop, start) for loop in loops for start in loop.instructions
-            if start.op == f"{kind}-start" and HOST_MEMORY in start.type
-        ]  # fmt: skip
-        assert len(transfers) == len(in_blocks)
-        beside = 0
-        for loop, start in transfers:
-            (done,) = [user for user in loop.users[start.name] if user.op == f"{kind}-done"]
-            span = loop.instructions[loop.position[start.name] : loop.position[done.name]]
-            beside += any(one.op == "fusion" for one in span)
+        found = [one for loop in loops(program) for one in beside(loop, kind)]
+        assert len(found) == len(in_blocks)
         # What is updated first waits for its two moments.
-        assert beside >= len(in_blocks) - 2
+        assert sum(found) >= len(in_blocks) - 2
 
 
 def test_inputs_of_layers_are_in_host_memory():

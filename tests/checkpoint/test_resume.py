@@ -87,6 +87,23 @@ def test_a_loss_scale_may_begin_end_and_change_between_runs(tmp_path):
     assert_same(state, wanted._replace(extra=()))
 
 
+DELAYED = dict(precision="bf16", products__format="fp8", products__scaling="delayed")
+
+
+def test_the_history_of_delayed_scaling_is_in_checkpoints(tmp_path):
+    _, recipe = run_of(tmp_path, 2, **DELAYED)
+    state = recipe.init(0)
+    state = state._replace(extra=jax.tree.map(lambda leaf: leaf + 3, state.extra))
+    wanted = jax.device_get(state.extra)
+    save(tmp_path, 1, 2, state=state, **DELAYED)
+    _, state, _, said = resumed(tmp_path, 2, **DELAYED)
+    assert_same(state.extra, wanted)
+    assert "anew" not in said
+    _, state, first, said = resumed(tmp_path, 2, **DELAYED | dict(products__history=4))
+    assert first == 1 and not np.any(state.extra["product_ranges"])
+    assert "product_ranges of the checkpoint has another shape" in said
+
+
 def test_a_batch_in_flight_without_its_scale_is_taken_again(tmp_path):
     save(tmp_path, 2, 2, **PERIODIC)
     _, state, first, said = resumed(tmp_path, 2, **PERIODIC | SCALED)

@@ -413,7 +413,7 @@ def test_trains_as_one_device_does(products, mesh, keys):
 
 
 def test_rounding_shows_in_the_losses():
-    """And is small: the products of the layers only, not the head's."""
+    """And is small, as are the losses of a model with random weights."""
     plain = trained("gathered", products__gather="")
     for products in sorted(STEPS):
         difference = np.abs(one_device(products) / plain - 1)

@@ -56,7 +56,7 @@ def batch_of(number: int, *, rows: int = BATCH, length: int = LENGTH, weights=No
 
 
 def broken(batch: dict) -> dict:
-    """The batch with a gradient, of one replica of several, that is not finite."""
+    """The batch with a token whose weight is NaN: its count, its loss and all gradients are."""
     weights = batch["weights"].copy()
     weights[0, 1] = np.nan
     return batch | {"weights": weights}
@@ -357,3 +357,21 @@ def test_small_gradients_vanish_in_fp16_without_a_scale_and_not_with_it():
     assert not any(leaf.any() for leaf in jax.tree.leaves(vanished))
     assert found["none"].tree["head"].any(), "only what goes through fp16 activations vanishes"
     compare.assert_close(found["auto"].tree, wanted, FP16_GRADIENT)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranges_of_delayed_scaling_grow_with_the_scale(accumulation):
+    """Otherwise gradients would be cut at the range that the scale before had."""
+    keys = dict(
+        precision="fp16", products__format="fp8", products__scaling="delayed",
+        batch__accumulation=accumulation, loss_scale__initial=2.0**8,
+    )  # fmt: skip
+
+    def norms(**scale):
+        recipe = make_recipe(**keys | scale)
+        batches = {number: batch_of(number) for number in range(4)}
+        _, reports, _ = walk(recipe, recipe.init(0), batches)
+        return [float(report.grad_norm) for report in reports.values()]
+
+    grows = dict(loss_scale__growth_interval=2, loss_scale__growth_factor=16.0)
+    np.testing.assert_allclose(norms(**grows), norms(kind="fixed"), rtol=FP16_GRADIENT / 4)

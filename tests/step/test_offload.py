@@ -78,7 +78,7 @@ def assert_in_host_memory(state):
 
 WEIGHTS = {
     "weights": dict(remat="full"),
-    "weights of segments, tensor": dict(remat="sqrt", mesh=MESH),
+    "weights of segments, tensor": dict(remat="every_2", mesh=MESH),
     "weights, moments too": dict(
         remat="names", mesh={"data": 2, "fsdp": 2}, sharding__layout="hsdp", batch__accumulation=2,
         offload__optimizer=True, optimizer__ema_decay=0.9,

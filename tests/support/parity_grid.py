@@ -204,8 +204,11 @@ def quick() -> list[dict]:
 
 
 def num_layers(row: dict) -> int:
-    """Layers that no number of stages divides, and one at least for each model chunk."""
-    return 3 if row["stage"] == 1 else 9
+    """Layers that no number of stages divides, and one at least for each model chunk; without
+    stages as many as `sqrt` makes segments of."""
+    if row["stage"] > 1:
+        return 9
+    return 7 if row["remat"] == "sqrt" else 3
 
 
 def make_config(row: dict, precision: str = "fp32", model: dict | None = None, **keys):

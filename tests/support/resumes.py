@@ -39,8 +39,8 @@ def opened(workdir: Path, log=print) -> checkpointer.Checkpointer:
     return checkpointer.Checkpointer(str(workdir / "checkpoints"), kept, log=log)
 
 
-def save(workdir: Path, step: int, num_devices: int, **values):
-    """Writes and returns the state of a new run, seed `step`, as checkpoint `step`."""
+def save(workdir: Path, step: int, num_devices: int, state=None, **values):
+    """Writes and returns checkpoint `step`: a state, or that of a new run with seed `step`."""
     run, recipe = run_of(workdir, num_devices, **values)
     meta = {
         "fingerprint": DATA.fingerprint,
@@ -48,7 +48,8 @@ def save(workdir: Path, step: int, num_devices: int, **values):
         "config": config.to_json(run),
     }
     with opened(workdir) as checkpoints:
-        state = new_state(num_devices, step, tuple(values.items()))
+        if state is None:
+            state = new_state(num_devices, step, tuple(values.items()))
         checkpoints.save(step, state, meta=meta, order=recipe.order)
     return state
 

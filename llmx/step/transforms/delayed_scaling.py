@@ -2,8 +2,9 @@
 
 The scale is known before the numbers are, so that nothing waits for their largest magnitude. The
 gradient of a step hands out those of its own operands (`Gradients.amax`): the largest of all
-microbatches and devices. A step that is not accepted leaves the history as it was. Where there is
-no history yet, scales are current.
+microbatches and devices. They are kept as of the plain loss: where its scale grows, the ranges grow
+with it. A step that is not accepted leaves the history as it was. Where there is no history yet,
+scales are current.
 
 Sources: arXiv 2209.05433, section 3; Transformer Engine's DelayedScaling, whose default is the
 largest of its history, too.

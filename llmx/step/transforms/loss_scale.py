@@ -38,9 +38,9 @@ class LossScaleConfig:
     growth_interval: int = bounded(2000, at_least=1)  # clean steps after which the scale grows
     growth_factor: float = bounded(2.0, at_least=1, at_most=2.0**16)  # by which it grows then
     backoff_factor: float = bounded(0.5, above=0, below=1)  # by which it falls on overflow
-    # here a gradient that is not finite is the guard's business
+    # the scale falls no lower; a gradient that is not finite there is refused by the guard
     minimum: float = bounded(1.0, above=0, at_most=_LARGEST)
-    # the loss is a mean over the tokens of a batch: larger batches need larger scales
+    # the scale grows no higher; the loss is a mean over tokens, so larger batches need more
     maximum: float = bounded(2.0**32, above=0, at_most=_LARGEST)
 
 
