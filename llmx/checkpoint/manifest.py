@@ -133,7 +133,7 @@ class Document:
         differences = [
             f"{name}: saved, not wanted"
             for name in self.leaves
-            if name.startswith(f"{prefix}/" if prefix else "")
+            if f"{name}/".startswith(f"{prefix}/" if prefix else "")
             and name not in wanted
             and name not in UNKEPT
             and not f"{name}/".startswith(tuple(f"{path}/" for path in ignored))
@@ -260,8 +260,10 @@ def _renamed(saved: Mapping[str, dict], rows: Sequence[tuple[str, str]]) -> tupl
 
 def _named(tree: Any, prefix: str) -> dict[str, Any]:
     """The leaves of `tree` by their path names in the whole state."""
-    pairs = trees.named(tree).items()  # of an array by itself the name is ""
-    return {"/".join(filter(None, (prefix, name))): leaf for name, leaf in pairs}
+    if prefix and jax.tree_util.all_leaves([tree]):
+        return {prefix: tree}
+    lead = f"{prefix}/" if prefix else ""
+    return {lead + name: leaf for name, leaf in trees.named(tree).items()}
 
 
 def is_key(leaf: Any) -> bool:
