@@ -40,12 +40,16 @@ TABLES: dict[str, dict[str, Row]] = {
         "sqrt": _v5p("remat=sqrt"),
         "every_4+dots": _v5p("remat=every_4+dots"),
         "offload.optimizer": _v5p("offload.optimizer=True"),
+        "offload.optimizer, parameters": _v5p("offload.optimizer=True", "offload.parameters=True"),
         "moments int8": _v5p("optimizer.moments=int8"),
         "pure_bf16": _v5p("precision=pure_bf16"),
     },
     "8B on v5e, remat full": {
         "v5e: full": Row(_8B, "v5e:4x4", _V5E),
         "v5e: offload.optimizer": Row(_8B, "v5e:4x4", (*_V5E, "offload.optimizer=True")),
+        "v5e: offload.optimizer, parameters": Row(
+            _8B, "v5e:4x4", (*_V5E, "offload.optimizer=True", "offload.parameters=True")
+        ),
         "v5e:2x4 config": Row("configs/llama3_8b_v5e.py", "v5e:2x4", ()),
     },
     "405B, v5p:8x8x8, fsdp512, 512 x 8192": {
