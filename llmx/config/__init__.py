@@ -93,7 +93,7 @@ class Config:
     # what layers save for the backward pass: rules, see model/remat.py; "budget" = chosen by memory
     remat: str = "none"
     # with remat="budget": GiB that a device may hold at most; 0 = nearly all that it has
-    memory_budget: float = bounded(0.0, at_least=0)
+    memory_budget: float = bounded(0.0, at_least=0, at_most=1e6)
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)

@@ -100,6 +100,11 @@ def _sections(config: Config) -> list[str]:
             f"memory_budget={config.memory_budget} has no effect with remat={config.remat!r}: set "
             f"remat={remat.BUDGET!r}, or leave it out"
         )
+    if 0 < config.memory_budget < 2.0**-10:
+        found.append(
+            f"memory_budget={config.memory_budget} is in GiB, and so less than a MiB: use a larger "
+            "one, or 0 for nearly all that a device has"
+        )
     known = (
         config.precision in precision.POLICIES and config.reduce_dtype in precision.REDUCE_DTYPES
     )

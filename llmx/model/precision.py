@@ -59,7 +59,8 @@ def refusal(name: str, reduce_dtype: str, platform: str) -> str:
     policy = policy_of(name, reduce_dtype)
     if platform != "tpu" or _FP16 not in (policy.compute, policy.reduce):
         return ""
+    asked = f"reduce_dtype={reduce_dtype!r}" if policy.compute != _FP16 else f"precision={name!r}"
     return (
-        f"precision={name!r} with reduce_dtype={reduce_dtype!r}: TPUs have no fp16: use 'bf16', "
-        "which has the exponents of fp32 and needs no loss scale"
+        f"{asked}: TPUs have no fp16: use 'bf16', which has the exponents of fp32 and needs no "
+        "loss scale"
     )

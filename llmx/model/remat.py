@@ -108,6 +108,12 @@ def parse(text: str, kinds: Sequence[str]) -> tuple[Rule, ...]:
             f"remat={text!r}: segments are of neighbouring layers of all kinds: give sqrt or "
             "every_N for all layers or for FIRST:END, without policies for one kind"
         )
+    for number in range(1, len(rules)):
+        if _complete(rules[:number], kinds):
+            raise ValueError(
+                f"remat={text!r}: its rule number {number + 1} holds for no layer, since those "
+                "before it hold for all: the first that holds decides, so give it first"
+            )
     if not _complete(rules, kinds):
         raise ValueError(
             f"remat={text!r} leaves layers without a policy: end it with a policy for all, "
@@ -151,6 +157,10 @@ def _policy(text: str) -> Policy:
             saved = None if None in (saved, of_policy) else saved | of_policy
         elif name in SAVES:
             saved = None if saved is None else saved | {name}
+        elif name == BUDGET:
+            raise ValueError(f"remat={BUDGET!r} stands alone: it chooses for all layers")
+        elif every or name == "sqrt":
+            raise ValueError(f"remat={text!r}: sqrt or every_N stands first, and once")
         else:
             raise ValueError(
                 f"remat={name!r} is unknown: {bounds.use_one_of(name, (*POLICIES, BUDGET))}, or "

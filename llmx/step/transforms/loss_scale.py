@@ -26,6 +26,7 @@ from llmx.runtime.bounds import bounded, choice
 
 NAME = "loss_scale"  # in `State.extra`
 _LARGEST = 2.0**60  # squared norms are divided by its square, in fp32
+_SMALLEST = 2.0**-60  # and multiplied by that of a small one
 
 
 @dataclasses.dataclass
@@ -34,14 +35,15 @@ class LossScaleConfig:
 
     # "auto" | "dynamic" | "fixed" | "none"; auto = dynamic where anything is in fp16, else none
     kind: str = choice("auto", ("auto", "dynamic", "fixed", "none"))
-    initial: float = bounded(2.0**16, above=0, at_most=_LARGEST)  # of a new run; or the fixed one
+    # of a new run; or the fixed one
+    initial: float = bounded(2.0**16, at_least=_SMALLEST, at_most=_LARGEST)
     growth_interval: int = bounded(2000, at_least=1)  # clean steps after which the scale grows
     growth_factor: float = bounded(2.0, at_least=1, at_most=2.0**16)  # by which it grows then
     backoff_factor: float = bounded(0.5, above=0, below=1)  # by which it falls on overflow
     # the scale falls no lower; a gradient that is not finite there is refused by the guard
-    minimum: float = bounded(1.0, above=0, at_most=_LARGEST)
+    minimum: float = bounded(1.0, at_least=_SMALLEST, at_most=_LARGEST)
     # the scale grows no higher; the loss is a mean over tokens, so larger batches need more
-    maximum: float = bounded(2.0**32, above=0, at_most=_LARGEST)
+    maximum: float = bounded(2.0**32, at_least=_SMALLEST, at_most=_LARGEST)
 
 
 class LossScale(NamedTuple):
