@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from llmx.aot import budget
 
                 with progress("compile"):
-                    config = budget.on_these_devices(config, log)
+                    config = budget.on_these_devices(config, log, job.peers)
                     job.peers.agree("remat", {"remat": config.remat})
             recipe = recipe_lib.make_recipe(config)
             log(describe.run_text(config, recipe.mesh))

@@ -15,6 +15,7 @@ import sys
 from bench_aot import GIB, Row, measure
 
 from llmx import config
+from llmx.config import utilization
 from llmx.model import costs, remat_costs
 
 _8B = "configs/llama3_8b.py"
@@ -90,8 +91,9 @@ def recomputed(report: dict) -> float:
     run = config.from_json(report["config"])
     length = run.batch.sequence_length
     *layers, _ = remat_costs.recomputed_flops_by_layer(
-        run.model, sequence_length=length, remat=run.remat, loss_chunks=run.loss.chunks
-    )
+        run.model, sequence_length=length, text=run.remat, loss_chunks=run.loss.chunks,
+        chunks=utilization.chunks_of(run), offloaded=run.offload.saves,
+    )  # fmt: skip
     return sum(layers) / costs.forward_flops_per_token(run.model, sequence_length=length)
 
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from llmx.aot.report import size
 from llmx.config import Config, utilization
 from llmx.model import costs, precision, remat, remat_costs
-from llmx.pipeline import schedules
-from llmx.pipeline import stages as stages_lib
+from llmx.pipeline import schedule, schedules
+from llmx.pipeline.schedule import BACKWARD, FORWARD
 from llmx.runtime import device_memory
+from llmx.runtime.agreement import Peers
 
 ENOUGH = 0.9  # of the budget: a program that holds as much is taken
 _AIM = 0.97  # of the budget, where a program is expected to be
@@ -96,43 +97,62 @@ def choose(
     return Choice(budget, best, tuple(trials.values()), forward)
 
 
-def on_these_devices(run: Config, log: Callable[[str], None]) -> Config:
+def on_these_devices(run: Config, log: Callable[[str], None], peers: Peers | None = None) -> Config:
     """A resolved config whose remat is chosen by compiling the step for the devices of the job.
 
-    `memory_budget=0` is the memory that a device has. Raises ValueError where nothing fits.
+    Each phase of the run is compiled; the one that holds most has to fit. `memory_budget=0` is the
+    least memory that a device has, of all `peers`, each of which must call this; None = this
+    process is the only one. Raises ValueError where nothing fits, or where a device does not say
+    how much memory it has.
     """
     import jax
 
     from llmx.config.recipe import make_recipe
-    from llmx.step import step
+
+    platform = jax.local_devices()[0].platform
 
     def peak_of(text: str) -> int:
         recipe = make_recipe(with_remat(run, text))
-        phase = recipe.strategy.timetable.phases_from(0)[-1]
-        with jax.set_mesh(recipe.mesh):
-            lowered = step.make_train_step(recipe, phase).lower(
-                recipe.abstract, recipe.abstract_batch
-            )
-            try:
-                compiled = lowered.compile()
-            except jax.errors.JaxRuntimeError as error:
-                refusal = device_memory.parse_out_of_memory(str(error))
-                if refusal is None:
-                    raise
-                return refusal.needed
-        return device_memory.device_peak(compiled.memory_analysis(), device.platform)
+        phases = recipe.strategy.timetable.phases_from(0)
+        return max(_peak_of_phase(recipe, phase, platform) for phase in phases)
 
-    device = jax.local_devices()[0]
-    limit = int(run.memory_budget * _GIB) or device_memory.limit(device)
-    if not limit:
-        raise ValueError(
-            "remat='budget' with memory_budget=0: this device does not say how much memory it has; "
-            "give memory_budget in GiB"
-        )
+    limit = int(run.memory_budget * _GIB) or _least_limit(peers or Peers())
     choice = choose(run, peak_of, limit, log)
     for line in choice.lines:
         log(f"budget: {line}")
     return with_remat(run, choice.chosen.candidate.text)
+
+
+def _peak_of_phase(recipe, phase: str, platform: str) -> int:
+    """The most that a device holds in a step of this phase, in bytes, compiled."""
+    import jax
+
+    from llmx.step import step
+
+    with jax.set_mesh(recipe.mesh):
+        lowered = step.make_train_step(recipe, phase).lower(recipe.abstract, recipe.abstract_batch)
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            refusal = device_memory.parse_out_of_memory(str(error))
+            if refusal is None:
+                raise
+            return refusal.needed
+    return device_memory.device_peak(compiled.memory_analysis(), platform)
+
+
+def _least_limit(peers: Peers) -> int:
+    """Bytes that a program may use of any device of the job."""
+    import jax
+
+    mine = min(map(device_memory.limit, jax.local_devices()))
+    least = min(map(int, peers.exchange("memory limit", str(mine))))
+    if not least:
+        raise ValueError(
+            "remat='budget' with memory_budget=0: a device of this run does not say how much "
+            "memory it has; give memory_budget in GiB"
+        )
+    return least
 
 
 def following(row: list[Candidate], trials: dict[int, Trial], budget: int) -> int | None:
@@ -164,53 +184,58 @@ FULL = "full"
 
 
 def candidates(run: Config) -> list[Candidate]:
-    """All candidates, from what saves least to what saves most."""
-    layers, tokens = _largest_chunk(run)
-    policies = _policies(run)
+    """All candidates, from what saves least to what saves most.
+
+    "none" is none of them with `offload.saves` or `offload.parameters`, which do not go with it.
+    """
+    chunks = utilization.chunks_of(run) or (run.model.num_layers,)
+    layers, policies, tokens = max(chunks), _policies(run), _saved_tokens(run)
     texts = []
     for text, richer in itertools.pairwise(policies):
         texts += [text, *(f":{layers - n}={text},{richer}" for n in range(1, layers))]
     texts += [policies[-1], "none"]
+    kinds = sorted(set(run.model.layer_kinds))
+    texts = [text for text in texts if not remat.problems(text, run.offload, kinds)]
     # Of some mixtures a richer one saves less: from the end, each must save less than all behind.
     found = []
     for text in reversed(texts):
-        candidate = _candidate(run, text, layers, tokens)
+        candidate = _candidate(run, text, chunks, tokens)
         if not found or candidate.saved < found[-1].saved:
             found.append(candidate)
     return found[::-1]
 
 
-def _largest_chunk(run: Config) -> tuple[int, float]:
-    """The layers that rules of remat count, those of the largest model chunk of a pipeline; and
-    the tokens of all that a device saves at one time."""
+def _saved_tokens(run: Config) -> float:
+    """The tokens of all that a device saves of its model chunks at one time."""
     mesh, microbatches = run.mesh, run.batch.accumulation
     tokens = utilization.tokens_of(run) / (mesh.sequence * mesh.tensor)
     if mesh.stage == 1:
-        return run.model.num_layers, tokens
+        return tokens
     table = schedules.table_of(run.pipeline, stages=mesh.stage, microbatches=microbatches)
-    cut = stages_lib.cut(run.model.num_layers, table.stage_of, run.pipeline.layers)
-    saved = min(table.num_chunks, microbatches * table.num_chunks // mesh.stage)
-    return max(cut.layers), tokens * saved
+    return tokens * int(schedule.held(table, FORWARD, BACKWARD).max())
 
 
 def _policies(run: Config) -> list[str]:
-    """For all layers alike, from what saves least to what saves most."""
-    model, length = run.model, run.batch.sequence_length
+    """For all layers alike, from what saves least to what saves most. What is offloaded is saved
+    anyway, and named by none."""
+    model, length, offloaded = run.model, run.batch.sequence_length, run.offload.saves
     sizes = remat_costs.bytes_of_saves(model, _compute_bytes(run))
     scores = sum(costs.scores_by_block(model, length, True)) / model.num_layers
-    again = remat_costs.recomputed_flops(model, remat.Policy(), scores)
+
+    def repeated(*names: str) -> float:
+        policy = remat.Policy(frozenset(names))
+        return remat_costs.recomputed_flops(model, policy, scores, offloaded)
+
     rotated = [] if model.qk_norm else [remat.QUERY_KEY_VALUE]
     units = [remat.ATTENTION, remat.ATTENTION_OUT, *rotated, remat.GATE, remat.UP, remat.MLP_OUT]
     units += [remat.QUERY, remat.KEY, remat.VALUE] if model.qk_norm else []
-    spared = {
-        name: again - remat_costs.recomputed_flops(model, remat.Policy(frozenset((name,))), scores)
-        for name in units
-    }
+    spared = {name: repeated() - repeated(name) for name in units}
     units = [name for name in units if spared[name]]
     units.sort(key=lambda name: -spared[name] / sizes[name])
     # Then what spares no product.
     units += [remat.HIDDEN, remat.MLP_NORM, remat.ATTENTION_NORM]
     units += [] if rotated else [remat.QUERY_KEY_VALUE]
+    units = [name for name in units if name not in offloaded]
     return ["sqrt", FULL, *("+".join(units[:n]) for n in range(1, len(units) + 1))]
 
 
@@ -218,27 +243,36 @@ def _compute_bytes(run: Config) -> int:
     return precision.POLICIES[run.precision].compute.itemsize
 
 
-def _candidate(run: Config, text: str, layers: int, tokens: float) -> Candidate:
-    """The candidate, counted in a model of one chunk's layers; `tokens`: that a device saves."""
-    model = dataclasses.replace(run.model, num_layers=layers)
-    num_bytes, length = _compute_bytes(run), run.batch.sequence_length
-    by_layer = remat_costs.saved_bytes_by_layer(
-        model, remat=text, loss_chunks=2, compute_bytes=num_bytes
-    )
+def _candidate(run: Config, text: str, chunks: tuple[int, ...], tokens: float) -> Candidate:
+    """The candidate, counted; `tokens`: that a device saves of a model chunk."""
+    num_bytes, offloaded = _compute_bytes(run), run.offload.saves
+    _, *by_layer, _ = remat_costs.saved_bytes_by_layer(
+        run.model, text=text, loss_chunks=2, compute_bytes=num_bytes, chunks=chunks,
+        offloaded=offloaded,
+    )  # fmt: skip
+    stops = itertools.accumulate(chunks, initial=0)
+    of_chunks = [sum(by_layer[first:end]) for first, end in itertools.pairwise(stops)]
     # And what the layers of the largest segment save when they are run again.
-    chosen = remat_costs.policies(model, text)
+    chosen = remat_costs.policies(run.model, text, chunks)
     again = [
-        sum(remat_costs.saved_bytes(model, policy, num_bytes) for policy in chosen[first:end])
-        for first, end in remat_costs.segments(model, text)
+        sum(
+            remat_costs.saved_bytes(run.model, policy, num_bytes, offloaded)
+            for policy in chosen[first:end]
+        )
+        for first, end in remat_costs.segments(run.model, text, chunks)
     ]
-    by_flops = remat_costs.recomputed_flops_by_layer(
-        model, sequence_length=length, remat=text, loss_chunks=2
-    )
-    share = run.model.num_layers / layers
-    saved = (sum(by_layer[1:-1]) + max(again, default=0)) * tokens
-    return Candidate(text, saved, sum(by_flops[1:-1]) * share)
+    _, *by_flops, _ = remat_costs.recomputed_flops_by_layer(
+        run.model, sequence_length=run.batch.sequence_length, text=text, loss_chunks=2,
+        chunks=chunks, offloaded=offloaded,
+    )  # fmt: skip
+    saved = (max(of_chunks) + max(again, default=0)) * tokens
+    return Candidate(text, saved, sum(by_flops))
 
 
 def with_remat(run: Config, text: str) -> Config:
-    """The run with this remat, and no budget."""
+    """The resolved run with `remat=text`, not "budget", and without memory_budget.
+
+    `text` counts layers within each model chunk of a pipeline. It is not checked: a `text` that is
+    wrong, or does not go with the run's `offload`, is an error where the run is resolved or traced.
+    """
     return dataclasses.replace(run, remat=text, memory_budget=0.0)

@@ -5,17 +5,34 @@ import math
 from llmx import sharding
 from llmx.config import Config
 from llmx.model import conventions, losses, precision, quantized
+from llmx.pipeline import schedules, stages
 from llmx.runtime.hardware import Chip
 from llmx.runtime.utilization import Utilization
 
 
 def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
-    """For a resolved config on `num_devices` jax devices of a chip."""
+    """For a resolved config on `num_devices` jax devices of a chip.
+
+    HFU counts what `remat` repeats in each model chunk of a pipeline, and not what `offload.saves`
+    keeps. What stages compute in empty ticks is not counted. Raises ValueError where `remat` is
+    "budget": choose first, by `llmx.aot.budget`.
+    """
     flops = conventions.by_figure(
         config.model, sequence_length=config.batch.sequence_length, remat=config.remat,
-        loss_chunks=loss_chunks(config),
+        loss_chunks=loss_chunks(config), chunks=chunks_of(config), offloaded=config.offload.saves,
     )  # fmt: skip
     return Utilization(flops, chip, compute_dtype(config), num_devices)
+
+
+def chunks_of(config: Config) -> tuple[int, ...]:
+    """The layers of each model chunk of a resolved config, in the order of the model; without a
+    pipeline ()."""
+    if config.mesh.stage == 1:
+        return ()
+    table = schedules.table_of(
+        config.pipeline, stages=config.mesh.stage, microbatches=config.batch.accumulation
+    )
+    return stages.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
 
 
 def compute_dtype(config: Config) -> str:

@@ -16,6 +16,7 @@ that the figure would depend on the kernel. `llmx.aot` shows what a compiled pro
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from llmx.model import costs, remat_costs
 from llmx.model.families import ModelConfig
@@ -58,36 +59,43 @@ PUBLISHERS = {
 
 def flops_per_token(
     model: ModelConfig, convention: Convention, *, sequence_length: int, remat: str = "none",
-    loss_chunks: int = 1,
+    loss_chunks: int = 1, chunks: Sequence[int] = (), offloaded: Sequence[str] = (),
 ) -> float:  # fmt: skip
     """FLOPs of forward and backward pass per token of a sequence, by a convention.
 
-    `remat`, `loss_chunks`: of `remat_costs.recomputed_flops_by_layer`; only "remat" asks for them.
+    `remat` (the config's), `loss_chunks`, `chunks` of a pipeline, `offloaded`: of
+    `remat_costs.recomputed_flops_by_layer`, which raises ValueError where `remat` is wrong or
+    "budget". Only conventions that count recomputation by "remat" ask for them; others take any.
     """
     sizes = dict(sequence_length=sequence_length, causal=convention.causal)
     layers = costs.forward_flops_by_layer(model, **sizes)
     scores = costs.forward_flops_by_part(model, **sizes)["scores"]
-    repeated = remat_costs.recomputed_flops_by_layer(
-        model, remat=remat, loss_chunks=loss_chunks, **sizes
-    )
     by_parameters = convention.weights == "parameters"
     forward = 2.0 * costs.num_parameters(model) + scores if by_parameters else sum(layers)
     passes = costs.TRAINING_PASSES
+    if convention.recomputed == "remat":
+        again = remat_costs.recomputed_flops_by_layer(
+            model, text=remat, loss_chunks=loss_chunks, chunks=chunks, offloaded=offloaded, **sizes
+        )
+        return passes * forward + sum(again)
     again = {
-        "nothing": 0.0, "remat": sum(repeated), "blocks": sum(layers[1:-1]), "model": forward,
-        "scores": passes * scores,
+        "nothing": 0.0, "blocks": sum(layers[1:-1]), "model": forward, "scores": passes * scores
     }  # fmt: skip
     return passes * forward + again[convention.recomputed]
 
 
 def by_figure(
-    model: ModelConfig, *, sequence_length: int, remat: str, loss_chunks: int
-) -> dict[str, float]:
-    """FLOPs per token of each of the `FIGURES`. Arguments: see `flops_per_token`."""
+    model: ModelConfig, *, sequence_length: int, remat: str, loss_chunks: int,
+    chunks: Sequence[int] = (), offloaded: Sequence[str] = (),
+) -> dict[str, float]:  # fmt: skip
+    """FLOPs per token of each of the `FIGURES`.
+
+    Arguments: see `flops_per_token`. Raises ValueError where `remat` is wrong or "budget", for HFU.
+    """
     return {
         name: flops_per_token(
             model, convention, sequence_length=sequence_length, remat=remat,
-            loss_chunks=loss_chunks,
+            loss_chunks=loss_chunks, chunks=chunks, offloaded=offloaded,
         )
         for name, convention in FIGURES.items()
     }  # fmt: skip

@@ -1,64 +1,113 @@
 """What rematerialization saves and what it computes again, per layer and token.
 
+Three arguments are the same everywhere:
+
+- `text`: the config's `remat`. ValueError where it is wrong, and where it is "budget", which is no
+  policy yet.
+- `chunks`: the layers of each model chunk of a pipeline, in the order of the model, which add up to
+  L; () = one chunk. Rules and segments are those of each chunk, whose layers count from 0. All
+  chunks have the slots of the longest: a shorter one has its segments, without the end.
+- `offloaded`: names of `remat.SAVES` that are saved in the host's memory, whether `text` saves them
+  or not. They are not computed again, and take no bytes of the device.
+
 Letters: as in `llmx.model.costs`. Functions that end in `by_layer` give numbers of L + 2 layers:
 embedding, L blocks, final norm and head.
 """
+
+import itertools
+from collections.abc import Sequence
 
 from llmx.model import costs, remat
 from llmx.model.families import ModelConfig
 from llmx.model.remat import Policy
 
 
-def policies(model: ModelConfig, text: str) -> list[Policy]:
-    """What each of the L layers saves, by the config's `remat`. ValueError where it is wrong."""
-    kinds = model.layer_kinds
-    rules = remat.parse(text, sorted(set(kinds)))
-    return [remat.policy_of(rules, layer, kind) for layer, kind in enumerate(kinds)]
+def policies(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[Policy]:
+    """What each of the L layers saves, by the config's `remat`.
+
+    `chunks`: see above. Raises ValueError where `text` is wrong or "budget".
+    """
+    rules = remat.parse(text, sorted(set(model.layer_kinds)))
+    return [
+        remat.policy_of(rules, layer, kind)
+        for part in _parts(model, chunks)
+        for layer, kind in enumerate(part)
+    ]
 
 
-def segments(model: ModelConfig, text: str) -> list[tuple[int, int]]:
-    """(first layer, end) of the segments of layers that are run again together."""
-    found, kinds = [], model.layer_kinds
-    rules = remat.parse(text, sorted(set(kinds)))
-    for first, end, policy_of in remat.series(rules, len(kinds)):
-        part = kinds[first:end]
-        size = remat.segment_size(policy_of(part[0]), len(part), remat.period_of(part))
-        if size > 1:
-            found += [(start, min(start + size, end)) for start in range(first, end, size)]
+def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """(first layer, end) of the segments of layers that are run again together.
+
+    Layers count from the first of the model; no segment crosses the end of a chunk. `chunks`: see
+    above. Raises ValueError where `text` is wrong or "budget".
+    """
+    found, kind, parts = [], model.layer_kinds[0], _parts(model, chunks)
+    rules = remat.parse(text, sorted(set(model.layer_kinds)))
+    start, slots = 0, max(map(len, parts))
+    alike = len(set(parts)) == 1  # otherwise kinds are known at run time, and their period is not
+    for part in parts:
+        for first, end, policy_of in remat.series(rules, slots):
+            period = remat.period_of(part[first:end]) if alike else 1
+            size = remat.segment_size(policy_of(kind), end - first, period)
+            stop = min(end, len(part))
+            if size > 1:
+                found += [
+                    (start + layer, start + min(layer + size, stop))
+                    for layer in range(first, stop, size)
+                ]
+        start += len(part)
     return found
 
 
+def _parts(model: ModelConfig, chunks: Sequence[int]) -> list[tuple[str, ...]]:
+    """The kinds of the layers of each chunk."""
+    kinds = model.layer_kinds
+    chunks = chunks or (len(kinds),)
+    if sum(chunks) != len(kinds):
+        raise ValueError(
+            f"chunks={tuple(chunks)} are {sum(chunks)} layers and the model has {len(kinds)}: give "
+            "the layers of each model chunk, or () for a model in one"
+        )
+    stops = itertools.accumulate(chunks)
+    return [tuple(kinds[end - num : end]) for num, end in zip(chunks, stops, strict=True)]
+
+
 def recomputed_flops_by_layer(
-    model: ModelConfig, *, sequence_length: int, remat: str, loss_chunks: int, causal: bool = True
-) -> list[float]:
+    model: ModelConfig, *, sequence_length: int, text: str, loss_chunks: int, causal: bool = True,
+    chunks: Sequence[int] = (), offloaded: Sequence[str] = (),
+) -> list[float]:  # fmt: skip
     """FLOPs per token of the forward pass that the backward pass repeats, by layer.
 
     Only what gradients need: a block's last product is repeated where a norm follows it; the layers
     of a segment are run once more, whole. What an attention kernel repeats by itself is left out.
-    `remat`: the config's. With several `loss_chunks` logits are not saved.
+    With several `loss_chunks`, parts of the vocabulary in the loss, logits are not saved. `text`,
+    `chunks`, `offloaded`: see above. Raises ValueError where `text` is wrong or "budget".
     """
-    chosen = policies(model, remat)
+    chosen = policies(model, text, chunks)
     scores = costs.scores_by_block(model, sequence_length, causal)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length, causal=causal)
     blocks = [
-        recomputed_flops(model, policy, of_scores)
+        recomputed_flops(model, policy, of_scores, offloaded)
         for policy, of_scores in zip(chosen, scores, strict=True)
     ]
-    for first, end in segments(model, remat):
+    for first, end in segments(model, text, chunks):
         for layer in range(first, end):
             blocks[layer] += forward[layer + 1]
     head = 2.0 * model.width * model.vocab_size if loss_chunks > 1 else 0.0
     return [0.0, *blocks, head]
 
 
-def recomputed_flops(model: ModelConfig, policy: Policy, scores: float) -> float:
+def recomputed_flops(
+    model: ModelConfig, policy: Policy, scores: float, offloaded: Sequence[str] = ()
+) -> float:
     """FLOPs per token that the backward pass of one block repeats of its forward pass.
 
-    `scores`: of attention in the forward pass.
+    `scores`: of attention in the forward pass. `offloaded`: see above.
     """
     D, H, N, K, F = model.width, model.head_dim, model.num_heads, model.num_kv_heads, model.mlp_dim
-    if (saved := policy.saved) is None:
+    if policy.saved is None:
         return 0.0
+    saved = policy.saved | set(offloaded)
     # Norms of queries and keys are differentiated at what they take.
     rotated = remat.QUERY_KEY_VALUE in saved
     products = {
@@ -91,36 +140,44 @@ def bytes_of_saves(model: ModelConfig, compute_bytes: int) -> dict[str, int]:
 
 
 def saved_bytes_by_layer(
-    model: ModelConfig, *, remat: str, loss_chunks: int, compute_bytes: int
-) -> list[int]:
-    """Bytes per token of the activations that each layer saves for its backward pass.
+    model: ModelConfig, *, text: str, loss_chunks: int, compute_bytes: int,
+    chunks: Sequence[int] = (), offloaded: Sequence[str] = (),
+) -> list[int]:  # fmt: skip
+    """Bytes of the device per token of the activations that each layer saves for its backward pass.
 
     As jax traces it, with an attention kernel that saves no scores, and without the statistics of
     norms; a compiler may save less. Layers in segments have only the segment's input, and not what
-    they save when the segment is run again. `remat` and `loss_chunks`: see
-    `recomputed_flops_by_layer`. `compute_bytes`: of a number in the compute dtype; norms, logits,
-    log-sum-exps are in fp32.
+    they save when the segment is run again. `text`, `chunks`, `offloaded`: see above.
+    `loss_chunks`: see `recomputed_flops_by_layer`. `compute_bytes`: of a number in the compute
+    dtype; norms, logits, log-sum-exps are in fp32. Raises ValueError where `text` is wrong or
+    "budget".
     """
-    chosen = policies(model, remat)
-    blocks = [saved_bytes(model, policy, compute_bytes) for policy in chosen]
-    for first, end in segments(model, remat):
-        blocks[first:end] = [compute_bytes * model.width, *[0] * (end - first - 1)]
+    blocks = [
+        saved_bytes(model, policy, compute_bytes, offloaded)
+        for policy in policies(model, text, chunks)
+    ]
+    of_input = 0 if remat.INPUT in offloaded else compute_bytes * model.width
+    for first, end in segments(model, text, chunks):
+        blocks[first:end] = [of_input, *[0] * (end - first - 1)]
     logits = model.padded_vocab if loss_chunks == 1 else 0
     # Token ids; and into the head, the last norm's arrays, log Z and the target.
     head = compute_bytes * model.width + 4 * (3 * model.width + logits + 2)
     return [4, *blocks, head]
 
 
-def saved_bytes(model: ModelConfig, policy: Policy, compute_bytes: int) -> int:
-    """Bytes per token that one layer saves."""
+def saved_bytes(
+    model: ModelConfig, policy: Policy, compute_bytes: int, offloaded: Sequence[str] = ()
+) -> int:
+    """Bytes of the device per token that one layer saves. `offloaded`: see above."""
     if policy.saved is None:
         return _all_bytes(model, compute_bytes)
-    saved, sizes = set(policy.saved) | {remat.INPUT}, bytes_of_saves(model, compute_bytes)
+    sizes = bytes_of_saves(model, compute_bytes)
+    saved = {*policy.saved, *offloaded, remat.INPUT}
     if not model.post_norms:
         saved -= {remat.MLP_OUT}  # no gradient needs it
     if remat.QUERY_KEY_VALUE in saved and not model.qk_norm:
         saved -= {remat.QUERY, remat.KEY, remat.VALUE}
-    return sum(sizes[name] for name in saved)
+    return sum(sizes[name] for name in saved.difference(offloaded))
 
 
 def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:

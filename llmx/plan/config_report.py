@@ -25,7 +25,7 @@ KEYS = {
 }  # fmt: skip
 
 Report = tuple[dict[str, Any], str]  # as JSON and as text
-Shares = Callable[[float], dict[str, float]]
+Shares = Callable[..., dict[str, float]]  # of `shares_of`
 
 
 def show(
@@ -67,12 +67,20 @@ def show(
 
 
 def shares_of(args: argparse.Namespace, config: Config, num_devices: int) -> Shares:
-    """MFU and HFU by the seconds of a step; none where `--chip` does not say what runs it."""
+    """MFU and HFU by the seconds of a step, and perhaps the layers of its model chunks; none where
+    `--chip` does not say what runs it."""
     if args.chip is None or args.measure:
-        return lambda seconds: {}
-    reached = utilization.of(config, stage_costs.chip_named(args.chip), num_devices)
+        return lambda seconds, layers=(): {}
     tokens = config.batch.size * config.batch.sequence_length
-    return lambda seconds: reached.shares(tokens / seconds)
+
+    def shares(seconds: float, layers: tuple[int, ...] = ()) -> dict[str, float]:
+        run = dataclasses.replace(
+            config, pipeline=dataclasses.replace(config.pipeline, layers=layers)
+        )
+        reached = utilization.of(run, stage_costs.chip_named(args.chip), num_devices)
+        return reached.shares(tokens / seconds)
+
+    return shares
 
 
 def apply_flags(args: argparse.Namespace, config: Config) -> list[str]:
@@ -171,7 +179,8 @@ def _show_cuts(
         lines += [partition.describe(best.planned, comparison.profile.blocks), ""]
     rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device", "")]
     for name, cut in cuts.items():
-        memory, reached = schedule_report.gib(cut.memory_bytes), text(shares(cut.barriers))
+        memory = schedule_report.gib(cut.memory_bytes)
+        reached = text(shares(cut.barriers, cut.layers))
         rows.append((name, cut.layers, _ms(cut.barriers), _ms(cut.free), memory, reached))
     lines += schedule_report.columns(rows)
     gain = equal.barriers / best.barriers
@@ -183,7 +192,7 @@ def _show_cuts(
     of_cuts = {
         name: {
             "layers": cut.layers, "barriers": cut.barriers, "free_running": cut.free,
-            "memory_bytes": cut.memory_bytes, **shares(cut.barriers),
+            "memory_bytes": cut.memory_bytes, **shares(cut.barriers, cut.layers),
         }
         for name, cut in cuts.items()
     }  # fmt: skip

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ RUNS = 5  # of which the median counts
 def measured(
     model: ModelConfig, *, tokens: int, sequence_length: int, policy: str = "bf16",
     remat: str = "none", attention: AttentionConfig | None = None, loss_chunks: int = 0,
-    number_bytes: partition.NumberBytes | None = None, runs: int = RUNS,
+    number_bytes: partition.NumberBytes | None = None, chunks: Sequence[int] = (),
+    offloaded: Sequence[str] = (), runs: int = RUNS,
 ) -> list[Layer]:  # fmt: skip
     """`partition.layers_of` with times of this machine: medians of several runs.
 
@@ -32,7 +33,8 @@ def measured(
     its gradients.
 
     Args:
-      model, tokens, sequence_length, remat, number_bytes: see `partition.layers_of`.
+      model, tokens, sequence_length, remat, number_bytes, chunks, offloaded: see
+        `partition.layers_of`. Times are of a block that is the first of a chunk.
       policy: a name in `precision.POLICIES`.
       attention: which kernel; None = the best for the platform.
       loss_chunks: chunks of the vocabulary in the loss; 0 = by size.
@@ -49,13 +51,13 @@ def measured(
         loss_chunks = losses.num_chunks(tokens, model.padded_vocab)
     layers = partition.layers_of(
         model, tokens=tokens, sequence_length=sequence_length, flops_per_second=1.0, remat=remat,
-        loss_chunks=loss_chunks, number_bytes=number_bytes,
+        loss_chunks=loss_chunks, number_bytes=number_bytes, chunks=chunks, offloaded=offloaded,
     )  # fmt: skip
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), devices=jax.devices()[:1])
     execution = Execution(
         place=sharding.Placement(mesh, sharding.make_layout("ddp")),
         policy=precision.POLICIES[policy], remat=remat, attention=attention or AttentionConfig(),
-        packed=False, loss_chunks=loss_chunks,
+        packed=False, loss_chunks=loss_chunks, offloaded=tuple(offloaded),
     )  # fmt: skip
     shape = (tokens // sequence_length, sequence_length)
     with jax.set_mesh(mesh):

@@ -385,6 +385,7 @@ class NumberBytes:
 def layers_of(
     model: ModelConfig, *, tokens: int, sequence_length: int, flops_per_second: float,
     remat: str = "none", loss_chunks: int = 1, number_bytes: NumberBytes | None = None,
+    chunks: Sequence[int] = (), offloaded: Sequence[str] = (),
 ) -> list[Layer]:  # fmt: skip
     """The chain of a model by `llmx.model.costs`: embedding, L blocks, last norm with head.
 
@@ -400,12 +401,14 @@ def layers_of(
       remat: as in the config.
       loss_chunks: chunks of the vocabulary in the loss (`losses.num_chunks`).
       number_bytes: None = bf16 with a state in fp32.
+      chunks, offloaded: of a pipeline, and in the host's memory: see `llmx.model.remat_costs`.
 
-    Raises ValueError for a model without a vocabulary, and for a wrong remat.
+    Raises ValueError for a model without a vocabulary, and for a wrong remat or remat="budget".
     """
     if not model.vocab_size:
         raise ValueError("model.vocab_size=0 follows the tokenizer: resolve the config first")
-    size, remat_of = number_bytes or NumberBytes(), dict(remat=remat, loss_chunks=loss_chunks)
+    size = number_bytes or NumberBytes()
+    remat_of = dict(text=remat, loss_chunks=loss_chunks, chunks=chunks, offloaded=offloaded)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length)
     again = remat_costs.recomputed_flops_by_layer(
         model, sequence_length=sequence_length, **remat_of

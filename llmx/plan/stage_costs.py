@@ -74,8 +74,9 @@ def bandwidth_of(chip: hardware.Chip, config: Config) -> tuple[float, str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
-    """A microbatch on one device of each stage."""
+    """A microbatch on one device of each stage, with the layers in these model chunks."""
 
+    chunks: tuple[int, ...]  # the layers of each, in the order of the model
     blocks: list[Layer]
     per_stage: Layer  # each stage's share of embedding and head
     weight_seconds: list[float]  # WEIGHT's part of the backward pass of each block
@@ -90,26 +91,30 @@ def _number_bytes(config: Config) -> partition.NumberBytes:
 def chain(config: Config, clock: Clock) -> list[Layer]:
     """Embedding, blocks and head: a microbatch on one device of a replica.
 
-    A replica is the devices that `sequence` and `tensor` split it over.
+    A replica is the devices that `sequence` and `tensor` split it over. `remat` is counted in the
+    config's model chunks, with mesh.stage=1 in the whole model. What is kept in the host's memory
+    has no bytes. Raises ValueError for remat="budget".
     """
     mesh, model = config.mesh, config.model
     number = _number_bytes(config)
     layers = clock(
         model, tokens=utilization.tokens_of(config), remat=config.remat,
         sequence_length=config.batch.sequence_length, number_bytes=number,
-        loss_chunks=utilization.loss_chunks(config),
+        loss_chunks=utilization.loss_chunks(config), chunks=utilization.chunks_of(config),
+        offloaded=config.offload.saves,
     )  # fmt: skip
     tables = vars(sharding.LAYOUTS[config.sharding.layout])
     # Bytes of a matrix's number, as the layout splits it on a stage; two moments, as Adam's.
     param = precision.POLICIES[config.precision].param
     of_moments = 2 * moments.number_bytes(config.optimizer.moments, param)
+    if config.offload.optimizer:
+        of_moments = 0.0  # but for those of the last norm
     sizes = {"parameters": param.itemsize, "gradients": 4, "optimizer": of_moments}
     parameters, gradients, optimizer = (
         num_bytes / math.prod(vars(mesh)[axis] for axis in tables[table]["embed"])
         for table, num_bytes in sizes.items()
     )
     version, state = parameters + gradients, parameters + gradients + optimizer
-    tokens_ways = mesh.sequence * (mesh.tensor if config.sharding.sequence_parallel else 1)
     devices = mesh.sequence * mesh.tensor
     return [
         dataclasses.replace(
@@ -119,30 +124,70 @@ def chain(config: Config, clock: Clock) -> list[Layer]:
             weight_bytes=math.ceil(layer.weight_bytes / mesh.tensor),
             state_bytes=math.ceil(layer.state_bytes / number.state * state / mesh.tensor),
             version_bytes=math.ceil(layer.version_bytes / number.version * version / mesh.tensor),
-            output_bytes=math.ceil(layer.output_bytes / tokens_ways),
-            stash_bytes=math.ceil(layer.stash_bytes / tokens_ways),
+            output_bytes=math.ceil(layer.output_bytes / _tokens_ways(config)),
+            stash_bytes=math.ceil(layer.stash_bytes / _tokens_ways(config)),
         )
         for layer in layers
     ]
 
 
+def _tokens_ways(config: Config) -> int:
+    """Over how many devices tokens between products are split."""
+    return config.mesh.sequence * (config.mesh.tensor if config.sharding.sequence_parallel else 1)
+
+
 def make_profile(config: Config, clock: Clock) -> Profile:
-    """The blocks, and each stage's share of embedding and head."""
+    """The blocks, and each stage's share of embedding and head, in the config's model chunks."""
     model = config.model
     blocks, per_stage = partition.spread(chain(config, clock), model, num_stages=config.mesh.stage)
     length = config.batch.sequence_length
     flops = costs.forward_flops_by_layer(model, sequence_length=length)
-    again = remat_costs.recomputed_flops_by_layer(
-        model, sequence_length=length, remat=config.remat, loss_chunks=1
-    )
+    chunks = utilization.chunks_of(config)
+    again = _recomputed(config, chunks)
     by_part = costs.forward_flops_by_part(model, sequence_length=length)
     # Attention scores have no weights.
     products = (by_part["projections"] + by_part["mlp"]) / model.num_layers
     weights = [
         block.backward * products / ((costs.TRAINING_PASSES - 1) * forward + more)
-        for block, forward, more in zip(blocks, flops[1:-1], again[1:-1], strict=True)
+        for block, forward, more in zip(blocks, flops[1:-1], again, strict=True)
     ]
-    return Profile(blocks, per_stage, weights, _factor_bytes(config))
+    return Profile(chunks, blocks, per_stage, weights, _factor_bytes(config))
+
+
+def in_chunks(config: Config, profile: Profile, chunks: tuple[int, ...]) -> Profile:
+    """The profile with the layers in other model chunks, in which `remat` repeats and saves other
+    things. Times of backward passes change as their FLOPs."""
+    if chunks == profile.chunks:
+        return profile
+    forward = costs.forward_flops_by_layer(
+        config.model, sequence_length=config.batch.sequence_length
+    )[1:-1]
+    once = [(costs.TRAINING_PASSES - 1) * flops for flops in forward]
+    before, after = (_recomputed(config, layers) for layers in (profile.chunks, chunks))
+    saved = remat_costs.saved_bytes_by_layer(
+        config.model, text=config.remat, loss_chunks=1, chunks=chunks,
+        compute_bytes=_number_bytes(config).compute, offloaded=config.offload.saves,
+    )[1:-1]  # fmt: skip
+    tokens = utilization.tokens_of(config)
+    blocks = [
+        dataclasses.replace(
+            block,
+            backward=block.backward * (flops + new) / (flops + old),
+            stash_bytes=math.ceil(tokens * num_bytes / _tokens_ways(config)),
+        )
+        for block, flops, old, new, num_bytes in zip(
+            profile.blocks, once, before, after, saved, strict=True
+        )
+    ]
+    return dataclasses.replace(profile, chunks=chunks, blocks=blocks)
+
+
+def _recomputed(config: Config, chunks: tuple[int, ...]) -> list[float]:
+    """FLOPs per token that the backward pass of each block repeats, in these model chunks."""
+    return remat_costs.recomputed_flops_by_layer(
+        config.model, sequence_length=config.batch.sequence_length, text=config.remat,
+        loss_chunks=1, chunks=chunks, offloaded=config.offload.saves,
+    )[1:-1]  # fmt: skip
 
 
 def _factor_bytes(config: Config) -> int:
@@ -173,7 +218,7 @@ class Comparison:
     """The best cut, and others to compare it with."""
 
     table: Table
-    profile: Profile
+    profile: Profile  # in the best cut, with all that a device saves
     cuts: dict[str, Cut]  # by "planned", "equal", and, if the config has one, "config"
 
 
@@ -183,29 +228,34 @@ def compare_cuts(
 ) -> Comparison:  # fmt: skip
     """The best cut of a resolved config with stages, beside the equal one and its own.
 
-    `bandwidth`: bytes/s between devices of neighboring stages. `memory_bytes`: of a device; None =
-    no limit. `versions`: of the weights; None = those of the schedule. Raises ValueError if nothing
-    fits into memory.
+    It is searched with the costs that layers have in the profile's model chunks. Each cut is then
+    priced with those of its own, in which `remat` counts. `bandwidth`: bytes/s between devices of
+    neighboring stages. `memory_bytes`: of a device; None = no limit. `versions`: of the weights;
+    None = those of the schedule. Raises ValueError if nothing fits into memory.
     """
     M = config.batch.accumulation
     table = schedules.table_of(config.pipeline, stages=config.mesh.stage, microbatches=M)
     # All that a device saves, as if it were of one microbatch.
     saved = int(schedule.held(table, FORWARD, BACKWARD).max())
     waiting = int(schedule.check(table).peak_waiting_weights.max())
-    blocks = [
-        dataclasses.replace(
-            block, stash_bytes=saved * block.stash_bytes + waiting * profile.factor_bytes
-        )
-        for block in profile.blocks
-    ]
-    profile = dataclasses.replace(profile, blocks=blocks)
+
+    def held(profile: Profile) -> Profile:
+        blocks = [
+            dataclasses.replace(
+                block, stash_bytes=saved * block.stash_bytes + waiting * profile.factor_bytes
+            )
+            for block in profile.blocks
+        ]
+        return dataclasses.replace(profile, blocks=blocks)
+
     pipeline = Pipeline(
         bandwidth, M, in_flight=PLANNED.get(table.name, "1f1b"), room=1,
         versions=versions or VERSIONS.get(table.name, 1), per_stage=profile.per_stage,
     )  # fmt: skip
     # The planner does not add up the chunks of a stage: their memory is checked afterwards.
     planned = partition.partition(
-        blocks, table.num_chunks, pipeline, num_stages=table.num_chunks, replicate=False,
+        held(profile).blocks, table.num_chunks, pipeline, num_stages=table.num_chunks,
+        replicate=False,
         memory_bytes=memory_bytes if table.chunks_per_stage == 1 else None,
     )  # fmt: skip
     layers = {
@@ -214,14 +264,15 @@ def compare_cuts(
     }
     if config.pipeline.layers:
         layers["config"] = tuple(config.pipeline.layers)
-    cuts = {name: _cut(table, profile, pipeline, of_cut) for name, of_cut in layers.items()}
+    profiles = {name: held(in_chunks(config, profile, of_cut)) for name, of_cut in layers.items()}
+    cuts = {name: _cut(table, profiles[name], pipeline, layers[name]) for name in layers}
     if memory_bytes is not None and (needed := cuts["planned"].memory_bytes) > memory_bytes:
         raise ValueError(
             f"--memory={memory_bytes / 2**30:g} GiB is too little: the model chunks of "
             f"{table.name} {layers['planned']} take {schedule_report.gib(needed)} of each device; "
             "use more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
         )
-    return Comparison(table, profile, cuts)
+    return Comparison(table, profiles["planned"], cuts)
 
 
 def _cut(table: Table, profile: Profile, pipeline: Pipeline, layers: tuple[int, ...]) -> Cut:

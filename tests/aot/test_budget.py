@@ -49,7 +49,7 @@ def test_full_and_none_are_counted_as_the_planner_does():
     run = make_run("llama3")
     by_text = {one.text: one for one in budget.candidates(run)}
     again = remat_costs.recomputed_flops_by_layer(
-        run.model, sequence_length=64, remat="full", loss_chunks=2
+        run.model, sequence_length=64, text="full", loss_chunks=2
     )
     assert by_text["full"].recomputed == sum(again[1:-1])
     tokens, saved = 8 * 64, 4 * run.model.width * run.model.num_layers
@@ -156,7 +156,7 @@ def test_a_program_for_an_absent_machine_within_a_budget():
         result = compiler.compile(run, topology)
         assert 0.85 * limit <= result.memory.peak <= limit
         again = remat_costs.recomputed_flops_by_layer(
-            result.run.model, sequence_length=2048, remat=result.run.remat, loss_chunks=2
+            result.run.model, sequence_length=2048, text=result.run.remat, loss_chunks=2
         )
         recomputed.append(sum(again))
     assert recomputed[1] < recomputed[0]

@@ -48,7 +48,7 @@ def test_figures_of_a_run():
     sizes = dict(sequence_length=64)
     causal = costs.training_flops_per_token(run.model, **sizes)
     again = sum(
-        remat_costs.recomputed_flops_by_layer(run.model, remat="full", loss_chunks=2, **sizes)
+        remat_costs.recomputed_flops_by_layer(run.model, text="full", loss_chunks=2, **sizes)
     )
     wanted = {
         "mfu": causal, "hfu": causal + again,

@@ -244,7 +244,7 @@ def test_recomputed_flops_are_those_of_the_traced_model(family, remat):
     with jax.set_mesh(place.mesh):
         traced = traced_flops(jax.make_jaxpr(jax.grad(loss))(shapes, batch).jaxpr)
     again = recomputed_flops_by_layer(
-        model, sequence_length=T, remat=remat, loss_chunks=2, causal=False
+        model, sequence_length=T, text=remat, loss_chunks=2, causal=False
     )
     # The reference attention keeps no log-sum-exp, so that it makes the scores again: half of what
     # attention computes.
@@ -255,7 +255,7 @@ def test_recomputed_flops_are_those_of_the_traced_model(family, remat):
 
 
 def test_kept_logits_are_not_made_again():
-    again = recomputed_flops_by_layer(tiny(), sequence_length=8, remat="none", loss_chunks=1)
+    again = recomputed_flops_by_layer(tiny(), sequence_length=8, text="none", loss_chunks=1)
     assert again == [0, 0, 0, 0]
 
 
@@ -285,7 +285,7 @@ def test_kept_bytes_are_those_of_the_traced_block(family, remat):
         leaf for leaf in jax.tree.leaves(kept) if leaf.shape[:2] == (1, B) and leaf.shape[-1] > 1
     ]
     traced = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in activations)
-    counted = saved_bytes_by_layer(model, remat=remat, loss_chunks=1, compute_bytes=2)
+    counted = saved_bytes_by_layer(model, text=remat, loss_chunks=1, compute_bytes=2)
     spare = KEPT_TOLERANCE if remat == "none" else 0
     assert (1 - spare) * counted[1] <= traced / (B * T) <= counted[1]
 
@@ -312,9 +312,7 @@ def test_kept_bytes_of_the_head_are_those_of_the_traced_loss(loss_chunks):
         if leaf.shape[:2] == (B, T) and leaf.ndim == 3 and leaf.shape[-1] > 1
     ]
     traced = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in numbers)
-    counted = saved_bytes_by_layer(model, remat="full", loss_chunks=loss_chunks, compute_bytes=2)[
-        -1
-    ]
+    counted = saved_bytes_by_layer(model, text="full", loss_chunks=loss_chunks, compute_bytes=2)[-1]
     assert traced == B * T * (counted - 8)  # without log Z and the target
 
 

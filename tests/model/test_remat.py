@@ -276,7 +276,7 @@ def test_gradients_are_the_same_with_offload(policy, offloaded):
 def test_saved_bytes_are_those_of_the_decoder(text):
     model, _ = decoder()
     shapes = [s for s in decoder_residuals(text) if s[1:3] == (B, T) and s[3:] in SAVED["dots"]]
-    counted = remat_costs.saved_bytes_by_layer(model, remat=text, loss_chunks=1, compute_bytes=4)
+    counted = remat_costs.saved_bytes_by_layer(model, text=text, loss_chunks=1, compute_bytes=4)
     without_lse = [4 * N * ("names" in text and n >= 2) for n in range(L)]
     assert sum(map(math.prod, shapes)) * 4 == B * T * (sum(counted[1:-1]) - sum(without_lse))
 
