@@ -189,7 +189,7 @@ def candidates(run: Config) -> list[Candidate]:
     "none" is none of them with `offload.saves` or `offload.parameters`, which do not go with it.
     """
     chunks = utilization.chunks_of(run) or (run.model.num_layers,)
-    layers, policies, tokens = max(chunks), _policies(run), _saved_tokens(run)
+    layers, policies, times = max(chunks), _policies(run), _times_saved(run)
     texts = []
     for text, richer in itertools.pairwise(policies):
         texts += [text, *(f":{layers - n}={text},{richer}" for n in range(1, layers))]
@@ -199,20 +199,20 @@ def candidates(run: Config) -> list[Candidate]:
     # Of some mixtures a richer one saves less: from the end, each must save less than all behind.
     found = []
     for text in reversed(texts):
-        candidate = _candidate(run, text, chunks, tokens)
+        candidate = _candidate(run, text, chunks, times)
         if not found or candidate.saved < found[-1].saved:
             found.append(candidate)
     return found[::-1]
 
 
-def _saved_tokens(run: Config) -> float:
-    """The tokens of all that a device saves of its model chunks at one time."""
-    mesh, microbatches = run.mesh, run.batch.accumulation
-    tokens = utilization.tokens_of(run) / (mesh.sequence * mesh.tensor)
-    if mesh.stage == 1:
-        return tokens
-    table = schedules.table_of(run.pipeline, stages=mesh.stage, microbatches=microbatches)
-    return tokens * int(schedule.held(table, FORWARD, BACKWARD).max())
+def _times_saved(run: Config) -> int:
+    """How many pairs of model chunk and microbatch a device saves at one time."""
+    if run.mesh.stage == 1:
+        return 1
+    table = schedules.table_of(
+        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+    )
+    return int(schedule.held(table, FORWARD, BACKWARD).max())
 
 
 def _policies(run: Config) -> list[str]:
@@ -243,16 +243,17 @@ def _compute_bytes(run: Config) -> int:
     return precision.POLICIES[run.precision].compute.itemsize
 
 
-def _candidate(run: Config, text: str, chunks: tuple[int, ...], tokens: float) -> Candidate:
-    """The candidate, counted; `tokens`: that a device saves of a model chunk."""
+def _candidate(run: Config, text: str, chunks: tuple[int, ...], times: int) -> Candidate:
+    """The candidate, counted; `times`: that a device saves a model chunk."""
     num_bytes, offloaded = _compute_bytes(run), run.offload.saves
+    tokens = utilization.tokens_of(run) / (run.mesh.sequence * run.mesh.tensor)
     _, *by_layer, _ = remat_costs.saved_bytes_by_layer(
         run.model, text=text, loss_chunks=2, compute_bytes=num_bytes, chunks=chunks,
         offloaded=offloaded,
     )  # fmt: skip
     stops = itertools.accumulate(chunks, initial=0)
     of_chunks = [sum(by_layer[first:end]) for first, end in itertools.pairwise(stops)]
-    # And what the layers of the largest segment save when they are run again.
+    # And what the layers of the largest segment save when they are run again, of one microbatch.
     chosen = remat_costs.policies(run.model, text, chunks)
     again = [
         sum(
@@ -265,7 +266,7 @@ def _candidate(run: Config, text: str, chunks: tuple[int, ...], tokens: float) -
         run.model, sequence_length=run.batch.sequence_length, text=text, loss_chunks=2,
         chunks=chunks, offloaded=offloaded,
     )  # fmt: skip
-    saved = (max(of_chunks) + max(again, default=0)) * tokens
+    saved = (times * max(of_chunks) + max(again, default=0)) * tokens
     return Candidate(text, saved, sum(by_flops))
 
 

@@ -1,11 +1,14 @@
 """config/utilization.py: a run's figures are of the loss, the tokens and the type that it has."""
 
+import math
+
 import jax
 import pytest
 from support import runs
 
 from llmx.config import utilization
 from llmx.model import costs, losses, remat_costs
+from llmx.pipeline import executor
 from llmx.runtime.hardware import CHIPS
 
 VOCAB = dict(vocab_size=500, vocab_multiple=128)
@@ -60,6 +63,70 @@ def test_figures_of_a_run():
     run.precision = "fp32"  # computed exactly, not in tf32
     slower = utilization.of(run, CHIPS["h100_sxm"], 4).shares(1e6)
     assert slower["mfu"] == pytest.approx(1e6 * causal / 4 / 67e12)
+
+
+CHUNKS = [
+    ((), (2, 2), ":2=full,none", "full"),
+    ((3, 1), (3, 1), ":3=full,none", "full"),
+    (dict(virtual_stages=2, schedule="interleaved_1f1b"), (1,) * 4, "1:=none,dots", "dots"),
+    ((), (2, 2), "every_4", "every_2"),
+]
+
+
+@pytest.mark.parametrize(("cut", "chunks", "text", "alike"), CHUNKS)
+def test_figures_of_a_pipeline_are_of_its_chunks(cut, chunks, text, alike):
+    keys = cut if isinstance(cut, dict) else dict(layers=cut)
+
+    def figures(remat):
+        run = runs.make_config(
+            "llama3", model=VOCAB | dict(num_layers=4), mesh=dict(stage=2), batch__size=8,
+            batch__accumulation=4, batch__sequence_length=64, remat=remat,
+            **{f"pipeline__{key}": value for key, value in keys.items()},
+        )  # fmt: skip
+        assert utilization.chunks_of(run) == chunks
+        return utilization.of(run, CHIPS["tpu_v5p"], 2).flops_per_token
+
+    found = figures(text)
+    assert found == figures(alike) and found["hfu"] > found["mfu"]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [(":2=full,dots", ()), (":2=full,dots", (3, 1)), ("every_3", ()), ("sqrt", (4, 2))],
+)
+def test_a_stage_saves_what_is_counted_of_a_chunk(text, layers, monkeypatch):
+    """What the executor keeps of a microbatch of two rows of 24 tokens, in fp32."""
+    run = runs.make_config(
+        "llama3", model=VOCAB | dict(num_layers=sum(layers) or 6), mesh=dict(stage=2),
+        batch__size=8, batch__accumulation=4, batch__sequence_length=24, remat=text,
+        pipeline__layers=layers,
+    )  # fmt: skip
+    found, residuals = [], executor._residuals
+    monkeypatch.setattr(executor, "_residuals", lambda of: found.append(residuals(of)) or found[-1])
+    recipe = runs.make_recipe(run)
+    with jax.set_mesh(recipe.mesh):
+        runs.make_train_step(recipe).trace(recipe.abstract, recipe.abstract_batch)
+    shapes = [kept.shape for kept in found[0].saved]
+    # Stages whose chunks differ also keep rotations, and the mask of each layer: of a row's token
+    # 8 numbers, or 1.
+    of_rows = [s for s in shapes if s[1:3] == (2, 24) and math.prod(s[3:]) > 8]
+    _, *counted, _ = remat_costs.saved_bytes_by_layer(
+        run.model, text=text, loss_chunks=1, compute_bytes=4, chunks=utilization.chunks_of(run)
+    )
+    chunk = utilization.chunks_of(run)[0]  # as long as any
+    assert 4 * sum(map(math.prod, of_rows)) == 2 * 24 * sum(counted[:chunk])
+
+
+def test_figures_of_a_run_with_offload():
+    """HFU leaves out products whose results come back from the host."""
+
+    def figures(**keys):
+        run = runs.make_config("llama3", model=VOCAB, batch__sequence_length=64, **keys)
+        return utilization.of(run, CHIPS["tpu_v5p"], 1).flops_per_token
+
+    offloaded = figures(remat="full", offload__saves=("gate", "up"))
+    assert offloaded == figures(remat="gate+up")
+    assert offloaded["hfu"] < figures(remat="full")["hfu"]
 
 
 BLOCKS = dict(products__format="fp8", products__granularity="block", products__block=64)

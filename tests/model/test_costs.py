@@ -131,14 +131,16 @@ def one_device() -> Placement:
 
 
 def losses_and_batch(
-    model: ModelConfig, *, batch_size: int, sequence_length: int, remat="none", loss_chunks=1
-):
+    model: ModelConfig, *, batch_size: int, sequence_length: int, remat="none", loss_chunks=1,
+    offloaded=(),
+):  # fmt: skip
     shapes, _ = apply.abstract_parameters(model)
     place = one_device()
     plain = AttentionConfig("reference")  # all scores, which the formula counts
     execution = Execution(
-        place, POLICIES["fp32"], remat=remat, attention=plain, loss_chunks=loss_chunks
-    )
+        place, POLICIES["fp32"], remat=remat, attention=plain, loss_chunks=loss_chunks,
+        offloaded=offloaded,
+    )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
     batch = {name: tokens for name in ("tokens", "targets", "segment_ids", "positions")}
 
@@ -254,6 +256,27 @@ def test_recomputed_flops_are_those_of_the_traced_model(family, remat):
     assert traced == B * T * (plain + sum(again))
 
 
+OFFLOADED = [("full", ("gate", "up")), ("full", ("query_key_value", "attention_out")),
+             ("gate", ("up", "input")), ("every_2", ("up", "key")), ("dots", ("hidden",)),
+             ("every_3+gate", ("input",))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("remat", "offloaded"), OFFLOADED)
+def test_what_is_offloaded_is_not_computed_again(remat, offloaded):
+    B, T = 2, 24
+    model = preset("llama3", vocab_size=96, vocab_multiple=1, num_layers=4)
+    loss, shapes, batch, place = losses_and_batch(
+        model, batch_size=B, sequence_length=T, remat=remat, loss_chunks=2, offloaded=offloaded
+    )
+    with jax.set_mesh(place.mesh):
+        traced = traced_flops(jax.make_jaxpr(jax.grad(loss))(shapes, batch).jaxpr)
+    again = recomputed_flops_by_layer(
+        model, sequence_length=T, text=remat, loss_chunks=2, causal=False, offloaded=offloaded
+    )
+    plain = training_flops_per_token(model, sequence_length=T, causal=False)
+    assert traced == B * T * (plain + sum(again))
+
+
 def test_kept_logits_are_not_made_again():
     again = recomputed_flops_by_layer(tiny(), sequence_length=8, text="none", loss_chunks=1)
     assert again == [0, 0, 0, 0]
@@ -350,6 +373,16 @@ def test_model_flops_are_those_of_a_walk_over_mask_and_weights(changes):
     assert flops["mfu"] * T == pytest.approx(3 * walked_flops(model, T, causal=True))
     assert flops["mfu_full"] * T == pytest.approx(3 * walked_flops(model, T, causal=False))
     assert flops["hfu"] == flops["mfu"]
+
+
+def test_only_hfu_reads_remat():
+    sizes = dict(sequence_length=8, remat="budget")
+    for name, convention in (conventions.FIGURES | conventions.PUBLISHERS).items():
+        if name != "hfu":
+            flops = conventions.flops_per_token(tiny(), convention, **sizes)
+            assert flops == conventions.flops_per_token(tiny(), convention, sequence_length=8)
+    with pytest.raises(ValueError, match="is chosen by llmx"):
+        conventions.flops_per_token(tiny(), conventions.FIGURES["hfu"], **sizes)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])

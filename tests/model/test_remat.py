@@ -121,8 +121,11 @@ def decoder(**changes):
     return config, Execution(place=place, policy=precision.POLICIES["fp32"])
 
 
-def decoder_residuals(policy: str, config=None, **execution) -> list[tuple[int, ...]]:
-    """Shapes of all that the forward pass of a decoder keeps for the backward pass."""
+def decoder_residuals(policy: str, config=None, *, host=None, **execution) -> list[tuple[int, ...]]:
+    """Shapes of all that the forward pass of a decoder keeps for the backward pass.
+
+    `host`: only those in the memory of the host, or only the others.
+    """
     model, plain = decoder() if config is None else (config, decoder()[1])
     execution = Execution(plain.place, plain.policy, remat=policy, **execution)
     shapes, _ = apply_lib.abstract_parameters(model)
@@ -134,8 +137,9 @@ def decoder_residuals(policy: str, config=None, **execution) -> list[tuple[int, 
         return jax.vjp(lambda params: apply.losses(params, batch, execution), params)[1]
 
     with jax.set_mesh(plain.place.mesh):
-        leaves = jax.tree.leaves(jax.eval_shape(backward, shapes, batch))
-    return [leaf.shape for leaf in leaves]
+        kept = jax.make_jaxpr(backward)(shapes, batch).out_avals
+    in_host = [leaf.memory_space == jax.memory.Space.Host for leaf in kept]
+    return [leaf.shape for leaf, is_in in zip(kept, in_host, strict=True) if host in (None, is_in)]
 
 
 def of_layers(shapes, num_layers: int = L) -> dict[tuple[int, ...], int]:
@@ -299,3 +303,73 @@ def test_segments_are_of_whole_periods_as_in_the_decoder(text, inputs):
     segments = remat_costs.segments(model, text)
     assert inputs == 6 - sum(end - first - 1 for first, end in segments)
     assert inputs - 1 == kept(text) - kept("every_6")
+
+
+HOST = [("full", ("input",)), ("dots", ("gate", "up")), ("full", ("gate", "attention_norm")),
+        ("sqrt", ("input",)), ("every_2+dots", ("gate",)), (":1=full,dots", ("input", "query")),
+        ("query_key_value", ("key", "hidden")), ("key+gate", ("query_key_value",))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "offloaded"), HOST)
+def test_what_is_offloaded_is_not_counted_on_the_device(text, offloaded):
+    model, _ = decoder()
+
+    def kept(host: bool) -> int:
+        """Numbers of each token that layers keep there."""
+        shapes = decoder_residuals(text, offloaded=offloaded, host=host)
+        of_rows = [s for s in shapes if s[1:3] == (B, T) and s[3:]]
+        return sum(math.prod(shape[:1] + shape[3:]) for shape in of_rows)
+
+    sizes = dict(text=text, loss_chunks=1, compute_bytes=4)
+    _, *counted, _ = remat_costs.saved_bytes_by_layer(model, **sizes, offloaded=offloaded)
+    assert 4 * kept(host=False) == sum(counted)
+    # What layers of a segment save is fetched before the next segment.
+    whole_run = not remat_costs.segments(model, text) or "input" in offloaded
+    assert (kept(host=True) > 0) == whole_run
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks", "policies"),
+    [
+        (":2=full,none", (2, 2), ["full"] * 4),
+        (":1=full,dots", (3, 1), ["full", "dots", "dots", "full"]),
+        ("1:2=none,names", (2, 4), ["names", "none", "names", "none", "names", "names"]),
+    ],
+)
+def test_rules_hold_in_each_model_chunk(text, chunks, policies):
+    model = dataclasses.replace(decoder()[0], num_layers=len(policies))
+    wanted = [remat.POLICIES[name] for name in policies]
+    assert remat_costs.policies(model, text, chunks) == wanted
+    assert remat_costs.policies(model, text) != wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks", "segments"),
+    [
+        ("sqrt", (4, 4), [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ("sqrt", (8,), [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ("every_3", (4, 4), [(0, 3), (3, 4), (4, 7), (7, 8)]),
+        ("every_8", (4, 4), [(0, 4), (4, 8)]),
+        # The slots of a shorter chunk are those of the longest.
+        ("sqrt", (6, 2), [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (":4=every_4,full", (5, 3), [(0, 4), (5, 8)]),
+        ("2:=every_2,full", (4, 2, 2), [(2, 4)]),
+    ],
+)
+def test_segments_end_with_a_model_chunk(text, chunks, segments):
+    model = dataclasses.replace(decoder()[0], num_layers=8)
+    assert remat_costs.segments(model, text, chunks) == segments
+
+
+def test_segments_are_of_periods_where_model_chunks_are_alike():
+    pattern = ("local", "global", "global")
+    model = dataclasses.replace(decoder(layer_pattern=pattern, window=3)[0], num_layers=12)
+    assert remat_costs.segments(model, "every_2", (6, 6)) == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    # local in the place of global: each stage finds the kinds of its layers when it runs.
+    uneven = remat_costs.segments(model, "every_2", (4, 4, 4))
+    assert uneven == [(n, n + 2) for n in range(0, 12, 2)]
+
+
+def test_chunks_are_all_layers():
+    with pytest.raises(ValueError, match=r"chunks=\(2, 1\) are 3 layers and the model has 4"):
+        remat_costs.policies(decoder()[0], "full", (2, 1))
