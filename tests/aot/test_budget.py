@@ -1,5 +1,6 @@
 """A budget of memory: the candidates are in order, and the search ends at the last that fits."""
 
+import copy
 import itertools
 
 import pytest
@@ -7,7 +8,11 @@ from support import runs
 
 from llmx import config
 from llmx.aot import budget, compiler
+from llmx.config import checks, utilization
 from llmx.model import families, remat, remat_costs
+from llmx.runtime import device_memory
+from llmx.runtime.agreement import Peers
+from llmx.runtime.hardware import CHIPS
 
 GIB = 2**30
 
@@ -43,6 +48,58 @@ def test_candidates_save_more_and_recompute_less(name, keys):
     assert "sqrt" in texts[0] and row[-2].recomputed == 0
     for text in texts:
         remat.parse(text, sorted(set(run.model.layer_kinds)))
+
+
+OFFLOAD = [
+    ("llama3", dict(offload__saves=("input",))),
+    ("llama3", dict(offload__saves=("gate", "up", "attention"))),
+    ("gemma3", dict(offload__saves=("query", "mlp_out"))),
+    ("qwen3", dict(offload__saves=remat.SAVES)),
+    ("llama3", dict(offload__parameters=True)),
+    ("deep", dict(offload__parameters=True, offload__saves=("input", "hidden"))),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), OFFLOAD)
+def test_candidates_go_with_offload(name, keys):
+    run = make_run(name, **keys)
+    row = budget.candidates(run)
+    assert "full" in [one.text for one in row]
+    for one, richer in itertools.pairwise(row):
+        assert one.saved < richer.saved and one.recomputed >= richer.recomputed
+    for one in row:
+        assert not set(run.offload.saves) & set(one.text.replace(",", "+").split("+"))
+        assert not any(policy.saved is None for policy in remat_costs.policies(run.model, one.text))
+        # As `llmx.aot` does with what it compiles.
+        checks.resolve(copy.deepcopy(budget.with_remat(run, one.text)), 1)
+
+
+PIPELINES = [
+    dict(mesh=dict(stage=2), batch__accumulation=4),
+    dict(mesh=dict(stage=2), batch__accumulation=4, pipeline__layers=(9, 4)),
+    dict(mesh=dict(stage=2), batch__accumulation=2, pipeline__schedule="interleaved_1f1b",
+         pipeline__virtual_stages=2),
+    dict(offload__saves=("attention", "gate")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", PIPELINES)
+def test_candidates_repeat_what_hfu_counts(keys):
+    run = make_run("llama3", loss__chunks=1, **keys)
+    for one in budget.candidates(run):
+        flops = utilization.of(budget.with_remat(run, one.text), CHIPS["tpu_v5p"], 2)
+        again = flops.flops_per_token["hfu"] - flops.flops_per_token["mfu"]
+        assert one.recomputed == pytest.approx(again, abs=1e-6 * flops.flops_per_token["mfu"])
+
+
+def test_saved_bytes_of_a_stage_are_of_its_longest_chunk():
+    """Of three microbatches that a first stage of 1F1B in lockstep has in flight."""
+    keys = dict(mesh=dict(stage=2), batch__accumulation=4, pipeline__layers=(9, 4))
+    by_text = {one.text: one.saved for one in budget.candidates(make_run("llama3", **keys))}
+    tokens, of_input = 2 * 64, 4 * 64
+    assert by_text["full"] == 3 * tokens * 9 * of_input
+    # Segments of three layers: their inputs, and those of the layers of one that is run again.
+    assert by_text["sqrt"] == (3 * 3 + 3) * tokens * of_input
 
 
 def test_full_and_none_are_counted_as_the_planner_does():
@@ -132,8 +189,65 @@ def test_a_run_within_a_budget():
     assert chosen.remat not in ("budget", "none") and run.remat == "budget"
     assert lines[-2].startswith(f"budget: remat={chosen.remat!r}")
     run.memory_budget = 0.0
-    with pytest.raises(ValueError, match="this device does not say how much memory it has"):
+    with pytest.raises(ValueError, match="does not say how much memory it has"):
         budget.on_these_devices(run, lines.append)
+
+
+def test_a_run_with_offload_within_a_budget():
+    run = make_run(
+        "llama3", mesh=dict(data=8), offload__saves=("gate",), memory_budget=1000.0
+    )  # fmt: skip
+    chosen = budget.on_these_devices(run, lambda line: None)
+    assert chosen.offload.saves == ("gate",) and chosen.remat == budget.candidates(run)[-1].text
+    assert not checks.resolve(chosen, 8).memory_budget
+
+
+def test_every_phase_of_a_run_is_within_the_budget(monkeypatch):
+    """The warm-up holds more than the phase behind it, which alone would leave all saved."""
+    run = make_run(
+        "llama3", mesh=dict(data=8), sync__strategy="int8", sync__warmup_steps=3,
+        memory_budget=1.0,
+    )  # fmt: skip
+    row, compiled = budget.candidates(run), []
+    by_text = {one.text: one.saved for one in row}
+
+    def peak_of_phase(recipe, phase, platform):
+        text = recipe.loss.execution.remat
+        compiled.append((text, phase))
+        return int(GIB * by_text[text] / by_text["none"] * (1.5 if phase == "mean" else 0.5))
+
+    monkeypatch.setattr(budget, "_peak_of_phase", peak_of_phase)
+    chosen = budget.on_these_devices(run, lambda line: None).remat
+    assert chosen == row[-2].text != "none"
+    phases = {phase for _, phase in compiled}
+    assert len(phases) > 1 and "mean" in phases
+    assert len(compiled) == len(set(compiled)) == len(phases) * len({text for text, _ in compiled})
+
+
+class OtherProcess(Peers):
+    """Peers with one other process, which has a device of 3 GiB."""
+
+    def exchange(self, name: str, text: str) -> list[str]:
+        return [text, str(3 * GIB)]
+
+
+def test_processes_take_the_least_memory_of_all(monkeypatch):
+    run, limits = make_run("llama3"), []
+    monkeypatch.setattr(device_memory, "limit", lambda device: 4 * GIB)
+
+    def choose(run, peak_of, limit, log):
+        limits.append(limit)
+        raise ValueError("chosen")
+
+    monkeypatch.setattr(budget, "choose", choose)
+    for peers in (None, Peers(), OtherProcess()):
+        with pytest.raises(ValueError, match="chosen"):
+            budget.on_these_devices(run, print, peers)
+    assert limits == [4 * GIB, 4 * GIB, 3 * GIB]
+    # One that does not know is an error in all.
+    monkeypatch.setattr(device_memory, "limit", lambda device: 0)
+    with pytest.raises(ValueError, match="a device of this run does not say how much memory"):
+        budget.on_these_devices(run, print, OtherProcess())
 
 
 @pytest.mark.aot

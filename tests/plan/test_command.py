@@ -177,6 +177,39 @@ def test_a_device_has_room_for_the_longest_part(capsys):
     assert cuts["config"]["barriers"] > 1.3 * cuts["planned"]["barriers"]
 
 
+def test_a_device_does_not_hold_moments_that_the_host_has(capsys):
+    flags = [*LLAMA, *MICROBATCHES_8]
+    for more, num_bytes in (([], 16), (["--config.offload.optimizer=True"], 8)):
+        report, _ = planned([*flags, *more], capsys)
+        parameters = costs.parameters_by_layer(families.preset("llama3_8b"))
+        state = parameters[1] * 8 + (parameters[0] + parameters[-1]) / 4  # of a stage
+        saved = 7 * 8 * 8192 * 4096 * 2
+        expected = num_bytes * state / 8 + saved
+        assert report["cuts"]["planned"]["memory_bytes"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_cut_is_priced_with_the_remat_of_its_chunks(capsys):
+    """Of the first six layers of each chunk inputs are saved, of the others what products gave."""
+    flags = [*LLAMA, *MICROBATCHES_8, "--config.model.num_layers=24"]
+    cut = "--config.pipeline.layers=(6, 6, 6, 6)"
+    full = planned([*flags, cut], capsys)[0]["cuts"]
+    ranges = planned([*flags, cut, "--config.remat=:6=full,dots"], capsys)[0]["cuts"]
+    for figure in ("memory_bytes", "barriers", "hfu"):
+        assert ranges["equal"][figure] == pytest.approx(full["equal"][figure])
+    # One with longer chunks saves more and repeats less.
+    uneven = [*flags, "--config.pipeline.layers=(12, 4, 4, 4)"]
+    full = planned(uneven, capsys)[0]["cuts"]
+    report, _ = planned([*uneven, "--config.remat=:6=full,dots"], capsys)
+    ranges = report["cuts"]
+    assert ranges["config"]["memory_bytes"] > full["config"]["memory_bytes"]
+    assert ranges["config"]["barriers"] < full["config"]["barriers"]
+    assert ranges["config"]["hfu"] * ranges["config"]["barriers"] < (
+        full["config"]["hfu"] * full["config"]["barriers"]
+    )
+    for figure in ("memory_bytes", "barriers", "hfu"):
+        assert ranges["equal"][figure] == pytest.approx(full["equal"][figure])
+
+
 def test_products_are_kept_until_their_weight_gradients(capsys):
     flags = [*LLAMA, *MICROBATCHES_8]
     reports = [planned([*flags, f"--schedule={name}"], capsys)[0] for name in ("gpipe", "zb_h1")]
