@@ -6,7 +6,6 @@ import pytest
 from support import runs
 
 from llmx import config
-from llmx.model import costs
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 

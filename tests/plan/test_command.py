@@ -203,9 +203,10 @@ def test_each_cut_is_priced_with_the_remat_of_its_chunks(capsys):
     ranges = report["cuts"]
     assert ranges["config"]["memory_bytes"] > full["config"]["memory_bytes"]
     assert ranges["config"]["barriers"] < full["config"]["barriers"]
-    assert ranges["config"]["hfu"] * ranges["config"]["barriers"] < (
-        full["config"]["hfu"] * full["config"]["barriers"]
+    computed, of_full = (
+        cuts["config"]["hfu"] * cuts["config"]["barriers"] for cuts in (ranges, full)
     )
+    assert computed < 0.99 * of_full
     for figure in ("memory_bytes", "barriers", "hfu"):
         assert ranges["equal"][figure] == pytest.approx(full["equal"][figure])
 
