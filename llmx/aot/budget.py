@@ -146,7 +146,7 @@ def _least_limit(peers: Peers) -> int:
     import jax
 
     mine = min(map(device_memory.limit, jax.local_devices()))
-    least = min(map(int, peers.exchange("memory limit", str(mine))))
+    least = min(map(int, peers.exchange("memory_limit", str(mine))))
     if not least:
         raise ValueError(
             "remat='budget' with memory_budget=0: a device of this run does not say how much "
