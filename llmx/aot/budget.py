@@ -189,11 +189,10 @@ def candidates(run: Config) -> list[Candidate]:
     "none" is none of them with `offload.saves` or `offload.parameters`, which do not go with it.
     """
     chunks = utilization.chunks_of(run) or (run.model.num_layers,)
-    layers, policies, times = max(chunks), _policies(run), _times_saved(run)
-    texts = []
-    for text, richer in itertools.pairwise(policies):
+    layers, times, texts = max(chunks), _times_saved(run), []
+    for text, richer in itertools.pairwise([*_policies(run), "none"]):
         texts += [text, *(f":{layers - n}={text},{richer}" for n in range(1, layers))]
-    texts += [policies[-1], "none"]
+    texts.append("none")
     kinds = sorted(set(run.model.layer_kinds))
     texts = [text for text in texts if not remat.problems(text, run.offload, kinds)]
     # Of some mixtures a richer one saves less: from the end, each must save less than all behind.

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from llmx.model import costs, remat_costs
-from llmx.model.families import ModelConfig
+from llmx.model.families import LOCAL, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Convention:
     """What is counted. The default is llmx's MFU."""
 
     causal: bool = True  # without scores that mask and window hide
+    half_windows: bool = False  # W / 2 keys of each query within a window, as of a causal mask
     weights: str = "products"  # | "parameters": all of them, as published
     # | "remat": what the run repeats; | "blocks", "model": their whole forward pass;
     # | "scores": all passes of attention's scores
@@ -52,7 +53,7 @@ PUBLISHERS = {
     "mosaicml hfu": Convention(causal=False, weights="parameters", recomputed="model"),
     "llm.c": Convention(weights="parameters"),
     "maxtext 2024": Convention(causal=False),
-    "maxtext 2025": Convention(),  # since July
+    "maxtext 2025": Convention(half_windows=True),  # since July
     "torchtitan": Convention(causal=False),  # and norms, which are nothing beside the matrices
 }
 
@@ -72,6 +73,8 @@ def flops_per_token(
     scores = costs.forward_flops_by_part(model, **sizes)["scores"]
     by_parameters = convention.weights == "parameters"
     forward = 2.0 * costs.num_parameters(model) + scores if by_parameters else sum(layers)
+    if convention.half_windows:
+        forward -= _beyond_half_windows(model, sequence_length)
     passes = costs.TRAINING_PASSES
     if convention.recomputed == "remat":
         again = remat_costs.recomputed_flops_by_layer(
@@ -82,6 +85,14 @@ def flops_per_token(
         "nothing": 0.0, "blocks": sum(layers[1:-1]), "model": forward, "scores": passes * scores
     }  # fmt: skip
     return passes * forward + again[convention.recomputed]
+
+
+def _beyond_half_windows(model: ModelConfig, length: int) -> float:
+    """FLOPs of causal scores per token, forward, beyond those of W / 2 keys in windows."""
+    keys = costs.keys_per_query(model, sequence_length=length, causal=True)
+    half = min(model.window, length) / 2
+    more = [num - half for num, kind in zip(keys, model.layer_kinds, strict=True) if kind == LOCAL]
+    return 4.0 * model.num_heads * model.head_dim * sum(more)
 
 
 def by_figure(

@@ -175,8 +175,8 @@ def saved_bytes(
     saved = {*policy.saved, *offloaded, remat.INPUT}
     if not model.post_norms:
         saved -= {remat.MLP_OUT}  # no gradient needs it
-    if remat.QUERY_KEY_VALUE in saved and not model.qk_norm:
-        saved -= {remat.QUERY, remat.KEY, remat.VALUE}
+    if remat.QUERY_KEY_VALUE in saved:
+        saved -= {remat.VALUE} if model.qk_norm else {remat.QUERY, remat.KEY, remat.VALUE}
     return sum(sizes[name] for name in saved.difference(offloaded))
 
 

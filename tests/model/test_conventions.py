@@ -6,7 +6,7 @@ import pytest
 
 from llmx.model import conventions, costs
 from llmx.model.conventions import PUBLISHERS
-from llmx.model.families import ModelConfig, preset
+from llmx.model.families import LOCAL, ModelConfig, preset
 from llmx.runtime.hardware import CHIPS
 from llmx.runtime.utilization import Utilization
 
@@ -211,3 +211,19 @@ def test_six_flops_for_each_parameter():
     model, T = PALM, 2048
     count = conventions.flops_per_token(model, PUBLISHERS["palm mfu"], sequence_length=T)
     assert count == 6 * costs.num_parameters(model) + 12 * 118 * 48 * 256 * T
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_maxtext_counts_half_of_a_window(family):
+    """github.com/AI-Hypercomputer/maxtext, maxtext_utils.py: (4 T^2 + 4 T min(W, T)) N H / 2 of a
+    global and a local layer."""
+    model, length = preset(family, window=1024), 8192
+    per_key = 4 * model.num_heads * model.head_dim
+    keys = [model.window if kind == LOCAL else length for kind in model.layer_kinds]
+    weights = sum(costs.weights_of_block(model)) * model.num_layers
+    head = model.width * model.vocab_size
+    wanted = 3 * (2 * (weights + head) + per_key * sum(keys) / 2)
+    found = conventions.flops_per_token(
+        model, conventions.PUBLISHERS["maxtext 2025"], sequence_length=length
+    )
+    assert found == pytest.approx(wanted, rel=1e-4)
