@@ -543,3 +543,10 @@ def test_codes_are_gathered_as_bytes():
         text = jax.jit(gather).lower(weight).compile().as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
     assert len(gathers) == 1 and f"u8[{D},{N},{H}]" in gathers[0].replace("{2,1,0}", "")
+
+
+def test_the_head_is_gathered_in_fp8_unless_only_the_layers_are():
+    make = lambda gather: quantized.make(quantized.ProductsConfig(gather=gather))  # noqa: E731
+    assert make("fp8").of_head.weight == quantized.E4M3 and make("fp8").of_head.gathers_codes
+    assert make("fp8_layers").of_head == quantized.UNROUNDED == make("").of_head
+    assert make("fp8_layers").weight == quantized.E4M3 and make("fp8_layers").gathers_codes

@@ -238,26 +238,41 @@ def test_what_is_computed_in_host_memory_is_found():
 # ----------------------------------------------------------------------------------- checkpoints
 
 HOST = dict(offload__optimizer=True)
+WEIGHTS_TOO = HOST | dict(offload__parameters=True, remat="full")
+
+
+def with_moments(state):
+    """A new state with moments that are not zero."""
+    random = np.random.default_rng(0)
+
+    def one(leaf):
+        new = random.uniform(size=leaf.shape) if leaf.ndim else 7
+        return jax.device_put(np.asarray(new, leaf.dtype), leaf.sharding)
+
+    return state._replace(opt_state=jax.tree.map(one, state.opt_state))
 
 
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
         ((2, HOST), (2, HOST)), ((2, HOST), (4, HOST)), ((4, HOST), (2, {})), ((2, {}), (4, HOST)),
-        ((2, HOST | dict(mesh__stage=2)), (4, HOST)),
+        ((2, HOST | dict(mesh__stage=2)), (4, HOST)), ((4, HOST), (2, WEIGHTS_TOO)),
     ],
 )  # fmt: skip
 def test_it_is_restored_to_where_the_run_keeps_it(tmp_path, saved, wanted):
     (devices, values), (other_devices, other_values) = saved, wanted
-    written = resumes.save(tmp_path, 2, devices, **values)
+    _, recipe = resumes.run_of(tmp_path, devices, **values)
+    written = resumes.save(tmp_path, 2, devices, state=with_moments(recipe.init(2)), **values)
     recipe, state, at, _ = resumes.resumed(tmp_path, other_devices, **other_values)
     assert at == 2
     if "mesh__stage" not in values:
         compare.assert_same(jax.device_get(state), jax.device_get(written))
     kept = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.opt_state)
     assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == kept
-    if other_values.get("offload__optimizer"):
+    if other_values == HOST:
         assert_in_host_memory(state)
+    to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
+    assert to(state.params) == to(recipe.abstract.params)
     # And trains on: the step takes it from there.
     batch = packed.batches(1, rows=8, length=16, vocab=128)[0]
     with jax.set_mesh(recipe.mesh):
