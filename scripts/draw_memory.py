@@ -25,14 +25,15 @@ COLORS = {
 def parts(report: dict) -> dict[str, float]:
     """Bytes of a device at the peak, by part of `COLORS`; their sum is the peak.
 
-    State is told apart as the report does; what of it is on the host is the optimizer's. The batch
-    is temporary.
+    State is told apart as the report does. What is on the host is the optimizer's, then parameters.
+    The batch is temporary.
     """
     state, memory = report["state"], report["memory"]
     found = dict.fromkeys(COLORS, 0.0)
-    found["parameters"], found["average"] = state["parameters"], state.get("average", 0)
-    others = found["parameters"] + found["average"] + state["batch"]
-    found["optimizer"] = memory["arguments"] - others
+    found["average"] = state.get("average", 0)
+    left = memory["arguments"] - found["average"] - state["batch"]
+    found["parameters"] = min(state["parameters"], left)
+    found["optimizer"] = left - found["parameters"]
     arguments = [buffer for buffer in report["largest"] if buffer["argument"]]
     sizes = {math.prod(_dimensions(buffer)) for buffer in arguments}
     for buffer in report["largest"]:

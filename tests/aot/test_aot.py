@@ -106,7 +106,7 @@ def test_all_problems_are_reported_together(capsys):
         ("v5e:2x2", "--config.launch.platform=gpu", "is a tpu: set --config.launch.platform=tpu"),
         ("h100:8", "--config.launch.platform=cpu", "is a gpu: set --config.launch.platform=gpu"),
         ("v5p:2x2x2", "--config.precision=fp16", "TPUs have no fp16: use 'bf16'"),
-        ("v5p:2x2x2", "--config.reduce_dtype=fp16", "precision='fp32' with reduce_dtype='fp16'"),
+        ("v5p:2x2x2", "--config.reduce_dtype=fp16", "reduce_dtype='fp16'"),
         ("2@v5e:2x2", "--config.seed=0", "has 2 slices: name the mesh axes"),
         ("2@v5e:2x2", "--config.mesh.across_slices=('data','data')", "names 'data' twice"),
     ],
