@@ -218,7 +218,7 @@ def test_every_phase_of_a_run_is_within_the_budget(monkeypatch):
 
     monkeypatch.setattr(budget, "_peak_of_phase", peak_of_phase)
     chosen = budget.on_these_devices(run, lambda line: None).remat
-    assert chosen == row[-2].text != "none"
+    assert budget.ENOUGH <= 1.5 * by_text[chosen] / by_text["none"] <= 1
     phases = {phase for _, phase in compiled}
     assert len(phases) > 1 and "mean" in phases
     assert len(compiled) == len(set(compiled)) == len(phases) * len({text for text, _ in compiled})

@@ -192,7 +192,7 @@ def test_layer_by_layer_is_the_update_of_all(name, moments, mesh, accepted):
 MOVES = {"device_put", "dynamic_slice", "dynamic_update_slice", "reshape", "squeeze"}
 CONTAINERS = {
     "jit", "while", "scan", "cond", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2",
-    "checkpoint", "reshard",
+    "checkpoint", "eval_jaxpr", "reshard",
 }  # fmt: skip
 
 
