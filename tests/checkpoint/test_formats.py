@@ -27,8 +27,11 @@ def continued(recipe, state, numbers):
     return state
 
 
-@pytest.mark.parametrize("values", FORMATS.values(), ids=FORMATS)
-def test_resuming_equals_never_stopping(tmp_path, values):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "both")) for name in FORMATS]
+)
+def test_resuming_equals_never_stopping(tmp_path, name):
+    values = FORMATS[name]
     run, recipe = run_of(tmp_path, 2, **values)
     state = continued(recipe, recipe.init(0), (0, 1))
     with opened(tmp_path) as checkpoints:
