@@ -14,6 +14,9 @@ from llmx.step import offload, optimizers, step
 
 # fp32 whose operations the compiler fuses otherwise.
 TOLERANCE = 1e-6
+# And of moments in few bits, which are rounded up or down by random bits: one number in a thousand
+# is so near to where up turns into down that it differs by a unit, 2^-8 of it.
+OF_FEW_BITS = 2e-4
 STEPS, ROWS, LENGTH, VOCAB = 3, 8, 16, 257
 MODEL = dict(
     vocab_size=VOCAB, width=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, num_layers=3
@@ -184,7 +187,8 @@ def test_layer_by_layer_is_the_update_of_all(name, moments, mesh, accepted):
     parts = updated(functools.partial(offload.layer_by_layer, stages=config.mesh.stage))
     compare.assert_close(parts.params, whole.params, TOLERANCE)
     compare.assert_close(parts.ema, whole.ema, TOLERANCE)
-    compare.assert_close(parts.opt_state, whole.opt_state, TOLERANCE)
+    exact = moments == "fp32"
+    compare.assert_close(parts.opt_state, whole.opt_state, TOLERANCE if exact else OF_FEW_BITS)
 
 
 # -------------------------------------------------------------------------------------- programs
