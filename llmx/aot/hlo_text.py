@@ -453,12 +453,12 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
 
 def _ends_after_one(module: Module, loop: Instruction, condition: Instruction) -> bool:
     """Whether the condition is an element of the state that the body makes false."""
-    root = module.computations[loop.attribute("body")].root
-    if condition.op != "get-tuple-element" or root.op != "tuple":
+    body = module.computations[loop.attribute("body")]
+    if condition.op != "get-tuple-element" or body.root.op != "tuple":
         return False
-    element = module.computations[loop.attribute("body")].by_name[root.operands[condition.index]]
+    element = body.by_name[body.root.operands[condition.index]]
     while element.op in _SAME:
-        element = module.computations[loop.attribute("body")].by_name[element.operands[0]]
+        element = body.by_name[element.operands[0]]
     return element.op == "constant" and element.literal == "false"
 
 

@@ -47,6 +47,7 @@ SAVES = (
 # Of the segments that `sqrt` and `every_N` make.
 _SEGMENT_INPUT = "segment_input"
 _EVERY = re.compile(r"every_([1-9][0-9]*)")
+HOST_MEMORY = "pinned_host"  # the kind of memory that `OffloadConfig` is about
 
 
 @dataclasses.dataclass
@@ -181,12 +182,14 @@ def problems(text: str, offload: OffloadConfig, kinds: Sequence[str]) -> list[st
         rules = parse(text, kinds)
     except ValueError as error:
         return [*found, str(error)]
-    if offload.saves and any(rule.policy.saved is None for rule in rules):
+    if all(rule.policy.saved is not None for rule in rules):
+        return found
+    if offload.saves:
         found.append(
             f"offload.saves={offload.saves} with remat={text!r}, of which a part keeps everything "
             "on the device: name what is saved there, for example remat='dots'"
         )
-    if offload.parameters and any(rule.policy.saved is None for rule in rules):
+    if offload.parameters:
         found.append(
             f"offload.parameters with remat={text!r}, of which a part keeps everything on the "
             "device, and so the weights that it has fetched: use for example remat='dots'"
@@ -208,8 +211,8 @@ def policy_of(rules: Sequence[Rule], layer: int, kind: str) -> Policy:
     return next(rule.policy for rule in rules if rule.holds(layer, kind))
 
 
-def period_of(kinds: Sequence[str] | jax.Array) -> int:
-    """The fewest layers after which their kinds repeat; 1 where they are not known."""
+def period_of(kinds: tuple[str, ...] | jax.Array) -> int:
+    """The fewest layers after which their kinds repeat; 1 where these are known at run time."""
     num = len(kinds)
     if not isinstance(kinds, tuple):
         return 1
@@ -258,7 +261,7 @@ def _checkpoint(
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=sorted(saved - set(offloaded)),
             names_which_can_be_offloaded=sorted(offloaded),
-            offload_src="device", offload_dst="pinned_host",
+            offload_src="device", offload_dst=HOST_MEMORY,
         )  # fmt: skip
 
     def named(x, arrays):

@@ -16,13 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from llmx import sharding
 from llmx.contract import Batch, Transform
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, dot, families, quantized
+from llmx.model import decoder, dot, families, quantized, remat
 from llmx.model.execution import Execution
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
 BATCH_DTYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), "int32")
 BATCH_DTYPES |= {"weights": "float32"}
-HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,11 +52,14 @@ class TrainingLoss:
         """
         loss = jnp.sum(loss_BT * share_BT)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
-        both = loss + z
+        return self._transformed(loss + z, extra), loss, z
+
+    def _transformed(self, loss: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
+        """What is differentiated of a loss, with these states of the transforms."""
         for name, transform in self.transforms.items():
             if name in extra:
-                both = transform.loss(both, extra[name])
-        return both, loss, z
+                loss = transform.loss(loss, extra[name])
+        return loss
 
     def init_extra(self) -> Mapping[str, Any] | tuple:
         """New states of the transforms, by name; () = there are none."""
@@ -115,9 +117,8 @@ class TrainingLoss:
     def _scale_of_ranges(self, extra: Mapping[str, Any]) -> jax.Array:
         """By how much the transforms scale each of `Ranges`, fp32 [3]: what is differentiated, and
         so the gradients. 1 for states that are zero."""
-        scale = one = jnp.ones(())
-        for name, transform in self.transforms.items():
-            scale = transform.loss(scale, extra[name])
+        one = jnp.ones(())
+        scale = self._transformed(one, extra)
         return jnp.stack([one, one, jnp.where(scale > 0, scale, 1)])
 
     def gathered(self, params: Any) -> Any:
@@ -179,7 +180,7 @@ def make(
     )
     if in_host_memory:
         parameters["blocks"] = jax.tree.map(
-            lambda to, names: to.with_memory_kind(HOST) if "embed" in names else to,
+            lambda to, names: to.with_memory_kind(remat.HOST_MEMORY) if "embed" in names else to,
             parameters["blocks"], axes["blocks"],
         )  # fmt: skip
     params = jax.tree.map(placed, shapes, parameters)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from llmx.model.remat import HOST_MEMORY
 from llmx.sharding import trees
 from llmx.step import moments
 
-KIND = "pinned_host"
 _LAYERS, _SMALL = "blocks/", ""  # parts of a tree; the others are matrices outside the layers
 
 
@@ -31,7 +31,7 @@ def in_host_memory(state: Any, params: Any) -> Any:
     def one(path, leaf):
         if leaf.ndim < 2 or moments.owner_of(path, names) is None:
             return leaf
-        to = leaf.sharding.with_memory_kind(KIND)
+        to = leaf.sharding.with_memory_kind(HOST_MEMORY)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(one, state)

@@ -9,6 +9,7 @@ import pytest
 from support import compare, packed, resumes, runs
 
 from llmx.config import ConfigError
+from llmx.model.remat import HOST_MEMORY
 from llmx.sharding import trees
 from llmx.step import offload, optimizers, step
 
@@ -72,9 +73,9 @@ def assert_in_host_memory(state):
     """All but counters and vectors outside the blocks; all else of the state is on the device."""
     default = jax.devices()[0].default_memory().kind
     for name, leaf in trees.named(state.opt_state).items():
-        kind = offload.KIND if leaf.ndim >= 2 else default
+        kind = HOST_MEMORY if leaf.ndim >= 2 else default
         assert leaf.sharding.memory_kind == kind, name
-    assert offload.KIND in kinds(state).values()
+    assert HOST_MEMORY in kinds(state).values()
     for leaf in jax.tree.leaves(state._replace(opt_state=())):
         assert leaf.sharding.memory_kind == default
 
@@ -105,7 +106,7 @@ def test_parameters_on_the_host_change_no_bit(case):
     assert found == reports
     compare.assert_same(jax.device_get(state), jax.device_get(wanted))
     memory = {name: leaf.sharding.memory_kind for name, leaf in trees.named(state.params).items()}
-    on_host = {name for name, kind in memory.items() if kind == offload.KIND}
+    on_host = {name for name, kind in memory.items() if kind == HOST_MEMORY}
     assert on_host == {name for name in memory if "blocks/" in name and "kernel" in name}
     computed = computed_in_host_memory(traced(recipe))
     assert {equation.primitive.name for equation in computed} == set()
@@ -271,18 +272,18 @@ def test_it_is_restored_to_where_the_run_keeps_it(tmp_path, saved, wanted):
     assert at == 2
     if "mesh__stage" not in values:
         compare.assert_same(jax.device_get(state), jax.device_get(written))
-    kept = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.opt_state)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == kept
+    to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
+    kept = to(recipe.abstract.opt_state)
+    assert to(state.opt_state) == kept
     if other_values == HOST:
         assert_in_host_memory(state)
-    to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
     assert to(state.params) == to(recipe.abstract.params)
     # And trains on: the step takes it from there.
     batch = packed.batches(1, rows=8, length=16, vocab=128)[0]
     with jax.set_mesh(recipe.mesh):
         state, report = runs.make_train_step(recipe)(state, runs.put_batch(recipe, batch))
     assert np.isfinite(float(report.loss)) and int(state.step) == 1  # it was saved new
-    assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == kept
+    assert to(state.opt_state) == kept
 
 
 # -------------------------------------------------------------------------------------- refusals
