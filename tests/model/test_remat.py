@@ -121,23 +121,29 @@ def decoder(**changes):
     return config, Execution(place=place, policy=precision.POLICIES["fp32"])
 
 
-def decoder_residuals(policy: str, config=None, *, host=None, **execution) -> list[tuple[int, ...]]:
-    """Shapes of all that the forward pass of a decoder keeps for the backward pass.
-
-    `host`: only those in the memory of the host, or only the others.
-    """
+def decoder_losses(policy: str, config=None, **execution):
+    """(parameters, batch) -> losses of a decoder, and the shapes of the two."""
     model, plain = decoder() if config is None else (config, decoder()[1])
     execution = Execution(plain.place, plain.policy, remat=policy, **execution)
     shapes, _ = apply_lib.abstract_parameters(model)
     apply = apply_lib.Apply(model)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
+    return lambda params, batch: apply.losses(params, batch, execution), (shapes, batch)
+
+
+def decoder_residuals(policy: str, config=None, *, host=None, **execution) -> list[tuple[int, ...]]:
+    """Shapes of all that the forward pass of a decoder keeps for the backward pass.
+
+    `host`: only those in the memory of the host, or only the others.
+    """
+    losses, shapes = decoder_losses(policy, config, **execution)
 
     def backward(params, batch):
-        return jax.vjp(lambda params: apply.losses(params, batch, execution), params)[1]
+        return jax.vjp(lambda params: losses(params, batch), params)[1]
 
-    with jax.set_mesh(plain.place.mesh):
-        kept = jax.make_jaxpr(backward)(shapes, batch).out_avals
+    with jax.set_mesh(decoder()[1].place.mesh):
+        kept = jax.make_jaxpr(backward)(*shapes).out_avals
     in_host = [leaf.memory_space == jax.memory.Space.Host for leaf in kept]
     return [leaf.shape for leaf, is_in in zip(kept, in_host, strict=True) if host in (None, is_in)]
 
@@ -172,21 +178,13 @@ def test_segments_keep_their_inputs_only():
 )
 def test_segments_that_save_nothing_are_not_made(text, num_layers):
     """Their layers would be run once more, for nothing."""
-    model, plain = decoder()
-    model = dataclasses.replace(model, num_layers=num_layers)
+    model = dataclasses.replace(decoder()[0], num_layers=num_layers)
 
     def program(text):
-        execution = Execution(plain.place, plain.policy, remat=text)
-        shapes, _ = apply_lib.abstract_parameters(model)
-        tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
-
-        def gradient(params, batch):
-            loss = lambda p: apply_lib.Apply(model).losses(p, batch, execution)[0].sum()  # noqa: E731
-            return jax.grad(loss)(params)
-
-        with jax.set_mesh(plain.place.mesh):
-            return str(jax.make_jaxpr(gradient)(shapes, batch))
+        losses, shapes = decoder_losses(text, model)
+        gradient = jax.grad(lambda params, batch: losses(params, batch)[0].sum())
+        with jax.set_mesh(decoder()[1].place.mesh):
+            return str(jax.make_jaxpr(gradient)(*shapes))
 
     assert program(text).count("dot_general") == program("full").count("dot_general")
     assert remat_costs.segments(model, text) == []
