@@ -2,12 +2,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from llmx.pipeline import schedule
-from llmx.pipeline.schedule import BACKWARD, FORWARD, Pairs, Table
+from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Table
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
@@ -71,6 +72,28 @@ def _alternating(name: str, P: int, M: int, v: int) -> Table:
     return schedule.schedule_asap(name, [order(stage) for stage in range(P)], turns=ALTERNATING)
 
 
+def zb_1f1b(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
+    """1F1B or interleaved 1F1B with gradients of weights in ticks of their own (ZB-1F1B).
+
+    Ticks are of one kind, so no stage waits for another's longer operation, whatever operations
+    take, and none takes a branch. A bubble is idle for FORWARD and BACKWARD but not for WEIGHT:
+    (M + (P-1)/v) (F + B) + M W from M = P on, in times of a stage. Stage s holds what it holds with
+    1F1B, and the factors of up to s + 1 pairs of chunk and microbatch. Zero bubble's idea
+    (arXiv 2401.10241) for stages in lockstep.
+    """
+    P, M = stages, microbatches
+    _refuse_sizes("zb_1f1b", P, M, virtual_stages, takes=virtual_stages)
+    plain = _alternating("zb_1f1b", P, M, virtual_stages)
+    rows, waiting = [], [collections.deque() for _ in range(P)]
+    for row in np.stack([plain.kind, plain.microbatch, plain.chunk], -1).tolist():
+        rows.append(row)
+        for queue, (kind, *pair) in zip(waiting, row, strict=True):
+            queue.extend([pair] * (kind == BACKWARD))
+        if all(waiting):
+            rows.append([(WEIGHT, *queue.popleft()) for queue in waiting])
+    return Table("zb_1f1b", *np.moveaxis(np.array(rows), 2, 0))
+
+
 def zb_h1(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     """ZB-H1 (arXiv 2401.10241): gradients of weights fill what 1F1B leaves idle.
 
@@ -91,15 +114,21 @@ def zb_h1(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
 def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
     """ZB-V (arXiv 2401.10241, 2405.15362): two chunks on a stage, down the stages and up again.
 
-    6M + P-1 ticks of one chunk from M = P on, of which a stage idles in P-1; at most 3(P-M) more
-    below. A stage holds up to 2P pairs of chunk and microbatch, as much as P microbatches.
+    6M + P-1 ticks of one chunk from M = 3P/2 on, of which a stage idles in P-1; below it idles in
+    2(2P-1-M). A stage holds up to 2P pairs of chunk and microbatch, as much as P microbatches. The
+    order is that of PyTorch's ScheduleZBVZeroBubble.
     """
     P, M = stages, microbatches
     _refuse_sizes("zb_v", P, M, virtual_stages, takes=2)
+    most = max(M, 2 * P - 1)  # of fewer microbatches those that are not there are left out
 
     def order(stage):
-        phases = [("F", 2 * P), ("BWF", 2 * M - P - 1), ("BF", stage), ("BWF", 2 * M), ("W", P)]
-        return schedule.in_phases(*_down_and_up(P, M, stage), phases)
+        after = P - 1 - stage
+        return _v_order(P, M, stage, [
+            ("F0", 2 * after + 1), ("F1 F0", stage), ("F1 B1 W1", after + 1),
+            ("F0 B0 W0 F1 B1 W1", most - 2 * after - 1 - stage), ("B0 W0 F1 B1 W1", after),
+            ("B0 B1", stage), ("B0 W0", after + 1), ("W1", most), ("W0", most),
+        ])  # fmt: skip
 
     return schedule.schedule_asap("zb_v", [order(stage) for stage in range(P)])
 
@@ -107,9 +136,9 @@ def zb_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
 def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table:
     """DualPipeV (github.com/deepseek-ai/DualPipe): chunks as in `zb_v`, DualPipe's eight phases.
 
-    Order and splits are DeepSeek's, but every backward is split here, and a forward beside a
-    backward takes two ticks. Needs M >= 2P; then 6M + P-1 ticks, and a stage holds up to 2P+1 pairs
-    of chunk and microbatch.
+    Needs M >= 2P; then a stage holds up to 2P+1 pairs of chunk and microbatch. The order is that of
+    PyTorch's ScheduleDualPipeV, with a whole backward as BACKWARD and WEIGHT, and what overlaps
+    there (a forward beside a backward) one after the other.
     """
     P, M = stages, microbatches
     _refuse_sizes("dual_pipe_v", P, M, virtual_stages, takes=2)
@@ -120,28 +149,47 @@ def dual_pipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Tabl
         )
 
     def order(stage):
-        forwards, backwards = _down_and_up(P, M, stage)
         before, after = stage + 1, P - 1 - stage
-        phases = [("F", 2 * after), ("FF", before), ("BWF", after), ("FBWFBW", M - 2 * P + before)]
-        phases += [("BWFBW", after), ("BW", before), ("B", before), ("WB", after), ("W", before)]
-        return schedule.in_phases([pair for pair in forwards if pair], backwards, phases)
+        whole = "B{0} W{0}".format
+        # The second half of the last backwards of both chunks leave their WEIGHT for later.
+        half, odd = before // 2, stage % 2
+        last = [*[f"{whole(1)} {whole(0)}"] * half, "B1 B0" if odd else f"{whole(1)} B0"]
+        last = (last + ["B1 B0"] * before)[:before]
+        return _v_order(P, M, stage, [
+            ("F0", 2 * after), ("F0 F1", before), ("B1 W1 F1", after),
+            (f"F0 {whole(1)} F1 {whole(0)}", M - 2 * P + before),
+            (f"{whole(1)} F1 {whole(0)}", after), *((letters, 1) for letters in last),
+            ("W B0", after), ("W", before),
+        ])  # fmt: skip
 
     return schedule.schedule_asap("dual_pipe_v", [order(stage) for stage in range(P)])
 
 
-def _down_and_up(P: int, M: int, stage: int) -> tuple[Pairs, Pairs]:
-    """Forwards and backwards of the stage with chunk `stage` and the one as far from the end."""
-    chunks, after = (stage, 2 * P - 1 - stage), P - 1 - stage
+def _v_order(
+    P: int, M: int, stage: int, phases: Sequence[tuple[str, int]]
+) -> list[schedule.Operation]:
+    """The order of the stage with chunks `stage` and as far from the end: words of each phase.
 
-    def pairs(turns):
-        count = collections.Counter()
-        for turn in turns:
-            yield (count[turn], chunks[turn]) if count[turn] < M else None
-            count[turn] += 1
-
-    forwards = [0] * 2 * after + [0, 1] * (stage + 1) + [1] * after + [0, 1] * M
-    backwards = [1] * min(after, M) + [1, 0] * (M - after) + [0] * min(after, M)
-    return list(pairs(forwards)), list(pairs(backwards))
+    F0, F1: the next FORWARD of the first or second chunk; B0, B1 likewise; W0, W1: the WEIGHT of
+    the oldest BACKWARD of that chunk without one; W: of any chunk. Microbatches from M on, and
+    WEIGHTs that are not due, are left out.
+    """
+    chunks, kinds = (stage, 2 * P - 1 - stage), {"F": FORWARD, "B": BACKWARD}
+    count, waiting, order = collections.Counter(), [], []
+    for word in itertools.chain(*(words.split() * times for words, times in phases)):
+        letter, which = word[0], word[1:]
+        if letter == "W":
+            due = [pair for pair in waiting if not which or pair[1] == chunks[int(which)]]
+            for pair in due[:1]:
+                waiting.remove(pair)
+                order.append((WEIGHT, *pair))
+            continue
+        pair = count[word], chunks[int(which)]
+        count[word] += 1
+        if pair[0] < M:
+            order.append((kinds[letter], *pair))
+            waiting += [pair] * (letter == "B")
+    return order
 
 
 def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
@@ -185,6 +233,7 @@ SCHEDULES: dict[str, Callable[..., Table]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    "zb_1f1b": zb_1f1b,
     "zb_h1": zb_h1,
     "zb_v": zb_v,
     "dual_pipe_v": dual_pipe_v,

@@ -12,11 +12,17 @@ BUBBLES: dict[str, tuple[str, Callable[[int, int, int], float]]] = {
     "gpipe": ("(P-1) / (M+P-1)", lambda P, M, v: (P - 1) / (M + P - 1)),
     "1f1b": ("(P-1) / (M+P-1)", lambda P, M, v: (P - 1) / (M + P - 1)),
     "interleaved_1f1b": ("(P-1) / (vM+P-1)", lambda P, M, v: (P - 1) / (v * M + P - 1)),
+    "zb_1f1b": ("2(P-1) / (3vM+2(P-1))", lambda P, M, v: 2 * (P - 1) / (3 * v * M + 2 * (P - 1))),
     "zb_h1": ("(P-1) / (3M+P-1)", lambda P, M, v: (P - 1) / (3 * M + P - 1)),
-    "zb_v": ("(P-1) / (6M+P-1)", lambda P, M, v: (P - 1) / (6 * M + P - 1)),
+    "zb_v": ("I / (6M+I), I = max(P-1, 2(2P-1-M))", lambda P, M, v: _zb_v(P, M)),
     "dual_pipe_v": ("(P-1) / (6M+P-1)", lambda P, M, v: (P - 1) / (6 * M + P - 1)),
     "pipedream_2bw": ("0", lambda P, M, v: 0.0),
 }
+
+
+def _zb_v(P: int, M: int) -> float:
+    idle = max(P - 1, 2 * (2 * P - 1 - M))
+    return idle / (6 * M + idle)
 
 
 def summary(
