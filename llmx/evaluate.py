@@ -20,7 +20,6 @@ from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import dataset as data_lib
-from llmx.pipeline import schedules
 from llmx.runtime import launch
 from llmx.step.step import Recipe
 
@@ -137,7 +136,8 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float]]:
     if run.mesh.stage > 1:
         run.batch.accumulation = 1  # its own evaluations too take the batch of a step
     # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
-    run.mesh, run.pipeline = sharding.MeshConfig(), schedules.PipelineConfig()
+    run.mesh = sharding.MeshConfig()
+    checks.forget_training(run)
     run = checks.resolve(run, jax.device_count())
     recipe = recipe_lib.make_recipe(run)
     dataset = data_lib.open_dataset(

@@ -20,6 +20,7 @@ import jax
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.checkpoint import checkpointer, reshard
+from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.data import tokenizers
 from llmx.model import sampling
@@ -169,10 +170,8 @@ def _make_recipe(config: config_lib.Config, *, tensor: int, fsdp: int) -> Recipe
     if min(tensor, fsdp) < 1 or tensor * fsdp > len(devices):
         limits = f"1 to {len(devices)}, the devices here"
         raise ValueError(f"--tensor={tensor} times --fsdp={fsdp} must be {limits}")
-    config.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)  # and no stages
-    replicate_kv = config.model.num_kv_heads % tensor != 0
-    config.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)
-    return recipe_lib.make_recipe(config, devices=devices[: tensor * fsdp])
+    run = checks.for_inference(config, tensor=tensor, fsdp=fsdp)
+    return recipe_lib.make_recipe(run, devices=devices[: tensor * fsdp])
 
 
 if __name__ == "__main__":

@@ -49,6 +49,29 @@ def resolve(
     return config
 
 
+def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
+    """A copy of a resolved run that computes forward on a mesh of its own, by ZeRO-3.
+
+    Raises ConfigError as `resolve` does, where the model does not divide over the mesh.
+    """
+    run = copy.deepcopy(run)
+    run.mesh = sharding.MeshConfig(data=1, fsdp=fsdp, tensor=tensor)  # and no stages
+    kv_heads = run.model.num_kv_heads
+    replicate_kv = kv_heads % tensor > 0 and tensor % kv_heads == 0
+    run.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)
+    forget_training(run)
+    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
+    if found := [*_tensor(run, sizes), *_width(run, sizes)]:
+        raise ConfigError(found)
+    return run
+
+
+def forget_training(run: Config) -> None:
+    """Leaves out, in place, what concerns backward passes, updates and stages."""
+    run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
+    run.remat, run.memory_budget = "full", 0.0
+
+
 def _start(config: Config) -> Iterator[str]:
     """Where the run begins, before any file but directories is looked at."""
     workdir, _ = identity.origin(config.start_from)
@@ -187,6 +210,12 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
 
 def _stages(config: Config, stages: int) -> Iterator[str]:
     """What pipeline parallelism splits."""
+    if stages == 1 and remat.keeps_input(config.remat):
+        yield (
+            f"remat={config.remat!r} with mesh.stage=1: it keeps the input of a stage's chunk of "
+            f"the model, and there are no stages; use {remat.inside(config.remat)!r}, or 'sqrt' to "
+            "save less"
+        )
     if stages == 1:
         default = PipelineConfig()
         for key in ("table", "layers", "virtual_stages"):
@@ -233,17 +262,19 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
                 f"model.{key}={value} does not divide over tensor={tensor}, which splits {split}: "
                 f"use tensor in {_divisors(value, tensor)} or another {key}"
             )
-    kv_heads = model.num_kv_heads
-    if kv_heads % tensor and not config.sharding.replicate_kv:
+    kv_heads, shared = model.num_kv_heads, config.sharding.replicate_kv
+    if kv_heads % tensor and (tensor % kv_heads or not shared):
+        remedy = ""
+        if tensor % kv_heads == 0:
+            remedy = ", or sharding.replicate_kv=True, which keeps all K/V heads on each shard"
+        elif shared:
+            remedy = (
+                ": with sharding.replicate_kv tensor may be a multiple of the K/V heads, so that "
+                "the query heads of a shard share one"
+            )
         yield (
             f"model.num_kv_heads={kv_heads} does not divide over tensor={tensor}: use tensor in "
-            f"{_divisors(kv_heads, kv_heads)}, or sharding.replicate_kv=True, which keeps all K/V "
-            "heads on each shard"
-        )
-    elif kv_heads % tensor and tensor % kv_heads:
-        yield (
-            f"model.num_kv_heads={kv_heads} and tensor={tensor}: with sharding.replicate_kv one "
-            "must be a multiple of the other, so that a shard's query heads share K/V heads"
+            f"{[n for n in _divisors(kv_heads, kv_heads) if model.num_heads % n == 0]}{remedy}"
         )
     if model.vocab_multiple < 1:
         return
@@ -291,7 +322,7 @@ def _turns(config: Config, sizes: dict[str, int], rows: int) -> Iterator[str]:
 
 def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What data parallelism splits: sequences, and the width of parameters or their state."""
-    batch, width, layout = config.batch, config.model.width, config.sharding.layout
+    batch, layout = config.batch, config.sharding.layout
     over = {axis: sizes[axis] for axis in sharding.BATCH_AXES}
     ways = math.prod(over.values()) * batch.accumulation
     if ways >= 1 and batch.size % ways:
@@ -308,6 +339,12 @@ def _batch(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"sharding.gather='step' gathers nothing with layout {layout!r}, whose parameters are "
             "whole: use 'layer', or layout 'zero3' or 'hsdp'"
         )
+    yield from _width(config, sizes)
+
+
+def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """What the layout splits the width over."""
+    width, layout = config.model.width, config.sharding.layout
     over = {axis: sizes[axis] for axis in replica_axes(config, "optimizer")}
     if width % (ways := math.prod(over.values())):
         yield (

@@ -191,19 +191,21 @@ class Apply:
         self, blocks: dict, x_BTD: Float[Array, "B T D"], mask: Mask, execution: Execution, *,
         kinds: tuple[str, ...] | Array | None = None, grad_buffers: dict | None = None,
         rotations: dict | None = None, cache: tuple[Array, Array] | None = None,
-        now: Array | int | None = None,
+        now: Array | int | None = None, row: Array | None = None, first: int = 0,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
         Args:
-          blocks: weights of l layers, [l, ...] each.
+          blocks: weights of l layers, [l, ...] each; or of more, if `row` is that of the first.
           x_BTD: input of the first, in the order of `split_rows`, split as between blocks.
           kinds: of the l layers, by default those of the model; or int32 [l], indices into
             `kind_names`, if they are known at run time only: -1 is no layer.
-          grad_buffers: like `blocks`: see `losses`.
+          grad_buffers: [l, ...] each, like the weights: see `losses`.
           rotations: of `mask.positions_BT`, by default made here.
           cache: keys and values [l, B, S, K, H] into which those of x are written; None = none.
           now: the slot of the first position of x.
+          row: int32 [], see `blocks`.
+          first: the number of the first layer, by which the rules of `execution.remat` count.
         """
         kinds = self.model.layer_kinds if kinds is None else kinds
         rules = remat.parse(execution.remat, self.kind_names)
@@ -213,31 +215,36 @@ class Apply:
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
         masks = groups.split_masks(mask, rotations)
-        layer_of = functools.partial(self._layer, masks, groups, execution, now)
+        layer_of = functools.partial(self._layer, masks, groups, execution, now, row)
         with execution.policy.products():
             x, cache = layers.scan_layers(
                 layer_of, kinds, groups.split_x(x_BTD, place), blocks, (grad_buffers, cache),
-                names=self.kind_names, rules=rules, offloaded=execution.offloaded,
+                names=self.kind_names, rules=rules, offloaded=execution.offloaded, row=row,
+                first=first,
             )  # fmt: skip
         return groups.join_x(x, place), cache
 
     def _layer(
-        self, masks: list, groups: turns.Groups, execution: Execution, now,
-        kind: str, policy: remat.Policy, stack: dict | None,
+        self, masks: list, groups: turns.Groups, execution: Execution, now, row: Array | None,
+        kind: str, *, recomputed: bool, stack: dict | None,
     ) -> Callable:  # fmt: skip
         """(x, (weights, (gradient buffers, cache)) of one layer) -> (x, its cache).
 
-        With a `stack`, [l, ...] each, the layer's index stands in the place of its weights. x is a
-        list with one array for each group, [B/n, T, D] or [B, T/n, D], and `masks` has the mask and
-        rotations of each. Of groups of positions the cache is None.
+        With a `stack`, [l, ...] each, the layer's index stands in the place of its weights, counted
+        from `row` if the stack is of more layers. x is a list with one array for each group,
+        [B/n, T, D] or [B, T/n, D], and `masks` has the mask and rotations of each. Of groups of
+        positions the cache is None.
         """
         window = self.model.window if kind == families.LOCAL else 0
         several, by_positions = groups.number > 1, groups.of == turns.POSITIONS
-        execution = dataclasses.replace(execution, recomputed=policy.saved is not None)
+        execution = dataclasses.replace(execution, recomputed=recomputed)
 
         def layer(x, arrays):
             own, (grad_buffers, cache) = arrays  # its weights, or its index
-            weights = own if stack is None else jax.tree.map(lambda leaf: _row(leaf, own), stack)
+            weights = own
+            if stack is not None:
+                index = own if row is None else row + own
+                weights = jax.tree.map(lambda leaf: _row(leaf, index), stack)
             weights = jax.tree.map(_on_device, weights)
             if several and execution.recomputed:
                 weights = self._gathered(weights, execution)
@@ -255,7 +262,7 @@ class Apply:
                 out.append(x_BTD)
             return out, None if by_positions else keys_and_values
 
-        return remat.checkpointed(layer, policy, execution.offloaded)
+        return layer
 
     def _gathered(self, weights: dict, execution: Execution) -> dict:
         """The weights of a layer, those that products take gathered: once for all groups."""

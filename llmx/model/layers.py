@@ -21,37 +21,47 @@ from llmx.model import remat
 def scan_layers(
     layer_of: Callable[..., Callable], kinds: tuple[str, ...] | Array, x: Any, weights: Any,
     others: Any, *, names: Sequence[str], rules: Sequence[remat.Rule],
-    offloaded: Sequence[str] = (),
+    offloaded: Sequence[str] = (), row: Array | None = None, first: int = 0,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """x after all layers, and their stacked caches.
+    """x after l layers, and their stacked caches.
 
     Layers are scanned in the shortest period of their kinds, then what is left of a period; inside
     it neighbours of one kind are a scan: the program holds equal neighbours once.
 
     Args:
-      layer_of: (one of `names`, a policy, a stack) -> a layer of that kind, checkpointed. It takes
-        (weights, others) of one layer; with a stack, its index there in the place of the weights.
+      layer_of: (one of `names`, whether it is checkpointed, a stack) -> a layer of that kind. It
+        takes (weights, others) of one layer; with a stack, of which it takes them itself, its index
+        in the place of the weights.
       kinds: of the layers; or int32 [l], indices into `names`, if they are known at run time only:
         -1 is no layer.
-      weights, others: of all layers, [l, ...] each.
+      weights: of the layers, [l, ...] each; or of more, if `row` is the row of the first.
+      others: of the layers, [l, ...] each.
       rules: which policy a layer has; `offloaded`: see `remat.checkpointed`.
+      first: the number of the first layer, by which `rules` count.
     """
-    caches = []
-    for first, end, policy_of in remat.series(rules, len(kinds)):
+    caches, num = [], len(kinds)
+    for start, end, policy_of in remat.series(rules, num, first):
         policies = {kind: policy_of(kind) for kind in names}
-        part, rows, stack = kinds, (weights, others), None
-        whole = (first, end) == (0, len(kinds))
+        whole, part, others_of = (start, end) == (0, num), kinds, others
         if not whole:
-            part, rows = kinds[first:end], _rows(rows, first, end)
+            part, others_of = kinds[start:end], _rows(others, start, end)
         recomputed = all(policy.saved is not None for policy in policies.values())
-        if recomputed and not (whole and _divides(kinds, policies[names[0]])):
+        stack, rows = None, weights
+        if recomputed and not (row is None and whole and _divides(kinds, policies[names[0]])):
             # A loop over a part of the weights would take a copy of them.
-            stack = weights
-            rows = jnp.arange(first, end, dtype=jnp.int32), rows[1]
-        scanned = {kind: layer_of(kind, policy, stack) for kind, policy in policies.items()}
-        x, cache = _scan(scanned, part, x, rows, policies[names[0]], offloaded)
+            stack, rows = weights, jnp.arange(start, end, dtype=jnp.int32)
+        elif row is not None:
+            rows = jax.tree.map(lambda leaf: _slice(leaf, row + start, end - start), weights)  # noqa: B023
+        elif not whole:
+            rows = _rows(weights, start, end)
+        layer = functools.partial(layer_of, recomputed=recomputed, stack=stack)
+        x, cache = _scan(layer, part, x, (rows, others_of), policies, offloaded)
         caches.append(cache)
     return x, _concatenated(*caches)
+
+
+def _slice(array: Array, start: Array, size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, size)
 
 
 def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
@@ -60,13 +70,20 @@ def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
     return len(kinds) % math.lcm(remat.segment_size(policy, len(kinds), period), period) == 0
 
 
-def _scan(layers: dict[str, Callable], kinds, x, stacked, policy: remat.Policy, offloaded):
+def _scan(layer_of, kinds, x, stacked, policies: dict[str, remat.Policy], offloaded):
     """`scan_layers` where one rule holds for the layers of each kind."""
     num, period = len(kinds), remat.period_of(kinds)
     if isinstance(kinds, tuple):
-        scan = functools.partial(_scan_periods, layers, kinds[:period])
+        checkpointed = {
+            kind: remat.checkpointed(layer_of(kind), policy, offloaded)
+            for kind, policy in policies.items()
+        }
+        scan = functools.partial(_scan_periods, checkpointed, kinds[:period])
     else:
-        scan, stacked = functools.partial(_scan_branches, layers), (kinds, stacked)
+        layer = _any_of([layer_of(kind) for kind in policies])
+        layer = remat.checkpointed(layer, remat.union(policies.values()), offloaded)
+        scan, stacked = functools.partial(jax.lax.scan, _unless_empty(layer)), (kinds, stacked)
+    policy = next(iter(policies.values()))
     size = remat.segment_size(policy, num, period)
     if size == 1:
         return scan(x, stacked)
@@ -82,12 +99,27 @@ def _scan(layers: dict[str, Callable], kinds, x, stacked, policy: remat.Policy, 
     return x, _concatenated(*caches)
 
 
-def _scan_branches(layers: dict[str, Callable], x, stacked):
-    """x after layers of stages, whose kinds differ at the same index, or which have none there."""
-    branches = [lambda x, _: (x, None), *layers.values()]
-    return jax.lax.scan(
-        lambda x, layer: jax.lax.switch(layer[0] + 1, branches, x, layer[1]), x, stacked
-    )
+def _any_of(layers: Sequence[Callable]) -> Callable:
+    """A layer whose kind is known at run time: a number, beside its arrays.
+
+    It is checkpointed as a whole: a conditional inside out would save the weights that it read.
+    """
+    if len(layers) == 1:
+        return lambda x, row: layers[0](x, row[1])
+    return lambda x, row: jax.lax.switch(jnp.maximum(row[0], 0), layers, x, row[1])
+
+
+def _unless_empty(layer: Callable) -> Callable:
+    """`layer`, whose result is x where its kind is -1.
+
+    It computes there too: in a pipeline the other stages have a layer at the same time.
+    """
+
+    def masked(x, row):
+        out, cache = layer(x, row)
+        return jax.tree.map(lambda new, old: jnp.where(row[0] < 0, old, new), out, x), cache
+
+    return masked
 
 
 def _scan_periods(layers: dict[str, Callable], period: tuple[str, ...], x, stacked):

@@ -14,7 +14,10 @@ for a layer decides:
     every_4+attention               segments of 4 layers
 
 A policy is one of `POLICIES`, or names of `SAVES` with + between, which `sqrt` or `every_N` may
-precede. In a pipeline layers are counted within each model chunk.
+precede. In a pipeline layers are counted within each model chunk, and `part`, alone or before the
+rules (`part+dots`, `part+local=full,global=names`), keeps only the input of a chunk for each
+microbatch: the backward operation runs the whole chunk again, in which the layers save what the
+rules say.
 
 Sources: arXiv 1604.06174; selective, arXiv 2205.05198; offload, arXiv 1602.08124.
 """
@@ -23,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -77,6 +80,7 @@ POLICIES: dict[str, Policy] = {
     "sqrt": Policy(segment=0),
 }
 BUDGET = "budget"  # chosen by `llmx.aot.budget`
+PART = "part"  # of a pipeline: see above
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +97,25 @@ class Rule:
         return inside and self.kind in ("", kind)
 
 
+def keeps_input(text: str) -> bool:
+    """Whether `text` keeps only the input of each model chunk of a pipeline: "part"."""
+    return text == PART or text.startswith(f"{PART}+")
+
+
+def inside(text: str) -> str:
+    """What `text` says of the layers of a chunk that is run again; `text`, where none is."""
+    if not keeps_input(text):
+        return text
+    return text.removeprefix(PART).removeprefix("+") or "full"
+
+
 def parse(text: str, kinds: Sequence[str]) -> tuple[Rule, ...]:
     """The rules of the config's `remat`, for a model with these kinds of layers.
 
-    Raises ValueError, naming the part that is wrong and what it may be.
+    Behind "part+" they are those of a chunk that is run again; "part" alone is "part+full". Raises
+    ValueError, naming the part that is wrong and what it may be.
     """
+    text = inside(text)
     if text == BUDGET:
         raise ValueError(
             f"remat={text!r} is chosen by llmx.train and llmx.aot, which compile the step for it: "
@@ -162,10 +180,13 @@ def _policy(text: str) -> Policy:
             raise ValueError(f"remat={BUDGET!r} stands alone: it chooses for all layers")
         elif every or name == "sqrt":
             raise ValueError(f"remat={text!r}: sqrt or every_N stands first, and once")
+        elif name == PART:
+            raise ValueError(f"remat={text!r}: {PART} stands before all rules, and once")
         else:
+            known = bounds.use_one_of(name, (*POLICIES, PART, BUDGET))
             raise ValueError(
-                f"remat={name!r} is unknown: {bounds.use_one_of(name, (*POLICIES, BUDGET))}, or "
-                f"names of {', '.join(SAVES)} with + between, behind sqrt or every_N"
+                f"remat={name!r} is unknown: {known}, or names of {', '.join(SAVES)} with "
+                "+ between, behind sqrt or every_N"
             )
     return Policy(saved, segment)
 
@@ -197,13 +218,25 @@ def problems(text: str, offload: OffloadConfig, kinds: Sequence[str]) -> list[st
     return found
 
 
-def series(rules: Sequence[Rule], num_layers: int) -> Iterator[tuple[int, int, Callable]]:
-    """(first, end, kind -> Policy) of the longest runs of layers for which the same rules hold."""
+def series(
+    rules: Sequence[Rule], num_layers: int, offset: int = 0
+) -> Iterator[tuple[int, int, Callable]]:
+    """(first, end, kind -> Policy) of the longest runs of layers for which the same rules hold.
+
+    `offset`: the number, by which rules count, of the first layer.
+    """
     edges = {0, num_layers}
     for rule in rules:
-        edges |= {min(n, num_layers) for n in (rule.first, rule.end) if n is not None}
+        bounds_of = (n - offset for n in (rule.first, rule.end) if n is not None)
+        edges |= {min(max(n, 0), num_layers) for n in bounds_of}
     for first, end in itertools.pairwise(sorted(edges)):
-        yield first, end, functools.partial(policy_of, rules, first)
+        yield first, end, functools.partial(policy_of, rules, first + offset)
+
+
+def union(policies: Iterable[Policy]) -> Policy:
+    """What a layer saves whose kind is known at run time only: what any kind saves."""
+    saved = [policy.saved for policy in policies]
+    return Policy(None if None in saved else frozenset().union(*saved))
 
 
 def policy_of(rules: Sequence[Rule], layer: int, kind: str) -> Policy:

@@ -27,11 +27,14 @@ def policies(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
 
     `chunks`: see above. Raises ValueError where `text` is wrong or "budget".
     """
-    rules = remat.parse(text, sorted(set(model.layer_kinds)))
+    names, parts = sorted(set(model.layer_kinds)), _parts(model, chunks)
+    rules = remat.parse(text, names)
+    if not _alike(parts):
+        # Kinds are known at run time only.
+        any_kind = lambda layer: [remat.policy_of(rules, layer, kind) for kind in names]  # noqa: E731
+        return [remat.union(any_kind(layer)) for part in parts for layer in range(len(part))]
     return [
-        remat.policy_of(rules, layer, kind)
-        for part in _parts(model, chunks)
-        for layer, kind in enumerate(part)
+        remat.policy_of(rules, layer, kind) for part in parts for layer, kind in enumerate(part)
     ]
 
 
@@ -44,10 +47,9 @@ def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
     found, kind, parts = [], model.layer_kinds[0], _parts(model, chunks)
     rules = remat.parse(text, sorted(set(model.layer_kinds)))
     start, slots = 0, max(map(len, parts))
-    alike = len(set(parts)) == 1  # otherwise kinds are known at run time, and their period is not
     for part in parts:
         for first, end, policy_of in remat.series(rules, slots):
-            period = remat.period_of(part[first:end]) if alike else 1
+            period = remat.period_of(part[first:end]) if _alike(parts) else 1
             size = remat.segment_size(policy_of(kind), end - first, period)
             stop = min(end, len(part))
             if size > 1:
@@ -72,6 +74,11 @@ def _parts(model: ModelConfig, chunks: Sequence[int]) -> list[tuple[str, ...]]:
     return [tuple(kinds[end - num : end]) for num, end in zip(chunks, stops, strict=True)]
 
 
+def _alike(parts: Sequence[tuple[str, ...]]) -> bool:
+    """Whether the layers at one place of all chunks are of one kind; else an array says which."""
+    return len(set(parts)) == 1
+
+
 def recomputed_flops_by_layer(
     model: ModelConfig, *, sequence_length: int, text: str, loss_chunks: int, causal: bool = True,
     chunks: Sequence[int] = (), offloaded: Sequence[str] = (),
@@ -79,7 +86,8 @@ def recomputed_flops_by_layer(
     """FLOPs per token of the forward pass that the backward pass repeats, by layer.
 
     Only what gradients need: a block's last product is repeated where a norm follows it; the layers
-    of a segment are run once more, whole. What an attention kernel repeats by itself is left out.
+    of a segment are run once more, whole, and all layers are with "part". What an attention kernel
+    repeats by itself is left out.
     With several `loss_chunks`, parts of the vocabulary in the loss, logits are not saved. `text`,
     `chunks`, `offloaded`: see above. Raises ValueError where `text` is wrong or "budget".
     """
@@ -90,7 +98,9 @@ def recomputed_flops_by_layer(
         recomputed_flops(model, policy, of_scores, offloaded)
         for policy, of_scores in zip(chosen, scores, strict=True)
     ]
-    for first, end in segments(model, text, chunks):
+    again = segments(model, text, chunks)
+    again += [(0, model.num_layers)] * remat.keeps_input(text)
+    for first, end in again:
         for layer in range(first, end):
             blocks[layer] += forward[layer + 1]
     head = 2.0 * model.width * model.vocab_size if loss_chunks > 1 else 0.0
@@ -147,18 +157,26 @@ def saved_bytes_by_layer(
 
     As jax traces it, with an attention kernel that saves no scores, and without the statistics of
     norms; a compiler may save less. Layers in segments have only the segment's input, and not what
-    they save when the segment is run again. `text`, `chunks`, `offloaded`: see above.
-    `loss_chunks`: see `recomputed_flops_by_layer`. `compute_bytes`: of a number in the compute
-    dtype; norms, logits, log-sum-exps are in fp32. Raises ValueError where `text` is wrong or
-    "budget".
+    they save when the segment is run again; with "part" chunks likewise. `text`, `chunks`,
+    `offloaded`: see above. `loss_chunks`: see `recomputed_flops_by_layer`. `compute_bytes`: of a
+    number in the compute dtype; norms, logits, log-sum-exps are in fp32. Raises ValueError where
+    `text` is wrong or "budget".
     """
     blocks = [
         saved_bytes(model, policy, compute_bytes, offloaded)
         for policy in policies(model, text, chunks)
     ]
     of_input = 0 if remat.INPUT in offloaded else compute_bytes * model.width
+    if not _alike(_parts(model, chunks)):
+        # A conditional saves the names of each kind by themselves.
+        kinds = len(set(model.layer_kinds))
+        blocks = [of_input + kinds * (num_bytes - of_input) for num_bytes in blocks]
     for first, end in segments(model, text, chunks):
         blocks[first:end] = [of_input, *[0] * (end - first - 1)]
+    if remat.keeps_input(text):
+        stops = itertools.accumulate(chunks or (model.num_layers,))
+        firsts = {0, *stops}
+        blocks = [of_input * (layer in firsts) for layer in range(model.num_layers)]
     logits = model.padded_vocab if loss_chunks == 1 else 0
     # Token ids; and into the head, the last norm's arrays, log Z and the target.
     head = compute_bytes * model.width + 4 * (3 * model.width + logits + 2)

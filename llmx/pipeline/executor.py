@@ -22,12 +22,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
-from llmx.model import dot
+from llmx.model import dot, remat
+from llmx.pipeline import saves as saves_lib
 from llmx.pipeline import tick as tick_lib
 from llmx.pipeline.permutation import EMPTY
 from llmx.pipeline.schedule import IDLE
 from llmx.pipeline.stages import ModelChunks
-from llmx.pipeline.tick import STAGE, Body, Carry, Context, Residuals, When, with_leading
+from llmx.pipeline.tick import STAGE, Body, Carry, Context, When, with_leading
 from llmx.pipeline.ticks import Program, Row
 
 
@@ -83,40 +84,44 @@ def _context(program, chunks, functions, mesh, params, batches, kinds, grad_buff
     blocks, outer = (None, None) if grad_buffers is None else grad_buffers
     stages, to_local = mesh.shape["stage"], functools.partial(sharding.to_local, mesh, STAGE)
     blocks = jax.tree.map(lambda leaf: with_leading(leaf, leaf.shape[0] // stages, of=1), blocks)
+    weights = [jax.tree.map(to_local, stacked) for stacked, _ in params]
+    others = [outside for _, outside in params]
+    several = len(params) > 1
+    joined = lambda join, trees: jax.tree.map(lambda *a: join(a), *trees) if several else trees[0]  # noqa: E731
     context = Context(
         program=program, chunks=chunks, functions=functions, links=tick_lib.Links(mesh),
-        weights=tuple(jax.tree.map(to_local, stacked) for stacked, _ in params),
-        outer=tuple(others for _, others in params),
+        weights=joined(jnp.concatenate, weights), outer=joined(jnp.stack, others),
         batch=jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches),
-        block_buffers=blocks, backward_buffers=blocks, outer_buffers=outer,
+        block_buffers=blocks, outer_buffers=outer, versions=len(params),
         kinds=_kinds(chunks, kinds, mesh),
         stage=_by_stage(range(stages), mesh)[0],
+        runs=(tick_lib.Run(0, chunks.size, blocks),),
     )  # fmt: skip
     x_type = jax.eval_shape(lambda: context.embedded(None, 0))
     context = dataclasses.replace(context, x_type=x_type)
+    if grad_buffers is None:
+        return context
     if program.table.splits_backward:
-        records, buffers = _deferred(context)
-        context = dataclasses.replace(context, deferred=records, backward_buffers=buffers)
-    if grad_buffers is not None:
-        context = dataclasses.replace(context, residuals=_residuals(context))
-    return context
+        context = dataclasses.replace(context, runs=_runs(context))
+    return dataclasses.replace(context, saves=_saves(context))
 
 
 def _empty(context: Context, steps: int) -> Carry:
     """The carry of the first tick: empty slots and sums of nothing."""
-    slots, residuals = context.program.slots, context.residuals
+    slots, saves = context.program.slots, context.saves
     losses = jax.eval_shape(
-        lambda x: context.functions.losses(context.outer[0], None, x, context.rows(0)),
+        lambda x: context.functions.losses(context.outer_of(0), None, x, context.rows(0)),
         context.x_type,
     )
+    records = (record for run in context.runs for record in run.deferred)
     buffer = lambda leaf, name: sharding.zeros(with_leading(leaf, slots[name]))  # noqa: E731
     add_up = lambda leaf: sharding.empty_sum(with_leading(leaf, steps))  # noqa: E731
     return Carry(
         inputs=buffer(context.x_type, "inputs") if slots["inputs"] else None,
         gradients=buffer(context.x_type, "gradients") if slots["gradients"] else None,
-        saved=() if residuals is None else tuple(buffer(leaf, "saved") for leaf in residuals.saved),
+        saved=() if saves is None else tuple(buffer(leaf, "saved") for leaf in saves.types),
         deferred=jax.tree.map(
-            lambda leaf: buffer(leaf, "deferred"), tuple(of.types for of in context.deferred)
+            lambda leaf: buffer(leaf, "deferred"), tuple(record.types for record in records)
         ),
         blocks=tuple(
             sharding.empty_sum(with_leading(leaf, leaf.shape[0] * steps, of=1))
@@ -148,33 +153,41 @@ def _body(rows: Row) -> Body:
     return Body(frozenset(np.unique(rows.kind).tolist()) - {IDLE}, jax.tree.map(when, rows))
 
 
-def _residuals(context: Context) -> Residuals:
-    """What has to be saved of one chunk and microbatch for its derivative."""
-    traced = []
+def _saves(context: Context) -> saves_lib.Saves:
+    """What is kept of one chunk and microbatch for its derivative."""
+    functions, x_type = context.functions, context.x_type
+    if remat.keeps_input(functions.remat):
+        saves = saves_lib.input_only(context.differentiated, context.apply, x_type)
+    else:
+        arguments = lambda: context.arguments(0, 0)  # noqa: E731
+        saves = saves_lib.residuals(context.differentiated, arguments, x_type)
+    if functions.kept_bytes is not None:
+        tokens = x_type.shape[0] * x_type.shape[1]
+        beside = jax.eval_shape(lambda: context.arguments(0, 0).side_inputs)
+        saves_lib.check(saves, functions.kept_bytes * tokens, functions.remat, beside)
+    return saves
 
-    def trace(x_BTD):
-        arguments = context.arguments(0, 0)
-        values, structure = jax.tree.flatten(context.differentiated(x_BTD, *arguments)[1])
-        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
-        argument_of = tuple(numbers.get(id(value)) for value in values)
-        saved = tuple(jax.typeof(value) for value in values if id(value) not in numbers)
-        traced.append(Residuals(structure, argument_of, saved))
 
-    jax.eval_shape(trace, context.x_type)
-    return traced[0]
+def _runs(context: Context) -> tuple[tick_lib.Run, ...]:
+    """A chunk's layers by whether their weight gradients are deferred: the first ones are."""
+    size, deferred = context.chunks.size, context.program.deferred_layers
+    runs = [_deferred(context, min(deferred, size))] if deferred else []
+    first = sum(run.size for run in runs)
+    if first < size:
+        runs.append(tick_lib.Run(first, size - first, context.block_buffers))
+    return tuple(runs)
 
 
-def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
-    """Records of a chunk's deferred weight gradients, with types over its layers, and the gradient
-    buffers of the backward operation, which leave these out."""
-    size = context.chunks.size
+def _deferred(context: Context, size: int) -> tick_lib.Run:
+    """The first `size` layers, with records of their deferred weight gradients."""
     record_or = lambda leaf, uses_dot: dot.WeightGradRecord() if uses_dot else leaf  # noqa: E731
     buffers = jax.tree.map(record_or, context.block_buffers, context.functions.uses_dot)
+    run = tick_lib.Run(0, size, buffers)
+    alone = dataclasses.replace(context, runs=(run,))
 
     def trace(x_BTD):
-        weights, _, side_inputs, kinds = context.arguments(0, 0)
-        empty = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), buffers)
-        return context.functions.apply_chunk(weights, empty, x_BTD, side_inputs, kinds)
+        arguments = alone.arguments(0, 0)
+        return alone.apply(x_BTD, arguments, arguments.buffers)
 
     jax.eval_shape(trace, context.x_type)
     is_record = lambda leaf: isinstance(leaf, dot.WeightGradRecord)  # noqa: E731
@@ -182,7 +195,8 @@ def _deferred(context: Context) -> tuple[tuple[dot.WeightGradRecord, ...], Any]:
     for record in records:
         record.types = jax.tree.map(lambda leaf: with_leading(leaf, size), record.types)
     types = lambda leaf: leaf.types if is_record(leaf) else leaf  # noqa: E731
-    return tuple(records), jax.tree.map(types, buffers, is_leaf=is_record)
+    buffers = jax.tree.map(types, buffers, is_leaf=is_record)
+    return tick_lib.Run(0, size, buffers, tuple(records))
 
 
 def _left_in_flight(carry: Carry, mesh: Mesh) -> Buffers:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.contract import Batch, Gradient, Gradients
 from llmx.model import apply as apply_lib
-from llmx.model import training_loss
+from llmx.model import remat_costs, training_loss
 from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import executor, tick, ticks
 from llmx.pipeline.schedule import Table
@@ -132,7 +133,7 @@ class _Pipeline:
             return split | {"extra": jax.tree.map(of_each, extra)}
 
         return executor.run_table(
-            ticks.program(table), self.chunks, _functions(self.loss), self.loss.mesh,
+            ticks.program(table), self.chunks, _functions(self.loss, self.chunks), self.loss.mesh,
             params=tuple((params["blocks"], _outside(params)) for params, *_ in steps),
             batches=tuple(prepared(batch, extra) for _, batch, extra in steps),
             kinds=apply.model.layer_kinds, in_flight=in_flight,
@@ -165,7 +166,7 @@ class _Pipeline:
         return [of(step) for step in range(steps)]
 
 
-def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
+def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
     """The model as an executor runs it: `stage` is local in what a chunk does."""
     apply, execution, model = loss.apply, loss.execution, loss.apply.model
     place = execution.place
@@ -185,11 +186,12 @@ def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
         mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
         return mask, apply.rotations(rows["positions"])
 
-    def apply_chunk(weights, buffers, x_BTD, side_inputs, kinds):
+    def apply_layers(weights, buffers, x_BTD, side_inputs, kinds, *, row=None, first=0):
         mask, rotations = side_inputs
         return apply.apply_layers(
-            weights, x_BTD, mask, inside, kinds=kinds, grad_buffers=buffers, rotations=rotations
-        )[0]
+            weights, x_BTD, mask, inside, kinds=kinds, grad_buffers=buffers, rotations=rotations,
+            row=row, first=first,
+        )[0]  # fmt: skip
 
     def losses(outer, buffers, x_BTD, rows):
         outer = with_buffers(outer, buffers)
@@ -197,12 +199,27 @@ def _functions(loss: TrainingLoss) -> tick.ModelFunctions:
         return loss.weighted(*token_losses, rows["share"], rows["extra"])
 
     params, axes = loss.params["blocks"], loss.axes["blocks"]
+    policies = remat_costs.policies(model, execution.remat, chunks.layers)
+    recomputed = all(policy.saved is not None for policy in policies)
     return tick.ModelFunctions(
-        embed, side_inputs, apply_chunk, losses,
+        embed, side_inputs, apply_layers, losses,
         embed_names=("embedding", "positions") if model.positions == "learned" else ("embedding",),
         losses_names=("norm", "embedding" if model.tied_head else "head"),
         uses_dot=jax.tree.map(lambda _, axes: "embed" in axes, params, axes),
+        remat=execution.remat, recomputed=recomputed,
+        kept_bytes=_kept_bytes(loss, chunks) if recomputed else None,
     )  # fmt: skip
+
+
+def _kept_bytes(loss: TrainingLoss, chunks: ModelChunks) -> int:
+    """Bytes per token that the model chunk with most keeps between FORWARD and BACKWARD."""
+    by_layer = remat_costs.saved_bytes_by_layer(
+        loss.apply.model, text=loss.execution.remat, loss_chunks=1, chunks=chunks.layers,
+        compute_bytes=loss.execution.policy.compute.itemsize,
+    )[1:-1]  # fmt: skip
+    stops = np.cumsum(chunks.layers)
+    spans = zip(stops - chunks.layers, stops, strict=True)
+    return max(sum(by_layer[first:end]) for first, end in spans)
 
 
 def _gradients(loss, z_loss, batch: Batch, tree, extra) -> Gradients:

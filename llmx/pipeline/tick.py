@@ -13,6 +13,7 @@ Letters: B batch, T positions, D width, M microbatches.
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.model import dot
+from llmx.pipeline import saves as saves_lib
 from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
 from llmx.pipeline.stages import ModelChunks
 from llmx.pipeline.ticks import Program, Row
@@ -34,25 +36,22 @@ STAGE = ("stage",)
 class ModelFunctions:
     """A model as functions of one microbatch's rows (a dict of arrays [B, T]).
 
-    `outer` are the parameters of embedding and head by name, `weights` those of one chunk's layers,
-    each with gradient buffers (`sharding.accumulate_into`); None = not differentiated.
+    `outer` are the parameters of embedding and head by name, `weights` those of layers, each with
+    gradient buffers (`sharding.accumulate_into`); None = not differentiated.
     """
 
     embed: Callable  # (outer, buffers, rows) -> x, the input of the first chunk
     side_inputs: Callable  # (rows) -> tree: what every chunk takes beside x
-    apply_chunk: Callable  # (weights, buffers, x, side_inputs, kinds) -> x
+    # (weights, buffers, x, side_inputs, kinds, row=, first=) -> x: see `Apply.apply_layers`
+    apply_layers: Callable
     losses: Callable  # (outer, buffers, last x, rows) -> scalars; the first is differentiated
     embed_names: tuple[str, ...]  # of `outer`, what embed and losses use
     losses_names: tuple[str, ...]
     uses_dot: Any  # for each of the layers' weights, whether `dot.dot` multiplies it
-
-
-class Residuals(NamedTuple):
-    """What the derivative of a chunk needs: its structure, and which values have to be saved."""
-
-    structure: Any
-    argument_of: tuple[int | None, ...]  # for each value, which of the arguments it is
-    saved: tuple[Any, ...]  # types of those that are no argument
+    remat: str  # of the config
+    recomputed: bool  # whether `remat` computes anything again in all layers
+    # Bytes per token that a chunk keeps between FORWARD and BACKWARD; None = whatever jax saves.
+    kept_bytes: int | None
 
 
 class Carry(NamedTuple):
@@ -74,7 +73,8 @@ class Results(NamedTuple):
     sent: jax.Array | None  # the chunk's output, or the gradient of its input
     saved: tuple[jax.Array, ...] = ()
     deferred: tuple[dot.WeightGradOperands, ...] = ()
-    blocks: tuple[jax.Array | None, ...] = ()  # gradients of one chunk's weights
+    # Gradients of one chunk's weights: for each of `Context.runs` those of all weights.
+    blocks: tuple[jax.Array | None, ...] = ()
 
 
 class When(enum.Enum):
@@ -146,6 +146,28 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive layers of every chunk, whose weight gradients are made in the same operation."""
+
+    first: int
+    size: int
+    # Types of gradient buffers of one chunk's weights, by layer; `dot.WeightGradOperands` where
+    # BACKWARD leaves these for WEIGHT.
+    buffers: Any = None
+    deferred: tuple[dot.WeightGradRecord, ...] = ()
+
+
+class Arguments(NamedTuple):
+    """What a chunk computes with beside its input."""
+
+    weights: Any  # of its layers, or of more if `row` is that of the first
+    row: jax.Array | None
+    buffers: tuple  # of the gradients, for each of `Context.runs`
+    side_inputs: Any
+    kinds: jax.Array | None  # of the layers, if they are known at run time only
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Context:
     """What does not change from tick to tick."""
 
@@ -153,19 +175,19 @@ class Context:
     chunks: ModelChunks
     functions: ModelFunctions
     links: Links
-    weights: tuple  # of this stage's layers: those that this step began with, the step before's
-    outer: tuple
+    # Of this stage's layers, [slots, ...]: those that this step began with, then the step before's.
+    weights: Any
+    outer: Any  # likewise, [versions, ...] if there are several
     batch: dict[str, jax.Array]  # [M, B, T], then the step before's
-    # Types of the gradients of this stage's layers; None = forward operations only. Those that the
-    # backward operation computes may be `dot.WeightGradOperands`.
+    # Types of the gradients of this stage's layers; None = forward operations only.
     block_buffers: Any
-    backward_buffers: Any
     outer_buffers: Any
     kinds: tuple[str, ...] | jax.Array  # of the layers of every chunk, or of this stage's slots
     stage: jax.Array  # this stage's number
+    versions: int = 1  # of the weights
+    runs: tuple[Run, ...] = ()  # of a chunk's layers
     x_type: jax.ShapeDtypeStruct | None = None  # of what goes from chunk to chunk
-    residuals: Residuals | None = None
-    deferred: tuple[dot.WeightGradRecord, ...] = ()
+    saves: saves_lib.Saves | None = None
 
     def mine(self, array: jax.Array) -> jax.Array:
         """This stage's entry of a row's array [stages]."""
@@ -175,42 +197,63 @@ class Context:
         """0 for a microbatch of this step, 1 for one of the step before."""
         return microbatch // self.program.table.num_microbatches
 
-    def version(self, versions: tuple, microbatch) -> Any:
-        """The parameters with which a microbatch goes through all chunks, forward and backward."""
-        if len(versions) == 1:
-            return versions[0]
-        old = self.age(microbatch) > 0
-        return jax.tree.map(lambda new, before: jnp.where(old, before, new), *versions)
+    def outer_of(self, microbatch) -> Any:
+        """Embedding and head with which a microbatch goes through the model."""
+        if self.versions == 1:
+            return self.outer
+        return jax.tree.map(lambda stack: _read(stack, self.age(microbatch)), self.outer)
 
     def rows(self, microbatch) -> dict[str, jax.Array]:
         """A microbatch's rows; of number 0 if it is negative."""
         return jax.tree.map(lambda array: _read(array, jnp.maximum(microbatch, 0)), self.batch)
 
-    def arguments(self, chunk, microbatch) -> tuple:
-        """Weights, buffers, side inputs and kinds of one chunk and microbatch."""
-        size, share = self.chunks.size, lambda tree: tree
-        if self.chunks.per_stage > 1:
-            rows = lambda array: jax.lax.dynamic_slice_in_dim(array, chunk * size, size)  # noqa: E731
-            share = functools.partial(jax.tree.map, rows)
-        buffers = None
+    def arguments(self, chunk, microbatch) -> Arguments:
+        """What one chunk computes with, of one microbatch, beside its input."""
+        size, per_stage = self.chunks.size, self.chunks.per_stage
+        row, weights = None, self.weights
+        kinds = None if isinstance(self.kinds, tuple) else self.kinds
+        if kinds is not None and per_stage > 1:
+            kinds = jax.lax.dynamic_slice_in_dim(kinds, chunk * size, size)
+        if per_stage * self.versions > 1:
+            row = (self.age(microbatch) * per_stage + chunk) * size
+            if not self.functions.recomputed:
+                # Without remat the weights that a layer read are among what it saves.
+                one = lambda stack: jax.lax.dynamic_slice_in_dim(stack, row, size)  # noqa: E731
+                row, weights = None, jax.tree.map(one, weights)
+        buffers = ()
         if self.block_buffers is not None:
-            buffers = jax.tree.map(lambda leaf: sharding.zeros(leaf, size), self.backward_buffers)
-        kinds = self.kinds if isinstance(self.kinds, tuple) else share(self.kinds)
-        weights = share(self.version(self.weights, microbatch))
-        return weights, buffers, self.functions.side_inputs(self.rows(microbatch)), kinds
+            make = lambda run: lambda leaf: sharding.zeros(leaf, run.size)  # noqa: E731
+            buffers = tuple(jax.tree.map(make(run), run.buffers) for run in self.runs)
+        side_inputs = self.functions.side_inputs(self.rows(microbatch))
+        return Arguments(weights, row, buffers, side_inputs, kinds)
+
+    def apply(self, x_BTD, arguments: Arguments, buffers: tuple = ()):
+        """A chunk's output."""
+        weights, row, _, side_inputs, kinds = arguments
+        kinds = self.kinds if kinds is None else kinds
+        for run, buffers_of in itertools.zip_longest(self.runs, buffers):
+            first, end = run.first, run.first + run.size
+            weights_of, row_of = weights, row
+            if len(self.runs) > 1 and self.functions.recomputed:
+                row_of = first if row is None else row + first
+            elif len(self.runs) > 1:
+                weights_of = jax.tree.map(lambda stack: stack[first:end], weights)  # noqa: B023
+            x_BTD = self.functions.apply_layers(
+                weights_of, buffers_of, x_BTD, side_inputs, kinds[first:end], row=row_of,
+                first=first,
+            )  # fmt: skip
+        return x_BTD
 
     def empty_outer(self, names) -> dict:
         return {name: jax.tree.map(sharding.zeros, self.outer_buffers[name]) for name in names}
 
-    def differentiated(self, x_BTD, weights, buffers, side_inputs, kinds):
+    def differentiated(self, x_BTD, arguments: Arguments):
         """A chunk's output, and the function from its gradient to those of x and the buffers."""
-        apply_chunk = self.functions.apply_chunk
-        apply = lambda x_BTD, buffers: apply_chunk(weights, buffers, x_BTD, side_inputs, kinds)  # noqa: E731
-        return jax.vjp(apply, x_BTD, buffers)
+        apply = lambda x_BTD, buffers: self.apply(x_BTD, arguments, buffers)  # noqa: E731
+        return jax.vjp(apply, x_BTD, arguments.buffers)
 
     def embedded(self, buffers, microbatch):
-        outer = self.version(self.outer, microbatch)
-        return self.functions.embed(outer, buffers, self.rows(microbatch))
+        return self.functions.embed(self.outer_of(microbatch), buffers, self.rows(microbatch))
 
 
 # ------------------------------------------------------------------------------------------ a tick
@@ -257,24 +300,22 @@ def _forward(context: Context, carry: Carry, row: Row, chunk, microbatch, embedd
         x_BTD = _read(carry.inputs, context.mine(row.input_slot))
         if embedded is not None:
             x_BTD = jnp.where(context.mine(row.is_first) > 0, embedded, x_BTD)
-    weights, buffers, side_inputs, kinds = context.arguments(chunk, microbatch)
-    if context.block_buffers is None:
-        return Results(context.functions.apply_chunk(weights, None, x_BTD, side_inputs, kinds))
-    y_BTD, pull = context.differentiated(x_BTD, weights, buffers, side_inputs, kinds)
-    values = zip(jax.tree.leaves(pull), context.residuals.argument_of, strict=True)
-    return Results(y_BTD, saved=tuple(value for value, number in values if number is None))
+    arguments = context.arguments(chunk, microbatch)
+    if context.saves is None:
+        return Results(context.apply(x_BTD, arguments))
+    y_BTD, saved = context.saves.forward(x_BTD, arguments)
+    return Results(y_BTD, saved=saved)
 
 
 def _backward(context: Context, carry: Carry, row: Row, chunk, microbatch, _) -> Results:
     """BACKWARD: gradients of a chunk's input and weights, some of these deferred."""
-    mine, residuals = context.mine, context.residuals
+    mine = context.mine
     # A stage without an operation computes gradients of zero.
     works = mine(row.kind) == BACKWARD
     gradient = jnp.where(works, _read(carry.gradients, mine(row.gradient_slot)), 0)
-    arguments = jax.tree.leaves(context.arguments(chunk, microbatch))
-    saved = iter([_read(buffer, mine(row.saved_slot)) for buffer in carry.saved])
-    values = [next(saved) if n is None else arguments[n] for n in residuals.argument_of]
-    gradient_x, gradients = jax.tree.unflatten(residuals.structure, values)(gradient)
+    saved = [_read(buffer, mine(row.saved_slot)) for buffer in carry.saved]
+    arguments = context.arguments(chunk, microbatch)
+    gradient_x, gradients = context.saves.backward(saved, arguments, gradient)
     is_deferred = lambda leaf: isinstance(leaf, dot.WeightGradOperands)  # noqa: E731
     leaves = jax.tree.leaves(gradients, is_leaf=is_deferred)
     return Results(
@@ -292,19 +333,23 @@ def _weight(context: Context, carry: Carry, row: Row, *_) -> Results:
         for buffers in carry.deferred
     ]
     works = mine(row.kind) == WEIGHT
-    operands = [two._replace(gradient=jnp.where(works, two.gradient, 0)) for two in operands]
-    deferred = iter(zip(context.deferred, operands, strict=True))
-
-    def one(uses_dot, buffer):
-        if not uses_dot:
-            return None
-        (record, operands), layer_type = next(deferred), with_leading(buffer, of=1)
-        layer = lambda two: sharding.to_buffer(record.gradient(two), layer_type)  # noqa: E731
-        return jax.lax.map(layer, operands)
-
-    buffers = jax.tree.leaves(context.block_buffers)
-    uses_dot = jax.tree.leaves(context.functions.uses_dot)
-    return Results(None, blocks=tuple(map(one, uses_dot, buffers)))
+    operands = iter(
+        two._replace(gradient=jnp.where(works, two.gradient, 0)) for two in operands
+    )  # fmt: skip
+    blocks = []
+    for run in context.runs:
+        records = iter(run.deferred)
+        for uses_dot, buffer in zip(
+            jax.tree.leaves(context.functions.uses_dot), jax.tree.leaves(context.block_buffers),
+            strict=True,
+        ):  # fmt: skip
+            if not (uses_dot and run.deferred):
+                blocks.append(None)
+                continue
+            record, layer_type = next(records), with_leading(buffer, of=1)
+            layer = lambda two: sharding.to_buffer(record.gradient(two), layer_type)  # noqa: B023, E731
+            blocks.append(jax.lax.map(layer, next(operands)))
+    return Results(None, blocks=tuple(blocks))
 
 
 OPERATIONS = {FORWARD: _forward, BACKWARD: _backward, WEIGHT: _weight}
@@ -353,10 +398,12 @@ def _stored(context: Context, carry: Carry, row: Row, chunk, microbatch, results
         write = lambda buffer, new: _written(buffer, context.mine(row.defer_slot), new)  # noqa: E731
         carry = carry._replace(deferred=jax.tree.map(write, carry.deferred, results.deferred))
     if results.blocks:
-        chunks = context.chunks
+        chunks, blocks = context.chunks, list(carry.blocks)
         at = (context.age(microbatch) * chunks.per_stage + chunk) * chunks.size
-        pairs = zip(carry.blocks, results.blocks, strict=True)
-        blocks = (old if new is None else _plus(old, new, at) for old, new in pairs)
+        of_runs = itertools.product(context.runs, range(len(blocks)))
+        for (run, leaf), new in zip(of_runs, results.blocks, strict=True):
+            if new is not None:
+                blocks[leaf] = _plus(blocks[leaf], new, at + run.first)
         carry = carry._replace(blocks=tuple(blocks))
     return carry
 
@@ -381,7 +428,7 @@ def _head(context: Context, stage: int, row: Row, sent, carry: Carry) -> Carry:
     microbatch, at = row.head, context.mine(row.head_gradient_slot)
     links, functions = context.links, context.functions
     x_BTD, rows = links.broadcast(sent, stage), context.rows(microbatch)
-    outer = context.version(context.outer, microbatch)
+    outer = context.outer_of(microbatch)
     if context.block_buffers is None:
         losses = functions.losses(outer, None, x_BTD, rows)
         losses = _summed(context, carry.losses, losses, microbatch)

@@ -6,6 +6,7 @@ as the stage that needs most. Slots and microbatches are data: int arrays over t
 
 import dataclasses
 import itertools
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +52,15 @@ class Program:
     rows: Row
     slots: dict[str, int]  # of each buffer: inputs, gradients, saved, deferred
     loops: list[tuple[int, int, int]]  # (first tick, ticks in the body, iterations)
+    # Of each chunk, whose weight gradients WEIGHT makes; BACKWARD makes those of the others.
+    deferred_layers: int = sys.maxsize
 
 
 def loops_of(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
     """Ticks with these kinds of operations as loops: (first, ticks in the body, iterations).
 
-    Consecutive ticks of one kind are a loop, and so are ticks that alternate between two kinds. All
-    ticks between the first and the last one with several kinds are one loop.
+    Consecutive ticks of one kind are a loop, and so are ticks that take turns between two or three
+    kinds. All ticks between the first and the last one with several kinds are one loop.
     """
     several = [tick for tick, kinds_of in enumerate(kinds) if len(kinds_of) > 1]
     start, stop = (several[0], several[-1] + 1) if several else (len(kinds),) * 2
@@ -65,7 +68,7 @@ def loops_of(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
     def repeated(at, end):
         while at < end:
             loops = []
-            for length in (1, 2):
+            for length in (1, 2, 3):
                 pattern, times = kinds[at : at + length], 1
                 while kinds[at + times * length : min(end, at + (times + 1) * length)] == pattern:
                     times += 1

@@ -1,7 +1,8 @@
 """Runs saved by an earlier version go on as they would have gone on then.
 
 saved_runs/*.tar.gz each hold a run of six steps, its losses of all six, and its checkpoint of step
-3. They were written on one or two fake CPU devices before the package had rooms.
+3. They were written on one or two fake CPU devices before the package had rooms, `_even` before
+stages kept nothing of empty slots.
 """
 
 import os
@@ -40,6 +41,12 @@ FLAGS = {
     "plain": ("--config.launch.cpu_devices=1", "--config.optimizer.ema_decay=0.9"),
     "stages": (TWO, *STAGES),
     "pipedream_2bw": (TWO, *STAGES, "--config.pipeline.schedule=pipedream_2bw"),
+    "pipedream_2bw_even": (
+        TWO,
+        *STAGES[:-1],
+        "--config.pipeline.schedule=pipedream_2bw",
+        "--config.model.num_layers=4",
+    ),
     "one_bit": (TWO, "--config.sync.strategy=one_bit", "--config.sync.warmup_steps=2"),
     "zero_one": (TWO, "--config.sync.strategy=zero_one", "--config.sync.warmup_steps=2"),
 }
@@ -70,8 +77,13 @@ def test_a_run_saved_by_an_earlier_version_goes_on(folder, name):
         env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "resumed from checkpoint 3" in done.stdout
     got = losses(folder, name)
+    if name == "pipedream_2bw":  # stages of unequal length kept something else of a microbatch then
+        assert "the batch that was in flight in the pipeline" in done.stdout
+        assert "resumed from checkpoint 2" in done.stdout and sorted(got) == [3, 4, 5, 6]
+        assert got[6] < got[5] < got[4] < 1.01 * wanted[4]
+        return
+    assert "resumed from checkpoint 3" in done.stdout
     assert sorted(got) == [4, 5, 6]
     for step, loss in got.items():
         assert loss == pytest.approx(wanted[step], rel=TOLERANCE), step

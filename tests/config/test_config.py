@@ -48,8 +48,12 @@ BAD = [
     (
         dict(mesh__data=1, mesh__tensor=6, sharding__replicate_kv=True, model__num_kv_heads=4,
              model__num_heads=12, batch__sequence_length=240),
-        6, ["num_kv_heads=4", "tensor=6", "multiple"],
+        6, ["num_kv_heads=4", "tensor=6", "[1, 2, 4]", "may be a multiple"],
     ),
+    (dict(mesh__data=1, mesh__tensor=2, model__num_heads=6, model__num_kv_heads=3), 2,
+     ["1 problem", "num_kv_heads=3", "tensor=2", "use tensor in [1, 3]"]),
+    (dict(remat="part"), 8, ["remat='part'", "mesh.stage=1", "use 'full', or 'sqrt'"]),
+    (dict(remat="part+dots"), 8, ["remat='part+dots'", "use 'dots', or 'sqrt'"]),
     (dict(mesh__data=1, mesh__tensor=5, model__num_heads=5, model__num_kv_heads=5,
           model__mlp_dim=191), 5, ["mlp_dim=191", "tensor=5"]),
     (

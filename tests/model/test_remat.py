@@ -11,7 +11,7 @@ import pytest
 
 from llmx import sharding
 from llmx.model import apply as apply_lib
-from llmx.model import families, precision, remat, remat_costs
+from llmx.model import costs, families, precision, remat, remat_costs
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.execution import Execution
 from llmx.model.remat import OffloadConfig, Policy
@@ -40,6 +40,8 @@ BOTH = ("global", "local")
         ("sqrt", [Policy(segment=0)] * 6),
         ("every_3+none", [Policy(None, 3)] * 6),
         (":4=every_2+gate,full", [Policy(frozenset(("gate",)), 2)] * 4 + [Policy()] * 2),
+        ("part", [Policy()] * 6),
+        ("part+:2=full,none", [Policy()] * 2 + [Policy(None)] * 4),
     ],
 )  # fmt: skip
 def test_the_first_rule_that_holds_decides(text, expected):
@@ -57,6 +59,9 @@ def test_the_first_rule_that_holds_decides(text, expected):
         ("full,", "remat='' is unknown"),
         ("attention+sqrt", "remat='attention+sqrt': sqrt or every_N stands first, and once"),
         ("every_3+sqrt", "stands first, and once"),
+        ("full+part", "remat='full+part': part stands before all rules, and once"),
+        ("part+part", "part stands before all rules, and once"),
+        ("parts", "did you mean 'part'?"),
         (":2=budget,full", "remat='budget' stands alone"),
         ("sqrt,full", "its rule number 2 holds for no layer"),
         ("local=full,global=dots,names", "its rule number 3 holds for no layer"),
@@ -282,6 +287,20 @@ def test_saved_bytes_are_those_of_the_decoder(text):
     counted = remat_costs.saved_bytes_by_layer(model, text=text, loss_chunks=1, compute_bytes=4)
     without_lse = [4 * N * ("names" in text and n >= 2) for n in range(L)]
     assert sum(map(math.prod, shapes)) * 4 == B * T * (sum(counted[1:-1]) - sum(without_lse))
+
+
+def test_a_part_keeps_its_input_and_is_run_once_more():
+    model, size = decoder()[0], dict(loss_chunks=1, compute_bytes=4, chunks=(1, 2, L - 3))
+    for inner in ("full", "dots"):
+        text = f"part+{inner}"
+        *blocks, _ = remat_costs.saved_bytes_by_layer(model, text=text, **size)[1:]
+        assert blocks == [4 * D * (layer in (0, 1, 3)) for layer in range(L)]
+        by_layer = lambda text: remat_costs.recomputed_flops_by_layer(  # noqa: E731
+            model, sequence_length=T, text=text, loss_chunks=1, chunks=(1, 2, L - 3)
+        )
+        forward = costs.forward_flops_by_layer(model, sequence_length=T)
+        for found, inside, once in zip(by_layer(text), by_layer(inner), forward, strict=True):
+            assert found == inside + once * (inside > 0)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ AXES = {
 
 
 # Schedules whose backward pass is in two operations (zero bubble).
-LEFT_FOR_LATER = ("zb_h1", "zb_v", "dual_pipe_v")
+LEFT_FOR_LATER = ("zb_1f1b", "zb_h1", "zb_v", "dual_pipe_v")
 
 
 @functools.cache
@@ -144,8 +144,8 @@ OFFLOAD = {
 REFERENCE = dict(attention__implementation="reference")
 
 
-# Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more; and
-# parameters on the host, which many options exclude.
+# Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more;
+# parameters on the host, which many options exclude; and parts of a pipeline that keep their input.
 EXTREMES = [
     PLAIN | changes
     for changes in (
@@ -170,6 +170,17 @@ EXTREMES = [
         ),
         dict(
             offload="parameters", family="gpt2", remat=":1=full,dots", fsdp=2, sequence=4, chunks=3
+        ),
+        dict(stage=4, schedule="zb_1f1b", accumulation=8, family="gemma3", remat="part", fsdp=2),
+        dict(
+            stage=2,
+            schedule="interleaved_1f1b",
+            accumulation=4,
+            layout="hsdp",
+            family="gemma2",
+            remat="part+dots",
+            tensor=2,
+            data=2,
         ),
     )
 ]
