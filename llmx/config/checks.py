@@ -218,7 +218,7 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
         )
     if stages == 1:
         default = PipelineConfig()
-        for key in ("table", "layers", "virtual_stages"):
+        for key in ("table", "layers", "virtual_stages", "predict"):
             if (value := vars(config.pipeline)[key]) != vars(default)[key]:
                 yield (
                     f"pipeline.{key}={value!r} has no effect with mesh.stage=1: leave it out, or "
@@ -237,6 +237,11 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
     try:
         table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+        if config.pipeline.predict and not table.periodic:
+            yield (
+                f"pipeline.predict with pipeline.schedule={table.name!r}, whose gradients are of "
+                "the newest weights: leave it out, or use pipedream_2bw"
+            )
         if config.sharding.turns > 1 and table.splits_backward:
             yield (
                 f"sharding.turns={config.sharding.turns} with pipeline.schedule="

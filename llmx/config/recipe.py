@@ -142,7 +142,10 @@ def _gradient_maker(
     table = schedules.table_of(config.pipeline, stages=stages, microbatches=accumulation)
     chunks = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)
-    return functools.partial(staged.staged, table=table, chunks=chunks, rows=rows), chunks
+    make = functools.partial(
+        staged.staged, table=table, chunks=chunks, rows=rows, predict=config.pipeline.predict
+    )
+    return make, chunks
 
 
 def _make_strategy(

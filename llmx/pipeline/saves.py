@@ -3,20 +3,22 @@
 Two ways, each a `Saves`. `input_only` ("part" in the config's `remat`): the chunk's input, from
 which the backward operation runs the whole chunk again. `residuals`: what jax saves for the
 derivative of the chunk, which the other policies of `remat` name. A chunk's arguments (weights,
-tokens of the microbatch) are there in the backward operation too and are not kept.
+tokens of the microbatch) are there in the backward operation too, and nothing is kept that depends
+on them alone.
 
 Letters: B batch, T positions, D width.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
-# What a chunk may keep beside what is stated: the rows of its layers, int32.
-MOST_BESIDE = 0.01
+from llmx import sharding
 
 
 class Saves(NamedTuple):
@@ -41,7 +43,9 @@ def input_only(differentiated: Callable, apply: Callable, x_type: jax.ShapeDtype
 
 
 def residuals(differentiated: Callable, arguments: Callable, x_type: jax.ShapeDtypeStruct) -> Saves:
-    """Keeps what the derivative of a chunk needs and is no argument.
+    """Keeps what the derivative of a chunk needs and depends on the chunk's input.
+
+    What depends on the arguments alone (weights, or rows of them, rotations) is made again.
 
     Args:
       differentiated: (x, arguments) -> (y, pull), as `jax.vjp` returns them.
@@ -56,41 +60,45 @@ def residuals(differentiated: Callable, arguments: Callable, x_type: jax.ShapeDt
         structures.append(structure)
         return y_BTD, *values
 
-    types = jax.eval_shape(arguments)
-    program = jax.make_jaxpr(trace)(x_type, types)
+    program = jax.make_jaxpr(trace)(x_type, jax.eval_shape(arguments))
     (structure,), run = structures, core.jaxpr_as_fun(program)
-    # Arguments that the traced program returns as they came.
-    number_of = {variable: number for number, variable in enumerate(program.jaxpr.invars[1:])}
-    argument_of = [
-        None if isinstance(value, core.Literal) else number_of.get(value)
-        for value in program.jaxpr.outvars[1:]
-    ]
-
-    def not_arguments(values):
-        pairs = zip(values, argument_of, strict=True)
-        return tuple(value for value, number in pairs if number is None)
+    is_kept, remake = _apart(program)
+    types = [value.aval for value in program.jaxpr.outvars[1:]]
 
     def forward(x_BTD, arguments):
         y_BTD, *values = run(x_BTD, *jax.tree.leaves(arguments))
-        return y_BTD, not_arguments(values)
+        return y_BTD, tuple(itertools.compress(values, is_kept))
 
     def backward(kept, arguments, gradient):
-        given, kept = jax.tree.leaves(arguments), iter(kept)
-        values = [next(kept) if number is None else given[number] for number in argument_of]
+        kept, made = iter(kept), iter(remake(*jax.tree.leaves(arguments)))
+        values = [next(kept if its_kept else made) for its_kept in is_kept]
         return jax.tree.unflatten(structure, values)(gradient)
 
-    types_kept = not_arguments([value.aval for value in program.jaxpr.outvars[1:]])
-    return Saves(types_kept, forward, backward)
+    return Saves(tuple(itertools.compress(types, is_kept)), forward, backward)
 
 
-def check(saves: Saves, stated: float, remat: str, side_inputs: Any) -> None:
+def _apart(program: core.ClosedJaxpr) -> tuple[list[bool], Callable]:
+    """Of the results of a program but the first: whether each depends on the first argument, and a
+    function of the other arguments that returns those which do not."""
+    jaxpr, numbers = program.jaxpr, range(1, len(program.jaxpr.outvars))
+
+    def only(wanted) -> tuple[core.Jaxpr, list[bool]]:
+        """What of the program makes these results, and which arguments it takes."""
+        return partial_eval.dce_jaxpr(jaxpr, [False, *map(wanted, numbers)])
+
+    is_kept = [only(number.__eq__)[1][0] for number in numbers]
+    rest, taken = only(lambda number: not is_kept[number - 1])
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(rest, program.consts))
+    return is_kept, lambda *others: run(*itertools.compress(others, taken[1:]))
+
+
+def check(saves: Saves, stated: float, remat: str) -> None:
     """Raises RuntimeError where more is kept than `remat` states: `stated` bytes of a microbatch.
 
-    `llmx.plan` counts with the same number. `side_inputs`: types of the masks and rotations of a
-    microbatch, which a chunk may keep in the order of its groups.
+    `llmx.plan` counts with the same number.
     """
     kept = sum(map(_bytes, saves.types))
-    if kept > (1 + MOST_BESIDE) * stated + sum(map(_bytes, jax.tree.leaves(side_inputs))):
+    if kept > stated:
         by_size = sorted(saves.types, key=_bytes, reverse=True)
         largest = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in by_size[:3])
         raise RuntimeError(
@@ -101,4 +109,6 @@ def check(saves: Saves, stated: float, remat: str, side_inputs: Any) -> None:
 
 
 def _bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+    """Of one stage: what manual regions leave is split over all axes, and whole over `stage`."""
+    to, size = leaf.sharding, int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+    return size // (to.mesh.shape["stage"] if "stage" in sharding.used_axes(to.spec) else 1)

@@ -22,6 +22,8 @@ class PipelineConfig:
     # chunks of the model on each stage; 0 = the schedule's least
     virtual_stages: int = bounded(0, at_least=0)
     layers: tuple[int, ...] = ()  # of each chunk, in the model's order; () = as equal as possible
+    # pipedream_2bw: batches enter with weights predicted along the last update
+    predict: bool = False
 
 
 ALTERNATING = ((FORWARD,), (BACKWARD,))

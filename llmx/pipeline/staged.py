@@ -2,7 +2,9 @@
 
 A table that flushes drains the pipeline in each step, and `State.in_flight` is (). A periodic one
 (PipeDream-2BW) takes in a batch with parameters W(t) and completes the one before, which entered
-with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)).
+with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)). With prediction a batch enters with what
+W(t+1) would be if the last update came again, V(t) = 2 W(t) - W(t-1), and its gradient is applied
+to W(t+1) (the idea of arXiv 1809.02839; here along the last update, for any optimizer).
 
 Letters: B batch, T positions, D width, M microbatches.
 """
@@ -35,11 +37,13 @@ class InFlight(NamedTuple):
     losses: tuple[jax.Array, ...]
     buffers: executor.Buffers
     extra: Any = ()  # states of the transforms with which the batch entered
+    latest: Any = ()  # with prediction, the run's parameters when the batch entered
 
 
 def staged(
-    loss: TrainingLoss, table: Table, chunks: ModelChunks, rows: tuple[int, int] = (0, 0)
-) -> Gradient:
+    loss: TrainingLoss, table: Table, chunks: ModelChunks, rows: tuple[int, int] = (0, 0), *,
+    predict: bool = False,
+) -> Gradient:  # fmt: skip
     """The gradient of a batch on a mesh with stages.
 
     Args:
@@ -47,15 +51,20 @@ def staged(
       table: a legal table; its microbatches must divide the rows of each device.
       chunks: which layers each stage holds.
       rows: (B, T) of a batch, needed for a periodic table.
+      predict: see above; for a periodic table.
 
     With a periodic table, loss, tokens and gradient are of the batch of the step before: 0 in the
     first step. Communicates over `stage`, and within a stage as the model does.
     """
-    pipeline = _Pipeline(loss, table, chunks)
+    pipeline = _Pipeline(loss, table, chunks, predict)
     if not table.periodic:
         return Gradient(lambda params: (), pipeline.take_flushed, pipeline.evaluate)
     types = pipeline.in_flight_types(rows)
-    init = lambda params: jax.tree.map(sharding.zeros, types)  # noqa: E731
+
+    def init(params) -> InFlight:
+        nothing = jax.tree.map(sharding.zeros, types)
+        return nothing._replace(latest=jax.tree.map(jnp.copy, params)) if predict else nothing
+
     return Gradient(init, pipeline.take_periodic, pipeline.evaluate)
 
 
@@ -64,6 +73,7 @@ class _Pipeline:
     loss: TrainingLoss
     table: Table
     chunks: ModelChunks
+    predict: bool
 
     @functools.cached_property
     def grad_buffers(self) -> Any:
@@ -80,14 +90,17 @@ class _Pipeline:
     def take_periodic(self, params, batch: Batch, old: InFlight, extra):
         """The gradient of the batch before, and `batch` in flight."""
         with self.loss.execution.policy.products():
-            gathered = self.loss.gathered
+            gathered, entering, latest = self.loss.gathered, params, ()
+            if self.predict:
+                ahead = lambda new, before: new + (new - before)  # noqa: E731
+                entering, latest = jax.tree.map(ahead, params, old.latest), params
             steps = [
-                (gathered(params), batch, extra), (gathered(old.params), old.batch, old.extra)
+                (gathered(entering), batch, extra), (gathered(old.params), old.batch, old.extra)
             ]  # fmt: skip
             sums, buffers = self.run(steps, old.buffers)
             grads, before = self.placed(sums)
             losses = tuple(losses[0] for losses in sums.losses)
-            new = InFlight(params, batch, grads, losses, buffers, extra)
+            new = InFlight(entering, batch, grads, losses, buffers, extra, latest)
             grads = jax.tree.map(jnp.add, before, old.gradients)
             pairs = zip(sums.losses, old.losses, strict=True)
             _, loss, z = (losses[1] + begun for losses, begun in pairs)
@@ -107,7 +120,8 @@ class _Pipeline:
         def make(params, batch, extra):
             sums, buffers = self.run([(params, batch, extra)] * 2)
             losses = tuple(losses[0] for losses in sums.losses)
-            return InFlight(params, batch, self.placed(sums)[0], losses, buffers, extra)
+            latest = params if self.predict else ()
+            return InFlight(params, batch, self.placed(sums)[0], losses, buffers, extra, latest)
 
         mesh = self.loss.mesh
         with jax.set_mesh(mesh), self.loss.execution.policy.products():

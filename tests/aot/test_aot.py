@@ -3,11 +3,11 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
 GIB = 2**30
 
-# Without a compiler: the interpreter's start and jax's import, on a machine that does other work.
+# Of a processor, without a compiler: the interpreter's start and jax's import.
 SECONDS_TO_AN_ERROR = 5.0
 
 
@@ -147,9 +147,11 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_errors_come_before_anything_heavy():
-    begun = time.perf_counter()
+    begun = os.times()
     done = run_command("--config", QUICKSTART, "--topology", "v5p:2x2x2", "--config.batch.size=9")
-    assert time.perf_counter() - begun < SECONDS_TO_AN_ERROR
+    ended = os.times()
+    taken = ended.children_user + ended.children_system - begun.children_user
+    assert taken - begun.children_system < SECONDS_TO_AN_ERROR
     assert done.returncode == command.WRONG and done.stdout == ""
     assert "batch.size=9 does not divide over 8" in done.stderr
 

@@ -92,7 +92,15 @@ def test_figures_of_a_pipeline_are_of_its_chunks(cut, chunks, text, alike):
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [(":2=full,dots", ()), (":2=full,dots", (3, 1)), ("every_3", ()), ("sqrt", (4, 2))],
+    [
+        (":2=full,dots", ()),
+        (":2=full,dots", (3, 1)),
+        ("every_3", ()),
+        ("sqrt", (4, 2)),
+        ("full", (3, 1)),
+        ("part", (3, 1)),
+        ("part+dots", ()),
+    ],
 )
 def test_a_stage_saves_what_is_counted_of_a_chunk(text, layers, monkeypatch):
     """What the executor keeps of a microbatch of two rows of 24 tokens, in fp32."""
@@ -101,15 +109,16 @@ def test_a_stage_saves_what_is_counted_of_a_chunk(text, layers, monkeypatch):
         batch__size=8, batch__accumulation=4, batch__sequence_length=24, remat=text,
         pipeline__layers=layers,
     )  # fmt: skip
-    found, residuals = [], executor._residuals
-    monkeypatch.setattr(executor, "_residuals", lambda of: found.append(residuals(of)) or found[-1])
+    found, saves = [], executor._saves
+    monkeypatch.setattr(executor, "_saves", lambda of: found.append(saves(of)) or found[-1])
     recipe = runs.make_recipe(run)
     with jax.set_mesh(recipe.mesh):
         runs.make_train_step(recipe).trace(recipe.abstract, recipe.abstract_batch)
-    shapes = [kept.shape for kept in found[0].saved]
-    # Stages whose chunks differ also keep rotations, and the mask of each layer: of a row's token
-    # 8 numbers, or 1.
-    of_rows = [s for s in shapes if s[1:3] == (2, 24) and math.prod(s[3:]) > 8]
+    # Beside activations, the rows of layers.
+    of_rows = [kept.shape for kept in found[0].types if kept.dtype == "float32"]
+    beside = [kept.shape for kept in found[0].types if kept.dtype == "int32"]
+    assert len(of_rows) + len(beside) == len(found[0].types)
+    assert sum(map(math.prod, beside)) <= run.model.num_layers
     _, *counted, _ = remat_costs.saved_bytes_by_layer(
         run.model, text=text, loss_chunks=1, compute_bytes=4, chunks=utilization.chunks_of(run)
     )

@@ -470,16 +470,18 @@ def test_stdlib_source(tmp_path):
     files = sources.list_files("stdlib").files
     assert 5_000_000 < sum(f.num_bytes for f in files) <= sources.STDLIB_BYTES
     assert not any("site-packages" in f.path or "/test/" in f.path for f in files)
+    start = time.perf_counter()
     opened = dataset.open_dataset(
         config.DataConfig(), sequence_length=256, seed=0, cache_dir=tmp_path, log=quiet
     )
+    built = time.perf_counter() - start
     assert opened.vocab_size == 257 and opened.num_train_windows > 10_000
     assert opened.num_held_out_windows > 100
     start = time.perf_counter()
     again = dataset.open_dataset(
         config.DataConfig(), sequence_length=256, seed=0, cache_dir=tmp_path, log=quiet
     )
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < max(2.0, built / 2)
     assert again.fingerprint == opened.fingerprint
 
 

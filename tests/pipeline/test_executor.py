@@ -90,7 +90,7 @@ def test_evaluation():
 # ------------------------------------------------------------------------------------ PipeDream-2BW
 
 
-def delayed(family: str, given: list[dict]):
+def delayed(family: str, given: list[dict], *, predict: bool = False):
     """One device: to W(t) the gradient of the batch before is applied, taken at W(t-1), which was
     the newest when that batch came."""
     config = parity_grid.make_config(PLAIN | dict(family=family), model=dict(num_layers=9))
@@ -99,14 +99,18 @@ def delayed(family: str, given: list[dict]):
     losses, norms = [], []
     with jax.set_mesh(recipe.mesh):
         state = recipe.init(0)
-        before = jax.tree.map(jnp.copy, state.params)
+        before = earlier = jax.tree.map(jnp.copy, state.params)
         for batch in given:
             loss, _, grads = differentiate(before, runs.put_batch(recipe, batch))
             norm = float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))))
             grads = jax.tree.map(lambda leaf: leaf / max(norm, 1.0), grads)  # noqa: B023
             losses.append(float(loss))
             norms.append(norm)
-            before, state = state.params, update(state, grads)
+            latest, state = state.params, update(state, grads)
+            before = latest
+            if predict:  # each batch with what was known when it came
+                before = jax.tree.map(lambda new, old: 2 * new - old, latest, earlier)
+            earlier = latest
     return np.array(losses), np.array(norms), jax.device_get(state.params)
 
 
@@ -132,6 +136,17 @@ def test_pipedream_2bw_is_gradients_of_delay_one(row):
     assert losses[0] == norms[0] == 0
     wanted = delayed(row["family"], parity_grid.batches())
     compare.assert_trained_alike((losses[1:], norms[1:], params), wanted, TOLERANCE)
+
+
+def test_predicted_weights_are_those_of_the_next_step_if_updates_go_on():
+    """Beside a plain loop: the gradient at 2 W(t) - W(t-1) is applied to W(t+1)."""
+    row = staged("pipedream_2bw", 2, 4, remat="full")
+    losses, norms, params = train(row, [*parity_grid.batches(), EMPTY], pipeline__predict=True)
+    wanted = delayed(row["family"], parity_grid.batches(), predict=True)
+    compare.assert_trained_alike((losses[1:], norms[1:], params), wanted, TOLERANCE)
+    _, _, unpredicted = delayed(row["family"], parity_grid.batches())
+    with pytest.raises(AssertionError):
+        compare.assert_trained_alike((losses[1:], norms[1:], unpredicted), wanted, TOLERANCE)
 
 
 @pytest.mark.slow
@@ -199,7 +214,9 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
     assert kinds("1f1b") == [(4, [F]), (15, [B, F]), (4, [B])]
     assert kinds("pipedream_2bw") == [(16, [F, B])]
     # Forward operations alone, then a loop in which each stage takes its branch, then a last one.
-    assert [times for times, _ in kinds("zb_v")] == [8, 90, 1]
+    assert [times for times, _ in kinds("zb_v")] == [8, 87, 4]
+    W = {schedule.WEIGHT}
+    assert kinds("zb_1f1b") == [(4, [F]), (3, [B, F]), (12, [B, W, F]), (4, [B, W])]
 
 
 def test_buffers_are_those_of_the_table():

@@ -153,13 +153,13 @@ def test_a_signal_before_the_first_step_ends_at_once_and_says_so(number, code):
             job.peers.endings.append(lambda: print("released", flush=True))
             print("ready", flush=True)
             while True:
-                ctypes.CDLL(None).usleep(5_000_000)
+                ctypes.CDLL(None).sleep(60)
     """)
     assert child.stdout.readline() == "ready\n"
     began = time.monotonic()
     child.send_signal(number)
-    said = child.communicate(timeout=20)[0]
-    assert child.returncode == code and time.monotonic() - began < 4, said
+    said = child.communicate(timeout=50)[0]
+    assert child.returncode == code and time.monotonic() - began < 30, said
     assert signal.Signals(number).name in said and "'compile'" in said and "nothing new" in said
     assert "released" in said  # the work directory
 

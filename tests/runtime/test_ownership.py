@@ -15,7 +15,7 @@ import pytest
 from llmx.runtime import exits, ownership
 
 ROOT = pathlib.Path(__file__).parents[2]
-TTL = 0.8  # seconds; renewals each 0.16
+TTL = 2.0  # seconds; renewals each 0.4
 
 HOLD = """
     import sys, time
@@ -208,7 +208,7 @@ def test_elsewhere_a_heartbeat_refuses_and_silence_is_taken_over(workdir, holder
     begun, log = time.monotonic(), []
     with pytest.raises(ValueError, match=f"`kill {holder.pid}` on"):
         ownership.take(workdir, log=log.append, ttl=TTL)
-    assert time.monotonic() - begun < TTL + 0.5
+    assert time.monotonic() - begun < 2 * TTL
     assert len(log) == 1 and "watching for a sign of life" in log[0]
     assert ask(holder) == "mine\n"
 
