@@ -12,19 +12,20 @@ from typing import Any
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.checkpoint import checkpointer, identity
-from llmx.config import Config, ConfigError, value_types
+from llmx.config import Config, ConfigError, stage_memory, value_types
+from llmx.config.axes import replica_axes
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
 from llmx.model import families, precision, quantized, remat
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
-from llmx.pipeline import schedules
+from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, divergence, launch
 from llmx.step import optimizers
 from llmx.step.transforms import loss_scale
-from llmx.sync import replicas, strategy
+from llmx.sync import strategy
 
 
 def resolve(
@@ -161,13 +162,6 @@ def _data(config: Config) -> list[str]:
     return found
 
 
-def replica_axes(config: Config, table: str) -> tuple[str, ...]:
-    """The mesh axes over which a layout's table splits the width, with the config's strategy."""
-    over = vars(sharding.LAYOUTS[config.sharding.layout])[table]["embed"]
-    whole = () if config.sync.strategy == "mean" else replicas.AXES
-    return tuple(axis for axis in over if axis not in whole)
-
-
 def _vocab_size(data: data_config.DataConfig) -> int:
     """Tokens of the tokenizer that the data section names, read from its file."""
     prefix = sources.SHARDS_PREFIX
@@ -237,6 +231,7 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
     try:
         table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+        yield from _deferred(config, table)
         if config.pipeline.predict and not table.periodic:
             yield (
                 f"pipeline.predict with pipeline.schedule={table.name!r}, whose gradients are of "
@@ -256,6 +251,21 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
             )
     except ValueError as error:
         yield f"mesh.stage={stages}, batch.accumulation={microbatches}: {error}"
+
+
+def _deferred(config: Config, table: schedule.Table) -> Iterator[str]:
+    """What a schedule that splits the backward pass may keep of it."""
+    gib, name = config.pipeline.memory_gib, table.name
+    if gib and not table.splits_backward:
+        yield (
+            f"pipeline.memory_gib={gib:g} with pipeline.schedule={name!r}, which defers no weight "
+            "gradients: leave it out, or use zb_1f1b or another zb_ schedule"
+        )
+    elif gib and config.remat != remat.BUDGET:
+        try:
+            stage_memory.deferred_layers(config, None)
+        except ValueError as error:
+            yield str(error)
 
 
 def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:

@@ -70,6 +70,11 @@ class Table:
         return bool((self.kind == WEIGHT).any())
 
     @property
+    def mixes_kinds(self) -> bool:
+        """Whether stages have operations of different kinds in one tick, and so take branches."""
+        return any(len(set(row) - {IDLE}) > 1 for row in self.kind.tolist())
+
+    @property
     def stage_of(self) -> np.ndarray:
         """int[num_chunks]: which stage holds each chunk."""
         found = np.full(self.num_chunks, -1)

@@ -24,6 +24,9 @@ class PipelineConfig:
     layers: tuple[int, ...] = ()  # of each chunk, in the model's order; () = as equal as possible
     # pipedream_2bw: batches enter with weights predicted along the last update
     predict: bool = False
+    # zero bubble: GiB of a device, within which the weight gradients of as many layers as fit are
+    # deferred; 0 = two thirds of the chip's
+    memory_gib: float = bounded(0.0, at_least=0)
 
 
 ALTERNATING = ((FORWARD,), (BACKWARD,))

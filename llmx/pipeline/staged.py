@@ -42,7 +42,7 @@ class InFlight(NamedTuple):
 
 def staged(
     loss: TrainingLoss, table: Table, chunks: ModelChunks, rows: tuple[int, int] = (0, 0), *,
-    predict: bool = False,
+    predict: bool = False, deferred_layers: int | None = None,
 ) -> Gradient:  # fmt: skip
     """The gradient of a batch on a mesh with stages.
 
@@ -52,11 +52,12 @@ def staged(
       chunks: which layers each stage holds.
       rows: (B, T) of a batch, needed for a periodic table.
       predict: see above; for a periodic table.
+      deferred_layers: of each chunk, whose weight gradients WEIGHT makes; None = all.
 
     With a periodic table, loss, tokens and gradient are of the batch of the step before: 0 in the
     first step. Communicates over `stage`, and within a stage as the model does.
     """
-    pipeline = _Pipeline(loss, table, chunks, predict)
+    pipeline = _Pipeline(loss, table, chunks, predict, deferred_layers)
     if not table.periodic:
         return Gradient(lambda params: (), pipeline.take_flushed, pipeline.evaluate)
     types = pipeline.in_flight_types(rows)
@@ -74,6 +75,7 @@ class _Pipeline:
     table: Table
     chunks: ModelChunks
     predict: bool
+    deferred_layers: int | None
 
     @functools.cached_property
     def grad_buffers(self) -> Any:
@@ -146,8 +148,11 @@ class _Pipeline:
             of_each = lambda leaf: jnp.broadcast_to(leaf, (table.num_microbatches, *leaf.shape))  # noqa: E731
             return split | {"extra": jax.tree.map(of_each, extra)}
 
+        program = ticks.program(table)
+        if self.deferred_layers is not None:
+            program = dataclasses.replace(program, deferred_layers=self.deferred_layers)
         return executor.run_table(
-            ticks.program(table), self.chunks, _functions(self.loss, self.chunks), self.loss.mesh,
+            program, self.chunks, _functions(self.loss, self.chunks), self.loss.mesh,
             params=tuple((params["blocks"], _outside(params)) for params, *_ in steps),
             batches=tuple(prepared(batch, extra) for _, batch, extra in steps),
             kinds=apply.model.layer_kinds, in_flight=in_flight,

@@ -234,9 +234,10 @@ class Context:
         for run, buffers_of in itertools.zip_longest(self.runs, buffers):
             first, end = run.first, run.first + run.size
             weights_of, row_of = weights, row
-            if len(self.runs) > 1 and self.functions.recomputed:
+            part = run.size < self.chunks.size
+            if part and self.functions.recomputed:
                 row_of = first if row is None else row + first
-            elif len(self.runs) > 1:
+            elif part:
                 weights_of = jax.tree.map(lambda stack: stack[first:end], weights)  # noqa: B023
             x_BTD = self.functions.apply_layers(
                 weights_of, buffers_of, x_BTD, side_inputs, kinds[first:end], row=row_of,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from llmx import sharding
 from llmx.aot import topologies
-from llmx.config import Config, utilization
+from llmx.config import Config, stage_memory, utilization
 from llmx.model import costs, precision, remat_costs
 from llmx.pipeline import schedule, schedules, simulate, stages
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
@@ -151,7 +151,7 @@ def make_profile(config: Config, clock: Clock) -> Profile:
         block.backward * products / ((costs.TRAINING_PASSES - 1) * forward + more)
         for block, forward, more in zip(blocks, flops[1:-1], again, strict=True)
     ]
-    return Profile(chunks, blocks, per_stage, weights, _factor_bytes(config))
+    return Profile(chunks, blocks, per_stage, weights, stage_memory.factor_bytes(config))
 
 
 def in_chunks(config: Config, profile: Profile, chunks: tuple[int, ...]) -> Profile:
@@ -188,17 +188,6 @@ def _recomputed(config: Config, chunks: tuple[int, ...]) -> list[float]:
         config.model, sequence_length=config.batch.sequence_length, text=config.remat,
         loss_chunks=1, chunks=chunks, offloaded=config.offload.saves,
     )[1:-1]  # fmt: skip
-
-
-def _factor_bytes(config: Config) -> int:
-    """The input and the gradient of the output of every product with a weight, per block."""
-    mesh, model = config.mesh, config.model
-    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
-    inward = 2 if model.gated_mlp else 1
-    whole = (3 + 1 + inward + 1) * D  # into queries, keys, values and MLP, out of both halves
-    split = (N + 2 * K) * H + N * H + inward * F + F  # over `tensor`
-    tokens = utilization.tokens_of(config) // mesh.sequence
-    return math.ceil(_number_bytes(config).compute * tokens * (whole + split / mesh.tensor))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ import pytest
 from support import compare, parity_grid, runs
 
 from llmx.aot import program
-from llmx.pipeline import schedule, schedules, stages, ticks
+from llmx.config import stage_memory
+from llmx.pipeline import executor, schedule, schedules, stages, ticks
 from llmx.pipeline import schedule as schedule_lib
 
 TOLERANCE = 1e-5
@@ -85,6 +86,30 @@ def test_evaluation():
             sums = runs.make_evaluation(recipe)(recipe.init(0).params, batch)
             found.append(jax.device_get(sums))
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("row", "layers"),
+    [
+        (staged("zb_h1", 2, 4, fsdp=2, remat="full"), 2),
+        pytest.param(staged("zb_v", 2, 4, tensor=2, family="gpt2"), 1, marks=pytest.mark.slow),
+        pytest.param(
+            staged("zb_1f1b", 4, 8, family="gemma3", remat="part+names"), 2, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_weight_gradients_of_some_layers_are_deferred(row, layers, monkeypatch):
+    """The others' are made at once; the factors that are kept are those of `layers`."""
+    kept, empty = [], executor._empty
+
+    def recorded(context, steps):
+        kept.append([leaf.shape for record in context.runs[0].deferred for leaf in record.types])
+        return empty(context, steps)
+
+    monkeypatch.setattr(stage_memory, "deferred_layers", lambda run, device_bytes: layers)
+    monkeypatch.setattr(executor, "_empty", recorded)
+    assert_trained_as_one_device(train(row), row)
+    assert kept[0] and {shape[0] for shape in kept[0]} == {layers}
 
 
 # ------------------------------------------------------------------------------------ PipeDream-2BW

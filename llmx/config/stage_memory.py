@@ -1,0 +1,166 @@
+"""What a device of a pipeline holds at the peak of a step, counted without a compiler.
+
+The peak is in a BACKWARD of the stage that keeps most microbatches. What comes and goes in it is
+that of the programs which XLA makes for TPU: docs/pipeline.md compares both.
+
+Letters: as in `llmx.model.costs`.
+"""
+
+import dataclasses
+import math
+
+from llmx.config import Config, utilization
+from llmx.config.axes import replica_axes
+from llmx.model import costs, precision, remat, remat_costs
+from llmx.pipeline import schedules, ticks
+from llmx.pipeline.ticks import Program
+from llmx.step import moments
+
+GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
+# Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
+# differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
+OF_MLP, OF_STREAM = 4, 4
+AUTOMATIC = 2 / 3  # of a chip's memory, where the config has no limit
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a device, by what they are for."""
+
+    parameters: int
+    optimizer: int
+    gradients: int  # sums over microbatches; of PipeDream-2BW those of two steps, and in flight
+    versions: int  # further versions of the weights
+    kept: int  # from FORWARD to BACKWARD
+    waiting: int  # inputs of chunks, and gradients of their outputs
+    factors: int  # of deferred weight gradients, from BACKWARD to WEIGHT
+    working: int  # that comes and goes in a BACKWARD
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def of(run: Config, *, deferred_layers: int | None = None) -> StageMemory:
+    """Of a resolved run with stages.
+
+    `deferred_layers`: of each chunk, whose weight gradients are deferred; None = all. Raises
+    ValueError for remat="budget".
+    """
+    model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
+    table = schedules.table_of(
+        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+    )
+    program, chunks = ticks.program(table), utilization.chunks_of(run)
+    size, per_stage = max(chunks), len(chunks) // run.mesh.stage
+    block, outside = _parameters(run)
+    held = per_stage * size * block + outside  # numbers of a device, were none split by width
+    param = precision.POLICIES[run.precision].param
+    of_moments = 2 * moments.number_bytes(run.optimizer.moments, param)
+    parameters = param.itemsize * held / _ways(run, "parameters")
+    gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
+    steps = 2 if table.periodic else 1
+    versions = 0.0
+    if table.periodic:  # of the batch in flight; both behind each other; the one predicted from
+        versions = parameters * (3 + run.pipeline.predict)
+    x_bytes = policy.compute.itemsize * model.width * _tokens(run)
+    return StageMemory(
+        parameters=math.ceil(parameters),
+        optimizer=math.ceil(
+            0 if run.offload.optimizer else of_moments * held / _ways(run, "optimizer")
+        ),
+        gradients=math.ceil(gradients * (steps + table.periodic)),
+        versions=math.ceil(versions),
+        kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
+        waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
+        factors=_deferred(program, size, deferred_layers) * factor_bytes(run),
+        working=math.ceil(_working(run, chunks, block)),
+    )
+
+
+def deferred_layers(run: Config, device_bytes: int | None) -> int | None:
+    """The layers of each chunk whose weight gradients are deferred: as many as fit.
+
+    Within `pipeline.memory_gib`, or else within two thirds of `device_bytes`, which leaves room for
+    what is not counted. None = all, where neither is known or the schedule defers none. Raises
+    ValueError where not one layer's fit.
+    """
+    table = schedules.table_of(
+        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+    )
+    limit = run.pipeline.memory_gib * 2**30 or (device_bytes or 0) * AUTOMATIC
+    if not limit or not table.splits_backward:
+        return None
+    size, rest = max(utilization.chunks_of(run)), of(run, deferred_layers=0).total
+    of_a_layer = _deferred(ticks.program(table), size, 1) * factor_bytes(run)
+    layers = min(int((limit - rest) // of_a_layer), size)
+    if layers > 0:
+        return layers
+    less = "" if remat.keeps_input(run.remat) else "remat='part', "
+    raise ValueError(
+        f"pipeline.schedule={table.name!r} within {limit / 2**30:.1f} GiB of a device "
+        f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): it holds {rest / 2**30:.1f} GiB, and "
+        f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use 1f1b, "
+        f"{less}or a larger pipeline.memory_gib"
+    )
+
+
+def factor_bytes(run: Config) -> int:
+    """Per layer and microbatch, the factors of all its weight gradients: the input of each product
+    with a weight, and the gradient of its output."""
+    mesh, model = run.mesh, run.model
+    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
+    inward = 2 if model.gated_mlp else 1
+    whole = (3 + 1 + inward + 1) * D  # into queries, keys, values and MLP, out of both halves
+    split = (N + 2 * K) * H + N * H + inward * F + F  # over `tensor`
+    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
+    tokens = utilization.tokens_of(run) // mesh.sequence
+    return math.ceil(compute * tokens * (whole + split / mesh.tensor))
+
+
+def _parameters(run: Config) -> tuple[float, float]:
+    """Numbers of a layer, and of a stage's share of embedding and head, over `tensor`."""
+    first, block, *_, last = costs.parameters_by_layer(run.model)
+    return block / run.mesh.tensor, (first + last) / (run.mesh.stage * run.mesh.tensor)
+
+
+def _ways(run: Config, table: str) -> int:
+    """Over how many devices a layout's table splits the width."""
+    return math.prod(vars(run.mesh)[axis] for axis in replica_axes(run, table))
+
+
+def _tokens(run: Config) -> float:
+    """Of a microbatch, that a device has between products."""
+    ways = run.mesh.sequence * (run.mesh.tensor if run.sharding.sequence_parallel else 1)
+    return utilization.tokens_of(run) / ways
+
+
+def _kept(run: Config, text: str, chunks: tuple[int, ...]) -> float:
+    """Bytes that the longest chunk saves of a microbatch."""
+    by_layer = remat_costs.saved_bytes_by_layer(
+        run.model, text=text, loss_chunks=1, chunks=chunks, offloaded=run.offload.saves,
+        compute_bytes=precision.POLICIES[run.precision].compute.itemsize,
+    )[1:-1]  # fmt: skip
+    first, most = 0, 0
+    for num in chunks:
+        most = max(most, sum(by_layer[first : first + num]))
+        first += num
+    return most * _tokens(run)
+
+
+def _working(run: Config, chunks: tuple[int, ...], block: float) -> float:
+    """A microbatch's saved activations, read or made again; the gradients of a chunk's weights;
+    one layer's weights, gathered, and its activations."""
+    policy, size = precision.policy_of(run.precision, run.reduce_dtype), max(chunks)
+    gradients = policy.reduce.itemsize * size * block / _ways(run, "gradients")
+    gathered = policy.compute.itemsize * block
+    of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
+    tokens = utilization.tokens_of(run) / run.mesh.sequence
+    layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)
+    return _kept(run, remat.inside(run.remat), chunks) + gradients + gathered + layer
+
+
+def _deferred(program: Program, size: int, layers: int | None) -> int:
+    """Pairs of slot and layer that hold factors; one more slot while they are made."""
+    slots = program.slots["deferred"]
+    return (slots + (slots > 0)) * (size if layers is None else min(layers, size))

@@ -1,0 +1,74 @@
+"""What stages of a pipeline do inside branches that other stages do not take: no device may wait
+there for one that took another, in programs compiled for TPUs and GPUs.
+"""
+
+import pytest
+from support import runs
+
+from llmx.aot import hlo_text, topologies
+
+pytestmark = pytest.mark.aot
+
+MODEL = dict(
+    num_layers=4, width=256, num_heads=4, num_kv_heads=4, head_dim=64, mlp_dim=512, vocab_size=512,
+    max_positions=512,
+)  # fmt: skip
+TOPOLOGIES = {"tpu": "v5e:2x2", "gpu": "h100:4"}
+
+
+def make_recipe(platform: str, schedule: str, mesh: dict, **keys):
+    config = runs.make_config(
+        "llama3", model=MODEL, mesh=mesh, precision="bf16", remat="full", batch__size=8,
+        batch__accumulation=4, batch__sequence_length=512, pipeline__schedule=schedule, **keys,
+    )  # fmt: skip
+    devices = topologies.devices(topologies.parse(TOPOLOGIES[platform]))
+    return runs.make_recipe(config, devices=devices)
+
+
+def collectives_in_branches(module: hlo_text.Module) -> list[hlo_text.Instruction]:
+    """Those of the operations in one tick: idle, forward, backward, weight.
+
+    The conditionals of embedding and head have two branches, and all devices take the same.
+    """
+    conditionals = [
+        each for computation in module.computations.values() for each in computation.instructions
+        if each.op == "conditional" and len(each.called) > 2
+    ]  # fmt: skip
+    assert conditionals
+    found, computations = [], [one for each in conditionals for one in module.called(each)]
+    while computations:
+        for each in computations.pop().instructions:
+            found += [each] if hlo_text.collective_kind(each) else []
+            computations += module.called(each)
+    return found
+
+
+CASES = {
+    "fsdp": dict(mesh=dict(stage=2, fsdp=2)),
+    "ulysses": dict(mesh=dict(stage=2, sequence=2), attention__ulysses=2),
+    "tensor": dict(mesh=dict(stage=2, tensor=2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("platform", TOPOLOGIES)
+def test_a_branch_waits_for_devices_of_its_stage_only(platform, case):
+    recipe = make_recipe(platform, "zb_h1", **CASES[case])
+    program = topologies.compile(runs.lower(recipe), platform, recipe.compiler_options())
+    module = hlo_text.parse(program.as_text())
+    inside = collectives_in_branches(module)
+    assert inside or case == "fsdp"  # weights so small may be gathered before all ticks
+    for each in inside:
+        assert platform == "tpu" or hlo_text.collective_kind(each) != "collective-permute"
+        for group in hlo_text.groups_of(each, 4) or []:
+            assert len({device // 2 for device in group}) == 1, each.label  # 0 and 1: a stage
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "dual_pipe_v"])
+def test_rings_in_branches_are_refused_on_gpus(schedule):
+    keys = dict(mesh=dict(stage=2, sequence=2))
+    with pytest.raises(ValueError, match=rf"'{schedule}' with mesh.sequence=2 .* use zb_1f1b"):
+        make_recipe("gpu", schedule, **keys)
+    make_recipe("gpu", schedule, **keys, attention__ulysses=2)
+    make_recipe("gpu", "zb_1f1b", **keys)
+    make_recipe("tpu", schedule, **keys)
