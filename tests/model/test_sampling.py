@@ -380,7 +380,7 @@ def test_command_on_a_mesh(workdir, capsys):
         (["--prompt", "x", "--top-p", 2], ["top_p=2.0"]),
         (["--prompt", "x", "--samples", 0], ["--samples=0"]),
         (["--prompt", "x", "--tensor", 16], ["--tensor=16", "1 to 8"]),
-        (["--prompt", "x", "--tensor", 3], ["does not divide", "tensor3"]),
+        (["--prompt", "x", "--tensor", 3], ["does not divide", "tensor=3"]),
         (["--prompt-file", "/nowhere/prompts"], ["/nowhere/prompts"]),
     ],
     ids=str,
