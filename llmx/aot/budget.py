@@ -246,12 +246,9 @@ def _candidate(run: Config, text: str, chunks: tuple[int, ...], times: int) -> C
     """The candidate, counted; `times`: that a device saves a model chunk."""
     num_bytes, offloaded = _compute_bytes(run), run.offload.saves
     tokens = utilization.tokens_of(run) / (run.mesh.sequence * run.mesh.tensor)
-    _, *by_layer, _ = remat_costs.saved_bytes_by_layer(
-        run.model, text=text, loss_chunks=2, compute_bytes=num_bytes, chunks=chunks,
-        offloaded=offloaded,
-    )  # fmt: skip
-    stops = itertools.accumulate(chunks, initial=0)
-    of_chunks = [sum(by_layer[first:end]) for first, end in itertools.pairwise(stops)]
+    of_chunk = remat_costs.saved_bytes_of_chunk(
+        run.model, text=text, compute_bytes=num_bytes, chunks=chunks, offloaded=offloaded
+    )
     # And what the layers of the largest segment save when they are run again, of one microbatch.
     chosen = remat_costs.policies(run.model, text, chunks)
     again = [
@@ -265,7 +262,7 @@ def _candidate(run: Config, text: str, chunks: tuple[int, ...], times: int) -> C
         run.model, sequence_length=run.batch.sequence_length, text=text, loss_chunks=2,
         chunks=chunks, offloaded=offloaded,
     )  # fmt: skip
-    saved = (times * max(of_chunks) + max(again, default=0)) * tokens
+    saved = (times * of_chunk + max(again, default=0)) * tokens
     return Candidate(text, saved, sum(by_flops))
 
 

@@ -137,15 +137,10 @@ def _tokens(run: Config) -> float:
 
 def _kept(run: Config, text: str, chunks: tuple[int, ...]) -> float:
     """Bytes that the longest chunk saves of a microbatch."""
-    by_layer = remat_costs.saved_bytes_by_layer(
-        run.model, text=text, loss_chunks=1, chunks=chunks, offloaded=run.offload.saves,
+    return _tokens(run) * remat_costs.saved_bytes_of_chunk(
+        run.model, text=text, chunks=chunks, offloaded=run.offload.saves,
         compute_bytes=precision.POLICIES[run.precision].compute.itemsize,
-    )[1:-1]  # fmt: skip
-    first, most = 0, 0
-    for num in chunks:
-        most = max(most, sum(by_layer[first : first + num]))
-        first += num
-    return most * _tokens(run)
+    )  # fmt: skip
 
 
 def _working(run: Config, chunks: tuple[int, ...], block: float) -> float:

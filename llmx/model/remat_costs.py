@@ -183,6 +183,22 @@ def saved_bytes_by_layer(
     return [4, *blocks, head]
 
 
+def saved_bytes_of_chunk(
+    model: ModelConfig, *, text: str, compute_bytes: int, chunks: Sequence[int],
+    offloaded: Sequence[str] = (),
+) -> int:  # fmt: skip
+    """Bytes of the device per token that the blocks of the chunk with most save.
+
+    Arguments and errors: see `saved_bytes_by_layer`.
+    """
+    _, *by_layer, _ = saved_bytes_by_layer(
+        model, text=text, loss_chunks=1, compute_bytes=compute_bytes, chunks=chunks,
+        offloaded=offloaded,
+    )  # fmt: skip
+    stops = itertools.accumulate(chunks, initial=0)
+    return max(sum(by_layer[first:end]) for first, end in itertools.pairwise(stops))
+
+
 def saved_bytes(
     model: ModelConfig, policy: Policy, compute_bytes: int, offloaded: Sequence[str] = ()
 ) -> int:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
@@ -226,19 +225,13 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
         losses_names=("norm", "embedding" if model.tied_head else "head"),
         uses_dot=jax.tree.map(lambda _, axes: "embed" in axes, params, axes),
         remat=execution.remat, recomputed=recomputed,
-        kept_bytes=_kept_bytes(loss, chunks) if recomputed else None,
+        kept_bytes=remat_costs.saved_bytes_of_chunk(
+            model, text=execution.remat, chunks=chunks.layers,
+            compute_bytes=execution.policy.compute.itemsize,
+        )
+        if recomputed
+        else None,
     )  # fmt: skip
-
-
-def _kept_bytes(loss: TrainingLoss, chunks: ModelChunks) -> int:
-    """Bytes per token that the model chunk with most keeps between FORWARD and BACKWARD."""
-    by_layer = remat_costs.saved_bytes_by_layer(
-        loss.apply.model, text=loss.execution.remat, loss_chunks=1, chunks=chunks.layers,
-        compute_bytes=loss.execution.policy.compute.itemsize,
-    )[1:-1]  # fmt: skip
-    stops = np.cumsum(chunks.layers)
-    spans = zip(stops - chunks.layers, stops, strict=True)
-    return max(sum(by_layer[first:end]) for first, end in spans)
 
 
 def _gradients(loss, z_loss, batch: Batch, tree, extra) -> Gradients:
