@@ -47,21 +47,16 @@ def scan_layers(
             part, others_of = kinds[start:end], _rows(others, start, end)
         recomputed = all(policy.saved is not None for policy in policies.values())
         stack, rows = None, weights
-        if recomputed and not (row is None and whole and _divides(kinds, policies[names[0]])):
+        loops_over_all = whole and _divides(kinds, policies[names[0]])
+        if row is not None or (recomputed and not loops_over_all):
             # A loop over a part of the weights would take a copy of them.
             stack, rows = weights, jnp.arange(start, end, dtype=jnp.int32)
-        elif row is not None:
-            rows = jax.tree.map(lambda leaf: _slice(leaf, row + start, end - start), weights)  # noqa: B023
         elif not whole:
             rows = _rows(weights, start, end)
         layer = functools.partial(layer_of, recomputed=recomputed, stack=stack)
         x, cache = _scan(layer, part, x, (rows, others_of), policies, offloaded)
         caches.append(cache)
     return x, _concatenated(*caches)
-
-
-def _slice(array: Array, start: Array, size: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(array, start, size)
 
 
 def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:

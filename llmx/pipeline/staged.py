@@ -224,7 +224,7 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
         embed_names=("embedding", "positions") if model.positions == "learned" else ("embedding",),
         losses_names=("norm", "embedding" if model.tied_head else "head"),
         uses_dot=jax.tree.map(lambda _, axes: "embed" in axes, params, axes),
-        remat=execution.remat, recomputed=recomputed,
+        remat=execution.remat,
         kept_bytes=remat_costs.saved_bytes_of_chunk(
             model, text=execution.remat, chunks=chunks.layers,
             compute_bytes=execution.policy.compute.itemsize,

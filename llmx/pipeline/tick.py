@@ -49,7 +49,6 @@ class ModelFunctions:
     losses_names: tuple[str, ...]
     uses_dot: Any  # for each of the layers' weights, whether `dot.dot` multiplies it
     remat: str  # of the config
-    recomputed: bool  # whether `remat` computes anything again in all layers
     # Bytes per token that a chunk keeps between FORWARD and BACKWARD; None = whatever jax saves.
     kept_bytes: int | None
 
@@ -210,38 +209,30 @@ class Context:
     def arguments(self, chunk, microbatch) -> Arguments:
         """What one chunk computes with, of one microbatch, beside its input."""
         size, per_stage = self.chunks.size, self.chunks.per_stage
-        row, weights = None, self.weights
+        row = None
         kinds = None if isinstance(self.kinds, tuple) else self.kinds
         if kinds is not None and per_stage > 1:
             kinds = jax.lax.dynamic_slice_in_dim(kinds, chunk * size, size)
         if per_stage * self.versions > 1:
             row = (self.age(microbatch) * per_stage + chunk) * size
-            if not self.functions.recomputed:
-                # Without remat the weights that a layer read are among what it saves.
-                one = lambda stack: jax.lax.dynamic_slice_in_dim(stack, row, size)  # noqa: E731
-                row, weights = None, jax.tree.map(one, weights)
         buffers = ()
         if self.block_buffers is not None:
             make = lambda run: lambda leaf: sharding.zeros(leaf, run.size)  # noqa: E731
             buffers = tuple(jax.tree.map(make(run), run.buffers) for run in self.runs)
         side_inputs = self.functions.side_inputs(self.rows(microbatch))
-        return Arguments(weights, row, buffers, side_inputs, kinds)
+        return Arguments(self.weights, row, buffers, side_inputs, kinds)
 
     def apply(self, x_BTD, arguments: Arguments, buffers: tuple = ()):
         """A chunk's output."""
         weights, row, _, side_inputs, kinds = arguments
         kinds = self.kinds if kinds is None else kinds
         for run, buffers_of in itertools.zip_longest(self.runs, buffers):
-            first, end = run.first, run.first + run.size
-            weights_of, row_of = weights, row
-            part = run.size < self.chunks.size
-            if part and self.functions.recomputed:
+            first, row_of = run.first, row
+            if run.size < self.chunks.size:
                 row_of = first if row is None else row + first
-            elif part:
-                weights_of = jax.tree.map(lambda stack: stack[first:end], weights)  # noqa: B023
             x_BTD = self.functions.apply_layers(
-                weights_of, buffers_of, x_BTD, side_inputs, kinds[first:end], row=row_of,
-                first=first,
+                weights, buffers_of, x_BTD, side_inputs, kinds[first : first + run.size],
+                row=row_of, first=first,
             )  # fmt: skip
         return x_BTD
 

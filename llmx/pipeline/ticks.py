@@ -148,8 +148,9 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
     fields |= dict(chunk=chunks, is_first=(table.chunk == 0).astype(int), kind=table.kind)
     rows = Row(**fields | dict(input_arrivals={}, gradient_arrivals={}))
     arrivals = {"inputs": rows.input_arrivals, "gradients": rows.gradient_arrivals}
+    microbatches = table.num_microbatches
     for tick, stage, (kind, m, k) in table.operations():
-        number = m + when[kind, m, k] // ticks * table.num_microbatches
+        number = m + when[kind, m, k] // ticks * microbatches
         rows.microbatch[tick, stage] = number
         for name, read in reads.items():
             getattr(rows, read)[tick, stage] = slot_of[name].get((m, k), 0)
@@ -163,8 +164,9 @@ def _rows(table: Table, when: dict, slot_of: dict[str, dict]) -> Row:
         name, to = {FORWARD: ("inputs", k + 1), BACKWARD: ("gradients", k - 1)}.get(kind, ("", -1))
         if (m, to) in slot_of.get(name, ()):
             distance = int(stage_of[to] - stage) % stages
-            for slots_by_distance in arrivals.values():
-                slots_by_distance.setdefault(distance, none(ticks, stages))
+            if distance not in arrivals[name]:
+                for slots_by_distance in arrivals.values():
+                    slots_by_distance[distance] = none(ticks, stages)
             arrivals[name][distance][tick, stage_of[to]] = slot_of[name][m, to]
     return rows
 
@@ -175,26 +177,27 @@ def _fill_written(table: Table, rows: Row, lifetimes, slot_of, slots, loops) -> 
     Where a loop's body has such an operation all stages write, those without one to a free slot,
     for which `slots` grows if it must.
     """
-    writes = (("saved", rows.save_slot, FORWARD), ("deferred", rows.defer_slot, BACKWARD))
-    occupied = {
-        (name, tick % table.num_ticks, stage, slot_of[name][key])
-        for name, *_ in writes
-        for key, (stage, first, last) in lifetimes[name].items()
-        for tick in range(first, last + 1)
-    }
-    for first, length, times in loops:
-        for body, (name, written, maker) in itertools.product(range(length), writes):
-            ticks = range(first + body, first + length * times, length)
-            if not lifetimes[name] or not (table.kind[ticks] == maker).any():
-                continue
-            for tick, stage in itertools.product(ticks, range(table.num_stages)):
-                key = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
-                slot = slot_of[name].get(key) if table.kind[tick, stage] == maker else None
-                if slot is None:
-                    free = (n for n in itertools.count() if (name, tick, stage, n) not in occupied)
-                    slot = next(free)
-                written[tick, stage] = slot
-                slots[name] = max(slots[name], slot + 1)
+    for name, written, maker in (
+        ("saved", rows.save_slot, FORWARD), ("deferred", rows.defer_slot, BACKWARD)
+    ):  # fmt: skip
+        if not lifetimes[name]:
+            continue
+        occupied = np.zeros((*table.kind.shape, slots[name] + 1), bool)  # one is always free
+        for key, (stage, first, last) in lifetimes[name].items():
+            during = np.arange(first, last + 1) % table.num_ticks
+            occupied[during, stage, slot_of[name][key]] = True
+        for first, length, times in loops:
+            for body in range(length):
+                ticks = range(first + body, first + length * times, length)
+                makes = table.kind[ticks] == maker
+                if not makes.any():
+                    continue
+                written[ticks] = np.argmin(occupied[ticks], axis=-1)
+                for tick, stage in itertools.product(ticks, range(table.num_stages)):
+                    if table.kind[tick, stage] == maker:
+                        key = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
+                        written[tick, stage] = slot_of[name][key]
+                slots[name] = max(slots[name], int(written[ticks].max()) + 1)
 
 
 def _fill_idle_microbatches(table: Table, rows: Row, num_slots: int) -> None:
