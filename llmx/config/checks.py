@@ -16,7 +16,7 @@ from llmx.config import Config, ConfigError, stage_memory, value_types
 from llmx.config.axes import replica_axes
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
-from llmx.model import families, precision, quantized, remat
+from llmx.model import families, precision, quantized, remat, remat_costs
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedule, schedules
@@ -71,6 +71,32 @@ def forget_training(run: Config) -> None:
     """Leaves out, in place, what concerns backward passes, updates and stages."""
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
     run.remat, run.memory_budget = "full", 0.0
+
+
+def rings_in_branches(run: Config) -> str:
+    """Why GPUs cannot run this schedule with rings of attention; "" where they can.
+
+    XLA:GPU joins all devices of a process in the clique of a collective-permute, so that one inside
+    a branch waits for stages that took another.
+    """
+    mesh, pipeline = run.mesh, run.pipeline
+    if mesh.stage == 1 or mesh.sequence // run.attention.ulysses <= 1:
+        return ""
+    table = schedules.table_of(pipeline, stages=mesh.stage, microbatches=run.batch.accumulation)
+    chunks = stages_lib.cut(run.model.num_layers, table.stage_of, pipeline.layers).layers
+    if table.mixes_kinds:
+        chosen, why = f"schedule={table.name!r}", "in its ticks stages take different branches"
+        remedy = "zb_1f1b, 1f1b or interleaved_1f1b, whose stages do the same,"
+    elif remat_costs.branches(run.model, chunks):
+        chosen, why = f"layers={chunks}", "its chunks have layers of different kinds"
+        remedy = "pipeline.layers that give all chunks the same kinds in the same order,"
+    else:
+        return ""
+    return (
+        f"pipeline.{chosen} with mesh.sequence={mesh.sequence} and "
+        f"attention.ulysses={run.attention.ulysses}: {why}, and on GPUs a ring inside a branch "
+        f"waits for all stages forever; use {remedy} or attention.ulysses={mesh.sequence}"
+    )
 
 
 def _start(config: Config) -> Iterator[str]:

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.config import stage_memory
+from llmx.config import checks, stage_memory
 from llmx.contract import Gradient
 from llmx.model import precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
-from llmx.pipeline import schedule, schedules, staged
+from llmx.pipeline import schedules, staged
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
@@ -133,24 +133,6 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
     return 2 if by_positions and tokens >= 2 * TOKENS_OF_A_TURN else 1
 
 
-def _permutes_in_branches(config: config_lib.Config, table: schedule.Table) -> str:
-    """Why a GPU cannot run this schedule with rings; "" where it can.
-
-    XLA:GPU joins all devices of a process in the clique of a collective-permute, so that one inside
-    a branch waits for stages that took another.
-    """
-    ring = config.mesh.sequence // config.attention.ulysses
-    if ring == 1 or not table.mixes_kinds:
-        return ""
-    return (
-        f"pipeline.schedule={table.name!r} with mesh.sequence={config.mesh.sequence} and "
-        f"attention.ulysses={config.attention.ulysses}: in its ticks stages take different "
-        "branches, and on GPUs a ring inside a branch waits for all stages forever; use zb_1f1b, "
-        "1f1b or interleaved_1f1b, whose stages do the same, or attention.ulysses="
-        f"{config.mesh.sequence}"
-    )
-
-
 def _gradient_maker(
     config: config_lib.Config, device: jax.Device
 ) -> tuple[Callable[[TrainingLoss], Gradient], stages_lib.ModelChunks | None]:
@@ -162,7 +144,7 @@ def _gradient_maker(
     chunks = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)
     on_gpu = device.platform not in ("cpu", "tpu")
-    if on_gpu and (why_not := _permutes_in_branches(config, table)):
+    if on_gpu and (why_not := checks.rings_in_branches(config)):
         raise ValueError(why_not)
     chip = hardware.chip_of(device.device_kind)
     memory = chip and chip.hbm_bytes // chip.devices_per_chip

@@ -47,11 +47,20 @@ def of(run: Config, *, deferred_layers: int | None = None) -> StageMemory:
     `deferred_layers`: of each chunk, whose weight gradients are deferred; None = all. Raises
     ValueError for remat="budget".
     """
-    model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
-    table = schedules.table_of(
-        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+    return _of(run, _program(run), deferred_layers)
+
+
+def _program(run: Config) -> Program:
+    return ticks.program(
+        schedules.table_of(
+            run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+        )
     )
-    program, chunks = ticks.program(table), utilization.chunks_of(run)
+
+
+def _of(run: Config, program: Program, deferred_layers: int | None) -> StageMemory:
+    model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
+    table, chunks = program.table, utilization.chunks_of(run)
     size, per_stage = max(chunks), len(chunks) // run.mesh.stage
     block, outside = _parameters(run)
     held = per_stage * size * block + outside  # numbers of a device, were none split by width
@@ -59,6 +68,12 @@ def of(run: Config, *, deferred_layers: int | None = None) -> StageMemory:
     of_moments = 2 * moments.number_bytes(run.optimizer.moments, param)
     parameters = param.itemsize * held / _ways(run, "parameters")
     gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
+    deferred = size if deferred_layers is None else min(deferred_layers, size)
+    factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
+    working = _working(run, chunks, block)
+    if table.mixes_kinds:
+        # What a branch returns is beside the slots, once the other layers are differentiated.
+        working = max(working, factors + _working(run, chunks, block, share=deferred / size))
     steps = 2 if table.periodic else 1
     versions = 0.0
     if table.periodic:  # of the batch in flight; both behind each other; the one predicted from
@@ -73,8 +88,8 @@ def of(run: Config, *, deferred_layers: int | None = None) -> StageMemory:
         versions=math.ceil(versions),
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
-        factors=_deferred(program, size, deferred_layers) * factor_bytes(run),
-        working=math.ceil(_working(run, chunks, block)),
+        factors=program.slots["deferred"] * factors,
+        working=math.ceil(working),
     )
 
 
@@ -85,20 +100,19 @@ def deferred_layers(run: Config, device_bytes: int | None) -> int | None:
     what is not counted. None = all, where neither is known or the schedule defers none. Raises
     ValueError where not one layer's fit.
     """
-    table = schedules.table_of(
-        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
-    )
+    program = _program(run)
     limit = run.pipeline.memory_gib * 2**30 or (device_bytes or 0) * AUTOMATIC
-    if not limit or not table.splits_backward:
+    if not limit or not program.table.splits_backward:
         return None
-    size, rest = max(utilization.chunks_of(run)), of(run, deferred_layers=0).total
-    of_a_layer = _deferred(ticks.program(table), size, 1) * factor_bytes(run)
-    layers = min(int((limit - rest) // of_a_layer), size)
-    if layers > 0:
-        return layers
+    held = lambda layers: _of(run, program, layers).total  # noqa: E731
+    for layers in range(max(utilization.chunks_of(run)), 0, -1):
+        if held(layers) <= limit:
+            return layers
+    rest = held(0)
+    of_a_layer = held(1) - rest
     less = "" if remat.keeps_input(run.remat) else "remat='part', "
     raise ValueError(
-        f"pipeline.schedule={table.name!r} within {limit / 2**30:.1f} GiB of a device "
+        f"pipeline.schedule={program.table.name!r} within {limit / 2**30:.1f} GiB of a device "
         f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): it holds {rest / 2**30:.1f} GiB, and "
         f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use 1f1b, "
         f"{less}or a larger pipeline.memory_gib"
@@ -143,19 +157,15 @@ def _kept(run: Config, text: str, chunks: tuple[int, ...]) -> float:
     )  # fmt: skip
 
 
-def _working(run: Config, chunks: tuple[int, ...], block: float) -> float:
-    """A microbatch's saved activations, read or made again; the gradients of a chunk's weights;
-    one layer's weights, gathered, and its activations."""
+def _working(run: Config, chunks: tuple[int, ...], block: float, share: float = 1.0) -> float:
+    """A microbatch's saved activations, read, or made again for a share of a chunk's layers; the
+    gradients of a chunk's weights; one layer's weights, gathered, and its activations."""
     policy, size = precision.policy_of(run.precision, run.reduce_dtype), max(chunks)
     gradients = policy.reduce.itemsize * size * block / _ways(run, "gradients")
     gathered = policy.compute.itemsize * block
     of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
     tokens = utilization.tokens_of(run) / run.mesh.sequence
     layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)
-    return _kept(run, remat.inside(run.remat), chunks) + gradients + gathered + layer
-
-
-def _deferred(program: Program, size: int, layers: int | None) -> int:
-    """Pairs of slot and layer that hold factors; one more slot while they are made."""
-    slots = program.slots["deferred"]
-    return (slots + (slots > 0)) * (size if layers is None else min(layers, size))
+    saved = _kept(run, remat.inside(run.remat), chunks)
+    saved *= share if remat.keeps_input(run.remat) else 1.0
+    return saved + gradients + gathered + layer

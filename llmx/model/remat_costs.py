@@ -74,6 +74,14 @@ def _parts(model: ModelConfig, chunks: Sequence[int]) -> list[tuple[str, ...]]:
     return [tuple(kinds[end - num : end]) for num, end in zip(chunks, stops, strict=True)]
 
 
+def branches(model: ModelConfig, chunks: Sequence[int]) -> bool:
+    """Whether the kinds of a chunk's layers are known at run time only: stages then take branches.
+
+    `chunks`: see above.
+    """
+    return len(set(model.layer_kinds)) > 1 and not _alike(_parts(model, chunks))
+
+
 def _alike(parts: Sequence[tuple[str, ...]]) -> bool:
     """Whether the layers at one place of all chunks are of one kind; else an array says which."""
     return len(set(parts)) == 1

@@ -13,7 +13,7 @@ from llmx import config as config_lib
 from llmx import sharding
 from llmx.config import Config, checks, flags, utilization
 from llmx.pipeline import schedule
-from llmx.plan import layer_times, options, partition, schedule_report, stage_costs
+from llmx.plan import layer_times, options, partition, recommend, schedule_report, stage_costs
 from llmx.plan.partition import Layer, Partition
 from llmx.runtime import launch
 from llmx.runtime.utilization import text
@@ -43,27 +43,37 @@ def show(
     if config.mesh.stage == 1 and not args.replicate:
         raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")
     bandwidth, clock, head = machine(args, config)
-    limits = dict(
-        bandwidth=bandwidth, versions=args.versions,
-        memory_bytes=None if args.memory is None else int(args.memory * 2**30),
-    )  # fmt: skip
+    memory_bytes = None if args.memory is None else int(args.memory * 2**30)
     if args.replicate:
         layers = stage_costs.chain(config, clock)
         group = config.mesh.sequence * config.mesh.tensor
         planned, equal = stage_costs.replicated(
-            config, layers, args.devices // group, num_stages=args.stages, **limits
-        )
+            config, layers, args.devices // group, bandwidth=bandwidth, num_stages=args.stages,
+            memory_bytes=memory_bytes, versions=args.versions,
+        )  # fmt: skip
         shares = shares_of(args, config, planned.num_devices * group)
         return _show_replicated(head, layers, planned, equal, group, shares)
     profile = stage_costs.make_profile(config, clock)
-    comparison = stage_costs.compare_cuts(config, profile, **limits)
+    chip = None if args.chip is None else stage_costs.chip_named(args.chip)
+    device_bytes = memory_bytes or (chip and chip.device_hbm_bytes)
+    on = stage_costs.Machine(bandwidth, device_bytes, is_gpu=chip is not None and chip.is_gpu)
+    try:
+        comparison = stage_costs.compare_cuts(config, profile, on, memory_bytes=memory_bytes)
+    except ValueError as error:
+        fitting = (option for option in recommend.others(config, profile, on) if option.fits)
+        if (best := next(fitting, None)) is None:
+            raise
+        needs = schedule_report.gib(best.cut.memory.total)
+        raise ValueError(f"{error}; what fits: {best.flags} ({needs})") from None
     table, best = comparison.table, comparison.cuts["planned"]
     facts = schedule.check(table)
     own = bool(config.pipeline.table)
     report = schedule_report.summary(table, facts, best.barriers, best.free, own=own)
     schedule_report.write(table, facts, best.timeline, picture=args.out, csv=args.csv)
     devices = math.prod(vars(config.mesh)[axis] for axis in sharding.AXES)
-    return _show_cuts(head, report, comparison, shares_of(args, config, devices))
+    report, lines = _show_cuts(head, report, comparison, shares_of(args, config, devices))
+    advice = recommend.recommend(config, profile, on)
+    return report | advice.to_json(), "\n".join([lines, "", advice.text()])
 
 
 def shares_of(args: argparse.Namespace, config: Config, num_devices: int) -> Shares:
@@ -100,6 +110,8 @@ def apply_flags(args: argparse.Namespace, config: Config) -> list[str]:
         if name in values:
             config_lib.set_value(config, key, values[name])
     if not args.replicate:
+        if args.versions is not None:
+            problems.append("--versions without --replicate: the schedule says it; leave it out")
         return problems
     # The planner chooses stages and replicas in place of these axes.
     config.mesh.stage = config.mesh.data = config.mesh.fsdp = config.mesh.expert = 1
@@ -179,7 +191,7 @@ def _show_cuts(
         lines += [partition.describe(best.planned, comparison.profile.blocks), ""]
     rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device", "")]
     for name, cut in cuts.items():
-        memory = schedule_report.gib(cut.memory_bytes)
+        memory = schedule_report.gib(cut.memory.total)
         reached = text(shares(cut.barriers, cut.layers))
         rows.append((name, cut.layers, _ms(cut.barriers), _ms(cut.free), memory, reached))
     lines += schedule_report.columns(rows)
@@ -192,7 +204,8 @@ def _show_cuts(
     of_cuts = {
         name: {
             "layers": cut.layers, "barriers": cut.barriers, "free_running": cut.free,
-            "memory_bytes": cut.memory_bytes, **shares(cut.barriers, cut.layers),
+            "memory_bytes": cut.memory.total, "memory": vars(cut.memory),
+            "deferred_layers": cut.deferred_layers, **shares(cut.barriers, cut.layers),
         }
         for name, cut in cuts.items()
     }  # fmt: skip

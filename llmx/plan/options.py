@@ -69,13 +69,13 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--config", help="a config file, e.g. configs/llama3_70b_pipeline.py")
     ours.add_argument("--chip", metavar="NAME", help="the devices, e.g. v5p, h100, tpu_v4")
     ours.add_argument("--devices", type=int, metavar="N", help="of all stages (those of the mesh)")
-    ours.add_argument("--memory", type=float, metavar="GIB", help="of a device (no limit)")
+    ours.add_argument("--memory", type=float, metavar="GIB", help="of a device (the chip's)")
     text = "between stages, one direction (the chip's link, or its network)"
     ours.add_argument("--bandwidth", type=float, metavar="GB/S", help=text)
     text = f"of the chip's peak FLOP/s ({UTILIZATION:g})"
     ours.add_argument("--utilization", "--utilisation", type=float, metavar="SHARE", help=text)
     ours.add_argument("--measure", action="store_true", help="time layers on this machine instead")
-    text = "of the weights (2 of pipedream_2bw, else 1)"
+    text = "of the weights, with --replicate (2 of pipedream_2bw, else 1)"
     ours.add_argument("--versions", type=int, metavar="n", help=text)
     text = "PipeDream's plan: replicas for each stage, in place of the mesh's"
     ours.add_argument("--replicate", action="store_true", help=text)

@@ -92,7 +92,6 @@ class Pipeline:
     # Of the weights on every stage: 1, with PipeDream-2BW 2; None = one for each microbatch in
     # flight, PipeDream's weight stashing.
     versions: int | None = 1
-    room: int | None = None  # microbatches that a stage has room for; None = those in flight
     per_stage: Layer = NOTHING  # of every stage, besides its layers; output and stash are ignored
 
 
@@ -272,8 +271,7 @@ def _tables(layers: Sequence[Layer], most_replicas: int, pipeline: Pipeline) -> 
     stash = sums("stash_bytes")
 
     def memory(later: int) -> np.ndarray:
-        room = pipeline.room
-        in_flight = IN_FLIGHT[pipeline.in_flight](later, M) if room is None else room
+        in_flight = IN_FLIGHT[pipeline.in_flight](later, M)
         more = (in_flight if pipeline.versions is None else pipeline.versions) - 1
         return state + more * version - (-in_flight * stash // m)
 
@@ -482,8 +480,7 @@ def describe(partition: Partition, layers: Sequence[Layer]) -> str:
     per_stage = partition.pipeline.per_stage
     if per_stage != NOTHING:
         lines.append(
-            f"everywhere  {per_stage.name}: {1e3 * per_stage.seconds:.3f} ms and "
-            f"{gib(per_stage.state_bytes)} of each stage's"
+            f"everywhere  {per_stage.name}: {1e3 * per_stage.seconds:.3f} ms of each stage's"
         )
     work = sum(layer.seconds for layer in layers) + len(partition.stages) * per_stage.seconds
     devices, ticks = partition.num_devices, partition.num_ticks

@@ -5,8 +5,9 @@ whose slowest stage is fastest, `pipeline.simulate` how long the config's schedu
 
 Stages are those of `llmx.pipeline.executor`: embedding and head are split over all of them, each
 has the same number of devices, and each device has room for the longest model chunk and for the
-most microbatches that any stage saves. `chain` is PipeDream's problem instead: the embedding is on
-the first stage, the head on the last, and the number of replicas differs between stages.
+most microbatches that any stage saves (`config.stage_memory`). `chain` is PipeDream's problem
+instead: the embedding is on the first stage, the head on the last, and the number of replicas
+differs between stages.
 
 Inside a stage the axes `sequence` and `tensor` split a replica, `data`, `fsdp` and `expert` the
 rows. Communication inside a stage takes no time here.
@@ -20,9 +21,10 @@ from collections.abc import Callable, Sequence
 from llmx import sharding
 from llmx.aot import topologies
 from llmx.config import Config, stage_memory, utilization
+from llmx.config.stage_memory import StageMemory
 from llmx.model import costs, precision, remat_costs
-from llmx.pipeline import schedule, schedules, simulate, stages
-from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
+from llmx.pipeline import schedules, simulate, stages
+from llmx.pipeline.schedule import Table
 from llmx.pipeline.simulate import Timeline
 from llmx.plan import partition, schedule_report
 from llmx.plan.partition import Layer, Partition, Pipeline
@@ -76,11 +78,11 @@ def bandwidth_of(chip: hardware.Chip, config: Config) -> tuple[float, str]:
 class Profile:
     """A microbatch on one device of each stage, with the layers in these model chunks."""
 
+    remat: str
     chunks: tuple[int, ...]  # the layers of each, in the order of the model
     blocks: list[Layer]
     per_stage: Layer  # each stage's share of embedding and head
     weight_seconds: list[float]  # WEIGHT's part of the backward pass of each block
-    factor_bytes: int  # per block, saved between BACKWARD and WEIGHT: factors of weight gradients
 
 
 def _number_bytes(config: Config) -> partition.NumberBytes:
@@ -137,9 +139,14 @@ def _tokens_ways(config: Config) -> int:
 
 
 def make_profile(config: Config, clock: Clock) -> Profile:
-    """The blocks, and each stage's share of embedding and head, in the config's model chunks."""
+    """The blocks, and each stage's share of embedding and head, in the config's model chunks.
+
+    Their bytes are 0: `config.stage_memory` counts what a device of a pipeline holds.
+    """
     model = config.model
     blocks, per_stage = partition.spread(chain(config, clock), model, num_stages=config.mesh.stage)
+    nothing = dict(weight_bytes=0, state_bytes=0, version_bytes=0, stash_bytes=0)
+    blocks = [dataclasses.replace(block, **nothing) for block in blocks]
     length = config.batch.sequence_length
     flops = costs.forward_flops_by_layer(model, sequence_length=length)
     chunks = utilization.chunks_of(config)
@@ -151,35 +158,26 @@ def make_profile(config: Config, clock: Clock) -> Profile:
         block.backward * products / ((costs.TRAINING_PASSES - 1) * forward + more)
         for block, forward, more in zip(blocks, flops[1:-1], again, strict=True)
     ]
-    return Profile(chunks, blocks, per_stage, weights, stage_memory.factor_bytes(config))
+    per_stage = dataclasses.replace(per_stage, **nothing)
+    return Profile(config.remat, chunks, blocks, per_stage, weights)
 
 
-def in_chunks(config: Config, profile: Profile, chunks: tuple[int, ...]) -> Profile:
-    """The profile with the layers in other model chunks, in which `remat` repeats and saves other
-    things. Times of backward passes change as their FLOPs."""
-    if chunks == profile.chunks:
+def adapted(config: Config, profile: Profile, chunks: tuple[int, ...]) -> Profile:
+    """The profile with the config's `remat` and the layers in these model chunks, in place of its
+    own. Times of backward passes change as their FLOPs, of which remat repeats others."""
+    if (config.remat, chunks) == (profile.remat, profile.chunks):
         return profile
     forward = costs.forward_flops_by_layer(
         config.model, sequence_length=config.batch.sequence_length
     )[1:-1]
     once = [(costs.TRAINING_PASSES - 1) * flops for flops in forward]
-    before, after = (_recomputed(config, layers) for layers in (profile.chunks, chunks))
-    saved = remat_costs.saved_bytes_by_layer(
-        config.model, text=config.remat, loss_chunks=1, chunks=chunks,
-        compute_bytes=_number_bytes(config).compute, offloaded=config.offload.saves,
-    )[1:-1]  # fmt: skip
-    tokens = utilization.tokens_of(config)
+    before = _recomputed(dataclasses.replace(config, remat=profile.remat), profile.chunks)
+    after = _recomputed(config, chunks)
     blocks = [
-        dataclasses.replace(
-            block,
-            backward=block.backward * (flops + new) / (flops + old),
-            stash_bytes=math.ceil(tokens * num_bytes / _tokens_ways(config)),
-        )
-        for block, flops, old, new, num_bytes in zip(
-            profile.blocks, once, before, after, saved, strict=True
-        )
+        dataclasses.replace(block, backward=block.backward * (flops + new) / (flops + old))
+        for block, flops, old, new in zip(profile.blocks, once, before, after, strict=True)
     ]
-    return dataclasses.replace(profile, chunks=chunks, blocks=blocks)
+    return dataclasses.replace(profile, remat=config.remat, chunks=chunks, blocks=blocks)
 
 
 def _recomputed(config: Config, chunks: tuple[int, ...]) -> list[float]:
@@ -199,7 +197,14 @@ class Cut:
     timeline: Timeline  # of the layers alone, stages in lockstep
     barriers: float  # seconds of a step, stages in lockstep
     free: float  # seconds of a step, stages running freely
-    memory_bytes: int  # of each device: state, and what is saved for the backward pass
+    busy: float  # seconds of a step that a stage computes, mean over stages
+    memory: StageMemory  # of each device
+    deferred_layers: int | None  # of each chunk, by their weight gradients; None = all
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step, stages in lockstep, in which a stage idles."""
+        return 1 - self.busy / self.barriers if self.barriers else 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,90 +212,130 @@ class Comparison:
     """The best cut, and others to compare it with."""
 
     table: Table
-    profile: Profile  # in the best cut, with all that a device saves
+    profile: Profile  # in the best cut
     cuts: dict[str, Cut]  # by "planned", "equal", and, if the config has one, "config"
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a pipeline runs on."""
+
+    bandwidth: float  # bytes/s between devices of neighboring stages
+    # Of a device; None = unknown: all weight gradients of zero bubble are then deferred.
+    device_bytes: int | None = None
+    is_gpu: bool = False
+
+
 def compare_cuts(
-    config: Config, profile: Profile, *, bandwidth: float, memory_bytes: int | None = None,
-    versions: int | None = None,
-) -> Comparison:  # fmt: skip
+    config: Config, profile: Profile, machine: Machine, *, memory_bytes: int | None = None
+) -> Comparison:
     """The best cut of a resolved config with stages, beside the equal one and its own.
 
     It is searched with the costs that layers have in the profile's model chunks. Each cut is then
-    priced with those of its own, in which `remat` counts. `bandwidth`: bytes/s between devices of
-    neighboring stages. `memory_bytes`: of a device; None = no limit. `versions`: of the weights;
-    None = those of the schedule. Raises ValueError if nothing fits into memory.
+    priced with those of its own, in which `remat` counts. `memory_bytes`: of a device; None = no
+    limit. Raises ValueError if nothing fits into memory.
     """
-    M = config.batch.accumulation
-    table = schedules.table_of(config.pipeline, stages=config.mesh.stage, microbatches=M)
-    # All that a device saves, as if it were of one microbatch.
-    saved = int(schedule.held(table, FORWARD, BACKWARD).max())
-    waiting = int(schedule.check(table).peak_waiting_weights.max())
-
-    def held(profile: Profile) -> Profile:
-        blocks = [
-            dataclasses.replace(
-                block, stash_bytes=saved * block.stash_bytes + waiting * profile.factor_bytes
-            )
-            for block in profile.blocks
-        ]
-        return dataclasses.replace(profile, blocks=blocks)
-
-    pipeline = Pipeline(
-        bandwidth, M, in_flight=PLANNED.get(table.name, "1f1b"), room=1,
-        versions=versions or VERSIONS.get(table.name, 1), per_stage=profile.per_stage,
-    )  # fmt: skip
-    # The planner does not add up the chunks of a stage: their memory is checked afterwards.
-    planned = partition.partition(
-        held(profile).blocks, table.num_chunks, pipeline, num_stages=table.num_chunks,
-        replicate=False,
-        memory_bytes=memory_bytes if table.chunks_per_stage == 1 else None,
-    )  # fmt: skip
+    table = table_of(config)
     layers = {
-        "planned": tuple(stage.num_layers for stage in planned.stages),
+        "planned": _fastest(config, profile, table, machine, memory_bytes),
         "equal": stages.cut(config.model.num_layers, table.stage_of).layers,
     }
     if config.pipeline.layers:
         layers["config"] = tuple(config.pipeline.layers)
-    profiles = {name: held(in_chunks(config, profile, of_cut)) for name, of_cut in layers.items()}
-    cuts = {name: _cut(table, profiles[name], pipeline, layers[name]) for name in layers}
-    if memory_bytes is not None and (needed := cuts["planned"].memory_bytes) > memory_bytes:
+    cuts = {name: priced(config, profile, table, machine, of) for name, of in layers.items()}
+    needed = cuts["planned"].memory.total
+    if memory_bytes is not None and needed > memory_bytes:
         raise ValueError(
             f"--memory={memory_bytes / 2**30:g} GiB is too little: the model chunks of "
             f"{table.name} {layers['planned']} take {schedule_report.gib(needed)} of each device; "
             "use more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
         )
-    return Comparison(table, profiles["planned"], cuts)
+    best = adapted(config, profile, layers["planned"])
+    return Comparison(table, best, cuts)
 
 
-def _cut(table: Table, profile: Profile, pipeline: Pipeline, layers: tuple[int, ...]) -> Cut:
-    blocks, per_stage = profile.blocks, profile.per_stage
-    planned = partition.priced(blocks, layers, pipeline) if table.name in PLANNED else None
+def table_of(config: Config) -> Table:
+    """The table of a resolved config with stages."""
+    return schedules.table_of(
+        config.pipeline, stages=config.mesh.stage, microbatches=config.batch.accumulation
+    )
+
+
+def _pipeline(config: Config, profile: Profile, table: Table, machine: Machine) -> Pipeline:
+    return Pipeline(
+        machine.bandwidth, config.batch.accumulation,
+        in_flight=PLANNED.get(table.name, "1f1b"), per_stage=profile.per_stage,
+    )  # fmt: skip
+
+
+def _fastest(
+    config: Config, profile: Profile, table: Table, machine: Machine, memory_bytes: int | None
+) -> tuple[int, ...]:
+    """The layers of each chunk by the planner; the fastest of those that fit, if any does.
+
+    A device has room for the longest chunk, so memory limits the layers of any chunk.
+    """
+    equal = stages.cut(config.model.num_layers, table.stage_of).layers
+    blocks = [dataclasses.replace(block, state_bytes=1) for block in profile.blocks]
+    pipeline = _pipeline(config, profile, table, machine)
+    longest = None
+    while True:
+        # The planner does not add up the chunks of a stage: they are cut as so many stages.
+        found = partition.partition(
+            blocks, table.num_chunks, pipeline, num_stages=table.num_chunks, replicate=False,
+            memory_bytes=longest,
+        )  # fmt: skip
+        layers = tuple(stage.num_layers for stage in found.stages)
+        if memory_bytes is None or max(layers) == max(equal):
+            return layers
+        if _memory(config, layers, machine)[0].total <= memory_bytes:
+            return layers
+        longest = max(layers) - 1
+
+
+def _memory(
+    config: Config, layers: tuple[int, ...], machine: Machine
+) -> tuple[StageMemory, int | None]:
+    """What a device holds with these model chunks, and how many layers of each are deferred."""
+    pipeline = dataclasses.replace(config.pipeline, layers=layers)
+    run = dataclasses.replace(config, pipeline=pipeline)
+    deferred = stage_memory.deferred_layers(run, machine.device_bytes)
+    return stage_memory.of(run, deferred_layers=deferred), deferred
+
+
+def priced(
+    config: Config, profile: Profile, table: Table, machine: Machine, layers: tuple[int, ...]
+) -> Cut:
+    """Times and memory of a pipeline with these numbers of layers in its model chunks.
+
+    Raises ValueError where zero bubble has no room for the factors of one layer.
+    """
+    profile = adapted(config, profile, layers)
+    pipeline, blocks = _pipeline(config, profile, table, machine), profile.blocks
+    memory, deferred = _memory(config, layers, machine)
     stops = itertools.accumulate(layers)
     spans = [slice(stop - num, stop) for num, stop in zip(layers, stops, strict=True)]
     total = lambda name, span: sum(vars(block)[name] for block in blocks[span])  # noqa: E731
-    weight = [sum(profile.weight_seconds[span]) for span in spans]
+    weight = [sum(profile.weight_seconds[span][:deferred]) for span in spans]
+    forward, backward = ([total(name, span) for span in spans] for name in ("forward", "backward"))
     seconds = dict(
-        forward=[total("forward", span) for span in spans], weight=weight,
-        backward=[total("backward", s) - later for s, later in zip(spans, weight, strict=True)],
+        forward=forward, weight=weight,
+        backward=[whole - later for whole, later in zip(backward, weight, strict=True)],
         transfer=blocks[0].output_bytes / pipeline.bandwidth,
     )  # fmt: skip
     timeline = simulate.simulate(table, **seconds)
     free = simulate.simulate(table, **seconds, barriers=False)
     # All stages do their share of a microbatch's embedding and head at the same time.
-    shared = table.num_microbatches * per_stage.seconds
-    longest = [span for num, span in zip(layers, spans, strict=True) if num == max(layers)]
-    state, version, stash = (
-        max(total(name, span) for span in longest)
-        for name in ("state_bytes", "version_bytes", "stash_bytes")
-    )
-    state += (pipeline.versions - 1) * version
-    beside = per_stage.state_bytes + (pipeline.versions - 1) * per_stage.version_bytes
+    shared = table.num_microbatches * profile.per_stage.seconds
+    work = table.num_microbatches * sum(forward + backward) / table.num_stages
+    planned = None
+    if table.name in PLANNED:
+        held = dataclasses.replace(profile.per_stage, state_bytes=memory.total)
+        pipeline = dataclasses.replace(pipeline, per_stage=held)
+        planned = partition.priced(blocks, layers, pipeline)
     return Cut(
         layers, planned, timeline, barriers=timeline.step_time + shared,
-        free=free.step_time + shared,
-        memory_bytes=table.chunks_per_stage * state + stash + beside,
+        free=free.step_time + shared, busy=work + shared, memory=memory, deferred_layers=deferred,
     )  # fmt: skip
 
 

@@ -33,6 +33,10 @@ class Chip:
     network_bandwidth: float | None  # bytes/s per chip beyond the links; None: not published
     devices_per_chip: int = 1  # jax devices; each has this fraction of everything above
 
+    @property
+    def is_gpu(self) -> bool:
+        return not self.topology.startswith("torus")
+
     def device_flops(self, dtype: str = "bfloat16") -> float:
         """Peak FLOP/s of one jax device. ValueError where no figure for `dtype` is published."""
         if dtype not in self.flops:
