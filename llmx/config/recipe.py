@@ -147,10 +147,10 @@ def _gradient_maker(
     if on_gpu and (why_not := checks.rings_in_branches(config)):
         raise ValueError(why_not)
     chip = hardware.chip_of(device.device_kind)
-    memory = chip and chip.hbm_bytes // chip.devices_per_chip
+    memory = chip and chip.device_hbm_bytes
     make = functools.partial(
         staged.staged, table=table, chunks=chunks, rows=rows, predict=config.pipeline.predict,
-        deferred_layers=stage_memory.deferred_layers(config, memory),
+        deferred_layers=stage_memory.deferred_layers(config, memory, on_gpu=on_gpu),
     )  # fmt: skip
     return make, chunks
 

@@ -1,7 +1,7 @@
 """What a device of a pipeline holds at the peak of a step, counted without a compiler.
 
 The peak is in a BACKWARD of the stage that keeps most microbatches. What comes and goes in it is
-that of the programs which XLA makes for TPU: docs/pipeline.md compares both.
+that of the programs which XLA makes: docs/pipeline.md compares both.
 
 Letters: as in `llmx.model.costs`.
 """
@@ -20,7 +20,9 @@ GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
 # differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
 OF_MLP, OF_STREAM = 4, 4
-AUTOMATIC = 2 / 3  # of a chip's memory, where the config has no limit
+GATHERED_ON_GPU = 4  # layers' weights at one time: XLA:GPU gathers ahead, forward and backward
+# Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
+AUTOMATIC, AT_MOST = 2 / 3, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,24 +43,22 @@ class StageMemory:
         return sum(vars(self).values())
 
 
-def of(run: Config, *, deferred_layers: int | None = None) -> StageMemory:
+def of(run: Config, *, deferred_layers: int | None = None, on_gpu: bool = False) -> StageMemory:
     """Of a resolved run with stages.
 
     `deferred_layers`: of each chunk, whose weight gradients are deferred; None = all. Raises
     ValueError for remat="budget".
     """
-    return _of(run, _program(run), deferred_layers)
+    return _of(run, _program(run), deferred_layers, on_gpu)
 
 
 def _program(run: Config) -> Program:
     return ticks.program(
-        schedules.table_of(
-            run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
-        )
+        schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation)
     )
 
 
-def _of(run: Config, program: Program, deferred_layers: int | None) -> StageMemory:
+def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool) -> StageMemory:
     model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
     table, chunks = program.table, utilization.chunks_of(run)
     size, per_stage = max(chunks), len(chunks) // run.mesh.stage
@@ -70,10 +70,17 @@ def _of(run: Config, program: Program, deferred_layers: int | None) -> StageMemo
     gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
     deferred = size if deferred_layers is None else min(deferred_layers, size)
     factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
-    working = _working(run, chunks, block)
+    layers_weights = GATHERED_ON_GPU if on_gpu else 1
+    working = _working(run, chunks, block, layers_weights)
     if table.mixes_kinds:
         # What a branch returns is beside the slots, once the other layers are differentiated.
-        working = max(working, factors + _working(run, chunks, block, share=deferred / size))
+        share = deferred / size
+        working = max(working, factors + _working(run, chunks, block, layers_weights, share))
+    # And what the conditionals of embedding and head return.
+    working += GRADIENT_BYTES * outside / _ways(run, "gradients")
+    in_flight = 0.0
+    if table.periodic:  # gradients of the batch in flight
+        in_flight = policy.reduce.itemsize * held / _ways(run, "gradients")
     steps = 2 if table.periodic else 1
     versions = 0.0
     if table.periodic:  # of the batch in flight; both behind each other; the one predicted from
@@ -84,7 +91,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None) -> StageMemo
         optimizer=math.ceil(
             0 if run.offload.optimizer else of_moments * held / _ways(run, "optimizer")
         ),
-        gradients=math.ceil(gradients * (steps + table.periodic)),
+        gradients=math.ceil(gradients * steps + in_flight),
         versions=math.ceil(versions),
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
@@ -93,26 +100,27 @@ def _of(run: Config, program: Program, deferred_layers: int | None) -> StageMemo
     )
 
 
-def deferred_layers(run: Config, device_bytes: int | None) -> int | None:
+def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
     """The layers of each chunk whose weight gradients are deferred: as many as fit.
 
-    Within `pipeline.memory_gib`, or else within two thirds of `device_bytes`, which leaves room for
-    what is not counted. None = all, where neither is known or the schedule defers none. Raises
-    ValueError where not one layer's fit.
+    Within `pipeline.memory_gib`, or else within two thirds of `device_bytes`, and one layer within
+    nine tenths: that leaves room for what is not counted. None = all, where neither is known or the
+    schedule defers none. Raises ValueError where not one layer's fit.
     """
     program = _program(run)
-    limit = run.pipeline.memory_gib * 2**30 or (device_bytes or 0) * AUTOMATIC
-    if not limit or not program.table.splits_backward:
+    most = run.pipeline.memory_gib * 2**30 or (device_bytes or 0) * AT_MOST
+    if not most or not program.table.splits_backward:
         return None
-    held = lambda layers: _of(run, program, layers).total  # noqa: E731
+    limit = run.pipeline.memory_gib * 2**30 or device_bytes * AUTOMATIC
+    held = lambda layers: _of(run, program, layers, on_gpu).total  # noqa: E731
     for layers in range(max(utilization.chunks_of(run)), 0, -1):
-        if held(layers) <= limit:
+        if held(layers) <= (limit if layers > 1 else most):
             return layers
     rest = held(0)
     of_a_layer = held(1) - rest
     less = "" if remat.keeps_input(run.remat) else "remat='part', "
     raise ValueError(
-        f"pipeline.schedule={program.table.name!r} within {limit / 2**30:.1f} GiB of a device "
+        f"pipeline.schedule={program.table.name!r} within {most / 2**30:.1f} GiB of a device "
         f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): it holds {rest / 2**30:.1f} GiB, and "
         f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use 1f1b, "
         f"{less}or a larger pipeline.memory_gib"
@@ -157,12 +165,14 @@ def _kept(run: Config, text: str, chunks: tuple[int, ...]) -> float:
     )  # fmt: skip
 
 
-def _working(run: Config, chunks: tuple[int, ...], block: float, share: float = 1.0) -> float:
+def _working(
+    run: Config, chunks: tuple[int, ...], block: float, layers_weights: int, share: float = 1.0
+) -> float:
     """A microbatch's saved activations, read, or made again for a share of a chunk's layers; the
-    gradients of a chunk's weights; one layer's weights, gathered, and its activations."""
+    gradients of a chunk's weights; some layers' weights, gathered, and one layer's activations."""
     policy, size = precision.policy_of(run.precision, run.reduce_dtype), max(chunks)
     gradients = policy.reduce.itemsize * size * block / _ways(run, "gradients")
-    gathered = policy.compute.itemsize * block
+    gathered = layers_weights * policy.compute.itemsize * block
     of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
     tokens = utilization.tokens_of(run) / run.mesh.sequence
     layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)

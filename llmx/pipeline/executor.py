@@ -138,7 +138,7 @@ def _run_loop(context: Context, carry: Carry, first: int, length: int, times: in
     end = first + length * times
     in_loop = lambda a: a[first:end].astype(np.int32).reshape(times, length, *a.shape[1:])  # noqa: E731
     rows = jax.tree.map(in_loop, context.program.rows)
-    bodies = [_body(jax.tree.map(lambda a: a[:, tick], rows)) for tick in range(length)]  # noqa: B023
+    bodies = [body_of(jax.tree.map(lambda a: a[:, tick], rows)) for tick in range(length)]  # noqa: B023
 
     def ticks(carry, rows):
         for tick, body in enumerate(bodies):
@@ -148,9 +148,19 @@ def _run_loop(context: Context, carry: Carry, first: int, length: int, times: in
     return jax.lax.scan(ticks, carry, rows)[0]
 
 
-def _body(rows: Row) -> Body:
+def body_of(rows: Row) -> Body:
+    """What these ticks have in common.
+
+    If stages take no branches, and in some ticks a microbatch enters or leaves the embedding, all
+    ticks do as if one did: that takes little beside a chunk, and a GPU would send the value of a
+    condition to its host.
+    """
     when = lambda array: When(bool((array >= 0).any()) + bool((array >= 0).all()))  # noqa: E731
-    return Body(frozenset(np.unique(rows.kind).tolist()) - {IDLE}, jax.tree.map(when, rows))
+    found, kinds = jax.tree.map(when, rows), frozenset(np.unique(rows.kind).tolist()) - {IDLE}
+    for name in ("embedding", "embedding_gradient"):
+        if len(kinds) == 1 and getattr(found, name) is When.SOMETIMES:
+            found = found._replace(**{name: When.ALWAYS})
+    return Body(kinds, found)
 
 
 def _saves(context: Context) -> saves_lib.Saves:

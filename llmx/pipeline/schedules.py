@@ -25,7 +25,7 @@ class PipelineConfig:
     # pipedream_2bw: batches enter with weights predicted along the last update
     predict: bool = False
     # zero bubble: GiB of a device, within which the weight gradients of as many layers as fit are
-    # deferred; 0 = two thirds of the chip's
+    # deferred; 0 = two thirds of the chip's, nine tenths for one layer
     memory_gib: float = bounded(0.0, at_least=0)
 
 

@@ -193,8 +193,8 @@ class Context:
         return _read(array, self.stage)
 
     def age(self, microbatch):
-        """0 for a microbatch of this step, 1 for one of the step before."""
-        return microbatch // self.program.table.num_microbatches
+        """0 for a microbatch of this step or none, 1 for one of the step before."""
+        return jnp.maximum(microbatch, 0) // self.program.table.num_microbatches
 
     def outer_of(self, microbatch) -> Any:
         """Embedding and head with which a microbatch goes through the model."""
@@ -263,7 +263,7 @@ def run_tick(context: Context, body: Body, carry: Carry, row: Row) -> Carry:
     embedded = None
     if body.when.embedding is not When.NEVER:
         embedded = _if(
-            row.embedding >= 0, body.when.embedding is When.ALWAYS and not links.ordered,
+            row.embedding, body.when.embedding is When.ALWAYS, links.ordered,
             lambda: context.embedded(None, row.embedding),
             lambda: sharding.zeros(context.x_type),
         )  # fmt: skip
@@ -410,8 +410,10 @@ def _ends(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Array):
         if getattr(when, name) is not When.NEVER:
             row = links.after(carry.token, row)
             apply = functools.partial(function, context, stage, row, sent)
-            always = getattr(when, name) is When.ALWAYS and not links.ordered
-            carry = _if(getattr(row, name) >= 0, always, apply, lambda carry: carry, carry)
+            always = getattr(when, name) is When.ALWAYS
+            carry = _if(
+                getattr(row, name), always, links.ordered, apply, lambda carry: carry, carry
+            )
     return carry, row
 
 
@@ -442,8 +444,10 @@ def _head(context: Context, stage: int, row: Row, sent, carry: Carry) -> Carry:
 
 
 def _embedding_gradient(context: Context, stage: int, row: Row, sent, carry: Carry) -> Carry:
-    """The embedding's gradient, of a microbatch that came back through the first chunk."""
+    """The embedding's gradient, of a microbatch that came back through the first chunk; if none
+    did, zeros are added."""
     microbatch, gradient = row.embedding_gradient, context.links.broadcast(sent, stage)
+    gradient = jnp.where(microbatch >= 0, gradient, 0)
     buffers = context.empty_outer(context.functions.embed_names)
     _, pull = jax.vjp(lambda buffers: context.embedded(buffers, microbatch), buffers)
     outer = carry.outer | _summed(context, carry.outer, *pull(gradient), microbatch)
@@ -468,10 +472,16 @@ def _exchanged(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Ar
     return carry
 
 
-def _if(condition, always: bool, function: Callable, otherwise: Callable, *arguments):
-    """`function` if the condition holds; `always`: it does in every tick."""
-    cond = functools.partial(jax.lax.cond, condition, function, otherwise)
-    return (function if always else cond)(*arguments)
+def _if(
+    microbatch, always: bool, ordered: bool, function: Callable, otherwise: Callable, *arguments
+):
+    """`function` if there is a microbatch, or `always`.
+
+    `ordered`: in a conditional also then, with a condition that the compiler does not know.
+    """
+    if always and not ordered:
+        return function(*arguments)
+    return jax.lax.cond(microbatch >= (-1 if always else 0), function, otherwise, *arguments)
 
 
 def _summed(context: Context, total: Any, new: Any, microbatch) -> Any:

@@ -15,6 +15,8 @@ from llmx.pipeline import schedule
 from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Table
 from llmx.pipeline.stages import ModelChunks
 
+HEADLESS = -1  # beside FORWARD: see `loops_of`
+
 # (microbatch, model chunk) -> (stage, first tick, last tick), both inclusive
 Lifetimes = dict[tuple[int, int], tuple[int, int, int]]
 
@@ -56,13 +58,20 @@ class Program:
     deferred_layers: int = sys.maxsize
 
 
-def loops_of(kinds: list[frozenset[int]]) -> list[tuple[int, int, int]]:
+def loops_of(kinds: list[frozenset[int]], head: int = 0) -> list[tuple[int, int, int]]:
     """Ticks with these kinds of operations as loops: (first, ticks in the body, iterations).
 
     Consecutive ticks of one kind are a loop, and so are ticks that take turns between two or three
-    kinds. All ticks between the first and the last one with several kinds are one loop.
+    kinds. All ticks between the first and the last one with several kinds are one loop. `head`: the
+    first tick in which losses are computed. Without ticks of several kinds, forward operations
+    before and after it are told apart, so that in 1F1B all or none of a loop's have a head.
     """
     several = [tick for tick, kinds_of in enumerate(kinds) if len(kinds_of) > 1]
+    if not several:
+        kinds = [
+            kinds_of | {HEADLESS} if kinds_of == {FORWARD} and tick < head else kinds_of
+            for tick, kinds_of in enumerate(kinds)
+        ]
     start, stop = (several[0], several[-1] + 1) if several else (len(kinds),) * 2
 
     def repeated(at, end):
@@ -90,8 +99,9 @@ def program(table: Table) -> Program:
     slot_of, slots = {}, {}
     for name, values in lifetimes.items():
         slot_of[name], slots[name] = _assigned(table, values)
-    loops = loops_of([frozenset(row) - {IDLE} for row in table.kind.tolist()])
     rows = _rows(table, when, slot_of)
+    kinds = [frozenset(row) - {IDLE} for row in table.kind.tolist()]
+    loops = loops_of(kinds, int(np.argmax(rows.head >= 0)))
     _fill_written(table, rows, lifetimes, slot_of, slots, loops)
     _fill_idle_microbatches(table, rows, slots["saved"])
     return Program(table, rows, slots, loops)

@@ -299,8 +299,9 @@ def _memory(
     """What a device holds with these model chunks, and how many layers of each are deferred."""
     pipeline = dataclasses.replace(config.pipeline, layers=layers)
     run = dataclasses.replace(config, pipeline=pipeline)
-    deferred = stage_memory.deferred_layers(run, machine.device_bytes)
-    return stage_memory.of(run, deferred_layers=deferred), deferred
+    on_gpu = machine.is_gpu
+    deferred = stage_memory.deferred_layers(run, machine.device_bytes, on_gpu=on_gpu)
+    return stage_memory.of(run, deferred_layers=deferred, on_gpu=on_gpu), deferred
 
 
 def priced(

@@ -2,10 +2,13 @@
 there for one that took another, in programs compiled for TPUs and GPUs.
 """
 
+import re
+
 import pytest
 from support import runs
 
 from llmx.aot import hlo_text, topologies
+from llmx.pipeline.schedules import SCHEDULES
 
 pytestmark = pytest.mark.aot
 
@@ -13,7 +16,7 @@ MODEL = dict(
     num_layers=4, width=256, num_heads=4, num_kv_heads=4, head_dim=64, mlp_dim=512, vocab_size=512,
     max_positions=512,
 )  # fmt: skip
-TOPOLOGIES = {"tpu": "v5e:2x2", "gpu": "h100:4"}
+TOPOLOGIES = {"tpu": "v5p:2x2x1", "gpu": "h100:4"}
 
 
 def make_recipe(platform: str, schedule: str, mesh: dict, **keys):
@@ -47,13 +50,20 @@ CASES = {
     "fsdp": dict(mesh=dict(stage=2, fsdp=2)),
     "ulysses": dict(mesh=dict(stage=2, sequence=2), attention__ulysses=2),
     "tensor": dict(mesh=dict(stage=2, tensor=2)),
+    "ring": dict(mesh=dict(stage=2, sequence=2)),
 }
+BRANCHING = ("zb_h1", "zb_v", "dual_pipe_v")
+# Every schedule with every case, each on one platform in turn; rings on TPU, see below.
+COVER = [
+    ("tpu" if case == "ring" or (row + column) % 2 else "gpu", schedule, case)
+    for row, schedule in enumerate(BRANCHING)
+    for column, case in enumerate(CASES)
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("platform", TOPOLOGIES)
-def test_a_branch_waits_for_devices_of_its_stage_only(platform, case):
-    recipe = make_recipe(platform, "zb_h1", **CASES[case])
+@pytest.mark.parametrize(("platform", "schedule", "case"), COVER)
+def test_a_branch_waits_for_devices_of_its_stage_only(platform, schedule, case):
+    recipe = make_recipe(platform, schedule, **CASES[case])
     program = topologies.compile(runs.lower(recipe), platform, recipe.compiler_options())
     module = hlo_text.parse(program.as_text())
     inside = collectives_in_branches(module)
@@ -64,7 +74,28 @@ def test_a_branch_waits_for_devices_of_its_stage_only(platform, case):
             assert len({device // 2 for device in group}) == 1, each.label  # 0 and 1: a stage
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "dual_pipe_v"])
+def most_branches(text: str) -> int:
+    """Of the conditionals in a StableHLO text."""
+    most, lines = 0, text.splitlines()
+    for number, line in enumerate(lines):
+        if '"stablehlo.case"' in line:
+            indent = re.match(" *", line)[0]
+            rest = lines[number + 1 :]
+            end = next(at for at, later in enumerate(rest) if later.startswith(f"{indent}}})"))
+            most = max(most, 1 + sum(later.startswith(f"{indent}}}, {{") for later in rest[:end]))
+    return most
+
+
+def test_stages_of_other_schedules_take_no_branches():
+    """A conditional of operations has more branches than the two of a head."""
+    lowered = lambda *case: runs.lower(make_recipe(*case, **CASES["ring"])).as_text()  # noqa: E731
+    for schedule in {*SCHEDULES} - {*BRANCHING}:
+        expected = 2 if schedule == "interleaved_1f1b" else 0
+        assert most_branches(lowered("gpu", schedule)) == expected, schedule
+    assert most_branches(lowered("tpu", "zb_h1")) > 2
+
+
+@pytest.mark.parametrize("schedule", BRANCHING)
 def test_rings_in_branches_are_refused_on_gpus(schedule):
     keys = dict(mesh=dict(stage=2, sequence=2))
     with pytest.raises(ValueError, match=rf"'{schedule}' with mesh.sequence=2 .* use zb_1f1b"):

@@ -12,6 +12,7 @@ from llmx.aot import program
 from llmx.config import stage_memory
 from llmx.pipeline import executor, schedule, schedules, stages, ticks
 from llmx.pipeline import schedule as schedule_lib
+from llmx.pipeline import tick as tick_lib
 
 TOLERANCE = 1e-5
 PLAIN = parity_grid.PLAIN
@@ -106,7 +107,7 @@ def test_weight_gradients_of_some_layers_are_deferred(row, layers, monkeypatch):
         kept.append([leaf.shape for record in context.runs[0].deferred for leaf in record.types])
         return empty(context, steps)
 
-    monkeypatch.setattr(stage_memory, "deferred_layers", lambda run, device_bytes: layers)
+    monkeypatch.setattr(stage_memory, "deferred_layers", lambda *_, **__: layers)
     monkeypatch.setattr(executor, "_empty", recorded)
     assert_trained_as_one_device(train(row), row)
     assert kept[0] and {shape[0] for shape in kept[0]} == {layers}
@@ -235,13 +236,29 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
         for first, length, times in ticks.program(table).loops
     ]
     F, B = {schedule.FORWARD}, {schedule.BACKWARD}
-    assert kinds("gpipe") == [(19, [F]), (19, [B])]
-    assert kinds("1f1b") == [(4, [F]), (15, [B, F]), (4, [B])]
+    # The first forward operations have no head behind them, all others have.
+    assert kinds("gpipe") == [(3, [F]), (16, [F]), (19, [B])]
+    assert kinds("1f1b") == [(3, [F]), (16, [F, B]), (3, [B])]
     assert kinds("pipedream_2bw") == [(16, [F, B])]
     # Forward operations alone, then a loop in which each stage takes its branch, then a last one.
     assert [times for times, _ in kinds("zb_v")] == [8, 87, 4]
     W = {schedule.WEIGHT}
-    assert kinds("zb_1f1b") == [(4, [F]), (3, [B, F]), (12, [B, W, F]), (4, [B, W])]
+    assert kinds("zb_1f1b") == [(3, [F]), (4, [F, B]), (12, [W, F, B]), (3, [W, B]), (1, [W])]
+
+
+def test_stages_without_branches_meet_no_conditions_but_interleaved_heads():
+    """All entries of a loop are there in all its ticks or in none; the head's depend on the chunk
+    in interleaved 1F1B."""
+    for name in ("gpipe", "1f1b", "zb_1f1b", "pipedream_2bw", "interleaved_1f1b"):
+        program = ticks.program(schedules.SCHEDULES[name](4, 16))
+        for first, length, times in program.loops:
+            for tick in range(first, first + length):
+                of_ticks = slice(tick, first + length * times, length)
+                body = executor.body_of(jax.tree.map(lambda a: a[of_ticks], program.rows))  # noqa: B023
+                assert body.when.embedding is not tick_lib.When.SOMETIMES
+                assert body.when.embedding_gradient is not tick_lib.When.SOMETIMES
+                if name != "interleaved_1f1b":
+                    assert body.when.head is not tick_lib.When.SOMETIMES
 
 
 def test_buffers_are_those_of_the_table():
