@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
@@ -104,6 +105,14 @@ class Links:
     @property
     def ordered(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
+
+    def in_order(self, array: jax.Array) -> jax.Array:
+        """`array`; on GPUs with its dimensions in order in memory. There forward and backward
+        operations would want different orders, and copy all of a buffer in every tick."""
+        if self.mesh.devices.flat[0].platform in ("cpu", "tpu"):
+            return array
+        to = Layout(tuple(range(array.ndim)))
+        return self._manual(lambda a: with_layout_constraint(a, to), array)
 
     def completed(self, token: jax.Array, array: jax.Array) -> jax.Array:
         """`token`, once `array` is computed."""
@@ -305,7 +314,8 @@ def _backward(context: Context, carry: Carry, row: Row, chunk, microbatch, _) ->
     # A stage without an operation computes gradients of zero.
     works = mine(row.kind) == BACKWARD
     gradient = jnp.where(works, _read(carry.gradients, mine(row.gradient_slot)), 0)
-    saved = [_read(buffer, mine(row.saved_slot)) for buffer in carry.saved]
+    in_order = context.links.in_order
+    saved = [in_order(_read(buffer, mine(row.saved_slot))) for buffer in carry.saved]
     arguments = context.arguments(chunk, microbatch)
     gradient_x, gradients = context.saves.backward(saved, arguments, gradient)
     is_deferred = lambda leaf: isinstance(leaf, dot.WeightGradOperands)  # noqa: E731
@@ -383,9 +393,9 @@ def _stored(context: Context, carry: Carry, row: Row, chunk, microbatch, results
     """`carry` with what stays on the stage: saved activations, deferred and summed gradients."""
     # Stages that save nothing now write to a free slot: a choice would need the old value too.
     if results.saved:
-        at = context.mine(row.save_slot)
-        saved = [_written(b, at, v) for b, v in zip(carry.saved, results.saved, strict=True)]
-        carry = carry._replace(saved=tuple(saved))
+        at, in_order = context.mine(row.save_slot), context.links.in_order
+        pairs = zip(carry.saved, results.saved, strict=True)
+        carry = carry._replace(saved=tuple(in_order(_written(b, at, v)) for b, v in pairs))
     if results.deferred:
         write = lambda buffer, new: _written(buffer, context.mine(row.defer_slot), new)  # noqa: E731
         carry = carry._replace(deferred=jax.tree.map(write, carry.deferred, results.deferred))
