@@ -258,11 +258,7 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
         table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
         yield from _deferred(config, table)
-        if config.pipeline.predict and not table.periodic:
-            yield (
-                f"pipeline.predict with pipeline.schedule={table.name!r}, whose gradients are of "
-                "the newest weights: leave it out, or use pipedream_2bw"
-            )
+        yield from _predicted(config, table)
         if config.sharding.turns > 1 and table.splits_backward:
             yield (
                 f"sharding.turns={config.sharding.turns} with pipeline.schedule="
@@ -277,6 +273,25 @@ def _stages(config: Config, stages: int) -> Iterator[str]:
             )
     except ValueError as error:
         yield f"mesh.stage={stages}, batch.accumulation={microbatches}: {error}"
+
+
+def _predicted(config: Config, table: schedule.Table) -> Iterator[str]:
+    """What an update with the microbatches of two batches needs."""
+    if not config.pipeline.predict:
+        return
+    if not table.periodic:
+        yield (
+            f"pipeline.predict with pipeline.schedule={table.name!r}, whose gradients are of the "
+            "newest weights: leave it out, or use pipedream_2bw"
+        )
+    if config.precision not in precision.POLICIES:
+        return
+    policy = precision.policy_of(config.precision, config.reduce_dtype)
+    if loss_scale.kind_of(config.loss_scale, policy) == "dynamic":
+        yield (
+            "pipeline.predict with a dynamic loss scale: an update adds gradients of two batches, "
+            "whose scales may differ; use loss_scale.kind='fixed', or leave pipeline.predict out"
+        )
 
 
 def _deferred(config: Config, table: schedule.Table) -> Iterator[str]:

@@ -76,10 +76,13 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         # What a branch returns is beside the slots, once the other layers are differentiated.
         share = deferred / size
         working = max(working, factors + _working(run, chunks, block, layers_weights, share))
-    # And what the conditionals of embedding and head return.
+    if on_gpu and any(length > 1 for _, length, _ in program.loops):
+        # FORWARD and BACKWARD in one loop: what the first saved is not in its slot yet.
+        working += _kept(run, run.remat, chunks)
+    # And the gradients of embedding and head of one microbatch.
     working += GRADIENT_BYTES * outside / _ways(run, "gradients")
     in_flight = 0.0
-    if table.periodic:  # gradients of the batch in flight
+    if table.periodic and not run.pipeline.predict:  # gradients of the batch in flight
         in_flight = policy.reduce.itemsize * held / _ways(run, "gradients")
     steps = 2 if table.periodic else 1
     versions = 0.0

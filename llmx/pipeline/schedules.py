@@ -22,7 +22,8 @@ class PipelineConfig:
     # chunks of the model on each stage; 0 = the schedule's least
     virtual_stages: int = bounded(0, at_least=0)
     layers: tuple[int, ...] = ()  # of each chunk, in the model's order; () = as equal as possible
-    # pipedream_2bw: batches enter with weights predicted along the last update
+    # pipedream_2bw: batches enter with weights predicted along the last update, and an update takes
+    # all microbatches that a stage has completed, of two batches
     predict: bool = False
     # zero bubble: GiB of a device, within which the weight gradients of as many layers as fit are
     # deferred; 0 = two thirds of the chip's, nine tenths for one layer

@@ -2,9 +2,19 @@
 
 A table that flushes drains the pipeline in each step, and `State.in_flight` is (). A periodic one
 (PipeDream-2BW) takes in a batch with parameters W(t) and completes the one before, which entered
-with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)). With prediction a batch enters with what
-W(t+1) would be if the last update came again, V(t) = 2 W(t) - W(t-1), and its gradient is applied
-to W(t+1) (the idea of arXiv 1809.02839; here along the last update, for any optimizer).
+with W(t-1): W(t+1) = W(t) - update(gradient at W(t-1)).
+
+With prediction neither is that late. A batch enters with what W(t+1) would be if the last update
+came again, V(t) = 2 W(t) - W(t-1) (the idea of arXiv 1809.02839; here along the last update, for
+any optimizer). And an update does not wait for the rest of a batch: on each stage it takes the M
+microbatches whose BACKWARD the stage made in this period, E of the new batch and L = M - E of the
+one before:
+
+    W(t+1) = W(t) - update(sum of g_m(V(t)), m < E, of batch t
+                           + sum of g_m(V(t-1)), m >= E, of batch t-1)
+
+L is what is under way between periods and comes back to the stage in the next, of P stages
+2 (P-1) - s on stage s. The first step updates nothing, and its E microbatches are left out.
 
 Letters: B batch, T positions, D width, M microbatches.
 """
@@ -32,7 +42,7 @@ class InFlight(NamedTuple):
 
     params: Any  # with which the batch entered
     batch: Batch
-    gradients: Any  # so far
+    gradients: Any  # so far; with prediction (): they are applied already
     losses: tuple[jax.Array, ...]
     buffers: executor.Buffers
     extra: Any = ()  # states of the transforms with which the batch entered
@@ -54,7 +64,8 @@ def staged(
       deferred_layers: of each chunk, whose weight gradients WEIGHT makes; None = all.
 
     With a periodic table, loss, tokens and gradient are of the batch of the step before: 0 in the
-    first step. Communicates over `stage`, and within a stage as the model does.
+    first step. With prediction the gradient is of microbatches of both steps. Communicates over
+    `stage`, and within a stage as the model does.
     """
     pipeline = _Pipeline(loss, table, chunks, predict, deferred_layers)
     if not table.periodic:
@@ -89,7 +100,7 @@ class _Pipeline:
         return _gradients(loss, z, batch, grads, extra), in_flight
 
     def take_periodic(self, params, batch: Batch, old: InFlight, extra):
-        """The gradient of the batch before, and `batch` in flight."""
+        """The gradient of the batch before, or of what is complete; `batch` in flight."""
         with self.loss.execution.policy.products():
             gathered, entering, latest = self.loss.gathered, params, ()
             if self.predict:
@@ -101,8 +112,9 @@ class _Pipeline:
             sums, buffers = self.run(steps, old.buffers)
             grads, before = self.placed(sums)
             losses = tuple(losses[0] for losses in sums.losses)
-            new = InFlight(entering, batch, grads, losses, buffers, extra, latest)
-            grads = jax.tree.map(jnp.add, before, old.gradients)
+            later, other = ((), grads) if self.predict else (grads, old.gradients)
+            new = InFlight(entering, batch, later, losses, buffers, extra, latest)
+            grads = jax.tree.map(jnp.add, before, other)
             pairs = zip(sums.losses, old.losses, strict=True)
             _, loss, z = (losses[1] + begun for losses, begun in pairs)
         return _gradients(loss, z, old.batch, grads, old.extra), new
@@ -121,8 +133,8 @@ class _Pipeline:
         def make(params, batch, extra):
             sums, buffers = self.run([(params, batch, extra)] * 2)
             losses = tuple(losses[0] for losses in sums.losses)
-            latest = params if self.predict else ()
-            return InFlight(params, batch, self.placed(sums)[0], losses, buffers, extra, latest)
+            grads, latest = ((), params) if self.predict else (self.placed(sums)[0], ())
+            return InFlight(params, batch, grads, losses, buffers, extra, latest)
 
         mesh = self.loss.mesh
         with jax.set_mesh(mesh), self.loss.execution.policy.products():
