@@ -27,6 +27,7 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
         f"mesh:  {sharding.mesh_text(mesh.shape)} ({device}{processes}), "
         f"layout {config.sharding.layout}",
         *([f"stages: {stages}"] if stages else []),
+        *([f"warning: {late}"] if (late := delay_text(config)) else []),
         *([f"sync:  {sync}"] if sync else []),
         *([f"products: {products}"] if products else []),
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
@@ -98,6 +99,25 @@ def stages_text(config: Config) -> str:
     return (
         f"{table.name} on {stages} stages, {per_chunk} layers in each of {table.num_chunks} model "
         f"chunks; bubble {schedule.check(table).bubble:.1%}"
+    )
+
+
+# At this learning rate PipeDream-2BW with AdamW has lost a third of its progress: docs/pipeline.md.
+LATE_RATE = 2e-3
+
+
+def delay_text(config: Config) -> str:
+    """Why the gradients of PipeDream-2BW are too late for the optimizer; "" where they are not."""
+    stages, pipeline, optimizer = config.mesh.stage, config.pipeline, config.optimizer
+    if stages == 1 or pipeline.predict or optimizer.name != "adamw":
+        return ""
+    table = schedules.table_of(pipeline, stages=stages, microbatches=config.batch.accumulation)
+    if not table.periodic or optimizer.learning_rate < LATE_RATE:
+        return ""
+    return (
+        f"pipeline.schedule={table.name!r} with AdamW at learning rate "
+        f"{optimizer.learning_rate:g}: gradients are one step late, which costs much of the "
+        "progress; use pipeline.predict=True, optimizer.name='muon', or a lower rate"
     )
 
 

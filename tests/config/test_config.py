@@ -413,6 +413,20 @@ def test_a_failure_names_the_file_and_the_key_that_it_comes_from(tmp_path, numbe
     assert ("name another" in text) == ("name another" in words)
 
 
+def test_late_gradients_with_adamw_are_warned_of():
+    run = config.default()
+    run.mesh.stage, run.batch.accumulation, run.pipeline.schedule = 2, 4, "pipedream_2bw"
+    run.optimizer.learning_rate = 6e-3
+    assert "AdamW at learning rate 0.006" in describe.delay_text(run)
+    for section, key, value in (
+        ("optimizer", "learning_rate", 1e-3), ("optimizer", "name", "muon"),
+        ("pipeline", "predict", True), ("pipeline", "schedule", "1f1b"), ("mesh", "stage", 1),
+    ):  # fmt: skip
+        other = copy.deepcopy(run)
+        setattr(getattr(other, section), key, value)
+        assert not describe.delay_text(other)
+
+
 def test_golden_keys():
     """The whole surface of the config, so that a change to it is seen in review."""
     wanted = (ROOT / "tests/golden/config_keys.txt").read_text().splitlines()
