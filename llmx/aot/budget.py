@@ -1,7 +1,7 @@
 """Which remat fits a budget of memory with the least recomputation: chosen, and confirmed.
 
-Policies are put in a row, from what saves least to what saves most: segments, then inputs of
-layers, then one more of the named values at a time, the one first that spares most FLOPs per byte.
+Policies are put in a row, from what saves least to what saves most: of a pipeline inputs of model
+chunks, then segments, then inputs of layers, then one more of the named values at a time, the one first that spares most FLOPs per byte.
 Between two neighbours of the row the first n layers have the first and the others the second. So
 all candidates are in one order, in which memory grows and recomputation falls. Their memory is
 that of a compiled one and the bytes that they save more or less, at first by count and then as
@@ -193,6 +193,8 @@ def candidates(run: Config) -> list[Candidate]:
     for text, richer in itertools.pairwise([*_policies(run), "none"]):
         texts += [text, *(f":{layers - n}={text},{richer}" for n in range(1, layers))]
     texts.append("none")
+    if run.mesh.stage > 1:  # by itself: rules follow it, none goes before it
+        texts.insert(0, remat.PART)
     kinds = sorted(set(run.model.layer_kinds))
     texts = [text for text in texts if not remat.problems(text, run.offload, kinds)]
     # Of some mixtures a richer one saves less: from the end, each must save less than all behind.
@@ -249,7 +251,8 @@ def _candidate(run: Config, text: str, chunks: tuple[int, ...], times: int) -> C
     of_chunk = remat_costs.saved_bytes_of_chunk(
         run.model, text=text, compute_bytes=num_bytes, chunks=chunks, offloaded=offloaded
     )
-    # And what the layers of the largest segment save when they are run again, of one microbatch.
+    # And what the layers of the largest segment, or with "part" of a chunk, save when they are run
+    # again, of one microbatch.
     chosen = remat_costs.policies(run.model, text, chunks)
     again = [
         sum(
@@ -258,6 +261,13 @@ def _candidate(run: Config, text: str, chunks: tuple[int, ...], times: int) -> C
         )
         for first, end in remat_costs.segments(run.model, text, chunks)
     ]
+    if remat.keeps_input(text):
+        again.append(
+            remat_costs.saved_bytes_of_chunk(
+                run.model, text=remat.inside(text), compute_bytes=num_bytes, chunks=chunks,
+                offloaded=offloaded,
+            )
+        )  # fmt: skip
     _, *by_flops, _ = remat_costs.recomputed_flops_by_layer(
         run.model, sequence_length=run.batch.sequence_length, text=text, loss_chunks=2,
         chunks=chunks, offloaded=offloaded,

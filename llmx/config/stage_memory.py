@@ -77,7 +77,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         share = deferred / size
         working = max(working, factors + _working(run, chunks, block, layers_weights, share))
     if on_gpu and any(length > 1 for _, length, _ in program.loops):
-        # With FORWARD and BACKWARD in one loop XLA:GPU holds a microbatch's saved activations twice.
+        # With FORWARD and BACKWARD in one loop XLA:GPU has a microbatch's saved activations twice.
         working += _kept(run, remat.inside(run.remat), chunks)
     # And the gradients of embedding and head of one microbatch.
     working += GRADIENT_BYTES * outside / _ways(run, "gradients")
