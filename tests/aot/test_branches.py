@@ -88,7 +88,7 @@ def most_branches(text: str) -> int:
 
 def test_stages_of_other_schedules_take_no_branches():
     """A conditional of operations has more branches than the two of a head."""
-    lowered = lambda *case: runs.lower(make_recipe(*case, **CASES["ring"])).as_text()  # noqa: E731
+    lowered = lambda *case: runs.lower(make_recipe(*case, **CASES["fsdp"])).as_text()  # noqa: E731
     for schedule in {*SCHEDULES} - {*BRANCHING}:
         expected = 2 if schedule == "interleaved_1f1b" else 0
         assert most_branches(lowered("gpu", schedule)) == expected, schedule
@@ -103,3 +103,20 @@ def test_rings_in_branches_are_refused_on_gpus(schedule):
     make_recipe("gpu", schedule, **keys, attention__ulysses=2)
     make_recipe("gpu", "zb_1f1b", **keys)
     make_recipe("tpu", schedule, **keys)
+
+
+def test_rings_in_layers_of_kinds_that_differ_between_stages_are_refused_on_gpus():
+    """Stages then branch inside a chunk, on the kind of each layer."""
+    mixed = runs.make_config(
+        "gemma3", model=MODEL | dict(layer_pattern=("local", "local", "global"), num_layers=6),
+        mesh=dict(stage=2, sequence=2), precision="bf16", batch__size=8, batch__accumulation=4,
+        batch__sequence_length=512,
+    )  # fmt: skip
+    at = lambda platform: topologies.devices(topologies.parse(TOPOLOGIES[platform]))  # noqa: E731
+    runs.make_recipe(mixed, devices=at("gpu"))  # three layers of the same kinds on each stage
+    mixed.pipeline.layers = (4, 2)
+    with pytest.raises(ValueError, match=r"pipeline.layers=\(4, 2\) with mesh.sequence=2 .*kinds"):
+        runs.make_recipe(mixed, devices=at("gpu"))
+    runs.make_recipe(mixed, devices=at("tpu"))
+    mixed.attention.ulysses = 2
+    runs.make_recipe(mixed, devices=at("gpu"))
