@@ -1,11 +1,12 @@
 """Which remat fits a budget of memory with the least recomputation: chosen, and confirmed.
 
 Policies are put in a row, from what saves least to what saves most: of a pipeline inputs of model
-chunks, then segments, then inputs of layers, then one more of the named values at a time, the one first that spares most FLOPs per byte.
-Between two neighbours of the row the first n layers have the first and the others the second. So
-all candidates are in one order, in which memory grows and recomputation falls. Their memory is
-that of a compiled one and the bytes that they save more or less, at first by count and then as
-compiled programs differ. A few compilations find the last that fits.
+chunks, then segments, then inputs of layers, then one more of the named values at a time, the one
+first that spares most FLOPs per byte. Between two neighbours of the row the first n layers have the
+first and the others the second. So all candidates are in one order, in which memory grows and
+recomputation falls. Their memory is that of a compiled one and the bytes that they save more or
+less, at first by count and then as compiled programs differ. A few compilations find the last that
+fits.
 """
 
 import dataclasses

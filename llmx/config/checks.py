@@ -219,7 +219,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     return [
         *(f"mesh.across_slices names {a!r} twice" for a in twice),
         *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
-        *_stages(config, sizes["stage"]),
+        *stage_problems(config, sizes["stage"]),
         *_tensor(config, sizes),
         *_batch(config, sizes),
         *_context(config, sizes),
@@ -228,8 +228,8 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     ]
 
 
-def _stages(config: Config, stages: int) -> Iterator[str]:
-    """What pipeline parallelism splits."""
+def stage_problems(config: Config, stages: int) -> Iterator[str]:
+    """What is wrong with the pipeline of a config, each with its remedy."""
     if stages == 1 and remat.keeps_input(config.remat):
         yield (
             f"remat={config.remat!r} with mesh.stage=1: it keeps the input of a stage's chunk of "

@@ -8,6 +8,7 @@ a zero-bubble schedule is recommended only where it is faster.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,26 +159,25 @@ def _candidates(config: Config, machine: Machine) -> Iterator[Config]:
     """Other ways to run the same step, each resolved."""
     chosen = stage_costs.table_of(config)
     kinds, seen = sorted(set(config.model.layer_kinds)), {_key(config, chosen, config.remat)}
-    for name in schedules.SCHEDULES:
-        for chunks in CHUNKS:
-            pipeline = dataclasses.replace(
-                config.pipeline, schedule=name, table="", virtual_stages=chunks, predict=False,
-                layers=(),
-            )  # fmt: skip
-            run = dataclasses.replace(config, pipeline=pipeline)
-            try:
-                table = stage_costs.table_of(run)
-                stages.cut(config.model.num_layers, table.stage_of)
-            except ValueError:  # the schedule does not take so many chunks, stages, microbatches
+    for name, chunks in itertools.product(schedules.SCHEDULES, CHUNKS):
+        pipeline = dataclasses.replace(
+            config.pipeline, schedule=name, table="", virtual_stages=chunks, layers=(),
+            predict=False, memory_gib=0.0,
+        )  # fmt: skip
+        run = dataclasses.replace(config, pipeline=pipeline)
+        if any(checks.stage_problems(run, run.mesh.stage)):
+            continue  # so many chunks, for example
+        table = stage_costs.table_of(run)
+        if table.splits_backward:
+            run.pipeline.memory_gib = config.pipeline.memory_gib
+        if table.periodic or (machine.is_gpu and checks.rings_in_branches(run)):
+            continue
+        for text in dict.fromkeys((config.remat, *REMATS)):
+            key = _key(run, table, text)
+            if key in seen or remat.problems(text, config.offload, kinds):
                 continue
-            if table.periodic or (machine.is_gpu and checks.rings_in_branches(run)):
-                continue
-            for text in dict.fromkeys((config.remat, *REMATS)):
-                key = _key(run, table, text)
-                if key in seen or remat.problems(text, config.offload, kinds):
-                    continue
-                seen.add(key)
-                yield dataclasses.replace(run, remat=text)
+            seen.add(key)
+            yield dataclasses.replace(run, remat=text)
 
 
 def _key(config: Config, table: Table, text: str) -> tuple:
@@ -190,10 +190,11 @@ def _option(run: Config, config: Config, profile: Profile, machine: Machine) -> 
     layers = stages.cut(run.model.num_layers, table.stage_of, run.pipeline.layers).layers
     cut = stage_costs.priced(run, profile, table, machine, layers)
     flags = []
-    for key in ("schedule", "table", "virtual_stages", "layers"):
+    for key in ("schedule", "table", "virtual_stages", "layers", "predict", "memory_gib"):
         value = vars(run.pipeline)[key]
         if value != vars(config.pipeline)[key]:
-            flags.append(f"--config.pipeline.{key}={value or repr(value)}")
+            text = f'"{value!r}"' if key in ("table", "layers") else value
+            flags.append(f"--config.pipeline.{key}={text}")
     if run.remat != config.remat:
         flags.append(f"--config.remat={run.remat}")
     limit = _limit(machine)
