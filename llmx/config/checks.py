@@ -238,7 +238,7 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
         )
     if stages == 1:
         default = PipelineConfig()
-        for key in ("table", "layers", "virtual_stages", "predict"):
+        for key in ("table", "layers", "virtual_stages", "predict", "memory_gib"):
             if (value := vars(config.pipeline)[key]) != vars(default)[key]:
                 yield (
                     f"pipeline.{key}={value!r} has no effect with mesh.stage=1: leave it out, or "
@@ -284,7 +284,7 @@ def _predicted(config: Config, table: schedule.Table) -> Iterator[str]:
             f"pipeline.predict with pipeline.schedule={table.name!r}, whose gradients are of the "
             "newest weights: leave it out, or use pipedream_2bw"
         )
-    if config.precision not in precision.POLICIES:
+    if any(bounds.problems(config, "")):
         return
     policy = precision.policy_of(config.precision, config.reduce_dtype)
     if loss_scale.kind_of(config.loss_scale, policy) == "dynamic":
@@ -302,11 +302,20 @@ def _deferred(config: Config, table: schedule.Table) -> Iterator[str]:
             f"pipeline.memory_gib={gib:g} with pipeline.schedule={name!r}, which defers no weight "
             "gradients: leave it out, or use zb_1f1b or another zb_ schedule"
         )
-    elif gib and config.remat != remat.BUDGET:
+    elif gib and config.remat != remat.BUDGET and not _uncountable(config):
         try:
             stage_memory.deferred_layers(config, None)
         except ValueError as error:
             yield str(error)
+
+
+def _uncountable(config: Config) -> bool:
+    """Whether a value is wrong, as others tell, without which memory cannot be counted."""
+    kinds = sorted(set(config.model.layer_kinds))
+    return any((
+        *bounds.problems(config, ""), *bounds.problems(config.optimizer, ""),
+        *remat.problems(config.remat, config.offload, kinds),
+    ))  # fmt: skip
 
 
 def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:

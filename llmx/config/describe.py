@@ -102,7 +102,7 @@ def stages_text(config: Config) -> str:
     )
 
 
-# At this learning rate PipeDream-2BW with AdamW has lost a third of its progress: docs/pipeline.md.
+# At this learning rate the loss of PipeDream-2BW with AdamW is a third higher: docs/pipeline.md.
 LATE_RATE = 2e-3
 
 

@@ -14,7 +14,7 @@ from llmx.config.axes import replica_axes
 from llmx.model import costs, precision, remat, remat_costs
 from llmx.pipeline import schedules, ticks
 from llmx.pipeline.ticks import Program
-from llmx.step import moments
+from llmx.step import moments, optimizers
 
 GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
@@ -30,7 +30,7 @@ class StageMemory:
     """Bytes of a device, by what they are for."""
 
     parameters: int
-    optimizer: int
+    optimizer: int  # moments, and the average of the parameters if there is one
     gradients: int  # sums over microbatches; of PipeDream-2BW those of two steps, and in flight
     versions: int  # further versions of the weights
     kept: int  # from FORWARD to BACKWARD
@@ -65,7 +65,10 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     block, outside = _parameters(run)
     held = per_stage * size * block + outside  # numbers of a device, were none split by width
     param = precision.POLICIES[run.precision].param
-    of_moments = 2 * moments.number_bytes(run.optimizer.moments, param)
+    of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
+    in_moments = of_blocks * per_stage * size * block + of_others * outside
+    in_moments *= moments.number_bytes(run.optimizer.moments, param)
+    average = param.itemsize * held if run.optimizer.ema_decay else 0.0
     parameters = param.itemsize * held / _ways(run, "parameters")
     gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
     deferred = size if deferred_layers is None else min(deferred_layers, size)
@@ -92,7 +95,8 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     return StageMemory(
         parameters=math.ceil(parameters),
         optimizer=math.ceil(
-            0 if run.offload.optimizer else of_moments * held / _ways(run, "optimizer")
+            (0 if run.offload.optimizer else in_moments) / _ways(run, "optimizer")
+            + average / _ways(run, "parameters")
         ),
         gradients=math.ceil(gradients * steps + in_flight),
         versions=math.ceil(versions),
@@ -119,14 +123,19 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
     for layers in range(max(utilization.chunks_of(run)), 0, -1):
         if held(layers) <= (limit if layers > 1 else most):
             return layers
-    rest = held(0)
-    of_a_layer = held(1) - rest
-    less = "" if remat.keeps_input(run.remat) else "remat='part', "
+    rest, of_a_layer = held(0), held(1) - held(0)
+    remedies = ["more stages or devices"]
+    if rest <= most:
+        remedies.insert(0, "1f1b")
+    elif not remat.keeps_input(run.remat):
+        remedies.insert(0, "remat='part'")
+    if run.pipeline.memory_gib:
+        remedies.append("a larger pipeline.memory_gib")
     raise ValueError(
         f"pipeline.schedule={program.table.name!r} within {most / 2**30:.1f} GiB of a device "
         f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): it holds {rest / 2**30:.1f} GiB, and "
-        f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use 1f1b, "
-        f"{less}or a larger pipeline.memory_gib"
+        f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use "
+        f"{', or '.join(remedies)}"
     )
 
 
@@ -163,7 +172,7 @@ def _tokens(run: Config) -> float:
 def _kept(run: Config, text: str, chunks: tuple[int, ...]) -> float:
     """Bytes that the longest chunk saves of a microbatch."""
     return _tokens(run) * remat_costs.saved_bytes_of_chunk(
-        run.model, text=text, chunks=chunks, offloaded=run.offload.saves,
+        run.model, text=text, chunks=chunks,
         compute_bytes=precision.POLICIES[run.precision].compute.itemsize,
     )  # fmt: skip
 

@@ -95,13 +95,15 @@ def _scan(layer_of, kinds, x, stacked, policies: dict[str, remat.Policy], offloa
 
 
 def _any_of(layers: Sequence[Callable]) -> Callable:
-    """A layer whose kind is known at run time: a number, beside its arrays.
+    """A layer whose kind is known at run time: a number, beside its arrays. Of -1, no layer, it is
+    the last kind: a local layer, where there are some, takes least.
 
     It is checkpointed as a whole: a conditional inside out would save the weights that it read.
     """
     if len(layers) == 1:
         return lambda x, row: layers[0](x, row[1])
-    return lambda x, row: jax.lax.switch(jnp.maximum(row[0], 0), layers, x, row[1])
+    kind = lambda number: jnp.where(number < 0, len(layers) - 1, number)  # noqa: E731
+    return lambda x, row: jax.lax.switch(kind(row[0]), layers, x, row[1])
 
 
 def _unless_empty(layer: Callable) -> Callable:

@@ -115,6 +115,8 @@ def parse(text: str, kinds: Sequence[str]) -> tuple[Rule, ...]:
     Behind "part+" they are those of a chunk that is run again; "part" alone is "part+full". Raises
     ValueError, naming the part that is wrong and what it may be.
     """
+    if text == f"{PART}+":
+        raise ValueError(f"remat={text!r}: name a policy behind +, for example 'part+dots'")
     text = inside(text)
     if text == BUDGET:
         raise ValueError(
@@ -181,7 +183,10 @@ def _policy(text: str) -> Policy:
         elif every or name == "sqrt":
             raise ValueError(f"remat={text!r}: sqrt or every_N stands first, and once")
         elif name == PART:
-            raise ValueError(f"remat={text!r}: {PART} stands before all rules, and once")
+            raise ValueError(
+                f"remat={text!r}: {PART} stands before all rules, and once, as in "
+                "'part+:4=full,dots'"
+            )
         else:
             known = bounds.use_one_of(name, (*POLICIES, PART, BUDGET))
             raise ValueError(

@@ -61,7 +61,7 @@ def run_table(
       params: (blocks, outer): weights of the layers as staged, [slots, ...], and the other
         parameters. For a periodic table twice: of this step, and of the step before.
       batches: arrays [M, B, T], whole along `stage`; one for each of `params`.
-      kinds: of the model's layers; `functions.apply_chunk` takes those of a chunk.
+      kinds: of the model's layers; `functions.apply_layers` takes those of a chunk's layers.
       grad_buffers: types of the gradients of blocks and outer; None = no gradients.
       in_flight: of a periodic table, what the step before returned; None = nothing.
 
@@ -180,8 +180,8 @@ def _saves(context: Context) -> saves_lib.Saves:
 def _runs(context: Context) -> tuple[tick_lib.Run, ...]:
     """A chunk's layers by whether their weight gradients are deferred: the first ones are."""
     size, deferred = context.chunks.size, context.program.deferred_layers
-    runs = [_deferred(context, min(deferred, size))] if deferred else []
-    first = sum(run.size for run in runs)
+    runs = [_deferred(context, min(deferred, size))]
+    first = runs[0].size
     if first < size:
         runs.append(tick_lib.Run(first, size - first, context.block_buffers))
     return tuple(runs)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -88,7 +89,7 @@ def zb_1f1b(stages: int, microbatches: int, virtual_stages: int = 1) -> Table:
     (arXiv 2401.10241) for stages in lockstep.
     """
     P, M = stages, microbatches
-    _refuse_sizes("zb_1f1b", P, M, virtual_stages, takes=virtual_stages)
+    _refuse_sizes("zb_1f1b", P, M, virtual_stages, takes=None)
     plain = _alternating("zb_1f1b", P, M, virtual_stages)
     rows, waiting = [], [collections.deque() for _ in range(P)]
     for row in np.stack([plain.kind, plain.microbatch, plain.chunk], -1).tolist():
@@ -221,17 +222,22 @@ def pipedream_2bw(stages: int, microbatches: int, virtual_stages: int = 1) -> Ta
     return Table("pipedream_2bw", kind, microbatch, chunk, periodic=True)
 
 
-def _refuse_sizes(name: str, stages: int, microbatches: int, virtual: int, *, takes: int = 0):
-    """Raises ValueError; `takes` is the one number of chunks per stage that the schedule has."""
-    for size, value in (("stages", stages), ("microbatches", microbatches)):
+def _refuse_sizes(
+    name: str, stages: int, microbatches: int, virtual: int, *, takes: int | None = 0
+):
+    """Raises ValueError; `takes` is the one number of chunks per stage that the schedule has, 0 = 2
+    or more, None = any number."""
+    sizes = {"stages": stages, "microbatches": microbatches}
+    sizes |= {"virtual_stages": virtual} if takes is None else {}
+    for size, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} with {size}={value}: use at least 1")
     if takes and virtual != takes:
         raise ValueError(
             f"{name} with virtual_stages={virtual}: it has {takes} per stage; use {takes}, or "
-            "interleaved_1f1b, which takes any number from 2 on"
+            "interleaved_1f1b or zb_1f1b, which take more"
         )
-    if not takes and virtual < 2:
+    if takes == 0 and virtual < 2:
         raise ValueError(f"{name} with virtual_stages={virtual}: use at least 2, or 1f1b")
 
 
@@ -245,6 +251,14 @@ SCHEDULES: dict[str, Callable[..., Table]] = {
     "dual_pipe_v": dual_pipe_v,
     "pipedream_2bw": pipedream_2bw,
 }
+
+
+@functools.lru_cache(maxsize=128)
+def _named(name: str, stages: int, microbatches: int, virtual_stages: int) -> Table:
+    virtual = {"virtual_stages": virtual_stages} if virtual_stages else {}
+    table = SCHEDULES[name](stages, microbatches, **virtual)
+    schedule.check(table)
+    return table
 
 
 def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table:
@@ -266,8 +280,7 @@ def table_of(config: PipelineConfig, *, stages: int, microbatches: int) -> Table
                 f"{microbatches})"
             )
     elif config.schedule in SCHEDULES:
-        virtual = {"virtual_stages": config.virtual_stages} if config.virtual_stages else {}
-        table = SCHEDULES[config.schedule](stages, microbatches, **virtual)
+        return _named(config.schedule, stages, microbatches, config.virtual_stages)
     else:
         remedy = bounds.use_one_of(config.schedule, SCHEDULES)
         raise ValueError(f"pipeline.schedule={config.schedule!r} is unknown: {remedy}")

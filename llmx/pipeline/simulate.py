@@ -29,9 +29,9 @@ def simulate(
     `forward`, `backward`, `weight`: seconds of a whole stage, or of each chunk. Where the table
     does not split WEIGHT off, BACKWARD takes both times. `transfer`: of a message between stages.
 
-    With `barriers` all stages begin a tick together, when the longest operation of the tick before
-    has ended and its messages have arrived. Without, a stage begins an operation as soon as its
-    inputs are there, and sends while it works.
+    With `barriers` all stages begin a tick together: a tick takes as long as its longest operation,
+    and then a message if one is sent. Without, a stage begins an operation as soon as its inputs
+    are there, and sends while it works.
     """
     chunks = np.ones(table.num_chunks) / table.chunks_per_stage
     times = [

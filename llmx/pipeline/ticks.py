@@ -5,6 +5,7 @@ as the stage that needs most. Slots and microbatches are data: int arrays over t
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 from typing import Any, NamedTuple
@@ -91,6 +92,7 @@ def loops_of(kinds: list[frozenset[int]], head: int = 0) -> list[tuple[int, int,
     return [*repeated(0, start), *mixed, *repeated(stop, len(kinds))]
 
 
+@functools.lru_cache(maxsize=128)
 def program(table: Table) -> Program:
     """Loops over the ticks of a table, and slots for all its values."""
     ticks = np.ndenumerate(schedule.operation_ticks(table))

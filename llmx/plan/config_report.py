@@ -188,7 +188,7 @@ def _show_cuts(
     lines = [*head, "", schedule_report.text(report), ""]
     if best.planned is not None:
         lines.append("by the planner's formula, on one device of each stage:")
-        lines += [partition.describe(best.planned, comparison.profile.blocks), ""]
+        lines += [partition.describe(best.planned, best.blocks), ""]
     rows = [("cut", "pipeline.layers", "in lockstep", "freely", "memory of each device", "")]
     for name, cut in cuts.items():
         memory = schedule_report.gib(cut.memory.total)

@@ -69,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--config", help="a config file, e.g. configs/llama3_70b_pipeline.py")
     ours.add_argument("--chip", metavar="NAME", help="the devices, e.g. v5p, h100, tpu_v4")
     ours.add_argument("--devices", type=int, metavar="N", help="of all stages (those of the mesh)")
-    ours.add_argument("--memory", type=float, metavar="GIB", help="of a device (the chip's)")
+    ours.add_argument(
+        "--memory", type=float, metavar="GIB", help="of a device: limits the cut too (the chip's)"
+    )
     text = "between stages, one direction (the chip's link, or its network)"
     ours.add_argument("--bandwidth", type=float, metavar="GB/S", help=text)
     text = f"of the chip's peak FLOP/s ({UTILIZATION:g})"

@@ -480,7 +480,7 @@ def describe(partition: Partition, layers: Sequence[Layer]) -> str:
     per_stage = partition.pipeline.per_stage
     if per_stage != NOTHING:
         lines.append(
-            f"everywhere  {per_stage.name}: {1e3 * per_stage.seconds:.3f} ms of each stage's"
+            f"everywhere  {per_stage.name}: {1e3 * per_stage.seconds:.3f} ms of each stage's time"
         )
     work = sum(layer.seconds for layer in layers) + len(partition.stages) * per_stage.seconds
     devices, ticks = partition.num_devices, partition.num_ticks

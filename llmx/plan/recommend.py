@@ -21,7 +21,8 @@ from llmx.plan.stage_costs import Cut, Machine, Profile
 
 CHUNKS = (0, 2, 4)  # on a stage; 0 = the schedule's least
 REMATS = ("none", "dots", "full", "part+dots", "part")  # beside the config's
-SHARE = 0.95  # of a device's memory that is used: what is counted may be 5% less than compiled
+# Of a device's memory that is used: what is counted may be as much less than what is compiled.
+SHARE, SHARE_OF_GPU = 0.95, 0.9
 WORSE = 1.01  # times as slow as another that fits: worth a warning
 
 
@@ -147,7 +148,8 @@ def others(config: Config, profile: Profile, machine: Machine) -> list[Option]:
 
 
 def _limit(machine: Machine) -> int | None:
-    return None if machine.device_bytes is None else int(SHARE * machine.device_bytes)
+    share = SHARE_OF_GPU if machine.is_gpu else SHARE
+    return None if machine.device_bytes is None else int(share * machine.device_bytes)
 
 
 def _order(option: Option) -> tuple:
@@ -193,7 +195,7 @@ def _option(run: Config, config: Config, profile: Profile, machine: Machine) -> 
     for key in ("schedule", "table", "virtual_stages", "layers", "predict", "memory_gib"):
         value = vars(run.pipeline)[key]
         if value != vars(config.pipeline)[key]:
-            text = f'"{value!r}"' if key in ("table", "layers") else value
+            text = f'"{value}"' if key == "layers" else value  # for a shell
             flags.append(f"--config.pipeline.{key}={text}")
     if run.remat != config.remat:
         flags.append(f"--config.remat={run.remat}")

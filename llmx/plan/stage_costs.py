@@ -14,7 +14,6 @@ rows. Communication inside a stage takes no time here.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,6 +33,9 @@ from llmx.step import moments
 # Schedules that the planner has a formula for, with their names in partition.IN_FLIGHT.
 PLANNED = {"gpipe": "gpipe", "1f1b": "1f1b", "pipedream_2bw": "1f1b_unflushed"}
 VERSIONS = {"pipedream_2bw": 2}  # of the weights; others have 1
+
+# Slots of a chunk beyond those of the equal cut, with which a cut is searched.
+MORE_SLOTS = 8
 
 # partition.layers_of or layer_times.measured, with what only one of them takes.
 Clock = Callable[..., list[Layer]]
@@ -194,6 +196,7 @@ class Cut:
 
     layers: tuple[int, ...]
     planned: Partition | None  # None if the planner has no formula for the schedule
+    blocks: list[Layer]  # that `planned` cuts: those of the model, and empty slots
     timeline: Timeline  # of the layers alone, stages in lockstep
     barriers: float  # seconds of a step, stages in lockstep
     free: float  # seconds of a step, stages running freely
@@ -212,7 +215,6 @@ class Comparison:
     """The best cut, and others to compare it with."""
 
     table: Table
-    profile: Profile  # in the best cut
     cuts: dict[str, Cut]  # by "planned", "equal", and, if the config has one, "config"
 
 
@@ -237,7 +239,7 @@ def compare_cuts(
     """
     table = table_of(config)
     layers = {
-        "planned": _fastest(config, profile, table, machine, memory_bytes),
+        "planned": _fastest(config, profile, table, machine, memory_bytes or machine.device_bytes),
         "equal": stages.cut(config.model.num_layers, table.stage_of).layers,
     }
     if config.pipeline.layers:
@@ -250,8 +252,7 @@ def compare_cuts(
             f"{table.name} {layers['planned']} take {schedule_report.gib(needed)} of each device; "
             "use more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
         )
-    best = adapted(config, profile, layers["planned"])
-    return Comparison(table, best, cuts)
+    return Comparison(table, cuts)
 
 
 def table_of(config: Config) -> Table:
@@ -273,24 +274,51 @@ def _fastest(
 ) -> tuple[int, ...]:
     """The layers of each chunk by the planner; the fastest of those that fit, if any does.
 
-    A device has room for the longest chunk, so memory limits the layers of any chunk.
+    Every chunk has the slots of the longest, and computes the empty ones too: with s slots a chunk
+    takes s empty ones and what its layers take more.
     """
     equal = stages.cut(config.model.num_layers, table.stage_of).layers
-    blocks = [dataclasses.replace(block, state_bytes=1) for block in profile.blocks]
+    empty = _empty_slot(profile)
+    more = [
+        dataclasses.replace(
+            block, forward=block.forward - empty.forward, backward=block.backward - empty.backward,
+            state_bytes=1,
+        )
+        for block in profile.blocks
+    ]  # fmt: skip
     pipeline = _pipeline(config, profile, table, machine)
-    longest = None
-    while True:
+    best, least = equal, partition.priced(more, equal, pipeline).seconds
+    for slots in range(max(equal), max(equal) + MORE_SLOTS + 1):
         # The planner does not add up the chunks of a stage: they are cut as so many stages.
         found = partition.partition(
-            blocks, table.num_chunks, pipeline, num_stages=table.num_chunks, replicate=False,
-            memory_bytes=longest,
+            more, table.num_chunks, pipeline, num_stages=table.num_chunks, replicate=False,
+            memory_bytes=slots,
         )  # fmt: skip
         layers = tuple(stage.num_layers for stage in found.stages)
-        if memory_bytes is None or max(layers) == max(equal):
-            return layers
-        if _memory(config, layers, machine)[0].total <= memory_bytes:
-            return layers
-        longest = max(layers) - 1
+        seconds = found.seconds + (slots - max(equal)) * empty.seconds
+        faster = seconds < least * (1 - partition.RELATIVE_TIE)
+        if faster and _fits(config, layers, machine, memory_bytes):
+            best, least = layers, seconds
+    return best
+
+
+def _empty_slot(profile: Profile) -> Layer:
+    """What a slot without a layer takes: it computes the kind of layer that takes least."""
+    forward, backward = (
+        min(vars(block)[name] for block in profile.blocks) for name in ("forward", "backward")
+    )
+    return dataclasses.replace(profile.blocks[0], forward=forward, backward=backward)
+
+
+def _fits(
+    config: Config, layers: tuple[int, ...], machine: Machine, memory_bytes: int | None
+) -> bool:
+    if memory_bytes is None:
+        return True
+    try:
+        return _memory(config, layers, machine)[0].total <= memory_bytes
+    except ValueError:  # not one layer's factors
+        return False
 
 
 def _memory(
@@ -312,12 +340,13 @@ def priced(
     Raises ValueError where zero bubble has no room for the factors of one layer.
     """
     profile = adapted(config, profile, layers)
-    pipeline, blocks = _pipeline(config, profile, table, machine), profile.blocks
+    pipeline = _pipeline(config, profile, table, machine)
     memory, deferred = _memory(config, layers, machine)
-    stops = itertools.accumulate(layers)
-    spans = [slice(stop - num, stop) for num, stop in zip(layers, stops, strict=True)]
+    blocks, weights = _padded(profile, layers)
+    slots = max(layers)
+    spans = [slice(first, first + slots) for first in range(0, len(blocks), slots)]
     total = lambda name, span: sum(vars(block)[name] for block in blocks[span])  # noqa: E731
-    weight = [sum(profile.weight_seconds[span][:deferred]) for span in spans]
+    weight = [sum(weights[span][:deferred]) for span in spans]
     forward, backward = ([total(name, span) for span in spans] for name in ("forward", "backward"))
     seconds = dict(
         forward=forward, weight=weight,
@@ -328,16 +357,30 @@ def priced(
     free = simulate.simulate(table, **seconds, barriers=False)
     # All stages do their share of a microbatch's embedding and head at the same time.
     shared = table.num_microbatches * profile.per_stage.seconds
-    work = table.num_microbatches * sum(forward + backward) / table.num_stages
+    work = sum(block.seconds for block in profile.blocks)
+    work *= table.num_microbatches / table.num_stages
     planned = None
     if table.name in PLANNED:
         held = dataclasses.replace(profile.per_stage, state_bytes=memory.total)
         pipeline = dataclasses.replace(pipeline, per_stage=held)
-        planned = partition.priced(blocks, layers, pipeline)
+        planned = partition.priced(blocks, [slots] * len(layers), pipeline)
     return Cut(
-        layers, planned, timeline, barriers=timeline.step_time + shared,
+        layers, planned, blocks, timeline, barriers=timeline.step_time + shared,
         free=free.step_time + shared, busy=work + shared, memory=memory, deferred_layers=deferred,
     )  # fmt: skip
+
+
+def _padded(profile: Profile, layers: tuple[int, ...]) -> tuple[list[Layer], list[float]]:
+    """The blocks and their weight gradients' seconds, with empty slots behind those of a chunk."""
+    empty = _empty_slot(profile)
+    of_weights = min(profile.weight_seconds)
+    blocks, weights, first = [], [], 0
+    for num in layers:
+        missing, own = max(layers) - num, profile.blocks[first : first + num]
+        blocks += [*own, *[dataclasses.replace(empty, name=own[-1].name)] * missing]
+        weights += [*profile.weight_seconds[first : first + num], *[of_weights] * missing]
+        first += num
+    return blocks, weights
 
 
 def replicated(

@@ -70,7 +70,9 @@ def test_a_branch_waits_for_devices_of_its_stage_only(platform, schedule, case):
     assert inside or case == "fsdp"  # weights so small may be gathered before all ticks
     for each in inside:
         assert platform == "tpu" or hlo_text.collective_kind(each) != "collective-permute"
-        for group in hlo_text.groups_of(each, 4) or []:
+        groups = hlo_text.groups_of(each, 4)
+        assert groups is not None, each.label
+        for group in groups:
             assert len({device // 2 for device in group}) == 1, each.label  # 0 and 1: a stage
 
 

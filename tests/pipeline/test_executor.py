@@ -12,6 +12,7 @@ from llmx.aot import program
 from llmx.config import stage_memory
 from llmx.pipeline import executor, schedule, schedules, stages, ticks
 from llmx.pipeline import schedule as schedule_lib
+from llmx.pipeline import staged as staged_lib
 from llmx.pipeline import tick as tick_lib
 
 TOLERANCE = 1e-5
@@ -286,19 +287,32 @@ def test_a_loop_has_the_operations_of_its_ticks_only():
     assert kinds("zb_1f1b") == [(3, [F]), (4, [F, B]), (12, [W, F, B]), (3, [W, B]), (1, [W])]
 
 
-def test_stages_without_branches_meet_no_conditions_but_interleaved_heads():
+def test_stages_without_branches_meet_no_conditions_but_heads_of_one_chunk_of_several():
     """All entries of a loop are there in all its ticks or in none; the head's depend on the chunk
-    in interleaved 1F1B."""
-    for name in ("gpipe", "1f1b", "zb_1f1b", "pipedream_2bw", "interleaved_1f1b"):
-        program = ticks.program(schedules.SCHEDULES[name](4, 16))
+    where a stage has several."""
+    for name, chunks in (
+        ("gpipe", 1), ("1f1b", 1), ("zb_1f1b", 1), ("pipedream_2bw", 1), ("zb_1f1b", 2),
+        ("interleaved_1f1b", 2),
+    ):  # fmt: skip
+        program = ticks.program(schedules.SCHEDULES[name](4, 16, chunks))
         for first, length, times in program.loops:
             for tick in range(first, first + length):
                 of_ticks = slice(tick, first + length * times, length)
                 body = executor.body_of(jax.tree.map(lambda a: a[of_ticks], program.rows))  # noqa: B023
                 assert body.when.embedding is not tick_lib.When.SOMETIMES
                 assert body.when.embedding_gradient is not tick_lib.When.SOMETIMES
-                if name != "interleaved_1f1b":
+                if chunks == 1:
                     assert body.when.head is not tick_lib.When.SOMETIMES
+
+
+def test_a_stage_that_would_keep_more_than_stated_is_refused(monkeypatch):
+    """Whatever jax saves of a chunk is compared with what `remat` states, while it is traced."""
+    row = staged("1f1b", 2, 4, remat="full")
+    stated = staged_lib.remat_costs.saved_bytes_of_chunk
+    less = lambda *args, **keys: stated(*args, **keys) - 1  # noqa: E731
+    monkeypatch.setattr(staged_lib.remat_costs, "saved_bytes_of_chunk", less)
+    with pytest.raises(RuntimeError, match=r"keep .* bytes .*'full' states .*remat='part'"):
+        train(row)
 
 
 def test_buffers_are_those_of_the_table():

@@ -532,3 +532,9 @@ def test_the_example_of_the_page_is_a_schedule_that_a_config_takes(tmp_path, mon
     run.pipeline.table = "two_waves.csv"
     run.mesh.stage, run.batch.accumulation = 4, 8
     checks.resolve(run, 8)
+
+
+def test_a_length_that_torch_has_too():
+    """Eight stages, 16 microbatches, a backward pass of twice the time, run freely."""
+    times = dict(forward=1, backward=2, weight=1, barriers=False)
+    assert simulate(SCHEDULES["zb_v"](8, 16), **times).step_time == 71

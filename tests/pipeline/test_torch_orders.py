@@ -1,12 +1,9 @@
-"""Zero-bubble schedules have the orders of PyTorch, and so its lengths (extra `hf`, for torch)."""
-
-import itertools
+"""Zero-bubble schedules have the orders of PyTorch (extra `hf`, for torch)."""
 
 import pytest
 
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
-from llmx.pipeline.simulate import simulate
 
 torch = pytest.importorskip(
     "torch.distributed.pipelining.schedules", reason="the schedules of torch: extra `hf`"
@@ -52,7 +49,7 @@ def refused_by_torch(name: str, P: int, M: int) -> bool:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("P", range(2, 9))
-def test_orders_and_lengths_are_those_of_torch(name, P):
+def test_orders_are_those_of_torch(name, P):
     for M in range(P, 4 * P + 1):
         if refused_by_torch(name, P, M):
             continue
@@ -61,13 +58,5 @@ def test_orders_and_lengths_are_those_of_torch(name, P):
         for _, stage, operation in table.operations():
             ours[stage].append(operation)
         assert ours == theirs
-        other = schedule.schedule_asap(name, theirs)
-        for backward, barriers in itertools.product((1, 2), (True, False)):
-            times = dict(forward=1, backward=backward, weight=1, barriers=barriers)
-            assert simulate(table, **times).step_time == simulate(other, **times).step_time
-
-
-def test_a_known_length():
-    """Eight stages, 16 microbatches, a backward pass of twice the time, run freely."""
-    times = dict(forward=1, backward=2, weight=1, barriers=False)
-    assert simulate(schedules.SCHEDULES["zb_v"](8, 16), **times).step_time == 71
+        # Every operation as soon as it can: a table of the same orders has as many ticks.
+        assert table.num_ticks == schedule.schedule_asap(name, theirs).num_ticks

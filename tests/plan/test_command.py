@@ -94,7 +94,7 @@ def test_plan_refuses_options_that_it_does_not_have(capsys):
 LLAMA = [f"--config={ROOT}/configs/llama3_8b.py", "--chip=v5p", "--stages=4"]
 MICROBATCHES_8 = ["--microbatches=8", "--config.batch.size=64"]
 
-# One layer sees the whole row, the others eight tokens of it.
+# Two layers see the whole row, the others eight tokens of it.
 UNEVEN = """
 from llmx import config
 from llmx.model import families
@@ -103,11 +103,11 @@ from llmx.model import families
 def get_config():
     run = config.default()
     run.model = families.preset(
-        "gemma3", vocab_size=300, num_layers=7, window=8, max_positions=4096,
-        layer_pattern=("global", *["local"] * 6),
+        "gemma3", vocab_size=300, num_layers=6, window=8, max_positions=131072,
+        layer_pattern=("global", "global", *["local"] * 4),
     )
     run.mesh.stage, run.mesh.data = 2, 1
-    run.batch.size, run.batch.accumulation, run.batch.sequence_length = 4, 4, 4096
+    run.batch.size, run.batch.accumulation, run.batch.sequence_length = 4, 4, 131072
     return run
 """
 
@@ -225,7 +225,7 @@ def test_products_are_kept_until_their_weight_gradients(capsys):
 
 def test_a_fast_cut_that_does_not_fit_gives_way_to_one_that_does(tmp_path, capsys):
     path = tmp_path / "uneven.py"
-    path.write_text(UNEVEN.replace("num_layers=7", "num_layers=9").replace("] * 6", "] * 8"))
+    path.write_text(UNEVEN)
     flags = [f"--config={path}", "--chip=h100", "--config.remat=none"]
     free = planned(flags, capsys)[0]["cuts"]
     assert max(free["planned"]["layers"]) > max(free["equal"]["layers"])
@@ -242,9 +242,10 @@ def test_layers_that_differ_are_cut_unevenly(tmp_path, capsys):
     flags = [f"--config={path}", "--chip=h100", "--utilization=0.4"]
     report, out = planned(flags, capsys)
     best, equal = report["cuts"]["planned"], report["cuts"]["equal"]
-    assert equal["layers"] == [4, 3] and best["layers"][0] < best["layers"][1]
-    assert best["barriers"] < equal["barriers"]
+    assert equal["layers"] == [3, 3] and best["layers"] == [1, 5]
+    # A stage computes the slots of the longest: four empty ones, as local layers, behind the first.
     gain = equal["barriers"] / best["barriers"]
+    assert 1.3 < gain < 2
     line = f'--config.pipeline.layers="{tuple(best["layers"])}"   {gain:.3f} x as fast'
     assert line in out
     # What is to be pasted is taken, and gives that time.
@@ -342,7 +343,7 @@ def test_pipedreams_own_plan_has_the_head_at_the_end(capsys):
 
 def test_layers_are_timed_on_this_machine(tmp_path, capsys):
     path = tmp_path / "small.py"
-    path.write_text(UNEVEN.replace("4096", "64"))
+    path.write_text(UNEVEN.replace("131072", "64"))
     flags = [f"--config={path}", "--measure", "--bandwidth=1", "--config.precision=fp32"]
     assert command.main(flags) == 0
     out = capsys.readouterr().out

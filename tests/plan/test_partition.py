@@ -284,7 +284,7 @@ def test_what_every_stage_does_besides_its_layers_is_added_to_each():
     assert [stage.memory_bytes for stage in found.stages] == [31 + 6 * n for n in (7, 5, 3, 1)]
     one = split([layer()], 2, num_stages=1, per_stage=share, bandwidth=1.0, microbatches=2)
     assert (one.num_devices, one.seconds) == (1, 9.0)  # two would exchange for 40 s
-    assert "everywhere  share: 6000.000 ms of each stage's" in describe(found, chain)
+    assert "everywhere  share: 6000.000 ms of each stage's time" in describe(found, chain)
     assert "slowest     stage 0, computation: 12000.000 ms" in describe(found, chain)
     assert "devices are then busy 100.0%" in describe(found, chain)
 
