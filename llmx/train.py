@@ -436,11 +436,10 @@ class Loop:
         self._progress.step_done(self.step)
         self._notice(report.scalars)
         seconds, data_seconds = self.timer.lap()
-        scalars = {
-            "loss": float(report.loss),
-            "grad_norm": float(report.grad_norm),
-            "learning_rate": float(report.learning_rate),
-        }
+        names = ("loss", "grad_norm", "learning_rate")
+        if not report.tokens:  # a step that completes no batch: see `pipeline.staged`
+            names = names[2:]
+        scalars = {name: float(getattr(report, name)) for name in names}
         if self.config.loss.z_loss:
             scalars["z_loss"] = float(report.z_loss)
         shown = ("loss_scale", "skipped_steps")

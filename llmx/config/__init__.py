@@ -51,7 +51,7 @@ class EvaluationConfig:
     """Loss on the held-out split."""
 
     every: int = bounded(0, at_least=0)  # steps between evaluations; 0 = only at the end
-    batches: int = bounded(8, at_least=0)  # batches of one evaluation; 0 = the whole held-out split
+    batches: int = bounded(8, at_least=0)  # microbatches, of stages whole batches; 0 = all held out
 
 
 @dataclasses.dataclass

@@ -76,7 +76,10 @@ class Advice:
         """Why the config's choice is worse than another; "" = it is not."""
         chosen, best = self.chosen, self.best
         if best is None:
-            return "warning: nothing fits: use more stages, or fewer tokens in a microbatch"
+            return (
+                "warning: nothing fits: use more stages or devices, fewer tokens in a microbatch, "
+                "or offload.optimizer=True"
+            )
         if best is chosen:
             return ""
         name = f"warning: {chosen.schedule} with remat={chosen.remat!r}"
@@ -92,6 +95,8 @@ class Advice:
         """The table: of each schedule the fastest `remat` that fits, and the config's own."""
         limit = "" if self.limit is None else f" in {schedule_report.gib(self.limit)} of a device"
         lines = [f"what fits{limit}, the fastest first; the best remat of each schedule:"]
+        if not any(option.fits for option in self.options):
+            lines = [f"nothing fits{limit}; the remat of each schedule that takes least:"]
         shown: dict[tuple, Option] = {}
         for option in self.options:
             shown.setdefault((option.schedule, option.chunks), option)
@@ -153,8 +158,12 @@ def _limit(machine: Machine) -> int | None:
 
 
 def _order(option: Option) -> tuple:
+    """What fits, by time; then what does not, by memory."""
+    memory = option.cut.memory.total
+    if not option.fits:
+        return True, memory
     # Times within a hundredth of a thousandth are equal: then what needs less memory is first.
-    return (not option.fits, float(f"{option.cut.barriers:.5g}"), option.cut.memory.total)
+    return False, float(f"{option.cut.barriers:.5g}"), memory
 
 
 def _candidates(config: Config, machine: Machine) -> Iterator[Config]:

@@ -63,7 +63,9 @@ def folder(tmp_path_factory):
 
 
 def losses(folder: pathlib.Path, name: str) -> dict[int, float]:
-    return {step: record["loss"] for step, record in text_runs.records(folder / name).items()}
+    """By step, where one completes a batch."""
+    found = text_runs.records(folder / name).items()
+    return {step: record["loss"] for step, record in found if "loss" in record}
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -81,7 +83,7 @@ def test_a_run_saved_by_an_earlier_version_goes_on(folder, name):
     got = losses(folder, name)
     if name == "pipedream_2bw":  # without remat stages kept weights of each microbatch too
         assert "the batch that was in flight in the pipeline" in done.stdout
-        assert "resumed from checkpoint 2" in done.stdout and sorted(got) == [3, 4, 5, 6]
+        assert "resumed from checkpoint 2" in done.stdout and sorted(got) == [4, 5, 6]
         assert got[6] < got[5] < got[4] < 1.01 * wanted[4]
         return
     assert "resumed from checkpoint 3" in done.stdout

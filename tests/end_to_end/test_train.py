@@ -494,6 +494,7 @@ def test_what_is_under_way_is_saved(scratch):
 
     go_on(*flags)
     wanted = losses(workdir)
+    assert np.isnan(wanted[0]) and np.isfinite(wanted[1:]).all()  # the first completes no batch
     forget()
     assert "resumed from checkpoint 8" in go_on(*flags)
     np.testing.assert_array_equal(losses(workdir), wanted)

@@ -1,6 +1,7 @@
 """Small texts for runs of the commands, and what such a run has recorded."""
 
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -30,7 +31,8 @@ def records(workdir: pathlib.Path, kind: str = "train") -> dict[int, dict]:
 
 
 def losses(workdir: pathlib.Path, *, steps: int | None = None) -> list[float]:
-    """The loss of each step from the first on; `steps`: how many there must be."""
+    """The loss of each step from the first on, nan where it completes no batch; `steps`: how many
+    there must be."""
     found = records(workdir)
     assert list(found) == list(range(1, (len(found) if steps is None else steps) + 1))
-    return [record["loss"] for record in found.values()]
+    return [record.get("loss", math.nan) for record in found.values()]
