@@ -27,6 +27,10 @@ OF_8B = (
     "mesh.data=1", "mesh.fsdp=4", "mesh.stage=4", "batch.sequence_length=4096", "batch.size=32",
     "batch.accumulation=8",
 )  # fmt: skip
+OF_405B = (
+    "mesh.data=1", "mesh.fsdp=32", "mesh.stage=16", "mesh.tensor=1", "batch.size=512",
+    "batch.sequence_length=8192", "batch.accumulation=16",
+)  # fmt: skip
 MORE = ("batch.accumulation=8", "batch.size=128")
 COUNTED = (
     *(
@@ -44,6 +48,8 @@ COUNTED = (
     Row("configs/llama3_8b.py", "v5e:4x4",
         (*OF_8B, "remat=part+dots", "pipeline.schedule=zb_1f1b", "pipeline.virtual_stages=2",
          "pipeline.memory_gib=14")),
+    Row("configs/llama3_405b.py", "v5p:8x8x8", OF_405B),
+    Row("configs/llama3_405b.py", "v5p:8x8x8", (*OF_405B, "remat=part")),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from llmx.config import Config, checks, flags, utilization
 from llmx.pipeline import schedule
 from llmx.plan import layer_times, options, partition, recommend, schedule_report, stage_costs
 from llmx.plan.partition import Layer, Partition
-from llmx.runtime import launch
+from llmx.runtime import hardware, launch
 from llmx.runtime.utilization import text
 
 # Keys of the config that flags override.
@@ -54,9 +54,10 @@ def show(
         shares = shares_of(args, config, planned.num_devices * group)
         return _show_replicated(head, layers, planned, equal, group, shares)
     profile = stage_costs.make_profile(config, clock)
-    chip = None if args.chip is None else stage_costs.chip_named(args.chip)
+    chip = hardware.this_chip() if args.chip is None else stage_costs.chip_named(args.chip)
     device_bytes = memory_bytes or (chip and chip.device_hbm_bytes)
-    on = stage_costs.Machine(bandwidth, device_bytes, is_gpu=chip is not None and chip.is_gpu)
+    on_gpu = jax.default_backend() == "gpu" if chip is None else chip.is_gpu
+    on = stage_costs.Machine(bandwidth, device_bytes, on_gpu)
     try:
         comparison = stage_costs.compare_cuts(config, profile, on, memory_bytes=memory_bytes)
     except ValueError as error:
