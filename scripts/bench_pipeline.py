@@ -27,6 +27,7 @@ OF_8B = (
     "mesh.data=1", "mesh.fsdp=4", "mesh.stage=4", "batch.sequence_length=4096", "batch.size=32",
     "batch.accumulation=8",
 )  # fmt: skip
+ON_8 = ("mesh.data=1", "mesh.stage=4", "mesh.fsdp=2", "batch.size=16", "batch.accumulation=8")
 OF_405B = (
     "mesh.data=1", "mesh.fsdp=32", "mesh.stage=16", "mesh.tensor=1", "batch.size=512",
     "batch.sequence_length=8192", "batch.accumulation=16",
@@ -43,6 +44,11 @@ COUNTED = (
             ("pipeline.schedule=pipedream_2bw", "remat=part", *MORE),
         )
     ),
+    Row(OF_70B, "h100:8x8", ("pipeline.schedule=gpipe",)),
+    Row(OF_70B, "v5p:4x4x4",
+        ("pipeline.schedule=pipedream_2bw", "pipeline.predict=True", "remat=part", *MORE)),
+    Row("configs/llama3_8b.py", "v5p:2x2x2", (*ON_8, "pipeline.schedule=zb_1f1b")),
+    Row("configs/llama3_8b.py", "h100:8", (*ON_8, "remat=part")),
     Row(OF_70B, "v5p:4x4x4", ("mesh.fsdp=4", "mesh.tensor=4", "batch.size=16")),
     Row("configs/llama3_8b.py", "v5e:4x4", OF_8B),
     Row("configs/llama3_8b.py", "v5e:4x4",

@@ -20,7 +20,8 @@ GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
 # differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
 OF_MLP, OF_STREAM = 4, 4
-GATHERED_ON_GPU = 4  # layers' weights at one time: XLA:GPU gathers ahead, forward and backward
+# XLA:GPU gathers the next layer's weights ahead, and casts those of all layers before its loops.
+GATHERED_ON_GPU, CAST_ON_GPU = 2, 2  # layers; copies of a stage's weights in the compute dtype
 # Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
 AUTOMATIC, AT_MOST = 2 / 3, 0.9
 
@@ -79,6 +80,8 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         # What a branch returns is beside the slots, once the other layers are differentiated.
         share = deferred / size
         working = max(working, factors + _working(run, chunks, block, layers_weights, share))
+    if on_gpu:
+        working += CAST_ON_GPU * policy.compute.itemsize * held / _ways(run, "parameters")
     if on_gpu and any(length > 1 for _, length, _ in program.loops):
         # With FORWARD and BACKWARD in one loop XLA:GPU has a microbatch's saved activations twice.
         working += _kept(run, remat.inside(run.remat), chunks)

@@ -22,7 +22,7 @@ from llmx.plan.stage_costs import Cut, Machine, Profile
 CHUNKS = (0, 2, 4)  # on a stage; 0 = the schedule's least
 REMATS = ("none", "dots", "full", "part+dots", "part")  # beside the config's
 # Of a device's memory that is used: what is counted may be as much less than what is compiled.
-SHARE, SHARE_OF_GPU = 0.95, 0.9
+SHARE, SHARE_OF_GPU = 0.95, 0.85
 WORSE = 1.01  # times as slow as another that fits: worth a warning
 
 
