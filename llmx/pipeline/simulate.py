@@ -41,8 +41,8 @@ def simulate(
     for name, array in zip(KINDS, times, strict=True):
         if array.shape != chunks.shape or not (np.isfinite(array) & (array >= 0)).all():
             raise ValueError(
-                f"{name} takes {array.tolist()} s in the chunks: use one number from 0 on, or "
-                f"{table.num_chunks} of them"
+                f"{name} is {array.tolist()}: use one number from 0 on, or {table.num_chunks} of "
+                "them"
             )
     if not table.splits_backward:
         times[BACKWARD] = times[BACKWARD] + times[WEIGHT]
