@@ -391,7 +391,7 @@ def long_step(topology: str, ways: int, **kind) -> report.Result:
 def test_memory_and_sends_of_split_rows():
     """Twice the devices hold half the activations, or less; a ring sends what the formula says,
     behind the kernels. scripts/bench_context.py does it at full size."""
-    found = {ways: long_step(f"v5e:{shape}", ways) for ways, shape in ((4, "2x2"), (8, "2x4"))}
+    found = {ways: long_step(f"v5p:{shape}", ways) for ways, shape in ((4, "2x2x1"), (8, "2x2x2"))}
     state = lambda result: sum(result.state.values())  # noqa: E731
     whole = {n: n * (result.memory.peak - state(result)) for n, result in found.items()}
     assert whole[8] <= 1.1 * whole[4]
