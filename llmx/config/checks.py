@@ -12,7 +12,7 @@ from typing import Any
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.checkpoint import checkpointer, identity
-from llmx.config import Config, ConfigError, stage_memory, value_types
+from llmx.config import Config, ConfigError, stage_memory, utilization, value_types
 from llmx.config.axes import replica_axes
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
@@ -83,7 +83,7 @@ def rings_in_branches(run: Config) -> str:
     if mesh.stage == 1 or mesh.sequence // run.attention.ulysses <= 1:
         return ""
     table = schedules.table_of(pipeline, stages=mesh.stage, microbatches=run.batch.accumulation)
-    chunks = stages_lib.cut(run.model.num_layers, table.stage_of, pipeline.layers).layers
+    chunks = utilization.chunks_of(run)
     if table.mixes_kinds:
         chosen, why = f"schedule={table.name!r}", "in its ticks stages take different branches"
         remedy = "zb_1f1b, 1f1b or interleaved_1f1b, whose stages do the same,"

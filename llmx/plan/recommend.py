@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from llmx.config import Config, checks
+from llmx.config import Config, checks, utilization
 from llmx.model import remat
-from llmx.pipeline import schedules, stages
+from llmx.pipeline import schedules
 from llmx.pipeline.schedule import Table
 from llmx.plan import schedule_report, stage_costs
 from llmx.plan.stage_costs import Cut, Machine, Profile
@@ -198,8 +198,7 @@ def _key(config: Config, table: Table, text: str) -> tuple:
 def _option(run: Config, config: Config, profile: Profile, machine: Machine) -> Option:
     """`run`, a variant of `config`, priced."""
     table = stage_costs.table_of(run)
-    layers = stages.cut(run.model.num_layers, table.stage_of, run.pipeline.layers).layers
-    cut = stage_costs.priced(run, profile, table, machine, layers)
+    cut = stage_costs.priced(run, profile, table, machine, utilization.chunks_of(run))
     flags = []
     for key in ("schedule", "table", "virtual_stages", "layers", "predict", "memory_gib"):
         value = vars(run.pipeline)[key]
