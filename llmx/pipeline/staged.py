@@ -248,8 +248,8 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
 
 def _gradients(loss, z_loss, batch: Batch, tree, extra) -> Gradients:
     tokens = jnp.sum(batch["weights"])
-    # In the first step with prediction there are gradients, of no complete batch. NaN tokens are bad,
-    # not absent (llmx/step/guard.py).
+    # In the first step with prediction there are gradients, of no complete batch. NaN tokens are
+    # bad, not absent (llmx/step/guard.py).
     squares = jnp.where(tokens != 0, training_loss.squared_norms(tree), 0)
     norm = jnp.sqrt(squares.sum())
     return Gradients(loss, z_loss, tokens, tree, squares, norm, extra=extra)
