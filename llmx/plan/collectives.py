@@ -1,14 +1,14 @@
 """How long a collective takes between GPUs: rings over NVLink in a node, adapters between nodes.
 
-Alpha-beta: a time for the start and each hop, and bytes over bandwidth, so short messages reach less
-of it. A ring of n devices with g members in each node passes through each device
+Alpha-beta: a time for the start and each hop, and bytes over bandwidth, so that short messages reach
+less of it. A ring of n devices passes through each of them
 
     all-gather, reduce-scatter    (n-1)/n V       V: bytes of the whole array
     all-reduce                  2 (n-1)/n V
 
-and as many through the g adapters of its members in a node where it leaves the node. A message
-between two devices is V over one adapter. The rates are those of `llmx.aot.links`, with the shares
-of a `gemm.Calibration`.
+and where it leaves a node as many bytes through the adapters that it has there. A message between
+two devices is V over one adapter. Latencies are those of `llmx.aot.links`, shares of the bandwidth
+those of a `gemm.Calibration`.
 """
 
 from llmx.aot import links
@@ -29,29 +29,54 @@ def rates_of(core: Core) -> links.Rates:
     )  # fmt: skip
 
 
-def seconds(kind: str, num_bytes: float, size: int, per_node: int, rates: links.Rates) -> float:
+def adapters_of(stride: int, per_node: int) -> int:
+    """How many adapters a ring leaves a node by, of one that each GPU of the node has.
+
+    `stride`: from one member to the next. A group whose members are neighbours has the adapters of
+    all, so that of whole nodes all. Groups of every `stride`-th GPU leave at the same time, and each
+    by one: measured steps say so (with two or four adapters for two or four members, those of 2- to
+    4-way tensor parallelism come out up to 10% too short).
+    """
+    return per_node if stride == 1 else 1
+
+
+def seconds(
+    kind: str, num_bytes: float, size: int, *, per_node: int, adapters: int, rates: links.Rates
+) -> float:
     """The time of a collective.
 
     Args:
-      kind: of `PASSES`, or "collective-permute": each sends its array to one other.
+      kind: of `PASSES`.
       num_bytes: of the whole array: after an all-gather, before a reduce-scatter, of each device in
-        an all-reduce and a permute.
+        an all-reduce.
       size: devices in the group.
-      per_node: of these in one node; for a permute 1 where messages leave the node, else 2.
+      per_node: of these in one node.
+      adapters: that the ring leaves a node by: `adapters_of`.
       rates: of `rates_of`.
+
+    Raises ValueError if the group leaves its node and the chip's network is not known.
     """
     if size == 1:
         return 0.0
-    leaves = per_node < size
-    if leaves and rates.network is None:
-        raise ValueError(f"a group of {size} leaves its nodes, and no network bandwidth is known")
-    if kind == "collective-permute":
-        hop, bandwidth = (rates.network_hop, rates.network) if leaves else (rates.hop, rates.link)
-        return rates.start + hop + num_bytes / bandwidth
-    passes = PASSES[kind]
-    passed = passes * num_bytes * (size - 1) / size
+    passed = PASSES[kind] * num_bytes * (size - 1) / size
     inside = passed / rates.link if per_node > 1 else 0.0
-    outside = passed / (per_node * rates.network) if leaves else 0.0
-    far = size // per_node if leaves else 0
+    outside = passed / (adapters * _network(rates)) if per_node < size else 0.0
+    far = size // per_node if per_node < size else 0
     hops = (size - max(far, 1)) * rates.hop + far * rates.network_hop
-    return rates.start + passes * hops + max(inside, outside)
+    return rates.start + PASSES[kind] * hops + max(inside, outside)
+
+
+def message_seconds(num_bytes: float, *, leaves_node: bool, rates: links.Rates) -> float:
+    """The time of a message from one GPU to another. ValueError as `seconds`."""
+    if leaves_node:
+        return rates.start + rates.network_hop + num_bytes / _network(rates)
+    return rates.start + rates.hop + num_bytes / rates.link
+
+
+def _network(rates: links.Rates) -> float:
+    if rates.network is None:
+        raise ValueError(
+            "a group leaves its node, but the chip's network_bandwidth is None: set it in the row of "
+            "the chip (dataclasses.replace)"
+        )
+    return rates.network

@@ -49,18 +49,24 @@ class Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What a chip's users reach of its data sheet. Shares are between 0 and 1."""
+    """What users of a chip reach of its data sheet: a row of `calibrations.CALIBRATIONS`, or yours.
+
+    Shares are between 0 and 1. What large steps show first: `products` sets the time of large
+    matrices, `memory` that of softmax, dropout, norms and the optimizer, `host` the least time of
+    small models in a trainer that launches operators one by one, `links` the collectives of tensor
+    parallelism, `network` gradients and tensor parallelism beyond a node.
+    """
 
     products: float  # share of the peak FLOP/s in full waves of the largest tile
     memory: float  # share of the memory's bandwidth that elementwise operators reach
-    units: int  # streaming multiprocessors, or matrix units, which compute one tile each
+    units: int  # streaming multiprocessors, or matrix units; each computes one tile at a time
     attention: float = 0.6  # share of the peak FLOP/s in fused attention, forward and backward
-    start: float = 3e-6  # seconds of the device between two operators
+    start: float = 4e-6  # seconds of the device between two operators
     host: float = 0.0  # seconds that the host takes to launch an operator; 0: a compiled program
     links: float = 0.82  # share of the links' bandwidth that rings within a node reach
     network: float = 0.9  # the same of the adapters to the network
-    collective: float = 6.6e-6  # seconds that a collective takes without bytes and hops
-    table: tuple[Measured, ...] = ()
+    collective: float = 15e-6  # seconds of a collective without bytes and hops
+    table: tuple[Measured, ...] = ()  # where products of the chip were measured
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,12 @@ Sources: Shoeybi et al., arXiv 1909.08053 (tensor parallelism); Narayanan et al.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from llmx.aot import links
 from llmx.plan import collectives, gemm
 from llmx.plan.gemm import Core
 
@@ -41,6 +43,10 @@ class Job:
         return self.microbatch * self.sequence
 
     @property
+    def gpus(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+    @property
     def microbatches(self) -> int:
         return self.batch // (self.data * self.microbatch)
 
@@ -58,21 +64,34 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a version of the trainer computes."""
+    """How a version of the trainer computes. What is exposed is a share: nothing hides it."""
 
     dtype: str
     fused_attention: bool  # one kernel, causal; else products, softmax and dropout of all scores
     recompute: bool  # every layer's forward pass again before its backward pass
     sequence_parallel: bool  # norms on n/t tokens, all-gathers and reduce-scatters
     dropout: bool
-    exposed_tensor: float = 1.0  # share of tensor parallel collectives that nothing hides
-    exposed_data: float = 1.0  # the same of gradients and, where sharded, of parameters
-    sharded_optimizer: bool = False
-    gradient_bytes: int = 2  # of a number in the sum over replicas
+    sharded_optimizer: bool  # over replicas
+    exposed_tensor: float = 1.0  # of tensor parallel collectives
+    exposed_sends: float = 1.0  # of messages between stages
+    exposed_gradients: float = 1.0  # of the sum over replicas
+    chunk_layers: int | None = None  # of a chunk in interleaved 1F1B; None: one chunk on each stage
 
 
-# 2021, with full recomputation: what vTrain's authors measured (MICRO 2024).
-UNFUSED = Recipe("float16", False, True, False, True)
+# 2021: all scores in memory, full recomputation, nothing overlaps, gradients summed in fp32. vTrain's
+# authors measured it (MICRO 2024).
+UNFUSED = Recipe(
+    "float16", fused_attention=False, recompute=True, sequence_parallel=False, dropout=True,
+    sharded_optimizer=False,
+)  # fmt: skip
+# 2024, as in the table of its README, which says that communication of data, tensor and pipeline
+# parallelism overlaps. Not said there, and assumed: microbatches of one sequence, chunks of one
+# layer, no recomputation, no dropout. `exposed_tensor` is fitted to that table.
+FUSED = Recipe(
+    "bfloat16", fused_attention=True, recompute=False, sequence_parallel=True, dropout=False,
+    sharded_optimizer=True, exposed_tensor=0.4, exposed_sends=0.0, exposed_gradients=0.0,
+    chunk_layers=1,
+)  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -208,12 +227,17 @@ def _chain(parts: Iterable[tuple[Sequence[Operator], Sequence[Operator]]]):
     return forward, [operator for _, part in reversed(parts) for operator in part]
 
 
-class Cluster:
-    """Prices of operators for a job on GPUs of one kind."""
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """What operators of a job take on GPUs of one kind."""
 
-    def __init__(self, job: Job, recipe: Recipe, core: Core):
-        self.job, self.recipe, self.core = job, recipe, core
-        self.rates = collectives.rates_of(core)
+    job: Job
+    recipe: Recipe
+    core: Core
+
+    @functools.cached_property
+    def rates(self) -> links.Rates:
+        return collectives.rates_of(self.core)
 
     def seconds(self, operator: Operator) -> float:
         """The time of one operator on the device."""
@@ -227,20 +251,33 @@ class Cluster:
             case Attention(flops):
                 return gemm.attention_seconds(flops, dtype, core)
             case Collective(kind, num_bytes):
-                return self.recipe.exposed_tensor * self.tensor(kind, num_bytes)
+                return self.recipe.exposed_tensor * self.over_tensor(kind, num_bytes)
         raise AssertionError(operator)
 
-    def tensor(self, kind: str, num_bytes: float) -> float:
-        size = self.job.tensor
-        return collectives.seconds(kind, num_bytes, size, min(size, self.job.per_node), self.rates)
+    def over_tensor(self, kind: str, num_bytes: float) -> float:
+        """A collective of neighbours."""
+        return self._over(kind, num_bytes, self.job.tensor, 1)
 
-    def data(self, kind: str, num_bytes: float) -> float:
-        size, stride = self.job.data, self.job.tensor
-        per_node = min(size, max(self.job.per_node // stride, 1))
-        return collectives.seconds(kind, num_bytes, size, per_node, self.rates)
+    def over_data(self, kind: str, num_bytes: float) -> float:
+        """A collective of every `tensor`-th GPU."""
+        return self._over(kind, num_bytes, self.job.data, self.job.tensor)
 
-    def both(self, operators: Sequence[Operator]) -> "Work":
-        """Seconds of some operators on the device and on its host."""
+    def over_ends(self, kind: str, num_bytes: float) -> float:
+        """A collective of the first and the last stage."""
+        job = self.job
+        if job.pipeline == 1:
+            return 0.0
+        return self._over(kind, num_bytes, 2, job.gpus - job.tensor * job.data)
+
+    def _over(self, kind: str, num_bytes: float, size: int, stride: int) -> float:
+        per_node = min(size, max(math.ceil(self.job.per_node / stride), 1))
+        adapters = collectives.adapters_of(stride, per_node)
+        return collectives.seconds(
+            kind, num_bytes, size, per_node=per_node, adapters=adapters, rates=self.rates
+        )
+
+    def work(self, operators: Sequence[Operator]) -> "Work":
+        """Seconds of operators on the device and on its host."""
         device = sum(map(self.seconds, operators))
         return Work(device, self.core.calibration.host * len(operators))
 
@@ -255,72 +292,79 @@ class Work(NamedTuple):
         return Work(self.device + times * other.device, self.host + times * other.host)
 
 
-def stage_seconds(cluster: Cluster) -> list[float]:
-    """Of each stage, the time of a microbatch: forward and backward."""
-    job, recipe = cluster.job, cluster.recipe
+def stage_seconds(prices: Prices) -> list[float]:
+    """Of each stage, the time of a microbatch, forward and backward.
+
+    The host launches ahead of the device, so that the slower of both sets the pace, here of a whole
+    microbatch.
+    """
+    job, recipe = prices.job, prices.recipe
     forward, backward = layer(job, recipe)
-    one = cluster.both(forward + backward + (forward if recipe.recompute else []))
+    one = prices.work(forward + backward + (forward if recipe.recompute else []))
     stages = [Work(0.0, 0.0).plus(one, job.layers / job.pipeline)] * job.pipeline
-    stages[0] = stages[0].plus(cluster.both(sum(embedding(job, recipe), [])))
-    stages[-1] = stages[-1].plus(cluster.both(sum(head(job, recipe), [])))
-    return [max(stage) + send_seconds(cluster) for stage in stages]
+    stages[0] = stages[0].plus(prices.work(sum(embedding(job, recipe), [])))
+    stages[-1] = stages[-1].plus(prices.work(sum(head(job, recipe), [])))
+    sends = recipe.exposed_sends * send_seconds(prices)
+    return [max(stage) + sends for stage in stages]
 
 
-def send_seconds(cluster: Cluster) -> float:
-    """What a stage waits for activations and gradients of a microbatch to pass to its neighbours."""
-    job = cluster.job
+def send_seconds(prices: Prices) -> float:
+    """What a stage waits for a microbatch's activations and gradients to pass to its neighbours."""
+    job = prices.job
     if job.pipeline == 1:
         return 0.0
     # Each GPU of a tensor parallel group sends its part, and the receivers gather them.
     size = WIDTH * job.tokens * job.width
-    leaves = job.tensor * job.data * job.pipeline > job.per_node
-    send = collectives.seconds(
-        "collective-permute", size / job.tensor, 2, 1 if leaves else 2, cluster.rates
+    send = collectives.message_seconds(
+        size / job.tensor, leaves_node=job.gpus > job.per_node, rates=prices.rates
     )
-    return 2 * (send + cluster.tensor("all-gather", size))
+    return 2 * (send + prices.over_tensor("all-gather", size))
 
 
 def pipeline_seconds(stages: Sequence[float], microbatches: int, chunks: int = 1) -> float:
-    """1F1B of stages that may differ: the first microbatch through all, the rest by the slowest.
+    """1F1B of stages that may differ: a microbatch through all, the others by the slowest.
 
-    `chunks`: of the model on each stage, interleaved, which divides the first part.
+    `stages`: seconds of a microbatch in each, forward and backward. `chunks`: of the model on each
+    stage, interleaved, which shortens the way to the last stage and back.
     """
-    return max(stages) * microbatches + (sum(stages) - max(stages)) / chunks
+    slowest = max(stages)
+    return slowest * microbatches + (sum(stages) - slowest) / chunks
 
 
 def parameters(job: Job) -> float:
-    """Of the GPU that has most: that of the first stage."""
+    """Of a GPU of the first stage."""
     return job.layer_parameters * job.layers / job.pipeline + job.words * job.width
 
 
-# Bytes that mixed precision Adam moves for a parameter: fp16 gradient to fp32 6, test for infinity
-# 8, norm 4, clip 8, Adam 28, fp32 to fp16 parameters 6, gradients to zero 2.
-OPTIMIZER_BYTES = 62.0
-TENSORS = 12  # of a layer
-OPTIMIZER_OPERATORS = 3  # launched for each tensor
+# Bytes that mixed precision moves for a parameter: test of the gradient for infinity 8, norm 4,
+# Adam in fp32 28, fp32 to fp16 parameters 6.
+UPDATE_BYTES = 46.0
+GRADIENT_BYTES = 4  # summed over replicas in fp32
 
 
-def update_seconds(cluster: Cluster) -> float:
-    """Gradients summed over replicas, the tied embedding over two stages, and Adam."""
-    job, recipe = cluster.job, cluster.recipe
+def update_seconds(prices: Prices) -> float:
+    """Gradients summed over replicas, those of the tied embedding over two stages, and Adam."""
+    job, recipe = prices.job, prices.recipe
     number = parameters(job)
-    size = recipe.gradient_bytes * number
-    reduce = recipe.exposed_data * cluster.data("all-reduce", size)
-    if job.pipeline > 1:
-        table = recipe.gradient_bytes * job.words * job.width
-        leaves = job.tensor * job.data * job.pipeline > job.per_node
-        reduce += collectives.seconds("all-reduce", table, 2, 1 if leaves else 2, cluster.rates)
+    reduce = prices.over_data("all-reduce", GRADIENT_BYTES * number)
+    tied = prices.over_ends("all-reduce", GRADIENT_BYTES * job.words * job.width)
     shards = job.data if recipe.sharded_optimizer else 1
-    adam = gemm.memory_seconds(OPTIMIZER_BYTES * number / shards, cluster.core)
-    launches = OPTIMIZER_OPERATORS * TENSORS * job.layers / job.pipeline
-    return reduce + max(adam, launches * cluster.core.calibration.host)
+    adam = gemm.memory_seconds(UPDATE_BYTES * number / shards, prices.core)
+    return recipe.exposed_gradients * reduce + tied + adam
 
 
 def step_seconds(job: Job, recipe: Recipe, core: Core) -> float:
     """The time of a step."""
-    cluster = Cluster(job, recipe, core)
-    stages = stage_seconds(cluster)
-    return pipeline_seconds(stages, job.microbatches) + update_seconds(cluster)
+    prices = Prices(job, recipe, core)
+    chunks = 1
+    if recipe.chunk_layers is not None:
+        chunks = max(job.layers // job.pipeline // recipe.chunk_layers, 1)
+    update = update_seconds(prices)
+    return pipeline_seconds(stage_seconds(prices), job.microbatches, chunks) + update
 
 
-Predict = Callable[[Job], float]
+def model_flops(job: Job) -> float:
+    """FLOPs of a step without recomputation, with full attention (arXiv 2205.05198)."""
+    D, L, T = job.width, job.layers, job.sequence
+    ratio = 1 + T / (6 * D) + job.vocabulary / (12 * D * L)
+    return 72.0 * job.batch * T * L * D**2 * ratio
