@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--times", nargs="*", type=pathlib.Path, metavar="CSV", help="compare step times"
     )
-    parser.add_argument("--splits", type=int, default=6, help="random halves, default 6; 0: none")
+    parser.add_argument("--splits", type=int, default=10, help="random halves, default 10; 0: none")
     flags = parser.parse_args()
     if flags.times is None:
         parser.error("nothing to compare: add --times")

@@ -11,21 +11,21 @@ from llmx.plan.gemm import Calibration, Core
 from llmx.runtime import hardware
 
 # A100. Published: 108 streaming multiprocessors (data sheet); `links`, 0.82 of NVLink in rings of
-# all-reduces (the share of an H100's that `llmx.aot.links` has). Assumed: 4 us between operators, 15
-# us for a collective. Fitted to 80 measured steps of Megatron-LM (scripts/validate_planner.py):
+# all-reduces (the share of an H100's that `llmx.aot.links` has). Assumed: 4 us between operators,
+# 15 us for a collective. Fitted to 80 measured steps of Megatron-LM (scripts/validate_planner.py):
 # - products 0.87: 271 of 312 TFLOP/s, as large products of cuBLAS reach.
-# - memory 0.68: 1.4 of 2.04 TB/s; copies reach 0.85, softmax, dropout and norms less.
-# - host 56 us for an operator of the trainer's list: Python, autograd and up to three launches.
+# - memory 0.70: 1.4 of 2.04 TB/s; copies reach 0.85, softmax, dropout and norms less.
+# - host 55 us for an operator of the trainer's list: Python, autograd and up to three launches.
 # - network 0.69 of an adapter, shared with all other groups of 8 GPUs at 800 Gb/s.
-_A100 = Calibration(products=0.87, memory=0.68, units=108, host=56e-6, network=0.69)
+_A100 = Calibration(products=0.87, memory=0.7, units=108, host=55e-6, network=0.69)
 
 # H100. Published: 132 multiprocessors (data sheet of the SXM); `links` 370 of 450 GB/s (scaling
-# book, "gpus"); `attention`, 2 products forward at about 570 and 5 backward at about 440 TFLOP/s
-# (cuDNN, causal, heads of 128: FlashAttention-3, arXiv 2407.08608). Elementwise operators as on the
-# A100. Fitted to Megatron-LM's table of nine models:
-# - products 0.55: 540 of 989 TFLOP/s. At 700 W large products alone reach 0.65 to 0.7; the rest
+# book, "gpus"). Assumed: `attention`, 2 products forward at 570 and 5 backward at 440 TFLOP/s,
+# about what FlashAttention-3 (arXiv 2407.08608) shows of causal heads of 128; elementwise operators
+# as on the A100. Fitted to Megatron-LM's table of nine models:
+# - products 0.56: 550 of 989 TFLOP/s. At 700 W large products alone reach 0.65 to 0.7; the rest
 #   stands for all that the table does not tell apart (logging, data, waiting for other GPUs).
-_H100 = Calibration(products=0.55, memory=0.68, units=132, attention=0.48)
+_H100 = Calibration(products=0.56, memory=0.7, units=132, attention=0.48)
 
 # By keys of `hardware.CHIPS`. H200 and B200: no step was measured; the H100's shares.
 CALIBRATIONS = {
@@ -39,7 +39,7 @@ CALIBRATIONS = {
 def core_of(name: str) -> Core:
     """A chip of `hardware.CHIPS` with its calibration; of a TPU, with the shares of `llmx.aot`.
 
-    The host's time is the trainer's, not the chip's: of a compiled program, such as llmx's, it is 0.
+    The host's time is the trainer's, not the chip's: of a compiled program, as llmx's, it is 0.
     """
     chip = hardware.CHIPS[name]
     if name in CALIBRATIONS:

@@ -1,7 +1,7 @@
 """How long a collective takes between GPUs: rings over NVLink in a node, adapters between nodes.
 
-Alpha-beta: a time for the start and each hop, and bytes over bandwidth, so that short messages reach
-less of it. A ring of n devices passes through each of them
+Alpha-beta: a time for the start and each hop, and bytes over bandwidth, so that short messages
+reach less of it. A ring of n devices passes through each of them
 
     all-gather, reduce-scatter    (n-1)/n V       V: bytes of the whole array
     all-reduce                  2 (n-1)/n V
@@ -32,10 +32,10 @@ def rates_of(core: Core) -> links.Rates:
 def adapters_of(stride: int, per_node: int) -> int:
     """How many adapters a ring leaves a node by, of one that each GPU of the node has.
 
-    `stride`: from one member to the next. A group whose members are neighbours has the adapters of
-    all, so that of whole nodes all. Groups of every `stride`-th GPU leave at the same time, and each
-    by one: measured steps say so (with two or four adapters for two or four members, those of 2- to
-    4-way tensor parallelism come out up to 10% too short).
+    `stride`: from one member to the next. `per_node`: members in one node. A group of neighbours
+    has the adapters of all its members. Groups of every `stride`-th GPU leave a node at the same
+    time, and each by one adapter: measured steps say so. With one for each member, those of
+    data parallel groups beside 2 to 4-way tensor parallelism come out 5 to 10% shorter.
     """
     return per_node if stride == 1 else 1
 
@@ -76,7 +76,7 @@ def message_seconds(num_bytes: float, *, leaves_node: bool, rates: links.Rates) 
 def _network(rates: links.Rates) -> float:
     if rates.network is None:
         raise ValueError(
-            "a group leaves its node, but the chip's network_bandwidth is None: set it in the row of "
-            "the chip (dataclasses.replace)"
+            "a group leaves its node, but the chip's network_bandwidth is None: set it in the row "
+            "of the chip (dataclasses.replace)"
         )
     return rates.network

@@ -7,15 +7,15 @@ multiprocessor (GPU) or matrix unit (TPU) at a time:
     waves    ceil(tiles / units); the last wave takes as long as a full one
     seconds  waves 2 tile_m tile_n K / splits / (peak / units x products x reuse(tile))
 
-so a product whose tiles do not fill the waves gets less of the peak, and so does a small tile, which
+so a product whose tiles do not fill the waves gets less of the peak. So does a small tile, which
 computes less with what it loads: reuse(tile) = I / (I + LOADS), I = tile_m tile_n / (tile_m +
-tile_n), scaled to 1 for the largest tile. Of some tiles and of splits of K, which cost a write and a
-read of the result in fp32, the fastest counts. The time is at least that of the bytes of both
+tile_n), scaled to 1 for the largest tile. Of some tiles, and of splits of K, which cost a write and
+a read of the result in fp32, the fastest counts. The time is at least that of the bytes of both
 factors and the result, and `start` comes on top. Background: NVIDIA, "Matrix Multiplication
 Background User's Guide" (tile and wave quantization).
 
 That curve holds for every chip with a `Calibration`. Where products were measured, a table of
-(M, N, K, dtype, share of peak) corrects the curve: exactly at its rows, between them by the ratio of
+(M, N, K, dtype, share of peak) corrects it: exactly at its rows, between them by the ratio of
 measured to computed, interpolated over log M, log N, log K.
 """
 
