@@ -5,7 +5,8 @@ A100, Megatron-LM of 2021) and that of Megatron-LM's README (H100, 2024). An err
 measured, less one. Two others stand beside it:
 
     constant   the error of one utilisation for all rows, the best for these rows
-    held out   constants fitted on half of the rows, the error on the other half, mean over splits
+    held out   constants fitted on half of the rows, the error on the other half, mean over splits;
+               what the model counts, and the constants that are not fitted, stay the same
 """
 
 import csv

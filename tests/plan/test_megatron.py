@@ -21,11 +21,9 @@ JOB = Job(
     width=2048, heads=16, layers=24, sequence=1024, vocabulary=51200, batch=64, microbatch=2,
     tensor=4, data=2, pipeline=2,
 )  # fmt: skip
-# Largest mean absolute errors, on whole tables and on rows that constants were not fitted to. The
-# project's goals; reached are 6.6%, 8.2% and 4.2%. Halves of twenty rows differ by what outliers
-# they have.
+# Largest mean absolute errors: the project's goals, on whole tables and on rows that constants were
+# not fitted to. Reached are 6.5%, 8.2% and 4.2%, and 7.0%, 7.7% and 5% on the rows held out.
 GOALS = {"a100_single_node": 0.08, "a100_multi_node": 0.10, "h100_megatron": 0.08}
-HELD_OUT = {"a100_single_node": 0.08, "a100_multi_node": 0.11, "h100_megatron": 0.08}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +174,7 @@ def test_errors_on_rows_held_out(trainer, names, tables):
     steps = [tables[name].steps for name in names]
     errors = measured_steps.held_out_errors(trainer, steps, splits=3)
     for name, error in zip(names, errors, strict=True):
-        assert error <= HELD_OUT[name]
+        assert error <= GOALS[name]
 
 
 def test_fit_finds_the_constants_of_computed_steps(tables):
