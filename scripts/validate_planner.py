@@ -1,9 +1,14 @@
 """How far the planner is from what others measured.
 
     python scripts/validate_planner.py --times [table.csv ...]
+    python scripts/validate_planner.py --programs [programs.jsonl] [--compile]
 
-Without files: the tables in tests/golden/steps. Prints each row's measured and predicted step time;
-of each table the mean and the worst absolute error with the constants in
+`--programs`: memory and bytes sent beside those of compiled programs, by default those in
+tests/golden/programs.jsonl. With `--compile` each is compiled again (a minute or two each; needs
+the extra `aot`) and its line replaced: edit a line to add one.
+
+`--times`, by default with the tables in tests/golden/steps: each row's measured and predicted step
+time; of each table the mean and the worst absolute error with the constants in
 llmx/plan/calibrations.py, that of the best constant utilisation, and that on rows to which the
 constants were not fitted; and the constants as a fit to these files finds them.
 """
@@ -13,10 +18,13 @@ import pathlib
 
 import numpy as np
 
-from llmx.plan import measured_steps
+from llmx.plan import compiled_programs, measured_steps
+from llmx.plan.compiled_programs import Program
 from llmx.plan.measured_steps import Table, Trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs"
+PROGRAMS = ROOT / "tests" / "golden" / "programs.jsonl"
 TABLES = sorted((ROOT / "tests" / "golden" / "steps").glob("*.csv"))
 
 
@@ -28,9 +36,52 @@ def main() -> None:
         "--times", nargs="*", type=pathlib.Path, metavar="CSV", help="compare step times"
     )
     parser.add_argument("--splits", type=int, default=10, help="random halves, default 10; 0: none")
+    parser.add_argument(
+        "--programs", nargs="?", type=pathlib.Path, const=PROGRAMS, metavar="JSONL",
+        help="compare memory and bytes sent",
+    )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile the programs first")
     flags = parser.parse_args()
-    if flags.times is None:
-        parser.error("nothing to compare: add --times")
+    if flags.times is None and flags.programs is None:
+        parser.error("nothing to compare: add --times or --programs")
+    if flags.programs is not None:
+        if flags.compile:
+            compile_again(flags.programs)
+        print_programs(compiled_programs.read(flags.programs))
+    if flags.times is not None:
+        compare_times(flags)
+
+
+def compile_again(path: pathlib.Path) -> None:
+    """Every line as `llmx.aot` finds it now; one that does not compile is left as it was."""
+    programs = compiled_programs.read(path)
+    for number, program in enumerate(programs):
+        programs[number] = compiled_programs.compiled(program, CONFIGS) or program
+        path.write_text("".join(f"{compiled_programs.to_line(one)}\n" for one in programs))
+        print(f"compiled {number + 1} of {len(programs)}: {program.name}", flush=True)
+
+
+def print_programs(programs: list[Program]) -> None:
+    """What is counted of each program, and the errors; beside them those of one constant."""
+    print(f"{'peak GiB':>9} {'counted':>8} {'bytes sent':>11}  program")
+    peaks = []
+    for program in programs:
+        found = compiled_programs.errors(program, CONFIGS)
+        peaks.append(found.peak)
+        worst = max(found.sent.values(), key=abs, default=0.0)
+        print(f"{program.peak / 2**30:9.2f} {found.peak:+8.1%} {worst:+11.2%}  {program.name}")
+    errors = np.abs(peaks)
+    print(f"memory: mean {errors.mean():.1%}, worst {errors.max():.1%} of {len(errors)} programs")
+    ratios = np.array([program.peak / max(program.state, 1) for program in programs])
+    constant = min(ratios, key=lambda ratio: np.abs(ratio / ratios - 1).mean())
+    errors = np.abs(constant / ratios - 1)
+    print(
+        f"one constant, {constant:.2f} x the state: mean {errors.mean():.1%}, worst "
+        f"{errors.max():.1%}"
+    )
+
+
+def compare_times(flags: argparse.Namespace) -> None:
     tables = [measured_steps.read(path) for path in flags.times or TABLES]
     for table in tables:
         print_rows(table)

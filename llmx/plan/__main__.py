@@ -1,12 +1,15 @@
-"""Shows a pipeline before anything runs: its bubble, its memory, its times, a picture:
+"""Shows what a step takes before anything runs: of a config on a machine, what a device holds and
+sends; of a pipeline its bubble, its memory, its times, a picture:
 
+    python -m llmx.plan --config configs/llama3_8b.py --machine v5p:2x2x2
     python -m llmx.plan --schedule zb_v --stages 4 --microbatches 16 --out schedule.png
     python -m llmx.plan --config configs/llama3_70b_pipeline.py --chip v5p
 
 `--table` reads a schedule from a file (see `schedule.read_csv`); `--csv` writes one to start from.
 With a config, times are those of its layers, and the best cut of them into model chunks is compared
-with the equal one. Exit codes: 0, or 2 if config, schedule, sizes, file or times are wrong, or
-nothing fits into `--memory`.
+with the equal one. With `--machine` what a device holds and sends is counted instead, of any config
+(docs/plan.md). Exit codes: 0; 1 if a config does not fit on its machine; 2 if config, machine,
+schedule, sizes, file or times are wrong, or nothing fits into `--memory`.
 """
 
 import argparse
@@ -28,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.config is None:
             report, lines = show_schedule(args)
+        elif args.machine is not None:
+            from llmx.plan import run_report
+
+            report, lines = run_report.show(command, args, argv)
         else:
             from llmx.plan import config_report  # jax, which a schedule alone does not need
 
@@ -36,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(json.dumps(report) if args.json else lines)
-    return 0
+    of_machine = args.config is not None and args.machine is not None
+    return int(of_machine and not report["memory"]["fits"])
 
 
 def show_schedule(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -14,8 +14,12 @@ TIME_HELP = {
     "weight": "the gradients of its weights", "transfer": "one message between stages",
 }  # fmt: skip
 UTILIZATION = 0.5  # of a chip's peak FLOP/s, by default
-CONFIG_ONLY = ("chip", "devices", "memory", "bandwidth", "utilization", "versions", "replicate",
-               "measure")  # fmt: skip
+OF_PIPELINES = ("chip", "devices", "memory", "bandwidth", "utilization", "versions", "replicate",
+                "measure")  # fmt: skip
+CONFIG_ONLY = ("machine", *OF_PIPELINES)
+# What the config says, or what belongs to the report on its pipeline.
+NOT_OF_MACHINES = (*OF_PIPELINES, "schedule", "table", "stages", "microbatches", "virtual_stages",
+                   *TIMES, "out", "csv")  # fmt: skip
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -67,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
         "of a config", "schedule, stages and microbatches are the config's unless given above"
     )
     ours.add_argument("--config", help="a config file, e.g. configs/llama3_70b_pipeline.py")
+    text = "the machine, e.g. v5p:4x4x8, h100:4x8: what a device of it holds and sends in a step"
+    ours.add_argument("--machine", metavar="NAME", help=text)
     ours.add_argument("--chip", metavar="NAME", help="the devices, e.g. v5p, h100, tpu_v4")
     ours.add_argument("--devices", type=int, metavar="N", help="of all stages (those of the mesh)")
     ours.add_argument(

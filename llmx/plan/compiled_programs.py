@@ -1,0 +1,101 @@
+"""Programs that were compiled, and what the planner counts for them.
+
+A file has one program on a line, as JSON: `config`, the name of a file in configs/; `topology`;
+`flags`, "section.key=value"; and of one device `state`, bytes of memory that live all the time,
+`peak`, the most at any time, and `sent`, bytes in a step by mesh axes. To add one, write its first
+three and run `scripts/validate_planner.py --programs --compile`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from llmx.aot import compiler, topologies
+from llmx.config import flags as flags_lib
+from llmx.config import recipe
+from llmx.plan import memory, sizes, traffic
+
+# Bytes of which no model has enough to matter: sums of norms, ids, losses.
+NEGLIGIBLE = 4 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One that was compiled, or is to be."""
+
+    config: str
+    topology: str
+    flags: tuple[str, ...]
+    state: int = 0  # bytes, with those of the batch
+    peak: int = 0  # bytes
+    sent: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.config, self.topology, *self.flags))
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """What the planner counts, as a share more or less than the program."""
+
+    state: float
+    peak: float
+    sent: dict[str, float]  # by mesh axes that more than `NEGLIGIBLE` is sent along
+
+
+def read(path: str | pathlib.Path) -> list[Program]:
+    lines = pathlib.Path(path).read_text().splitlines()
+    values = map(json.loads, filter(None, lines))
+    return [Program(**of | {"flags": tuple(of["flags"])}) for of in values]
+
+
+def to_line(program: Program) -> str:
+    return json.dumps(dataclasses.asdict(program))
+
+
+def errors(program: Program, configs: pathlib.Path) -> Errors:
+    """`configs`: the folder of the config files."""
+    topology = topologies.parse(program.topology)
+    given = [f"--config={configs / program.config}.py", *_overrides(program)]
+    _, run, problems = flags_lib.parse(flags_lib.parser("validate_planner", ""), given)
+    run = compiler.resolve(run, topology, problems=problems)
+    of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
+    held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
+    turns = recipe.turns_of(run, topology.device_kind)
+    sent = traffic.by_axes(traffic.of(of_run, turns=turns))
+    shares = {}
+    for axes in {*sent, *program.sent}:
+        ours, compiled = sent.get(axes, 0.0), program.sent.get(axes, 0.0)
+        if max(ours, compiled) > NEGLIGIBLE:
+            shares[axes] = ours / max(compiled, 1.0) - 1
+    state = sum(held.state.values()) / program.state - 1
+    return Errors(state, held.peak / program.peak - 1, shares)
+
+
+def compiled(program: Program, configs: pathlib.Path) -> Program | None:
+    """The same with figures of `llmx.aot`, in a process of its own; None: the compiler refuses."""
+    done = subprocess.run(
+        [sys.executable, "-m", "llmx.aot", "--json", "--config", f"{configs / program.config}.py",
+         "--topology", program.topology, *_overrides(program)],
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    return from_report(program, json.loads(done.stdout)) if done.stdout else None
+
+
+def from_report(program: Program, report: dict) -> Program:
+    """`report`: of `llmx.aot --json`."""
+    sent: dict[str, float] = {}
+    for one in report["program"]["collectives"]:
+        if one["axes"] and one["count"]:
+            axes = ",".join(one["axes"])
+            sent[axes] = sent.get(axes, 0.0) + one["count"] * one["wire_bytes"]
+    held = report["memory"]
+    return dataclasses.replace(program, state=held["arguments"], peak=held["peak"], sent=sent)
+
+
+def _overrides(program: Program) -> Sequence[str]:
+    return [f"--config.{flag}" for flag in program.flags]

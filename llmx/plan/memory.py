@@ -1,0 +1,299 @@
+"""What a device holds at the peaks of a train step, counted without a compiler.
+
+The state is counted leaf by leaf, as the layout splits it. What comes and goes is counted in whole
+arrays, as many as the programs have that XLA makes for TPUs and for GPUs: `TPU` and `GPU` below.
+There are three peaks, of which the largest is the device's:
+
+    end of forward    what layers saved, gradient buffers, and the loss: logits of one chunk
+    backward          what layers saved, gradient buffers, one layer run again and differentiated
+    update            gradients, and where each device updates a share of parameters that it keeps
+                      whole, the new ones beside the old
+
+Pipelines are counted by `llmx.config.stage_memory`. docs/plan.md compares both with compiled
+programs.
+
+Letters: as in `llmx.model.costs`.
+"""
+
+import dataclasses
+import itertools
+import math
+
+from llmx.config import stage_memory, utilization
+from llmx.model import remat, remat_costs
+from llmx.model.families import ModelConfig
+from llmx.plan.sizes import Leaf, Sizes, leaves
+from llmx.step import moments, optimizers
+
+FP32 = 4
+END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the programs of a compiler have at a time, as read from those that were compiled."""
+
+    # Whole arrays of a microbatch while a layer is run again and differentiated.
+    mlp: float  # [tokens, F]: gate, up, their activation, gradients
+    inside: float  # [tokens, D] where positions are whole, with mesh.tensor > 1
+    between: float  # [tokens, D] between blocks
+    heads: float  # [tokens, N H]
+    normed_heads: float  # more of these with norms of queries and keys
+    kv_heads: float  # [tokens, K H]
+    weights: float  # gathered weights of a layer, and their gradients: of all its weights
+    without_gathers: float  # times as many [tokens, F] where nothing waits for gathered weights
+    bodies: bool  # layers of several kinds are computed at the same time
+    # Copies that XLA makes before its loops, in another layout.
+    copied: tuple[str, ...]  # endings of the names of parameters, in fp32
+    head_copies: float  # of saved queries
+    # With several microbatches: more of the saved inputs of layers and of `copied`; of gradients.
+    kept_copies: float
+    gradient_copies: float
+    # In the loss.
+    logits: float  # bytes per logit of a chunk
+    head: float  # bytes per number of the head's share
+    gathered_head: float  # of the head's share all the time, in fp32
+    saves_weights: bool  # with remat="none" layers save their weights too
+    lanes: int  # that the size of a head is padded to
+
+
+# With libtpu 0.0.42.1 and XLA of jax 0.10.2.
+TPU = Program(
+    mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.3,
+    without_gathers=1.0, bodies=False,
+    copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
+    head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
+    logits=4.0, head=2.0, gathered_head=0.0, saves_weights=False, lanes=128,
+)  # fmt: skip
+GPU = Program(
+    mlp=6.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
+    without_gathers=1.5, bodies=True,
+    copied=("mlp/down/kernel", "attention/out/kernel"),
+    head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
+    logits=6.0, head=4.0, gathered_head=1.0, saves_weights=True, lanes=1,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a device."""
+
+    state: dict[str, int]  # "parameters", "optimizer", "ema"; what lives all the time
+    peaks: dict[str, dict[str, int]]  # by moment: what comes to the state, by what it is for
+
+    @property
+    def moment(self) -> str:
+        """The name of the largest peak."""
+        return max(self.peaks, key=lambda name: sum(self.peaks[name].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.state.values()) + sum(self.peaks[self.moment].values())
+
+
+def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -> Memory:
+    """Of a resolved run.
+
+    `device_bytes`: of a device; with zero-bubble schedules it decides how many weight gradients are
+    deferred. Raises ValueError for remat="budget".
+    """
+    if sizes.mesh["stage"] > 1:
+        return _of_stages(sizes, on_gpu, device_bytes)
+    program = GPU if on_gpu else TPU
+    common = _saved(sizes, program) | _gradients(sizes) | _copies(sizes, program)
+    common |= _gathered(sizes)
+    peaks = {
+        END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
+        BACKWARD: common | {"a layer": _layer(sizes, program)},
+        UPDATE: {"updated parameters": _updated(sizes)},
+    }
+    whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
+    peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
+    return Memory(whole(state(sizes)), peaks)
+
+
+def state(sizes: Sizes) -> dict[str, float]:
+    """What lives from step to step, with strategy "mean"."""
+    run, found = sizes.run, dict.fromkeys(("parameters", "optimizer", "ema"), 0.0)
+    kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
+    of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
+    for leaf in leaves(run.model):
+        held, param = sizes.local(leaf, "parameters"), sizes.param_bytes
+        if not (run.offload.parameters and leaf.in_blocks and leaf.is_matrix):
+            found["parameters"] += held * param
+        if run.optimizer.ema_decay:
+            found["ema"] += held * param
+        if not (run.offload.optimizer and leaf.is_matrix):
+            arrays = of_blocks if leaf.in_blocks and leaf.is_matrix else of_others
+            number = kept if leaf.is_matrix else FP32
+            found["optimizer"] += arrays * sizes.local(leaf, "optimizer") * number
+    return found
+
+
+def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
+    """What layers save for the backward pass, of one microbatch."""
+    run, layers = sizes.run, sizes.run.model.num_layers
+    x_bytes = layers * sizes.compute_bytes * sizes.tokens_between * run.model.width
+    found = _by_layers(sizes, program)
+    if run.batch.accumulation > 1:
+        found += program.kept_copies * x_bytes
+    found += program.head_copies * _in_heads(sizes)
+    return {"saved activations": found}
+
+
+def _by_layers(sizes: Sizes, program: Program) -> float:
+    model = sizes.run.model
+    model = dataclasses.replace(model, head_dim=_head_dim(model, program))
+    # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`.
+    stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
+    of_stream, of_all = (_per_token(sizes, one) for one in (stream, model))
+    inside = sizes.tokens / sizes.mesh["tensor"]
+    found = of_stream * sizes.tokens_between + (of_all - of_stream) * inside
+    for first, end in remat_costs.segments(model, sizes.run.remat)[:1]:
+        # A segment that is run again saves the inputs of its layers, and has a copy of its weights.
+        x_bytes = sizes.compute_bytes * sizes.tokens_between * model.width
+        found += (end - first) * (x_bytes + _weights_of_layers(sizes) / model.num_layers)
+    if program.saves_weights and _keeps_all(sizes):
+        found += _weights_of_layers(sizes)
+    return found
+
+
+def _weights_of_layers(sizes: Sizes) -> float:
+    """A device's share of the layers' parameters in fp32."""
+    of_layers = (leaf for leaf in leaves(sizes.run.model) if leaf.in_blocks)
+    return sum(FP32 * sizes.local(leaf, "parameters") for leaf in of_layers)
+
+
+def _keeps_all(sizes: Sizes) -> bool:
+    policies = remat_costs.policies(sizes.run.model, sizes.run.remat)
+    return all(policy.saved is None for policy in policies)
+
+
+def _per_token(sizes: Sizes, model: ModelConfig) -> float:
+    """Bytes that all layers save of a token."""
+    by_layer = remat_costs.saved_bytes_by_layer(
+        model, text=sizes.run.remat, loss_chunks=2, compute_bytes=sizes.compute_bytes,
+        offloaded=sizes.run.offload.saves,
+    )  # fmt: skip
+    return sum(by_layer[1:-1])
+
+
+def _in_heads(sizes: Sizes) -> float:
+    """The queries that layers save."""
+    model = sizes.run.model
+    array = sizes.compute_bytes * sizes.tokens * model.num_heads * model.head_dim
+    found = 0
+    if sizes.mesh["sequence"] == 1:
+        for policy in remat_costs.policies(model, sizes.run.remat):
+            found += policy.saved is None or remat.QUERY_KEY_VALUE in policy.saved
+    return found * array / sizes.mesh["tensor"]
+
+
+def _gradients(sizes: Sizes) -> dict[str, float]:
+    """Buffers of one microbatch's gradients, and sums over several."""
+    found = {"gradients": 0.0, "sums of gradients": 0.0}
+    for leaf in leaves(sizes.run.model):
+        held = sizes.local(leaf, "gradients")
+        found["gradients"] += held * (sizes.reduce_bytes if leaf.is_matrix else FP32)
+        found["sums of gradients"] += held * FP32 * (sizes.run.batch.accumulation > 1)
+    return found
+
+
+def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
+    """Of weights in another layout, of the head's gradient in fp32, of a microbatch's gradients."""
+    found = program.gathered_head * FP32 * sizes.local(_head(sizes), "parameters")
+    if sizes.axes_of("embed", "parameters") and not sizes.run.offload.parameters:
+        copied = sum(
+            FP32 * sizes.local(leaf, "parameters")
+            for leaf in leaves(sizes.run.model)
+            if leaf.name.endswith(program.copied)
+        )
+        several = sizes.run.batch.accumulation > 1
+        found += copied * (1 + program.kept_copies * several)
+        found += program.gradient_copies * several * _gradients(sizes)["gradients"]
+    return {"copies of weights and gradients": found}
+
+
+def _gathered(sizes: Sizes) -> dict[str, float]:
+    """With gather="step" all weights of products, and the head's gradients, whole."""
+    if sizes.run.sharding.gather != "step":
+        return {}
+    products = [leaf for leaf in leaves(sizes.run.model) if leaf.in_blocks and leaf.is_matrix]
+    products += [_head(sizes)] * 4
+    whole = sum(sizes.local(leaf, "parameters", whole=("embed",)) for leaf in products)
+    return {"gathered weights": sizes.compute_bytes * whole}
+
+
+def _bodies(model: ModelConfig) -> int:
+    """How often the program has a layer: neighbours of one kind are a loop, in a period and behind
+    the last whole one."""
+    kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
+    rest = len(kinds) % period
+    parts = [kinds[:period], kinds[len(kinds) - rest :]] if rest else [kinds[:period]]
+    return sum(len(list(itertools.groupby(part))) for part in parts)
+
+
+def _layer(sizes: Sizes, program: Program) -> float:
+    """One layer that is run again and differentiated."""
+    model, tensor = sizes.run.model, sizes.mesh["tensor"]
+    gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
+    mlp = program.mlp * (1.0 if gathers else program.without_gathers)
+    queries = program.heads + (program.normed_heads if model.qk_norm else 0.0)
+    heads = queries * model.num_heads + program.kv_heads * model.num_kv_heads
+    activations = (
+        mlp * sizes.tokens * model.mlp_dim / tensor
+        + heads * sizes.tokens * _head_dim(model, program) / tensor
+        + (program.inside if tensor > 1 else 0.0) * sizes.tokens * model.width
+        + program.between * sizes.tokens_between * model.width
+    )
+    bodies = _bodies(model) if program.bodies else 1
+    weights = program.weights * _layer_bytes(sizes) if gathers else 0.0
+    return bodies * sizes.compute_bytes * activations + weights
+
+
+def _head_dim(model: ModelConfig, program: Program) -> int:
+    return -(-model.head_dim // program.lanes) * program.lanes
+
+
+def _layer_bytes(sizes: Sizes) -> float:
+    """A layer's matrices, gathered."""
+    numbers = sum(
+        sizes.local(leaf, "parameters", whole=("embed",))
+        for leaf in leaves(sizes.run.model)
+        if leaf.in_blocks and leaf.is_matrix
+    )
+    return sizes.compute_bytes * numbers / sizes.run.model.num_layers
+
+
+def _head(sizes: Sizes) -> Leaf:
+    name = "embedding" if sizes.run.model.tied_head else "head"
+    return next(leaf for leaf in leaves(sizes.run.model) if leaf.name == name)
+
+
+def _loss(sizes: Sizes, program: Program) -> float:
+    """Logits of one chunk, the head's rows of two, and the last hidden state in fp32."""
+    run, head, chunks = sizes.run, _head(sizes), utilization.loss_chunks(sizes.run)
+    rows = run.model.padded_vocab / sizes.mesh["tensor"] / chunks
+    return (
+        program.logits * sizes.tokens * rows
+        + 2 * sizes.compute_bytes * rows * run.model.width
+        + FP32 * sizes.tokens * run.model.width
+        + program.head * sizes.local(head, "parameters")
+    )
+
+
+def _updated(sizes: Sizes) -> float:
+    """New parameters beside the old ones, where they are gathered after the update."""
+    return sum(
+        sizes.param_bytes * sizes.local(leaf, "parameters")
+        for leaf in leaves(sizes.run.model)
+        if sizes.local(leaf, "parameters") > sizes.local(leaf, "optimizer")
+    )
+
+
+def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
+    deferred = stage_memory.deferred_layers(sizes.run, device_bytes, on_gpu=on_gpu)
+    parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
+    held = {name: parts[name] for name in ("parameters", "optimizer") if parts[name]}
+    rest = {name: num for name, num in parts.items() if num and name not in held}
+    return Memory(held, {BACKWARD: rest})

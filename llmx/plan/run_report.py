@@ -1,0 +1,114 @@
+"""The report of `llmx.plan` on a config and a machine: what a device holds and sends in a step."""
+
+import argparse
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from llmx import sharding
+from llmx.aot import compiler, topologies
+from llmx.aot.report import size
+from llmx.aot.topologies import Topology
+from llmx.config import Config, describe, flags, recipe
+from llmx.model import costs, remat
+from llmx.plan import memory, options, schedule_report, sizes, traffic
+from llmx.plan.memory import Memory
+from llmx.plan.traffic import Message
+
+# Of a device's memory: what is counted has to leave room for what it misses.
+ADMITTED = 0.95
+
+
+def show(
+    command: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None
+) -> tuple[dict[str, Any], str]:
+    """The report as JSON and as text.
+
+    `args`: of `command`, which is `options.parser`. `argv`: the command line, with overrides of the
+    config; None = `sys.argv`. Raises ValueError for a wrong config, machine or flag.
+    """
+    if wrong := options.given(args, options.NOT_OF_MACHINES):
+        raise ValueError(f"{', '.join(wrong)} with --machine: leave it out")
+    topology = topologies.parse(args.machine)
+    _, config, problems = flags.parse(command, argv)
+    run = compiler.resolve(config, topology, problems=problems)
+    if why_not := refusal(run):
+        raise ValueError(why_not)
+    of_run = sizes.of(run)
+    held = memory.of(of_run, on_gpu=topology.platform == "gpu", device_bytes=topology.hbm_bytes)
+    turns = recipe.turns_of(run, topology.device_kind)
+    sent = traffic.of(of_run, turns=turns)
+    report = {
+        "machine": topology.name, "num_devices": topology.num_devices,
+        "mesh": of_run.mesh, "num_parameters": costs.num_parameters(run.model),
+        "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
+        "messages": [vars(message) | {"sent": message.sent} for message in sent],
+    }  # fmt: skip
+    lines = [*_head(run, topology), "", *_memory_lines(held, topology), "", *_sent_lines(sent)]
+    return report, "\n".join(lines)
+
+
+def fits(held: Memory, topology: Topology) -> bool:
+    return held.peak <= ADMITTED * topology.hbm_bytes
+
+
+def refusal(run: Config) -> str:
+    """Why a resolved run is not counted, with the remedy; "" if it is."""
+    if run.remat == remat.BUDGET:
+        return (
+            "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
+            "give that as --config.remat"
+        )
+    if run.sync.strategy != "mean":
+        return (
+            f"sync.strategy={run.sync.strategy!r}: what it keeps is not counted; use "
+            "--config.sync.strategy=mean, or llmx.aot, which compiles it"
+        )
+    return ""
+
+
+def _head(run: Config, topology: Topology) -> list[str]:
+    mesh = sharding.mesh_text({axis: vars(run.mesh)[axis] for axis in sharding.AXES})
+    stages = describe.stages_text(run)
+    return [
+        f"model       {describe.model_text(run, costs.num_parameters(run.model))}",
+        f"machine     {topology.name}: {topology.text}",
+        f"mesh        {mesh}; layout {run.sharding.layout}",
+        *([f"stages      {stages}"] if stages else []),
+        f"batch       {describe.batch_text(run)}",
+    ]
+
+
+def _memory_json(held: Memory, topology: Topology) -> dict[str, Any]:
+    return {
+        "peak": held.peak, "moment": held.moment, "limit": topology.hbm_bytes,
+        "fits": fits(held, topology), "state": held.state, "peaks": held.peaks,
+    }  # fmt: skip
+
+
+def _memory_lines(held: Memory, topology: Topology) -> list[str]:
+    share = held.peak / topology.hbm_bytes
+    verdict = "fits" if fits(held, topology) else "DOES NOT FIT"
+    parts = lambda of: ", ".join(f"{name} {size(num)}" for name, num in of.items())  # noqa: E731
+    rows = [("state", size(sum(held.state.values())), parts(held.state))]
+    rows += [(name, size(sum(of.values())), parts(of)) for name, of in held.peaks.items()]
+    return [
+        f"memory of a device: {size(held.peak)}, {share:.0%} of {size(topology.hbm_bytes)}: "
+        f"{verdict} (up to {ADMITTED:.0%} is admitted)",
+        *schedule_report.columns(rows),
+        f"the peak is {held.moment}, beside the state",
+    ]
+
+
+def _sent_lines(sent: Sequence[Message]) -> list[str]:
+    if not sent:
+        return ["a device sends nothing"]
+    groups: dict[tuple[str, str, str], list[Message]] = collections.defaultdict(list)
+    for message in sent:
+        groups[",".join(message.axes), message.kind, message.purpose].append(message)
+    rows = [("mesh axes", "kind", "of", "times", "sent")]
+    by_bytes = sorted(groups.items(), key=lambda item: -sum(one.sent for one in item[1]))
+    for names, messages in by_bytes:
+        times = f"{sum(one.count for one in messages):,.0f}"
+        rows.append((*names, times, size(sum(one.sent for one in messages))))
+    return ["sent by a device in a step", *schedule_report.columns(rows)]

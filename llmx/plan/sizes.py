@@ -1,0 +1,124 @@
+"""What the arrays of a run measure on one device: memory, bytes sent and times start from here."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Sequence
+
+import jax
+
+from llmx import sharding
+from llmx.config import Config, utilization
+from llmx.model import apply, precision
+from llmx.model.families import ModelConfig
+from llmx.model.precision import Policy
+from llmx.sharding.layouts import Layout
+from llmx.sharding.mesh import TOKEN_AXES
+from llmx.sync import replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter."""
+
+    name: str  # "blocks/mlp/up/kernel"
+    shape: tuple[int, ...]  # global; of blocks, the first dimension counts layers
+    axes: tuple[str, ...]  # logical, one for each dimension
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.axes[0] == "layers"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Split by width, and updated as matrices are; else a norm or bias, small and whole."""
+        return "embed" in self.axes
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
+    """All parameters of a model, rows that pad the vocabulary included."""
+    return _leaves(json.dumps(dataclasses.asdict(model)))
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves(text: str) -> tuple[Leaf, ...]:
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in json.loads(text).items()
+    }
+    shapes, axes = apply.abstract_parameters(ModelConfig(**values))
+    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return tuple(
+        Leaf(sharding.path_name(path), tuple(leaf.shape), tuple(of))
+        for (path, leaf), of in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sizes:
+    """Of a resolved run."""
+
+    run: Config
+    mesh: dict[str, int]  # all axes of `sharding.AXES`
+    layout: Layout
+    policy: Policy
+
+    @functools.cached_property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on a device, inside attention and MLP."""
+        return utilization.tokens_of(self.run) / self.mesh["sequence"]
+
+    @functools.cached_property
+    def tokens_between(self) -> float:
+        """The same between blocks, where positions may be split over `tensor` too."""
+        ways = self.mesh["tensor"] if self.run.sharding.sequence_parallel else 1
+        return self.tokens / ways
+
+    @property
+    def compute_bytes(self) -> int:
+        return self.policy.compute.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        return self.policy.reduce.itemsize
+
+    @property
+    def param_bytes(self) -> int:
+        """Of a number of a matrix's master copy."""
+        return self.policy.param.itemsize
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Devices along these mesh axes together."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def axes_of(self, name: str, table: str) -> tuple[str, ...]:
+        """The mesh axes, larger than 1, that split a logical axis in a table of the layout."""
+        over = vars(self.layout)[table][name]
+        return tuple(axis for axis in over if self.mesh[axis] > 1)
+
+    def local(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
+        """Numbers of a parameter on a device, without splitting the logical axes `whole`."""
+        split = (self.axes_of(name, table) for name in leaf.axes if name not in (None, *whole))
+        return leaf.numbers / math.prod(map(self.size, split))
+
+    @functools.cached_property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes, larger than 1, along which tokens differ."""
+        return tuple(axis for axis in TOKEN_AXES if self.mesh[axis] > 1)
+
+
+def of(run: Config) -> Sizes:
+    """Of a resolved config."""
+    mesh = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
+    layout = sharding.make_layout(
+        run.sharding.layout, sequence_parallel=run.sharding.sequence_parallel,
+        replicate_kv=run.sharding.replicate_kv,
+    )  # fmt: skip
+    if run.sync.strategy != "mean":
+        layout = layout.without(replicas.AXES, "parameters", "gradients", "optimizer")
+    return Sizes(run, mesh, layout, precision.policy_of(run.precision, run.reduce_dtype))

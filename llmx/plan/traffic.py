@@ -1,0 +1,311 @@
+"""What the devices of a step send each other, by mesh axes: counted, nothing is compiled.
+
+Of each parameter, once per microbatch or step as the layout says: gathers before the forward and
+the backward pass, the sum of its gradient, and the gather of what was updated elsewhere. Of
+activations: the exchanges of tensor parallelism before and behind the products of each half block,
+keys and values around a ring or heads of Ulysses, the lookup of tokens and the head. Bytes that one
+device sends of a whole array of V bytes, in a group of n:
+
+    all-gather, reduce-scatter, all-to-all    (n-1)/n V
+    all-reduce                                2 (n-1)/n V
+    collective-permute                        V
+
+Not counted: numbers that do not grow with the model (losses, norms of gradients), and what a
+strategy other than "mean" exchanges over `data`, which is in `llmx.plan.network`.
+
+Letters: as in `llmx.model.costs`.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+
+from llmx.config import Config, utilization
+from llmx.model import remat, remat_costs
+from llmx.model.attention import ring, split
+from llmx.model.families import LOCAL
+from llmx.pipeline import executor, schedules, ticks
+from llmx.pipeline.schedule import BACKWARD, FORWARD
+from llmx.pipeline.tick import When
+from llmx.plan.sizes import Leaf, Sizes, leaves
+
+PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}
+IDS = FP32 = 4  # bytes of a token's id, of a number
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Collectives of a step that are alike."""
+
+    purpose: str  # "weights", "gradients", "activations", ...
+    kind: str  # as XLA calls it
+    axes: tuple[str, ...]
+    bytes: float  # of the whole array in a group, as in `llmx.aot.collectives`
+    count: float  # in a step
+    size: int  # devices of a group
+    name: str = ""  # of the parameter
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in a step."""
+        if self.kind == "collective-permute":
+            return self.bytes * self.count
+        return PASSES[self.kind] * self.bytes * (1 - 1 / self.size) * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How often a device does what in a step. A pass is over `layers` layers of one microbatch."""
+
+    forward: int
+    backward: int
+    layers: int  # of a pass: empty slots of a pipeline are computed too
+    lookups: int  # of a microbatch's tokens
+    lookup_gradients: int
+    heads: int
+    sends: int  # to another stage
+
+
+def passes_of(run: Config) -> Passes:
+    """Of a resolved run. In ticks of one kind stages with nothing to do compute as the others."""
+    microbatches = run.batch.accumulation
+    if run.mesh.stage == 1:
+        return Passes(microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0)
+    table = schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=microbatches)
+    program = ticks.program(table)
+    counts = collections.Counter()
+    for first, length, times in program.loops:
+        for tick in range(length):
+            at = slice(first + tick, first + length * times, length)
+            counts += _counted(jax.tree.map(lambda a: a[at], program.rows), times)  # noqa: B023
+    return Passes(
+        counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
+        *(counts[name] for name in _ENDS), counts["send"],
+    )  # fmt: skip
+
+
+_ENDS = ("embedding", "embedding_gradient", "head")
+
+
+def _counted(rows: ticks.Row, times: int) -> collections.Counter:
+    """What happens in the ticks of a loop at one place of its body, each of `times`."""
+    kinds, when = executor.body_of(rows)
+    counts = collections.Counter()
+    if len(kinds) == 1:  # all stages compute, whether their results are used or not
+        counts.update(dict.fromkeys(kinds, times))
+    else:
+        counts.update({kind: int((rows.kind == kind).sum(axis=0).max()) for kind in kinds})
+    for name in _ENDS:
+        always = getattr(when, name) is When.ALWAYS
+        counts[name] = times if always else int((getattr(rows, name) >= 0).sum())
+    arrivals = (when.input_arrivals.items(), when.gradient_arrivals.items())
+    distances = {at for entries in arrivals for at, of in entries if at and of is not When.NEVER}
+    counts["send"] = times * len(distances)
+    return counts
+
+
+def of(sizes: Sizes, *, turns: int = 1) -> list[Message]:
+    """All messages of a resolved run's step.
+
+    `turns`: groups of tokens that take turns in a layer (`config.recipe.turns_of`), each with a
+    gradient of its own.
+    """
+    passes = passes_of(sizes.run)
+    found = [
+        *_weights(sizes, passes, turns), *_lookups(sizes, passes), *_tensor(sizes, passes),
+        *_sequence(sizes, passes), *_stages(sizes, passes),
+    ]  # fmt: skip
+    return [one for one in found if one.size > 1 and one.count and one.bytes]
+
+
+def by_axes(messages: Iterable[Message]) -> dict[str, float]:
+    """Bytes that a device sends in a step, by mesh axes: "fsdp", "fsdp,tensor"."""
+    sums = collections.Counter()
+    for message in messages:
+        sums[",".join(message.axes)] += message.sent
+    return dict(sums)
+
+
+def _message(sizes: Sizes, purpose, kind, axes, num_bytes, count, name="") -> Message:
+    return Message(purpose, kind, tuple(axes), num_bytes, count, sizes.size(axes), name)
+
+
+def _weights(sizes: Sizes, passes: Passes, turns: int) -> Iterator[Message]:
+    """Gathers of weights, sums of their gradients, gathers of what was updated."""
+    for leaf in leaves(sizes.run.model):
+        if not leaf.is_matrix:
+            num_bytes = FP32 * sizes.local(leaf, "parameters")
+            yield _message(
+                sizes, "gradients", "all-reduce", sizes.token_axes, num_bytes, 1, leaf.name
+            )
+        elif leaf.in_blocks:
+            yield from _of_layers(sizes, passes, leaf, turns)
+        elif leaf.name == "head" or (leaf.name == "embedding" and sizes.run.model.tied_head):
+            yield from _of_head(sizes, passes, leaf)
+        else:
+            yield from _of_table(sizes, leaf)
+        if leaf.is_matrix:
+            yield from _updated(sizes, leaf)
+
+
+def _whole(sizes: Sizes, leaf: Leaf) -> float:
+    """Numbers of a matrix that are whole along the width."""
+    return sizes.local(leaf, "parameters", whole=("embed",))
+
+
+def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
+    """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
+    split_by = sizes.axes_of("embed", "gradients")
+    over = [axis for axis in sizes.token_axes if axis not in split_by]
+    num_bytes = sizes.reduce_bytes * _whole(sizes, leaf) / sizes.size(split_by)
+    return _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
+
+
+def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator[Message]:
+    run, layers = sizes.run, passes.layers
+    numbers = _whole(sizes, leaf) * sizes.mesh["stage"] / run.model.num_layers  # of a layer
+    gathered = (passes.forward + passes.backward) * layers + passes.backward * _layers_again(run)
+    if run.sharding.gather == "step":
+        gathered = layers
+    yield _message(
+        sizes, "weights", "all-gather", sizes.axes_of("embed", "parameters"),
+        sizes.compute_bytes * numbers, gathered, leaf.name,
+    )  # fmt: skip
+    yield _message(
+        sizes, "gradients", "reduce-scatter", sizes.axes_of("embed", "gradients"),
+        sizes.reduce_bytes * numbers, passes.backward * layers * turns, leaf.name,
+    )  # fmt: skip
+    yield _added_up(sizes, leaf)
+
+
+def _layers_again(run: Config) -> int:
+    """Layers of a pass that are run once more before the backward pass, by segments or "part"."""
+    chunk = max(utilization.chunks_of(run), default=run.model.num_layers)
+    if remat.keeps_input(run.remat):
+        return chunk
+    chunks = utilization.chunks_of(run)
+    segments = remat_costs.segments(run.model, run.remat, chunks)
+    return sum(end - first for first, end in segments if first < chunk)
+
+
+def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
+    chunks = utilization.loss_chunks(sizes.run)
+    num_bytes = sizes.compute_bytes * _whole(sizes, leaf) / chunks
+    # In both passes. With several chunks the first is gathered once more behind the forward pass;
+    # one chunk, or the last of two, is still there for the backward pass.
+    times = {1: 1, 2: 3}.get(chunks, 2 * chunks + 1)
+    count = chunks if sizes.run.sharding.gather == "step" else times * passes.heads
+    over = sizes.axes_of("embed", "parameters")
+    yield _message(sizes, "weights", "all-gather", over, num_bytes, count, leaf.name)
+    num_bytes = sizes.reduce_bytes * _whole(sizes, leaf) / chunks
+    over, count = sizes.axes_of("embed", "gradients"), chunks * passes.heads
+    yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
+    yield _added_up(sizes, leaf)
+
+
+def _of_table(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
+    """Of rows that are looked up: where the width is split, each device has all terms."""
+    kept = sizes.axes_of("embed", "parameters")
+    over = [axis for axis in sizes.axes_of("embed", "gradients") if axis not in kept]
+    num_bytes = sizes.reduce_bytes * _whole(sizes, leaf) / sizes.size(kept)
+    yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, 1, leaf.name)
+    yield _added_up(sizes, leaf)
+
+
+def _updated(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
+    """Where each device updates a share of what it keeps whole."""
+    kept = sizes.axes_of("embed", "parameters")
+    over = [axis for axis in sizes.axes_of("embed", "optimizer") if axis not in kept]
+    num_bytes = sizes.param_bytes * _whole(sizes, leaf) / sizes.size(kept)
+    yield _message(sizes, "updated parameters", "all-gather", over, num_bytes, 1, leaf.name)
+
+
+def _lookups(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+    """Ids, and columns of the result, of the replicas that split the width."""
+    over = sizes.axes_of("embed", "parameters")
+    num_bytes, count = IDS * sizes.tokens * sizes.size(over), passes.lookups
+    yield _message(sizes, "ids", "all-gather", over, num_bytes, count)
+    x_bytes = sizes.compute_bytes * sizes.tokens * sizes.run.model.width
+    count += passes.lookup_gradients
+    yield _message(sizes, "looked-up rows", "all-to-all", over, x_bytes, count)
+
+
+# Of a pass over a layer: before attention and MLP positions are gathered, behind them terms summed.
+HALVES = 2
+
+
+def _tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+    """Activations [tokens, D]: before and behind each half block, lookup and head."""
+    run = sizes.run
+    policies = remat_costs.policies(run.model, remat.inside(run.remat))[: passes.layers]
+    halves = (passes.forward + passes.backward) * HALVES * passes.layers
+    halves += passes.backward * HALVES * _layers_again(run)
+    gathered = halves + passes.backward * sum(map(_gathered_again, policies))
+    summed = halves + passes.backward * sum(map(_summed_again, policies))
+    x_bytes = sizes.compute_bytes * sizes.tokens * run.model.width
+    kinds = {
+        "all-gather": gathered + passes.lookup_gradients + passes.heads,
+        "reduce-scatter": summed + passes.lookups + passes.heads,
+    }
+    if not run.sharding.sequence_parallel:
+        kinds = {"all-reduce": summed + passes.lookups + passes.heads}
+    for kind, count in kinds.items():
+        yield _message(sizes, "activations", kind, ("tensor",), x_bytes, count)
+
+
+def _gathered_again(policy: remat.Policy) -> int:
+    if policy.saved is None:
+        return 0
+    return HALVES - len(policy.saved & {remat.ATTENTION_NORM, remat.MLP_NORM})
+
+
+def _summed_again(policy: remat.Policy) -> int:
+    """Attention's output is, to give the MLP its input; nothing needs the MLP's again."""
+    if policy.saved is None:
+        return 0
+    return int(remat.ATTENTION_OUT not in policy.saved)
+
+
+def _sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+    """Heads that neighbours exchange, keys and values that travel around a ring."""
+    run, model, over = sizes.run, sizes.run.model, ("sequence",)
+    if sizes.mesh["sequence"] == 1:
+        return
+    of = split.Split(sizes.mesh["sequence"], run.attention.ulysses, run.attention.zigzag)
+    policies = remat_costs.policies(model, remat.inside(run.remat))[: passes.layers]
+    of_head = sizes.compute_bytes * sizes.tokens * model.head_dim
+    keys = model.num_kv_heads / sizes.size(sizes.axes_of("kv_heads", "activations"))
+    for kind, policy in zip(model.layer_kinds, policies, strict=False):
+        recomputed = policy.saved is not None
+        again = recomputed and remat.ATTENTION not in policy.saved
+        window = model.window if kind == LOCAL else 0
+        steps = ring.tiling(of, run.batch.sequence_length, window).steps if of.rings > 1 else [0]
+        sends, home = len(steps) - 1, steps[-1] > 0
+        num_bytes = 2 * keys * of_head
+        # A ring that is run again makes its first send once for both passes.
+        in_backward = sends * (1 + again) - (again and sends > 0) + home
+        yield _message(
+            sizes, "keys and values", "collective-permute", over, num_bytes,
+            passes.forward * sends + passes.backward * in_backward,
+        )  # fmt: skip
+        yield _message(
+            sizes, "gradients of keys and values", "collective-permute", over,
+            num_bytes * FP32 / sizes.compute_bytes, sends * passes.backward,
+        )  # fmt: skip
+        # Queries and results; keys and values, repeated where they do not divide.
+        heads = 2 * model.num_heads / sizes.mesh["tensor"]
+        heads += 2 * keys * (of.ulysses // math.gcd(int(keys), of.ulysses))
+        count = passes.forward + passes.backward * (1 + recomputed)
+        yield Message("heads", "all-to-all", over, heads * of_head, count, of.ulysses)
+
+
+def _stages(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+    """Activations [tokens, D] between stages, and those of lookup and head, which all stages
+    share."""
+    x_bytes = sizes.compute_bytes * sizes.tokens_between * sizes.run.model.width
+    over, shared = ("stage",), passes.lookups + passes.lookup_gradients + 2 * passes.heads
+    yield _message(sizes, "between stages", "collective-permute", over, x_bytes, passes.sends)
+    yield _message(sizes, "lookups and heads", "all-reduce", over, x_bytes, shared)

@@ -1,0 +1,202 @@
+"""The planner's counts beside programs that were compiled: tests/golden/programs.jsonl."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from llmx import config
+from llmx.config import checks
+from llmx.model import families
+from llmx.plan import __main__ as command
+from llmx.plan import compiled_programs, memory, sizes, traffic
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = compiled_programs.read(ROOT / "tests" / "golden" / "programs.jsonl")
+errors = functools.cache(lambda name: compiled_programs.errors(BY_NAME[name], ROOT / "configs"))
+BY_NAME = {program.name: program for program in PROGRAMS}
+# Stages over `tensor` on GPUs are counted too high (llmx/config/stage_memory.py).
+TOO_HIGH = {
+    "llama3_70b_pipeline h100:8x8 mesh.fsdp=4 mesh.tensor=4 batch.size=16": 0.13,
+}  # fmt: skip
+
+
+def test_there_are_programs_of_all_kinds():
+    assert len(PROGRAMS) >= 40
+    names = " ".join(BY_NAME)
+    kinds = (
+        "v5p", "h100", "tensor", "sequence", "pipeline", "zero1", "zero2", "hsdp", "none", "sqrt",
+        "accumulation", "fp16", "fp8", "offload", "ulysses", "gather=step",
+    )  # fmt: skip
+    assert all(kind in names for kind in kinds)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_peak_memory(name):
+    assert abs(errors(name).peak) <= TOO_HIGH.get(name, 0.08)
+
+
+def test_peak_memory_on_average():
+    assert np.mean([abs(errors(name).peak) for name in BY_NAME]) <= 0.03
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_state(name):
+    """But for the batch, scalars and padding: TPUs fill 375 columns up to 384."""
+    program = BY_NAME[name]
+    allowed = 12 * 2**20 + ("width=3000" in name) * 0.024 * program.state
+    assert abs(errors(name).state) * program.state <= allowed
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_bytes_sent(name):
+    if "zb_" in name:
+        pytest.skip("llmx.aot adds up all branches of the conditionals that stages take")
+    for axes, error in errors(name).sent.items():
+        allowed = 0.02
+        if axes == "stage" and "h100" in name:
+            # XLA:GPU takes the first ticks out of a loop, and drops two sends that nobody reads.
+            allowed = 0.05
+        if "width=3000" in name:
+            # A device has 375 columns: XLA:TPU all-reduces what it would reduce-scatter of 384.
+            allowed = 0.09
+        assert abs(error) <= allowed, axes
+
+
+def _resolved(**keys):
+    run = config.default()
+    for key, value in keys.items():
+        config.set_value(run, key.replace("__", "."), value)
+    mesh = {axis: size for axis, size in vars(run.mesh).items() if isinstance(size, int)}
+    return checks.resolve(run, math.prod(size for size in mesh.values() if size > 0))
+
+
+def _gpt3(**keys):
+    run = config.default()
+    run.model = families.preset("gpt3_175b")
+    for key, value in ({"batch__size": 1536, "batch__sequence_length": 2048,
+                        "batch__accumulation": 8, "mesh__data": 1} | keys).items():  # fmt: skip
+        config.set_value(run, key.replace("__", "."), value)
+    devices = math.prod(
+        size for size in vars(run.mesh).values() if isinstance(size, int) and size > 0
+    )
+    return sizes.of(checks.resolve(run, devices))
+
+
+def test_the_textbook_answer_for_gpt3():
+    """16 bytes a parameter (ZeRO, arXiv 1910.02054): 2.8 TB, here of fp32 parameters, two moments
+    and fp32 sums of gradients."""
+    of_run = _gpt3(mesh__fsdp=1)
+    held = memory.of(of_run)
+    total = sum(held.state.values()) + held.peaks[memory.BACKWARD]["sums of gradients"]
+    assert total == pytest.approx(16 * 175e9, rel=0.01)
+
+
+def test_the_state_of_gpt3_is_split_by_each_axis():
+    whole = sum(memory.state(_gpt3(mesh__fsdp=1)).values())
+    for mesh, ways in (
+        (dict(mesh__fsdp=64), 64), (dict(mesh__fsdp=8, mesh__tensor=8), 64),
+        (dict(mesh__fsdp=1, mesh__tensor=8), 8),
+    ):  # fmt: skip
+        assert sum(memory.state(_gpt3(**mesh)).values()) == pytest.approx(whole / ways, rel=0.01)
+    # ZeRO-1 splits the moments only; ddp nothing.
+    replicated = _gpt3(mesh__data=8, mesh__fsdp=1, sharding__layout="ddp")
+    assert sum(memory.state(replicated).values()) == pytest.approx(whole, rel=1e-3)
+    zero1 = memory.state(_gpt3(mesh__data=8, mesh__fsdp=1, sharding__layout="zero1"))
+    assert zero1["parameters"] + 8 * zero1["optimizer"] == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "sent"),
+    [("all-gather", 4, 75.0), ("reduce-scatter", 4, 75.0), ("all-reduce", 4, 150.0),
+     ("all-to-all", 2, 50.0), ("collective-permute", 8, 100.0)],
+)  # fmt: skip
+def test_what_a_device_sends_of_an_array(kind, size, sent):
+    assert traffic.Message("weights", kind, ("fsdp",), 50.0, 2, size).sent == pytest.approx(sent)
+
+
+def test_ddp_sends_each_gradient_once():
+    """The textbook's 2 (n-1)/n of the gradients, in bf16, whatever the microbatches."""
+    keys = dict(mesh__data=8, mesh__fsdp=1, sharding__layout="ddp", batch__size=64)
+    once, often = (
+        traffic.by_axes(traffic.of(sizes.of(_resolved(**keys, batch__accumulation=n))))
+        for n in (1, 8)
+    )
+    assert once == often
+    of_run = sizes.of(_resolved(**keys))
+    matrices = sum(leaf.numbers for leaf in sizes.leaves(of_run.run.model) if leaf.is_matrix)
+    assert once["data"] == pytest.approx(2 * 7 / 8 * 2 * matrices, rel=0.01)
+
+
+def test_microbatches_gather_weights_again():
+    keys = dict(mesh__data=1, mesh__fsdp=8, batch__size=64)
+    gathered = {
+        (n, how): sum(
+            message.sent
+            for message in traffic.of(
+                sizes.of(_resolved(**keys, batch__accumulation=n, sharding__gather=how))
+            )
+            if message.purpose == "weights" and message.name.startswith("blocks")
+        )
+        for n in (1, 4)
+        for how in ("layer", "step")
+    }
+    assert gathered[4, "layer"] == 4 * gathered[1, "layer"] == 8 * gathered[1, "step"]
+    assert gathered[4, "step"] == gathered[1, "step"]
+
+
+def _run(capsys, *args: str):
+    code = command.main(args)
+    return code, capsys.readouterr()
+
+
+def test_the_report(capsys):
+    given = (f"--config={ROOT}/configs/llama3_8b.py", "--machine=h100:8")
+    code, printed = _run(capsys, *given)
+    assert code == 0 and "fits" in printed.out and "saved activations" in printed.out
+    code, printed = _run(capsys, *given, "--json")
+    report = json.loads(printed.out)
+    assert code == 0 and report["num_devices"] == 8
+    assert report["sent"]["fsdp"] == pytest.approx(36.9 * 2**30, rel=0.01)
+    assert sum(one["sent"] for one in report["messages"]) == pytest.approx(
+        sum(report["sent"].values())
+    )
+    peaks = report["memory"]["peaks"]
+    state = sum(report["memory"]["state"].values())
+    assert report["memory"]["peak"] == state + max(sum(of.values()) for of in peaks.values())
+
+
+def test_what_does_not_fit_is_said(capsys):
+    given = (f"--config={ROOT}/configs/llama3_70b.py", "--machine=v5e:8x8")
+    code, printed = _run(capsys, *given)
+    assert code == 1 and "DOES NOT FIT" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--machine=v5p:2x2x2",), "--machine without --config"),
+        (("--machine=v5p:2x2x2", "--config=C", "--chip=v5p"), "--chip with --machine"),
+        (("--machine=v5p:2x2x2", "--config=C", "--stages=2"), "--stages with --machine"),
+        (("--machine=v9:2x2", "--config=C"), "'v9' is unknown"),
+        (("--machine=v5p:2x2x2", "--config=C", "--config.remat=budget"), "run llmx.aot"),
+        (("--machine=v5p:2x2x2", "--config=C", "--config.mesh.fsdp=3"), "mesh"),
+        (("--machine=h100:8", "--config=C", "--config.mesh.fsdp=4", "--config.mesh.data=2",
+          "--config.sync.strategy=int8", "--config.sharding.layout=hsdp"), "is not counted"),
+    ],
+)  # fmt: skip
+def test_bad_input(args, words, capsys):
+    args = [arg.replace("=C", f"={ROOT}/configs/llama3_8b.py") for arg in args]
+    code, printed = _run(capsys, *args)
+    assert code == 2 and words in printed.err
+
+
+def test_a_line_of_a_file_is_read_as_it_was_written():
+    program = dataclasses.replace(PROGRAMS[0], flags=("remat=full", "batch.size=8"))
+    assert compiled_programs.Program(
+        **json.loads(compiled_programs.to_line(program)) | {"flags": program.flags}
+    ) == program  # fmt: skip
