@@ -42,9 +42,10 @@ def show(
         "machine": topology.name, "num_devices": topology.num_devices,
         "mesh": of_run.mesh, "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
-        "messages": [vars(message) | {"sent": message.sent} for message in sent],
+        "not_counted": uncounted(run), "messages": [vars(message) | {"sent": message.sent} for message in sent],
     }  # fmt: skip
     lines = [*_head(run, topology), "", *_memory_lines(held, topology), "", *_sent_lines(sent)]
+    lines += [f"not counted: {what}" for what in uncounted(run)]
     return report, "\n".join(lines)
 
 
@@ -65,6 +66,16 @@ def refusal(run: Config) -> str:
             "--config.sync.strategy=mean, or llmx.aot, which compiles it"
         )
     return ""
+
+
+def uncounted(run: Config) -> list[str]:
+    """What a resolved run takes beside what is counted."""
+    offload, found = run.offload, []
+    if run.optimizer.name == "muon":
+        found.append("what Muon sends and holds to orthogonalise matrices that are split")
+    if offload.saves or offload.optimizer or offload.parameters:
+        found.append("the host's memory")
+    return found
 
 
 def _head(run: Config, topology: Topology) -> list[str]:

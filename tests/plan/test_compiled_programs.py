@@ -170,6 +170,13 @@ def test_the_report(capsys):
     assert report["memory"]["peak"] == state + max(sum(of.values()) for of in peaks.values())
 
 
+def test_what_is_not_counted_is_said(capsys):
+    given = (f"--config={ROOT}/configs/gemma3_1b.py", "--machine=2@v5e:2x2")
+    assert "not counted: what Muon sends" in _run(capsys, *given)[1].out
+    code, printed = _run(capsys, *given, "--config.optimizer.name=adamw")
+    assert code == 0 and "not counted" not in printed.out
+
+
 def test_what_does_not_fit_is_said(capsys):
     given = (f"--config={ROOT}/configs/llama3_70b.py", "--machine=v5e:8x8")
     code, printed = _run(capsys, *given)
