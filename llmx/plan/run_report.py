@@ -42,7 +42,8 @@ def show(
         "machine": topology.name, "num_devices": topology.num_devices,
         "mesh": of_run.mesh, "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
-        "not_counted": uncounted(run), "messages": [vars(message) | {"sent": message.sent} for message in sent],
+        "messages": [vars(message) | {"sent": message.sent} for message in sent],
+        "not_counted": uncounted(run),
     }  # fmt: skip
     lines = [*_head(run, topology), "", *_memory_lines(held, topology), "", *_sent_lines(sent)]
     lines += [f"not counted: {what}" for what in uncounted(run)]
