@@ -53,7 +53,8 @@ class Program:
     logits: float  # bytes per logit of a chunk
     head: float  # bytes per number of the head's share
     gathered_head: float  # of the head's share all the time, in fp32
-    saves_weights: bool  # with remat="none" layers save their weights too
+    # With remat="none" layers save their weights too: whether gradients come beside them.
+    gradients_beside_weights: bool
     lanes: int  # that the size of a head is padded to
 
 
@@ -63,14 +64,16 @@ TPU = Program(
     without_gathers=1.0, bodies=False,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
-    logits=4.0, head=2.0, gathered_head=0.0, saves_weights=False, lanes=128,
+    logits=4.0, head=2.0, gathered_head=0.0, gradients_beside_weights=False,
+    lanes=128,
 )  # fmt: skip
 GPU = Program(
     mlp=6.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
     without_gathers=1.5, bodies=True,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
-    logits=6.0, head=4.0, gathered_head=1.0, saves_weights=True, lanes=1,
+    logits=6.0, head=4.0, gathered_head=1.0, gradients_beside_weights=True,
+    lanes=1,
 )  # fmt: skip
 
 
@@ -100,7 +103,9 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     if sizes.mesh["stage"] > 1:
         return _of_stages(sizes, on_gpu, device_bytes)
     program = GPU if on_gpu else TPU
-    common = _saved(sizes, program) | _gradients(sizes) | _copies(sizes, program)
+    common = _saved(sizes, program) | _copies(sizes, program)
+    if program.gradients_beside_weights or not _keeps_all(sizes):
+        common |= _gradients(sizes)
     common |= _gathered(sizes)
     peaks = {
         END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
@@ -153,7 +158,10 @@ def _by_layers(sizes: Sizes, program: Program) -> float:
         # A segment that is run again saves the inputs of its layers, and has a copy of its weights.
         x_bytes = sizes.compute_bytes * sizes.tokens_between * model.width
         found += (end - first) * (x_bytes + _weights_of_layers(sizes) / model.num_layers)
-    if program.saves_weights and _keeps_all(sizes):
+    if _keeps_all(sizes):
+        # The inputs of products are whole over `tensor`. Weights are saved too.
+        more = sizes.tokens - sizes.tokens_between
+        found += 2 * model.num_layers * sizes.compute_bytes * more * model.width
         found += _weights_of_layers(sizes)
     return found
 
