@@ -103,9 +103,9 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     if sizes.mesh["stage"] > 1:
         return _of_stages(sizes, on_gpu, device_bytes)
     program = GPU if on_gpu else TPU
-    common = _saved(sizes, program) | _copies(sizes, program)
-    if program.gradients_beside_weights or not _keeps_all(sizes):
-        common |= _gradients(sizes)
+    common = _saved(sizes, program) | _gradients(sizes) | _copies(sizes, program)
+    if _keeps_all(sizes) and not program.gradients_beside_weights:
+        del common["gradients"]
     common |= _gathered(sizes)
     peaks = {
         END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
