@@ -23,7 +23,7 @@ MODEL = dict(
     num_layers=4, width=256, mlp_dim=768, num_heads=8, num_kv_heads=8, head_dim=32,
     vocab_size=1024,
 )  # fmt: skip
-B, T = 32, 256
+B, T = 32, 64  # few tokens: programs for large arrays compile for longer
 BF16, FP32 = 2, 4
 # Norms, token ids, sums of squares, the loss: nobody counts them.
 SMALL = 128 * 1024
@@ -89,7 +89,14 @@ def about(got: int, wanted: int) -> bool:
 
 DATA8, FSDP8 = (("data", 8),), (("fsdp", 8),)
 TWO_SPEEDS = (("data", 2), ("fsdp", 4))
-each_platform = pytest.mark.parametrize("platform", TOPOLOGIES)
+
+
+def on(*platforms: str) -> list:
+    """One worker has all tests of a platform, so that programs compile once."""
+    return [pytest.param(one, marks=pytest.mark.xdist_group(f"layouts {one}")) for one in platforms]
+
+
+each_platform = pytest.mark.parametrize("platform", on(*TOPOLOGIES))
 
 
 @each_platform
@@ -178,7 +185,7 @@ FP8_GATHERS = (("products__gather", "fp8"),)
 FP8 = (("products__format", "fp8"), *FP8_GATHERS)
 
 
-@pytest.mark.parametrize("platform", ["h100", "v5p"])
+@pytest.mark.parametrize("platform", on("h100", "v5p"))
 @pytest.mark.parametrize(
     ("gather", "options", "passes"),
     [("layer", FP8_GATHERS, 2), ("layer", FP8, 2), ("step", FP8_GATHERS, 1)],
@@ -200,6 +207,7 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(platform, gather, options, p
         assert sent[0] == sent[1]
 
 
+@pytest.mark.xdist_group("layouts h100")
 def test_h100_multiplies_fp8_in_its_fp8_units():
     """All products of the layers; those of the head stay in bf16."""
     found = text("h100", Case("zero3", FSDP8, options=FP8))
@@ -233,6 +241,7 @@ def test_tensor_parallelism_moves_what_the_formula_says(platform):
     assert moved(found, "all-gather", "fsdp") <= PADDING * BF16 * (2 * W + 2 * H) // tensor + SMALL
 
 
+@pytest.mark.xdist_group("layouts h100")
 def test_reductions_run_beside_compute():
     """On H100 every large collective of the layers' loops is asynchronous, with work to hide it."""
     found = program("h100", Case("zero3", FSDP8))
@@ -241,6 +250,7 @@ def test_reductions_run_beside_compute():
     assert all(each.asynchronous and each.hidden_by for each in in_loops), in_loops
 
 
+@pytest.mark.xdist_group("layouts v5p")
 def test_a_whole_slice_of_v5p_scatters_gradients_beside_compute():
     """The options of `runtime.compiler_options`: without them each sum is an all-reduce, of which
     each device keeps its part, and stands alone."""
@@ -253,6 +263,7 @@ def test_a_whole_slice_of_v5p_scatters_gradients_beside_compute():
     assert of_layers and all(each.asynchronous and each.hidden_by for each in of_layers)
 
 
+@pytest.mark.xdist_group("layouts v5e")
 def test_a_whole_slice_of_v5e_exchanges_gradients_beside_compute():
     """`sharding.scatter` and the options: no sum is an all-reduce, and each runs beside work."""
     found = program("v5e", Case("zero3", FSDP8))
