@@ -12,7 +12,8 @@ from llmx.aot import compiler, hlo_text, peak_memory, topologies
 from llmx.aot.report import Memory
 from llmx.sharding import trees
 
-pytestmark = pytest.mark.aot
+# Programs serve several tests: one worker has all.
+pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("offload")]
 
 TOPOLOGY = topologies.parse("v5e:2x2")
 LAYERS, WIDTH, ROWS, LENGTH = 16, 512, 16, 1024
