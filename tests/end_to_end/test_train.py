@@ -349,7 +349,7 @@ def test_kill_and_resume(scratch, undisturbed, elsewhere):
         (4, ("--config.sharding.layout=zero1", "--config.mesh.tensor=2")),
         (8, ("--config.sharding.layout=hsdp", "--config.mesh.data=2", "--config.mesh.fsdp=4")),
     ]
-    kills = 0
+    kills, most = 0, 5 if elsewhere else 3
     for attempt in range(20):
         devices, flags = meshes[attempt % 4 if elsewhere else 0]
         process = subprocess.Popen(
@@ -360,13 +360,13 @@ def test_kill_and_resume(scratch, undisturbed, elsewhere):
         steps = 0
         for line in process.stdout:
             steps += "/12  loss" in line
-            if steps == 2 and kills < 5:
+            if steps == 2 and kills < most:
                 time.sleep(0.02 * kills)  # at another moment each time: in a step, in a save
                 process.kill()
         if process.wait(300) == 0:
             break
         kills += 1
-    assert kills >= 4
+    assert kills >= most - 1
     if elsewhere:
         wanted = losses(undisturbed[0])
         np.testing.assert_allclose(losses(workdir), wanted, rtol=RESUME_ELSEWHERE)
@@ -434,14 +434,11 @@ def three_layers(scratch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers, processes):
-    """The same losses wherever it goes on; evaluated and sampled from on other devices."""
-    workdir = scratch / f"stages_{processes}"
-    cluster = []  # one process: its own collectives are ten times as fast as those of a launcher
-    if processes > 1:
-        cluster = [sys.executable, "scripts/local_cluster.py", "-n", str(processes),
-                   "--devices-per-process", str(4 // processes), "--"]  # fmt: skip
+def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers):
+    """On two processes, the same losses wherever it goes on; evaluated and sampled from on one."""
+    workdir = scratch / "stages"
+    cluster = [sys.executable, "scripts/local_cluster.py", "-n", "2", "--devices-per-process", "2",
+               "--"]  # fmt: skip
 
     def run(inner, prefix=(), devices=4):
         done = subprocess.run(
@@ -456,7 +453,7 @@ def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers, process
             if int(path.name) > from_step:
                 shutil.rmtree(path)
         inner = command(scratch, workdir, "--config.model.num_layers=3", *flags)
-        said = run(inner, cluster, 4 // processes)
+        said = run(inner, cluster, 2)
         assert f"resumed from checkpoint {from_step}" in said or not from_step
         np.testing.assert_allclose(losses(workdir), three_layers, rtol=RESUME_ELSEWHERE)
         return said
