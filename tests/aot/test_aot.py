@@ -369,7 +369,8 @@ def test_what_fits_is_made_faster(monkeypatch):
 
 @pytest.mark.aot
 def test_only_json_on_stdout():
-    done = run_command("--config", QUICKSTART, "--topology", "v5e:2x2", "--json")
+    small = ("--config.batch.size=4", "--config.batch.sequence_length=128")
+    done = run_command("--config", QUICKSTART, "--topology", "v5e:2x2", "--json", *small)
     assert done.returncode == command.FITS
     document = json.loads(done.stdout)
     assert document["topology"] == {
