@@ -267,7 +267,7 @@ def test_processes_take_the_least_memory_of_all(monkeypatch):
 
 @pytest.mark.aot
 def test_a_program_for_an_absent_machine_within_a_budget():
-    topology = "v5e:2x2"
+    topology = "h100:4"
     run = config.default()
     run.model = families.preset(
         "llama3", num_layers=8, width=512, num_heads=4, num_kv_heads=2, head_dim=128, mlp_dim=2048,
