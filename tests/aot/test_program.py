@@ -605,7 +605,7 @@ def train_step(platform, sizes, num_layers) -> program_lib.CostReport:
     config = runs.make_config(
         "llama3", model=SMALL | dict(num_layers=num_layers), mesh=sizes, remat="full",
         precision="fp32" if platform == "cpu" else "bf16",  # CPUs widen bf16
-        batch__size=8, batch__sequence_length=256, sharding__layout="zero3",
+        batch__size=8, batch__sequence_length=128, sharding__layout="zero3",
     )  # fmt: skip
     recipe = runs.make_recipe(config, devices=devices_of(platform))
     options = {}
@@ -654,7 +654,7 @@ def test_the_gpu_compiler_loses_no_gradients():
     """See `xla_disable_hlo_passes` in `launch.XLA_FLAGS`."""
     run = runs.make_config(
         "llama3", model=SMALL | dict(num_layers=4), mesh={"fsdp": 4, "tensor": 2}, remat="full",
-        precision="bf16", batch__size=8, batch__sequence_length=256, sharding__layout="zero3",
+        precision="bf16", batch__size=8, batch__sequence_length=128, sharding__layout="zero3",
     )  # fmt: skip
     text = compiler.compile(run, topologies.parse("h100:8")).after
     assert "reduce-scatter" in text and "source_target_pairs={}" not in text
