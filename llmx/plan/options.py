@@ -16,7 +16,8 @@ TIME_HELP = {
 UTILIZATION = 0.5  # of a chip's peak FLOP/s, by default
 OF_PIPELINES = ("chip", "devices", "memory", "bandwidth", "utilization", "versions", "replicate",
                 "measure")  # fmt: skip
-CONFIG_ONLY = ("machine", *OF_PIPELINES)
+OF_DURATION = ("tokens", "device_mtbf", "save_seconds", "restart_seconds", "price")
+CONFIG_ONLY = ("machine", *OF_PIPELINES, "step_seconds", *OF_DURATION)
 # What the config says, or what belongs to the report on its pipeline.
 NOT_OF_MACHINES = (*OF_PIPELINES, "schedule", "table", "stages", "microbatches", "virtual_stages",
                    *TIMES, "out", "csv")  # fmt: skip
@@ -42,6 +43,22 @@ def make_table(args: argparse.Namespace) -> Table:
             f"{', '.join(flags)} with --table={args.table}: the file says it; leave it out"
         )
     return schedule.read_csv(args.table)
+
+
+def add_duration(command: argparse.ArgumentParser) -> None:
+    """The flags of how long a run takes."""
+    group = command.add_argument_group("with --machine, how long the run takes and what it costs")
+    text = "of a step, measured or from llmx.aot, without checkpoints and failures"
+    group.add_argument("--step-seconds", type=float, metavar="S", help=text)
+    text = "of the run (steps x tokens of a batch of the config)"
+    group.add_argument("--tokens", type=float, metavar="D", help=text)
+    text = "until a device stops the job, on average (50,700: Llama 3 405B's)"
+    group.add_argument("--device-mtbf", type=float, metavar="HOURS", help=text)
+    text = "that a checkpoint stops training (10)"
+    group.add_argument("--save-seconds", type=float, metavar="S", help=text)
+    text = "from a failure until training goes on (600)"
+    group.add_argument("--restart-seconds", type=float, metavar="S", help=text)
+    group.add_argument("--price", type=float, metavar="USD", help="of a chip and hour")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--config", help="a config file, e.g. configs/llama3_70b_pipeline.py")
     text = "the machine, e.g. v5p:4x4x8, h100:4x8: what a device of it holds and sends in a step"
     ours.add_argument("--machine", metavar="NAME", help=text)
+    add_duration(command)
     ours.add_argument("--chip", metavar="NAME", help="the devices, e.g. v5p, h100, tpu_v4")
     ours.add_argument("--devices", type=int, metavar="N", help="of all stages (those of the mesh)")
     ours.add_argument(

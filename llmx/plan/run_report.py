@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ from llmx import sharding
 from llmx.aot import compiler, topologies
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
-from llmx.config import Config, describe, flags, recipe
+from llmx.config import Config, describe, flags, recipe, utilization
 from llmx.model import costs, remat
-from llmx.plan import memory, options, schedule_report, sizes, traffic
+from llmx.plan import duration, memory, options, schedule_report, sizes, traffic
 from llmx.plan.memory import Memory
 from llmx.plan.traffic import Message
+from llmx.runtime.utilization import text as utilization_text
 
 # Of a device's memory: what is counted has to leave room for what it misses.
 ADMITTED = 0.95
@@ -29,6 +31,12 @@ def show(
     """
     if wrong := options.given(args, options.NOT_OF_MACHINES):
         raise ValueError(f"{', '.join(wrong)} with --machine: leave it out")
+    wrong = options.given(args, options.OF_DURATION)
+    if wrong and args.step_seconds is None:
+        raise ValueError(
+            f"{', '.join(wrong)} without --step-seconds=S: measure a step, or take the estimate of "
+            "llmx.aot"
+        )
     topology = topologies.parse(args.machine)
     _, config, problems = flags.parse(command, argv)
     run = compiler.resolve(config, topology, problems=problems)
@@ -46,6 +54,10 @@ def show(
         "not_counted": uncounted(run),
     }  # fmt: skip
     lines = [*_head(run, topology), "", *_memory_lines(held, topology), "", *_sent_lines(sent)]
+    if args.step_seconds is not None:
+        of_duration, more = _duration(args, run, topology)
+        report["duration"] = of_duration
+        lines += ["", *more]
     lines += [f"not counted: {what}" for what in uncounted(run)]
     return report, "\n".join(lines)
 
@@ -77,6 +89,40 @@ def uncounted(run: Config) -> list[str]:
     if offload.saves or offload.optimizer or offload.parameters:
         found.append("the host's memory")
     return found
+
+
+def _duration(
+    args: argparse.Namespace, run: Config, topology: Topology
+) -> tuple[dict[str, Any], list[str]]:
+    """Days, cost and goodput of the run, as JSON and as lines."""
+    per_step = run.batch.size * run.batch.sequence_length
+    given = {
+        "device_hours_per_failure": args.device_mtbf, "save": args.save_seconds,
+        "restart": args.restart_seconds, "price": args.price,
+    }  # fmt: skip
+    found = duration.of(
+        run.steps * per_step if args.tokens is None else args.tokens, per_step, args.step_seconds,
+        topology.num_devices, topology.chip,
+        **{name: value for name, value in given.items() if value is not None},
+    )  # fmt: skip
+    parameters = costs.num_parameters(run.model)
+    exact = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+    shares = utilization.of(run, topology.chip, topology.num_devices).shares(
+        per_step / args.step_seconds
+    )
+    flops = {"6PD": 6.0 * parameters * found.tokens, "exact": exact * found.tokens}
+    lines = [
+        f"{found.tokens:.4g} tokens in {found.steps:,} steps of {args.step_seconds:g} s: "
+        f"{found.seconds / 86400:,.1f} days, {found.device_hours:,.0f} device hours"
+        + ("" if found.dollars is None else f", {found.dollars:,.0f} dollars")
+        + ("" if found.kilowatt_hours is None else
+           f", {found.kilowatt_hours / 1000:,.1f} MWh of the chips"),
+        f"  {per_step / args.step_seconds:,.0f} tokens/s, {utilization_text(shares)}; "
+        f"{flops['6PD']:.3g} FLOPs by 6PD, {flops['exact']:.3g} with attention",
+        f"  goodput {found.goodput:.1%} with {found.failures:,.1f} failures and a checkpoint every "
+        f"{found.interval:,} steps: --config.checkpoint.every={found.interval}",
+    ]  # fmt: skip
+    return dataclasses.asdict(found) | {"flops": flops} | shares, lines
 
 
 def _head(run: Config, topology: Topology) -> list[str]:

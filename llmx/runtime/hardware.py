@@ -9,7 +9,7 @@ Memory: Google's pages count HBM in GiB. NVIDIA writes GB but means GiB (an H100
 Sources: Cloud TPU documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x
 (Ironwood)"; Jouppi et al., "TPU v4" (ISCA 2023, arXiv 2304.01433); NVIDIA data sheets "A100 Tensor
 Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU", "Blackwell Architecture Technical Brief";
-for the network "DGX A100", "DGX H100/H200", "DGX B200".
+for the network "DGX A100", "DGX H100/H200", "DGX B200". Watts of GPUs are the data sheets' largest.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ class Chip:
     max_domain: int  # most chips that links join: a TPU pod, the GPUs of one server
     network_bandwidth: float | None  # bytes/s per chip beyond the links; None: not published
     devices_per_chip: int = 1  # jax devices; each has this fraction of everything above
+    watts: float | None = None  # rated power of the chip; None: not published
 
     @property
     def is_gpu(self) -> bool:
@@ -92,25 +93,25 @@ CHIPS = {
                   192 * GIB, 7380e9, 100e9, 6, "torus_3d", 9216, 12.5e9, devices_per_chip=2),
     # NVLink 3: 600 GB/s both ways over 12 links. Network: one 200 Gbit/s adapter per GPU.
     "a100_40gb": Chip("NVIDIA A100 SXM 40GB", _A100,
-                      40 * GIB, 1555e9, 25e9, 12, "switch", 8, 25e9),
+                      40 * GIB, 1555e9, 25e9, 12, "switch", 8, 25e9, watts=400),
     "a100_80gb": Chip("NVIDIA A100 SXM 80GB", _A100,
-                      80 * GIB, 2039e9, 25e9, 12, "switch", 8, 25e9),
+                      80 * GIB, 2039e9, 25e9, 12, "switch", 8, 25e9, watts=400),
     # PCIe cards: NVLink only as a bridge between two; the network is the server maker's choice.
     "a100_pcie_40gb": Chip("NVIDIA A100 PCIe 40GB", _A100,
-                           40 * GIB, 1555e9, 25e9, 12, "pair", 2, None),
+                           40 * GIB, 1555e9, 25e9, 12, "pair", 2, None, watts=250),
     "a100_pcie_80gb": Chip("NVIDIA A100 PCIe 80GB", _A100,
-                           80 * GIB, 1935e9, 25e9, 12, "pair", 2, None),
+                           80 * GIB, 1935e9, 25e9, 12, "pair", 2, None, watts=300),
     # NVLink 4: 900 GB/s both ways over 18 links. Network: one 400 Gbit/s adapter per GPU.
     "h100_sxm": Chip("NVIDIA H100 SXM 80GB", _HOPPER,
-                     80 * GIB, 3350e9, 25e9, 18, "switch", 8, 50e9),
+                     80 * GIB, 3350e9, 25e9, 18, "switch", 8, 50e9, watts=700),
     # NVLink bridge: 600 GB/s both ways.
     "h100_pcie": Chip("NVIDIA H100 PCIe 80GB", _H100_PCIE,
-                      80 * GIB, 2000e9, 25e9, 12, "pair", 2, None),
+                      80 * GIB, 2000e9, 25e9, 12, "pair", 2, None, watts=350),
     "h200": Chip("NVIDIA H200 SXM 141GB", _HOPPER,
-                 141 * GIB, 4800e9, 25e9, 18, "switch", 8, 50e9),
+                 141 * GIB, 4800e9, 25e9, 18, "switch", 8, 50e9, watts=700),
     # NVLink 5: 1800 GB/s both ways over 18 links. Memory: a DGX B200 has 1440 GB, 64 TB/s over 8.
     "b200": Chip("NVIDIA B200 180GB", _BLACKWELL,
-                 180 * GIB, 8000e9, 50e9, 18, "switch", 8, 50e9),
+                 180 * GIB, 8000e9, 50e9, 18, "switch", 8, 50e9, watts=1000),
 }
 # fmt: on
 
