@@ -63,13 +63,14 @@ def compile_again(path: pathlib.Path) -> None:
 
 def print_programs(programs: list[Program]) -> None:
     """What is counted of each program, and the errors; beside them those of one constant."""
-    print(f"{'peak GiB':>9} {'counted':>8} {'bytes sent':>11}  program")
+    print(f"{'step s':>8} {'peak GiB':>9} {'counted':>8} {'bytes sent':>11}  program")
     peaks = []
     for program in programs:
         found = compiled_programs.errors(program, CONFIGS)
         peaks.append(found.peak)
         worst = max(found.sent.values(), key=abs, default=0.0)
-        print(f"{program.peak / 2**30:9.2f} {found.peak:+8.1%} {worst:+11.2%}  {program.name}")
+        compiled = f"{program.seconds['step']:8.3f} {program.peak / 2**30:9.2f}"
+        print(f"{compiled} {found.peak:+8.1%} {worst:+11.2%}  {program.name}")
     errors = np.abs(peaks)
     print(f"memory: mean {errors.mean():.1%}, worst {errors.max():.1%} of {len(errors)} programs")
     ratios = np.array([program.peak / max(program.state, 1) for program in programs])

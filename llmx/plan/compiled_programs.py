@@ -2,8 +2,9 @@
 
 A file has one program on a line, as JSON: `config`, the name of a file in configs/; `topology`;
 `flags`, "section.key=value"; and of one device `state`, bytes of memory that live all the time,
-`peak`, the most at any time, and `sent`, bytes in a step by mesh axes. To add one, write its first
-three and run `scripts/validate_planner.py --programs --compile`.
+`peak`, the most at any time, and `sent`, bytes in a step by mesh axes; and `seconds` of a step as
+`llmx.aot` estimates them of the program: `step`, `compute`, and `exposed`, of collectives. To add
+one, write its first three and run `scripts/validate_planner.py --programs --compile`.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ class Program:
     state: int = 0  # bytes, with those of the batch
     peak: int = 0  # bytes
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -93,8 +95,11 @@ def from_report(program: Program, report: dict) -> Program:
         if one["axes"] and one["count"]:
             axes = ",".join(one["axes"])
             sent[axes] = sent.get(axes, 0.0) + one["count"] * one["wire_bytes"]
-    held = report["memory"]
-    return dataclasses.replace(program, state=held["arguments"], peak=held["peak"], sent=sent)
+    held, times = report["memory"], report["timeline"]
+    return dataclasses.replace(
+        program, state=held["arguments"], peak=held["peak"], sent=sent,
+        seconds={name: times[name] for name in ("step", "compute", "exposed")},
+    )  # fmt: skip
 
 
 def _overrides(program: Program) -> Sequence[str]:

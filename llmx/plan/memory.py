@@ -60,7 +60,7 @@ class Program:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
-    mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.3,
+    mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
     without_gathers=1.0, bodies=False,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
