@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from llmx import config as config_lib
 from llmx import sharding
@@ -31,18 +32,20 @@ from llmx.sync.strategy import STRATEGIES
 
 
 def make_recipe(
-    config: config_lib.Config, *, devices: Sequence[jax.Device] | None = None
+    config: config_lib.Config, *, devices: Sequence[jax.Device] | AbstractDevice | None = None
 ) -> Recipe:
     """Shapes, shardings and functions of a run on its mesh; nothing is allocated.
 
     Args:
       config: resolved, see `checks.resolve`.
-      devices: of the mesh; None = all.
+      devices: of the mesh; None = all. A kind of device: there are none, and the recipe is for its
+        shapes and shardings only.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
     execution = make_execution(config, devices)
-    make_gradient, chunks = _gradient_maker(config, execution.place.mesh.devices.flat[0])
+    mesh = execution.place.mesh
+    make_gradient, chunks = _gradient_maker(config, _kind_of(mesh))
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
@@ -62,9 +65,8 @@ def make_recipe(
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
         compiler_options=functools.cache(
-            functools.partial(
-                compiler_options.options, config.launch,
-                tuple(execution.place.mesh.devices.flat), tensor=config.mesh.tensor,
+            lambda: compiler_options.options(
+                config.launch, tuple(mesh.devices.flat), tensor=config.mesh.tensor
             )
         ),
         order=IDENTITY if chunks is None else chunks.permutation,
@@ -72,11 +74,10 @@ def make_recipe(
 
 
 def make_execution(
-    config: config_lib.Config, devices: Sequence[jax.Device] | None = None
+    config: config_lib.Config, devices: Sequence[jax.Device] | AbstractDevice | None = None
 ) -> Execution:
     """Where and how a run's model is computed."""
-    sizes = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
-    mesh = sharding.make_mesh(sizes, devices=devices, across_slices=config.mesh.across_slices)
+    mesh = _mesh(config, devices)
     layout = sharding.make_layout(
         config.sharding.layout, sequence_parallel=config.sharding.sequence_parallel,
         replicate_kv=config.sharding.replicate_kv,
@@ -86,14 +87,31 @@ def make_execution(
         layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
     policy = precision.policy_of(config.precision, config.reduce_dtype)
     policy = dataclasses.replace(policy, numbers=quantized.make(config.products))
-    platform = mesh.devices.flat[0].platform
-    if why_not := precision.refusal(config.precision, config.reduce_dtype, platform):
+    kind = _kind_of(mesh)
+    if why_not := precision.refusal(config.precision, config.reduce_dtype, kind.platform):
         raise ValueError(why_not)
     return Execution(
         place=sharding.Placement(mesh, layout), policy=policy, remat=config.remat,
         offloaded=config.offload.saves, attention=config.attention, packed=config.data.pack,
-        loss_chunks=config.loss.chunks, turns=turns_of(config, mesh.devices.flat[0].device_kind),
+        loss_chunks=config.loss.chunks, turns=turns_of(config, kind.device_kind),
     )  # fmt: skip
+
+
+def _mesh(
+    config: config_lib.Config, devices: Sequence[jax.Device] | AbstractDevice | None
+) -> Mesh | AbstractMesh:
+    sizes = {axis: vars(config.mesh)[axis] for axis in sharding.AXES}
+    if not isinstance(devices, AbstractDevice):
+        return sharding.make_mesh(sizes, devices=devices, across_slices=config.mesh.across_slices)
+    types = (AxisType.Explicit,) * len(sizes)
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=devices
+    )
+
+
+def _kind_of(mesh: Mesh | AbstractMesh) -> AbstractDevice:
+    """The platform and kind of a mesh's devices, whether these are there or not."""
+    return mesh.abstract_mesh.abstract_device
 
 
 # The most groups that `sharding.turns=0` takes, by key of `hardware.CHIPS`, where compiled programs
@@ -134,7 +152,7 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
 
 
 def _gradient_maker(
-    config: config_lib.Config, device: jax.Device
+    config: config_lib.Config, device: AbstractDevice
 ) -> tuple[Callable[[TrainingLoss], Gradient], stages_lib.ModelChunks | None]:
     """How the gradient of a loss is taken, and the layers' chunks on stages, if there are any."""
     stages, accumulation = config.mesh.stage, config.batch.accumulation
@@ -177,7 +195,7 @@ def _make_strategy(
     # several layers would be in fp32 at one time.
     wanted = config.offload.optimizer or config.offload.parameters
     wanted |= config.optimizer.moments == "int8"
-    wanted |= loss.mesh.devices.flat[0].platform == "cpu"
+    wanted |= _kind_of(loss.mesh).platform == "cpu"
     if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 

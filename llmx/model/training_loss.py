@@ -18,6 +18,7 @@ from llmx.contract import Batch, Transform
 from llmx.model import apply as apply_lib
 from llmx.model import decoder, dot, families, quantized, remat
 from llmx.model.execution import Execution
+from llmx.sharding.mesh import within
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
 BATCH_DTYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), "int32")
@@ -139,7 +140,7 @@ class TrainingLoss:
 
     def gathered_bytes(self) -> int:
         """Bytes per device of the weights that gather="step" keeps whole."""
-        with jax.set_mesh(self.mesh):
+        with within(self.mesh):
             gathered = jax.eval_shape(self.gathered, self.params)
         pairs = zip(jax.tree.leaves(gathered), jax.tree.leaves(self.params), strict=True)
         changed = [leaf for leaf, old in pairs if leaf.sharding.spec != old.sharding.spec]

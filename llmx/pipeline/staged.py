@@ -35,6 +35,7 @@ from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import executor, tick, ticks
 from llmx.pipeline.schedule import Table
 from llmx.pipeline.stages import ModelChunks
+from llmx.sharding.mesh import within
 
 
 class InFlight(NamedTuple):
@@ -137,7 +138,7 @@ class _Pipeline:
             return InFlight(params, batch, grads, losses, buffers, extra, latest)
 
         mesh = self.loss.mesh
-        with jax.set_mesh(mesh), self.loss.execution.policy.products():
+        with within(mesh), self.loss.execution.policy.products():
             types = jax.eval_shape(
                 make, self.loss.params, self.loss.abstract_batch(rows), self.loss.abstract_extra
             )

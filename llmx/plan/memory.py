@@ -83,6 +83,7 @@ class Memory:
 
     state: dict[str, int]  # "parameters", "optimizer", "ema"; what lives all the time
     peaks: dict[str, dict[str, int]]  # by moment: what comes to the state, by what it is for
+    host: int = 0  # of the state, in the host's memory for this device
 
     @property
     def moment(self) -> str:
@@ -114,23 +115,26 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     }
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
     peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
-    return Memory(whole(state(sizes)), peaks)
+    return Memory(whole(state(sizes)), peaks, math.ceil(sum(state(sizes, on_host=True).values())))
 
 
-def state(sizes: Sizes) -> dict[str, float]:
-    """What lives from step to step, with strategy "mean"."""
+def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
+    """What lives from step to step, with strategy "mean": on the device, or in the host's memory
+    for it."""
     run, found = sizes.run, dict.fromkeys(("parameters", "optimizer", "ema"), 0.0)
     kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
     of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
     for leaf in leaves(run.model):
-        held, param = sizes.local(leaf, "parameters"), sizes.param_bytes
-        if not (run.offload.parameters and leaf.in_blocks and leaf.is_matrix):
-            found["parameters"] += held * param
-        if run.optimizer.ema_decay:
-            found["ema"] += held * param
-        if not (run.offload.optimizer and leaf.is_matrix):
-            arrays = of_blocks if leaf.in_blocks and leaf.is_matrix else of_others
-            number = kept if leaf.is_matrix else FP32
+        weight = leaf.in_blocks and leaf.is_matrix
+        if on_host == (run.offload.parameters and weight):
+            found["parameters"] += sizes.local(leaf, "parameters") * sizes.param_bytes
+        if run.optimizer.ema_decay and not on_host:
+            found["ema"] += sizes.local(leaf, "optimizer") * FP32
+        if on_host == (run.offload.optimizer and len(leaf.shape) > 1):
+            arrays = of_blocks if weight else of_others
+            # Eight bits are for matrices only, and position tables are none.
+            in_fp32 = kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes)
+            number = FP32 if in_fp32 else kept
             found["optimizer"] += arrays * sizes.local(leaf, "optimizer") * number
     return found
 

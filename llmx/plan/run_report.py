@@ -86,8 +86,8 @@ def uncounted(run: Config) -> list[str]:
     offload, found = run.offload, []
     if run.optimizer.name == "muon":
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
-    if offload.saves or offload.optimizer or offload.parameters:
-        found.append("the host's memory")
+    if offload.saves:
+        found.append("what layers save in the host's memory")
     return found
 
 
@@ -140,7 +140,7 @@ def _head(run: Config, topology: Topology) -> list[str]:
 def _memory_json(held: Memory, topology: Topology) -> dict[str, Any]:
     return {
         "peak": held.peak, "moment": held.moment, "limit": topology.hbm_bytes,
-        "fits": fits(held, topology), "state": held.state, "peaks": held.peaks,
+        "fits": fits(held, topology), "state": held.state, "peaks": held.peaks, "host": held.host,
     }  # fmt: skip
 
 
@@ -155,6 +155,7 @@ def _memory_lines(held: Memory, topology: Topology) -> list[str]:
         f"{verdict} (up to {ADMITTED:.0%} is admitted)",
         *schedule_report.columns(rows),
         f"the peak is {held.moment}, beside the state",
+        *([f"in the host's memory {size(held.host)} of the state"] if held.host else []),
     ]
 
 

@@ -1,5 +1,6 @@
 """Meshes: named axes of devices, and the rows of a batch that each process holds."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 # Mesh axes, outermost (slowest network) first. The innermost get the fastest links.
 AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
@@ -93,6 +94,11 @@ def make_mesh(
     else:
         array = mesh_utils.create_device_mesh(shape, **options)
     return Mesh(array, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def within(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager:
+    """Traces under a mesh, whether its devices are there or not."""
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
 
 
 def mesh_text(sizes: Mapping[str, int], *, if_single: str = "one device") -> str:

@@ -28,6 +28,7 @@ from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss, placed, scaled
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
+from llmx.sharding.mesh import within
 from llmx.step import guard as guards
 from llmx.step import rounding
 
@@ -75,7 +76,7 @@ class Recipe:
         # An average moves by less than bf16 can tell.
         fp32 = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=to)  # noqa: E731
         average = jax.tree.map(fp32, self.loss.params, self.loss.updates)
-        with jax.set_mesh(self.mesh):
+        with within(self.mesh):
             in_flight = jax.eval_shape(self.gradient.init, self.loss.params)
         in_flight = jax.tree.map(
             lambda leaf: placed(leaf, NamedSharding(self.mesh, leaf.sharding.spec)), in_flight

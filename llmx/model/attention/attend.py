@@ -124,7 +124,7 @@ def attend(
 
     Raises ValueError where the configured implementation does not support the inputs.
     """
-    device = place.mesh.devices.flat[0]
+    device = place.mesh.abstract_mesh.abstract_device
     query, key = place.activation(QUERY), place.activation((KEY[0], keys, *KEY[2:]))
     kernel = kernel_for(config.implementation, device.platform)
     split_keys = sharding.mesh_axes(key[1])
