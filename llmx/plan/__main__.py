@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_schedule(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The report on a schedule alone, as JSON and text, with the times of the command line."""
     if wrong := options.given(args, options.CONFIG_ONLY):
-        raise ValueError(f"{', '.join(wrong)} without --config: it belongs to a config's pipeline")
+        raise ValueError(f"{', '.join(wrong)} without --config: name a config file")
     table = options.make_table(args)
     facts = schedule.check(table)
     seconds = {name: vars(args)[name] for name in options.TIMES}

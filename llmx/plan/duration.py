@@ -17,17 +17,17 @@ import math
 from llmx.runtime.hardware import Chip
 
 # Llama 3 (arXiv 2407.21783, 3.3.4): 419 unexpected interruptions in 54 days of 16,384 GPUs.
-DEVICE_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
-NEVER = 1e-6  # goodput
+DEVICE_MTBF = 54 * 24 * 16_384 / 419
+NEVER, MOST_TOKENS = 1e-6, 1e18  # goodput; tokens
 SAVE_SECONDS, RESTART_SECONDS = 10.0, 600.0
 
 
 def best_interval(save: float, mtbf: float) -> float:
     """Seconds of work between checkpoints with the best goodput: Daly's estimate.
 
-    Raises ValueError unless both are above 0.
+    Raises ValueError unless both are above 0 and finite.
     """
-    _check(save=save, mtbf=mtbf)
+    _check("seconds", save=save, mtbf=mtbf)
     if save >= 2 * mtbf:
         return mtbf
     ratio = save / (2 * mtbf)
@@ -37,21 +37,21 @@ def best_interval(save: float, mtbf: float) -> float:
 def goodput(interval: float, *, save: float, restart: float, mtbf: float) -> float:
     """The share of time in which a run does what it keeps.
 
-    Raises ValueError unless all are above 0; `restart` may be 0.
+    Raises ValueError unless all are above 0 and finite; `restart` may be 0.
     """
-    _check(interval=interval, save=save, mtbf=mtbf)
-    if not (restart >= 0 and math.isfinite(restart)):
-        raise ValueError(f"restart={restart:g} must be at least 0 seconds")
+    _check("seconds", interval=interval, save=save, mtbf=mtbf)
+    if restart:
+        _check("seconds", restart=restart)
     exponent = (interval + save) / mtbf
     if exponent + restart / mtbf > 700:  # beyond what a float holds
         return 0.0
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1(exponent))
 
 
-def _check(**values: float) -> None:
+def _check(unit: str, **values: float) -> None:
     for name, value in values.items():
         if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value:g} must be above 0 seconds")
+            raise ValueError(f"{name}={value:g} must be a number of {unit} above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Duration:
     steps: int
     seconds: float  # with failures
     goodput: float
-    interval: int  # steps between checkpoints
+    interval: int  # steps between checkpoints; at most those of the run
     failures: float  # expected
     device_hours: float
     dollars: float | None  # None: no price was given
@@ -71,34 +71,38 @@ class Duration:
 
 def of(
     tokens: float, tokens_per_step: int, step_seconds: float, num_devices: int, chip: Chip, *,
-    device_hours_per_failure: float = DEVICE_HOURS_PER_FAILURE, save: float = SAVE_SECONDS,
-    restart: float = RESTART_SECONDS, price: float | None = None,
+    every: int = 0, device_mtbf: float = DEVICE_MTBF, save_seconds: float = SAVE_SECONDS,
+    restart_seconds: float = RESTART_SECONDS, price: float | None = None,
 ) -> Duration:  # fmt: skip
-    """A run of `tokens`, with checkpoints as often as is best.
+    """A run of `tokens`.
 
     Args:
       step_seconds: of a step without checkpoints and failures.
       num_devices: jax devices, of which `chip` may have two.
-      device_hours_per_failure: of one device, until it stops the job.
-      save, restart: seconds in which the job does not train.
+      every: steps between checkpoints; 0 = as many as is best.
+      device_mtbf: hours until a device stops the job, on average.
+      save_seconds, restart_seconds: in which the job does not train.
       price: dollars for an hour of a chip.
 
     Raises ValueError for what is not above 0, and for a job that never gets anywhere.
     """
-    _check(tokens=tokens, step_seconds=step_seconds)
-    if not device_hours_per_failure > 0:
-        raise ValueError(f"device_hours_per_failure={device_hours_per_failure:g} must be above 0")
-    if price is not None and not price >= 0:
-        raise ValueError(f"price={price:g} must be at least 0 dollars")
-    mtbf = device_hours_per_failure * 3600 / num_devices
-    interval = max(1, round(best_interval(save, mtbf) / step_seconds))
-    share = goodput(interval * step_seconds, save=save, restart=restart, mtbf=mtbf)
+    _check("tokens", tokens=tokens)
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"tokens={tokens:g} must be at most {MOST_TOKENS:g}")
+    _check("seconds", step_seconds=step_seconds, save_seconds=save_seconds)
+    _check("hours", device_mtbf=device_mtbf)
+    if price is not None and not 0 <= price < math.inf:
+        raise ValueError(f"price={price:g} must be a number of dollars, at least 0")
+    mtbf, steps = device_mtbf * 3600 / num_devices, math.ceil(tokens / tokens_per_step)
+    interval = every or max(1, round(best_interval(save_seconds, mtbf) / step_seconds))
+    interval = min(interval, steps)
+    share = goodput(interval * step_seconds, save=save_seconds, restart=restart_seconds, mtbf=mtbf)
     if share < NEVER:
         raise ValueError(
-            f"with a failure every {mtbf:.3g} s and a restart of {restart:g} s the job fails "
-            "before it has done anything: use fewer devices, or shorter saves and restarts"
+            f"with a failure every {mtbf:.3g} s, {interval:,} steps of {step_seconds:g} s, a save "
+            f"of {save_seconds:g} s and a restart of {restart_seconds:g} s are hardly ever done: "
+            "use fewer devices, shorter steps, saves or restarts, or checkpoints more often"
         )
-    steps = math.ceil(tokens / tokens_per_step)
     seconds = steps * step_seconds / share
     hours = seconds / 3600 * num_devices
     chip_hours = hours / chip.devices_per_chip

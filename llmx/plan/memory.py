@@ -26,6 +26,7 @@ from llmx.plan.sizes import Leaf, Sizes, leaves
 from llmx.step import moments, optimizers
 
 FP32 = 4
+WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
 
@@ -110,7 +111,7 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     common |= _gathered(sizes)
     peaks = {
         END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
-        BACKWARD: common | {"a layer": _layer(sizes, program)},
+        BACKWARD: common | {"a layer": _layer(sizes, program), "a segment": _segment(sizes)},
         UPDATE: {"updated parameters": _updated(sizes)},
     }
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
@@ -140,34 +141,39 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 
 
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
-    """What layers save for the backward pass, of one microbatch."""
-    run, layers = sizes.run, sizes.run.model.num_layers
-    x_bytes = layers * sizes.compute_bytes * sizes.tokens_between * run.model.width
-    found = _by_layers(sizes, program)
-    if run.batch.accumulation > 1:
-        found += program.kept_copies * x_bytes
-    found += program.head_copies * _in_heads(sizes)
-    return {"saved activations": found}
-
-
-def _by_layers(sizes: Sizes, program: Program) -> float:
+    """What layers save for the backward pass, of one microbatch, and copies of it."""
     model = sizes.run.model
     model = dataclasses.replace(model, head_dim=_head_dim(model, program))
     # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`.
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
     of_stream, of_all = (_per_token(sizes, one) for one in (stream, model))
     inside = sizes.tokens / sizes.mesh["tensor"]
-    found = of_stream * sizes.tokens_between + (of_all - of_stream) * inside
-    for first, end in remat_costs.segments(model, sizes.run.remat)[:1]:
-        # A segment that is run again saves the inputs of its layers, and has a copy of its weights.
-        x_bytes = sizes.compute_bytes * sizes.tokens_between * model.width
-        found += (end - first) * (x_bytes + _weights_of_layers(sizes) / model.num_layers)
+    saved = of_stream * sizes.tokens_between + (of_all - of_stream) * inside
+    found = {"saved activations": saved}
     if _keeps_all(sizes):
-        # The inputs of products are whole over `tensor`. Weights are saved too.
+        # The inputs of products are whole over `tensor`.
         more = sizes.tokens - sizes.tokens_between
-        found += 2 * model.num_layers * sizes.compute_bytes * more * model.width
-        found += _weights_of_layers(sizes)
-    return found
+        found["saved activations"] += (
+            2 * model.num_layers * sizes.compute_bytes * more * model.width
+        )
+        found["saved weights"] = _weights_of_layers(sizes)
+    copies = program.head_copies * _queries(sizes)
+    if sizes.run.batch.accumulation > 1:
+        copies += program.kept_copies * model.num_layers * _input_bytes(sizes)
+    return found | {"copies of activations": copies}
+
+
+def _input_bytes(sizes: Sizes) -> float:
+    """Of a layer's input."""
+    return sizes.compute_bytes * sizes.tokens_between * sizes.run.model.width
+
+
+def _segment(sizes: Sizes) -> float:
+    """A segment of layers that is run again: their inputs, and a copy of their weights."""
+    segments = remat_costs.segments(sizes.run.model, sizes.run.remat)
+    size = max((end - first for first, end in segments), default=0)
+    of_weights = _weights_of_layers(sizes) / sizes.run.model.num_layers
+    return size * (_input_bytes(sizes) + of_weights)
 
 
 def _weights_of_layers(sizes: Sizes) -> float:
@@ -190,15 +196,14 @@ def _per_token(sizes: Sizes, model: ModelConfig) -> float:
     return sum(by_layer[1:-1])
 
 
-def _in_heads(sizes: Sizes) -> float:
+def _queries(sizes: Sizes) -> float:
     """The queries that layers save."""
-    model = sizes.run.model
+    model, policies = sizes.run.model, remat_costs.policies(sizes.run.model, sizes.run.remat)
+    if sizes.mesh["sequence"] > 1:
+        return 0.0
+    saves = [of.saved is None or remat.QUERY_KEY_VALUE in of.saved for of in policies]
     array = sizes.compute_bytes * sizes.tokens * model.num_heads * model.head_dim
-    found = 0
-    if sizes.mesh["sequence"] == 1:
-        for policy in remat_costs.policies(model, sizes.run.remat):
-            found += policy.saved is None or remat.QUERY_KEY_VALUE in policy.saved
-    return found * array / sizes.mesh["tensor"]
+    return sum(saves) * array / sizes.mesh["tensor"]
 
 
 def _gradients(sizes: Sizes) -> dict[str, float]:
@@ -227,13 +232,18 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
-    """With gather="step" all weights of products, and the head's gradients, whole."""
+    """With gather="step" the weights of all products, and whole gradients of the head."""
     if sizes.run.sharding.gather != "step":
         return {}
     products = [leaf for leaf in leaves(sizes.run.model) if leaf.in_blocks and leaf.is_matrix]
-    products += [_head(sizes)] * 4
-    whole = sum(sizes.local(leaf, "parameters", whole=("embed",)) for leaf in products)
-    return {"gathered weights": sizes.compute_bytes * whole}
+    whole = lambda leaf: sizes.local(leaf, "parameters", whole=("embed",))  # noqa: E731
+    head = _head(sizes)
+    return {
+        "gathered weights": sum(
+            sizes.gathered_bytes(leaf) * whole(leaf) for leaf in (*products, head)
+        ),
+        "gradients of the head": WHOLE_HEADS * sizes.compute_bytes * whole(head),
+    }
 
 
 def _bodies(model: ModelConfig) -> int:
@@ -304,8 +314,14 @@ def _updated(sizes: Sizes) -> float:
 
 
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
-    deferred = stage_memory.deferred_layers(sizes.run, device_bytes, on_gpu=on_gpu)
+    try:
+        deferred = stage_memory.deferred_layers(sizes.run, device_bytes, on_gpu=on_gpu)
+    except ValueError:  # not one layer's weight gradients fit: counted with those of one
+        deferred = 1
     parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
     held = {name: parts[name] for name in ("parameters", "optimizer") if parts[name]}
     rest = {name: num for name, num in parts.items() if num and name not in held}
-    return Memory(held, {BACKWARD: rest})
+    peaks = {BACKWARD: rest}
+    if updated := math.ceil(_updated(sizes)):
+        peaks[UPDATE] = {"updated parameters": updated}
+    return Memory(held, peaks, math.ceil(sum(state(sizes, on_host=True).values())))

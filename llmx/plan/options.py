@@ -45,9 +45,14 @@ def make_table(args: argparse.Namespace) -> Table:
     return schedule.read_csv(args.table)
 
 
-def add_duration(command: argparse.ArgumentParser) -> None:
-    """The flags of how long a run takes."""
-    group = command.add_argument_group("with --machine, how long the run takes and what it costs")
+def add_machine(command: argparse.ArgumentParser) -> None:
+    """The flags of a run on a machine."""
+    group = command.add_argument_group(
+        "of a config on a machine", "all else is the config's; with --step-seconds also how long "
+        "the run takes and what it costs",
+    )  # fmt: skip
+    text = "as --topology of llmx.aot, e.g. v5p:4x4x8, 4@v5e:16x16, h100:4x8"
+    group.add_argument("--machine", metavar="NAME", help=text)
     text = "of a step, measured or from llmx.aot, without checkpoints and failures"
     group.add_argument("--step-seconds", type=float, metavar="S", help=text)
     text = "of the run (steps x tokens of a batch of the config)"
@@ -65,8 +70,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `python -m llmx.plan`."""
     command = argparse.ArgumentParser(
         prog="python -m llmx.plan",
-        description="Bubble, memory, times and picture of a pipeline schedule; with a config also "
-        "where its layers are cut best.",
+        description="With a config and a machine, what a device holds and sends in a step. Else "
+        "bubble, memory, times and picture of a pipeline schedule; with a config also where its "
+        "layers are cut best. Exit codes: 0; 1: does not fit on the machine; 2: wrong input.",
         epilog="With --config, any value of it is overridden by --config.SECTION.KEY=VALUE.",
         allow_abbrev=False,
     )
@@ -84,13 +90,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--out", metavar="PNG", help=text)
     command.add_argument("--csv", metavar="CSV", help="write the schedule, for --table")
     command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--config", help="a config file, e.g. configs/llama3_8b.py")
+    add_machine(command)
     ours = command.add_argument_group(
-        "of a config", "schedule, stages and microbatches are the config's unless given above"
+        "of a config's pipeline",
+        "schedule, stages and microbatches are the config's unless given above",
     )
-    ours.add_argument("--config", help="a config file, e.g. configs/llama3_70b_pipeline.py")
-    text = "the machine, e.g. v5p:4x4x8, h100:4x8: what a device of it holds and sends in a step"
-    ours.add_argument("--machine", metavar="NAME", help=text)
-    add_duration(command)
     ours.add_argument("--chip", metavar="NAME", help="the devices, e.g. v5p, h100, tpu_v4")
     ours.add_argument("--devices", type=int, metavar="N", help="of all stages (those of the mesh)")
     ours.add_argument(

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def show(
     config; None = `sys.argv`. Raises ValueError for a wrong config, machine or flag.
     """
     if wrong := options.given(args, options.NOT_OF_MACHINES):
-        raise ValueError(f"{', '.join(wrong)} with --machine: leave it out")
+        raise ValueError(f"{', '.join(wrong)} with --machine: leave one of them out")
     wrong = options.given(args, options.OF_DURATION)
     if wrong and args.step_seconds is None:
         raise ValueError(
@@ -84,7 +85,7 @@ def refusal(run: Config) -> str:
 def uncounted(run: Config) -> list[str]:
     """What a resolved run takes beside what is counted."""
     offload, found = run.offload, []
-    if run.optimizer.name == "muon":
+    if run.optimizer.name == "muon" and max(sizes.of(run).mesh.values()) > 1:
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
     if offload.saves:
         found.append("what layers save in the host's memory")
@@ -95,34 +96,43 @@ def _duration(
     args: argparse.Namespace, run: Config, topology: Topology
 ) -> tuple[dict[str, Any], list[str]]:
     """Days, cost and goodput of the run, as JSON and as lines."""
-    per_step = run.batch.size * run.batch.sequence_length
-    given = {
-        "device_hours_per_failure": args.device_mtbf, "save": args.save_seconds,
-        "restart": args.restart_seconds, "price": args.price,
-    }  # fmt: skip
-    found = duration.of(
-        run.steps * per_step if args.tokens is None else args.tokens, per_step, args.step_seconds,
-        topology.num_devices, topology.chip,
-        **{name: value for name, value in given.items() if value is not None},
-    )  # fmt: skip
-    parameters = costs.num_parameters(run.model)
-    exact = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
-    shares = utilization.of(run, topology.chip, topology.num_devices).shares(
-        per_step / args.step_seconds
+    per_step, chip, step = (
+        run.batch.size * run.batch.sequence_length,
+        topology.chip,
+        (args.step_seconds),
     )
-    flops = {"6PD": 6.0 * parameters * found.tokens, "exact": exact * found.tokens}
+    tokens = run.steps * per_step if args.tokens is None else args.tokens
+    names = ("device_mtbf", "save_seconds", "restart_seconds", "price")
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    times = functools.partial(duration.of, tokens, per_step, step, topology.num_devices, chip)
+    found, every = times(**given), run.checkpoint.every
+    own = times(every=every, **given) if every else None
+    exact = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+    shares = utilization.of(run, chip, topology.num_devices).shares(per_step / step)
+    if (most := max(shares.values())) > 1:
+        raise ValueError(
+            f"--step-seconds={step:g} would be {most:.0%} of the machine's peak FLOP/s: no step is "
+            f"shorter than {step * most:.3g} s; give seconds"
+        )
+    flops = {"6PD": 6.0 * costs.num_parameters(run.model) * tokens, "exact": exact * tokens}
+    cost = "" if found.dollars is None else f", {found.dollars:,.0f} dollars"
+    if found.kilowatt_hours is not None:
+        cost += f", {found.kilowatt_hours:,.0f} kWh of the chips"
     lines = [
-        f"{found.tokens:.4g} tokens in {found.steps:,} steps of {args.step_seconds:g} s: "
-        f"{found.seconds / 86400:,.1f} days, {found.device_hours:,.0f} device hours"
-        + ("" if found.dollars is None else f", {found.dollars:,.0f} dollars")
-        + ("" if found.kilowatt_hours is None else
-           f", {found.kilowatt_hours / 1000:,.1f} MWh of the chips"),
-        f"  {per_step / args.step_seconds:,.0f} tokens/s, {utilization_text(shares)}; "
-        f"{flops['6PD']:.3g} FLOPs by 6PD, {flops['exact']:.3g} with attention",
-        f"  goodput {found.goodput:.1%} with {found.failures:,.1f} failures and a checkpoint every "
-        f"{found.interval:,} steps: --config.checkpoint.every={found.interval}",
-    ]  # fmt: skip
-    return dataclasses.asdict(found) | {"flops": flops} | shares, lines
+        f"{tokens:.4g} tokens in {found.steps:,} steps of {step:g} s: {found.seconds / 86400:,.2f} "
+        f"days, {found.device_hours:,.0f} device hours{cost}",
+        f"  {per_step / step:,.0f} tokens/s, {utilization_text(shares)}; {flops['6PD']:.3g} FLOPs "
+        f"by 6PD, {flops['exact']:.3g} with attention",
+        f"  that is with a checkpoint every {found.interval:,} steps, the best interval: "
+        f"{found.failures:,.1f} failures, goodput {found.goodput:.1%}",
+    ]
+    if own is not None:
+        lines.append(
+            f"  as configured, checkpoint.every={every}: goodput {own.goodput:.1%}, "
+            f"{own.seconds / 86400:,.2f} days"
+        )
+    report = dataclasses.asdict(found) | {"flops": flops} | shares
+    return report | {"as_configured": own and dataclasses.asdict(own)}, lines
 
 
 def _head(run: Config, topology: Topology) -> list[str]:

@@ -10,7 +10,7 @@ import jax
 
 from llmx import sharding
 from llmx.config import Config, utilization
-from llmx.model import apply, precision
+from llmx.model import apply, precision, quantized
 from llmx.model.families import ModelConfig
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
@@ -83,6 +83,13 @@ class Sizes:
     def compute_bytes(self) -> int:
         return self.policy.compute.itemsize
 
+    def gathered_bytes(self, leaf: Leaf) -> int:
+        """Of a number of a split weight, while it is gathered."""
+        numbers = self.policy.numbers
+        if not leaf.in_blocks:
+            numbers = numbers.of_head
+        return numbers.weight.dtype.itemsize if numbers.gathers_codes else self.compute_bytes
+
     @property
     def reduce_bytes(self) -> int:
         return self.policy.reduce.itemsize
@@ -121,4 +128,6 @@ def of(run: Config) -> Sizes:
     )  # fmt: skip
     if run.sync.strategy != "mean":
         layout = layout.without(replicas.AXES, "parameters", "gradients", "optimizer")
-    return Sizes(run, mesh, layout, precision.policy_of(run.precision, run.reduce_dtype))
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    policy = dataclasses.replace(policy, numbers=quantized.make(run.products))
+    return Sizes(run, mesh, layout, policy)

@@ -172,7 +172,7 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
         gathered = layers
     yield _message(
         sizes, "weights", "all-gather", sizes.axes_of("embed", "parameters"),
-        sizes.compute_bytes * numbers, gathered, leaf.name,
+        sizes.gathered_bytes(leaf) * numbers, gathered, leaf.name,
     )  # fmt: skip
     yield _message(
         sizes, "gradients", "reduce-scatter", sizes.axes_of("embed", "gradients"),
@@ -193,7 +193,7 @@ def _layers_again(run: Config) -> int:
 
 def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     chunks = utilization.loss_chunks(sizes.run)
-    num_bytes = sizes.compute_bytes * _whole(sizes, leaf) / chunks
+    num_bytes = sizes.gathered_bytes(leaf) * _whole(sizes, leaf) / chunks
     # In both passes. With several chunks the first is gathered once more behind the forward pass;
     # one chunk, or the last of two, is still there for the backward pass.
     times = {1: 1, 2: 3}.get(chunks, 2 * chunks + 1)

@@ -154,6 +154,32 @@ def _run(capsys, *args: str):
     return code, capsys.readouterr()
 
 
+def test_gathers_in_fp8_are_half_the_bytes():
+    keys = dict(mesh__data=1, mesh__fsdp=8, batch__size=64)
+    full, half, layers = (
+        sum(
+            message.sent
+            for message in traffic.of(sizes.of(_resolved(**keys, products__gather=gather)))
+            if message.purpose == "weights" and message.name.startswith("blocks")
+        )
+        for gather in ("", "fp8", "fp8_layers")
+    )
+    assert full == 2 * half == 2 * layers
+
+
+def test_stages_of_zero2_hold_new_parameters_beside_the_old():
+    keys = dict(mesh__data=1, mesh__stage=2, batch__size=64, batch__accumulation=4)
+    held = memory.of(sizes.of(_resolved(**keys, mesh__fsdp=4, sharding__layout="zero2")))
+    updated = held.peaks[memory.UPDATE]["updated parameters"]
+    assert updated == pytest.approx(held.state["parameters"], rel=1e-3)
+
+
+def test_zero_bubble_that_does_not_fit_is_a_report(capsys):
+    given = (f"--config={ROOT}/configs/llama3_70b_pipeline.py", "--machine=v5e:8x8")
+    code, printed = _run(capsys, *given, "--config.pipeline.schedule=zb_h1")
+    assert code == 1 and "DOES NOT FIT" in printed.out
+
+
 def test_the_report(capsys):
     given = (f"--config={ROOT}/configs/llama3_8b.py", "--machine=h100:8")
     code, printed = _run(capsys, *given)

@@ -1,5 +1,6 @@
 """How long a run takes: goodput against a simulation, intervals against a scan."""
 
+import functools
 import json
 import math
 import pathlib
@@ -100,21 +101,41 @@ def test_the_report_has_days_cost_and_an_interval(capsys):
     assert told["flops"]["6PD"] == pytest.approx(6 * 8.030e9 * 1e12, rel=1e-3)
     assert told["flops"]["6PD"] < told["flops"]["exact"]
     assert 0.2 < told["mfu"] < 0.5
-    code, printed = _run(capsys, "--step-seconds=1.5")
-    assert code == 0 and "--config.checkpoint.every=" in printed.out
+    code, printed = _run(capsys, "--step-seconds=1.5", "--config.checkpoint.every=7")
+    assert code == 0 and "as configured, checkpoint.every=7: goodput" in printed.out
+
+
+def test_an_interval_of_ones_own_costs_what_it_costs():
+    of = functools.partial(duration.of, 1e9, 65_536, 2.0, 8, H100)
+    best, own = of(), of(every=7)
+    assert own.interval == 7 and own.goodput < best.goodput and own.seconds > best.seconds
+    # Saves of 10 s behind 14 s of work.
+    assert own.goodput == pytest.approx(14 / 24, rel=0.01)
+    # No longer than the run.
+    assert duration.of(1e6, 65_536, 2.0, 8, H100).interval == math.ceil(1e6 / 65_536)
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (("--tokens=1e9",), "--tokens without --step-seconds"),
-        (("--step-seconds=0",), "step_seconds=0 must be above 0"),
-        (("--step-seconds=1", "--device-mtbf=-2"), "device_hours_per_failure=-2"),
+        (("--step-seconds=0",), "step_seconds=0 must be a number of seconds above 0"),
+        (("--step-seconds=1", "--device-mtbf=-2"), "device_mtbf=-2"),
         (("--step-seconds=1", "--restart-seconds=-1"), "restart=-1"),
+        (("--step-seconds=1", "--save-seconds=inf"), "save_seconds=inf"),
         (("--step-seconds=1", "--price=-1"), "price=-1"),
-        (("--step-seconds=1", "--device-mtbf=1e-5"), "fails before it has done anything"),
+        (("--step-seconds=1", "--price=inf"), "price=inf"),
+        (("--step-seconds=1", "--tokens=1e300"), "tokens=1e+300"),
+        (("--step-seconds=0.2",), "no step is shorter than 0.5"),
+        (("--step-seconds=1", "--device-mtbf=1e-5"), "are hardly ever done"),
     ],
 )
 def test_bad_input(args, words, capsys):
     code, printed = _run(capsys, *args)
-    assert code == 2 and words in printed.err
+    assert code == 2 and words in printed.err and not printed.out
+
+
+def test_a_duration_needs_a_machine(capsys):
+    config = f"--config={ROOT}/configs/llama3_70b_pipeline.py"
+    code = command.main((config, "--chip=v5p", "--step-seconds=2"))
+    assert code == 2 and "--step-seconds without --machine" in capsys.readouterr().err
