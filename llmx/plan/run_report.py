@@ -96,17 +96,17 @@ def _duration(
     args: argparse.Namespace, run: Config, topology: Topology
 ) -> tuple[dict[str, Any], list[str]]:
     """Days, cost and goodput of the run, as JSON and as lines."""
-    per_step, chip, step = (
-        run.batch.size * run.batch.sequence_length,
-        topology.chip,
-        (args.step_seconds),
-    )
+    per_step, step = run.batch.size * run.batch.sequence_length, args.step_seconds
+    chip, every = topology.chip, run.checkpoint.every
     tokens = run.steps * per_step if args.tokens is None else args.tokens
     names = ("device_mtbf", "save_seconds", "restart_seconds", "price")
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     times = functools.partial(duration.of, tokens, per_step, step, topology.num_devices, chip)
-    found, every = times(**given), run.checkpoint.every
-    own = times(every=every, **given) if every else None
+    found, own, problem = times(**given), None, ""
+    try:
+        own = times(every=every, **given) if every else None
+    except ValueError as error:
+        problem = str(error)
     exact = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
     shares = utilization.of(run, chip, topology.num_devices).shares(per_step / step)
     if (most := max(shares.values())) > 1:
@@ -131,6 +131,8 @@ def _duration(
             f"  as configured, checkpoint.every={every}: goodput {own.goodput:.1%}, "
             f"{own.seconds / 86400:,.2f} days"
         )
+    if problem:
+        lines.append(f"  as configured, checkpoint.every={every}: {problem}")
     report = dataclasses.asdict(found) | {"flops": flops} | shares
     return report | {"as_configured": own and dataclasses.asdict(own)}, lines
 

@@ -135,6 +135,12 @@ def test_bad_input(args, words, capsys):
     assert code == 2 and words in printed.err and not printed.out
 
 
+def test_an_interval_that_gets_nowhere_is_said(capsys):
+    often = ("--step-seconds=1.5", "--device-mtbf=0.5", "--restart-seconds=1")
+    code, printed = _run(capsys, *often, "--config.checkpoint.every=20000")
+    assert code == 0 and "checkpoint.every=20000: with a failure every" in printed.out
+
+
 def test_a_duration_needs_a_machine(capsys):
     config = f"--config={ROOT}/configs/llama3_70b_pipeline.py"
     code = command.main((config, "--chip=v5p", "--step-seconds=2"))
