@@ -77,7 +77,7 @@ def rates_of(chip: hardware.Chip) -> Rates:
 
 
 # The bytes that a device receives, as a multiple of an all-gather's.
-_PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "collective-broadcast": 1.0}
+PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "collective-broadcast": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,13 +113,13 @@ class Torus:
                 bytes_in = (1 - 1 / len(chips)) * per_chip
                 time = size * max(middle / self.rates.link, bytes_in / links) * sharing
             else:
-                time = _PASSES[kind] * size * (1 - 1 / len(chips)) * sharing / links
+                time = PASSES[kind] * size * (1 - 1 / len(chips)) * sharing / links
             seconds = {axis.name: time for axis in axes}
         if per_chip > 1:
-            passes = _PASSES.get(kind, 1.0)
+            passes = PASSES.get(kind, 1.0)
             seconds["dies"] = passes * size * (1 - 1 / per_chip) / (_DIES * self.rates.link)
         hops = sum(axis.hops for axis in axes) + (per_chip > 1)
-        return Route(seconds, self.rates.start + hops * self.rates.hop * _PASSES.get(kind, 1.0))
+        return Route(seconds, self.rates.start + hops * self.rates.hop * PASSES.get(kind, 1.0))
 
     def _axis(self, axis: int) -> tuple[str, int, bool]:
         return "xyz"[axis], self.shape[axis], self.wraps[axis]
@@ -193,7 +193,7 @@ class Hosts:
             inside, outside = size * (g - 1) / n, size * (n - g) / n
             passes = 1.0
         else:
-            passes = _PASSES[kind]
+            passes = PASSES[kind]
             inside, outside = passes * size * (g - 1) / g, passes * size * (h - 1) / h / g
         seconds = {}
         if g > 1:
@@ -215,7 +215,7 @@ class Memory:
         """The time of a collective of `size` bytes: whole arrays, as in `Collective.bytes`."""
         n = max(map(len, groups))
         sent = size if kind == "collective-permute" else size * (n - 1) / n
-        return Route({"memory": _PASSES.get(kind, 1.0) * sent / self.bandwidth}, self.start)
+        return Route({"memory": PASSES.get(kind, 1.0) * sent / self.bandwidth}, self.start)
 
 
 Machine = Torus | Hosts | Memory

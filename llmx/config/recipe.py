@@ -24,6 +24,7 @@ from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
+from llmx.sharding.mesh import kind_of
 from llmx.step import gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
 from llmx.step.transforms import delayed_scaling, loss_scale
@@ -45,7 +46,7 @@ def make_recipe(
     """
     execution = make_execution(config, devices)
     mesh = execution.place.mesh
-    make_gradient, chunks = _gradient_maker(config, _kind_of(mesh))
+    make_gradient, chunks = _gradient_maker(config, kind_of(mesh))
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
@@ -78,23 +79,33 @@ def make_execution(
 ) -> Execution:
     """Where and how a run's model is computed."""
     mesh = _mesh(config, devices)
+    kind = kind_of(mesh)
+    if why_not := precision.refusal(config.precision, config.reduce_dtype, kind.platform):
+        raise ValueError(why_not)
+    return Execution(
+        place=sharding.Placement(mesh, layout_of(config)), policy=policy_of(config),
+        remat=config.remat, offloaded=config.offload.saves, attention=config.attention,
+        packed=config.data.pack, loss_chunks=config.loss.chunks,
+        turns=turns_of(config, kind.device_kind),
+    )  # fmt: skip
+
+
+def layout_of(config: config_lib.Config) -> sharding.Layout:
+    """The layout's tables, with the config's variations and strategy."""
     layout = sharding.make_layout(
         config.sharding.layout, sequence_parallel=config.sharding.sequence_parallel,
         replicate_kv=config.sharding.replicate_kv,
     )  # fmt: skip
-    if config.sync.strategy != "mean":
-        # Replicas are whole, each split over the other axes only.
-        layout = layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
+    if config.sync.strategy == "mean":
+        return layout
+    # Replicas are whole, each split over the other axes only.
+    return layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
+
+
+def policy_of(config: config_lib.Config) -> precision.Policy:
+    """In which dtype each number is kept, computed and summed, and what is rounded further."""
     policy = precision.policy_of(config.precision, config.reduce_dtype)
-    policy = dataclasses.replace(policy, numbers=quantized.make(config.products))
-    kind = _kind_of(mesh)
-    if why_not := precision.refusal(config.precision, config.reduce_dtype, kind.platform):
-        raise ValueError(why_not)
-    return Execution(
-        place=sharding.Placement(mesh, layout), policy=policy, remat=config.remat,
-        offloaded=config.offload.saves, attention=config.attention, packed=config.data.pack,
-        loss_chunks=config.loss.chunks, turns=turns_of(config, kind.device_kind),
-    )  # fmt: skip
+    return dataclasses.replace(policy, numbers=quantized.make(config.products))
 
 
 def _mesh(
@@ -107,11 +118,6 @@ def _mesh(
     return AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=devices
     )
-
-
-def _kind_of(mesh: Mesh | AbstractMesh) -> AbstractDevice:
-    """The platform and kind of a mesh's devices, whether these are there or not."""
-    return mesh.abstract_mesh.abstract_device
 
 
 # The most groups that `sharding.turns=0` takes, by key of `hardware.CHIPS`, where compiled programs
@@ -195,7 +201,7 @@ def _make_strategy(
     # several layers would be in fp32 at one time.
     wanted = config.offload.optimizer or config.offload.parameters
     wanted |= config.optimizer.moments == "int8"
-    wanted |= _kind_of(loss.mesh).platform == "cpu"
+    wanted |= kind_of(loss.mesh).platform == "cpu"
     if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 

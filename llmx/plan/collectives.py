@@ -14,8 +14,6 @@ those of a `gemm.Calibration`.
 from llmx.aot import links
 from llmx.plan.gemm import Core
 
-PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0}
-
 
 def rates_of(core: Core) -> links.Rates:
     """What one GPU reaches of its links."""
@@ -47,7 +45,7 @@ def seconds(
     """The time of a collective.
 
     Args:
-      kind: of `PASSES`.
+      kind: of `links.PASSES`.
       num_bytes: of the whole array: after an all-gather, before a reduce-scatter, of each device in
         an all-reduce.
       size: devices in the group.
@@ -59,12 +57,12 @@ def seconds(
     """
     if size == 1:
         return 0.0
-    passed = PASSES[kind] * num_bytes * (size - 1) / size
+    passed = links.PASSES[kind] * num_bytes * (size - 1) / size
     inside = passed / rates.link if per_node > 1 else 0.0
     outside = passed / (adapters * _network(rates)) if per_node < size else 0.0
     far = size // per_node if per_node < size else 0
     hops = (size - max(far, 1)) * rates.hop + far * rates.network_hop
-    return rates.start + PASSES[kind] * hops + max(inside, outside)
+    return rates.start + links.PASSES[kind] * hops + max(inside, outside)
 
 
 def message_seconds(num_bytes: float, *, leaves_node: bool, rates: links.Rates) -> float:

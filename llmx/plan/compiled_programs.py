@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from llmx.aot import compiler, topologies
 from llmx.config import flags as flags_lib
-from llmx.config import recipe
-from llmx.plan import memory, sizes, traffic
+from llmx.plan import run_report, traffic
 
 # Bytes of which no model has enough to matter: sums of norms, ids, losses.
 NEGLIGIBLE = 4 * 2**20
@@ -65,10 +64,8 @@ def errors(program: Program, configs: pathlib.Path) -> Errors:
     given = [f"--config={configs / program.config}.py", *_overrides(program)]
     _, run, problems = flags_lib.parse(flags_lib.parser("validate_planner", ""), given)
     run = compiler.resolve(run, topology, problems=problems)
-    of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
-    held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
-    turns = recipe.turns_of(run, topology.device_kind)
-    sent = traffic.by_axes(traffic.of(of_run, turns=turns))
+    held, messages = run_report.count(run, topology)
+    sent = traffic.by_axes(messages)
     shares = {}
     for axes in {*sent, *program.sent}:
         ours, compiled = sent.get(axes, 0.0), program.sent.get(axes, 0.0)

@@ -6,8 +6,8 @@ There are three peaks, of which the largest is the device's:
 
     end of forward    what layers saved, gradient buffers, and the loss: logits of one chunk
     backward          what layers saved, gradient buffers, one layer run again and differentiated
-    update            gradients, and where each device updates a share of parameters that it keeps
-                      whole, the new ones beside the old
+    update            where each device updates a share of parameters that it keeps whole, the new
+                      ones beside the old
 
 Pipelines are counted by `llmx.config.stage_memory`. docs/plan.md compares both with compiled
 programs.
@@ -22,7 +22,7 @@ import math
 from llmx.config import stage_memory, utilization
 from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
-from llmx.plan.sizes import Leaf, Sizes, leaves
+from llmx.plan.sizes import Sizes, leaves
 from llmx.step import moments, optimizers
 
 FP32 = 4
@@ -218,7 +218,7 @@ def _gradients(sizes: Sizes) -> dict[str, float]:
 
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
     """Of weights in another layout, of the head's gradient in fp32, of a microbatch's gradients."""
-    found = program.gathered_head * FP32 * sizes.local(_head(sizes), "parameters")
+    found = program.gathered_head * FP32 * sizes.local(sizes.head, "parameters")
     if sizes.axes_of("embed", "parameters") and not sizes.run.offload.parameters:
         copied = sum(
             FP32 * sizes.local(leaf, "parameters")
@@ -235,14 +235,12 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     """With gather="step" the weights of all products, and whole gradients of the head."""
     if sizes.run.sharding.gather != "step":
         return {}
-    products = [leaf for leaf in leaves(sizes.run.model) if leaf.in_blocks and leaf.is_matrix]
-    whole = lambda leaf: sizes.local(leaf, "parameters", whole=("embed",))  # noqa: E731
-    head = _head(sizes)
+    products = (*sizes.weights, sizes.head)
     return {
         "gathered weights": sum(
-            sizes.gathered_bytes(leaf) * whole(leaf) for leaf in (*products, head)
+            sizes.gathered_bytes(leaf) * sizes.whole(leaf) for leaf in products
         ),
-        "gradients of the head": WHOLE_HEADS * sizes.compute_bytes * whole(head),
+        "gradients of the head": WHOLE_HEADS * sizes.compute_bytes * sizes.whole(sizes.head),
     }
 
 
@@ -279,22 +277,13 @@ def _head_dim(model: ModelConfig, program: Program) -> int:
 
 def _layer_bytes(sizes: Sizes) -> float:
     """A layer's matrices, gathered."""
-    numbers = sum(
-        sizes.local(leaf, "parameters", whole=("embed",))
-        for leaf in leaves(sizes.run.model)
-        if leaf.in_blocks and leaf.is_matrix
-    )
+    numbers = sum(map(sizes.whole, sizes.weights))
     return sizes.compute_bytes * numbers / sizes.run.model.num_layers
-
-
-def _head(sizes: Sizes) -> Leaf:
-    name = "embedding" if sizes.run.model.tied_head else "head"
-    return next(leaf for leaf in leaves(sizes.run.model) if leaf.name == name)
 
 
 def _loss(sizes: Sizes, program: Program) -> float:
     """Logits of one chunk, the head's rows of two, and the last hidden state in fp32."""
-    run, head, chunks = sizes.run, _head(sizes), utilization.loss_chunks(sizes.run)
+    run, head, chunks = sizes.run, sizes.head, utilization.loss_chunks(sizes.run)
     rows = run.model.padded_vocab / sizes.mesh["tensor"] / chunks
     return (
         program.logits * sizes.tokens * rows

@@ -43,13 +43,10 @@ def show(
     run = compiler.resolve(config, topology, problems=problems)
     if why_not := refusal(run):
         raise ValueError(why_not)
-    of_run = sizes.of(run)
-    held = memory.of(of_run, on_gpu=topology.platform == "gpu", device_bytes=topology.hbm_bytes)
-    turns = recipe.turns_of(run, topology.device_kind)
-    sent = traffic.of(of_run, turns=turns)
+    held, sent = count(run, topology)
     report = {
         "machine": topology.name, "num_devices": topology.num_devices,
-        "mesh": of_run.mesh, "num_parameters": costs.num_parameters(run.model),
+        "mesh": _mesh(run), "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
         "not_counted": uncounted(run),
@@ -61,6 +58,18 @@ def show(
         lines += ["", *more]
     lines += [f"not counted: {what}" for what in uncounted(run)]
     return report, "\n".join(lines)
+
+
+def count(run: Config, topology: Topology) -> tuple[Memory, list[Message]]:
+    """What a device of a resolved run holds, and what it sends in a step."""
+    of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
+    held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
+    turns = recipe.turns_of(run, topology.device_kind)
+    return held, traffic.of(of_run, turns=turns)
+
+
+def _mesh(run: Config) -> dict[str, int]:
+    return {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
 
 
 def fits(held: Memory, topology: Topology) -> bool:
@@ -85,7 +94,7 @@ def refusal(run: Config) -> str:
 def uncounted(run: Config) -> list[str]:
     """What a resolved run takes beside what is counted."""
     offload, found = run.offload, []
-    if run.optimizer.name == "muon" and max(sizes.of(run).mesh.values()) > 1:
+    if run.optimizer.name == "muon" and max(_mesh(run).values()) > 1:
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
     if offload.saves:
         found.append("what layers save in the host's memory")
@@ -138,12 +147,11 @@ def _duration(
 
 
 def _head(run: Config, topology: Topology) -> list[str]:
-    mesh = sharding.mesh_text({axis: vars(run.mesh)[axis] for axis in sharding.AXES})
     stages = describe.stages_text(run)
     return [
         f"model       {describe.model_text(run, costs.num_parameters(run.model))}",
         f"machine     {topology.name}: {topology.text}",
-        f"mesh        {mesh}; layout {run.sharding.layout}",
+        f"mesh        {sharding.mesh_text(_mesh(run))}; layout {run.sharding.layout}",
         *([f"stages      {stages}"] if stages else []),
         f"batch       {describe.batch_text(run)}",
     ]

@@ -2,20 +2,19 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from llmx import sharding
-from llmx.config import Config, utilization
-from llmx.model import apply, precision, quantized
+from llmx.config import Config, recipe, utilization
+from llmx.model import apply
 from llmx.model.families import ModelConfig
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
 from llmx.sharding.mesh import TOKEN_AXES
-from llmx.sync import replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +41,13 @@ class Leaf:
 
 def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
     """All parameters of a model, rows that pad the vocabulary included."""
-    return _leaves(json.dumps(dataclasses.asdict(model)))
+    return _leaves(*dataclasses.astuple(model))
 
 
 @functools.lru_cache(maxsize=64)
-def _leaves(text: str) -> tuple[Leaf, ...]:
-    values = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in json.loads(text).items()
-    }
-    shapes, axes = apply.abstract_parameters(ModelConfig(**values))
+def _leaves(*values: Any) -> tuple[Leaf, ...]:
+    """`values`: of the fields of a `ModelConfig`, which itself has no hash."""
+    shapes, axes = apply.abstract_parameters(ModelConfig(*values))
     names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     return tuple(
         Leaf(sharding.path_name(path), tuple(leaf.shape), tuple(of))
@@ -113,6 +109,21 @@ class Sizes:
         split = (self.axes_of(name, table) for name in leaf.axes if name not in (None, *whole))
         return leaf.numbers / math.prod(map(self.size, split))
 
+    def whole(self, leaf: Leaf) -> float:
+        """Numbers of a parameter on a device that has it gathered, whole along the width."""
+        return self.local(leaf, "parameters", whole=("embed",))
+
+    @functools.cached_property
+    def head(self) -> Leaf:
+        """What the last hidden state is multiplied with."""
+        name = "embedding" if self.run.model.tied_head else "head"
+        return next(leaf for leaf in leaves(self.run.model) if leaf.name == name)
+
+    @functools.cached_property
+    def weights(self) -> tuple[Leaf, ...]:
+        """The layers' matrices."""
+        return tuple(leaf for leaf in leaves(self.run.model) if leaf.in_blocks and leaf.is_matrix)
+
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes, larger than 1, along which tokens differ."""
@@ -122,12 +133,4 @@ class Sizes:
 def of(run: Config) -> Sizes:
     """Of a resolved config."""
     mesh = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    layout = sharding.make_layout(
-        run.sharding.layout, sequence_parallel=run.sharding.sequence_parallel,
-        replicate_kv=run.sharding.replicate_kv,
-    )  # fmt: skip
-    if run.sync.strategy != "mean":
-        layout = layout.without(replicas.AXES, "parameters", "gradients", "optimizer")
-    policy = precision.policy_of(run.precision, run.reduce_dtype)
-    policy = dataclasses.replace(policy, numbers=quantized.make(run.products))
-    return Sizes(run, mesh, layout, policy)
+    return Sizes(run, mesh, recipe.layout_of(run), recipe.policy_of(run))

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
+from llmx.aot import links
 from llmx.config import Config, utilization
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
@@ -32,7 +33,7 @@ from llmx.pipeline.schedule import BACKWARD, FORWARD
 from llmx.pipeline.tick import When
 from llmx.plan.sizes import Leaf, Sizes, leaves
 
-PASSES = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}
+PASSES = links.PASSES | {"all-to-all": 1.0}
 IDS = FP32 = 4  # bytes of a token's id, of a number
 
 
@@ -143,7 +144,7 @@ def _weights(sizes: Sizes, passes: Passes, turns: int) -> Iterator[Message]:
             )
         elif leaf.in_blocks:
             yield from _of_layers(sizes, passes, leaf, turns)
-        elif leaf.name == "head" or (leaf.name == "embedding" and sizes.run.model.tied_head):
+        elif leaf == sizes.head:
             yield from _of_head(sizes, passes, leaf)
         else:
             yield from _of_table(sizes, leaf)
@@ -151,22 +152,17 @@ def _weights(sizes: Sizes, passes: Passes, turns: int) -> Iterator[Message]:
             yield from _updated(sizes, leaf)
 
 
-def _whole(sizes: Sizes, leaf: Leaf) -> float:
-    """Numbers of a matrix that are whole along the width."""
-    return sizes.local(leaf, "parameters", whole=("embed",))
-
-
 def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
     split_by = sizes.axes_of("embed", "gradients")
     over = [axis for axis in sizes.token_axes if axis not in split_by]
-    num_bytes = sizes.reduce_bytes * _whole(sizes, leaf) / sizes.size(split_by)
+    num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
     return _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
 
 
 def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator[Message]:
     run, layers = sizes.run, passes.layers
-    numbers = _whole(sizes, leaf) * sizes.mesh["stage"] / run.model.num_layers  # of a layer
+    numbers = sizes.whole(leaf) * sizes.mesh["stage"] / run.model.num_layers  # of a layer
     gathered = (passes.forward + passes.backward) * layers + passes.backward * _layers_again(run)
     if run.sharding.gather == "step":
         gathered = layers
@@ -193,14 +189,14 @@ def _layers_again(run: Config) -> int:
 
 def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     chunks = utilization.loss_chunks(sizes.run)
-    num_bytes = sizes.gathered_bytes(leaf) * _whole(sizes, leaf) / chunks
+    num_bytes = sizes.gathered_bytes(leaf) * sizes.whole(leaf) / chunks
     # In both passes. With several chunks the first is gathered once more behind the forward pass;
     # one chunk, or the last of two, is still there for the backward pass.
     times = {1: 1, 2: 3}.get(chunks, 2 * chunks + 1)
     count = chunks if sizes.run.sharding.gather == "step" else times * passes.heads
     over = sizes.axes_of("embed", "parameters")
     yield _message(sizes, "weights", "all-gather", over, num_bytes, count, leaf.name)
-    num_bytes = sizes.reduce_bytes * _whole(sizes, leaf) / chunks
+    num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / chunks
     over, count = sizes.axes_of("embed", "gradients"), chunks * passes.heads
     yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
     yield _added_up(sizes, leaf)
@@ -210,7 +206,7 @@ def _of_table(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
     """Of rows that are looked up: where the width is split, each device has all terms."""
     kept = sizes.axes_of("embed", "parameters")
     over = [axis for axis in sizes.axes_of("embed", "gradients") if axis not in kept]
-    num_bytes = sizes.reduce_bytes * _whole(sizes, leaf) / sizes.size(kept)
+    num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(kept)
     yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, 1, leaf.name)
     yield _added_up(sizes, leaf)
 
@@ -219,7 +215,7 @@ def _updated(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
     """Where each device updates a share of what it keeps whole."""
     kept = sizes.axes_of("embed", "parameters")
     over = [axis for axis in sizes.axes_of("embed", "optimizer") if axis not in kept]
-    num_bytes = sizes.param_bytes * _whole(sizes, leaf) / sizes.size(kept)
+    num_bytes = sizes.param_bytes * sizes.whole(leaf) / sizes.size(kept)
     yield _message(sizes, "updated parameters", "all-gather", over, num_bytes, 1, leaf.name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
 # Mesh axes, outermost (slowest network) first. The innermost get the fastest links.
 AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
@@ -99,6 +99,11 @@ def make_mesh(
 def within(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager:
     """Traces under a mesh, whether its devices are there or not."""
     return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+
+
+def kind_of(mesh: Mesh | AbstractMesh) -> AbstractDevice:
+    """The platform and kind of a mesh's devices, whether these are there or not."""
+    return mesh.abstract_mesh.abstract_device
 
 
 def mesh_text(sizes: Mapping[str, int], *, if_single: str = "one device") -> str:

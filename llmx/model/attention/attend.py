@@ -26,6 +26,7 @@ from llmx.model.attention.split import Split
 from llmx.model.attention.triton import TRITON
 from llmx.runtime import launch
 from llmx.runtime.bounds import bounded, choice
+from llmx.sharding.mesh import kind_of
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     "reference": REFERENCE, "blockwise": BLOCKWISE, "splash": SPLASH, "cudnn": CUDNN,
@@ -124,7 +125,7 @@ def attend(
 
     Raises ValueError where the configured implementation does not support the inputs.
     """
-    device = place.mesh.abstract_mesh.abstract_device
+    device = kind_of(place.mesh)
     query, key = place.activation(QUERY), place.activation((KEY[0], keys, *KEY[2:]))
     kernel = kernel_for(config.implementation, device.platform)
     split_keys = sharding.mesh_axes(key[1])
