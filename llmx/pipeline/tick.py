@@ -29,6 +29,7 @@ from llmx.pipeline import saves as saves_lib
 from llmx.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT
 from llmx.pipeline.stages import ModelChunks
 from llmx.pipeline.ticks import Program, Row
+from llmx.sharding.mesh import kind_of
 
 STAGE = ("stage",)
 
@@ -104,12 +105,12 @@ class Links:
 
     @property
     def ordered(self) -> bool:
-        return self.mesh.devices.flat[0].platform == "cpu"
+        return kind_of(self.mesh).platform == "cpu"
 
     def in_order(self, array: jax.Array) -> jax.Array:
         """`array`; on GPUs with its dimensions in order in memory. There forward and backward
         operations would want different orders, and copy all of a buffer in every tick."""
-        if self.mesh.devices.flat[0].platform in ("cpu", "tpu"):
+        if kind_of(self.mesh).platform in ("cpu", "tpu"):
             return array
         to = Layout(tuple(range(array.ndim)))
         return self._manual(lambda a: with_layout_constraint(a, to), array)

@@ -72,10 +72,13 @@ def test_state_is_the_recipes(name):
             assert counted[part] == held or 0 < held - counted[part] < 512, (part, on_host)
 
 
-@pytest.mark.parametrize("name", ["zero1", "stages", "moments on the host"])
+IN_FLIGHT = dict(mesh__stage=2, mesh__fsdp=2, pipeline__schedule="pipedream_2bw")
+
+
+@pytest.mark.parametrize("name", ["zero1", "stages", "moments on the host", "2BW"])
 def test_a_recipe_without_devices_has_the_shapes_of_one_with_them(name):
     """Where there are as many devices: fake ones of a CPU."""
-    run = _resolved(**CASES[name] | dict(mesh__data=1, mesh__sequence=1))
+    run = _resolved(**(CASES | {"2BW": IN_FLIGHT})[name] | dict(mesh__data=1, mesh__sequence=1))
     count = math.prod(vars(run.mesh)[axis] for axis in sharding.AXES)
     devices = jax.devices()[:count]
     if len(devices) < count:
