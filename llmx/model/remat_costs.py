@@ -123,22 +123,30 @@ def recomputed_flops(
     `scores`: of attention in the forward pass. `offloaded`: see above.
     """
     D, H, N, K, F = model.width, model.head_dim, model.num_heads, model.num_kv_heads, model.mlp_dim
+    sizes = {
+        remat.QUERY: D * N * H, remat.KEY: D * K * H, remat.VALUE: D * K * H,
+        remat.ATTENTION_OUT: N * H * D, remat.GATE: D * F * model.gated_mlp, remat.UP: D * F,
+        remat.MLP_OUT: F * D,
+    }  # fmt: skip
+    again = recomputed(model, policy, offloaded)
+    products = sum(2.0 * size for name, size in sizes.items() if name in again)
+    return products + (scores if remat.ATTENTION in again else 0.0)
+
+
+def recomputed(model: ModelConfig, policy: Policy, offloaded: Sequence[str] = ()) -> set[str]:
+    """What the backward pass of one block computes again: results of products, and of attention,
+    by their names in `remat.SAVES`. `offloaded`: see above."""
     if policy.saved is None:
-        return 0.0
+        return set()
     saved = policy.saved | set(offloaded)
     # Norms of queries and keys are differentiated at what they take.
     rotated = remat.QUERY_KEY_VALUE in saved
-    products = {
-        remat.QUERY: D * N * H * (model.qk_norm or not rotated),
-        remat.KEY: D * K * H * (model.qk_norm or not rotated),
-        remat.VALUE: D * K * H * (not rotated),
-        remat.ATTENTION_OUT: N * H * D,
-        remat.GATE: D * F * model.gated_mlp,
-        remat.UP: D * F,
-        remat.MLP_OUT: F * D * model.post_norms,
-    }
-    again = sum(2.0 * size for name, size in products.items() if name not in saved)
-    return again + (0.0 if remat.ATTENTION in saved else scores)
+    needed = {
+        remat.QUERY: model.qk_norm or not rotated, remat.KEY: model.qk_norm or not rotated,
+        remat.VALUE: not rotated, remat.ATTENTION: True, remat.ATTENTION_OUT: True,
+        remat.GATE: model.gated_mlp, remat.UP: True, remat.MLP_OUT: model.post_norms,
+    }  # fmt: skip
+    return {name for name, is_needed in needed.items() if is_needed and name not in saved}
 
 
 def bytes_of_saves(model: ModelConfig, compute_bytes: int) -> dict[str, int]:

@@ -37,15 +37,15 @@ CALIBRATIONS = {
 
 
 def core_of(name: str) -> Core:
-    """A chip of `hardware.CHIPS` with its calibration; of a TPU, with the shares of `llmx.aot`.
+    """A chip of `hardware.CHIPS` as it runs compiled programs, with the shares of `llmx.aot`.
 
-    The host's time is the trainer's, not the chip's: of a compiled program, as llmx's, it is 0.
+    `CALIBRATIONS` hold what another trainer reached, whose steps include its host's time. Those of
+    compiled programs are assumptions (`llmx.aot.core_times`) until `llmx.plan calibrate` has run.
     """
     chip = hardware.CHIPS[name]
-    if name in CALIBRATIONS:
-        return Core(chip, dataclasses.replace(CALIBRATIONS[name], host=0.0))
     core = core_times.core_of(chip)
+    units = CALIBRATIONS[name].units if name in CALIBRATIONS else 1
     return Core(chip, Calibration(
-        products=core.products, memory=core.memory, units=1, attention=core.kernels,
-        start=core.launch,
+        products=core.products, memory=core.memory, units=units, start=core.launch,
+        attention=core.kernels if core.triton is None else core.triton,
     ))  # fmt: skip

@@ -48,12 +48,11 @@ def make_table(args: argparse.Namespace) -> Table:
 def add_machine(command: argparse.ArgumentParser) -> None:
     """The flags of a run on a machine."""
     group = command.add_argument_group(
-        "of a config on a machine", "all else is the config's; with --step-seconds also how long "
-        "the run takes and what it costs",
+        "of a config on a machine", "all else is the config's",
     )  # fmt: skip
     text = "as --topology of llmx.aot, e.g. v5p:4x4x8, 4@v5e:16x16, h100:4x8"
     group.add_argument("--machine", metavar="NAME", help=text)
-    text = "of a step, measured or from llmx.aot, without checkpoints and failures"
+    text = "of a step, if it was measured, for the length of the run (the estimate)"
     group.add_argument("--step-seconds", type=float, metavar="S", help=text)
     text = "of the run (steps x tokens of a batch of the config)"
     group.add_argument("--tokens", type=float, metavar="D", help=text)

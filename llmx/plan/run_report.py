@@ -8,12 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmx import sharding
-from llmx.aot import compiler, topologies
+from llmx.aot import compiler
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, describe, flags, recipe, utilization
 from llmx.model import costs, remat
-from llmx.plan import duration, memory, options, schedule_report, sizes, traffic
+from llmx.plan import (
+    duration,
+    machines,
+    memory,
+    options,
+    schedule_report,
+    sizes,
+    step_time,
+    time_report,
+    traffic,
+)
 from llmx.plan.memory import Memory
 from llmx.plan.traffic import Message
 from llmx.runtime.utilization import text as utilization_text
@@ -32,30 +42,28 @@ def show(
     """
     if wrong := options.given(args, options.NOT_OF_MACHINES):
         raise ValueError(f"{', '.join(wrong)} with --machine: leave one of them out")
-    wrong = options.given(args, options.OF_DURATION)
-    if wrong and args.step_seconds is None:
-        raise ValueError(
-            f"{', '.join(wrong)} without --step-seconds=S: measure a step, or take the estimate of "
-            "llmx.aot"
-        )
-    topology = topologies.parse(args.machine)
+    machine = machines.parse(args.machine)
+    topology = machine.topology
     _, config, problems = flags.parse(command, argv)
     run = compiler.resolve(config, topology, problems=problems)
     if why_not := refusal(run):
         raise ValueError(why_not)
     held, sent = count(run, topology)
+    time = step_time.of(run, machine)
+    of_time = time_report.to_json(time, run, machine)
+    step = time.step if args.step_seconds is None else args.step_seconds
+    of_duration, duration_lines = _duration(args, run, topology, step)
     report = {
         "machine": topology.name, "num_devices": topology.num_devices,
         "mesh": _mesh(run), "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
-        "not_counted": uncounted(run),
+        "time": of_time, "duration": of_duration, "not_counted": uncounted(run),
     }  # fmt: skip
-    lines = [*_head(run, topology), "", *_memory_lines(held, topology), "", *_sent_lines(sent)]
-    if args.step_seconds is not None:
-        of_duration, more = _duration(args, run, topology)
-        report["duration"] = of_duration
-        lines += ["", *more]
+    lines = [
+        *_head(run, topology), "", *_memory_lines(held, topology), "",
+        *time_report.lines(time, of_time), "", *_sent_lines(sent), "", *duration_lines,
+    ]  # fmt: skip
     lines += [f"not counted: {what}" for what in uncounted(run)]
     return report, "\n".join(lines)
 
@@ -102,10 +110,10 @@ def uncounted(run: Config) -> list[str]:
 
 
 def _duration(
-    args: argparse.Namespace, run: Config, topology: Topology
+    args: argparse.Namespace, run: Config, topology: Topology, step: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Days, cost and goodput of the run, as JSON and as lines."""
-    per_step, step = run.batch.size * run.batch.sequence_length, args.step_seconds
+    """Days, cost and goodput of the run, as JSON and as lines; `step`: seconds."""
+    per_step = run.batch.size * run.batch.sequence_length
     chip, every = topology.chip, run.checkpoint.every
     tokens = run.steps * per_step if args.tokens is None else args.tokens
     names = ("device_mtbf", "save_seconds", "restart_seconds", "price")
@@ -128,8 +136,8 @@ def _duration(
     if found.kilowatt_hours is not None:
         cost += f", {found.kilowatt_hours:,.0f} kWh of the chips"
     lines = [
-        f"{tokens:.4g} tokens in {found.steps:,} steps of {step:g} s: {found.seconds / 86400:,.2f} "
-        f"days, {found.device_hours:,.0f} device hours{cost}",
+        f"{tokens:.4g} tokens in {found.steps:,} steps of {step:.4g} s: "
+        f"{found.seconds / 86400:,.2f} days, {found.device_hours:,.0f} device hours{cost}",
         f"  {per_step / step:,.0f} tokens/s, {utilization_text(shares)}; {flops['6PD']:.3g} FLOPs "
         f"by 6PD, {flops['exact']:.3g} with attention",
         f"  that is with a checkpoint every {found.interval:,} steps, the best interval: "

@@ -1,0 +1,271 @@
+"""The operators of a train step on one device: what they compute and move, and how long they take.
+
+Products are counted one by one, as the decoder has them: in the forward pass [tokens, in] x [in,
+out], in the backward pass the gradient of the input, [tokens, out] x [out, in], and of the weight,
+[in, tokens] x [tokens, out], and once more in the forward pass what `remat` runs again. Attention
+counts by its kernel's FLOPs. All else, norms, activations, rotations, casts, copies, the update, is
+memory-bound: bytes that are read and written, counted in whole arrays as the compilers' programs
+have them (`TPU`, `GPU`).
+
+Letters: as in `llmx.model.costs`.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llmx.config import utilization
+from llmx.model import costs, quantized, remat, remat_costs
+from llmx.plan import gemm
+from llmx.plan.gemm import Core
+from llmx.plan.sizes import Leaf, Sizes
+
+FP32 = 4
+FORWARD, BACKWARD, LOSS, ENDS = "forward", "backward", "loss", "ends"
+
+# Rows of the report.
+PRODUCTS, ATTENTION, MOVES = "products of layers", "attention", "elementwise"
+HEAD, UPDATE = "head and loss", "optimizer"
+
+
+class Operator(NamedTuple):
+    """One operator, or several that are alike."""
+
+    name: str  # "mlp/gate forward"
+    part: str  # the row of the report
+    moment: str  # FORWARD, BACKWARD: of a layer and microbatch; LOSS: of a microbatch; ENDS: a step
+    seconds: float  # of one
+    count: float = 1.0  # in its moment
+    flops: float = 0.0  # of one
+    bytes: float = 0.0  # of one
+    shape: tuple[int, int, int] = (0, 0, 0)  # M, N, K of a product
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """How often the programs of a compiler read or write an array outside products, in a layer.
+
+    Pairs: in the forward pass, and in the backward pass beside what it runs again.
+    """
+
+    mlp: tuple[float, float]  # [tokens, F]
+    stream: tuple[float, float]  # [tokens, D] between blocks
+    heads: tuple[float, float]  # [tokens, (N + K) H]: rotation, norms, layouts
+    normed: tuple[float, float]  # more of these with norms of queries and keys
+    weights: tuple[float, float]  # of a layer's gathered weights: casts, copies
+    shares: tuple[float, float]  # of a device's share of them, in fp32
+    launches: tuple[float, float]  # operators
+    logits: float  # bytes per logit and microbatch
+    update: float  # arrays in fp32 of a device's share of the state: read and written
+    sums: float  # of gradient buffers, with accumulation
+    attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
+
+
+# Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
+GPU = Moved(
+    mlp=(3.0, 6.0), stream=(8.0, 8.0), heads=(2.0, 4.0), normed=(4.0, 6.0), weights=(0.35, 0.35),
+    shares=(1.5, 1.5), launches=(20.0, 40.0), logits=12.0, update=6.5, sums=2.0,
+    attention_backward=3.5,
+)  # fmt: skip
+TPU = Moved(
+    mlp=(0.0, 0.0), stream=(12.0, 20.0), heads=(25.0, 60.0), normed=(4.0, 6.0),
+    weights=(0.0, 0.0), shares=(2.0, 2.0), launches=(0.0, 0.0), logits=4.0, update=7.0, sums=3.0,
+    attention_backward=2.5,
+)  # fmt: skip
+
+# The leaves that layers multiply with, and what their products are called where they are saved.
+_RESULTS = {
+    "attention/query": remat.QUERY, "attention/key": remat.KEY, "attention/value": remat.VALUE,
+    "attention/out": remat.ATTENTION_OUT, "mlp/gate": remat.GATE, "mlp/up": remat.UP,
+    "mlp/down": remat.MLP_OUT,
+}  # fmt: skip
+_INTO_STREAM = ("attention/out", "mlp/down")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Device:
+    """A device of a run."""
+
+    sizes: Sizes
+    core: Core
+    moved: Moved
+
+    @functools.cached_property
+    def again(self) -> dict[str, float]:
+        """The share of layers that run something again, by its name in `remat.SAVES`."""
+        model, run = self.sizes.run.model, self.sizes.run
+        found = collections.Counter()
+        for policy in remat_costs.policies(model, remat.inside(run.remat)):
+            found.update(remat_costs.recomputed(model, policy, run.offload.saves))
+        return {name: count / model.num_layers for name, count in found.items()}
+
+    @functools.cached_property
+    def whole_again(self) -> float:
+        """How often a layer is run once more, whole, before its backward pass."""
+        run = self.sizes.run
+        if remat.keeps_input(run.remat):
+            return 1.0
+        chunks = utilization.chunks_of(run)
+        segments = remat_costs.segments(run.model, run.remat, chunks)
+        return sum(end - first for first, end in segments) / run.model.num_layers
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[str, str]:
+        """Of the factors of the layers' products, forward and backward."""
+        run = self.sizes.run
+        forward = utilization.compute_dtype(run)
+        rounded = quantized.FORMATS[run.products.format].gradient
+        backward = forward if rounded is not None else self.sizes.policy.compute.name
+        return self.dtype(forward), self.dtype(backward)
+
+    def dtype(self, name: str) -> str:
+        """The name in `gemm.DTYPE_BYTES` that stands for a numpy type on this chip."""
+        if name.startswith("float8"):
+            return "float8"
+        if name == "float32":
+            return next((one for one in ("tf32", name) if one in self.core.chip.flops), "bfloat16")
+        return name
+
+    def product(
+        self, name: str, part: str, moment: str, shape: tuple[int, int, int], dtype: str,
+        count: float = 1.0, role: str = "forward",
+    ) -> Operator:  # fmt: skip
+        """`shape`: M, N, K."""
+        m, n, k = (max(1, round(size)) for size in shape)
+        bytes_each = gemm.DTYPE_BYTES[dtype]
+        return Operator(
+            f"{name} {role}", part, moment, gemm.seconds(m, n, k, dtype, self.core), count,
+            2.0 * m * n * k, float(bytes_each * (m * k + k * n + m * n)), (m, n, k),
+        )  # fmt: skip
+
+    def move(
+        self, name: str, moment: str, num_bytes: float, *, part: str = MOVES, launches: float = 1.0
+    ) -> Operator:
+        seconds = num_bytes / self.core.bandwidth + launches * self.core.calibration.start
+        return Operator(name, part, moment, seconds, bytes=num_bytes)
+
+
+def of(sizes: Sizes, core: Core, moved: Moved) -> list[Operator]:
+    """All operators of a resolved run's step on one device."""
+    device = _Device(sizes, core, moved)
+    return [
+        one
+        for one in (*_products(device), *_attention(device), *_moves(device), *_loss(device),
+                    *_ends(device))
+        if one.count and one.seconds
+    ]  # fmt: skip
+
+
+def seconds(operators: list[Operator], moment: str, part: str = "") -> float:
+    """The time of a moment, or of a part of it."""
+    return sum(
+        one.seconds * one.count
+        for one in operators
+        if one.moment == moment and part in ("", one.part)
+    )
+
+
+def _products(device: _Device) -> Iterator[Operator]:
+    sizes, (forward, backward) = device.sizes, device.dtypes
+    tokens, width = sizes.tokens, sizes.run.model.width
+    for leaf in sizes.weights:
+        name = "/".join(leaf.name.split("/")[1:3])
+        other = _of_layer(sizes, leaf) / width  # N H, K H or F, over `tensor`
+        left, right = (other, width) if name in _INTO_STREAM else (width, other)
+        again = device.again.get(_RESULTS[name], 0.0) + device.whole_again
+        shape = (tokens, right, left)
+        yield device.product(name, PRODUCTS, FORWARD, shape, forward)
+        yield device.product(name, PRODUCTS, BACKWARD, shape, forward, again)
+        shape = (tokens, left, right)
+        yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="input gradient")
+        shape = (left, right, tokens)
+        yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="weight gradient")
+
+
+def _of_layer(sizes: Sizes, leaf: Leaf) -> float:
+    """Numbers of a layer's weight on a device that has gathered it."""
+    return sizes.whole(leaf) * sizes.mesh["stage"] / sizes.run.model.num_layers
+
+
+def _attention(device: _Device) -> Iterator[Operator]:
+    sizes, moved = device.sizes, device.moved
+    model, run = sizes.run.model, sizes.run
+    scores = costs.scores_by_block(model, run.batch.sequence_length, True)
+    flops = sum(scores) / len(scores) * sizes.tokens / sizes.mesh["tensor"]
+    dtype = device.dtype(sizes.policy.compute.name)
+    again = device.again.get(remat.ATTENTION, 0.0) + device.whole_again
+    arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]
+    arrays *= 2 * (model.num_heads + model.num_kv_heads)
+    for name, moment, times, count in (
+        ("attention forward", FORWARD, 1.0, 1.0),
+        ("attention forward", BACKWARD, 1.0, again),
+        ("attention backward", BACKWARD, moved.attention_backward, 1.0),
+    ):
+        time = gemm.attention_seconds(times * flops, dtype, device.core)
+        yield Operator(
+            name, ATTENTION, moment, time, count, times * flops, arrays * (times > 1) + arrays
+        )
+
+
+def _moves(device: _Device) -> Iterator[Operator]:
+    """Elementwise operators of a layer, forward and backward, with what is run again."""
+    for index, moment in enumerate((FORWARD, BACKWARD)):
+        for name, num_bytes, launches in _moved(device, index):
+            yield device.move(name, moment, num_bytes, launches=launches)
+    share = _run_again(device)
+    for name, num_bytes, launches in _moved(device, 0):
+        one = device.move(f"{name} again", BACKWARD, num_bytes, launches=launches)
+        yield one._replace(count=share)
+
+
+def _run_again(device: _Device) -> float:
+    """The share of a forward pass's elementwise operators that the backward pass repeats."""
+    return device.whole_again + min(1.0, max(device.again.values(), default=0.0))
+
+
+def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
+    """Name, bytes and launches of a layer's elementwise operators; `index`: backward or not."""
+    sizes, moved = device.sizes, device.moved
+    model, tensor, number = sizes.run.model, sizes.mesh["tensor"], sizes.compute_bytes
+    heads = (model.num_heads + model.num_kv_heads) * model.head_dim
+    head_passes = moved.heads[index] + moved.normed[index] * model.qk_norm
+    of_layer = sum(_of_layer(sizes, leaf) for leaf in sizes.weights)
+    shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights)
+    shares *= sizes.mesh["stage"] / model.num_layers
+    yield "activation", moved.mlp[index] * number * sizes.tokens * model.mlp_dim / tensor, 1.0
+    stream = moved.stream[index] * (2.0 if model.post_norms else 1.0)
+    yield "norms and residuals", stream * number * sizes.tokens_between * model.width, 1.0
+    yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
+    weights = moved.weights[index] * number * of_layer + moved.shares[index] * FP32 * shares
+    yield "weights", weights, moved.launches[index]
+
+
+def _loss(device: _Device) -> Iterator[Operator]:
+    """Lookup, head and loss of a microbatch."""
+    sizes, run = device.sizes, device.sizes.run
+    shared = sizes.mesh["tensor"] * sizes.mesh["stage"]
+    chunks, rows = utilization.loss_chunks(run), run.model.padded_vocab / shared
+    dtype, width, tokens = device.dtype(sizes.policy.compute.name), run.model.width, sizes.tokens
+    shape, each = (tokens, rows / chunks, width), chunks
+    yield device.product("head", HEAD, LOSS, shape, dtype, each * (1 + (chunks > 1)))
+    shape = (tokens, width, rows / chunks)
+    yield device.product("head", HEAD, LOSS, shape, dtype, each, "input gradient")
+    shape = (rows / chunks, width, tokens)
+    yield device.product("head", HEAD, LOSS, shape, dtype, each, "weight gradient")
+    moved = device.moved.logits * tokens * rows
+    yield device.move("logits", LOSS, moved, part=HEAD, launches=8.0 * chunks)
+
+
+def _ends(device: _Device) -> Iterator[Operator]:
+    """Of a step: sums of gradients over microbatches, and the update."""
+    sizes, moved = device.sizes, device.moved
+    leaves = [*sizes.weights, sizes.head]
+    if not sizes.run.model.tied_head:
+        leaves.append(sizes.head)  # the embedding, as large
+    gradients = sum(sizes.local(leaf, "gradients") for leaf in leaves)
+    if (several := sizes.run.batch.accumulation) > 1:
+        yield device.move("sums of gradients", ENDS, several * moved.sums * FP32 * gradients)
+    updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
+    yield device.move("update", ENDS, moved.update * FP32 * updated, part=UPDATE)

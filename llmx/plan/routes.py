@@ -1,0 +1,98 @@
+"""How long the messages of a step take on a machine's links, each by itself."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llmx import sharding
+from llmx.aot import links, topologies
+from llmx.plan.machines import Machine
+from llmx.plan.traffic import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """What `jax.experimental.mesh_utils` asks of a TPU to place it."""
+
+    id: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    device_kind: str
+    slice_index: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Routes:
+    """The links between the devices of a mesh on a machine."""
+
+    machine: Machine
+    sizes: Mapping[str, int]  # of mesh axes, outermost first
+    across: Sequence[str] = ()  # axes that cross slices, as `mesh.across_slices`
+
+    @functools.cached_property
+    def _inner(self) -> dict[str, int]:
+        """The mesh of one slice."""
+        return {name: size // self._outer(name) for name, size in self.sizes.items()}
+
+    def _outer(self, name: str) -> int:
+        """How many slices an axis crosses: where several do, the outermost fill first."""
+        if name not in self.across:
+            return 1
+        left = self.machine.topology.num_slices
+        for axis in self.sizes:
+            if axis in self.across:
+                part = math.gcd(self.sizes[axis], left)
+                if axis == name:
+                    return part
+                left //= part
+        return 1
+
+    @functools.cached_property
+    def _links(self) -> links.Machine:
+        topology = self.machine.topology
+        if self.machine.on_gpu:
+            return links.Hosts(np.arange(topology.num_devices) // topology.shape[1],
+                               self.machine.rates)  # fmt: skip
+        shape = (*topology.shape, 1, 1)[:3]
+        dies = topology.chip.devices_per_chip
+        places = itertools.product(*(range(size) for size in reversed(shape)), range(dies))
+        chips = [
+            _Chip(number, tuple(reversed(place[:3])), place[3], topology.device_kind)
+            for number, place in enumerate(places)
+        ]
+        mesh = sharding.make_mesh(self._inner, devices=chips)
+        positions = np.array([(*chip.coords, chip.core_on_chip) for chip in mesh.devices.flat])
+        wraps = (*topologies.wraps(topology.shape), False, False)[:3]
+        return links.Torus(positions, shape, wraps, self.machine.rates)
+
+    @functools.cache  # noqa: B019 - lives as long as the mesh
+    def _group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The first group of devices along some axes of one slice."""
+        numbers = np.arange(math.prod(self._inner.values())).reshape(tuple(self._inner.values()))
+        at = tuple(slice(None) if name in axes else 0 for name in self._inner)
+        return tuple(numbers[at].ravel().tolist())
+
+    def seconds(self, message: Message) -> float:
+        """The time of one of these messages on free links."""
+        rates, group = self.machine.rates, self._group(message.axes)
+        slices = math.prod(map(self._outer, message.axes))
+        if message.kind == "collective-permute":
+            if slices > 1:
+                return links.slices_route(message.bytes, rates).duration()
+            pairs = list(zip(group, (*group[1:], group[0]), strict=True))
+            return self._links.route(message.kind, message.bytes, pairs).duration()
+        if message.size < len(group):  # neighbours along an axis
+            group = group[: message.size]
+        inside = 0.0
+        if len(group) > 1:
+            inside = self._links.route(message.kind, message.bytes, [group]).duration()
+        if slices == 1:
+            return inside
+        sent = links.PASSES.get(message.kind, 1.0) * message.bytes * (1 - 1 / slices) / len(group)
+        return inside + links.slices_route(sent, rates).duration()

@@ -1,0 +1,204 @@
+"""How long a train step takes on a machine, and where the time goes: counted, nothing is compiled.
+
+A device computes its operators (`operators`) one after the other; a pipeline's in the ticks of its
+schedule. Messages (`traffic`) travel beside them on the machine's links (`routes`), and what the
+compiled programs do not hide is added:
+
+    weights, gradients of layers   hidden behind the layer before: what is beyond the layers' own
+                                   time, and what the first and last layer wait for
+    activations over `tensor`      not hidden by one group of tokens; of several that take turns
+                                   half of one group's
+    all others                     a share, read from the programs of each compiler: `TPU`, `GPU`
+"""
+
+import dataclasses
+
+from llmx.config import Config, recipe, utilization
+from llmx.pipeline import schedules, simulate
+from llmx.plan import operators, routes, sizes, traffic
+from llmx.plan.machines import Machine
+from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
+from llmx.plan.sizes import Sizes
+from llmx.plan.traffic import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """The share of messages' time that the core waits for, in the programs of a compiler."""
+
+    edge: float  # layers' worth of weights and gradients, once a step
+    edge_of_pass: float  # the same for each pass of a pipeline
+    once: float  # of sums of gradients and gathers of updated parameters, once a step
+    step: float  # of weights that are gathered once a step
+    ring: float  # of keys and values
+    heads: float  # of Ulysses' exchanges
+    wide: float  # of gradients of layers in more bytes than the compute dtype's
+
+
+# Of the programs in tests/golden/programs.jsonl (jax 0.10.2, libtpu 0.0.42.1).
+TPU = Overlap(edge=1.7, edge_of_pass=1.0, once=1.0, step=1.0, ring=0.0, heads=1.0, wide=0.0)
+GPU = Overlap(edge=0.1, edge_of_pass=3.5, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    parts: dict[str, float]  # they add up to the step
+    compute: float  # operators, without waiting for others
+    communication: float  # all messages on free links
+    operators: tuple[Operator, ...]
+
+    @property
+    def step(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def exposed(self) -> float:
+        """What the core waits for messages."""
+        return sum(of for name, of in self.parts.items() if name.startswith(EXPOSED))
+
+    @property
+    def bubble(self) -> float:
+        return self.parts.get(BUBBLE, 0.0)
+
+
+EXPOSED, BUBBLE = "exposed", "bubble"
+
+
+def of(run: Config, machine: Machine) -> StepTime:
+    """Of a resolved run."""
+    counted, gpu = sizes.of(run), machine.on_gpu
+    listed = operators.of(counted, machine.core, operators.GPU if gpu else operators.TPU)
+    passes = traffic.passes_of(run)
+    parts = _computed(counted, listed)
+    compute = sum(parts.values())
+    if (idle := _idle(counted, listed)) > 0:
+        parts[BUBBLE] = idle
+    turns = recipe.turns_of(run, machine.topology.device_kind)
+    links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
+    messages = [(one, links.seconds(one) * one.count) for one in traffic.of(counted, turns=turns)]
+    waits = _Waits(counted, passes, listed, GPU if gpu else TPU, turns)
+    for axes, seconds in waits.of(messages).items():
+        parts[f"{EXPOSED}: {axes}"] = seconds
+    return StepTime(parts, compute, sum(seconds for _, seconds in messages), tuple(listed))
+
+
+def _rounds(counted: Sizes) -> tuple[int, int]:
+    """How many passes over layers a device makes in each direction that are of use, and layers."""
+    run = counted.run
+    chunks = utilization.chunks_of(run)
+    per_stage = len(chunks) // run.mesh.stage if chunks else 1
+    return run.batch.accumulation * per_stage, max(chunks, default=run.model.num_layers)
+
+
+def repetitions(counted: Sizes) -> dict[str, int]:
+    """How often a device does in a step what operators count for each moment, empty slots of
+    pipelines left out."""
+    rounds, layers = _rounds(counted)
+    # Lookups and heads are split over all stages.
+    loss = counted.run.batch.accumulation
+    return {FORWARD: rounds * layers, BACKWARD: rounds * layers, LOSS: loss, ENDS: 1}
+
+
+def _computed(counted: Sizes, listed: list[Operator]) -> dict[str, float]:
+    """Of the work that is of use, by the operators' parts."""
+    times = repetitions(counted)
+    parts: dict[str, float] = {}
+    for one in listed:
+        spent = one.seconds * one.count * times[one.moment]
+        parts[one.part] = parts.get(one.part, 0.0) + spent
+    return parts
+
+
+def _idle(counted: Sizes, listed: list[Operator]) -> float:
+    """What a pipeline's step takes beyond the work of one stage, in lockstep."""
+    run = counted.run
+    if run.mesh.stage == 1:
+        return 0.0
+    table = schedules.table_of(
+        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
+    )
+    rounds, layers = _rounds(counted)
+    forward, backward = (layers * operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
+    weight = 0.0
+    if table.splits_backward:
+        weight = layers * sum(
+            one.seconds * one.count
+            for one in listed
+            if one.name.endswith("weight gradient") and one.moment == BACKWARD
+        )
+    chunks = [1.0] * table.num_chunks
+    timeline = simulate.simulate(
+        table,
+        forward=[forward * of for of in chunks],
+        backward=[(backward - weight) * of for of in chunks],
+        weight=[weight * of for of in chunks],
+    )
+    return timeline.step_time - rounds * (forward + backward)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Waits:
+    """What the core waits for messages."""
+
+    counted: Sizes
+    passes: traffic.Passes
+    listed: list[Operator]
+    overlap: Overlap
+    turns: int
+
+    def of(self, messages: list[tuple[Message, float]]) -> dict[str, float]:
+        """Seconds by mesh axes."""
+        found: dict[str, float] = {}
+        layers: dict[str, float] = {}
+        for one, seconds in messages:
+            axes = ",".join(one.axes)
+            if self._is_hidden(one):
+                layers[axes] = layers.get(axes, 0.0) + seconds
+            else:
+                found[axes] = found.get(axes, 0.0) + seconds * self._share(one)
+        for axes, seconds in layers.items():
+            found[axes] = found.get(axes, 0.0) + self._edges(seconds)
+        total = sum(layers.values())
+        if (beyond := total - self._compute()) > 0:
+            longest = max(layers, key=layers.get)
+            found[longest] += beyond
+        return {axes: seconds for axes, seconds in found.items() if seconds > 0}
+
+    def _is_hidden(self, one: Message) -> bool:
+        """Whether it travels beside the layer before or behind it."""
+        run = self.counted.run
+        if one.purpose == "weights":
+            return run.sharding.gather == "layer"
+        wide = self.counted.reduce_bytes > self.counted.compute_bytes and self.overlap.wide > 0
+        return one.purpose == "gradients" and one.kind == "reduce-scatter" and not wide
+
+    def _share(self, one: Message) -> float:
+        overlap = self.overlap
+        if one.purpose == "activations":
+            return 1.0 if self.turns == 1 else 0.5 / self.turns
+        if one.purpose in ("keys and values", "gradients of keys and values"):
+            return overlap.ring
+        if one.purpose == "heads":
+            return overlap.heads
+        if one.purpose == "weights":
+            return overlap.step
+        if one.purpose == "gradients":
+            return overlap.wide if one.kind == "reduce-scatter" else overlap.once
+        return overlap.once if one.purpose == "updated parameters" else 1.0
+
+    def _edges(self, seconds: float) -> float:
+        """What the first and the last layer of a pass wait for."""
+        passes = self.passes.forward + self.passes.backward
+        one_layer = seconds / max(1, passes * self.passes.layers)
+        if self.counted.run.mesh.stage == 1:
+            return 2 * self.overlap.edge * one_layer
+        return self.overlap.edge_of_pass * passes * one_layer
+
+    def _compute(self) -> float:
+        """Of all passes over layers."""
+        return self.passes.layers * (
+            self.passes.forward * operators.seconds(self.listed, FORWARD)
+            + self.passes.backward * operators.seconds(self.listed, BACKWARD)
+        )
