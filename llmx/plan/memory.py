@@ -142,6 +142,15 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What layers save for the backward pass, of one microbatch, and copies of it."""
+    found, model = saved(sizes, program), sizes.run.model
+    copies = program.head_copies * _queries(sizes)
+    if sizes.run.batch.accumulation > 1:
+        copies += program.kept_copies * model.num_layers * _input_bytes(sizes)
+    return found | {"copies of activations": copies}
+
+
+def saved(sizes: Sizes, program: Program) -> dict[str, float]:
+    """What all layers save for the backward pass, of one microbatch."""
     model = sizes.run.model
     model = dataclasses.replace(model, head_dim=_head_dim(model, program))
     # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`.
@@ -157,10 +166,7 @@ def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
             2 * model.num_layers * sizes.compute_bytes * more * model.width
         )
         found["saved weights"] = _weights_of_layers(sizes)
-    copies = program.head_copies * _queries(sizes)
-    if sizes.run.batch.accumulation > 1:
-        copies += program.kept_copies * model.num_layers * _input_bytes(sizes)
-    return found | {"copies of activations": copies}
+    return found
 
 
 def _input_bytes(sizes: Sizes) -> float:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from llmx.config import utilization
 from llmx.model import costs, quantized, remat, remat_costs
-from llmx.plan import gemm
+from llmx.plan import gemm, memory
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Leaf, Sizes
 
@@ -56,6 +56,9 @@ class Moved:
     normed: tuple[float, float]  # more of these with norms of queries and keys
     weights: tuple[float, float]  # of a layer's gathered weights: casts, copies
     shares: tuple[float, float]  # of a device's share of them, in fp32
+    gradients: float  # of a device's share of a layer's gradients
+    saves: tuple[float, float]  # of what a layer saves
+    rounded: float  # bytes for each number that fp8 or int8 products round
     launches: tuple[float, float]  # operators
     logits: float  # bytes per logit and microbatch
     update: float  # arrays in fp32 of a device's share of the state: read and written
@@ -66,13 +69,13 @@ class Moved:
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(8.0, 8.0), heads=(2.0, 4.0), normed=(4.0, 6.0), weights=(0.35, 0.35),
-    shares=(1.5, 1.5), launches=(20.0, 40.0), logits=12.0, update=6.5, sums=2.0,
-    attention_backward=3.5,
+    shares=(1.5, 1.5), gradients=4.0, saves=(3.0, 1.0), rounded=20.0, launches=(20.0, 40.0),
+    logits=12.0, update=6.5, sums=2.0, attention_backward=3.5,
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(12.0, 20.0), heads=(25.0, 60.0), normed=(4.0, 6.0),
-    weights=(0.0, 0.0), shares=(2.0, 2.0), launches=(0.0, 0.0), logits=4.0, update=7.0, sums=3.0,
-    attention_backward=2.5,
+    weights=(0.0, 0.0), shares=(2.0, 2.0), gradients=4.0, saves=(6.0, 6.0), rounded=10.0,
+    launches=(0.0, 0.0), logits=4.0, update=7.0, sums=3.0, attention_backward=2.5,
 )  # fmt: skip
 
 # The leaves that layers multiply with, and what their products are called where they are saved.
@@ -240,6 +243,32 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
     weights = moved.weights[index] * number * of_layer + moved.shares[index] * FP32 * shares
     yield "weights", weights, moved.launches[index]
+    yield "saves", moved.saves[index] * _saved(device), 1.0
+    if index:
+        gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
+        gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers
+        yield "gradients", moved.gradients * gradients, 1.0
+    yield "rounding", moved.rounded * _rounded(device, index), 1.0
+
+
+def _saved(device: _Device) -> float:
+    """Bytes that a layer saves of a microbatch."""
+    sizes = device.sizes
+    return sum(memory.saved(sizes, memory.TPU).values()) / sizes.run.model.num_layers
+
+
+def _rounded(device: _Device, index: int) -> float:
+    """Numbers that a layer's products round, of activations or of gradients."""
+    sizes = device.sizes
+    form = quantized.FORMATS[sizes.run.products.format]
+    if (form.gradient if index else form.x) is None:
+        return 0.0
+    width = sizes.run.model.width
+    ways = {True: lambda other: other, False: lambda other: width}
+    into = lambda leaf: "/".join(leaf.name.split("/")[1:3]) in _INTO_STREAM  # noqa: E731
+    return sizes.tokens * sum(
+        ways[into(leaf) != bool(index)](_of_layer(sizes, leaf) / width) for leaf in sizes.weights
+    )
 
 
 def _loss(device: _Device) -> Iterator[Operator]:
