@@ -54,6 +54,7 @@ class Moved:
     stream: tuple[float, float]  # [tokens, D] between blocks
     heads: tuple[float, float]  # [tokens, (N + K) H]: rotation, norms, layouts
     normed: tuple[float, float]  # more of these with norms of queries and keys
+    ring: float  # of queries [tokens, N H] for each step of a ring, in both passes together
     weights: tuple[float, float]  # of a layer's gathered weights: casts, copies
     shares: tuple[float, float]  # of a device's share of them, in fp32
     gradients: float  # of a device's share of a layer's gradients
@@ -68,12 +69,13 @@ class Moved:
 
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
 GPU = Moved(
-    mlp=(3.0, 6.0), stream=(8.0, 8.0), heads=(2.0, 4.0), normed=(4.0, 6.0), weights=(0.35, 0.35),
-    shares=(1.5, 1.5), gradients=4.0, saves=(3.0, 1.0), rounded=20.0, launches=(20.0, 40.0),
+    mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
+    weights=(0.35, 0.35), shares=(1.5, 1.5), gradients=8.0, saves=(2.2, 0.2), rounded=20.0,
+    launches=(30.0, 50.0),
     logits=12.0, update=6.5, sums=2.0, attention_backward=3.5,
 )  # fmt: skip
 TPU = Moved(
-    mlp=(0.0, 0.0), stream=(12.0, 20.0), heads=(25.0, 60.0), normed=(4.0, 6.0),
+    mlp=(0.0, 0.0), stream=(12.0, 20.0), heads=(25.0, 60.0), normed=(4.0, 6.0), ring=0.0,
     weights=(0.0, 0.0), shares=(2.0, 2.0), gradients=4.0, saves=(6.0, 6.0), rounded=10.0,
     launches=(0.0, 0.0), logits=4.0, update=7.0, sums=3.0, attention_backward=2.5,
 )  # fmt: skip
@@ -243,6 +245,10 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
     weights = moved.weights[index] * number * of_layer + moved.shares[index] * FP32 * shares
     yield "weights", weights, moved.launches[index]
+    steps = sizes.mesh["sequence"] // sizes.run.attention.ulysses
+    if steps > 1:
+        queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
+        yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
     yield "saves", moved.saves[index] * _saved(device), 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)

@@ -11,10 +11,13 @@ compiled programs do not hide is added:
     all others                     a share, read from the programs of each compiler: `TPU`, `GPU`
 """
 
+import collections
 import dataclasses
+import functools
 
 from llmx.config import Config, recipe, utilization
-from llmx.pipeline import schedules, simulate
+from llmx.pipeline import schedule, schedules
+from llmx.pipeline.schedule import KINDS, Table
 from llmx.plan import operators, routes, sizes, traffic
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
@@ -69,12 +72,9 @@ EXPOSED, BUBBLE = "exposed", "bubble"
 def of(run: Config, machine: Machine) -> StepTime:
     """Of a resolved run."""
     counted, gpu = sizes.of(run), machine.on_gpu
-    listed = operators.of(counted, machine.core, operators.GPU if gpu else operators.TPU)
     passes = traffic.passes_of(run)
-    parts = _computed(counted, listed)
-    compute = sum(parts.values())
-    if (idle := _idle(counted, listed)) > 0:
-        parts[BUBBLE] = idle
+    parts, listed = computed(counted, machine)
+    compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
     links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
     messages = [(one, links.seconds(one) * one.count) for one in traffic.of(counted, turns=turns)]
@@ -82,6 +82,18 @@ def of(run: Config, machine: Machine) -> StepTime:
     for axes, seconds in waits.of(messages).items():
         parts[f"{EXPOSED}: {axes}"] = seconds
     return StepTime(parts, compute, sum(seconds for _, seconds in messages), tuple(listed))
+
+
+def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[Operator]]:
+    """What a device computes and how long a pipeline leaves it idle, in parts; and its operators.
+
+    Seconds, of a step that waits for no message: a bound for `of`.
+    """
+    listed = operators.of(counted, machine.core, operators.GPU if machine.on_gpu else operators.TPU)
+    parts = _computed(counted, listed)
+    if (idle := _idle(counted, listed)) > 0:
+        parts[BUBBLE] = idle
+    return parts, listed
 
 
 def _rounds(counted: Sizes) -> tuple[int, int]:
@@ -120,22 +132,29 @@ def _idle(counted: Sizes, listed: list[Operator]) -> float:
         run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
     )
     rounds, layers = _rounds(counted)
-    forward, backward = (layers * operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
+    forward, backward = (operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
     weight = 0.0
     if table.splits_backward:
-        weight = layers * sum(
+        weight = sum(
             one.seconds * one.count
             for one in listed
-            if one.name.endswith("weight gradient") and one.moment == BACKWARD
+            if one.moment == BACKWARD and one.name.endswith("weight gradient")
         )
-    chunks = [1.0] * table.num_chunks
-    timeline = simulate.simulate(
-        table,
-        forward=[forward * of for of in chunks],
-        backward=[(backward - weight) * of for of in chunks],
-        weight=[weight * of for of in chunks],
+    times = dict(zip(KINDS, (0.0, forward, backward - weight, weight), strict=True))
+    if not table.splits_backward:
+        times[KINDS[schedule.BACKWARD]] = backward
+    lockstep = sum(
+        number * max(times[KINDS[kind]] for kind in kinds)
+        for kinds, number in _ticks(table).items()
     )
-    return timeline.step_time - rounds * (forward + backward)
+    return layers * (lockstep - rounds * (forward + backward))
+
+
+@functools.lru_cache(maxsize=512)
+def _ticks(table: Table) -> dict[tuple[int, ...], int]:
+    """How many ticks have these kinds of operations, over all stages: they take as long as the
+    longest, because stages meet at each end."""
+    return collections.Counter(tuple(sorted({*row.tolist()})) for row in table.kind)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
