@@ -14,6 +14,7 @@ Letters: as in `llmx.model.costs`. Functions that end in `by_layer` give numbers
 embedding, L blocks, final norm and head.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -27,15 +28,20 @@ def policies(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
 
     `chunks`: see above. Raises ValueError where `text` is wrong or "budget".
     """
-    names, parts = sorted(set(model.layer_kinds)), _parts(model, chunks)
+    return list(_policies(tuple(model.layer_kinds), text, tuple(chunks)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _policies(kinds: tuple[str, ...], text: str, chunks: tuple[int, ...]) -> tuple[Policy, ...]:
+    names, parts = sorted(set(kinds)), _parts(kinds, chunks)
     rules = remat.parse(text, names)
     if not _alike(parts):
         # Kinds are known at run time only.
         any_kind = lambda layer: [remat.policy_of(rules, layer, kind) for kind in names]  # noqa: E731
-        return [remat.union(any_kind(layer)) for part in parts for layer in range(len(part))]
-    return [
+        return tuple(remat.union(any_kind(layer)) for part in parts for layer in range(len(part)))
+    return tuple(
         remat.policy_of(rules, layer, kind) for part in parts for layer, kind in enumerate(part)
-    ]
+    )
 
 
 def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -44,8 +50,15 @@ def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
     Layers count from the first of the model; no segment crosses the end of a chunk. `chunks`: see
     above. Raises ValueError where `text` is wrong or "budget".
     """
-    found, kind, parts = [], model.layer_kinds[0], _parts(model, chunks)
-    rules = remat.parse(text, sorted(set(model.layer_kinds)))
+    return list(_segments(tuple(model.layer_kinds), text, tuple(chunks)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _segments(
+    kinds: tuple[str, ...], text: str, chunks: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    found, kind, parts = [], kinds[0], _parts(kinds, chunks)
+    rules = remat.parse(text, sorted(set(kinds)))
     start, slots = 0, max(map(len, parts))
     for part in parts:
         for first, end, policy_of in remat.series(rules, slots):
@@ -58,12 +71,11 @@ def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
                     for layer in range(first, stop, size)
                 ]
         start += len(part)
-    return found
+    return tuple(found)
 
 
-def _parts(model: ModelConfig, chunks: Sequence[int]) -> list[tuple[str, ...]]:
+def _parts(kinds: Sequence[str], chunks: Sequence[int]) -> list[tuple[str, ...]]:
     """The kinds of the layers of each chunk."""
-    kinds = model.layer_kinds
     chunks = chunks or (len(kinds),)
     if sum(chunks) != len(kinds):
         raise ValueError(
@@ -79,7 +91,7 @@ def branches(model: ModelConfig, chunks: Sequence[int]) -> bool:
 
     `chunks`: see above.
     """
-    return len(set(model.layer_kinds)) > 1 and not _alike(_parts(model, chunks))
+    return len(set(model.layer_kinds)) > 1 and not _alike(_parts(model.layer_kinds, chunks))
 
 
 def _alike(parts: Sequence[tuple[str, ...]]) -> bool:
@@ -178,12 +190,13 @@ def saved_bytes_by_layer(
     number in the compute dtype; norms, logits, log-sum-exps are in fp32. Raises ValueError where
     `text` is wrong or "budget".
     """
-    blocks = [
-        saved_bytes(model, policy, compute_bytes, offloaded)
-        for policy in policies(model, text, chunks)
-    ]
+    chosen = policies(model, text, chunks)
+    by_policy = {
+        policy: saved_bytes(model, policy, compute_bytes, offloaded) for policy in set(chosen)
+    }
+    blocks = [by_policy[policy] for policy in chosen]
     of_input = 0 if remat.INPUT in offloaded else compute_bytes * model.width
-    if not _alike(_parts(model, chunks)):
+    if not _alike(_parts(model.layer_kinds, chunks)):
         # A conditional saves the names of each kind by themselves.
         kinds = len(set(model.layer_kinds))
         blocks = [of_input + kinds * (num_bytes - of_input) for num_bytes in blocks]

@@ -87,6 +87,8 @@ def seconds(
 ) -> float:
     """The time of `batch` products [m, k] x [k, n]; `out`: type of the result, else `dtype`."""
     curve = _curve(m, n, k, dtype, core, batch, out or dtype)
+    if not core.calibration.table:
+        return core.calibration.start + curve
     rows = [row for row in core.calibration.table if row.dtype == dtype]
     return core.calibration.start + curve / _correction(m, n, k, rows, core)
 

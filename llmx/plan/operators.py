@@ -20,7 +20,7 @@ from llmx.config import utilization
 from llmx.model import costs, quantized, remat, remat_costs
 from llmx.plan import gemm, memory
 from llmx.plan.gemm import Core
-from llmx.plan.sizes import Leaf, Sizes
+from llmx.plan.sizes import Sizes
 
 FP32 = 4
 FORWARD, BACKWARD, LOSS, ENDS = "forward", "backward", "loss", "ends"
@@ -117,6 +117,21 @@ class _Device:
         return sum(end - first for first, end in segments) / run.model.num_layers
 
     @functools.cached_property
+    def saved(self) -> float:
+        """Bytes that a layer saves of a microbatch."""
+        saved = memory.saved(self.sizes, memory.TPU)
+        return sum(saved.values()) / self.sizes.run.model.num_layers
+
+    @functools.cached_property
+    def of_layer(self) -> dict[str, float]:
+        """Numbers of a layer's weights on a device that has gathered them, by "mlp/gate"."""
+        sizes = self.sizes
+        share = sizes.mesh["stage"] / sizes.run.model.num_layers
+        return {
+            "/".join(leaf.name.split("/")[1:3]): sizes.whole(leaf) * share for leaf in sizes.weights
+        }
+
+    @functools.cached_property
     def dtypes(self) -> tuple[str, str]:
         """Of the factors of the layers' products, forward and backward."""
         run = self.sizes.run
@@ -175,9 +190,8 @@ def seconds(operators: list[Operator], moment: str, part: str = "") -> float:
 def _products(device: _Device) -> Iterator[Operator]:
     sizes, (forward, backward) = device.sizes, device.dtypes
     tokens, width = sizes.tokens, sizes.run.model.width
-    for leaf in sizes.weights:
-        name = "/".join(leaf.name.split("/")[1:3])
-        other = _of_layer(sizes, leaf) / width  # N H, K H or F, over `tensor`
+    for name, numbers in device.of_layer.items():
+        other = numbers / width  # N H, K H or F, over `tensor`
         left, right = (other, width) if name in _INTO_STREAM else (width, other)
         again = device.again.get(_RESULTS[name], 0.0) + device.whole_again
         shape = (tokens, right, left)
@@ -187,11 +201,6 @@ def _products(device: _Device) -> Iterator[Operator]:
         yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="input gradient")
         shape = (left, right, tokens)
         yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="weight gradient")
-
-
-def _of_layer(sizes: Sizes, leaf: Leaf) -> float:
-    """Numbers of a layer's weight on a device that has gathered it."""
-    return sizes.whole(leaf) * sizes.mesh["stage"] / sizes.run.model.num_layers
 
 
 def _attention(device: _Device) -> Iterator[Operator]:
@@ -236,7 +245,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     model, tensor, number = sizes.run.model, sizes.mesh["tensor"], sizes.compute_bytes
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
     head_passes = moved.heads[index] + moved.normed[index] * model.qk_norm
-    of_layer = sum(_of_layer(sizes, leaf) for leaf in sizes.weights)
+    of_layer = sum(device.of_layer.values())
     shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights)
     shares *= sizes.mesh["stage"] / model.num_layers
     yield "activation", moved.mlp[index] * number * sizes.tokens * model.mlp_dim / tensor, 1.0
@@ -249,18 +258,12 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     if steps > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
-    yield "saves", moved.saves[index] * _saved(device), 1.0
+    yield "saves", moved.saves[index] * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
         gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers
         yield "gradients", moved.gradients * gradients, 1.0
     yield "rounding", moved.rounded * _rounded(device, index), 1.0
-
-
-def _saved(device: _Device) -> float:
-    """Bytes that a layer saves of a microbatch."""
-    sizes = device.sizes
-    return sum(memory.saved(sizes, memory.TPU).values()) / sizes.run.model.num_layers
 
 
 def _rounded(device: _Device, index: int) -> float:
@@ -270,10 +273,9 @@ def _rounded(device: _Device, index: int) -> float:
     if (form.gradient if index else form.x) is None:
         return 0.0
     width = sizes.run.model.width
-    ways = {True: lambda other: other, False: lambda other: width}
-    into = lambda leaf: "/".join(leaf.name.split("/")[1:3]) in _INTO_STREAM  # noqa: E731
     return sizes.tokens * sum(
-        ways[into(leaf) != bool(index)](_of_layer(sizes, leaf) / width) for leaf in sizes.weights
+        numbers / width if (name in _INTO_STREAM) != bool(index) else width
+        for name, numbers in device.of_layer.items()
     )
 
 

@@ -18,6 +18,7 @@ Letters: as in `llmx.model.costs`.
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -29,7 +30,7 @@ from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
 from llmx.model.families import LOCAL
 from llmx.pipeline import executor, schedules, ticks
-from llmx.pipeline.schedule import BACKWARD, FORWARD
+from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
 from llmx.plan.sizes import Leaf, Sizes, leaves
 
@@ -76,16 +77,23 @@ def passes_of(run: Config) -> Passes:
     if run.mesh.stage == 1:
         return Passes(microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0)
     table = schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=microbatches)
+    counts = _of_table(table)
+    return Passes(
+        counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
+        *(counts[name] for name in _ENDS), counts["send"],
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _of_table(table: Table) -> collections.Counter:
+    """What happens in all ticks of a schedule, as often as a device does it."""
     program = ticks.program(table)
     counts = collections.Counter()
     for first, length, times in program.loops:
         for tick in range(length):
             at = slice(first + tick, first + length * times, length)
             counts += _counted(jax.tree.map(lambda a: a[at], program.rows), times)  # noqa: B023
-    return Passes(
-        counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
-        *(counts[name] for name in _ENDS), counts["send"],
-    )  # fmt: skip
+    return counts
 
 
 _ENDS = ("embedding", "embedding_gradient", "head")
