@@ -77,7 +77,7 @@ def passes_of(run: Config) -> Passes:
     if run.mesh.stage == 1:
         return Passes(microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0)
     table = schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=microbatches)
-    counts = _of_table(table)
+    counts = _of_schedule(table)
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
         *(counts[name] for name in _ENDS), counts["send"],
@@ -85,7 +85,7 @@ def passes_of(run: Config) -> Passes:
 
 
 @functools.lru_cache(maxsize=512)
-def _of_table(table: Table) -> collections.Counter:
+def _of_schedule(table: Table) -> collections.Counter:
     """What happens in all ticks of a schedule, as often as a device does it."""
     program = ticks.program(table)
     counts = collections.Counter()
