@@ -31,6 +31,7 @@ class Core:
     launch: float = 0.0  # seconds that every operation takes besides
     elements: float = math.inf  # elementwise operations in a second; inf: they are never the limit
     visible: float = 0.5  # share of attention's scores that its mask leaves: causal, a half
+    rings: bool = False  # unequal queries and keys are those of a ring's steps, which see all
     clock_published: bool = True
 
     def peak(self, dtype: str) -> float:
@@ -70,8 +71,8 @@ _GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "triton": 0.4, "launch"
 _TYPES = {"bf16": "bfloat16", "f16": "float16", "s8": "int8", "f8": "float8", "f32": "tf32"}
 
 
-def core_of(chip: hardware.Chip, *, visible: float = 0.5) -> Core:
-    """The core of one jax device of a chip."""
+def core_of(chip: hardware.Chip, *, visible: float = 0.5, rings: bool = False) -> Core:
+    """The core of one jax device of a chip. `visible`, `rings`: of the program's attention."""
     flops = {
         dtype: chip.device_flops(name if name in chip.flops else "bfloat16")
         for dtype, name in _TYPES.items()
@@ -81,7 +82,7 @@ def core_of(chip: hardware.Chip, *, visible: float = 0.5) -> Core:
     shares = _TPU if chip.topology.startswith("torus") else _GPU
     return Core(
         flops=flops, bandwidth=chip.hbm_bandwidth / chip.devices_per_chip, clock=clock,
-        visible=visible, clock_published=chip.name in _CLOCKS, **shares,
+        visible=visible, rings=rings, clock_published=chip.name in _CLOCKS, **shares,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _arithmetic(
 
 def _kernel(core: Core, module: Module, computation: Computation, call: Instruction) -> Time:
     moved = instruction_costs.bytes_of(module, computation, call)
-    flops = kernel_flops(module, computation, call, visible=core.visible)
+    flops = kernel_flops(module, computation, call, visible=core.visible, rings=core.rings)
     by_bytes = moved / (core.bandwidth * core.memory)
     share = core.triton if _of_triton(call) and core.triton is not None else core.kernels
     by_flops = (flops or 0.0) / (core.peak("bf16") * share)
@@ -161,9 +162,13 @@ _BY_NAME = (("dkv", 4), ("dq", 3), ("bwd", _BACKWARD), ("backward", _BACKWARD))
 
 
 def kernel_flops(
-    module: Module, computation: Computation, call: Instruction, *, visible: float
-) -> float | None:
-    """FLOPs of a kernel: its own estimate, or attention's by its shapes; None: neither."""
+    module: Module, computation: Computation, call: Instruction, *, visible: float,
+    rings: bool = False,
+) -> float | None:  # fmt: skip
+    """FLOPs of a kernel: its own estimate, or attention's by its shapes; None: neither.
+
+    `visible`, `rings`: as in `Core`.
+    """
     if estimate := re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config):
         return float(estimate.group(1))
     target = call.quoted("custom_call_target") or ""
@@ -186,6 +191,8 @@ def kernel_flops(
         rows = query.dims[-2], key.dims[-2]  # [..., T, H]
     # Of unequal numbers, the last queries of these keys, or the first keys of these queries.
     hidden = (1.0 - visible) * min(rows) / max(rows)
+    if rings and rows[0] != rows[1] and _of_triton(call):
+        hidden = 0.0  # zigzag: half of the queries, or of the keys, and all of these are visible
     return 2.0 * products * query.size * rows[1] * (1.0 - hidden)
 
 

@@ -33,7 +33,8 @@ def visible_share(model: ModelConfig, *, sequence_length: int) -> float:
 def estimate(text: str, run: config.Config, topology: topologies.Topology, mesh: Mesh) -> Timeline:
     """The timeline of a compiled program of `run` on `mesh`, the devices of `topology`."""
     visible = visible_share(run.model, sequence_length=run.batch.sequence_length)
-    core = core_times.core_of(topology.chip, visible=visible)
+    rings = run.mesh.sequence > run.attention.ulysses
+    core = core_times.core_of(topology.chip, visible=visible, rings=rings)
     wraps = topologies.wraps(topology.shape) if topology.platform == "tpu" else ()
     shape = topology.shape if topology.platform == "tpu" else ()
     across = run.mesh.across_slices

@@ -70,14 +70,13 @@ class Moved:
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
-    weights=(0.35, 0.35), shares=(1.5, 1.5), gradients=8.0, saves=(2.2, 0.2), rounded=20.0,
-    launches=(30.0, 50.0),
-    logits=12.0, update=6.5, sums=2.0, attention_backward=3.5,
+    weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0, saves=(2.2, 0.2), rounded=20.0,
+    launches=(25.0, 45.0), logits=14.0, update=6.5, sums=2.0, attention_backward=3.5,
 )  # fmt: skip
 TPU = Moved(
-    mlp=(0.0, 0.0), stream=(12.0, 20.0), heads=(25.0, 60.0), normed=(4.0, 6.0), ring=0.0,
-    weights=(0.0, 0.0), shares=(2.0, 2.0), gradients=4.0, saves=(6.0, 6.0), rounded=10.0,
-    launches=(0.0, 0.0), logits=4.0, update=7.0, sums=3.0, attention_backward=2.5,
+    mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
+    weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), rounded=10.0,
+    launches=(0.0, 0.0), logits=11.0, update=7.0, sums=3.0, attention_backward=2.5,
 )  # fmt: skip
 
 # The leaves that layers multiply with, and what their products are called where they are saved.
