@@ -43,9 +43,14 @@ def core_of(name: str) -> Core:
     compiled programs are assumptions (`llmx.aot.core_times`) until `llmx.plan calibrate` has run.
     """
     chip = hardware.CHIPS[name]
-    core = core_times.core_of(chip)
     units = CALIBRATIONS[name].units if name in CALIBRATIONS else 1
-    return Core(chip, Calibration(
+    return Core(chip, shares_of(chip, units))
+
+
+def shares_of(chip: hardware.Chip, units: int = 1) -> Calibration:
+    """The shares of `llmx.aot` for a chip with so many `units`."""
+    core = core_times.core_of(chip)
+    return Calibration(
         products=core.products, memory=core.memory, units=units, start=core.launch,
         attention=core.kernels if core.triton is None else core.triton,
-    ))  # fmt: skip
+    )  # fmt: skip

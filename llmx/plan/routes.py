@@ -56,6 +56,8 @@ class Routes:
     @functools.cached_property
     def _links(self) -> links.Machine:
         topology = self.machine.topology
+        if self.machine.on_cpu:
+            return links.Memory(self.machine.rates.link, self.machine.rates.start)
         if self.machine.on_gpu:
             return links.Hosts(np.arange(topology.num_devices) // topology.shape[1],
                                self.machine.rates)  # fmt: skip

@@ -42,7 +42,7 @@ def show(
     """
     if wrong := options.given(args, options.NOT_OF_MACHINES):
         raise ValueError(f"{', '.join(wrong)} with --machine: leave one of them out")
-    machine = machines.parse(args.machine)
+    machine = machines.parse(args.machine, args.hardware)
     topology = machine.topology
     _, config, problems = flags.parse(command, argv)
     run = compiler.resolve(config, topology, problems=problems)
