@@ -24,6 +24,11 @@ from llmx.plan import options, schedule_report
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what a schedule or a config's pipeline costs, draws and writes it; the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["calibrate"]:
+        from llmx.plan import calibrate
+
+        return calibrate.main(given[1:])
     command = options.parser()
     args, rest = command.parse_known_args(sys.argv[1:] if argv is None else argv)
     if args.config is None and rest:

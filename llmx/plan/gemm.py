@@ -16,15 +16,18 @@ Background User's Guide" (tile and wave quantization).
 
 That curve holds for every chip with a `Calibration`. Where products were measured, a table of
 (M, N, K, dtype, share of peak) corrects it: exactly at its rows, between them by the ratio of
-measured to computed, interpolated over log M, log N, log K.
+measured to computed, interpolated over log M, log N, log K. Elementwise operators and attention
+have such tables too: of bandwidth by size, and of seconds for a score.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from llmx.model.attention import blockwise
 from llmx.runtime import hardware
 
 DTYPE_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
@@ -47,6 +50,24 @@ class Measured(NamedTuple):
     share: float  # of the chip's peak FLOP/s
 
 
+class Streamed(NamedTuple):
+    """One row of a table of measured elementwise operators."""
+
+    bytes: int  # of the array
+    bandwidth: float  # bytes/s, read and written
+
+
+class Attended(NamedTuple):
+    """One row of a table of measured attention."""
+
+    length: int  # positions of a document
+    rows: int  # heads x documents
+    head_dim: int
+    dtype: str
+    forward: float  # seconds of one score that the kernel computes
+    backward: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """What users of a chip reach of its data sheet: a row of `calibrations.CALIBRATIONS`, or yours.
@@ -67,6 +88,9 @@ class Calibration:
     network: float = 0.9  # the same of the adapters to the network
     collective: float = 15e-6  # seconds of a collective without bytes and hops
     table: tuple[Measured, ...] = ()  # where products of the chip were measured
+    streamed: tuple[Streamed, ...] = ()  # the same of elementwise operators, by size
+    attended: tuple[Attended, ...] = ()  # the same of attention
+    fresh: float = 0.0  # bytes/s of the first write to new memory; 0: nothing is allocated in steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +105,30 @@ class Core:
         """Bytes/s that elementwise operators reach."""
         return self.calibration.memory * self.chip.hbm_bandwidth / self.chip.devices_per_chip
 
+    def bandwidth_of(self, num_bytes: float) -> float:
+        """The same on arrays of this size: small ones stay in caches."""
+        rows = self.calibration.streamed
+        if not rows:
+            return self.bandwidth
+        sizes, rates = zip(*((math.log(row.bytes), row.bandwidth) for row in rows), strict=True)
+        return float(np.interp(math.log(max(num_bytes, 1.0)), sizes, rates))
+
+    @functools.cached_property
+    def corrections(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By dtype the measured products: [rows, 3] log2 of M, N, K; [rows] log of measured over
+        computed share."""
+        found: dict[str, dict[tuple[int, int, int], list[float]]] = {}
+        for row in self.calibration.table:
+            computed = _curve(row.m, row.n, row.k, row.dtype, self, 1, row.dtype)
+            flops = 2.0 * row.m * row.n * row.k
+            ratio = row.share * computed * self.chip.peak(row.dtype)[0] / flops
+            of_dtype = found.setdefault(row.dtype, {})
+            of_dtype.setdefault((row.m, row.n, row.k), []).append(math.log(ratio))
+        return {
+            dtype: (np.log2(list(rows)), np.array([np.mean(logs) for logs in rows.values()]))
+            for dtype, rows in found.items()
+        }
+
 
 def seconds(
     m: int, n: int, k: int, dtype: str, core: Core, *, batch: int = 1, out: str | None = None
@@ -89,8 +137,7 @@ def seconds(
     curve = _curve(m, n, k, dtype, core, batch, out or dtype)
     if not core.calibration.table:
         return core.calibration.start + curve
-    rows = [row for row in core.calibration.table if row.dtype == dtype]
-    return core.calibration.start + curve / _correction(m, n, k, rows, core)
+    return core.calibration.start + curve / _correction(m, n, k, dtype, core)
 
 
 def share_of_peak(m: int, n: int, k: int, dtype: str, core: Core, *, batch: int = 1) -> float:
@@ -108,6 +155,35 @@ def attention_seconds(flops: float, dtype: str, core: Core) -> float:
     """The time of fused attention with so many FLOPs: those that the kernel really computes."""
     peak = core.chip.peak(dtype)[0]
     return core.calibration.start + flops / (peak * core.calibration.attention)
+
+
+def attended_seconds(
+    scores: float, length: float, rows: float, head_dim: int, dtype: str, core: Core
+) -> tuple[float, float]:
+    """The times of attention with so many scores, forward and backward, by the measured rows.
+
+    Args:
+      scores: that the kernel computes, of all heads and documents: `scores_of` each.
+      length: positions of a document.
+      rows: heads x documents.
+    """
+    same = [row for row in core.calibration.attended if row.dtype == dtype]
+    same = same or list(core.calibration.attended)
+    points = np.log2([(row.length, row.rows, row.head_dim) for row in same])
+    at = np.log2([length, max(rows, 1.0), head_dim])
+    return tuple(
+        core.calibration.start + scores * math.exp(_weighted(points, at, np.log(values)))
+        for values in zip(*((row.forward, row.backward) for row in same), strict=True)
+    )
+
+
+def scores_of(length: int, window: int = 0, *, in_blocks: bool) -> float:
+    """Scores of a causal document and head that a kernel computes: those that are visible, or
+    `in_blocks` all of each block of `attention.blockwise` that has one."""
+    if in_blocks:
+        return float(blockwise.num_scores(length, window))
+    seen = min(window or length, length)
+    return seen * (length - seen) + seen * (seen + 1) / 2
 
 
 def _curve(m: int, n: int, k: int, dtype: str, core: Core, batch: int, out: str) -> float:
@@ -137,18 +213,19 @@ def _intensity(rows: int, columns: int) -> float:
     return products / (products + LOADS)
 
 
-def _correction(m: int, n: int, k: int, rows: Sequence[Measured], core: Core) -> float:
-    """Measured over computed share, weighted by the inverse square of the distance in octaves."""
-    total = weights = 0.0
-    for row in rows:
-        computed = _curve(row.m, row.n, row.k, row.dtype, core, 1, row.dtype)
-        flops = 2.0 * row.m * row.n * row.k
-        ratio = row.share / (flops / computed / core.chip.peak(row.dtype)[0])
-        distance = sum(
-            math.log2(a / b) ** 2 for a, b in zip((m, n, k), (row.m, row.n, row.k), strict=True)
-        )
-        if distance == 0.0:
-            return ratio
-        total += math.log(ratio) / distance
-        weights += 1.0 / distance
-    return math.exp(total / weights) if weights else 1.0
+def _correction(m: int, n: int, k: int, dtype: str, core: Core) -> float:
+    """Measured over computed share, exactly at the rows of the table, weighted between them."""
+    if dtype not in core.corrections:
+        return 1.0
+    points, logs = core.corrections[dtype]
+    return math.exp(_weighted(points, np.log2([m, n, k]), logs))
+
+
+def _weighted(points: np.ndarray, at: np.ndarray, values: np.ndarray) -> float:
+    """The mean of values [rows] at points [rows, dims], weighted by the inverse fourth power of the
+    distance: in three dimensions lower powers let the many that are far decide."""
+    distances = np.square(points - at).sum(axis=-1)
+    if distances.min() == 0.0:
+        return float(values[distances.argmin()])
+    weights = distances**-2.0
+    return float(weights @ values / weights.sum())

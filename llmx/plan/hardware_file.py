@@ -39,7 +39,8 @@ USABLE = 0.98  # of a device's memory without a base
 _OTHERS = ("name", "base", "usable_bytes", "calibration", "rates", "measured")
 _Values = typing.TypeVar("_Values")
 _SHARES = ("products", "memory", "attention", "links", "network", "share")
-_MAY_BE_ZERO = ("start", "host", "collective", "hop", "network_hop", "num_links", "link_bandwidth")
+_MAY_BE_ZERO = ("start", "host", "collective", "hop", "network_hop", "num_links", "link_bandwidth",
+                "fresh")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +187,9 @@ def _calibration(given: Any, chip: Chip, base: Chip | None) -> Calibration:
     return _changed(start, given, "calibration.")
 
 
-_TABLES: dict[str, type] = {"table": gemm.Measured}
+_TABLES: dict[str, type] = {
+    "table": gemm.Measured, "streamed": gemm.Streamed, "attended": gemm.Attended,
+}  # fmt: skip
 
 
 def _rows(name: str, rows: Any, kind: type) -> tuple[Any, ...]:

@@ -66,6 +66,13 @@ class _Blocks:
         return self.keys(array_BSKH.swapaxes(1, 2), axis=2)
 
 
+def num_scores(length: int, window: int = 0) -> int:
+    """Scores that are computed of a causal document and head; `window`: 0 = all before."""
+    rows = np.zeros((1, length), np.int32)
+    blocks = _Blocks.of(Mask(rows, None, rows, None, ahead=0), window)
+    return len(blocks.pairs) * blocks.query * blocks.key
+
+
 def _cut(array, num: int, size: int, axis: int, fill):
     pad = [(0, 0)] * array.ndim
     pad[axis] = (0, num * size - array.shape[axis])

@@ -1,0 +1,329 @@
+"""Measures what this machine's devices reach, for `llmx.plan --hardware`:
+
+    python -m llmx.plan calibrate --out cpu.json [--quick]
+
+Measured are products of matrices over a grid of sizes, types and passes; elementwise operators over
+sizes; attention as llmx runs it here; the first use of new memory; a turn of a loop; and with
+several devices sums over all. Each measurement is added to FILE.json.part as it is made: a run that
+was stopped goes on behind the last one. FILE.json is written at the end (`hardware_file`).
+"""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llmx.aot import links, topologies
+from llmx.plan import calibrations, gemm, hardware_file
+from llmx.plan.gemm import Attended, Calibration, Core, Measured, Streamed
+from llmx.plan.hardware_file import Hardware
+from llmx.runtime import hardware
+
+MIB = 2**20
+_CPU_START = 50e-6  # seconds of a collective between CPU devices, where none was measured
+# What is measured: its kind, and the arguments of the function in `stopwatch` that has its name.
+Key = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Sizes that are measured on a platform."""
+
+    tokens: Sequence[int]
+    widths: Sequence[int]
+    dtypes: Sequence[str]
+    most_flops: float  # of a product
+    moved: Sequence[int]  # bytes
+    lengths: Sequence[int]  # of a document
+    head_dims: Sequence[int]
+    rows: Sequence[int]  # heads x documents
+    most_scores: int  # of a call
+    sent: Sequence[int]  # bytes
+
+
+def _grid(platform: str, quick: bool) -> Grid:
+    powers = lambda first, last, step=2: [2**n for n in range(first, last, step)]  # noqa: E731
+    dtypes = ("float32", "bfloat16")
+    if platform == "cpu":
+        return Grid(
+            tokens=(128, 2048) if quick else (64, 512, 4096),
+            widths=(64, 768) if quick else (64, 256, 1024, 4096), dtypes=dtypes, most_flops=2e10,
+            moved=powers(14, 29, 4 if quick else 1), lengths=(256, 1024) if quick else
+            (64, 256, 512, 1024, 2048), head_dims=(64,) if quick else (16, 64, 128),
+            rows=(8,) if quick else (2, 16, 64), most_scores=2**25, sent=powers(10, 27, 4),
+        )  # fmt: skip
+    return Grid(
+        tokens=(1024, 8192) if quick else (1024, 4096, 16384),
+        widths=(1024, 8192) if quick else (1024, 2048, 4096, 8192, 16384), dtypes=("bfloat16",),
+        most_flops=1e14, moved=powers(16, 33, 4 if quick else 2),
+        lengths=(2048, 8192) if quick else (1024, 2048, 4096, 8192, 16384),
+        head_dims=(128,) if quick else (64, 128), rows=(32,) if quick else (8, 64),
+        most_scores=2**36, sent=powers(10, 31, 4),
+    )  # fmt: skip
+
+
+def keys_of(platform: str, num_devices: int, quick: bool) -> list[Key]:
+    """All that is measured, in order."""
+    grid = _grid(platform, quick)
+    found: list[Key] = [("start",)]
+    found += [("move", size) for size in grid.moved]
+    if platform == "cpu":
+        found.append(("first_touch", 256 * MIB))
+    for dtype, tokens, n, k in itertools.product(
+        grid.dtypes, grid.tokens, grid.widths, grid.widths
+    ):
+        if 2.0 * tokens * n * k <= grid.most_flops:
+            found.append(("product", tokens, n, k, dtype, "forward"))
+            found.append(("product", tokens, n, k, dtype, "input gradient"))
+            found.append(("product", n, k, tokens, dtype, "weight gradient"))
+    for dtype, length, head_dim, rows in itertools.product(
+        grid.dtypes, grid.lengths, grid.head_dims, grid.rows
+    ):
+        if rows * length**2 <= grid.most_scores:
+            heads = min(rows, 8)
+            sizes = (rows // heads, length, heads, heads, head_dim)
+            found += [("attention", *sizes, dtype, passes) for passes in (1, 2)]
+    if num_devices > 1:
+        found += [("all_reduce", size) for size in grid.sent]
+    return found
+
+
+def measure(key: Key) -> float:
+    """Seconds of one measurement on this machine."""
+    from llmx.plan import stopwatch
+
+    return vars(stopwatch)[key[0]](*key[1:])
+
+
+def run(
+    path: pathlib.Path, machine: Mapping[str, Any], keys: Sequence[Key],
+    clock: Callable[[Key], float], note: Callable[[str], None],
+) -> dict[Key, float]:  # fmt: skip
+    """Seconds of all measurements; those that an earlier run made are read from `path`.
+
+    `machine`: what must be the same as in the earlier run; ValueError if it is not. `clock`:
+    measures one. `note`: is told how far it is.
+    """
+    found = _read(path, machine)
+    if not found:
+        path.write_text(json.dumps(machine) + "\n")
+    elif done := sum(key in found for key in keys):
+        note(f"{path}: {done} of {len(keys)} are measured already")
+    with path.open("a") as file:
+        for number, key in enumerate(keys, 1):
+            if key in found:
+                continue
+            found[key] = clock(key)
+            file.write(json.dumps([list(key), found[key]]) + "\n")
+            file.flush()
+            text = " ".join(map(str, key))
+            note(f"{number} of {len(keys)}: {text}: {found[key] * 1e6:,.1f} us")
+    return found
+
+
+def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
+    if not path.exists():
+        return {}
+    lines = path.read_text().splitlines()
+    if not lines:
+        return {}
+    try:
+        of = json.loads(lines[0])
+    except json.JSONDecodeError:
+        of = None
+    if of != machine:
+        raise ValueError(
+            f"{path} holds measurements of {of}, and this is {machine}: remove it, or give another "
+            "--out"
+        )
+    found = {}
+    for line in lines[1:]:
+        try:
+            key, seconds = json.loads(line)
+        except ValueError:  # the end of a run that was killed while it wrote
+            path.write_text("".join(f"{one}\n" for one in lines[: 1 + len(found)]))
+            break
+        found[tuple(key)] = float(seconds)
+    return found
+
+
+def hardware_of(found: Mapping[Key, float], name: str, about: Mapping[str, Any]) -> Hardware:
+    """The hardware that was measured. `about`: who measured it, and of what."""
+    kind = about["device_kind"]
+    base = hardware.DEVICE_KINDS.get(kind)
+    family = _family(kind)
+    chip = hardware.CHIPS[base] if base else _cpu_chip(found, name)
+    chip = dataclasses.replace(chip, name=name)
+    start = calibrations.core_of(base).calibration if base else calibrations.shares_of(chip)
+    calibration = _calibration(found, chip, start)
+    usable = (topologies.TPUS | topologies.GPUS)[family].hbm_bytes if family else None
+    usable = usable or int(hardware_file.USABLE * chip.device_hbm_bytes)
+    shared = links.Rates(chip.link_bandwidth, None, _CPU_START, 0.0, 0.0)
+    rates = links.rates_of(chip) if base else shared
+    rates = _rates(found, rates, int(about["num_devices"]))
+    return Hardware(name, family, Core(chip, calibration), rates, int(usable), about)
+
+
+def _family(device_kind: str) -> str | None:
+    machines = (topologies.TPUS | topologies.GPUS).items()
+    return next((name for name, one in machines if one.device_kind == device_kind), None)
+
+
+def _cpu_chip(found: Mapping[Key, float], name: str) -> hardware.Chip:
+    """What a CPU reaches stands for its peaks, which nobody publishes."""
+    flops: dict[str, float] = {}
+    for key, seconds in found.items():
+        if key[0] == "product":
+            _, m, n, k, dtype, _ = key
+            flops[dtype] = max(flops.get(dtype, 0.0), 2.0 * m * n * k / seconds)
+    largest = max(key[1] for key in found if key[0] == "move")
+    bandwidth = 2.0 * largest / found["move", largest]
+    return hardware.Chip(
+        name, flops, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), bandwidth,
+        link_bandwidth=bandwidth / 2, num_links=1, topology=hardware_file.SHARED,
+        max_domain=topologies.MAX_DEVICES, network_bandwidth=None,
+    )  # fmt: skip
+
+
+def _calibration(
+    found: Mapping[Key, float], chip: hardware.Chip, start: Calibration
+) -> Calibration:
+    joined = chip.topology == hardware_file.SHARED
+    table, streamed = [], []
+    for key, seconds in found.items():
+        if key[0] == "product":
+            _, m, n, k, dtype, _ = key
+            share = 2.0 * m * n * k / seconds / chip.peak(dtype)[0]
+            table.append(Measured(m, n, k, dtype, round(share, 4)))
+        elif key[0] == "move":
+            streamed.append(Streamed(key[1], round(2.0 * key[1] / seconds)))
+    reached = max(row.share for row in table)
+    largest = max(streamed)
+    bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
+    touched = [(key[1], seconds) for key, seconds in found.items() if key[0] == "first_touch"]
+    attended = _attended(found, joined)
+    return dataclasses.replace(
+        start, products=min(1.0, reached), memory=min(1.0, largest.bandwidth / bandwidth),
+        attention=_share_of_attention(attended, chip), start=found["start",], units=start.units,
+        table=tuple(table), streamed=tuple(sorted(streamed)), attended=tuple(attended),
+        fresh=touched[0][0] / touched[0][1] if touched else 0.0,
+    )  # fmt: skip
+
+
+def _attended(found: Mapping[Key, float], in_blocks: bool) -> list[Attended]:
+    """Seconds of a score, of forward and backward pass."""
+    rows = []
+    for key, forward in found.items():
+        if key[0] == "attention" and key[-1] == 1:
+            _, batch, length, heads, _, head_dim, dtype, _ = key
+            both = found[*key[:-1], 2]
+            scores = batch * heads * gemm.scores_of(length, in_blocks=in_blocks)
+            backward = max(both - forward, forward)
+            rows.append(
+                Attended(length, batch * heads, head_dim, dtype, forward / scores,
+                         backward / scores)
+            )  # fmt: skip
+    return rows
+
+
+def _share_of_attention(rows: Sequence[Attended], chip: hardware.Chip) -> float:
+    """The most that attention reaches of the peak FLOP/s, forward."""
+    share = lambda row: 4.0 * row.head_dim / row.forward / chip.peak(row.dtype)[0]  # noqa: E731
+    return min(1.0, max(map(share, rows)))
+
+
+def _rates(found: Mapping[Key, float], rates: links.Rates, num_devices: int) -> links.Rates:
+    """With sums over all devices: what their links reach."""
+    sent = sorted((key[1], seconds) for key, seconds in found.items() if key[0] == "all_reduce")
+    if len(sent) < 2:
+        return rates
+    (least, start), (most, longest) = sent[0], sent[-1]
+    passed = links.PASSES["all-reduce"] * (num_devices - 1) / num_devices
+    link = passed * (most - least) / max(longest - start, 1e-9)
+    return dataclasses.replace(rates, link=link, start=start)
+
+
+def this_machine() -> dict[str, Any]:
+    """What measurements are of; starts the jax backend."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    return {
+        "device_kind": kind, "num_devices": jax.device_count(), "jax": jax.__version__,
+        "cores": len(os.sched_getaffinity(0)), "processor": _processor() if kind == "cpu" else "",
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    return found[1] if (found := re.search(r"model name\s*: (.*)", text)) else ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line of `python -m llmx.plan calibrate`; the exit code."""
+    command = argparse.ArgumentParser(
+        prog="python -m llmx.plan calibrate", allow_abbrev=False,
+        description="Measures what this machine's devices reach, for `python -m llmx.plan "
+        "--hardware FILE.json`. Minutes; a run that was stopped goes on where it was.",
+    )  # fmt: skip
+    command.add_argument("--out", metavar="FILE.json", help="what is written (KIND.json)")
+    command.add_argument("--quick", action="store_true", help="fewer sizes, a minute")
+    args = command.parse_args(argv)
+    from llmx import config
+    from llmx.runtime import launch
+
+    launch.start(config.default().launch)
+    machine = this_machine() | {"quick": args.quick}
+    name = _family(machine["device_kind"]) or _name_of(machine["device_kind"])
+    out = pathlib.Path(args.out or f"{name}.json")
+    part = out.with_name(f"{out.name}.part")
+    platform = "cpu" if machine["device_kind"] == "cpu" else "accelerator"
+    keys = keys_of(platform, machine["num_devices"], args.quick)
+    if platform != "cpu" and machine["device_kind"] not in hardware.DEVICE_KINDS:
+        print(f"{machine['device_kind']!r} has no row in llmx.runtime.hardware", file=sys.stderr)
+        return 2
+    note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    try:
+        found = run(part, machine, keys, measure, note)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    about = machine | {"date": datetime.date.today().isoformat()}
+    own = hardware_of({key: found[key] for key in keys}, name, about)
+    written = out.with_name(f"{out.name}.new")
+    written.write_text(json.dumps(hardware_file.to_json(own), indent=1) + "\n")
+    written.replace(out)
+    part.unlink()
+    print(text(own, out))
+    return 0
+
+
+def _name_of(device_kind: str) -> str:
+    return re.sub(r"\W+", "_", device_kind.lower())
+
+
+def text(own: Hardware, path: pathlib.Path) -> str:
+    """What was measured, in words."""
+    chip, found = own.core.chip, own.core.calibration
+    flops = ", ".join(f"{name} {rate / 1e9:,.4g}" for name, rate in chip.flops.items())
+    return "\n".join([
+        f"{own.name}: {own.measured.get('processor') or own.measured['device_kind']}, "
+        f"{own.measured['num_devices']} devices, {own.measured['date']}",
+        f"peak GFLOP/s: {flops}; products reach {found.products:.0%}, "
+        f"attention {found.attention:.0%}",
+        f"memory: {chip.hbm_bandwidth * found.memory / 1e9:,.4g} GB/s"
+        + (f", new memory {found.fresh / 1e9:,.3g} GB/s" if found.fresh else ""),
+        f"{len(found.table)} products, {len(found.attended)} sizes of attention",
+        f"written to {path}: python -m llmx.plan --config CONFIG --machine {own.name}:SHAPE "
+        f"--hardware {path}",
+    ])  # fmt: skip
