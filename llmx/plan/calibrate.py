@@ -211,7 +211,7 @@ def _calibration(
     attended = _attended(found, joined)
     return dataclasses.replace(
         start, products=min(1.0, reached), memory=min(1.0, largest.bandwidth / bandwidth),
-        attention=_share_of_attention(attended, chip), start=found["start",], units=start.units,
+        attention=_share_of_attention(attended, chip), start=found["start",], units=0 if joined else start.units,
         table=tuple(table), streamed=tuple(sorted(streamed)), attended=tuple(attended),
         fresh=touched[0][0] / touched[0][1] if touched else 0.0,
     )  # fmt: skip

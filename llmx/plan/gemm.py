@@ -80,7 +80,8 @@ class Calibration:
 
     products: float  # share of the peak FLOP/s in full waves of the largest tile
     memory: float  # share of the memory's bandwidth that elementwise operators reach
-    units: int  # streaming multiprocessors, or matrix units; each computes one tile at a time
+    # Streaming multiprocessors, or matrix units: each computes one tile at a time. 0: no such tiles.
+    units: int
     attention: float = 0.6  # share of the peak FLOP/s in fused attention, forward and backward
     start: float = 4e-6  # seconds of the device between two operators
     host: float = 0.0  # seconds that the host takes to launch an operator; 0: a compiled program
@@ -189,9 +190,12 @@ def scores_of(length: int, window: int = 0, *, in_blocks: bool) -> float:
 def _curve(m: int, n: int, k: int, dtype: str, core: Core, batch: int, out: str) -> float:
     """Seconds without the start, by tiles and waves or by bytes."""
     calibration = core.calibration
-    unit = core.chip.peak(dtype)[0] / calibration.units * calibration.products
     moved = batch * (DTYPE_BYTES[dtype] * (m * k + k * n) + DTYPE_BYTES[out] * m * n)
+    if not calibration.units:
+        flops = 2.0 * batch * m * n * k
+        return max(flops / core.chip.peak(dtype)[0] / calibration.products, moved / core.bandwidth)
     best = math.inf
+    unit = core.chip.peak(dtype)[0] / calibration.units * calibration.products
     for rows, columns in TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
         one = 2.0 * rows * columns * k / (unit * _reuse(rows, columns))

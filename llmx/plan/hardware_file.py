@@ -40,7 +40,7 @@ _OTHERS = ("name", "base", "usable_bytes", "calibration", "rates", "measured")
 _Values = typing.TypeVar("_Values")
 _SHARES = ("products", "memory", "attention", "links", "network", "share")
 _MAY_BE_ZERO = ("start", "host", "collective", "hop", "network_hop", "num_links", "link_bandwidth",
-                "fresh")  # fmt: skip
+                "fresh", "units")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""`llmx.plan calibrate`: what it measures, that it goes on where it was, and what it writes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from llmx.plan import __main__ as command
+from llmx.plan import calibrate, gemm, hardware_file, machines, stopwatch
+
+ABOUT = {"device_kind": "cpu", "num_devices": 2, "jax": "0", "cores": 2, "processor": "A CPU"}
+PEAK, BANDWIDTH = 1e11, 2e10
+
+
+def fake(key):
+    """Seconds of a machine with constant rates, where each operator takes a microsecond more."""
+    if key[0] == "product":
+        _, m, n, k, *_ = key
+        return 1e-6 + 2.0 * m * n * k / PEAK
+    if key[0] == "attention":
+        _, batch, length, heads, _, _, _, passes = key
+        return passes * batch * heads * gemm.scores_of(length, in_blocks=True) * 1e-9
+    return 1e-6 + 2.0 * key[1] / BANDWIDTH if key[1:] else 1e-6
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    keys, path, asked = calibrate.keys_of("cpu", 2, True), tmp_path / "cpu.json.part", []
+
+    def stops(key):
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+        asked.append(key)
+        return fake(key)
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.run(path, ABOUT, keys, stops, lambda text: None)
+    with path.open("a") as file:
+        file.write('[["product", 12')  # killed while it wrote
+    again, said = [], []
+    found = calibrate.run(
+        path, ABOUT, keys, lambda key: again.append(key) or fake(key), said.append
+    )
+    assert asked == keys[:5] and again == keys[5:]
+    assert found == {key: fake(key) for key in keys}
+    assert said[0] == f"{path}: 5 of {len(keys)} are measured already"
+    assert calibrate.run(path, ABOUT, keys, None, said.append) == found  # nothing is measured
+
+
+def test_measurements_of_another_machine_are_refused(tmp_path):
+    path = tmp_path / "cpu.json.part"
+    calibrate.run(path, ABOUT, [("start",)], fake, lambda text: None)
+    with pytest.raises(ValueError, match="holds measurements of .* remove it"):
+        calibrate.run(path, ABOUT | {"jax": "1"}, [("start",)], fake, lambda text: None)
+
+
+def test_what_was_measured_is_what_the_planner_computes_with(tmp_path):
+    keys = calibrate.keys_of("cpu", 2, False)
+    own = calibrate.hardware_of({key: fake(key) for key in keys}, "cpu", ABOUT)
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps(hardware_file.to_json(own)))
+    core = machines.parse("cpu:2", path).core
+    for key in keys:
+        if key[0] == "product":
+            _, m, n, k, dtype, _ = key
+            seconds = gemm.seconds(m, n, k, dtype, core) - core.calibration.start
+            assert seconds == pytest.approx(fake(key), rel=2e-3)
+    between = gemm.seconds(300, 700, 500, "float32", core)
+    assert between == pytest.approx(2.0 * 300 * 700 * 500 / PEAK, rel=0.1)
+    assert core.bandwidth == pytest.approx(BANDWIDTH, rel=0.01)
+    scores = 6 * 4 * gemm.scores_of(512, in_blocks=True)
+    for seconds in gemm.attended_seconds(scores, 512, 24, 64, "float32", core):
+        assert seconds == pytest.approx(scores * 1e-9, rel=1e-2)
+    assert own.rates.link == pytest.approx(BANDWIDTH / 2, rel=0.01)
+
+
+def test_a_known_chip_keeps_its_row():
+    about = ABOUT | {"device_kind": "NVIDIA H100 80GB HBM3", "num_devices": 8}
+    keys = calibrate.keys_of("accelerator", 8, True)
+    seconds = lambda key: fake(key) * PEAK / 600e12  # noqa: E731
+    own = calibrate.hardware_of({key: seconds(key) for key in keys}, "h100", about)
+    assert own.base == "h100" and own.platform == "gpu" and own.core.chip.max_domain == 8
+    assert own.core.calibration.products == pytest.approx(600 / 989.5, rel=0.01)
+    assert own.core.calibration.units == 132
+    assert hardware_file.of(hardware_file.to_json(own)) == own
+
+
+def test_blocks_of_attention_are_counted():
+    assert gemm.scores_of(512, in_blocks=True) == 512 * 512
+    assert gemm.scores_of(1024, in_blocks=True) == 3 * 512 * 512
+    assert gemm.scores_of(2048, 512, in_blocks=True) == 7 * 512 * 512
+    for length, window in ((16, 0), (16, 5), (16, 40)):
+        i, j = np.mgrid[:length, :length]
+        seen = (j <= i) & (i - j < (window or length))
+        assert gemm.scores_of(length, window, in_blocks=False) == seen.sum()
+
+
+def test_the_stopwatch_measures_more_for_more_work():
+    small, large = (stopwatch.product(8, size, size, "float32", "forward") for size in (32, 512))
+    assert 0 < small < large
+    once = stopwatch.attention(1, 64, 2, 1, 8, "float32", 1)
+    assert 0 < once < stopwatch.attention(1, 64, 2, 1, 8, "float32", 2)
+    assert 0 < stopwatch.move(2**10) < stopwatch.move(2**22)
+    assert stopwatch.first_touch(2**22) > 0
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device sums over nothing")
+def test_sums_over_devices_are_measured():
+    assert 0 < stopwatch.all_reduce(2**10) < stopwatch.all_reduce(2**24)
+
+
+def test_the_command_writes_a_file_that_the_planner_takes(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "own.json"
+    monkeypatch.setattr(calibrate, "measure", fake)
+    monkeypatch.setattr(calibrate, "this_machine", lambda: dict(ABOUT))
+    assert command.main(["calibrate", "--quick", f"--out={out}"]) == 0
+    said = capsys.readouterr()
+    assert "float32 99" in said.out or "float32 100" in said.out
+    assert "1 of " in said.err and not out.with_name("own.json.part").exists()
+    argv = ["--config=configs/quickstart.py", "--machine=cpu:1", f"--hardware={out}", "--json"]
+    assert command.main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["time"]["step"] > 0
