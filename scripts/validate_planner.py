@@ -3,7 +3,8 @@
     python scripts/validate_planner.py --times [table.csv ...]
     python scripts/validate_planner.py --programs [programs.jsonl] [--compile]
 
-`--programs`: memory and bytes sent beside those of compiled programs, by default those in
+`--programs`: memory, bytes sent and the time of a step beside those of compiled programs (time: the
+estimate of `llmx.aot`, from the program's operators and their overlap), by default those in
 tests/golden/programs.jsonl. With `--compile` each is compiled again (a minute or two each; needs
 the extra `aot`) and its line replaced: edit a line to add one.
 
@@ -18,6 +19,8 @@ import pathlib
 
 import numpy as np
 
+from llmx.aot import topologies
+from llmx.config import utilization
 from llmx.plan import compiled_programs, measured_steps
 from llmx.plan.compiled_programs import Program
 from llmx.plan.measured_steps import Table, Trainer
@@ -38,7 +41,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=10, help="random halves, default 10; 0: none")
     parser.add_argument(
         "--programs", nargs="?", type=pathlib.Path, const=PROGRAMS, metavar="JSONL",
-        help="compare memory and bytes sent",
+        help="compare memory, bytes sent and estimated times",
     )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile the programs first")
     flags = parser.parse_args()
@@ -63,21 +66,52 @@ def compile_again(path: pathlib.Path) -> None:
 
 def print_programs(programs: list[Program]) -> None:
     """What is counted of each program, and the errors; beside them those of one constant."""
-    print(f"{'step s':>8} {'peak GiB':>9} {'counted':>8} {'bytes sent':>11}  program")
-    peaks = []
-    for program in programs:
-        found = compiled_programs.errors(program, CONFIGS)
-        peaks.append(found.peak)
-        worst = max(found.sent.values(), key=abs, default=0.0)
-        compiled = f"{program.seconds['step']:8.3f} {program.peak / 2**30:9.2f}"
-        print(f"{compiled} {found.peak:+8.1%} {worst:+11.2%}  {program.name}")
-    errors = np.abs(peaks)
-    print(f"memory: mean {errors.mean():.1%}, worst {errors.max():.1%} of {len(errors)} programs")
-    ratios = np.array([program.peak / max(program.state, 1) for program in programs])
+    print(
+        f"{'step s':>8} {'counted':>8} {'peak GiB':>9} {'counted':>8} {'bytes sent':>11}  program"
+    )
+    found = [compiled_programs.errors(program, CONFIGS) for program in programs]
+    for program, errors in zip(programs, found, strict=True):
+        worst = max(errors.sent.values(), key=abs, default=0.0)
+        time = f"{program.seconds['step']:8.3f} {errors.step:+8.1%}"
+        print(
+            f"{time} {program.peak / 2**30:9.2f} {errors.peak:+8.1%} {worst:+11.2%}  {program.name}"
+        )
+    print_mean("memory", [errors.peak for errors in found])
+    ratios = [program.peak / max(program.state, 1) for program in programs]
+    print_constant(ratios, "{:.2f} x the state")
+    print_mean("step", [errors.step for errors in found])
+    for platform, names in (("TPU", topologies.TPUS), ("GPU", topologies.GPUS)):
+        chosen = [program.topology.split(":")[0].split("@")[-1] in names for program in programs]
+        own = [errors.step for errors, is_own in zip(found, chosen, strict=True) if is_own]
+        print_mean(f"  on {platform}", own)
+        ratios = [
+            program.seconds["step"] / ideal_seconds(program)
+            for program, is_own in zip(programs, chosen, strict=True)
+            if is_own
+        ]
+        print_constant(ratios, "{:.2f} x the model's FLOPs at the peak")
+
+
+def ideal_seconds(program: Program) -> float:
+    """Of a step, if all devices reached their peak."""
+    run, topology = compiled_programs.resolved(program, CONFIGS)
+    reached = utilization.of(run, topology.chip, topology.num_devices)
+    return reached.shares(run.batch.size * run.batch.sequence_length)["mfu"]
+
+
+def print_mean(what: str, errors: list[float]) -> None:
+    sizes = np.abs(errors)
+    within = f"{(sizes <= 0.1).sum()} within 10%"
+    print(f"{what}: mean {sizes.mean():.1%}, worst {sizes.max():.1%} of {len(sizes)}; {within}")
+
+
+def print_constant(ratios: list[float], what: str) -> None:
+    """The errors of the constant that suits these best."""
+    ratios = np.array(ratios)
     constant = min(ratios, key=lambda ratio: np.abs(ratio / ratios - 1).mean())
     errors = np.abs(constant / ratios - 1)
     print(
-        f"one constant, {constant:.2f} x the state: mean {errors.mean():.1%}, worst "
+        f"  one constant, {what.format(constant)}: mean {errors.mean():.1%}, worst "
         f"{errors.max():.1%}"
     )
 

@@ -20,8 +20,9 @@ GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
 # differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
 OF_MLP, OF_STREAM = 4, 4
-# XLA:GPU gathers the next layer's weights ahead, and casts those of all layers before its loops.
-GATHERED_ON_GPU, CAST_ON_GPU = 2, 2  # layers; copies of a stage's weights in the compute dtype
+# XLA:GPU gathers the next layer's weights ahead, has more arrays [tokens, F] at once, and copies
+# `down` and `out` of all layers in fp32 before its loops, in another layout.
+GATHERED_ON_GPU, MORE_OF_MLP_ON_GPU, COPIED_BYTES = 2, 6, 4
 # Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
 AUTOMATIC, AT_MOST = 2 / 3, 0.9
 
@@ -81,7 +82,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         share = deferred / size
         working = max(working, factors + _working(run, chunks, block, layers_weights, share))
     if on_gpu:
-        working += CAST_ON_GPU * policy.compute.itemsize * held / _ways(run, "parameters")
+        working += _more_on_gpu(run) + per_stage * size * _copied(run)
     if on_gpu and any(length > 1 for _, length, _ in program.loops):
         # With FORWARD and BACKWARD in one loop XLA:GPU has a microbatch's saved activations twice.
         working += _kept(run, remat.inside(run.remat), chunks)
@@ -178,6 +179,21 @@ def _kept(run: Config, text: str, chunks: tuple[int, ...]) -> float:
         run.model, text=text, chunks=chunks,
         compute_bytes=precision.POLICIES[run.precision].compute.itemsize,
     )  # fmt: skip
+
+
+def _more_on_gpu(run: Config) -> float:
+    """Of one layer's activations."""
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    tokens = utilization.tokens_of(run) / run.mesh.sequence
+    of_mlp = MORE_OF_MLP_ON_GPU * run.model.mlp_dim / run.mesh.tensor
+    return policy.compute.itemsize * tokens * of_mlp
+
+
+def _copied(run: Config) -> float:
+    """Of `down` and `out` of one layer, a device's share."""
+    model = run.model
+    numbers = model.width * (model.mlp_dim + model.num_heads * model.head_dim)
+    return COPIED_BYTES * numbers / run.mesh.tensor / _ways(run, "parameters")
 
 
 def _working(

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Sequence
 
 from llmx.aot import compiler, topologies
+from llmx.aot.topologies import Topology
+from llmx.config import Config
 from llmx.config import flags as flags_lib
-from llmx.plan import run_report, traffic
+from llmx.plan import machines, run_report, step_time, traffic
 
 # Bytes of which no model has enough to matter: sums of norms, ids, losses.
 NEGLIGIBLE = 4 * 2**20
@@ -46,6 +48,7 @@ class Errors:
     state: float
     peak: float
     sent: dict[str, float]  # by mesh axes that more than `NEGLIGIBLE` is sent along
+    step: float  # seconds, beside those of the program's timeline
 
 
 def read(path: str | pathlib.Path) -> list[Program]:
@@ -60,10 +63,8 @@ def to_line(program: Program) -> str:
 
 def errors(program: Program, configs: pathlib.Path) -> Errors:
     """`configs`: the folder of the config files."""
-    topology = topologies.parse(program.topology)
-    given = [f"--config={configs / program.config}.py", *_overrides(program)]
-    _, run, problems = flags_lib.parse(flags_lib.parser("validate_planner", ""), given)
-    run = compiler.resolve(run, topology, problems=problems)
+    machine = machines.parse(program.topology)
+    run, topology = resolved(program, configs)
     held, messages = run_report.count(run, topology)
     sent = traffic.by_axes(messages)
     shares = {}
@@ -72,7 +73,17 @@ def errors(program: Program, configs: pathlib.Path) -> Errors:
         if max(ours, compiled) > NEGLIGIBLE:
             shares[axes] = ours / max(compiled, 1.0) - 1
     state = sum(held.state.values()) / program.state - 1
-    return Errors(state, held.peak / program.peak - 1, shares)
+    times = step_time.of(run, machine)
+    step = times.step / program.seconds["step"] - 1
+    return Errors(state, held.peak / program.peak - 1, shares, step)
+
+
+def resolved(program: Program, configs: pathlib.Path) -> tuple[Config, Topology]:
+    """The run that was compiled, and its machine. `configs`: the folder of the config files."""
+    topology = topologies.parse(program.topology)
+    given = [f"--config={configs / program.config}.py", *_overrides(program)]
+    _, run, problems = flags_lib.parse(flags_lib.parser("validate_planner", ""), given)
+    return compiler.resolve(run, topology, problems=problems), topology
 
 
 def compiled(program: Program, configs: pathlib.Path) -> Program | None:

@@ -219,9 +219,10 @@ def _intensity(rows: int, columns: int) -> float:
 
 def _correction(m: int, n: int, k: int, dtype: str, core: Core) -> float:
     """Measured over computed share, exactly at the rows of the table, weighted between them."""
-    if dtype not in core.corrections:
+    if not core.corrections:
         return 1.0
-    points, logs = core.corrections[dtype]
+    # Where products of another type were measured, theirs.
+    points, logs = core.corrections.get(dtype) or next(iter(core.corrections.values()))
     return math.exp(_weighted(points, np.log2([m, n, k]), logs))
 
 
