@@ -36,14 +36,15 @@ MORE = (
     (14336, 4096, 8192), (4096, 4096, 65536), (512, 16384, 128), (16384, 512, 128),
 )  # fmt: skip
 A_PROGRAM = 6  # shapes
-LARGEST = 2**31  # bytes of a program's arrays for each shape
+LARGEST = 2**30  # bytes of the arrays of a shape
 
 Shape = tuple[int, int, int]
 
 
-def shapes() -> list[Shape]:
-    """Those of a table."""
-    found = [*itertools.product((512, 4096, 32768), SIZES, SIZES), *MORE]
+def shapes(family: str) -> list[Shape]:
+    """Those of a table: with few tokens and many for one generation, the others follow it."""
+    tokens = (512, 4096, 32768) if family == "v5p" else (4096,)
+    found = [*itertools.product(tokens, SIZES, SIZES), *MORE]
     return [one for one in dict.fromkeys(found) if _bytes(one) <= LARGEST]
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     flags.out.mkdir(parents=True, exist_ok=True)
     for family in flags.chips:
         key = topologies.TPUS[family].chip
-        fill(family, flags.out / f"{key}.csv", shapes())
+        fill(family, flags.out / f"{key}.csv", shapes(family))
 
 
 if __name__ == "__main__":

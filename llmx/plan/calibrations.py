@@ -57,6 +57,11 @@ def core_of(name: str) -> Core:
 FUSED = 0.9
 
 
+# Chips without a table of their own, and those whose products are as theirs: units of 128 x 128, and
+# of 256 x 256.
+ALIKE = {"tpu_v4": "tpu_v5p", "tpu7x": "tpu_v6e"}
+
+
 @functools.cache
 def products_of(name: str) -> tuple[Measured, ...]:
     """Products of a chip by the cycles that XLA:TPU estimates; () = there is no table.
@@ -65,6 +70,7 @@ def products_of(name: str) -> tuple[Measured, ...]:
     the roles that a product has in training: where a shape is one's and where another's, it depends
     on the model, so that their mean stands for all.
     """
+    name = ALIKE.get(name, name)
     path = importlib.resources.files("llmx.plan") / "tables" / f"{name}.csv"
     if not path.is_file():
         return ()

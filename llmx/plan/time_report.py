@@ -37,8 +37,11 @@ def to_json(found: StepTime, run: Config, machine: Machine) -> dict[str, Any]:
 def assumptions(machine: Machine) -> list[str]:
     """What the times rest on, in words."""
     reached = machine.core.calibration
-    how = f"products at up to {reached.products:.0%} of the peak FLOP/s, attention at "
-    how += f"{reached.attention:.0%}, memory at {reached.memory:.0%} of its bandwidth"
+    how = f"products at up to {reached.products:.0%} of the peak FLOP/s"
+    if reached.table:
+        how = f"products by a table of {len(reached.table)}"
+    how += f", attention at {reached.attention:.0%} of the peak FLOP/s, memory at "
+    how += f"{reached.memory:.0%} of its bandwidth"
     rates = machine.rates
     link = f"{rates.link / 1e9:.4g} GB/s over a device's links"
     if not machine.on_gpu:
