@@ -228,6 +228,12 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     ]
 
 
+def mesh_problems(config: Config) -> list[str]:
+    """What is wrong with a config whose mesh is complete and whose sections are right: all that a
+    choice of mesh, layout, schedule and microbatches can break."""
+    return _mesh(config, None)
+
+
 def stage_problems(config: Config, stages: int) -> Iterator[str]:
     """What is wrong with the pipeline of a config, each with its remedy."""
     if stages == 1 and remat.keeps_input(config.remat):

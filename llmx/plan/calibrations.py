@@ -57,8 +57,8 @@ def core_of(name: str) -> Core:
 FUSED = 0.9
 
 
-# Chips without a table of their own, and those whose products are as theirs: units of 128 x 128, and
-# of 256 x 256.
+# Chips without a table of their own, and those whose products are as theirs: units of 128 x 128,
+# and of 256 x 256.
 ALIKE = {"tpu_v4": "tpu_v5p", "tpu7x": "tpu_v6e"}
 
 

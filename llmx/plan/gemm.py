@@ -115,6 +115,11 @@ class Core:
         return float(np.interp(math.log(max(num_bytes, 1.0)), sizes, rates))
 
     @functools.cached_property
+    def known(self) -> dict[tuple, float]:
+        """Times of products that were asked for before."""
+        return {}
+
+    @functools.cached_property
     def corrections(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """By dtype the measured products: [rows, 3] log2 of M, N, K; [rows] log of measured over
         computed share."""

@@ -41,7 +41,7 @@ class Leaf:
 
 def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
     """All parameters of a model, rows that pad the vocabulary included."""
-    return _leaves(*dataclasses.astuple(model))
+    return _leaves(*vars(model).values())
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,15 +99,25 @@ class Sizes:
         """Devices along these mesh axes together."""
         return math.prod(self.mesh[axis] for axis in axes)
 
+    @functools.cached_property
+    def _known(self) -> dict[tuple, Any]:
+        """What was asked before: a search asks for much of it many times."""
+        return {}
+
     def axes_of(self, name: str, table: str) -> tuple[str, ...]:
         """The mesh axes, larger than 1, that split a logical axis in a table of the layout."""
-        over = vars(self.layout)[table][name]
-        return tuple(axis for axis in over if self.mesh[axis] > 1)
+        if (name, table) not in self._known:
+            over = vars(self.layout)[table][name]
+            self._known[name, table] = tuple(axis for axis in over if self.mesh[axis] > 1)
+        return self._known[name, table]
 
     def local(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
         """Numbers of a parameter on a device, without splitting the logical axes `whole`."""
-        split = (self.axes_of(name, table) for name in leaf.axes if name not in (None, *whole))
-        return leaf.numbers / math.prod(map(self.size, split))
+        key = leaf.name, table, whole
+        if key not in self._known:
+            split = (self.axes_of(name, table) for name in leaf.axes if name not in (None, *whole))
+            self._known[key] = leaf.numbers / math.prod(map(self.size, split))
+        return self._known[key]
 
     def whole(self, leaf: Leaf) -> float:
         """Numbers of a parameter on a device that has it gathered, whole along the width."""

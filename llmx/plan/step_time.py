@@ -157,6 +157,24 @@ def _ticks(table: Table) -> dict[tuple[int, ...], int]:
     return collections.Counter(tuple(sorted({*row.tolist()})) for row in table.kind)
 
 
+def share(one: Message, overlap: Overlap, turns: int) -> float:
+    """The share of a message's time that the core waits for, where no layer hides it.
+
+    `turns`: groups of tokens, of `recipe.turns_of`.
+    """
+    if one.purpose == "activations":
+        return 1.0 if turns == 1 else 0.5 / turns
+    if one.purpose in ("keys and values", "gradients of keys and values"):
+        return overlap.ring
+    if one.purpose == "heads":
+        return overlap.heads
+    if one.purpose == "weights":
+        return overlap.step
+    if one.purpose == "gradients":
+        return overlap.wide if one.kind == "reduce-scatter" else overlap.once
+    return overlap.once if one.purpose == "updated parameters" else 1.0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Waits:
     """What the core waits for messages."""
@@ -176,7 +194,8 @@ class _Waits:
             if self._is_hidden(one):
                 layers[axes] = layers.get(axes, 0.0) + seconds
             else:
-                found[axes] = found.get(axes, 0.0) + seconds * self._share(one)
+                waited = seconds * share(one, self.overlap, self.turns)
+                found[axes] = found.get(axes, 0.0) + waited
         for axes, seconds in layers.items():
             found[axes] = found.get(axes, 0.0) + self._edges(seconds)
         total = sum(layers.values())
@@ -192,20 +211,6 @@ class _Waits:
             return run.sharding.gather == "layer"
         wide = self.counted.reduce_bytes > self.counted.compute_bytes and self.overlap.wide > 0
         return one.purpose == "gradients" and one.kind == "reduce-scatter" and not wide
-
-    def _share(self, one: Message) -> float:
-        overlap = self.overlap
-        if one.purpose == "activations":
-            return 1.0 if self.turns == 1 else 0.5 / self.turns
-        if one.purpose in ("keys and values", "gradients of keys and values"):
-            return overlap.ring
-        if one.purpose == "heads":
-            return overlap.heads
-        if one.purpose == "weights":
-            return overlap.step
-        if one.purpose == "gradients":
-            return overlap.wide if one.kind == "reduce-scatter" else overlap.once
-        return overlap.once if one.purpose == "updated parameters" else 1.0
 
     def _edges(self, seconds: float) -> float:
         """What the first and the last layer of a pass wait for."""

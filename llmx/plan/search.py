@@ -1,0 +1,219 @@
+"""The fastest configuration of a run on a machine, among all that fit into its memory.
+
+Candidates (`candidates`) come in groups that compute the same. Groups, and in them rules of
+`remat`, are looked at in the order of a lower bound of their time (`search_bounds`), and the search
+ends where that bound is above the best that was found: what it leaves out is slower. What may be
+faster is counted, first its memory, and if that fits its time. So the best is that of a full
+enumeration, with some thousandths of its work.
+
+The functions that count are arguments: any function of a resolved run in their place gives the best
+by it, without bounds in a full enumeration.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from llmx.config import Config
+from llmx.plan import memory as memory_lib
+from llmx.plan import sizes, step_time
+from llmx.plan.candidates import Candidate, Group, Placement, Space, of_run
+from llmx.plan.machines import Machine
+
+ADMITTED = 0.95  # of a device's memory: what is counted has to leave room for what it misses
+KEEP = 3  # of the fastest, that are surely those
+MOST_SHOWN = 200
+MOST_TOO_LARGE = 20  # of those that do not fit, the fastest by their bound
+_ROUNDING = 1 - 1e-9  # of bounds
+
+Progress = Callable[[float, str], None]
+
+
+class Timed(Protocol):
+    """Seconds of a step: what `step_time.StepTime` has."""
+
+    parts: dict[str, float]
+    step: float
+
+
+class Bounds(Protocol):
+    """What no candidate of a group can be below: `search_bounds.Bounds`."""
+
+    def seconds_of_group(self, group: Group) -> float: ...
+
+    def seconds(self, group: Group, text: str) -> float: ...
+
+    def bytes(self, group: Group, text: str) -> float: ...
+
+
+def held(run: Config, machine: Machine) -> int:
+    """Bytes of a device at the peak of a resolved run."""
+    of_run, topology = sizes.of(run), machine.topology
+    found = memory_lib.of(of_run, on_gpu=machine.on_gpu, device_bytes=topology.hbm_bytes)
+    return found.peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A candidate that was counted."""
+
+    candidate: Candidate
+    memory: int  # bytes of a device
+    fits: bool
+    step: float  # seconds
+    parts: dict[str, float]  # of the step
+
+    @property
+    def order(self) -> tuple:
+        """The fastest first; of equals the one that holds least, then in a fixed order."""
+        return self.step, self.memory, self.candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    options: list[Option]  # that fit, the fastest first
+    too_large: list[Option]  # a sample of those that do not fit
+    candidates: int
+    counted: int  # of them, whose memory was
+    fit: int  # of those
+
+    @property
+    def best(self) -> Option | None:
+        return self.options[0] if self.options else None
+
+
+@dataclasses.dataclass(eq=False)
+class Search:
+    """One config on one machine. What was counted is kept, for another search of it.
+
+    memory, time: of a resolved run on a machine: bytes, and seconds with their parts.
+    bounds: below both; None: each candidate is counted.
+    own: the run as it is configured, if it goes with the machine: it is a candidate too.
+    """
+
+    space: Space
+    machine: Machine
+    own: Config | None = None
+    memory: Callable[[Config, Machine], int] = held
+    time: Callable[[Config, Machine], Timed] = step_time.of
+    bounds: Bounds | None = None
+    _bytes: dict[Candidate, int | None] = dataclasses.field(default_factory=dict)
+    _times: dict[Candidate, Timed] = dataclasses.field(default_factory=dict)
+
+    def find(
+        self, *, limit: float | None = None, keep: int = KEEP, progress: Progress | None = None
+    ) -> Found:
+        """The fastest that fit.
+
+        limit: bytes of a device that may be held; None: 95% of its memory. keep: of how many of the
+        fastest it is certain that no other is faster. progress: told the share of the work that is
+        done, and in words how far it is.
+        """
+        limit = ADMITTED * self.machine.topology.hbm_bytes if limit is None else limit
+        walk = _Walk(self, limit, keep, progress)
+        walk.run()
+        options = sorted(walk.fitting, key=lambda one: one.order)
+        too_large = [self.option(one, limit) for one in walk.too_large[:MOST_TOO_LARGE]]
+        total = self.space.count() + (self.own is not None)
+        return Found(options[:MOST_SHOWN], too_large, total, walk.counted, len(options))
+
+    def on(self, machine: Machine, bounds: Bounds | None) -> "Search":
+        """The same on a machine with as much memory and other links."""
+        return dataclasses.replace(self, machine=machine, bounds=bounds, _times={})
+
+    def bytes_of(self, candidate: Candidate) -> int | None:
+        """Of a device; None where a check refuses it."""
+        if candidate not in self._bytes:
+            run = self.run_of(candidate)
+            self._bytes[candidate] = None if run is None else self.memory(run, self.machine)
+        return self._bytes[candidate]
+
+    def option(self, candidate: Candidate, limit: float) -> Option:
+        """A candidate that no check refuses, with its time."""
+        if candidate not in self._times:
+            self._times[candidate] = self.time(self.run_of(candidate), self.machine)
+        time, size = self._times[candidate], self.bytes_of(candidate)
+        return Option(candidate, size, size <= limit, time.step, dict(time.parts))
+
+    def run_of(self, candidate: Candidate) -> Config | None:
+        if self.own is not None and candidate == of_run(self.own):
+            return self.own
+        return self.space.run(candidate)
+
+
+class _Walk:
+    """One pass over the groups of a search."""
+
+    def __init__(self, search: Search, limit: float, keep: int, progress: Progress | None):
+        self.search, self.limit, self.keep = search, limit, keep
+        self.progress = progress or (lambda share, text: None)
+        self.fitting: list[Option] = []
+        self.too_large: list[Candidate] = []
+        self.counted = 0
+        self._best: list[float] = []  # the `keep` fastest, negative: a heap
+        self._seen: set[Candidate] = set()
+
+    def run(self) -> None:
+        search = self.search
+        if search.own is not None:
+            self._count(of_run(search.own))
+        if search.bounds is None:
+            for candidate in search.space.all():
+                self._count(candidate)
+            return
+        numbers = itertools.count()
+        heap: list[tuple[float, int, Group, str]] = [
+            (search.bounds.seconds_of_group(group), next(numbers), group, "")
+            for group in search.space.groups()
+        ]
+        heapq.heapify(heap)
+        done = 0
+        while heap and heap[0][0] * _ROUNDING <= self.most:
+            bound, _, group, text = heapq.heappop(heap)
+            if not text:
+                for text in search.space.remats_of(group):
+                    item = (search.bounds.seconds(group, text), next(numbers), group, text)
+                    if item[0] * _ROUNDING <= self.most:
+                        heapq.heappush(heap, item)
+                continue
+            done += 1
+            if search.bounds.bytes(group, text) * _ROUNDING <= self.limit:
+                for placement in self._placements(group):
+                    self._count(search.space.candidate(group, placement, text))
+            if done % 16 == 0:
+                self._tell(bound, heap)
+
+    @property
+    def most(self) -> float:
+        """Seconds that a candidate may take to be among the best."""
+        return -self._best[0] if len(self._best) == self.keep else float("inf")
+
+    def _placements(self, group: Group) -> Iterator[Placement]:
+        yield from self.search.space.placements(group)
+
+    def _count(self, candidate: Candidate) -> None:
+        if candidate in self._seen:
+            return
+        self._seen.add(candidate)
+        size = self.search.bytes_of(candidate)
+        if size is None:
+            return
+        self.counted += 1
+        if size > self.limit:
+            if len(self.too_large) < MOST_TOO_LARGE:
+                self.too_large.append(candidate)
+            return
+        option = self.search.option(candidate, self.limit)
+        self.fitting.append(option)
+        heapq.heappush(self._best, -option.step)
+        if len(self._best) > self.keep:
+            heapq.heappop(self._best)
+
+    def _tell(self, bound: float, heap: list) -> None:
+        best = -max(self._best) if self._best else float("inf")
+        share = min(1.0, bound / self.most) if self._best else 0.0
+        self.progress(share, f"{self.counted:,} counted, best {best:.4g} s")

@@ -1,0 +1,201 @@
+"""What no candidate of a group can be below: seconds and bytes, cheaper than they are counted.
+
+A search leaves out what is slower than the best that it has, or does not fit, and may leave out
+nothing else. So each bound is a part of what `step_time` and `memory` count, at the least that it
+can be for the group:
+
+    seconds    the operators of layers, where the state is split over all devices, and the head's
+               products at the peak; a pipeline's ticks until its last stage begins, or ends; what
+               the core waits for over `tensor` and `sequence`
+    bytes      the state, were it split over all devices; what layers save of a microbatch, or of
+               as many as a pipeline has in flight
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from llmx.aot import links
+from llmx.config import Config, recipe, utilization
+from llmx.model import costs, remat_costs
+from llmx.plan import candidates, memory, operators, routes, sizes, step_time, traffic
+from llmx.plan.candidates import Candidate, Group, Space
+from llmx.plan.machines import Machine
+from llmx.plan.operators import BACKWARD, FORWARD, LOSS
+from llmx.step import moments, optimizers
+
+# Rules whose layers are not the same in chunks of the model as in the whole.
+_BY_PLACE = ("sqrt", "every_", ":")
+_INNER = ({"tensor"}, {"sequence"})
+
+
+class Layer(NamedTuple):
+    """Of a microbatch, at least."""
+
+    forward: float  # seconds of a layer
+    backward: float
+    weight: float  # of the backward, in gradients of weights
+    loss: float  # of lookups and head
+    waits: float  # of all layers, for messages over `tensor` and `sequence`
+    saved: float  # bytes of all layers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bounds:
+    """Of a space's groups on a machine, for `step_time.of` and `memory.of`."""
+
+    space: Space
+    machine: Machine
+
+    def seconds_of_group(self, group: Group) -> float:
+        """Of a step, whatever layers save: the model's FLOPs at the chip's peak."""
+        run, peak = self.space.base, self._peak
+        tokens = run.batch.size * run.batch.sequence_length
+        seconds = self._flops * tokens / self.space.num_devices / peak
+        ticks = group.accumulation * group.chunks
+        filling = (group.stage - 1) / (3 if _defers(group) else 1)
+        return seconds * (1 + filling / ticks)
+
+    def seconds(self, group: Group, text: str) -> float:
+        """Of a step with a rule of `remat`."""
+        one = self._layer(group, text)
+        if group.stage == 1:
+            layers = self.space.base.model.num_layers * (one.forward + one.backward)
+            return group.accumulation * (layers + one.waits + one.loss)
+        ticks = group.accumulation * group.chunks
+        work, filling = one.forward + one.backward, one.forward
+        if not _defers(group):
+            filling = work
+        elif group.schedule == "zb_1f1b":
+            filling = work - one.weight
+        num = self._layers_of_a_chunk(group)
+        rest = group.accumulation * (one.waits + one.loss) / group.stage
+        return num * (ticks * work + (group.stage - 1) * filling) + rest
+
+    def bytes(self, group: Group, text: str) -> float:
+        """Of a device with a rule of `remat`."""
+        if group.stage == 1:
+            return self._state + self._layer(group, text).saved
+        run, chunks = self.space.base, group.layers or self._chunks(group)
+        tokens = run.batch.size / group.replicas / group.accumulation * run.batch.sequence_length
+        tokens /= group.sequence * (group.tensor if run.sharding.sequence_parallel else 1)
+        kept = self._saved_of_chunk(text, chunks) * tokens
+        return self._state_of_stages + kept * least_in_flight(group)
+
+    @functools.cached_property
+    def _peak(self) -> float:
+        """FLOP/s in the fastest type that the run multiplies in."""
+        run, chip = self.space.base, self.machine.core.chip
+        names = (utilization.compute_dtype(run), recipe.policy_of(run).compute.name)
+        return max(chip.peak(name)[0] for name in names)
+
+    @functools.cached_property
+    def _flops(self) -> float:
+        run = self.space.base
+        return costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
+
+    def _layer(self, group: Group, text: str) -> Layer:
+        rows = self.space.base.batch.size // group.replicas // group.accumulation
+        if group.stage > 1 and any(of in text for of in _BY_PLACE):
+            text = "full" if text in ("sqrt", "part+sqrt") else "none"
+            one = self._of(rows, group.tensor, group.sequence, group.ulysses, text)
+            return one._replace(forward=one.forward, saved=0.0)
+        return self._of(rows, group.tensor, group.sequence, group.ulysses, text)
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _of(self, rows: int, tensor: int, sequence: int, ulysses: int, text: str) -> Layer:
+        run = self._run(rows, tensor, sequence, ulysses, text)
+        counted, core = sizes.of(run), self.machine.core
+        moved = operators.GPU if self.machine.on_gpu else operators.TPU
+        program = memory.GPU if self.machine.on_gpu else memory.TPU
+        listed = operators.of(counted, core, moved)
+        weight = sum(
+            one.seconds * one.count
+            for one in listed
+            if one.moment == BACKWARD and one.name.endswith("weight gradient")
+        )
+        products = sum(one.flops for one in listed if one.moment == LOSS)
+        return Layer(
+            operators.seconds(listed, FORWARD), operators.seconds(listed, BACKWARD), weight,
+            products / self._peak, self._waits(counted),
+            sum(memory.saved(counted, program).values()),
+        )  # fmt: skip
+
+    def _run(self, rows: int, tensor: int, sequence: int, ulysses: int, text: str) -> Config:
+        """One microbatch of so many rows, its state split over all devices that are left."""
+        ways = max(1, self.space.num_devices // tensor // sequence)
+        replicate = self.space.base.model.num_kv_heads % tensor > 0
+        run = candidates.changed(self.space.base, Candidate(
+            1, 1, ways, sequence, tensor, (), "zero3", "layer",
+            self.space.base.sharding.replicate_kv or replicate, 1, "1f1b", 0, (), text, ulysses,
+        ))  # fmt: skip
+        run.batch.size = rows * ways
+        return run
+
+    def _waits(self, counted: sizes.Sizes) -> float:
+        gpu, run = self.machine.on_gpu, counted.run
+        if counted.mesh["tensor"] == counted.mesh["sequence"] == 1:
+            return 0.0
+        overlap = step_time.GPU if gpu else step_time.TPU
+        turns = recipe.turns_of(run, self.machine.topology.device_kind)
+        hosts = routes.Routes(self.machine, counted.mesh) if gpu else None
+        total = 0.0
+        for one in traffic.of(counted, turns=turns):
+            if set(one.axes) in _INNER:
+                seconds = hosts.seconds(one) if gpu else self._on_all_links(one)
+                total += seconds * one.count * step_time.share(one, overlap, turns)
+        return total
+
+    def _on_all_links(self, message: traffic.Message) -> float:
+        """On a torus, whose links a group may have all for itself."""
+        rates, chip = self.machine.rates, self.machine.topology.chip
+        if message.kind == "collective-permute":
+            return 0.0
+        received = links.PASSES.get(message.kind, 1.0) * message.bytes * (1 - 1 / message.size)
+        return received / (rates.link * max(chip.num_links, 6)) / chip.devices_per_chip
+
+    def _layers_of_a_chunk(self, group: Group) -> int:
+        return max(group.layers or self._chunks(group))
+
+    def _chunks(self, group: Group) -> tuple[int, ...]:
+        return _equal(self.space.base.model.num_layers, group.stage * group.chunks)
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _saved_of_chunk(self, text: str, chunks: tuple[int, ...]) -> int:
+        run = self.space.base
+        return remat_costs.saved_bytes_of_chunk(
+            run.model, text=text, chunks=chunks,
+            compute_bytes=recipe.policy_of(run).compute.itemsize,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _state(self) -> float:
+        one = sizes.of(self._run(1, 1, 1, 1, "full"))
+        alone = dataclasses.replace(one, mesh=dict.fromkeys(one.mesh, 1))
+        return sum(memory.state(alone).values()) / self.space.num_devices
+
+    @functools.cached_property
+    def _state_of_stages(self) -> float:
+        """Without what pads the vocabulary: parameters, moments, sums of gradients."""
+        run = self.space.base
+        param = recipe.policy_of(run).param
+        arrays = 0 if run.offload.optimizer else min(optimizers.MOMENTS[run.optimizer.name])
+        number = param.itemsize + arrays * moments.number_bytes(run.optimizer.moments, param)
+        total = costs.num_parameters(run.model) * (number + memory.FP32)
+        return total / self.space.num_devices
+
+
+def _defers(group: Group) -> bool:
+    """Whether gradients of weights may fill what the pipeline leaves idle."""
+    return group.schedule.startswith("zb_") or group.schedule == "dual_pipe_v"
+
+
+def least_in_flight(group: Group) -> int:
+    """Pairs of microbatch and chunk that some stage has saved at the peak, at least."""
+    return min(group.accumulation, group.stage) * group.chunks
+
+
+@functools.lru_cache(maxsize=4096)
+def _equal(num_layers: int, chunks: int) -> tuple[int, ...]:
+    each, more = divmod(num_layers, chunks)
+    return (each + 1,) * more + (each,) * (chunks - more)
