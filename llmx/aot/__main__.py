@@ -9,7 +9,6 @@ topology is wrong, or the compiler refuses the program.
 """
 
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from llmx.aot import compiler, report, suggest, timeline, topologies
 from llmx.aot.compiler import CompileError
 from llmx.aot.report import Result, Trial
 from llmx.config import checks, flags
-from llmx.runtime import launch
+from llmx.runtime import launch, output_paths
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 
@@ -51,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             checks.resolve(run, problems=[*problems, str(error)])
             raise  # not reached: resolve raises, together with the config's own problems
-        for option, path in (("--save-hlo", args.save_hlo), ("--trace", args.trace)):
-            problems = [*problems, *_cannot_write(option, path)]
+        problems = [
+            *problems,
+            *output_paths.folder_problems("--save-hlo", args.save_hlo),
+            *output_paths.file_problems("--trace", args.trace),
+        ]
         run = compiler.resolve(run, topology, problems=problems)
         launch.note(f"compiling for {topology.text}")
         result = compiler.compile(run, topology, phase=args.phase)
@@ -69,24 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG
     print(json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials))
     return FITS if result.fits else DOES_NOT_FIT
-
-
-def _cannot_write(option: str, path: str) -> list[str]:
-    """What is wrong with a path to write to, before anything is compiled."""
-    if not path:
-        return []
-    folder = pathlib.Path(path).absolute()
-    if option == "--trace":
-        if folder.is_dir():
-            return [f"{option}={path} is a folder: name a file"]
-        folder = folder.parent
-        if not folder.is_dir():
-            return [f"{option}={path}: the folder {folder} does not exist: create it"]
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return [f"{option}={path}: {folder} cannot be written to: use another folder"]
-    return []
 
 
 def save(result: Result, folder: pathlib.Path, trials: Sequence[Trial] | None = None) -> None:

@@ -37,7 +37,7 @@ def show(
     config; None = `sys.argv`. Raises ValueError for a wrong config or flag, and if nothing fits
     into memory.
     """
-    if wrong := options.given(args, ("hardware", "step_seconds", *options.OF_DURATION)):
+    if wrong := options.given(args, options.OF_MACHINES):
         raise ValueError(f"{', '.join(wrong)} without --machine: name one, for example v5p:2x2x2")
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)

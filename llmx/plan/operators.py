@@ -13,7 +13,7 @@ Letters: as in `llmx.model.costs`.
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmx.config import utilization
@@ -177,7 +177,7 @@ def of(sizes: Sizes, core: Core, moved: Moved) -> list[Operator]:
     ]  # fmt: skip
 
 
-def seconds(operators: list[Operator], moment: str, part: str = "") -> float:
+def seconds(operators: Sequence[Operator], moment: str, part: str = "") -> float:
     """The time of a moment, or of a part of it."""
     return sum(
         one.seconds * one.count

@@ -17,7 +17,8 @@ UTILIZATION = 0.5  # of a chip's peak FLOP/s, by default
 OF_PIPELINES = ("chip", "devices", "memory", "bandwidth", "utilization", "versions", "replicate",
                 "measure")  # fmt: skip
 OF_DURATION = ("tokens", "device_mtbf", "save_seconds", "restart_seconds", "price")
-CONFIG_ONLY = ("machine", "hardware", *OF_PIPELINES, "step_seconds", *OF_DURATION)
+OF_MACHINES = ("hardware", "step_seconds", *OF_DURATION, "html")  # beside the machine
+CONFIG_ONLY = ("machine", *OF_PIPELINES, *OF_MACHINES)
 # What the config says, or what belongs to the report on its pipeline.
 NOT_OF_MACHINES = (*OF_PIPELINES, "schedule", "table", "stages", "microbatches", "virtual_stages",
                    *TIMES, "out", "csv")  # fmt: skip
@@ -55,6 +56,8 @@ def add_machine(command: argparse.ArgumentParser) -> None:
     text = "what the chip of the machine is, in place of what llmx knows: written by `python -m "
     text += "llmx.plan calibrate`, or by hand (docs/plan.md)"
     group.add_argument("--hardware", metavar="JSON", help=text)
+    text = "write the report as a page with pictures, which needs no network"
+    group.add_argument("--html", metavar="FILE", help=text)
     text = "of a step, if it was measured, for the length of the run (the estimate)"
     group.add_argument("--step-seconds", type=float, metavar="S", help=text)
     text = "of the run (steps x tokens of a batch of the config)"

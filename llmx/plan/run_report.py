@@ -4,6 +4,9 @@ import argparse
 import collections
 import dataclasses
 import functools
+import pathlib
+import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +21,7 @@ from llmx.plan import (
     machines,
     memory,
     options,
+    page,
     schedule_report,
     sizes,
     step_time,
@@ -26,6 +30,7 @@ from llmx.plan import (
 )
 from llmx.plan.memory import Memory
 from llmx.plan.traffic import Message
+from llmx.runtime import output_paths
 from llmx.runtime.utilization import text as utilization_text
 
 # Of a device's memory: what is counted has to leave room for what it misses.
@@ -45,6 +50,7 @@ def show(
     machine = machines.parse(args.machine, args.hardware)
     topology = machine.topology
     _, config, problems = flags.parse(command, argv)
+    problems = [*problems, *output_paths.file_problems("--html", args.html or "")]
     run = compiler.resolve(config, topology, problems=problems)
     if why_not := refusal(run):
         raise ValueError(why_not)
@@ -53,7 +59,9 @@ def show(
     of_time = time_report.to_json(time, run, machine)
     step = time.step if args.step_seconds is None else args.step_seconds
     of_duration, duration_lines = _duration(args, run, topology, step)
+    head = _head(run, topology)
     report = {
+        "run": {"config": args.config, "command": _command(argv)} | head,
         "machine": topology.name, "num_devices": topology.num_devices,
         "mesh": _mesh(run), "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
@@ -61,10 +69,15 @@ def show(
         "time": of_time, "duration": of_duration, "not_counted": uncounted(run),
     }  # fmt: skip
     lines = [
-        *_head(run, topology), "", *_memory_lines(held, topology), "",
+        *(f"{name:<12}{text}" for name, text in head.items()), "",
+        *_memory_lines(held, topology), "",
         *time_report.lines(time, of_time), "", *_sent_lines(sent), "", *duration_lines,
     ]  # fmt: skip
     lines += [f"not counted: {what}" for what in uncounted(run)]
+    if args.html:
+        pipeline = step_time.pipeline_of(sizes.of(run), time.operators)
+        pathlib.Path(args.html).write_text(page.render(report, pipeline), encoding="utf-8")
+        lines.append(f"page: {args.html}")
     return report, "\n".join(lines)
 
 
@@ -154,21 +167,28 @@ def _duration(
     return report | {"as_configured": own and dataclasses.asdict(own)}, lines
 
 
-def _head(run: Config, topology: Topology) -> list[str]:
+def _command(argv: Sequence[str] | None) -> str:
+    """The command line of the report."""
+    return shlex.join(["python", "-m", "llmx.plan", *(sys.argv[1:] if argv is None else argv)])
+
+
+def _head(run: Config, topology: Topology) -> dict[str, str]:
+    """What is reported on, by the name of its line."""
     stages = describe.stages_text(run)
-    return [
-        f"model       {describe.model_text(run, costs.num_parameters(run.model))}",
-        f"machine     {topology.name}: {topology.text}",
-        f"mesh        {sharding.mesh_text(_mesh(run))}; layout {run.sharding.layout}",
-        *([f"stages      {stages}"] if stages else []),
-        f"batch       {describe.batch_text(run)}",
-    ]
+    return {
+        "model": describe.model_text(run, costs.num_parameters(run.model)),
+        "machine": f"{topology.name}: {topology.text}",
+        "mesh": f"{sharding.mesh_text(_mesh(run))}; layout {run.sharding.layout}",
+        **({"stages": stages} if stages else {}),
+        "batch": describe.batch_text(run),
+    }
 
 
 def _memory_json(held: Memory, topology: Topology) -> dict[str, Any]:
     return {
         "peak": held.peak, "moment": held.moment, "limit": topology.hbm_bytes,
-        "fits": fits(held, topology), "state": held.state, "peaks": held.peaks, "host": held.host,
+        "admitted": ADMITTED, "fits": fits(held, topology), "state": held.state,
+        "peaks": held.peaks, "host": held.host,
     }  # fmt: skip
 
 

@@ -14,10 +14,12 @@ compiled programs do not hide is added:
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from llmx.config import Config, recipe, utilization
-from llmx.pipeline import schedule, schedules
+from llmx.pipeline import schedule, schedules, simulate
 from llmx.pipeline.schedule import KINDS, Table
+from llmx.pipeline.simulate import Timeline
 from llmx.plan import operators, routes, sizes, traffic
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
@@ -123,15 +125,25 @@ def _computed(counted: Sizes, listed: list[Operator]) -> dict[str, float]:
     return parts
 
 
-def _idle(counted: Sizes, listed: list[Operator]) -> float:
-    """What a pipeline's step takes beyond the work of one stage, in lockstep."""
+def pipeline_of(counted: Sizes, listed: Sequence[Operator]) -> tuple[Table, Timeline] | None:
+    """The schedule of a run and when its operations take place, in lockstep; None: no pipeline."""
     run = counted.run
     if run.mesh.stage == 1:
-        return 0.0
-    table = schedules.table_of(
+        return None
+    table = _table(run)
+    _, layers = _rounds(counted)
+    times = {kind: layers * seconds for kind, seconds in _operations(table, listed).items()}
+    return table, simulate.simulate(table, **times)
+
+
+def _table(run: Config) -> Table:
+    return schedules.table_of(
         run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
     )
-    rounds, layers = _rounds(counted)
+
+
+def _operations(table: Table, listed: Sequence[Operator]) -> dict[str, float]:
+    """Seconds of a layer in each kind of operation of a schedule."""
     forward, backward = (operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
     weight = 0.0
     if table.splits_backward:
@@ -140,14 +152,21 @@ def _idle(counted: Sizes, listed: list[Operator]) -> float:
             for one in listed
             if one.moment == BACKWARD and one.name.endswith("weight gradient")
         )
-    times = dict(zip(KINDS, (0.0, forward, backward - weight, weight), strict=True))
-    if not table.splits_backward:
-        times[KINDS[schedule.BACKWARD]] = backward
+    return {"forward": forward, "backward": backward - weight, "weight": weight}
+
+
+def _idle(counted: Sizes, listed: Sequence[Operator]) -> float:
+    """What a pipeline's step takes beyond the work of one stage, in lockstep."""
+    if counted.run.mesh.stage == 1:
+        return 0.0
+    table = _table(counted.run)
+    rounds, layers = _rounds(counted)
+    times = {KINDS[schedule.IDLE]: 0.0} | _operations(table, listed)
     lockstep = sum(
         number * max(times[KINDS[kind]] for kind in kinds)
         for kinds, number in _ticks(table).items()
     )
-    return layers * (lockstep - rounds * (forward + backward))
+    return layers * (lockstep - rounds * sum(times.values()))
 
 
 @functools.lru_cache(maxsize=512)

@@ -1,0 +1,99 @@
+"""What to change about a run, in words, from the figures of its report."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmx.aot.report import size
+
+Report = Mapping[str, Any]
+
+# From here on a cost is worth a word: shares of a step, of time, of memory.
+WAITING, REPEATED, LOST, ROOM, LARGE = 0.1, 0.1, 0.005, 0.7, 0.15
+NUM_LARGEST = 3
+
+_SPLIT = "more devices to split it over (--config.mesh.fsdp)"
+_SMALLER = "smaller microbatches (--config.batch.accumulation)"
+REMEDIES = {
+    "parameters": f"{_SPLIT}, or --config.offload.parameters",
+    "optimizer": f"{_SPLIT}, or --config.offload.optimizer",
+    "saved activations": f"--config.remat=full, or {_SMALLER}",
+    "saved weights": "--config.remat=full",
+    "kept": f"--config.remat=full, or {_SMALLER}",
+    "a layer": f"{_SMALLER}, or --config.mesh.sequence",
+    "working": f"{_SMALLER}, or --config.mesh.sequence",
+    "loss": f"{_SMALLER}, or --config.mesh.tensor",
+    "gathered weights": "--config.sharding.gather=layer",
+}  # fmt: skip
+
+
+def of(report: Report) -> list[str]:
+    """Sentences, the most urgent first; `report`: of `run_report.show`."""
+    found = [*_of_memory(report), *_of_search(report), *_of_time(report), *_of_failures(report)]
+    return found or ["Nothing stands out among what this report has."]
+
+
+def _of_memory(report: Report) -> Iterator[str]:
+    memory = report["memory"]
+    if memory["fits"]:
+        return
+    held = memory["state"] | memory["peaks"].get(memory["moment"], {})
+    over = memory["peak"] - memory.get("admitted", 0.95) * memory["limit"]
+    yield f"It takes {size(over)} more than is admitted."
+    for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])[:NUM_LARGEST]:
+        if num_bytes >= LARGE * memory["peak"]:
+            share = f"{size(num_bytes)} of it, {num_bytes / memory['peak']:.0%}, are for {name}"
+            yield f"{share}: {REMEDIES[name]}" if name in REMEDIES else share
+
+
+def _of_search(report: Report) -> Iterator[str]:
+    search = report.get("search")
+    if search is None or not search["configurations"]:
+        return
+    if search["best"] is None:
+        yield f"None of {search['candidates']:,} configurations fits."
+        return
+    best = search["configurations"][search["best"]]
+    flags, time = " ".join(best["flags"]), report.get("time")
+    text = f"takes {best['step']:.4g} s a step: {flags}"
+    if time and best["step"] < time["step"]:
+        text = (
+            f"takes {1 - best['step'] / time['step']:.0%} less time, {best['step']:.4g} s: {flags}"
+        )
+    yield f"The fastest of {search['fit']:,} configurations that fit {text}"
+    yield from search.get("what_if", ())
+
+
+def _of_time(report: Report) -> Iterator[str]:
+    if (time := report.get("time")) is None or report.get("search"):
+        return  # what a search tried is more than what a rule says
+    step, memory = time["step"], report["memory"]
+    if time["bubble"] > WAITING * step:
+        yield (
+            f"Stages of the pipeline are idle for {time['bubble'] / step:.0%} of the step: more "
+            "microbatches (--config.batch.accumulation, with a larger --config.batch.size where "
+            "they have one sequence per device), or another --config.pipeline.schedule"
+        )
+    if time["exposed"] > WAITING * step:
+        longest = max((name for name in time["parts"] if name.startswith("exposed")),
+                      key=time["parts"].get, default="")  # fmt: skip
+        yield (
+            f"The step waits for messages for {time['exposed'] / step:.0%} of its time, most of it "
+            f"{longest}: a mesh that sends less along this axis, or more tokens per device"
+        )
+    again = time["hfu"] / time["mfu"] - 1
+    share = memory["peak"] / memory["limit"]
+    if again > REPEATED and share < ROOM:
+        yield (
+            f"{again:.0%} of the model's FLOPs are computed once more, and {1 - share:.0%} of the "
+            "memory is free: save more activations, for example --config.remat=names"
+        )
+
+
+def _of_failures(report: Report) -> Iterator[str]:
+    run = report.get("duration") or {}
+    own = run.get("as_configured")
+    if own and run["goodput"] - own["goodput"] > LOST:
+        yield (
+            f"--config.checkpoint.every={run['interval']} instead of {own['interval']} gives a "
+            f"goodput of {run['goodput']:.1%} instead of {own['goodput']:.1%}"
+        )

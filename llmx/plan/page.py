@@ -1,0 +1,388 @@
+"""The report of `llmx.plan` on a config and a machine as one HTML page that needs no network.
+
+The page is a file by itself: style and pictures are in it, there is no script, and nothing is
+loaded. A section that the report does not have is left out.
+"""
+
+import collections
+import html
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import llmx
+from llmx.pipeline.schedule import Table
+from llmx.pipeline.simulate import Timeline
+from llmx.plan import advice, page_style, page_text, pictures
+from llmx.plan.page_text import Markup, escaped
+
+Report = Mapping[str, Any]
+
+MOST_OPERATORS, MOST_CONFIGURATIONS = 14, 12  # rows of a table
+MOST_WORDS = 3  # parts of a step that are named on top
+
+
+def render(report: Report, pipeline: tuple[Table, Timeline] | None = None) -> str:
+    """The page.
+
+    `report`: the JSON object of `run_report.show`, in bytes and seconds. `pipeline`: the schedule
+    of the run and when its operations take place, for their picture; None: leave it out.
+    """
+    sections = [
+        _time(report), _operators(report), _memory(report), _schedule(report, pipeline),
+        _search(report), _sent(report), _duration(report), _rests_on(report),
+    ]  # fmt: skip
+    body = "\n".join([_head(report), *(section for section in sections if section)])
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escaped(_title(report))}</title>\n<style>{page_style.CSS}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n{_foot(report)}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _title(report: Report) -> str:
+    config = pathlib.PurePath(report.get("run", {}).get("config", "").split(":")[0]).stem
+    return f"{config} on {report['machine']}" if config else report["machine"]
+
+
+def _section(title: str, *content: str, name: str = "", long: bool = False) -> str:
+    kind = ' class="long"' if long else ""
+    inside = "\n".join(part for part in content if part)
+    start = f'<section id="{name or title.lower()}"{kind}>'
+    return f"{start}\n<h2>{escaped(title)}</h2>\n{inside}\n</section>"
+
+
+def _figure(picture: str, caption: str = "", *, wide: bool = False) -> str:
+    picture = f'<div class="wide">{picture}</div>' if wide else picture
+    return f"<figure>{picture}<figcaption>{escaped(caption)}</figcaption></figure>"
+
+
+def _columns(*parts: str) -> str:
+    return f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
+
+
+# --------------------------------------------------------------------------------- the first screen
+
+
+def _head(report: Report) -> str:
+    """What the run is, whether it fits, how long a step is, where its time goes, what to change."""
+    run = report.get("run", {})
+    named = [(name, run[name]) for name in ("model", "machine", "mesh", "stages", "batch")
+             if run.get(name)]  # fmt: skip
+    cards = [_memory_card(report), _step_card(report), _run_card(report)]
+    advised = page_text.bullets(map(_code_flags, advice.of(report)))
+    return "\n".join([
+        f"<header>\n<h1>{escaped(_title(report))}</h1>\n{page_text.facts(named)}\n</header>",
+        f'<div class="cards">{"".join(card for card in cards if card)}</div>',
+        _section("What to change", advised, name="advice"),
+    ])  # fmt: skip
+
+
+def _card(question: str, answer: object, *lines: str, kind: str = "") -> str:
+    kind = f' class="{kind}"' if kind else ""
+    return (
+        f'<div class="card"><h3>{escaped(question)}</h3><b{kind}>{escaped(answer)}</b>'
+        f"{''.join(lines)}</div>"
+    )
+
+
+def _line(text: object) -> str:
+    return f"<p>{escaped(text)}</p>"
+
+
+def _bar(parts: Mapping[str, tuple[float, str]], mark: float | None = None) -> str:
+    """A bar of shares of the whole, each with its color; a line at the share `mark` inside it."""
+    pieces = [
+        f'<i style="width:{100 * share:.2f}%;background:{color}" title="{html.escape(name)}"></i>'
+        for name, (share, color) in parts.items()
+        if share >= 0.002
+    ]
+    if mark is not None and mark < 1:
+        pieces.append(f'<b style="left:{100 * mark:.2f}%"></b>')
+    return f'<div class="bar">{"".join(pieces)}</div>'
+
+
+def _memory_card(report: Report) -> str:
+    memory = report["memory"]
+    share = memory["peak"] / memory["limit"]
+    held = memory["state"] | memory["peaks"].get(memory["moment"], {})
+    scale = max(memory["peak"], memory["limit"])
+    bar = {name: (num / scale, pictures.BYTES.get(name, pictures.GRAY))
+           for name, num in held.items()}  # fmt: skip
+    answer = "It fits" if memory["fits"] else "It does not fit"
+    return _card(
+        "Does it fit?", answer, _bar(bar, memory["limit"] / scale),
+        _line(f"{page_text.memory(memory['peak'])} of {page_text.memory(memory['limit'])} of a "
+              f"device, {share:.0%}; the peak is {memory['moment']}"),
+        kind="good" if memory["fits"] else "bad",
+    )  # fmt: skip
+
+
+def _step_card(report: Report) -> str:
+    if (time := report.get("time")) is None:
+        return ""
+    colors = pictures.time_colors(list(time["parts"]))
+    bar = {name: (of / time["step"], colors[name]) for name, of in time["parts"].items()}
+    most = sorted(time["parts"].items(), key=lambda item: -item[1])[:MOST_WORDS]
+    words = " ".join(
+        page_text.named(f"{name} {of / time['step']:.0%}", colors[name]) for name, of in most
+    )
+    return _card(
+        "How long is a step?", page_text.duration(time["step"]), _bar(bar), _line(Markup(words)),
+        _line(f"{time['tokens_per_second']:,.0f} tokens/s, MFU {time['mfu']:.1%}, HFU "
+              f"{time['hfu']:.1%}"),
+    )  # fmt: skip
+
+
+def _run_card(report: Report) -> str:
+    if (run := report.get("duration")) is None:
+        return ""
+    cost = "" if run.get("dollars") is None else f", {run['dollars']:,.0f} dollars"
+    return _card(
+        "And the whole run?", f"{run['seconds'] / 86400:,.2f} days",
+        _line(f"{page_text.count(run['tokens'])} tokens in {run['steps']:,} steps; "
+              f"{run['device_hours']:,.0f} device hours{cost}"),
+        _line(f"goodput {run['goodput']:.1%} with a checkpoint every {run['interval']:,} steps"),
+    )  # fmt: skip
+
+
+def _code_flags(line: str) -> Markup:
+    """A line of text with its flags as code."""
+    return Markup(re.sub(r"--config\.[\w.]+(=[\w.+-]+)?", r"<code>\g<0></code>", html.escape(line)))
+
+
+# ------------------------------------------------------------------------------------- the sections
+
+
+def _time(report: Report) -> str:
+    if (time := report.get("time")) is None:
+        return ""
+    alone = time.get("communication")
+    waits = f"the step waits {page_text.duration(time['exposed'])} for messages"
+    if alone is not None:
+        waits = f"messages take {page_text.duration(alone)} by themselves; {waits}"
+    rows = [
+        ("computing", page_text.duration(time["compute"])),
+        ("waiting for messages", page_text.duration(time["exposed"])),
+        ("pipeline idle", page_text.duration(time["bubble"])),
+        ("tokens per second", f"{time['tokens_per_second']:,.0f}"),
+        *((label, f"{time[name]:.1%}") for name, label in (
+            ("mfu", "MFU"), ("mfu_full", "MFU with all scores"), ("hfu", "HFU"),
+            ("mfu_of_bfloat16", "MFU of bfloat16's peak")) if name in time),
+    ]  # fmt: skip
+    picture = _figure(pictures.waterfall(time), f"{waits}.".capitalize())
+    return _section("Where the time goes", _columns(picture, page_text.facts(rows)), name="time")
+
+
+def _operators(report: Report) -> str:
+    time = report.get("time")
+    if time is None or not time["operators"]:
+        return ""
+    listed = sorted(_alike(time["operators"]), key=lambda one: -_spent(one))
+    colors = pictures.time_colors([*pictures.TIMES, *time["parts"]])
+    rows = []
+    for number, one in enumerate(listed[:MOST_OPERATORS], 1):
+        shape = " × ".join(f"{one[letter]:,}" for letter in "mnk") if one.get("m") else "–"
+        rows.append((
+            number, page_text.named(one["name"], colors.get(one.get("part"), pictures.BLUE)),
+            page_text.share(_spent(one) / time["step"]), _reached(one),
+            page_text.share(one["share"]) if one["flops"] else "–", f"{one['count']:,.4g}",
+            page_text.duration(one["seconds"]), shape,
+        ))  # fmt: skip
+    if rest := listed[MOST_OPERATORS:]:
+        share = page_text.share(sum(map(_spent, rest)) / time["step"])
+        rows.append(("", f"{len(rest)} others", share, *[""] * 5))
+    header = ("#", "operator", "of the step", "reaches", "of the peak", "times a step",
+              "one takes", "M × N × K")  # fmt: skip
+    caption = (
+        "A point is an operator; numbers are those of the table below. Triangles are operators "
+        "that only move bytes: they stand at 1 FLOP per byte, as high as the bytes per second that "
+        "they reach."
+    )
+    picture = _figure(pictures.roofline(time | {"operators": listed}, MOST_OPERATORS), caption)
+    return _section(
+        "Operators", _columns(picture, _parts_table(time, listed, colors)),
+        page_text.table(header, rows, left=2), long=True,
+    )  # fmt: skip
+
+
+def _parts_table(time: Report, listed: Sequence[Report], colors: Mapping[str, str]) -> str:
+    """What the operators of each part of a step reach together."""
+    rows = []
+    for part in dict.fromkeys(one.get("part", "") for one in listed):
+        some = [one for one in listed if one.get("part", "") == part]
+        seconds = sum(map(_spent, some))
+        flops, num_bytes = (
+            sum(one["count"] * one[of] for one in some) for of in ("flops", "bytes")
+        )
+        rows.append((
+            page_text.named(part, colors.get(part, pictures.BLUE)), page_text.duration(seconds),
+            page_text.share(flops / seconds / time["peak_flops"]) if flops else "–",
+            page_text.share(num_bytes / seconds / time["bandwidth"]),
+        ))  # fmt: skip
+    return page_text.table(("part", "takes", "of peak FLOP/s", "of bandwidth"), rows)
+
+
+def _spent(one: Report) -> float:
+    """Seconds of an operator in a step."""
+    return one["count"] * one["seconds"]
+
+
+def _reached(one: Report) -> str:
+    if one["flops"]:
+        return page_text.rate(one["flops"] / one["seconds"], "FLOP/s")
+    return page_text.rate(one["bytes"] / one["seconds"], "B/s")
+
+
+def _alike(operators: Sequence[Report]) -> list[Report]:
+    """Operators of one name and size as one: those that the backward pass runs again."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for one in operators:
+        name, moment = one["name"], one.get("moment", "")
+        if not one["flops"] and moment in ("forward", "backward") and not name.endswith("again"):
+            name = f"{name} {moment}"
+        key = (name, one["seconds"], one["flops"], one["bytes"])
+        if key in found:
+            found[key]["count"] += one["count"]
+        else:
+            found[key] = dict(one) | {"name": name}
+    return list(found.values())
+
+
+def _memory(report: Report) -> str:
+    memory = report["memory"]
+    admitted = memory.get("admitted", 0.95)
+    state, peaks = memory["state"], memory["peaks"]
+    names = list(dict.fromkeys([*state, *(name for peak in peaks.values() for name in peak)]))
+    columns = [state | peak for peak in peaks.values()]
+    rows = [
+        (page_text.named(name, pictures.BYTES.get(name, pictures.GRAY)),
+         *(page_text.memory(column.get(name, 0)) for column in columns))
+        for name in names
+    ]  # fmt: skip
+    total = ("together", *(page_text.memory(sum(column.values())) for column in columns))
+    host = ""
+    if memory.get("host"):
+        host = f" In the host's memory: {page_text.memory(memory['host'])} of the state."
+    caption = (
+        f"The peak is {memory['moment']}: {page_text.memory(memory['peak'])} of "
+        f"{page_text.memory(memory['limit'])}, {memory['peak'] / memory['limit']:.0%}; up to "
+        f"{admitted:.0%} is admitted.{host}"
+    )
+    return _section(
+        "Memory of a device",
+        _columns(_figure(pictures.memory(memory, admitted), caption),
+                 page_text.table(("holds", *peaks), rows, total=total)),
+        name="memory",
+    )  # fmt: skip
+
+
+def _schedule(report: Report, pipeline: tuple[Table, Timeline] | None) -> str:
+    if pipeline is None:
+        return ""
+    table, _ = pipeline
+    if not pictures.is_drawn(table):
+        return _section(
+            "Schedule",
+            _line(f"{table.name} on {table.num_stages} stages with {table.num_microbatches} "
+                  "microbatches has too many operations for a picture."),
+        )  # fmt: skip
+    caption = "A box is an operation of a stage on a microbatch, in lockstep; below, what it keeps."
+    return _section("Schedule", _figure(pictures.gantt(*pipeline), caption, wide=True))
+
+
+def _search(report: Report) -> str:
+    if (search := report.get("search")) is None:
+        return ""
+    found, memory, time = search["configurations"], report["memory"], report.get("time")
+    said = (
+        f"{search['candidates']:,} configurations, of which {search['fit']:,} fit, were counted in "
+        f"{page_text.duration(search['seconds'])}."
+    )
+    if not found:
+        return _section("Search", _line(said))
+    best = None if search["best"] is None else found[search["best"]]
+    ranked = sorted(found, key=lambda one: (one is not best, not one["fits"], one["step"]))
+    first = ranked[0]
+    rows = [
+        (number, page_text.flags(one["flags"]), page_text.duration(one["step"]),
+         "–" if one is first else f"{one['step'] / first['step'] - 1:+.1%}",
+         page_text.memory(one["memory"]), "yes" if one["fits"] else "no")
+        for number, one in enumerate(ranked[:MOST_CONFIGURATIONS], 1)
+    ]  # fmt: skip
+    now = time and (memory["peak"], time["step"])
+    picture = pictures.search(search, memory["limit"], memory.get("admitted", 0.95), now)
+    header = ("#", "flags", "step", "to the first", "memory", "fits")
+    told = [line for line in (said, best and best.get("why"), search.get("runner_up")) if line]
+    beside = "".join(_line(_code_flags(line)) for line in told)
+    return _section(
+        "Search",
+        _columns(_figure(picture, "Lines: memory that is admitted, and the limit."), beside),
+        page_text.table(header, rows, left=2), long=True,
+    )  # fmt: skip
+
+
+def _sent(report: Report) -> str:
+    groups: dict[tuple[str, str, str], list[Report]] = collections.defaultdict(list)
+    for message in report.get("messages", ()):
+        groups[",".join(message["axes"]), message["kind"], message["purpose"]].append(message)
+    title = "Bytes that a device sends in a step"
+    if "messages" not in report:
+        return ""
+    if not groups:
+        return _section(title, _line("It sends nothing."), name="sent")
+    total = lambda some: sum(one["sent"] for one in some)  # noqa: E731
+    whole = sum(map(total, groups.values()))
+    rows = [
+        (*names, f"{sum(one['count'] for one in some):,.0f}", page_text.memory(total(some)),
+         page_text.share(total(some) / (whole or 1)))
+        for names, some in sorted(groups.items(), key=lambda item: -total(item[1]))
+    ]  # fmt: skip
+    together = ("together", "", "", "", page_text.memory(whole), "")
+    header = ("mesh axes", "kind", "of", "times", "sent", "share")
+    return _section(title, page_text.table(header, rows, left=3, total=together), name="sent")
+
+
+def _duration(report: Report) -> str:
+    if (run := report.get("duration")) is None:
+        return ""
+    days = lambda of: f"{of['seconds'] / 86400:,.2f} days, goodput {of['goodput']:.1%}"  # noqa: E731
+    rows = [
+        ("tokens", f"{page_text.count(run['tokens'])} in {run['steps']:,} steps"),
+        ("with the best interval", f"{days(run)}; a checkpoint every {run['interval']:,} steps"),
+    ]
+    if own := run.get("as_configured"):
+        rows.append(("as configured", f"{days(own)}; one every {own['interval']:,} steps"))
+    rows += [
+        ("failures expected", f"{run['failures']:,.1f}"),
+        ("device hours", f"{run['device_hours']:,.0f}"),
+    ]
+    for name, label, unit in (("dollars", "cost", "dollars"),
+                              ("kilowatt_hours", "energy of the chips", "kWh")):  # fmt: skip
+        if run.get(name) is not None:
+            rows.append((label, f"{run[name]:,.0f} {unit}"))
+    if flops := run.get("flops"):
+        rows.append(("FLOPs", f"{flops['6PD']:.3g} by 6PD, {flops['exact']:.3g} with attention"))
+    return _section("The whole run", page_text.facts(rows), name="duration")
+
+
+def _rests_on(report: Report) -> str:
+    lines = list(_assumptions(report))
+    return _section("What this rests on", page_text.bullets(lines), name="assumptions")
+
+
+def _assumptions(report: Report) -> Iterator[str]:
+    yield (
+        "Counted, not compiled or measured: llmx.aot compiles the step for this machine, and "
+        "docs/plan.md says how far the count is off."
+    )
+    yield from (f"Assumed: {what}." for what in report.get("time", {}).get("assumptions", ()))
+    yield from (f"Not counted: {what}." for what in report.get("not_counted", ()))
+
+
+def _foot(report: Report) -> str:
+    command = report.get("run", {}).get("command", "")
+    said = f"<code>{html.escape(command)}</code>, " if command else ""
+    return f'<footer class="soft">{said}llmx {escaped(llmx.__version__)}</footer>'

@@ -1,0 +1,38 @@
+"""What is wrong with a path that a command is asked to write to, said before it works for long."""
+
+import os
+import pathlib
+
+
+def file_problems(option: str, path: str) -> list[str]:
+    """Why no file can be written to `path`, as given with `option`; [] if one can, or for ""."""
+    if not path:
+        return []
+    target = pathlib.Path(path).absolute()
+    if target.is_dir():
+        return [f"{option}={path} is a folder: name a file"]
+    if not target.parent.is_dir():
+        return [f"{option}={path}: the folder {target.parent} does not exist: create it"]
+    if target.exists():
+        return (
+            []
+            if os.access(target, os.W_OK)
+            else [f"{option}={path} cannot be written to: use another file"]
+        )
+    return _closed(option, path, target.parent)
+
+
+def folder_problems(option: str, path: str) -> list[str]:
+    """Why no folder can be made or written to at `path`; parents are made too; [] for ""."""
+    if not path:
+        return []
+    folder = pathlib.Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return _closed(option, path, folder)
+
+
+def _closed(option: str, path: str, folder: pathlib.Path) -> list[str]:
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return []
+    return [f"{option}={path}: {folder} cannot be written to: use another folder"]
