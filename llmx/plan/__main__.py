@@ -2,6 +2,7 @@
 sends; of a pipeline its bubble, its memory, its times, a picture:
 
     python -m llmx.plan --config configs/llama3_8b.py --machine v5p:2x2x2
+    python -m llmx.plan --config configs/llama3_8b.py --machine v5p:2x2x2 --html plan.html
     python -m llmx.plan --schedule zb_v --stages 4 --microbatches 16 --out schedule.png
     python -m llmx.plan --config configs/llama3_70b_pipeline.py --chip v5p
 

@@ -41,8 +41,9 @@ def _of_memory(report: Report) -> Iterator[str]:
     yield f"It takes {size(over)} more than is admitted."
     for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])[:NUM_LARGEST]:
         if num_bytes >= LARGE * memory["peak"]:
-            share = f"{size(num_bytes)} of it, {num_bytes / memory['peak']:.0%}, are for {name}"
-            yield f"{share}: {REMEDIES[name]}" if name in REMEDIES else share
+            remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
+            share = num_bytes / memory["peak"]
+            yield f"{size(num_bytes)}, {share:.0%} of the peak, are for {name}{remedy}"
 
 
 def _of_search(report: Report) -> Iterator[str]:

@@ -55,7 +55,7 @@ ul { margin: 0; padding-left: 1.2em; } li { margin: 3px 0; overflow-wrap: anywhe
 code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: .88em;
   overflow-wrap: anywhere; }
 li code { display: inline-block; max-width: 100%; }
-.flags { display: block; white-space: normal; min-width: 15em; max-width: 46em; }
+.flags { display: block; white-space: normal; min-width: 15em; }
 .flags code { display: inline-block; margin-right: .4em; white-space: nowrap; }
 footer { margin-top: 16px; }
 @media screen and (max-width: 800px) { .columns { grid-template-columns: minmax(0, 1fr);

@@ -159,7 +159,7 @@ def roofline(report: Report, numbered: int) -> str:
         figure = Figure(figsize=(WIDTH, 0.8 * WIDTH), layout="constrained")
         axes = figure.subplots()
         axes.plot([low, ridge, high], [low * bandwidth, peak, peak], color=INK, lw=1.6, zorder=1)
-        for index, (x, y) in points.items():
+        for index, (x, y) in reversed(points.items()):  # those that come first on top
             one = found[index]
             axes.scatter(
                 [x], [y], s=42, color=colors.get(one.get("part"), BLUE), edgecolor=PAPER, lw=0.7,
