@@ -8,7 +8,7 @@ from llmx.aot.report import size
 Report = Mapping[str, Any]
 
 # From here on a cost is worth a word: shares of a step, of time, of memory.
-WAITING, REPEATED, LOST, ROOM, LARGE = 0.1, 0.1, 0.005, 0.7, 0.15
+WAITING, LOST, LARGE, GAIN = 0.1, 0.005, 0.15, 0.01
 NUM_LARGEST = 3
 
 _SPLIT = "more devices to split it over (--config.mesh.fsdp)"
@@ -16,9 +16,9 @@ _SMALLER = "smaller microbatches (--config.batch.accumulation)"
 REMEDIES = {
     "parameters": f"{_SPLIT}, or --config.offload.parameters",
     "optimizer": f"{_SPLIT}, or --config.offload.optimizer",
-    "saved activations": f"--config.remat=full, or {_SMALLER}",
-    "saved weights": "--config.remat=full",
-    "kept": f"--config.remat=full, or {_SMALLER}",
+    "saved activations": f"another --config.remat, or {_SMALLER}",
+    "saved weights": "another --config.remat",
+    "kept": f"another --config.remat, or {_SMALLER}",
     "a layer": f"{_SMALLER}, or --config.mesh.sequence",
     "working": f"{_SMALLER}, or --config.mesh.sequence",
     "loss": f"{_SMALLER}, or --config.mesh.tensor",
@@ -28,7 +28,8 @@ REMEDIES = {
 
 def of(report: Report) -> list[str]:
     """Sentences, the most urgent first; `report`: of `run_report.show`."""
-    found = [*_of_memory(report), *_of_search(report), *_of_time(report), *_of_failures(report)]
+    rules = (_of_memory, _of_search, _of_remat, _of_time, _of_failures)
+    found = [line for rule in rules for line in rule(report)]
     return found or ["Nothing stands out among what this report has."]
 
 
@@ -67,7 +68,7 @@ def _of_search(report: Report) -> Iterator[str]:
 def _of_time(report: Report) -> Iterator[str]:
     if (time := report.get("time")) is None or report.get("search"):
         return  # what a search tried is more than what a rule says
-    step, memory = time["step"], report["memory"]
+    step = time["step"]
     if time["bubble"] > WAITING * step:
         yield (
             f"Stages of the pipeline are idle for {time['bubble'] / step:.0%} of the step: more "
@@ -81,13 +82,21 @@ def _of_time(report: Report) -> Iterator[str]:
             f"The step waits for messages for {time['exposed'] / step:.0%} of its time, most of it "
             f"{longest}: a mesh that sends less along this axis, or more tokens per device"
         )
-    again = time["hfu"] / time["mfu"] - 1
-    share = memory["peak"] / memory["limit"]
-    if again > REPEATED and share < ROOM:
-        yield (
-            f"{again:.0%} of the model's FLOPs are computed once more, and {1 - share:.0%} of the "
-            "memory is free: save more activations, for example --config.remat=names"
-        )
+
+
+def _of_remat(report: Report) -> Iterator[str]:
+    """The fastest of the other ways to save activations that fit, if it is of use."""
+    time = report.get("time")
+    fitting = [one for one in report.get("remats", ()) if one["fits"]]
+    if time is None or report.get("search") or not fitting:
+        return
+    best = min(fitting, key=lambda one: one["step"])
+    text = f"--config.remat={best['remat']} takes {best['step']:.4g} s a step"
+    if not report["memory"]["fits"]:
+        yield f"{text} and {size(best['memory'])}, which fits"
+    elif best["step"] < (1 - GAIN) * time["step"]:
+        gain = 1 - best["step"] / time["step"]
+        yield f"{text}, {gain:.1%} less, and {size(best['memory'])} of a device"
 
 
 def _of_failures(report: Report) -> Iterator[str]:

@@ -28,6 +28,7 @@ from llmx.plan import (
     time_report,
     traffic,
 )
+from llmx.plan.machines import Machine
 from llmx.plan.memory import Memory
 from llmx.plan.traffic import Message
 from llmx.runtime import output_paths
@@ -35,6 +36,7 @@ from llmx.runtime.utilization import text as utilization_text
 
 # Of a device's memory: what is counted has to leave room for what it misses.
 ADMITTED = 0.95
+REMATS = ("none", "dots", "names", "full", "part+dots", "part")  # beside the config's
 
 
 def show(
@@ -66,7 +68,8 @@ def show(
         "mesh": _mesh(run), "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
-        "time": of_time, "duration": of_duration, "not_counted": uncounted(run),
+        "time": of_time, "duration": of_duration, "remats": _remats(run, machine),
+        "not_counted": uncounted(run),
     }  # fmt: skip
     lines = [
         *(f"{name:<12}{text}" for name, text in head.items()), "",
@@ -119,6 +122,22 @@ def uncounted(run: Config) -> list[str]:
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
     if offload.saves:
         found.append("what layers save in the host's memory")
+    return found
+
+
+def _remats(run: Config, machine: Machine) -> list[dict[str, Any]]:
+    """What a resolved run takes with another `remat`: seconds of a step, bytes of a device."""
+    kinds, found = sorted(set(run.model.layer_kinds)), []
+    for text in REMATS:
+        of_pipelines = remat.keeps_input(text) and run.mesh.stage == 1
+        if text == run.remat or of_pipelines or remat.problems(text, run.offload, kinds):
+            continue
+        other = dataclasses.replace(run, remat=text)
+        held, _ = count(other, machine.topology)
+        found.append({
+            "remat": text, "step": step_time.of(other, machine).step, "memory": held.peak,
+            "fits": fits(held, machine.topology),
+        })  # fmt: skip
     return found
 
 

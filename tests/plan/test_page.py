@@ -136,7 +136,15 @@ def test_a_run_that_does_not_fit_says_what_is_too_much(capsys, tmp_path):
     over = memory["peak"] - 0.95 * memory["limit"]
     assert "It does not fit" in found and not memory["fits"]
     assert f"It takes {over / 2**30:.2f} GiB more than is admitted" in found
-    assert "are for saved activations: --config.remat=full" in found
+    assert "of the peak, are for saved activations: another --config.remat" in found
+    best = min((one for one in report["remats"] if one["fits"]), key=lambda one: one["step"])
+    assert f"--config.remat={best['remat']} takes {best['step']:.4g} s a step and" in found
+    # What is said of another `remat` is what it takes.
+    flags = [*flags[:2], f"--config.remat={best['remat']}"]
+    other, text = planned(flags, capsys, tmp_path / "plan.html")
+    assert other["memory"]["fits"] and other["memory"]["peak"] == best["memory"]
+    assert other["time"]["step"] == best["step"]
+    assert "which fits" not in check(text).text and "less, and" not in check(text).text
 
 
 def test_the_same_report_gives_the_same_page(report):
