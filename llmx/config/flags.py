@@ -24,9 +24,12 @@ def parser(module: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse(
-    made: argparse.ArgumentParser, argv: Sequence[str] | None = None
+    made: argparse.ArgumentParser, argv: Sequence[str] | None = None, *, auto_mesh: bool = False
 ) -> tuple[argparse.Namespace, Config, list[str]]:
     """The other arguments, the config with its overrides, and the problems of the overrides.
+
+    `auto_mesh`: whether the command chooses a mesh itself for `--config.mesh=auto`, which is then
+    `auto_mesh` of the arguments.
 
     Raises ConfigError where there is no config: the file is missing or fails.
     """
@@ -34,7 +37,17 @@ def parse(
     overrides, others = _overrides(rest)
     if others:
         made.error(f"unknown arguments: {' '.join(others)} (overrides are --config.KEY=VALUE)")
+    args.auto_mesh = overrides.get("mesh") == "auto"
+    if args.auto_mesh:
+        del overrides["mesh"]
     config, problems = _load(args.config, overrides)
+    if args.auto_mesh and not auto_mesh:
+        problems.append(
+            "mesh='auto' is for llmx.train and llmx.plan, which choose one: give this command the "
+            "flags that llmx.plan --search prints"
+        )
+    elif args.auto_mesh and (own := [key for key in overrides if key.startswith("mesh.")]):
+        problems.append(f"mesh='auto' beside {', '.join(own)}: leave one of them out")
     if args.workdir:
         config.workdir = args.workdir
     if not config.workdir:

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from llmx.aot import compiler, topologies
+from llmx.aot import compiler, report, topologies
+from llmx.aot.report import Result
 from llmx.aot.topologies import Topology
 from llmx.config import Config
 from llmx.config import flags as flags_lib
@@ -96,14 +97,24 @@ def compiled(program: Program, configs: pathlib.Path) -> Program | None:
     return from_report(program, json.loads(done.stdout)) if done.stdout else None
 
 
-def from_report(program: Program, report: dict) -> Program:
-    """`report`: of `llmx.aot --json`."""
+def figures(result: Result) -> dict[str, float | None]:
+    """Peak, bytes sent by mesh axes and seconds of a step, as `llmx.aot` found them."""
+    told = report.to_json(result, None)
+    program = from_report(Program("", "", ()), told) if told["timeline"] else None
+    return {
+        "peak": result.memory.peak, "sent": program and program.sent,
+        "step": program and program.seconds["step"],
+    }  # fmt: skip
+
+
+def from_report(program: Program, told: dict) -> Program:
+    """`told`: what `llmx.aot --json` prints."""
     sent: dict[str, float] = {}
-    for one in report["program"]["collectives"]:
+    for one in told["program"]["collectives"]:
         if one["axes"] and one["count"]:
             axes = ",".join(one["axes"])
             sent[axes] = sent.get(axes, 0.0) + one["count"] * one["wire_bytes"]
-    held, times = report["memory"], report["timeline"]
+    held, times = told["memory"], told["timeline"]
     return dataclasses.replace(
         program, state=held["arguments"], peak=held["peak"], sent=sent,
         seconds={name: times[name] for name in ("step", "compute", "exposed")},

@@ -17,7 +17,14 @@ UTILIZATION = 0.5  # of a chip's peak FLOP/s, by default
 OF_PIPELINES = ("chip", "devices", "memory", "bandwidth", "utilization", "versions", "replicate",
                 "measure")  # fmt: skip
 OF_DURATION = ("tokens", "device_mtbf", "save_seconds", "restart_seconds", "price")
-OF_MACHINES = ("hardware", "step_seconds", *OF_DURATION, "html")  # beside the machine
+OF_MACHINES = (
+    "hardware",
+    "search",
+    "verify",
+    "step_seconds",
+    *OF_DURATION,
+    "html",
+)  # beside the machine
 CONFIG_ONLY = ("machine", *OF_PIPELINES, *OF_MACHINES)
 # What the config says, or what belongs to the report on its pipeline.
 NOT_OF_MACHINES = (*OF_PIPELINES, "schedule", "table", "stages", "microbatches", "virtual_stages",
@@ -58,6 +65,10 @@ def add_machine(command: argparse.ArgumentParser) -> None:
     group.add_argument("--hardware", metavar="JSON", help=text)
     text = "write the report as a page with pictures, which needs no network"
     group.add_argument("--html", metavar="FILE", help=text)
+    text = "look for the fastest mesh, layout, schedule, remat and microbatches"
+    group.add_argument("--search", action="store_true", help=text)
+    text = "of a search: compile the K fastest, and show both"
+    group.add_argument("--verify", type=int, metavar="K", help=text)
     text = "of a step, if it was measured, for the length of the run (the estimate)"
     group.add_argument("--step-seconds", type=float, metavar="S", help=text)
     text = "of the run (steps x tokens of a batch of the config)"

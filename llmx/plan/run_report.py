@@ -17,12 +17,14 @@ from llmx.aot.topologies import Topology
 from llmx.config import Config, describe, flags, recipe, utilization
 from llmx.model import costs, remat
 from llmx.plan import (
+    candidates,
     duration,
     machines,
     memory,
     options,
     page,
     schedule_report,
+    search_report,
     sizes,
     step_time,
     time_report,
@@ -30,12 +32,11 @@ from llmx.plan import (
 )
 from llmx.plan.machines import Machine
 from llmx.plan.memory import Memory
+from llmx.plan.search import ADMITTED
 from llmx.plan.traffic import Message
 from llmx.runtime import output_paths
 from llmx.runtime.utilization import text as utilization_text
 
-# Of a device's memory: what is counted has to leave room for what it misses.
-ADMITTED = 0.95
 REMATS = ("none", "dots", "names", "full", "part+dots", "part")  # beside the config's
 
 
@@ -51,9 +52,16 @@ def show(
         raise ValueError(f"{', '.join(wrong)} with --machine: leave one of them out")
     machine = machines.parse(args.machine, args.hardware)
     topology = machine.topology
-    _, config, problems = flags.parse(command, argv)
+    given, config, problems = flags.parse(command, argv, auto_mesh=True)
     problems = [*problems, *output_paths.file_problems("--html", args.html or "")]
-    run = compiler.resolve(config, topology, problems=problems)
+    problems += _of_verify(args, searched := args.search or given.auto_mesh)
+    search, search_lines, run = {}, [], None
+    if searched and not problems:
+        search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
+        if run is None:
+            raise ValueError(search_lines[-1])
+    if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
+        run = compiler.resolve(config, topology, problems=problems)
     if why_not := refusal(run):
         raise ValueError(why_not)
     held, sent = count(run, topology)
@@ -70,11 +78,12 @@ def show(
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
         "time": of_time, "duration": of_duration, "remats": _remats(run, machine),
         "not_counted": uncounted(run),
-    }  # fmt: skip
+    } | ({"search": search} if search else {})  # fmt: skip
     lines = [
         *(f"{name:<12}{text}" for name, text in head.items()), "",
         *_memory_lines(held, topology), "",
         *time_report.lines(time, of_time), "", *_sent_lines(sent), "", *duration_lines,
+        *["" for _ in search_lines[:1]], *search_lines,
     ]  # fmt: skip
     lines += [f"not counted: {what}" for what in uncounted(run)]
     if args.html:
@@ -90,6 +99,14 @@ def count(run: Config, topology: Topology) -> tuple[Memory, list[Message]]:
     held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
     turns = recipe.turns_of(run, topology.device_kind)
     return held, traffic.of(of_run, turns=turns)
+
+
+def _of_verify(args: argparse.Namespace, searched: bool) -> list[str]:
+    if args.verify is None:
+        return []
+    if not searched:
+        return ["--verify without --search: add --search"]
+    return [] if args.verify > 0 else [f"--verify={args.verify} must be at least 1"]
 
 
 def _mesh(run: Config) -> dict[str, int]:

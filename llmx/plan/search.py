@@ -13,6 +13,7 @@ by it, without bounds in a full enumeration.
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -80,6 +81,7 @@ class Found:
     candidates: int
     counted: int  # of them, whose memory was
     fit: int  # of those
+    bound: float  # seconds that no candidate is below, counted or not
 
     @property
     def best(self) -> Option | None:
@@ -105,21 +107,24 @@ class Search:
     _times: dict[Candidate, Timed] = dataclasses.field(default_factory=dict)
 
     def find(
-        self, *, limit: float | None = None, keep: int = KEEP, progress: Progress | None = None
-    ) -> Found:
+        self, *, limit: float | None = None, keep: int = KEEP, most: int | None = None,
+        progress: Progress | None = None,
+    ) -> Found:  # fmt: skip
         """The fastest that fit.
 
         limit: bytes of a device that may be held; None: 95% of its memory. keep: of how many of the
-        fastest it is certain that no other is faster. progress: told the share of the work that is
-        done, and in words how far it is.
+        fastest it is certain that no other is faster. most: candidates that are counted; the search
+        ends there, certain or not; None: as many as it takes. progress: told the share of the work
+        that is done, and in words how far it is.
         """
         limit = ADMITTED * self.machine.topology.hbm_bytes if limit is None else limit
-        walk = _Walk(self, limit, keep, progress)
+        walk = _Walk(self, limit, keep, most, progress)
         walk.run()
         options = sorted(walk.fitting, key=lambda one: one.order)
         too_large = [self.option(one, limit) for one in walk.too_large[:MOST_TOO_LARGE]]
         total = self.space.count() + (self.own is not None)
-        return Found(options[:MOST_SHOWN], too_large, total, walk.counted, len(options))
+        bound = min(walk.bound, options[0].step) if options else walk.bound
+        return Found(options[:MOST_SHOWN], too_large, total, walk.counted, len(options), bound)
 
     def on(self, machine: Machine, bounds: Bounds | None) -> "Search":
         """The same on a machine with as much memory and other links."""
@@ -148,8 +153,12 @@ class Search:
 class _Walk:
     """One pass over the groups of a search."""
 
-    def __init__(self, search: Search, limit: float, keep: int, progress: Progress | None):
+    def __init__(
+        self, search: Search, limit: float, keep: int, budget: int | None, progress: Progress | None
+    ):
         self.search, self.limit, self.keep = search, limit, keep
+        self.budget = math.inf if budget is None else budget
+        self.bound = math.inf  # of what was not looked at
         self.progress = progress or (lambda share, text: None)
         self.fitting: list[Option] = []
         self.too_large: list[Candidate] = []
@@ -185,7 +194,11 @@ class _Walk:
                 for placement in self._placements(group):
                     self._count(search.space.candidate(group, placement, text))
             if done % 16 == 0:
-                self._tell(bound, heap)
+                self._tell(bound)
+            if self.counted >= self.budget and self.fitting:
+                break
+        if heap:
+            self.bound = heap[0][0]
 
     @property
     def most(self) -> float:
@@ -213,7 +226,7 @@ class _Walk:
         if len(self._best) > self.keep:
             heapq.heappop(self._best)
 
-    def _tell(self, bound: float, heap: list) -> None:
+    def _tell(self, bound: float) -> None:
         best = -max(self._best) if self._best else float("inf")
         share = min(1.0, bound / self.most) if self._best else 0.0
         self.progress(share, f"{self.counted:,} counted, best {best:.4g} s")

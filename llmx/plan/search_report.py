@@ -1,0 +1,219 @@
+"""What a search found, as JSON and as text: the best, why the next lost, what more would change."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from llmx.aot import compiler
+from llmx.aot.report import size
+from llmx.config import Config
+from llmx.plan import candidates, compiled_programs, schedule_report, search_bounds
+from llmx.plan.machines import Machine
+from llmx.plan.search import ADMITTED, Found, Option, Search
+
+MOST_COUNTED = 5000  # candidates: tens of seconds
+MORE = 2**30  # bytes of a device, for "what if"
+_WIDTH = 30  # of the progress bar
+_NAMED = 0.002  # of a step: smaller differences are not said
+SHOWN = 8
+
+
+def make(config: Config, machine: Machine) -> Search:
+    """The search for a config that is not resolved. ConfigError for what is wrong on any mesh."""
+    topology = machine.topology
+    space = candidates.Space(
+        candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
+        machine.on_gpu,
+    )  # fmt: skip
+    own = candidates.own(config, topology)
+    return Search(space, machine, own, bounds=search_bounds.Bounds(space, machine))
+
+
+def chosen(config: Config, machine: Machine, *, out: TextIO | None = None) -> tuple[Config, str]:
+    """The fastest run that fits, not resolved, and how it was found, in words.
+
+    Every process of a job finds the same. Raises ValueError where nothing fits.
+    """
+    search = make(dataclasses.replace(config, mesh=type(config.mesh)(data=1)), machine)
+    search.own = None
+    found = search.find(most=MOST_COUNTED, progress=bar(out) if out else None)
+    if found.best is None:
+        raise ValueError(nothing_fits(found, machine))
+    best = found.best
+    text = (
+        f"mesh=auto: the fastest of {found.candidates:,} configurations, predicted "
+        f"{best.step:.4g} s a step with {size(best.memory)} of a device: "
+        f"{' '.join(candidates.flags(best.candidate, config))}"
+    )
+    return candidates.changed(config, best.candidate), text
+
+
+def nothing_fits(found: Found, machine: Machine) -> str:
+    least = min((one.memory for one in found.too_large), default=0)
+    limit = ADMITTED * machine.topology.hbm_bytes
+    return (
+        f"none of {found.candidates:,} configurations fits into {size(limit)} of a device of "
+        f"{machine.topology.name}: of those that were counted the least takes {size(least)}; use "
+        "more devices, a smaller batch.sequence_length, or offload"
+    )
+
+
+def bar(out: TextIO) -> Callable[[float, str], None]:
+    """Draws the share of a search that is done, on a terminal in one line."""
+    begun, last = time.monotonic(), [0.0]
+
+    def draw(share: float, text: str):
+        now = time.monotonic()
+        if now - last[0] < (0.2 if out.isatty() else 10.0):
+            return
+        last[0] = now
+        full = round(_WIDTH * share)
+        line = f"search [{'#' * full}{'.' * (_WIDTH - full)}] {text}, {now - begun:.0f} s"
+        print(f"\r{line:<79}" if out.isatty() else line, end="" if out.isatty() else "\n",
+              file=out, flush=True)  # fmt: skip
+
+    return draw
+
+
+def show(
+    config: Config, machine: Machine, *, verify: int = 0, out: TextIO = sys.stderr
+) -> tuple[dict[str, Any], list[str], Config | None]:
+    """The section of the report, its lines, and the best run, resolved; None where none fits.
+
+    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled.
+    """
+    begun = time.perf_counter()
+    search = make(config, machine)
+    found = search.find(most=MOST_COUNTED, progress=bar(out))
+    if out.isatty():
+        print(file=out)
+    what_if = _what_if(search, found) if found.best else []
+    seconds = time.perf_counter() - begun
+    section = {
+        "candidates": found.candidates, "fit": found.fit, "counted": found.counted,
+        "seconds": seconds, "best": 0 if found.best else None, "bound": found.bound,
+        "configurations": [_json(one, config) for one in (*found.options, *found.too_large)],
+        "runner_up": _runner_up(found.options, config), "what_if": what_if,
+    }  # fmt: skip
+    lines = _lines(section, found, config, machine)
+    if verify:
+        compiled, more = _verified(search, found, config, machine, verify, out)
+        section["verified"] = compiled
+        lines += ["", *more]
+    best = None if found.best is None else search.run_of(found.best.candidate)
+    return section, lines, best
+
+
+def _json(option: Option, config: Config) -> dict[str, Any]:
+    return {
+        "flags": candidates.flags(option.candidate, config), "step": option.step,
+        "memory": option.memory, "fits": option.fits, "parts": option.parts,
+    }  # fmt: skip
+
+
+def _runner_up(options: Sequence[Option], config: Config) -> str:
+    """Why the second lost, by the parts of its step."""
+    if len(options) < 2:
+        return ""
+    best, second = options[:2]
+    flags = " ".join(candidates.flags(second.candidate, config))
+    names = {*best.parts, *second.parts}
+    differences = {name: second.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
+    named = [
+        f"{difference:+.3g} s {name}"
+        for name, difference in sorted(differences.items(), key=lambda item: -abs(item[1]))
+        if abs(difference) > _NAMED * best.step
+    ]
+    slower = second.step / best.step - 1
+    why = f": {', '.join(named)}" if named else ", with a little more of everything"
+    return f"{flags} takes {slower:.1%} longer{why}"
+
+
+def _what_if(search: Search, found: Found) -> list[str]:
+    """What more memory and faster links would change."""
+    best, texts = found.best, []
+    limit = ADMITTED * search.machine.topology.hbm_bytes
+    more = search.find(limit=limit + MORE, keep=1, most=MOST_COUNTED).best
+    texts.append(f"with 1 GiB more of each device: {_better(more, best)}")
+    machine = search.machine
+    for name, field in (("links", "link"), ("a network", "network")):
+        rate = getattr(machine.rates, field)
+        if rate is None:
+            continue
+        faster = dataclasses.replace(machine.rates, **{field: 2 * rate})
+        other = search.on(dataclasses.replace(machine, rates=faster), None)
+        retimed = [other.option(one.candidate, limit) for one in found.options]
+        texts.append(
+            f"with {name} twice as fast: {_better(min(retimed, key=lambda one: one.order), best)}"
+        )
+    return texts
+
+
+def _better(option: Option, best: Option) -> str:
+    gain = 1 - option.step / best.step
+    if gain < _NAMED:
+        return "nothing"
+    same = option.candidate == best.candidate
+    flags = "" if same else f", {_difference(option.candidate, best.candidate)}"
+    return f"{gain:.1%} less time{flags}"
+
+
+def _difference(one: candidates.Candidate, other: candidates.Candidate) -> str:
+    """What one has and the other has not, as keys of the config."""
+    return ", ".join(
+        f"{candidates.KEYS[field]}={value}"
+        for field, value in one._asdict().items()
+        if value != getattr(other, field)
+    )
+
+
+def _lines(section: dict[str, Any], found: Found, config: Config, machine: Machine) -> list[str]:
+    head = (
+        f"search: {found.candidates:,} configurations in {section['seconds']:.1f} s, memory of "
+        f"{found.counted:,} counted"
+    )
+    if found.best is None:
+        return [head, nothing_fits(found, machine)]
+    rows = [("step", "memory", "flags")]
+    for option in found.options[:SHOWN]:
+        flags = " ".join(candidates.flags(option.candidate, config)) or "(as configured)"
+        rows.append((f"{option.step:.4g} s", size(option.memory), flags))
+    if found.bound < found.best.step * (1 - 1e-6):
+        head += (
+            f"; not all that may be faster were: none takes less than {found.bound:.4g} s, "
+            f"{1 - found.bound / found.best.step:.1%} less than the best here"
+        )
+    return [
+        head, *schedule_report.columns(rows), f"the second: {section['runner_up']}",
+        *section["what_if"],
+    ]  # fmt: skip
+
+
+def _verified(
+    search: Search, found: Found, config: Config, machine: Machine, most: int, out: TextIO
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The fastest, compiled: what was predicted beside what the program has."""
+    results, lines = [], ["compiled", "predicted and compiled: peak, bytes sent, step"]
+    for option in found.options:
+        if len(results) == most:
+            break
+        flags = " ".join(candidates.flags(option.candidate, config))
+        print(f"compiling {flags}", file=out, flush=True)
+        run = search.run_of(option.candidate)
+        try:
+            result = compiler.compile(run, machine.topology)
+        except (compiler.CompileError, ValueError) as error:
+            lines.append(f"{flags}: the compiler refuses it: {str(error).splitlines()[0]}")
+            continue
+        one = compiled_programs.figures(result)
+        one = {"flags": flags, "predicted": {"peak": option.memory, "step": option.step}, **one}
+        results.append(one)
+        verdict = "" if result.fits else " DOES NOT FIT"
+        step = "unknown" if one["step"] is None else f"{one['step']:.4g} s"
+        lines.append(
+            f"{size(option.memory)} and {size(one['peak'])}{verdict}; {option.step:.4g} s and "
+            f"{step}: {flags}"
+        )
+    return results, lines
