@@ -41,7 +41,10 @@ SCHEDULES = (
 )  # fmt: skip
 CHUNKS = {"zb_v": 2, "dual_pipe_v": 2, "interleaved_1f1b": 2}  # of 0; of others 1
 WHOLE = ("ddp", "zero1", "zero2")  # layouts that keep all parameters on a device
-MOST_STAGES_X_MICROBATCHES = 2**14  # of chunks: tables beyond take seconds to make
+# Tokens of a microbatch on a device: with fewer, products are far below the peak. Left out unless
+# the batch has no more for each device.
+LEAST_TOKENS = 512
+MOST_STAGES_X_MICROBATCHES = 2**12  # of chunks: tables beyond take seconds to make
 
 
 class Candidate(NamedTuple):
@@ -184,12 +187,20 @@ class Space:
                     ulysses = [
                         n for n in divisors(sequence) if (model.num_heads // tensor) % n == 0
                     ]
-                    for accumulation in divisors(run.batch.size // replicas):
+                    for accumulation in self._microbatches(stage, replicas, sequence):
                         for schedule in self._schedules(stage, accumulation):
                             for n in ulysses:
                                 yield Group(
                                     stage, replicas, sequence, tensor, accumulation, n, *schedule
                                 )
+
+    def _microbatches(self, stage: int, replicas: int, sequence: int) -> list[int]:
+        """Numbers of microbatches with enough tokens; at least as many as stages, if there are."""
+        batch = self.base.batch
+        rows, length = batch.size // replicas, batch.sequence_length / sequence
+        least = min(LEAST_TOKENS, batch.size * batch.sequence_length / self.num_devices)
+        enough = [n for n in divisors(rows) if rows // n * length >= least]
+        return [n for n in enough if n >= stage] or enough[-1:]
 
     def placements(self, group: Group) -> list[Placement]:
         """Where the state may be."""

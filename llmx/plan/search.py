@@ -14,13 +14,13 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from llmx.config import Config
 from llmx.plan import memory as memory_lib
 from llmx.plan import sizes, step_time
-from llmx.plan.candidates import Candidate, Group, Placement, Space, of_run
+from llmx.plan.candidates import Candidate, Group, Space, of_run
 from llmx.plan.machines import Machine
 
 ADMITTED = 0.95  # of a device's memory: what is counted has to leave room for what it misses
@@ -191,8 +191,7 @@ class _Walk:
                 continue
             done += 1
             if search.bounds.bytes(group, text) * _ROUNDING <= self.limit:
-                for placement in self._placements(group):
-                    self._count(search.space.candidate(group, placement, text))
+                self._count_group(group, text)
             if done % 16 == 0:
                 self._tell(bound)
             if self.counted >= self.budget and self.fitting:
@@ -205,26 +204,31 @@ class _Walk:
         """Seconds that a candidate may take to be among the best."""
         return -self._best[0] if len(self._best) == self.keep else float("inf")
 
-    def _placements(self, group: Group) -> Iterator[Placement]:
-        yield from self.search.space.placements(group)
+    def _count_group(self, group: Group, text: str) -> None:
+        """All places of the state; none where the one that holds least is too large."""
+        least = lambda place: (place.layout, place.gather, place.data) != ("zero3", "layer", 1)  # noqa: E731
+        for placement in sorted(self.search.space.placements(group), key=least):
+            size = self._count(self.search.space.candidate(group, placement, text))
+            if size is not None and size > self.limit and not least(placement):
+                return
 
-    def _count(self, candidate: Candidate) -> None:
-        if candidate in self._seen:
-            return
-        self._seen.add(candidate)
+    def _count(self, candidate: Candidate) -> int | None:
+        """Bytes of a device; None where a check refuses it."""
         size = self.search.bytes_of(candidate)
-        if size is None:
-            return
+        if size is None or candidate in self._seen:
+            return size
+        self._seen.add(candidate)
         self.counted += 1
         if size > self.limit:
             if len(self.too_large) < MOST_TOO_LARGE:
                 self.too_large.append(candidate)
-            return
+            return size
         option = self.search.option(candidate, self.limit)
         self.fitting.append(option)
         heapq.heappush(self._best, -option.step)
         if len(self._best) > self.keep:
             heapq.heappop(self._best)
+        return size
 
     def _tell(self, bound: float) -> None:
         best = -max(self._best) if self._best else float("inf")

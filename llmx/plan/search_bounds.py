@@ -13,6 +13,7 @@ can be for the group:
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 from llmx.aot import links
@@ -26,7 +27,6 @@ from llmx.step import moments, optimizers
 
 # Rules whose layers are not the same in chunks of the model as in the whole.
 _BY_PLACE = ("sqrt", "every_", ":")
-_INNER = ({"tensor"}, {"sequence"})
 
 
 class Layer(NamedTuple):
@@ -98,13 +98,33 @@ class Bounds:
         rows = self.space.base.batch.size // group.replicas // group.accumulation
         if group.stage > 1 and any(of in text for of in _BY_PLACE):
             text = "full" if text in ("sqrt", "part+sqrt") else "none"
-            one = self._of(rows, group.tensor, group.sequence, group.ulysses, text)
-            return one._replace(forward=one.forward, saved=0.0)
-        return self._of(rows, group.tensor, group.sequence, group.ulysses, text)
+            return self._with_ring(rows, group, text)._replace(saved=0.0)
+        return self._with_ring(rows, group, text)
+
+    def _with_ring(self, rows: int, group: Group, text: str) -> Layer:
+        """Tokens are computed alike, whether they are rows or parts of one: but for the ring."""
+        both = math.gcd(rows, group.sequence)
+        one = self._of(rows // both, group.tensor, group.sequence // both, text)
+        forward = self._of_ring(rows, group) / 3
+        return one._replace(
+            forward=one.forward + forward, backward=one.backward + 2 * forward,
+            waits=self._waits(rows, group.tensor, group.sequence, group.ulysses),
+        )  # fmt: skip
+
+    def _of_ring(self, rows: int, group: Group) -> float:
+        """Seconds of what the steps of a ring add up, in a layer."""
+        steps, run = group.sequence // group.ulysses, self.space.base
+        if steps == 1:
+            return 0.0
+        moved = operators.GPU if self.machine.on_gpu else operators.TPU
+        numbers = rows * run.batch.sequence_length / group.sequence
+        numbers *= run.model.num_heads * run.model.head_dim / group.tensor
+        num_bytes = recipe.policy_of(run).compute.itemsize * numbers
+        return moved.ring * steps * num_bytes / self.machine.core.bandwidth
 
     @functools.cache  # noqa: B019 - lives as long as the search
-    def _of(self, rows: int, tensor: int, sequence: int, ulysses: int, text: str) -> Layer:
-        run = self._run(rows, tensor, sequence, ulysses, text)
+    def _of(self, rows: int, tensor: int, sequence: int, text: str) -> Layer:
+        run = self._run(rows, tensor, sequence, sequence, text)
         counted, core = sizes.of(run), self.machine.core
         moved = operators.GPU if self.machine.on_gpu else operators.TPU
         program = memory.GPU if self.machine.on_gpu else memory.TPU
@@ -117,7 +137,7 @@ class Bounds:
         products = sum(one.flops for one in listed if one.moment == LOSS)
         return Layer(
             operators.seconds(listed, FORWARD), operators.seconds(listed, BACKWARD), weight,
-            products / self._peak, self._waits(counted),
+            products / self._peak, 0.0,
             sum(memory.saved(counted, program).values()),
         )  # fmt: skip
 
@@ -132,16 +152,21 @@ class Bounds:
         run.batch.size = rows * ways
         return run
 
-    def _waits(self, counted: sizes.Sizes) -> float:
-        gpu, run = self.machine.on_gpu, counted.run
-        if counted.mesh["tensor"] == counted.mesh["sequence"] == 1:
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _waits(self, rows: int, tensor: int, sequence: int, ulysses: int) -> float:
+        """Of a microbatch whose layers run nothing again."""
+        if tensor == sequence == 1:
             return 0.0
+        run = self._run(rows, tensor, sequence, ulysses, "none")
+        counted, gpu = sizes.of(run), self.machine.on_gpu
         overlap = step_time.GPU if gpu else step_time.TPU
         turns = recipe.turns_of(run, self.machine.topology.device_kind)
         hosts = routes.Routes(self.machine, counted.mesh) if gpu else None
         total = 0.0
-        for one in traffic.of(counted, turns=turns):
-            if set(one.axes) in _INNER:
+        passes = traffic.passes_of(run)
+        inner = (*traffic.over_tensor(counted, passes), *traffic.over_sequence(counted, passes))
+        for one in inner:
+            if one.size > 1 and one.count:
                 seconds = hosts.seconds(one) if gpu else self._on_all_links(one)
                 total += seconds * one.count * step_time.share(one, overlap, turns)
         return total

@@ -13,7 +13,7 @@ from llmx.plan import candidates, compiled_programs, schedule_report, search_bou
 from llmx.plan.machines import Machine
 from llmx.plan.search import ADMITTED, Found, Option, Search
 
-MOST_COUNTED = 5000  # candidates: tens of seconds
+MOST_COUNTED = 3500  # candidates: tens of seconds
 MORE = 2**30  # bytes of a device, for "what if"
 _WIDTH = 30  # of the progress bar
 _NAMED = 0.002  # of a step: smaller differences are not said

@@ -124,8 +124,8 @@ def of(sizes: Sizes, *, turns: int = 1) -> list[Message]:
     """
     passes = passes_of(sizes.run)
     found = [
-        *_weights(sizes, passes, turns), *_lookups(sizes, passes), *_tensor(sizes, passes),
-        *_sequence(sizes, passes), *_stages(sizes, passes),
+        *_weights(sizes, passes, turns), *_lookups(sizes, passes), *over_tensor(sizes, passes),
+        *over_sequence(sizes, passes), *_stages(sizes, passes),
     ]  # fmt: skip
     return [one for one in found if one.size > 1 and one.count and one.bytes]
 
@@ -241,7 +241,7 @@ def _lookups(sizes: Sizes, passes: Passes) -> Iterator[Message]:
 HALVES = 2
 
 
-def _tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     """Activations [tokens, D]: before and behind each half block, lookup and head."""
     run = sizes.run
     policies = remat_costs.policies(run.model, remat.inside(run.remat))[: passes.layers]
@@ -273,7 +273,7 @@ def _summed_again(policy: remat.Policy) -> int:
     return int(remat.ATTENTION_OUT not in policy.saved)
 
 
-def _sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     """Heads that neighbours exchange, keys and values that travel around a ring."""
     run, model, over = sizes.run, sizes.run.model, ("sequence",)
     if sizes.mesh["sequence"] == 1:
@@ -286,7 +286,9 @@ def _sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
         recomputed = policy.saved is not None
         again = recomputed and remat.ATTENTION not in policy.saved
         window = model.window if kind == LOCAL else 0
-        steps = ring.tiling(of, run.batch.sequence_length, window).steps if of.rings > 1 else [0]
+        steps = range(of.rings)  # without a window a device sees something of all others
+        if window and of.rings > 1:
+            steps = ring.tiling(of, run.batch.sequence_length, window).steps
         sends, home = len(steps) - 1, steps[-1] > 0
         num_bytes = 2 * keys * of_head
         # A ring that is run again makes its first send once for both passes.
