@@ -2,6 +2,7 @@
 
     python scripts/validate_planner.py --times [table.csv ...]
     python scripts/validate_planner.py --programs [programs.jsonl] [--compile]
+    python scripts/validate_planner.py --cpu [cpu.json] [--rounds 10]
 
 `--programs`: memory, bytes sent and the time of a step beside those of compiled programs (time: the
 estimate of `llmx.aot`, from the program's operators and their overlap), by default those in
@@ -12,18 +13,33 @@ the extra `aot`) and its line replaced: edit a line to add one.
 time; of each table the mean and the worst absolute error with the constants in
 llmx/plan/calibrations.py, that of the best constant utilisation, and that on rows to which the
 constants were not fitted; and the constants as a fit to these files finds them.
+
+`--cpu`: 12 small models are trained for some steps on this machine's CPU; their step times beside
+those that the planner computes from the file of `python -m llmx.plan calibrate`, which is written
+first if it does not exist.
 """
 
 import argparse
 import pathlib
+import sys
 
 import numpy as np
 
+from llmx import config
 from llmx.aot import topologies
 from llmx.config import utilization
-from llmx.plan import compiled_programs, measured_steps
+from llmx.model import costs
+from llmx.plan import (
+    calibrate,
+    compiled_programs,
+    machines,
+    measured_steps,
+    small_models,
+    step_time,
+)
 from llmx.plan.compiled_programs import Program
 from llmx.plan.measured_steps import Table, Trainer
+from llmx.runtime import launch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -44,9 +60,16 @@ def main() -> None:
         help="compare memory, bytes sent and estimated times",
     )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile the programs first")
+    parser.add_argument(
+        "--cpu", nargs="?", type=pathlib.Path, const=pathlib.Path("cpu.json"), metavar="JSON",
+        help="compare steps on this machine",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=10, help="of the steps with --cpu (10)")
     flags = parser.parse_args()
-    if flags.times is None and flags.programs is None:
-        parser.error("nothing to compare: add --times or --programs")
+    if flags.times is None and flags.programs is None and flags.cpu is None:
+        parser.error("nothing to compare: add --times, --programs or --cpu")
+    if flags.cpu is not None:
+        compare_cpu(flags.cpu, flags.rounds)
     if flags.programs is not None:
         if flags.compile:
             compile_again(flags.programs)
@@ -113,6 +136,42 @@ def print_constant(ratios: list[float], what: str) -> None:
     print(
         f"  one constant, {what.format(constant)}: mean {errors.mean():.1%}, worst "
         f"{errors.max():.1%}"
+    )
+
+
+def compare_cpu(path: pathlib.Path, rounds: int) -> None:
+    """Steps of small models on this machine."""
+    if not path.exists() and calibrate.main(["--out", str(path)]):
+        sys.exit(2)
+    launch.start(config.default().launch)
+    machine = machines.parse("cpu:1", path)
+    runs = {
+        name: small_models.run_of(family, batch, **changes)
+        for name, (family, batch, changes) in small_models.MODELS.items()
+    }
+    note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    seconds = small_models.measured(runs, rounds, note)
+    measured = np.array(list(seconds.values()))
+    predicted = np.array([step_time.of(run, machine).step for run in runs.values()])
+    flops = np.array([
+        run.batch.size * run.batch.sequence_length * costs.training_flops_per_token(
+            run.model, sequence_length=run.batch.sequence_length)
+        for run in runs.values()
+    ])  # fmt: skip
+    rates = flops / measured
+    rate = min(rates, key=lambda rate: np.abs(rates / rate - 1).mean())
+    print(f"{'measured s':>11} {'predicted s':>11} {'error':>7} {'constant':>8}  model")
+    for name, one, ours, constant in zip(runs, measured, predicted, rates / rate, strict=True):
+        run = runs[name]
+        what = (
+            f"{name} wide, {run.model.num_layers} layers, {run.batch.size} x "
+            f"{run.batch.sequence_length}, {run.precision}, remat {run.remat}"
+        )
+        print(f"{one:11.4f} {ours:11.4f} {ours / one - 1:7.1%} {constant - 1:8.1%}  {what}")
+    errors, constants = np.abs(predicted / measured - 1), np.abs(rates / rate - 1)
+    print(
+        f"mean {errors.mean():.1%}, worst {errors.max():.1%}; with constant {rate / 1e9:.3g} "
+        f"GFLOP/s mean {constants.mean():.1%}, worst {constants.max():.1%}"
     )
 
 

@@ -54,10 +54,10 @@ def _grid(platform: str, quick: bool) -> Grid:
     if platform == "cpu":
         return Grid(
             tokens=(128, 2048) if quick else (64, 512, 4096),
-            widths=(64, 768) if quick else (64, 256, 1024, 4096), dtypes=dtypes, most_flops=2e10,
+            widths=(64, 768) if quick else (64, 256, 1024, 4096), dtypes=dtypes, most_flops=5e9,
             moved=powers(14, 29, 4 if quick else 1), lengths=(256, 1024) if quick else
             (64, 256, 512, 1024, 2048), head_dims=(64,) if quick else (16, 64, 128),
-            rows=(8,) if quick else (2, 16, 64), most_scores=2**25, sent=powers(10, 27, 4),
+            rows=(8,) if quick else (2, 16, 64), most_scores=2**23, sent=powers(10, 27, 4),
         )  # fmt: skip
     return Grid(
         tokens=(1024, 8192) if quick else (1024, 4096, 16384),
@@ -211,7 +211,8 @@ def _calibration(
     attended = _attended(found, joined)
     return dataclasses.replace(
         start, products=min(1.0, reached), memory=min(1.0, largest.bandwidth / bandwidth),
-        attention=_share_of_attention(attended, chip), start=found["start",], units=0 if joined else start.units,
+        attention=_share_of_attention(attended, chip), start=found["start",],
+        units=0 if joined else start.units,
         table=tuple(table), streamed=tuple(sorted(streamed)), attended=tuple(attended),
         fresh=touched[0][0] / touched[0][1] if touched else 0.0,
     )  # fmt: skip

@@ -80,7 +80,7 @@ class Calibration:
 
     products: float  # share of the peak FLOP/s in full waves of the largest tile
     memory: float  # share of the memory's bandwidth that elementwise operators reach
-    # Streaming multiprocessors, or matrix units: each computes one tile at a time. 0: no such tiles.
+    # Streaming multiprocessors or matrix units: each computes a tile at a time. 0: no such tiles.
     units: int
     attention: float = 0.6  # share of the peak FLOP/s in fused attention, forward and backward
     start: float = 4e-6  # seconds of the device between two operators

@@ -5,7 +5,12 @@ out], in the backward pass the gradient of the input, [tokens, out] x [out, in],
 [in, tokens] x [tokens, out], and once more in the forward pass what `remat` runs again. Attention
 counts by its kernel's FLOPs. All else, norms, activations, rotations, casts, copies, the update, is
 memory-bound: bytes that are read and written, counted in whole arrays as the compilers' programs
-have them (`TPU`, `GPU`).
+have them (`TPU`, `GPU`, `CPU`).
+
+On CPUs three things more count. Attention computes whole blocks of scores, timed by measured rows.
+XLA:CPU copies the stacked moments of all layers again for each layer that the update's loop turns
+to. And the memory of a step's arrays is new to each step, so that the system hands out every page
+once more: that takes longer than to write them.
 
 Letters: as in `llmx.model.costs`.
 """
@@ -18,16 +23,19 @@ from typing import NamedTuple
 
 from llmx.config import utilization
 from llmx.model import costs, quantized, remat, remat_costs
+from llmx.model.attention import blockwise
+from llmx.model.families import LOCAL
 from llmx.plan import gemm, memory
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
+from llmx.step import optimizers
 
 FP32 = 4
 FORWARD, BACKWARD, LOSS, ENDS = "forward", "backward", "loss", "ends"
 
 # Rows of the report.
 PRODUCTS, ATTENTION, MOVES = "products of layers", "attention", "elementwise"
-HEAD, UPDATE = "head and loss", "optimizer"
+HEAD, UPDATE, NEW_MEMORY = "head and loss", "optimizer", "new memory"
 
 
 class Operator(NamedTuple):
@@ -65,6 +73,9 @@ class Moved:
     update: float  # arrays in fp32 of a device's share of the state: read and written
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
+    blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
+    copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
+    fresh: bool = False  # what a step holds is new memory
 
 
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
@@ -77,6 +88,13 @@ TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
     weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), rounded=10.0,
     launches=(0.0, 0.0), logits=11.0, update=7.0, sums=3.0, attention_backward=2.5,
+)  # fmt: skip
+
+CPU = Moved(
+    mlp=(2.0, 4.0), stream=(8.0, 8.0), heads=(4.0, 8.0), normed=(4.0, 6.0), ring=0.0,
+    weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0, saves=(2.0, 1.0), rounded=20.0,
+    launches=(30.0, 60.0), logits=12.0, update=7.0, sums=2.0, attention_backward=2.5,
+    blocks=True, copies=2.0, fresh=True,
 )  # fmt: skip
 
 # The leaves that layers multiply with, and what their products are called where they are saved.
@@ -211,15 +229,30 @@ def _attention(device: _Device) -> Iterator[Operator]:
     again = device.again.get(remat.ATTENTION, 0.0) + device.whole_again
     arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]
     arrays *= 2 * (model.num_heads + model.num_kv_heads)
+    measured = _measured_attention(device, dtype) if device.core.calibration.attended else None
     for name, moment, times, count in (
         ("attention forward", FORWARD, 1.0, 1.0),
         ("attention forward", BACKWARD, 1.0, again),
         ("attention backward", BACKWARD, moved.attention_backward, 1.0),
     ):
         time = gemm.attention_seconds(times * flops, dtype, device.core)
+        if measured is not None:
+            time = measured[times > 1]
         yield Operator(
             name, ATTENTION, moment, time, count, times * flops, arrays * (times > 1) + arrays
         )
+
+
+def _measured_attention(device: _Device, dtype: str) -> tuple[float, float]:
+    """Seconds of a layer's attention, forward and backward, by the rows that were measured."""
+    sizes, run = device.sizes, device.sizes.run
+    length, model = run.batch.sequence_length, run.model
+    rows = sizes.tokens * sizes.mesh["sequence"] / length * model.num_heads / sizes.mesh["tensor"]
+    scores = rows / sizes.mesh["sequence"] * sum(
+        gemm.scores_of(length, model.window * (kind == LOCAL), in_blocks=device.moved.blocks)
+        for kind in model.layer_kinds
+    ) / model.num_layers  # fmt: skip
+    return gemm.attended_seconds(scores, length, rows, model.head_dim, dtype, device.core)
 
 
 def _moves(device: _Device) -> Iterator[Operator]:
@@ -305,3 +338,47 @@ def _ends(device: _Device) -> Iterator[Operator]:
         yield device.move("sums of gradients", ENDS, several * moved.sums * FP32 * gradients)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
     yield device.move("update", ENDS, moved.update * FP32 * updated, part=UPDATE)
+    yield from _of_cpus(device)
+
+
+def _of_cpus(device: _Device) -> Iterator[Operator]:
+    """Copies of moments in the update's loop over layers, and new memory."""
+    sizes, moved, core = device.sizes, device.moved, device.core
+    run = sizes.run
+    if moved.copies and run.optimizer.name in optimizers.BY_LAYER:
+        of_layers, _ = optimizers.MOMENTS[run.optimizer.name]
+        stacked = of_layers * FP32 * sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
+        turns, num_bytes = run.model.num_layers / sizes.mesh["stage"], 2 * moved.copies * stacked
+        time = num_bytes / core.bandwidth_of(stacked)
+        yield Operator("copies of moments", UPDATE, ENDS, time, turns, bytes=num_bytes)
+    if moved.fresh and core.calibration.fresh:
+        held = _held(device)
+        yield Operator("new memory", NEW_MEMORY, ENDS, held / core.calibration.fresh, bytes=held)
+
+
+def _held(device: _Device) -> float:
+    """Bytes that a CPU's program allocates for a step, beside its state: the largest peak.
+
+    update       gradients; both moments of all layers, copied; those of a layer three times
+    backward     what layers saved and the weights that they are saved with; gradients of layers;
+                 a layer's activations and scores
+    loss         the same, with logits and their gradient in place of a layer, and the head's
+    """
+    sizes, run = device.sizes, device.sizes.run
+    model, tokens = run.model, device.sizes.tokens
+    layers = FP32 * sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
+    ends = FP32 * sizes.local(sizes.head, "optimizer") * (1 if model.tied_head else 2)
+    rounded = sizes.compute_bytes / FP32 if sizes.compute_bytes < FP32 else 0.0
+    share = sizes.reduce_bytes / FP32
+    weights = (remat.inside(run.remat) == "none") * layers + rounded * layers
+    saved = memory.saved(sizes, dataclasses.replace(memory.TPU, lanes=1))["saved activations"]
+    heads = 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    a_layer = FP32 * tokens * (2 * model.mlp_dim + 6 * model.width + heads)
+    block = min(run.batch.sequence_length, blockwise.ROWS) ** 2
+    scores = 2.2 * FP32 * tokens / run.batch.sequence_length * model.num_heads * block
+    logits = 2 * FP32 * tokens * model.padded_vocab / utilization.loss_chunks(run)
+    return max(
+        share * (layers + ends) + (2 + rounded + 3 / model.num_layers) * layers,
+        saved + weights + share * (layers + ends) + a_layer + scores,
+        saved + weights + share * layers + logits + ends,
+    )

@@ -45,6 +45,13 @@ TPU = Overlap(edge=1.7, edge_of_pass=1.0, once=1.0, step=1.0, ring=0.0, heads=1.
 GPU = Overlap(edge=0.1, edge_of_pass=3.5, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88)
 
 
+# XLA:CPU computes in the order of the program: nothing is hidden.
+CPU = Overlap(edge=1.0, edge_of_pass=1.0, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0)
+
+_MOVED = {"tpu": operators.TPU, "gpu": operators.GPU, "cpu": operators.CPU}
+_OVERLAPS = {"tpu": TPU, "gpu": GPU, "cpu": CPU}
+
+
 @dataclasses.dataclass(frozen=True)
 class StepTime:
     """Seconds of a step."""
@@ -73,14 +80,14 @@ EXPOSED, BUBBLE = "exposed", "bubble"
 
 def of(run: Config, machine: Machine) -> StepTime:
     """Of a resolved run."""
-    counted, gpu = sizes.of(run), machine.on_gpu
+    counted, overlap = sizes.of(run), _OVERLAPS[machine.topology.platform]
     passes = traffic.passes_of(run)
     parts, listed = computed(counted, machine)
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
     links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
     messages = [(one, links.seconds(one) * one.count) for one in traffic.of(counted, turns=turns)]
-    waits = _Waits(counted, passes, listed, GPU if gpu else TPU, turns)
+    waits = _Waits(counted, passes, listed, overlap, turns)
     for axes, seconds in waits.of(messages).items():
         parts[f"{EXPOSED}: {axes}"] = seconds
     return StepTime(parts, compute, sum(seconds for _, seconds in messages), tuple(listed))
@@ -91,7 +98,7 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
 
     Seconds, of a step that waits for no message: a bound for `of`.
     """
-    listed = operators.of(counted, machine.core, operators.GPU if machine.on_gpu else operators.TPU)
+    listed = operators.of(counted, machine.core, _MOVED[machine.topology.platform])
     parts = _computed(counted, listed)
     if (idle := _idle(counted, listed)) > 0:
         parts[BUBBLE] = idle

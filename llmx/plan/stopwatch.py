@@ -5,11 +5,15 @@ no turn of the loop and taken off. The least of several repeats counts: others o
 make it longer. A number of the result goes back into an operand, so that no turn can be left out.
 
 Where a process may use one core only (`taskset -c 0`), its CPU time is counted, which does not pass
-while others have the core: so measurements on a busy machine are reproducible.
+while others have the core. What others do on the other cores still slows this one, by half on some
+machines: on CPUs a product of fixed size is timed beside each repeat, and repeats go on until some
+of them met a quiet machine, or for a few seconds.
 
 Letters: B batch, T positions, N query heads, K key/value heads, H head size.
 """
 
+import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -23,9 +27,10 @@ from jax.sharding import PartitionSpec
 from llmx.model.attention import attend
 from llmx.model.attention.masks import Mask, Scores
 
-REPEATS = 7
-TURNS_SECONDS = 0.03  # of one repeat, about
-MOST_SECONDS = 1.5  # of all repeats of an operator, where two are enough
+REPEATS = 4  # on a quiet machine
+TURNS_SECONDS = 0.02  # of one repeat, about
+MOST_SECONDS = 2.0  # of all repeats of an operator
+BUSY = 1.1  # times the least time of the same product: the machine is not quiet
 
 # Which dimensions of both factors a product sums over, by what it computes.
 ROLES = {"forward": (1, 0), "input gradient": (1, 1), "weight gradient": (0, 0)}
@@ -37,6 +42,44 @@ def clock() -> float:
     """Seconds, by the clock of the machine; on one core those that the process computed."""
     alone = jax.default_backend() == "cpu" and len(os.sched_getaffinity(0)) == 1
     return time.process_time() if alone else time.perf_counter()
+
+
+class Quiet:
+    """Says whether the machine is as fast as it ever was to this process."""
+
+    def __init__(self) -> None:
+        x = _numbers((256, 256), "float32")
+        turn = lambda _, x: (x @ x) * jnp.float32(1e-2)  # noqa: E731
+        self._run = jax.jit(lambda x: jax.lax.fori_loop(0, 8, turn, x))
+        self._x, self._best = x, math.inf
+        jax.block_until_ready(self._run(x))
+        for _ in range(20):
+            self()
+
+    def __call__(self) -> bool:
+        begun = clock()
+        jax.block_until_ready(self._run(self._x))
+        seconds = clock() - begun
+        self._best = min(self._best, seconds)
+        return seconds <= BUSY * self._best
+
+
+@functools.cache
+def _quiet() -> Callable[[], bool]:
+    return Quiet() if jax.default_backend() == "cpu" else lambda: True
+
+
+def least(sample: Callable[[], float], *, enough: int = REPEATS, most: float = MOST_SECONDS):
+    """The least of samples, seconds: `enough` on a quiet machine, or as many as `most` seconds
+    have, two at least."""
+    quiet, found, good = _quiet(), [], 0
+    begun, before = time.perf_counter(), _quiet()()
+    while len(found) < 2 or (good < enough and time.perf_counter() - begun < most):
+        found.append(sample())
+        after = quiet()
+        good += before and after
+        before = after
+    return min(found)
 
 
 def seconds_of(body: Body, carry: Any) -> float:
@@ -56,10 +99,7 @@ def seconds_of(body: Body, carry: Any) -> float:
     call = min(run(0) for _ in range(3))
     once = max(run(1) - call, 1e-7)
     turns = max(1, min(round(TURNS_SECONDS / once), 100_000))
-    begun, found = clock(), []
-    while len(found) < 2 or (len(found) < REPEATS and clock() - begun < MOST_SECONDS):
-        found.append(run(turns))
-    return max(min(found) - call, 1e-9) / turns
+    return max(least(lambda: run(turns)) - call, 1e-9) / turns
 
 
 def product(m: int, n: int, k: int, dtype: str, role: str) -> float:
@@ -93,13 +133,16 @@ def start() -> float:
 def first_touch(num_bytes: int) -> float:
     """Seconds of the first write to so many bytes of new memory."""
     fill = jax.jit(lambda value: jnp.full((num_bytes // 4,), value))
-    found = []
-    for number in range(REPEATS + 1):
+
+    def sample() -> float:
         begun = clock()
-        array = jax.block_until_ready(fill(jnp.float32(number)))
-        found.append(clock() - begun)
+        array = jax.block_until_ready(fill(jnp.float32(1)))
+        seconds = clock() - begun
         array.delete()
-    return min(found[1:])
+        return seconds
+
+    sample()  # compiles
+    return least(sample)
 
 
 def attention(

@@ -28,9 +28,8 @@ class Chip:
     hbm_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s, one ICI or NVLink link, one direction
     num_links: int  # links per chip
-    topology: (
-        str  # how links join chips: "torus_2d", "torus_3d", "switch", "pair" (a bridge), "memory"
-    )
+    # How links join chips: "torus_2d", "torus_3d", "switch", "pair" (a bridge), "memory" (of CPUs).
+    topology: str
     max_domain: int  # most chips that links join: a TPU pod, the GPUs of one server
     network_bandwidth: float | None  # bytes/s per chip beyond the links; None: not published
     devices_per_chip: int = 1  # jax devices; each has this fraction of everything above

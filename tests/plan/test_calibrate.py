@@ -50,7 +50,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
 def test_measurements_of_another_machine_are_refused(tmp_path):
     path = tmp_path / "cpu.json.part"
     calibrate.run(path, ABOUT, [("start",)], fake, lambda text: None)
-    with pytest.raises(ValueError, match="holds measurements of .* remove it"):
+    with pytest.raises(ValueError, match=r"holds measurements of .* remove it"):
         calibrate.run(path, ABOUT | {"jax": "1"}, [("start",)], fake, lambda text: None)
 
 

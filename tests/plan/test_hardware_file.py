@@ -106,5 +106,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         machines.parse("h300:8", tmp_path / "bad.json")
-    with pytest.raises(ValueError, match="llmx[.]plan calibrate --out cpu[.]json"):
+    with pytest.raises(ValueError, match=r"llmx[.]plan calibrate --out cpu[.]json"):
         machines.parse("cpu:1")
