@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 job.watch(config.watchdog, config.launch)
                 with progress("backend"):
                     num_devices = launch.device_count(config.launch)
+            if args.auto_mesh and num_devices and not problems:
+                from llmx.plan import auto
+
+                config = auto.on_these_devices(config, log)
             config = checks.resolve(config, num_devices, problems=problems)
             config = going_back_once(config, job)
             config = history.with_rollbacks(config, log, job.peers)
@@ -219,7 +223,7 @@ def read_config(
     check = "before training take a step twice, and compare the results bit for bit"
     command.add_argument("--check-determinism", action="store_true", help=check)
     try:
-        args, config, problems = flags.parse(command, argv)
+        args, config, problems = flags.parse(command, argv, auto_mesh=True)
     except config_lib.ConfigError:
         job.join_by_environment()
         raise
