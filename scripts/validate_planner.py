@@ -2,12 +2,17 @@
 
     python scripts/validate_planner.py --times [table.csv ...]
     python scripts/validate_planner.py --programs [programs.jsonl] [--compile]
+    python scripts/validate_planner.py --search
     python scripts/validate_planner.py --cpu [cpu.json] [--rounds 10]
 
 `--programs`: memory, bytes sent and the time of a step beside those of compiled programs (time: the
 estimate of `llmx.aot`, from the program's operators and their overlap), by default those in
 tests/golden/programs.jsonl. With `--compile` each is compiled again (a minute or two each; needs
 the extra `aot`) and its line replaced: edit a line to add one.
+
+`--search`: what the search finds for each config on its own hardware, beside the config, ZeRO-3
+alone (one sequence per device and microbatch where it can), and devices split evenly over
+`fsdp`, `sequence` and `tensor`; both with the best remat and microbatches that fit.
 
 `--times`, by default with the tables in tests/golden/steps: each row's measured and predicted step
 time; of each table the mean and the worst absolute error with the constants in
@@ -20,6 +25,7 @@ first if it does not exist.
 """
 
 import argparse
+import math
 import pathlib
 import sys
 
@@ -27,18 +33,22 @@ import numpy as np
 
 from llmx import config
 from llmx.aot import topologies
+from llmx.config import flags as flags_lib
 from llmx.config import utilization
 from llmx.model import costs
 from llmx.plan import (
     calibrate,
+    candidates,
     compiled_programs,
     machines,
     measured_steps,
+    search_report,
     small_models,
     step_time,
 )
 from llmx.plan.compiled_programs import Program
 from llmx.plan.measured_steps import Table, Trainer
+from llmx.plan.search import ADMITTED, Option, Search
 from llmx.runtime import launch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -60,14 +70,17 @@ def main() -> None:
         help="compare memory, bytes sent and estimated times",
     )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile the programs first")
+    parser.add_argument("--search", action="store_true", help="compare searches with configs")
     parser.add_argument(
         "--cpu", nargs="?", type=pathlib.Path, const=pathlib.Path("cpu.json"), metavar="JSON",
         help="compare steps on this machine",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=10, help="of the steps with --cpu (10)")
     flags = parser.parse_args()
-    if flags.times is None and flags.programs is None and flags.cpu is None:
-        parser.error("nothing to compare: add --times, --programs or --cpu")
+    if flags.times is None and flags.programs is None and flags.cpu is None and not flags.search:
+        parser.error("nothing to compare: add --times, --programs, --search or --cpu")
+    if flags.search:
+        compare_search()
     if flags.cpu is not None:
         compare_cpu(flags.cpu, flags.rounds)
     if flags.programs is not None:
@@ -137,6 +150,56 @@ def print_constant(ratios: list[float], what: str) -> None:
         f"  one constant, {what.format(constant)}: mean {errors.mean():.1%}, worst "
         f"{errors.max():.1%}"
     )
+
+
+# By machine: configs on what their docstrings name, and where one layout alone is far from best.
+SEARCHES = (
+    ("gpt2_124m", "v5e:2x4"), ("qwen3_0.6b", "v5e:2x4"), ("gemma3_1b", "2@v5e:2x2"),
+    ("llama3_8b", "v5p:2x2x2"), ("llama3_8b", "h100:8"), ("llama3_8b_v5e", "v5e:2x4"),
+    ("llama3_128k", "v5p:2x2x4"), ("llama3_70b", "v5p:4x4x4"), ("llama3_70b_pipeline", "h100:8x8"),
+    ("gpt3_175b", "v5p:8x8x8"), ("llama3_405b", "h100:128x8"), ("llama3_405b", "v5p:16x16x16"),
+)  # fmt: skip
+FSDP, EVEN = "fsdp alone", "even split"
+
+
+def compare_search() -> None:
+    """Searches, beside configs and two plain rules."""
+    print(f"{'best s':>8} {'config':>8} {FSDP:>11} {EVEN:>11}  counted  run: what is best")
+    for name, topology in SEARCHES:
+        machine = machines.parse(topology)
+        _, config, _ = flags_lib.parse(
+            flags_lib.parser("validate_planner", ""), [f"--config={CONFIGS / name}.py"]
+        )
+        search = search_report.make(config, machine)
+        found = search.find(most=search_report.MOST_COUNTED)
+        own = search.own and search.option(candidates.of_run(search.own), 1e99)
+        beside = [plain_rule(search, rule) for rule in (FSDP, EVEN)]
+        steps = ["-" if one is None else f"{one.step:.4g}" for one in (own, *beside)]
+        print(
+            f"{found.best.step:8.4g} {steps[0]:>8} {steps[1]:>11} {steps[2]:>11} {found.counted:8}"
+            f"  {name} {topology}: {' '.join(candidates.flags(found.best.candidate, config))}",
+            flush=True,
+        )
+
+
+def plain_rule(search: Search, rule: str) -> Option | None:
+    """The fastest with the mesh of a rule that fits; None where none does."""
+    num, limit = search.space.num_devices, ADMITTED * search.machine.topology.hbm_bytes
+    side = 2 ** (round(math.log2(num)) // 3)
+    sequence, tensor = (1, 1) if rule == FSDP else (side, side)
+    options = []
+    for group in search.space.groups():
+        if group.stage > 1 or (group.sequence, group.tensor) != (sequence, tensor):
+            continue
+        place = next(
+            (one for one in search.space.placements(group)
+             if one.layout == "zero3" and one.gather == "layer"), None,
+        )  # fmt: skip
+        for text in search.space.remats_of(group) if place else ():
+            candidate = search.space.candidate(group, place, text)
+            if (search.bytes_of(candidate) or math.inf) <= limit:
+                options.append(search.option(candidate, limit))
+    return min(options, key=lambda one: one.order, default=None)
 
 
 def compare_cpu(path: pathlib.Path, rounds: int) -> None:

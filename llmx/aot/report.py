@@ -319,3 +319,13 @@ def _trials(result: Result, trials: Sequence[Trial]) -> list[str]:
     if not any(trial.fits for trial in trials):
         lines.append("  no compiled variant fits" if trials else "  none: nothing is left to try")
     return lines
+
+
+def sent_by_axes(told: dict) -> dict[str, float]:
+    """Bytes that a device sends in a step, by mesh axes: "fsdp,tensor". `told`: of `to_json`."""
+    sent: dict[str, float] = {}
+    for one in told["program"]["collectives"]:
+        if one["axes"] and one["count"]:
+            axes = ",".join(one["axes"])
+            sent[axes] = sent.get(axes, 0.0) + one["count"] * one["wire_bytes"]
+    return sent

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 
 from llmx.aot import compiler, report, topologies
-from llmx.aot.report import Result
 from llmx.aot.topologies import Topology
 from llmx.config import Config
 from llmx.config import flags as flags_lib
@@ -32,6 +31,7 @@ class Program:
     config: str
     topology: str
     flags: tuple[str, ...]
+    phase: str = ""  # of its `sync.strategy`
     state: int = 0  # bytes, with those of the batch
     peak: int = 0  # bytes
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -39,7 +39,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        return " ".join((self.config, self.topology, *self.flags))
+        return " ".join((self.config, self.topology, *self.flags, *filter(None, [self.phase])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def errors(program: Program, configs: pathlib.Path) -> Errors:
     """`configs`: the folder of the config files."""
     machine = machines.parse(program.topology)
     run, topology = resolved(program, configs)
-    held, messages = run_report.count(run, topology)
+    held, messages = run_report.count(run, topology, phase=program.phase)
     sent = traffic.by_axes(messages)
     shares = {}
     for axes in {*sent, *program.sent}:
@@ -91,32 +91,18 @@ def compiled(program: Program, configs: pathlib.Path) -> Program | None:
     """The same with figures of `llmx.aot`, in a process of its own; None: the compiler refuses."""
     done = subprocess.run(
         [sys.executable, "-m", "llmx.aot", "--json", "--config", f"{configs / program.config}.py",
-         "--topology", program.topology, *_overrides(program)],
+         "--topology", program.topology, *_overrides(program),
+         *(["--phase", program.phase] if program.phase else [])],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     return from_report(program, json.loads(done.stdout)) if done.stdout else None
 
 
-def figures(result: Result) -> dict[str, float | None]:
-    """Peak, bytes sent by mesh axes and seconds of a step, as `llmx.aot` found them."""
-    told = report.to_json(result, None)
-    program = from_report(Program("", "", ()), told) if told["timeline"] else None
-    return {
-        "peak": result.memory.peak, "sent": program and program.sent,
-        "step": program and program.seconds["step"],
-    }  # fmt: skip
-
-
 def from_report(program: Program, told: dict) -> Program:
     """`told`: what `llmx.aot --json` prints."""
-    sent: dict[str, float] = {}
-    for one in told["program"]["collectives"]:
-        if one["axes"] and one["count"]:
-            axes = ",".join(one["axes"])
-            sent[axes] = sent.get(axes, 0.0) + one["count"] * one["wire_bytes"]
     held, times = told["memory"], told["timeline"]
     return dataclasses.replace(
-        program, state=held["arguments"], peak=held["peak"], sent=sent,
+        program, state=held["arguments"], peak=held["peak"], sent=report.sent_by_axes(told),
         seconds={name: times[name] for name in ("step", "compute", "exposed")},
     )  # fmt: skip
 

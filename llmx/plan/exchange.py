@@ -50,7 +50,8 @@ def messages(sizes: Sizes, *, turns: int = 1, phase: str = "") -> list[Message]:
     mean = sum(group.steps for group in groups if group.phase == MEAN) / max(steps, 1)
     found = [*_without(sizes, listed, mean), *_of_mean(listed, mean)]
     own = [group for group in groups if group.phase != MEAN]
-    sent = sum(group.steps * (group.step.bytes + group.outer.bytes) for group in own)
+    # Outer steps are programs of their own.
+    sent = sum(group.steps * (group.step.bytes + group.outer.bytes * (not phase)) for group in own)
     replicas = sizes.mesh[replicas_lib.AXIS]
     if own and sent:
         whole = sent / steps / (1 - 1 / replicas)

@@ -22,6 +22,7 @@ import math
 from llmx.config import stage_memory, utilization
 from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
+from llmx.plan import exchange
 from llmx.plan.sizes import Sizes, leaves
 from llmx.step import moments, optimizers
 
@@ -109,6 +110,8 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     if _keeps_all(sizes) and not program.gradients_beside_weights:
         del common["gradients"]
     common |= _gathered(sizes)
+    if sizes.run.sync.strategy != "mean":
+        del common["gradients"]  # the program makes them where the exchange's old state was
     peaks = {
         END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
         BACKWARD: common | {"a layer": _layer(sizes, program), "a segment": _segment(sizes)},
@@ -120,9 +123,13 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
 
 
 def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
-    """What lives from step to step, with strategy "mean": on the device, or in the host's memory
-    for it."""
+    """What lives from step to step, on the device or in the host's memory for it.
+
+    With another strategy than "mean" also what replicas keep to exchange less.
+    """
     run, found = sizes.run, dict.fromkeys(("parameters", "optimizer", "ema"), 0.0)
+    if run.sync.strategy != "mean":
+        return {} if on_host else exchange.state(run)
     kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
     of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
     for leaf in leaves(run.model):

@@ -14,11 +14,12 @@ from llmx import sharding
 from llmx.aot import compiler
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
-from llmx.config import Config, describe, flags, recipe, utilization
+from llmx.config import Config, ConfigError, describe, flags, recipe, utilization
 from llmx.model import costs, remat
 from llmx.plan import (
     candidates,
     duration,
+    exchange,
     machines,
     memory,
     options,
@@ -56,7 +57,14 @@ def show(
     problems = [*problems, *output_paths.file_problems("--html", args.html or "")]
     problems += _of_verify(args, searched := args.search or given.auto_mesh)
     search, search_lines, run = {}, [], None
-    if searched and not problems:
+    if searched and problems:
+        raise ConfigError(problems)
+    if searched and config.sync.strategy != "mean":
+        raise ValueError(
+            f"sync.strategy={config.sync.strategy!r} with a search: its exchange takes too long to "
+            "count for thousands of meshes; use --config.sync.strategy=mean, or leave --search out"
+        )
+    if searched:
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
         if run is None:
             raise ValueError(search_lines[-1])
@@ -93,12 +101,15 @@ def show(
     return report, "\n".join(lines)
 
 
-def count(run: Config, topology: Topology) -> tuple[Memory, list[Message]]:
-    """What a device of a resolved run holds, and what it sends in a step."""
+def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, list[Message]]:
+    """What a device of a resolved run holds, and what it sends in a step.
+
+    `phase`: of its `sync.strategy`; "" = the mean over the run's steps.
+    """
     of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
     held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
     turns = recipe.turns_of(run, topology.device_kind)
-    return held, traffic.of(of_run, turns=turns)
+    return held, exchange.messages(of_run, turns=turns, phase=phase)
 
 
 def _of_verify(args: argparse.Namespace, searched: bool) -> list[str]:
@@ -123,11 +134,6 @@ def refusal(run: Config) -> str:
         return (
             "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
             "give that as --config.remat"
-        )
-    if run.sync.strategy != "mean":
-        return (
-            f"sync.strategy={run.sync.strategy!r}: what it keeps is not counted; use "
-            "--config.sync.strategy=mean, or llmx.aot, which compiles it"
         )
     return ""
 

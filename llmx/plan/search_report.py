@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from llmx.aot import compiler
+from llmx.aot import compiler, report
 from llmx.aot.report import size
-from llmx.config import Config
-from llmx.plan import candidates, compiled_programs, schedule_report, search_bounds
+from llmx.config import Config, recipe
+from llmx.plan import candidates, exchange, schedule_report, search_bounds, sizes, traffic
 from llmx.plan.machines import Machine
 from llmx.plan.search import ADMITTED, Found, Option, Search
 
@@ -207,13 +207,29 @@ def _verified(
         except (compiler.CompileError, ValueError) as error:
             lines.append(f"{flags}: the compiler refuses it: {str(error).splitlines()[0]}")
             continue
-        one = compiled_programs.figures(result)
-        one = {"flags": flags, "predicted": {"peak": option.memory, "step": option.step}, **one}
-        results.append(one)
-        verdict = "" if result.fits else " DOES NOT FIT"
-        step = "unknown" if one["step"] is None else f"{one['step']:.4g} s"
+        one = _beside(option, run, result, machine)
+        results.append({"flags": flags, **one})
+        told, fits = one["compiled"], "" if result.fits else " DOES NOT FIT"
+        step = "unknown" if told["step"] is None else f"{told['step']:.4g} s"
+        sent = (sum(of["sent"].values()) for of in (one["predicted"], told))
         lines.append(
-            f"{size(option.memory)} and {size(one['peak'])}{verdict}; {option.step:.4g} s and "
-            f"{step}: {flags}"
+            f"{size(option.memory)} and {size(told['peak'])}{fits}; "
+            f"{' and '.join(map(size, sent))}; {option.step:.4g} s and {step}: {flags}"
         )
     return results, lines
+
+
+def _beside(
+    option: Option, run: Config, result: report.Result, machine: Machine
+) -> dict[str, dict[str, Any]]:
+    """What was predicted and what a program has: bytes at the peak and sent, seconds of a step."""
+    told = report.to_json(result, None)
+    turns = recipe.turns_of(run, machine.topology.device_kind)
+    sent = traffic.by_axes(exchange.messages(sizes.of(run), turns=turns))
+    step = result.timeline.step if result.timeline else None
+    return {
+        "predicted": {"peak": option.memory, "sent": sent, "step": option.step},
+        "compiled": {
+            "peak": result.memory.peak, "sent": report.sent_by_axes(told), "step": step,
+        },
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from llmx.config import Config, recipe, utilization
 from llmx.pipeline import schedule, schedules, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import operators, routes, sizes, traffic
+from llmx.plan import exchange, operators, routes, sizes, traffic
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
 from llmx.plan.sizes import Sizes
@@ -86,7 +86,9 @@ def of(run: Config, machine: Machine) -> StepTime:
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
     links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
-    messages = [(one, links.seconds(one) * one.count) for one in traffic.of(counted, turns=turns)]
+    messages = [
+        (one, links.seconds(one) * one.count) for one in exchange.messages(counted, turns=turns)
+    ]
     waits = _Waits(counted, passes, listed, overlap, turns)
     for axes, seconds in waits.of(messages).items():
         parts[f"{EXPOSED}: {axes}"] = seconds

@@ -222,7 +222,8 @@ def test_what_does_not_fit_is_said(capsys):
         (("--machine=v5p:2x2x2", "--config=C", "--config.remat=budget"), "run llmx.aot"),
         (("--machine=v5p:2x2x2", "--config=C", "--config.mesh.fsdp=3"), "mesh"),
         (("--machine=h100:8", "--config=C", "--config.mesh.fsdp=4", "--config.mesh.data=2",
-          "--config.sync.strategy=int8", "--config.sharding.layout=hsdp"), "is not counted"),
+          "--config.sync.strategy=int8", "--config.sharding.layout=hsdp", "--search"),
+         "with a search"),
     ],
 )  # fmt: skip
 def test_bad_input(args, words, capsys):

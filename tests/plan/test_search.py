@@ -1,0 +1,187 @@
+"""The search: its best is that of a full enumeration, it ends in time, and says why."""
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+
+import pytest
+
+from llmx import config, sharding
+from llmx.config import ConfigError
+from llmx.model import families
+from llmx.plan import __main__ as command
+from llmx.plan import candidates, machines, partition, search, search_bounds, search_report
+from llmx.plan.partition import Layer
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _config(**keys):
+    run = config.default()
+    run.model = families.preset(
+        "llama3", width=512, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=1536,
+        vocab_size=4096, max_positions=1024,
+    )  # fmt: skip
+    run.batch.size, run.batch.sequence_length = 16, 1024
+    for key, value in keys.items():
+        config.set_value(run, key.replace("__", "."), value)
+    return run
+
+
+def _space(run, machine, **keys):
+    topology = machine.topology
+    return candidates.Space(
+        candidates.neutral(run, topology.platform), topology.num_devices, topology.num_slices,
+        machine.on_gpu, remats=("none", "full", "sqrt"), of_chunks=("part",),
+        schedules=(("1f1b", 0), ("zb_h1", 0)), **keys,
+    )  # fmt: skip
+
+
+# Little memory, so that it decides.
+@pytest.mark.parametrize("name", ["h100:1x4", "v5e:2x2", "h100:2x2"])
+@pytest.mark.parametrize("gib", [0.2, 60.0])
+def test_the_best_is_that_of_a_full_enumeration(name, gib):
+    machine = machines.parse(name)
+    space = _space(_config(), machine)
+    whole = search.Search(space, machine).find(limit=gib * 2**30, keep=1)
+    quick = search.Search(space, machine, bounds=search_bounds.Bounds(space, machine))
+    found = quick.find(limit=gib * 2**30, keep=1)
+    assert found.best.step == whole.best.step and found.best.memory <= gib * 2**30
+    assert found.counted < whole.counted / 2 and found.candidates == whole.candidates
+    assert found.bound == found.best.step
+
+
+def test_bounds_are_bounds():
+    machine = machines.parse("h100:2x4")
+    space = _space(_config(), machine)
+    bounds = search_bounds.Bounds(space, machine)
+    counted = search.Search(space, machine)
+    checked = 0
+    for group in itertools.islice(space.groups(), 0, None, 7):
+        for text in space.remats_of(group):
+            for place in space.placements(group)[:2]:
+                candidate = space.candidate(group, place, text)
+                if (held := counted.bytes_of(candidate)) is None:
+                    continue
+                option, checked = counted.option(candidate, math.inf), checked + 1
+                assert bounds.seconds_of_group(group) <= option.step * (1 + 1e-9)
+                assert bounds.seconds(group, text) <= option.step * (1 + 1e-9), candidate
+                assert bounds.bytes(group, text) <= held * (1 + 1e-9), candidate
+    assert checked > 100
+
+
+def test_every_candidate_has_all_devices_and_the_batch():
+    machine = machines.parse("h100:2x4")
+    space = _space(_config(), machine)
+    seen = set()
+    for candidate in space.all():
+        sizes = [getattr(candidate, axis) for axis in sharding.AXES if axis != "expert"]
+        assert math.prod(sizes) == 8
+        seen.add(tuple(sizes))
+    # stage, data, fsdp, sequence, tensor: every factorisation that the model admits.
+    assert {(1, 1, 8, 1, 1), (2, 2, 2, 1, 1), (1, 1, 1, 2, 4), (8, 1, 1, 1, 1)} <= seen
+
+
+def test_a_search_that_is_cut_short_says_what_is_left():
+    machine = machines.parse("h100:2x4")
+    space = _space(_config(), machine)
+    bounds = search_bounds.Bounds(space, machine)
+    found = [search.Search(space, machine, bounds=bounds).find(most=5) for _ in range(2)]
+    assert found[0].bound <= found[0].best.step and found[0].counted < 60
+    # All processes of a job find the same.
+    assert found[0].best == found[1].best
+
+
+SIZES = {"gpt2_124m": "v5e:2x4", "qwen3_0.6b": "v5e:2x4", "gemma3_1b": "2@v5e:2x2",
+         "llama3_8b": "h100:8", "llama3_8b_v5e": "v5e:2x4", "llama3_128k": "v5p:2x2x4",
+         "llama3_70b": "v5p:4x4x4", "llama3_70b_pipeline": "v5p:4x4x4"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_no_config_is_faster_on_its_own_hardware(name):
+    from llmx.config import flags
+
+    machine = machines.parse(SIZES[name])
+    path = f"--config={ROOT}/configs/{name}.py"
+    _, run, _ = flags.parse(flags.parser("test", ""), [path])
+    made = search_report.make(run, machine)
+    own = made.option(candidates.of_run(made.own), math.inf)
+    made.own = None  # so that it has to find one
+    best = made.find(most=1500, keep=1).best
+    assert best.step <= own.step * (1 + 1e-9)
+
+
+def test_a_chain_of_unequal_layers_is_cut_as_pipedream_cuts_it():
+    seconds = (3.0, 1.0, 1.0, 2.0, 5.0, 1.0, 1.0, 2.0)
+    empty = dict(weight_bytes=0, state_bytes=0, version_bytes=0, output_bytes=0, stash_bytes=0)
+    chain = tuple(Layer("block", of / 3, 2 * of / 3, **empty) for of in seconds)
+    machine = machines.parse("h100:4")
+    space = dataclasses.replace(_space(_config(), machine), chain=chain)
+    cuts = {group.layers for group in space.groups() if group.stage == 4 and group.chunks == 1}
+    ((cut),) = cuts
+
+    def slowest(counts):
+        ends = itertools.accumulate(counts)
+        return max(sum(seconds[end - num : end]) for num, end in zip(counts, ends, strict=True))
+
+    every = [one for one in itertools.product(range(1, 6), repeat=4) if sum(one) == len(seconds)]
+    assert slowest(cut) == min(map(slowest, every)) < slowest((2, 2, 2, 2))
+    planned = partition.partition(
+        chain, 4, partition.Pipeline(math.inf, 4), num_stages=4, replicate=False
+    )
+    assert cut == tuple(stage.num_layers for stage in planned.stages)
+
+
+def _run(capsys, *args, machine="h100:1x4"):
+    path = f"--config={ROOT}/configs/quickstart.py"
+    code = command.main((path, f"--machine={machine}", *args))
+    return code, capsys.readouterr()
+
+
+def test_the_command_searches(capsys):
+    code, printed = _run(capsys, "--search")
+    assert code == 0 and "search:" in printed.out and "the second:" in printed.out
+    assert "with 1 GiB more of each device:" in printed.out
+
+
+def test_auto_is_the_best(capsys):
+    code, printed = _run(capsys, "--config.mesh=auto", "--json")
+    report = json.loads(printed.out)
+    best = report["search"]["configurations"][report["search"]["best"]]
+    assert code == 0 and report["time"]["step"] == pytest.approx(best["step"])
+    assert report["memory"]["peak"] == best["memory"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--verify=1",), "--verify without --search"),
+        (("--search", "--verify=0"), "--verify=0 must be at least 1"),
+        (("--config.mesh=auto", "--config.mesh.fsdp=2"), "mesh='auto' beside mesh.fsdp"),
+        (("--config.mesh=best",), "mesh"),
+    ],
+)
+def test_bad_input(args, words, capsys):
+    code, printed = _run(capsys, *args)
+    assert code == 2 and words in printed.err and not printed.out
+
+
+def test_nothing_fits_is_an_error(capsys):
+    path = f"--config={ROOT}/configs/llama3_405b.py"
+    code = command.main((path, "--machine=h100:8", "--search", "--config.batch.size=8"))
+    printed = capsys.readouterr()
+    assert code == 2 and "configurations fits into" in printed.err
+
+
+def test_only_train_and_plan_choose_a_mesh(tmp_path):
+    from llmx.config import flags
+
+    given = [f"--config={ROOT}/configs/quickstart.py", "--config.mesh=auto"]
+    _, _, problems = flags.parse(flags.parser("llmx.aot", ""), given)
+    assert len(problems) == 1 and "llmx.plan --search" in problems[0]
+    args, run, problems = flags.parse(flags.parser("llmx.train", ""), given, auto_mesh=True)
+    assert args.auto_mesh and not problems and isinstance(run.mesh, sharding.MeshConfig)
+    with pytest.raises(ConfigError):
+        candidates.neutral(_config(batch__size=0))
