@@ -1,0 +1,182 @@
+"""The time of a step: its operators are the model's products, its messages the links' bytes."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from llmx import config
+from llmx.aot import links
+from llmx.config import checks
+from llmx.model import costs, families, remat_costs
+from llmx.pipeline import schedules, simulate
+from llmx.plan import auto, calibrations, gemm, machines, operators, routes, sizes, step_time
+from llmx.plan.operators import BACKWARD, FORWARD, LOSS
+from llmx.plan.traffic import Message
+
+H100, V5P = machines.parse("h100:2x8"), machines.parse("v5p:2x2x4")
+
+
+def _resolved(num=16, family="llama3", **keys):
+    run = config.default()
+    run.model = families.preset(
+        family, width=1024, num_layers=8, num_heads=16, num_kv_heads=16 if family == "gpt2" else 8,
+        head_dim=64, mlp_dim=4096, vocab_size=4096, max_positions=2048,
+    )  # fmt: skip
+    run.batch.size, run.batch.sequence_length = 32, 2048
+    run.mesh.data, run.mesh.fsdp, run.sharding.layout = 1, -1, "zero3"
+    for key, value in keys.items():
+        config.set_value(run, key.replace("__", "."), value)
+    return checks.resolve(run, num)
+
+
+CASES = {
+    "plain": {},
+    "dots": dict(remat="dots"),
+    "none": dict(remat="none"),
+    "names": dict(remat="names"),
+    "tensor": dict(mesh__tensor=4),
+    "sequence": dict(mesh__sequence=4),
+    "microbatches": dict(batch__accumulation=2),
+    "gpt2": dict(family="gpt2", remat="full"),
+    "gemma3": dict(family="gemma3", remat="attention"),
+}
+
+
+@pytest.mark.parametrize("machine", [H100, V5P], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("case", CASES)
+def test_products_are_those_of_the_model(case, machine):
+    """6 FLOPs a parameter and token, and what remat repeats, spread over all devices."""
+    run = _resolved(**CASES[case])
+    found = step_time.of(run, machine)
+    times = step_time.repetitions(sizes.of(run))
+    products = [one for one in found.operators if one.shape != (0, 0, 0)]
+    flops = sum(one.flops * one.count * times[one.moment] for one in products)
+    model, length = run.model, run.batch.sequence_length
+    scores = sum(costs.scores_by_block(model, length, True))
+    wanted = 3 * (costs.forward_flops_per_token(model, sequence_length=length) - scores)
+    again = remat_costs.recomputed_flops_by_layer(
+        model, sequence_length=length, text=run.remat, loss_chunks=1
+    )
+    attended = [
+        remat_costs.recomputed_flops(model, policy, of) - remat_costs.recomputed_flops(
+            model, policy, 0.0)
+        for policy, of in zip(
+            remat_costs.policies(model, run.remat), costs.scores_by_block(model, length, True),
+            strict=True,
+        )
+    ]  # fmt: skip
+    wanted += sum(again) - sum(attended)
+    assert flops * 16 == pytest.approx(wanted * run.batch.size * length, rel=0.01)
+
+
+@pytest.mark.parametrize("machine", [H100, V5P], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("case", CASES)
+def test_parts_add_up(case, machine):
+    found = step_time.of(_resolved(**CASES[case]), machine)
+    assert sum(found.parts.values()) == pytest.approx(found.step)
+    assert all(seconds >= 0 for seconds in found.parts.values())
+    assert found.compute + found.exposed + found.bubble == pytest.approx(found.step)
+    assert found.exposed <= found.communication * (1 + 1e-9)
+
+
+def test_a_pipeline_takes_the_ticks_of_its_schedule():
+    keys = dict(mesh__stage=4, batch__accumulation=8, remat="full")
+    for name in ("1f1b", "zb_h1", "interleaved_1f1b"):
+        virtual = 2 if name.startswith("inter") else 0
+        run = _resolved(
+            **keys, pipeline__schedule=name, pipeline__virtual_stages=virtual, mesh__fsdp=4
+        )
+        counted = sizes.of(run)
+        parts, listed = step_time.computed(counted, H100)
+        table = schedules.table_of(run.pipeline, stages=4, microbatches=8)
+        layers = 8 // table.num_chunks
+        forward, backward = (operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
+        weight = 0.0
+        if table.splits_backward:
+            weight = sum(
+                one.seconds * one.count for one in listed
+                if one.moment == BACKWARD and one.name.endswith("weight gradient")
+            )  # fmt: skip
+        each = [layers * of for of in (forward, backward - weight, weight)]
+        times = [[of] * table.num_chunks for of in each]
+        line = simulate.simulate(table, forward=times[0], backward=times[1], weight=times[2])
+        outside = 8 * operators.seconds(listed, LOSS) + operators.seconds(listed, operators.ENDS)
+        assert sum(parts.values()) == pytest.approx(line.step_time + outside)
+        assert parts[step_time.BUBBLE] > 0
+
+
+def test_messages_on_gpus_take_nvlink_and_adapters():
+    on = routes.Routes(H100, {"data": 2, "fsdp": 8})
+    rates = H100.rates
+    inside = Message("weights", "all-gather", ("fsdp",), 8e9, 1.0, 8)
+    assert on.seconds(inside) == pytest.approx(7e9 / rates.link, rel=0.01)
+    outside = Message("gradients", "all-reduce", ("data",), 8e9, 1.0, 2)
+    assert on.seconds(outside) == pytest.approx(8e9 / rates.network, rel=0.01)
+    both = Message("weights", "all-gather", ("data", "fsdp"), 8e9, 1.0, 16)
+    longest = max(7e9 / rates.link, 4e9 / 8 / rates.network)
+    assert on.seconds(both) == pytest.approx(longest, rel=0.01)
+
+
+def test_messages_on_a_torus_take_the_axes_that_jax_gives_them():
+    on = routes.Routes(V5P, {"fsdp": 4, "tensor": 4})
+    for axes in (("fsdp",), ("tensor",), ("fsdp", "tensor")):
+        size = 4 ** len(axes)
+        seconds = on.seconds(Message("weights", "all-gather", axes, 1e9, 1.0, size))
+        least = 1e9 * (1 - 1 / size) / (6 * V5P.rates.link)
+        assert least < seconds < 7 * least
+    ring = on.seconds(Message("keys", "collective-permute", ("tensor",), 1e9, 1.0, 4))
+    assert ring >= 1e9 / V5P.rates.link
+
+
+def test_slices_are_joined_by_their_network():
+    machine = machines.parse("2@v5e:2x2")
+    on = routes.Routes(machine, {"data": 2, "fsdp": 4}, ("data",))
+    seconds = on.seconds(Message("gradients", "all-reduce", ("data",), 1e9, 1.0, 2))
+    assert seconds == pytest.approx(1e9 / machine.rates.network, rel=0.01)
+
+
+def test_faster_links_are_never_slower():
+    run = _resolved(mesh__tensor=4)
+    for field in ("link", "network"):
+        rates = dataclasses.replace(H100.rates, **{field: 2 * getattr(H100.rates, field)})
+        faster = step_time.of(run, dataclasses.replace(H100, rates=rates))
+        assert faster.step <= step_time.of(run, H100).step
+        assert faster.compute == step_time.of(run, H100).compute
+
+
+def test_products_on_tpus_are_by_their_tables():
+    core = calibrations.core_of("tpu_v5p")
+    rows = {(row.m, row.n, row.k) for row in core.calibration.table}
+    assert len(rows) >= 60 and (8192, 14336, 4096) in rows
+    for shape in sorted(rows)[::7]:
+        shares = [row.share for row in core.calibration.table if row[:3] == shape]
+        found = gemm.share_of_peak(*shape, "bfloat16", core)
+        assert found == pytest.approx(np.exp(np.mean(np.log(shares))), rel=1e-3)
+    assert calibrations.core_of("tpu_v4").calibration.table == core.calibration.table
+
+
+def _device(index, kind, platform, coords=None, process=0):
+    return types.SimpleNamespace(
+        id=index, device_kind=kind, platform=platform, coords=coords, process_index=process,
+        slice_index=0, core_on_chip=0,
+    )  # fmt: skip
+
+
+def test_devices_that_are_there_are_a_machine():
+    gpus = [_device(i, "NVIDIA H100 80GB HBM3", "gpu", process=i // 8) for i in range(16)]
+    assert auto._machine(gpus).topology == H100.topology
+    chips = [
+        _device(i, "TPU v5", "tpu", (i % 2, i // 2 % 2, i // 4), process=i // 4) for i in range(16)
+    ]
+    assert auto._machine(chips).topology == V5P.topology
+    flat = [_device(i, "TPU v5 lite", "tpu", (i % 2, i // 2, 0)) for i in range(8)]
+    assert auto._machine(flat).topology.name == "v5e:2x4"
+    with pytest.raises(ValueError, match="devices of kind 'A card' are not known"):
+        auto._machine([_device(0, "A card", "gpu")])
+
+
+def test_rates_of_both_kinds_are_those_of_aot():
+    for machine in (H100, V5P):
+        assert machine.rates == links.rates_of(machine.topology.chip)
