@@ -298,7 +298,8 @@ def _search(report: Report) -> str:
         return ""
     found, memory, time = search["configurations"], report["memory"], report.get("time")
     said = (
-        f"{search['candidates']:,} configurations, of which {search['fit']:,} fit, were counted in "
+        f"{search['candidates']:,} configurations; of those that may be fastest "
+        f"{search['fit']:,} fit; looked through in "
         f"{page_text.duration(search['seconds'])}."
     )
     if not found:

@@ -59,11 +59,6 @@ def show(
     search, search_lines, run = {}, [], None
     if searched and problems:
         raise ConfigError(problems)
-    if searched and config.sync.strategy != "mean":
-        raise ValueError(
-            f"sync.strategy={config.sync.strategy!r} with a search: its exchange takes too long to "
-            "count for thousands of meshes; use --config.sync.strategy=mean, or leave --search out"
-        )
     if searched:
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
         if run is None:
@@ -86,7 +81,7 @@ def show(
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
         "time": of_time, "duration": of_duration, "remats": _remats(run, machine),
         "not_counted": uncounted(run),
-    } | ({"search": search} if search else {})  # fmt: skip
+    } | ({"search": search} if search else {}) | _phases(run)  # fmt: skip
     lines = [
         *(f"{name:<12}{text}" for name, text in head.items()), "",
         *_memory_lines(held, topology), "",
@@ -110,6 +105,15 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
     held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
     turns = recipe.turns_of(run, topology.device_kind)
     return held, exchange.messages(of_run, turns=turns, phase=phase)
+
+
+def _phases(run: Config) -> dict[str, Any]:
+    """What is sent in each phase of a strategy, by mesh axes, without its outer steps."""
+    if run.sync.strategy == "mean":
+        return {}
+    counted, names = sizes.of(run), {group.phase for group in exchange.groups_of(run)}
+    sent = {name: exchange.messages(counted, phase=name) for name in sorted(names)}
+    return {"phases": {name: traffic.by_axes(of) for name, of in sent.items()}}
 
 
 def _of_verify(args: argparse.Namespace, searched: bool) -> list[str]:

@@ -21,7 +21,16 @@ SHOWN = 8
 
 
 def make(config: Config, machine: Machine) -> Search:
-    """The search for a config that is not resolved. ConfigError for what is wrong on any mesh."""
+    """The search for a config that is not resolved.
+
+    Raises ConfigError for what is wrong on any mesh, ValueError for a `sync.strategy`.
+    """
+    if config.sync.strategy != "mean":
+        raise ValueError(
+            f"sync.strategy={config.sync.strategy!r} with a search for a mesh: its replicas are a "
+            "choice of the method, and its exchange takes too long to count for thousands of "
+            "meshes; use --config.sync.strategy=mean, or set the mesh"
+        )
     topology = machine.topology
     space = candidates.Space(
         candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
