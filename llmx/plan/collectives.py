@@ -6,10 +6,16 @@ reach less of it. A ring of n devices passes through each of them
     all-gather, reduce-scatter    (n-1)/n V       V: bytes of the whole array
     all-reduce                  2 (n-1)/n V
 
-and where it leaves a node as many bytes through the adapters that it has there. A message between
-two devices is V over one adapter. Latencies are those of `llmx.aot.links`, shares of the bandwidth
-those of a `gemm.Calibration`.
+and where it leaves a node as many bytes through the adapters that it has there. An all-reduce may
+take two trees instead, each for a half of V, in which a device that is a leaf of one is inside the
+other: as each passes on V up and V down, 2 V, but in 2 log2 n hops in place of 2 (n-1), which many
+devices with short messages gain by (Sanders, Speck and Traeff, "Two-tree algorithms for full
+bandwidth broadcast, reduction and scan", 2009; NCCL has both). The shorter counts. A message
+between two devices is V over one adapter. Latencies are those of `llmx.aot.links`, shares of the
+bandwidth those of a `gemm.Calibration`.
 """
+
+import math
 
 from llmx.aot import links
 from llmx.plan.gemm import Core
@@ -57,12 +63,30 @@ def seconds(
     """
     if size == 1:
         return 0.0
+    times = [_ring(kind, num_bytes, size, per_node, adapters, rates)]
+    if kind == "all-reduce":
+        times.append(_trees(num_bytes, size, per_node, adapters, rates))
+    return rates.start + min(times)
+
+
+def _trees(num_bytes: float, size: int, per_node: int, adapters: int, rates: links.Rates) -> float:
+    """Two trees between nodes, in each of which a chain joins the devices of a node."""
+    far = size // per_node if per_node < size else 1
+    inside = 2 * num_bytes / rates.link if per_node > 1 else 0.0
+    outside = 2 * num_bytes / (adapters * _network(rates)) if far > 1 else 0.0
+    hops = (per_node - 1) * rates.hop + math.ceil(math.log2(far)) * rates.network_hop
+    return 2 * hops + max(inside, outside)
+
+
+def _ring(
+    kind: str, num_bytes: float, size: int, per_node: int, adapters: int, rates: links.Rates
+) -> float:
     passed = links.PASSES[kind] * num_bytes * (size - 1) / size
     inside = passed / rates.link if per_node > 1 else 0.0
     outside = passed / (adapters * _network(rates)) if per_node < size else 0.0
     far = size // per_node if per_node < size else 0
     hops = (size - max(far, 1)) * rates.hop + far * rates.network_hop
-    return rates.start + links.PASSES[kind] * hops + max(inside, outside)
+    return links.PASSES[kind] * hops + max(inside, outside)
 
 
 def message_seconds(num_bytes: float, *, leaves_node: bool, rates: links.Rates) -> float:

@@ -154,6 +154,15 @@ def test_short_messages_reach_less_of_the_bandwidth():
     assert ring(num_bytes=0, rates=rates) == pytest.approx(20e-6 + 2 * 7e-6)
 
 
+def test_many_nodes_sum_short_messages_by_trees():
+    rates = dataclasses.replace(RATES, hop=1e-6, network_hop=3e-6)
+    found = ring(size=1024, num_bytes=0, rates=rates)
+    assert found == pytest.approx(2 * (7e-6 + 7 * 3e-6))  # 128 nodes: 7 levels
+    # Long ones by rings, whose devices do not send their own share.
+    assert ring(size=1024, num_bytes=1e12, rates=rates) < 2 * 1e12 / (8 * 5e9)
+    assert ring("all-gather", size=1024, num_bytes=0, rates=rates) > 128 * 3e-6
+
+
 def test_messages_between_two_devices():
     send = collectives.message_seconds
     assert send(1e9, leaves_node=False, rates=RATES) == pytest.approx(0.01)
