@@ -284,6 +284,22 @@ def test_triton_kernels_have_a_share_of_their_own(name, products):
     assert {kernel.basis for kernel in times.operations} == {"kernel"}
 
 
+@pytest.mark.parametrize("keys", [8, 4])
+def test_steps_of_a_ring_see_all_of_unequal_queries_and_keys(keys):
+    """Where devices hold positions in zigzag, later steps compute with half of one or the other."""
+    lines = [
+        "  %q = bf16[2,8,4,16] constant(0)", f"  %k = bf16[2,{keys},2,16] constant(0)",
+        "  %flash_forward.1 = bf16[2,8,4,16] custom-call(%q, %k, %k), "
+        'custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "flash_forward"}',
+    ]  # fmt: skip
+    whole = 2 * 2 * (2 * 8 * 4 * 16) * keys
+    plain, ring = (
+        read(program(lines), core=dataclasses.replace(CORE, rings=rings)).kernel_flops
+        for rings in (False, True)
+    )
+    assert ring == (whole if keys == 4 else whole / 2) and plain < whole
+
+
 def test_a_permute_without_pairs_moves_nothing():
     times = read(program([permute("c", 5, "{}", suffix=""), work("f", 3)]))
     assert times.step == 3 and not times.exchanges
