@@ -233,7 +233,8 @@ def _lookups(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     num_bytes, count = IDS * sizes.tokens * sizes.size(over), passes.lookups
     yield _message(sizes, "ids", "all-gather", over, num_bytes, count)
     x_bytes = sizes.compute_bytes * sizes.tokens * sizes.run.model.width
-    count += passes.lookup_gradients
+    # Learned positions are looked up too; their gradient is the tokens'.
+    count += passes.lookups * (sizes.run.model.positions == "learned") + passes.lookup_gradients
     yield _message(sizes, "looked-up rows", "all-to-all", over, x_bytes, count)
 
 

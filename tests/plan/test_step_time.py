@@ -130,9 +130,22 @@ def test_messages_on_a_torus_take_the_axes_that_jax_gives_them():
     assert ring >= 1e9 / V5P.rates.link
 
 
+def test_what_is_waited_for():
+    """Of tensor parallelism all, or half of one turn; of others what the programs hide."""
+    message = lambda purpose, kind="all-gather": Message(purpose, kind, ("a",), 1.0, 1.0, 2)  # noqa: E731
+    for overlap in (step_time.TPU, step_time.GPU):
+        activations = [step_time.share(message("activations"), overlap, n) for n in (1, 2, 4)]
+        assert activations == [1.0, 0.25, 0.125]
+        assert step_time.share(message("heads"), overlap, 1) == overlap.heads
+        assert step_time.share(message("updated parameters"), overlap, 1) == overlap.once
+        assert step_time.share(message("exchange"), overlap, 1) == 1.0
+
+
 def test_slices_are_joined_by_their_network():
     machine = machines.parse("2@v5e:2x2")
     on = routes.Routes(machine, {"data": 2, "fsdp": 4}, ("data",))
+    send = on.seconds(Message("between stages", "collective-permute", ("data",), 1e9, 1.0, 2))
+    assert send == pytest.approx(1e9 / machine.rates.network, rel=0.01)
     seconds = on.seconds(Message("gradients", "all-reduce", ("data",), 1e9, 1.0, 2))
     assert seconds == pytest.approx(1e9 / machine.rates.network, rel=0.01)
 
