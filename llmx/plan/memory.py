@@ -111,7 +111,7 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
         del common["gradients"]
     common |= _gathered(sizes)
     if sizes.run.sync.strategy != "mean":
-        del common["gradients"]  # the program makes them where the exchange's old state was
+        common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
         END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
         BACKWARD: common | {"a layer": _layer(sizes, program), "a segment": _segment(sizes)},

@@ -1,11 +1,13 @@
 """What replicas with a strategy keep is what their recipe has, and phases send what the run's mean
 is made of."""
 
+import json
 import pathlib
 
 import pytest
 
 from llmx.config import checks, flags
+from llmx.plan import __main__ as command
 from llmx.plan import exchange, memory, sizes, step_time, traffic
 from llmx.plan.machines import parse
 
@@ -35,6 +37,15 @@ def test_more_is_kept_and_less_is_sent(strategy):
     # Stale sums are in fp32; all others send less than the mean.
     assert (sent["data"] > mean["data"]) == (strategy == "stale")
     assert step_time.of(run, parse("h100:8")).step > 0
+
+
+def test_the_command_counts_replicas_with_a_strategy(capsys):
+    given = (f"--config={ROOT}/configs/gpt2_124m.py", "--machine=v5e:2x4", "--json",
+             "--config.sync.strategy=int8", "--config.sharding.layout=hsdp")  # fmt: skip
+    code = command.main(given)
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0 and report["memory"]["state"]["exchange"] > 0
+    assert report["phases"]["compressed"]["data"] == pytest.approx(report["sent"]["data"])
 
 
 def test_the_mean_over_a_run_is_that_of_its_phases():
