@@ -43,7 +43,7 @@ def parse(
     config, problems = _load(args.config, overrides)
     if args.auto_mesh and not auto_mesh:
         problems.append(
-            "mesh='auto' is for llmx.train and llmx.plan, which choose one: give this command the "
+            "mesh='auto' is for llmx.train and llmx.plan --machine, which choose: give others the "
             "flags that llmx.plan --search prints"
         )
     elif args.auto_mesh and (own := [key for key in overrides if key.startswith("mesh.")]):
