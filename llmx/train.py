@@ -446,8 +446,8 @@ class Loop:
         scalars = {name: float(getattr(report, name)) for name in names}
         if self.config.loss.z_loss:
             scalars["z_loss"] = float(report.z_loss)
-        shown = ("loss_scale", "skipped_steps")
-        scalars |= {name: float(report.scalars[name]) for name in shown if name in report.scalars}
+        events = ("overflowed", "freeze_step")  # told when they happen
+        scalars |= {k: float(value) for k, value in report.scalars.items() if k not in events}
         self.reporter.train(self.step, scalars, step_seconds=seconds, data_seconds=data_seconds)
         self.goodput.step(self.step)
         if report.bad_leaf >= 0:

@@ -18,6 +18,7 @@ from llmx.config import value_types
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
 from llmx.model.attention.attend import AttentionConfig
+from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
 from llmx.model.quantized import ProductsConfig
@@ -103,6 +104,7 @@ class Config:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)

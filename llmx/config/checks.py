@@ -19,6 +19,7 @@ from llmx.data import shards, sources, tokenizers
 from llmx.model import families, precision, quantized, remat, remat_costs
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
+from llmx.model.experts import config as experts_config
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
@@ -221,6 +222,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
         *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
         *stage_problems(config, sizes["stage"]),
         *_tensor(config, sizes),
+        *_experts(config, sizes),
         *_batch(config, sizes),
         *_context(config, sizes),
         *_products(config, sizes),
@@ -327,7 +329,11 @@ def _uncountable(config: Config) -> bool:
 def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What tensor parallelism splits; the vocabulary is split over stages too."""
     model, tensor, shards = config.model, sizes["tensor"], sizes["stage"] * sizes["tensor"]
-    for key, split in (("num_heads", "query heads"), ("mlp_dim", "the MLP")):
+    split_by_key = {"num_heads": "query heads", "mlp_dim": "the MLP"}
+    if model.num_experts:
+        del split_by_key["mlp_dim"]
+        split_by_key |= {"expert_dim": "each expert", "shared_dim": "the shared expert"}
+    for key, split in split_by_key.items():
         if (value := vars(model)[key]) % tensor:
             yield (
                 f"model.{key}={value} does not divide over tensor={tensor}, which splits {split}: "
@@ -360,6 +366,46 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         yield (
             f"loss.chunks={config.loss.chunks} does not divide the {rows} rows of the head per "
             f"device ({over}): use a divisor, or 0 = automatic"
+        )
+
+
+def _experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """What `expert` splits, and what routed experts cannot be combined with."""
+    model, experts, ways = config.model, config.experts, sizes["expert"]
+    E = model.num_experts
+    if not E:
+        if experts.bias_rate:
+            yield (
+                f"experts.bias_rate={experts.bias_rate} has no effect with model.num_experts=0: "
+                "leave it out, or use a model with experts"
+            )
+        return
+    if E % ways:
+        yield (
+            f"model.num_experts={E} does not divide over mesh.expert={ways}: use mesh.expert in "
+            f"{_divisors(E, min(E, 4096))}"
+        )
+    if experts.dispatch == experts_config.DENSE and ways > 1:
+        yield (
+            f"experts.dispatch='dense' with mesh.expert={ways}: each device computes all experts; "
+            "use mesh.expert=1, or dispatch='dropless'"
+        )
+    if config.sharding.turns > 1:
+        yield (
+            f"sharding.turns={config.sharding.turns} with model.num_experts={E}: loads of experts "
+            "are of all tokens of a row; use sharding.turns=1"
+        )
+    if config.products.format or config.products.gather:
+        yield (
+            f"products.format={config.products.format!r}, products.gather="
+            f"{config.products.gather!r} with model.num_experts={E}: products of experts are not "
+            "rounded; leave both out"
+        )
+    if experts.bias_rate and config.sync.strategy != "mean":
+        yield (
+            f"experts.bias_rate={experts.bias_rate} with sync.strategy="
+            f"{config.sync.strategy!r}, whose replicas know their own loads only: use strategy "
+            "'mean', or experts.balance='sequence' with bias_rate=0"
         )
 
 

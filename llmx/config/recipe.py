@@ -25,7 +25,7 @@ from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
-from llmx.step import gradients, guard, offload, optimizers
+from llmx.step import balance, gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
 from llmx.step.transforms import delayed_scaling, loss_scale
 from llmx.sync import replicas as replicas_lib
@@ -52,7 +52,8 @@ def make_recipe(
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
         in_host_memory=config.offload.parameters,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
-        | delayed_scaling.transforms(config.products, config.model),
+        | delayed_scaling.transforms(config.products, config.model)
+        | balance.transforms(config.model, config.sync.strategy),
     )  # fmt: skip
     return Recipe(
         model=config.model, loss=loss,
@@ -85,6 +86,7 @@ def make_execution(
     return Execution(
         place=sharding.Placement(mesh, layout_of(config)), policy=policy_of(config),
         remat=config.remat, offloaded=config.offload.saves, attention=config.attention,
+        experts=config.experts,
         packed=config.data.pack, loss_chunks=config.loss.chunks,
         turns=turns_of(config, kind.device_kind),
     )  # fmt: skip
@@ -138,6 +140,8 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
     chip = hardware.DEVICE_KINDS.get(device_kind, "")
     if config.sharding.turns or mesh.tensor == 1 or chip not in MOST_TURNS:
         return config.sharding.turns or 1
+    if config.model.num_experts:  # loads are of all tokens
+        return 1
     if mesh.stage > 1:
         table = schedules.table_of(
             config.pipeline, stages=mesh.stage, microbatches=batch.accumulation
@@ -209,6 +213,7 @@ def _make_strategy(
         optimizer = optimizers.make(
             config.optimizer, axes=loss.axes, total_steps=config.steps, head=head,
             factors=divergence.boundaries(config.rollback), param=loss.execution.policy.param,
+            bias_rate=config.experts.bias_rate,
         )  # fmt: skip
         rates = jax.vmap(optimizer.schedule)(jnp.arange(config.steps))
         return replicas_lib.StrategyInputs(

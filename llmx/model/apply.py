@@ -57,8 +57,9 @@ class Apply:
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Loss of each token, and log Z, in nats, fp32.
 
-        `batch` has tokens, targets, segment_ids and positions, each int32 [B, T]. `grad_buffers` is
-        a tree like `params`: see `sharding.accumulate_into`.
+        `batch` has tokens, targets, segment_ids and positions, each int32 [B, T], and for routed
+        experts "share", fp32 [B, T]: what a nat of each token's loss adds to what is minimized.
+        `grad_buffers` is a tree like `params`: see `sharding.accumulate_into`.
         """
         block_buffers = None
         if grad_buffers is not None:
@@ -68,12 +69,16 @@ class Apply:
             buffers = {name: grad_buffers[name] for name in top}
             params = params | execution.place.with_grad_buffers(top, buffers)
         names = ("tokens", "targets", "segment_ids", "positions")
-        tokens_BT, targets_BT, *rows = self.split_rows([batch[name] for name in names], execution)
-        mask = self_mask(*rows, execution)
+        if self.model.num_experts and "share" in batch:
+            names = (*names, "share")
+        rows = self.split_rows([batch[name] for name in names], execution)
+        tokens_BT, targets_BT, segments_BT, positions_BT, *share = rows
+        mask = self_mask(segments_BT, positions_BT, execution)
         x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
         x_BTD, _ = self.apply_layers(
-            params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers
-        )
+            params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
+            share_BT=share[0] if share else None,
+        )  # fmt: skip
         loss_and_log_z = self.last_losses(params, x_BTD, targets_BT, execution)
         return tuple(self.split_rows(loss_and_log_z, execution, back=True))
 
@@ -192,6 +197,7 @@ class Apply:
         kinds: tuple[str, ...] | Array | None = None, grad_buffers: dict | None = None,
         rotations: dict | None = None, cache: tuple[Array, Array] | None = None,
         now: Array | int | None = None, row: Array | None = None, first: int = 0,
+        share_BT: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
@@ -206,6 +212,7 @@ class Apply:
           now: the slot of the first position of x.
           row: int32 [], see `blocks`.
           first: the number of the first layer, by which the rules of `execution.remat` count.
+          share_BT: see `losses`; None = losses of routed experts are left out.
         """
         kinds = self.model.layer_kinds if kinds is None else kinds
         rules = remat.parse(execution.remat, self.kind_names)
@@ -215,7 +222,9 @@ class Apply:
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
         masks = groups.split_masks(mask, rotations)
-        layer_of = functools.partial(self._layer, masks, groups, execution, now, row)
+        if share_BT is not None:
+            share_BT = place.constrain(share_BT, ("batch", "block_sequence"))
+        layer_of = functools.partial(self._layer, masks, groups, execution, now, row, share_BT)
         with execution.policy.products():
             x, cache = layers.scan_layers(
                 layer_of, kinds, groups.split_x(x_BTD, place), blocks, (grad_buffers, cache),
@@ -226,7 +235,7 @@ class Apply:
 
     def _layer(
         self, masks: list, groups: turns.Groups, execution: Execution, now, row: Array | None,
-        kind: str, *, recomputed: bool, stack: dict | None,
+        share_BT: Array | None, kind: str, *, recomputed: bool, stack: dict | None,
     ) -> Callable:  # fmt: skip
         """(x, (weights, (gradient buffers, cache)) of one layer) -> (x, its cache).
 
@@ -257,8 +266,9 @@ class Apply:
                     layer_weights = dot.with_grad_buffers(execution.place, weights, buffers)
                 block = nnx.merge(self._definitions[0], layer_weights)
                 x_BTD, keys_and_values = block(
-                    group, rotations.get(kind), mask, window, execution, keys_and_values, now
-                )
+                    group, rotations.get(kind), mask, window, execution, keys_and_values, now,
+                    share_BT,
+                )  # fmt: skip
                 out.append(x_BTD)
             return out, None if by_positions else keys_and_values
 

@@ -13,6 +13,10 @@ Parameters, without biases:
     + V D                                   head, unless it is the embedding table
 
 A LayerNorm has a bias beside its scale. `bias` gives each projection of attention and MLP one.
+With routed experts the MLP's g D F is E g D F_e + g D F_s + D E, of E experts of width F_e, a
+shared one of width F_s and the router; of a token's k experts it is k g D F_e + g D F_s + D E,
+which is what is active, and what FLOPs are counted by. The bias by which experts are chosen, E in
+each layer, is kept beside the parameters ("loads").
 
 Forward FLOPs per token, a multiply-add counted as 2:
 
@@ -35,7 +39,8 @@ TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 
 
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
-    """Parameters by part; "padding" is what `vocab_multiple` adds to both tables of tokens."""
+    """Parameters by part; "padding" is what `vocab_multiple` adds to both tables of tokens, and
+    "loads" the bias of routed experts: neither is published."""
     D, L, H, V = model.width, model.num_layers, model.head_dim, model.vocab_size
     attention, mlp = weights_of_block(model)
     if model.bias:
@@ -51,20 +56,35 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
         "mlp": L * mlp,
         "norms": L * block_norms + norm,
         "head": 0 if model.tied_head else V * D,
+        "loads": L * model.num_experts,
         "padding": num_tables * (model.padded_vocab - V) * D,
     }
 
 
-def weights_of_block(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of the projections of attention, and of the MLP, in one block."""
+def weights_of_block(model: ModelConfig, *, active: bool = False) -> tuple[int, int]:
+    """Parameters of the projections of attention, and of the MLP or the experts, in one block;
+    `active`: of those experts only that one token goes through."""
     D, H, N, K = model.width, model.head_dim, model.num_heads, model.num_kv_heads
-    matrices = 3 if model.gated_mlp else 2
-    return D * H * (N + 2 * K) + N * H * D, matrices * D * model.mlp_dim
+    E, experts = model.num_experts, model.experts_per_token if active else model.num_experts
+    hidden = experts * model.expert_dim + model.shared_dim if E else model.mlp_dim
+    return D * H * (N + 2 * K) + N * H * D, matrices_of_mlp(model) * D * hidden + D * E
+
+
+def matrices_of_mlp(model: ModelConfig) -> int:
+    """Matrices of an MLP, or of an expert."""
+    return 3 if model.gated_mlp else 2
 
 
 def num_parameters(model: ModelConfig) -> int:
     """Parameters as published: without the rows that pad the vocabulary."""
-    return num_stored_parameters(model) - parameters_by_part(model)["padding"]
+    parts = parameters_by_part(model)
+    return sum(parts.values()) - parts["padding"] - parts["loads"]
+
+
+def num_active_parameters(model: ModelConfig) -> int:
+    """Of the parameters as published, those that one token goes through."""
+    all_of_block, active = (weights_of_block(model, active=active)[1] for active in (False, True))
+    return num_parameters(model) - model.num_layers * (all_of_block - active)
 
 
 def num_stored_parameters(model: ModelConfig) -> int:
@@ -95,7 +115,7 @@ def forward_flops_by_part(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> dict[str, float]:
     """Forward FLOPs per token of the attention projections, the scores, the MLP and the head."""
-    projections, mlp = weights_of_block(model)
+    projections, mlp = weights_of_block(model, active=True)
     return {
         "projections": 2.0 * model.num_layers * projections,
         "scores": sum(scores_by_block(model, sequence_length, causal)),
@@ -124,7 +144,7 @@ def parameters_by_layer(model: ModelConfig) -> list[int]:
     """Stored parameters of each layer: a tied head has only those of its norm."""
     parts = parameters_by_part(model)
     last_norm = 2 * model.width if model.norm == "layer" else model.width
-    blocks = parts["attention"] + parts["mlp"] + parts["norms"] - last_norm
+    blocks = parts["attention"] + parts["mlp"] + parts["norms"] + parts["loads"] - last_norm
     table = model.padded_vocab * model.width
     return [
         table + parts["positions"],

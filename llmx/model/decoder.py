@@ -23,11 +23,15 @@ from llmx.model.attention import attend
 from llmx.model.attention.cache import write_slots
 from llmx.model.attention.masks import Scores
 from llmx.model.execution import Execution
+from llmx.model.experts import experts, router
+from llmx.model.experts.config import DENSE
+from llmx.model.quantized import UNROUNDED
 
 # Activations between blocks, and inside them, in logical axes.
 BLOCK = ("batch", "block_sequence", "embed")
 INSIDE = ("batch", "sequence", "embed")
 HIDDEN = ("batch", "sequence", "mlp")
+LOGITS = ("batch", "block_sequence", "router")
 # Tables of which rows are looked up: products never take them whole, unless one is the head too.
 LOOKED_UP = ("embedding", "positions")
 
@@ -163,7 +167,9 @@ class Mlp(nnx.Module):
         self.down = project(remat.MLP_OUT, (F, D), axes[::-1], scale=_out_scale(model))
         self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
 
-    def __call__(self, x_BTD, execution: Execution):
+    def __call__(self, x_BTD, execution: Execution, share_BT=None):
+        x_BTD = execution.place.constrain(x_BTD, INSIDE, multiplied_into=("mlp",))
+        x_BTD = checkpoint_name(x_BTD, remat.MLP_NORM)
         up_BTF = self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution)
         if self.gate is None:
             hidden_BTF = self.activation(up_BTF)
@@ -174,21 +180,69 @@ class Mlp(nnx.Module):
         return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, execution)
 
 
+class Experts(nnx.Module):
+    """Routed experts in the place of an MLP (arXiv 1701.06538), with a shared one beside them."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        D, E, F = model.width, model.num_experts, model.expert_dim
+        self.model = model
+        self.router = _weight(rngs, (D, E), ("embed", "router"), 1 / math.sqrt(D))
+        # By which experts are chosen beside their scores; its gradient is their loads.
+        self.bias = _constant(0.0, (E,), ("loads",))
+        axes, std = ("experts", "embed", "mlp"), 1 / math.sqrt(D)
+        self.gate = _weight(rngs, (E, D, F), axes, std) if model.gated_mlp else None
+        self.up = _weight(rngs, (E, D, F), axes, std)
+        std = _out_scale(model) / math.sqrt(F)
+        self.down = _weight(rngs, (E, F, D), ("experts", "mlp", "embed"), std)
+        shared = dataclasses.replace(model, mlp_dim=model.shared_dim)
+        self.shared = Mlp(shared, rngs) if model.shared_dim else None
+
+    def __call__(self, x_BTD, execution: Execution, share_BT=None):
+        """Their sum [B, T, D]; `share_BT`: see `Apply.losses`."""
+        model, place, config = self.model, execution.place, execution.experts
+        exact = dataclasses.replace(execution.policy, numbers=UNROUNDED)
+        logits_BTE = dot.dot(
+            "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router.get_value(),
+            out=place.activation(LOGITS), policy=exact, recomputed=execution.recomputed,
+        )  # fmt: skip
+        routing, shares_BTE = router.route(model, logits_BTE, self.bias.get_value())
+        values = [None if leaf is None else leaf.get_value() for leaf in (self.gate, self.up)]
+        weights = experts.Weights(*values, self.down.get_value())
+        compute = experts.dense if config.dispatch == DENSE else experts.experts
+        y_BTD = compute(
+            x_BTD, routing, weights, activation=model.activation, config=config, place=place,
+            policy=exact, out=place.activation(BLOCK),
+        )  # fmt: skip
+        if self.shared is not None:
+            y_BTD += self.shared(x_BTD, execution)
+        if share_BT is None:
+            return y_BTD
+        loads_BTE = router.loads(routing.experts_BTk, share_BT > 0, model.num_experts)
+        losses_BT = router.router_losses(
+            config, logits_BTE, shares_BTE, loads_BTE, model.experts_per_token
+        )
+        return router.attach(y_BTD, losses_BT, share_BT, self.bias.get_value(), routing.experts_BTk)
+
+
 class Block(nnx.Module):
     """Attention and MLP, each of a normalised input and added to the stream [B, T, D].
 
     `window`: positions back including itself, 0 = all. `cache` and `now`: see `Apply.apply_layers`;
     without `now`, `cache` has the keys and values of the positions before x, or is (), and those of
-    x are appended.
+    x are appended. `share_BT`: of each token in what is minimized, for losses of routed experts.
     """
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
-        self.attention, self.mlp = Attention(model, rngs), Mlp(model, rngs)
+        self.attention = Attention(model, rngs)
+        self.mlp = (Experts if model.num_experts else Mlp)(model, rngs)
         self.attention_post_norm = Norm(model, model.width) if model.post_norms else None
         self.mlp_post_norm = Norm(model, model.width) if model.post_norms else None
 
-    def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None):
+    def __call__(
+        self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None,
+        share_BT=None,
+    ):  # fmt: skip
         # Between blocks positions are split over `tensor` too; inside, each device needs them all.
         y_BTD = self.attention_norm(x_BTD)
         y_BTD = execution.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
@@ -197,9 +251,7 @@ class Block(nnx.Module):
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + y_BTD
-        y_BTD = execution.place.constrain(self.mlp_norm(x_BTD), INSIDE, multiplied_into=("mlp",))
-        y_BTD = checkpoint_name(y_BTD, remat.MLP_NORM)
-        y_BTD = self.mlp(y_BTD, execution)
+        y_BTD = self.mlp(self.mlp_norm(x_BTD), execution, share_BT)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
         return x_BTD + y_BTD, cache

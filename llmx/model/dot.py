@@ -292,7 +292,7 @@ def scaled(y: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _scaled_backward(residuals, gradient):
     y, scale = residuals
-    return gradient * _plain(scale), _summed_rows(gradient * y, scale)
+    return gradient * _plain(scale), summed_rows(gradient * y, scale)
 
 
 scaled.defvjp(lambda y, scale: (scaled(y, scale), (y, scale)), _scaled_backward)
@@ -306,7 +306,7 @@ def shifted(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 shifted.defvjp(
     lambda y, bias: (shifted(y, bias), bias),
-    lambda bias, gradient: (gradient, _summed_rows(gradient.astype(bias.dtype), bias)),
+    lambda bias, gradient: (gradient, summed_rows(gradient.astype(bias.dtype), bias)),
 )
 
 
@@ -314,8 +314,11 @@ def _plain(parameter: jax.Array) -> jax.Array:
     return jax.sharding.reshard(parameter, sharding.split_only(jax.typeof(parameter).sharding.spec))
 
 
-def _summed_rows(array: jax.Array, parameter: jax.Array) -> jax.Array:
-    """`array` summed over its leading dimensions, as the gradient of `parameter`."""
+def summed_rows(array: jax.Array, parameter: jax.Array) -> jax.Array:
+    """`array` summed over its leading dimensions, as the gradient of `parameter`.
+
+    Communicates over the axes that split these dimensions and are not `reduced` in its type.
+    """
     kind, to = jax.typeof(array).sharding, jax.typeof(parameter).sharding.spec
     rows = array.ndim - parameter.ndim
     entries = kind.spec.partitions

@@ -6,6 +6,7 @@ from llmx import sharding
 from llmx.model import precision
 from llmx.model.attention import attend, split
 from llmx.model.attention.attend import AttentionConfig
+from llmx.model.experts.config import ExpertsConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,6 +19,7 @@ class Execution:
     offloaded: tuple[str, ...] = ()  # of `remat.SAVES`, those that are saved in host memory
     recomputed: bool = False  # in a layer: its products are made again before their gradients
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     packed: bool = True  # rows may hold several documents
     loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size
     turns: int = 1  # groups of a device's tokens that take turns in a layer: `turns.groups_of`

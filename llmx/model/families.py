@@ -16,6 +16,8 @@ from llmx.runtime.bounds import bounded, choice
 
 # Attention kinds of layers: all that precedes a token, or a sliding window.
 GLOBAL, LOCAL = "global", "local"
+# What a router makes of its logits.
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 
 
@@ -53,6 +55,17 @@ class ModelConfig:
     qk_norm: bool = False  # RMS-normalise queries and keys per head (qwen3, gemma3)
     activation: str = choice("silu", ("silu", "gelu"))  # "silu" | "gelu" (tanh form)
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
+    # E, routed experts in the place of the MLP; 0 = none
+    num_experts: int = bounded(0, at_least=0, at_most=65536)
+    experts_per_token: int = bounded(1, at_least=1, at_most=1024)  # k
+    expert_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # F of a routed expert
+    # F of an MLP beside the routed experts, which every token goes through; 0 = none
+    shared_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)
+    router: str = choice(SOFTMAX, (SOFTMAX, SIGMOID))  # scores of experts from logits
+    router_renormalize: bool = True  # weights of a token's experts are divided by their sum
+    router_scale: float = bounded(1.0, above=0)  # weights are multiplied by it
+    router_groups: int = bounded(1, at_least=1)  # groups of experts, of which a token chooses some
+    router_groups_kept: int = bounded(1, at_least=1)  # as many
     bias: bool = False  # biases in every projection (gpt2)
     tied_head: bool = False  # the output head is the embedding table
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
@@ -71,6 +84,14 @@ class ModelConfig:
     def score_scale(self) -> float:
         """What q.k is multiplied by."""
         return self.query_scale or 1 / math.sqrt(self.head_dim)
+
+    @property
+    def hidden_dim(self) -> int:
+        """What a token is multiplied into in a layer's feed-forward part: F, or that of all the
+        experts that it goes through."""
+        if not self.num_experts:
+            return self.mlp_dim
+        return self.experts_per_token * self.expert_dim + self.shared_dim
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -105,6 +126,11 @@ _GEMMA2 = dict(_GEMMA, family="gemma2", vocab_size=256000, rope_theta=10_000.0, 
 _GEMMA3 = dict(_GEMMA, family="gemma3", vocab_size=262144, rope_theta=1_000_000.0,
                rope_theta_local=10_000.0, max_positions=32768, qk_norm=True,
                layer_pattern=(LOCAL,) * 5 + (GLOBAL,), window=512, query_scale=256**-0.5)
+# Mixtral (arXiv 2401.04088): two of eight experts.
+_MIXTRAL = dict(family="mixtral", vocab_size=32000, num_kv_heads=8, head_dim=128, norm_eps=1e-5,
+                rope_theta=1_000_000.0, max_positions=32768, num_experts=8, experts_per_token=2)
+# Qwen3's mixtures: eight of 128 experts.
+_QWEN3_MOE = dict(_QWEN3, family="qwen3_moe", num_kv_heads=4, num_experts=128, experts_per_token=8)
 # fmt: on
 
 # A family's own name gives its smallest useful shape, for tests and small runs.
@@ -120,6 +146,10 @@ FAMILIES = {
     "gemma3": dict(
         _GEMMA3, **_TINY | dict(num_layers=4), **_TINY_HEADS, window=16, query_scale=0.0,
         layer_pattern=(LOCAL, LOCAL, GLOBAL)),
+    "mixtral": dict(_MIXTRAL, **_TINY, **_TINY_HEADS, expert_dim=96),
+    "qwen3_moe": dict(
+        _QWEN3_MOE, **_TINY, **_TINY_HEADS | dict(num_kv_heads=2), num_experts=8,
+        experts_per_token=2, expert_dim=48),
     "gpt2_124m": _gpt2(width=768, num_layers=12, num_heads=12),
     "gpt2_1.5b": _gpt2(width=1600, num_layers=48, num_heads=25),
     "gpt3_175b": _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
@@ -135,6 +165,15 @@ FAMILIES = {
     "qwen3_0.6b": dict(
         _QWEN3, width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True),
     "qwen3_8b": dict(_QWEN3, width=4096, num_layers=36, num_heads=32, mlp_dim=12288),
+    "mixtral_8x7b": dict(
+        _MIXTRAL, width=4096, num_layers=32, num_heads=32, mlp_dim=14336, expert_dim=14336),
+    "mixtral_8x22b": dict(
+        _MIXTRAL, width=6144, num_layers=56, num_heads=48, mlp_dim=16384, expert_dim=16384,
+        vocab_size=32768, max_positions=65536),
+    "qwen3_30b_a3b": dict(
+        _QWEN3_MOE, width=2048, num_layers=48, num_heads=32, mlp_dim=6144, expert_dim=768),
+    "qwen3_235b_a22b": dict(
+        _QWEN3_MOE, width=4096, num_layers=94, num_heads=64, mlp_dim=12288, expert_dim=1536),
     "gemma2_2b": dict(
         _GEMMA2, width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216),
     "gemma3_1b": dict(
@@ -153,6 +192,13 @@ def preset(name: str, **changes) -> ModelConfig:
     if unknown := sorted(set(changes) - known):
         raise ValueError(f"ModelConfig has no field {unknown}: the fields are {sorted(known)}")
     return ModelConfig(**FAMILIES[name] | changes)
+
+
+# Fields without effect where there are no experts.
+_OF_EXPERTS = (
+    "experts_per_token", "expert_dim", "shared_dim", "router", "router_renormalize", "router_scale",
+    "router_groups", "router_groups_kept",
+)  # fmt: skip
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
@@ -183,6 +229,12 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "layer_pattern": model.layer_kinds,
         "window": model.window if LOCAL in kinds else None,
     }
+    if not model.num_experts:
+        depends |= dict.fromkeys(_OF_EXPERTS)
+    else:
+        depends["mlp_dim"] = None
+        if model.router_groups == 1:
+            depends["router_groups_kept"] = None
     return vars(model) | depends
 
 
@@ -209,5 +261,39 @@ def problems(model: ModelConfig) -> list[str]:
     if LOCAL in kinds and model.window == 0:
         texts.append(
             f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}"
+        )
+    return texts + (_problems_of_experts(model) if model.num_experts else [])
+
+
+def _problems_of_experts(model: ModelConfig) -> list[str]:
+    """All problems of the routed experts, each with its remedy."""
+    texts, E, k = [], model.num_experts, model.experts_per_token
+    groups, kept = model.router_groups, model.router_groups_kept
+    if not model.expert_dim:
+        texts.append(
+            f"model.expert_dim={model.expert_dim} with model.num_experts={E}: set it to the width "
+            "of one expert, or num_experts to 0"
+        )
+    if groups < 1 or kept < 1:
+        return texts
+    if E % groups:
+        texts.append(
+            f"model.router_groups={groups} does not divide model.num_experts={E}: use a divisor, "
+            "or 1 for no groups"
+        )
+    elif kept > groups:
+        texts.append(
+            f"model.router_groups_kept={kept} is more than model.router_groups={groups}: use at "
+            f"most {groups}"
+        )
+    elif k > (reach := kept * E // groups):
+        of = "" if groups == 1 else f" in the {kept} of {groups} groups that a token chooses"
+        texts.append(
+            f"model.experts_per_token={k} is more than the {reach} experts{of}: use at most {reach}"
+        )
+    if model.bias:
+        texts.append(
+            "model.bias with model.num_experts: experts have no biases; use bias=False, or "
+            "num_experts=0"
         )
     return texts

@@ -42,6 +42,7 @@ ATTENTION = "attention"  # B T N H, with the log-sum-exp of scores
 ATTENTION_OUT, MLP_OUT = "attention_out", "mlp_out"  # B T D: products
 GATE, UP = "gate", "up"  # B T F: products
 HIDDEN = "hidden"  # B T F: what the MLP's last product takes
+ROUTING = "routing"  # B T k, int32: the experts of a token, saved by every policy
 PRODUCTS = (QUERY, KEY, VALUE, ATTENTION_OUT, GATE, UP, MLP_OUT)
 SAVES = (
     INPUT, ATTENTION_NORM, QUERY, KEY, VALUE, QUERY_KEY_VALUE, ATTENTION, ATTENTION_OUT, MLP_NORM,
@@ -292,7 +293,7 @@ def checkpointed_segment(function: Callable, offloaded: Sequence[str] = ()) -> C
 def _checkpoint(
     function, input_name: str, saved: frozenset[str], offloaded: Sequence[str], *, prevent_cse: bool
 ):  # fmt: skip
-    policies = jax.checkpoint_policies
+    policies, saved = jax.checkpoint_policies, saved | {ROUTING}
     if not offloaded:
         policy = policies.save_only_these_names(*sorted(saved))
     else:

@@ -134,7 +134,7 @@ def recomputed_flops(
 
     `scores`: of attention in the forward pass. `offloaded`: see above.
     """
-    D, H, N, K, F = model.width, model.head_dim, model.num_heads, model.num_kv_heads, model.mlp_dim
+    D, H, N, K, F = model.width, model.head_dim, model.num_heads, model.num_kv_heads, mlp_dim(model)
     sizes = {
         remat.QUERY: D * N * H, remat.KEY: D * K * H, remat.VALUE: D * K * H,
         remat.ATTENTION_OUT: N * H * D, remat.GATE: D * F * model.gated_mlp, remat.UP: D * F,
@@ -142,7 +142,24 @@ def recomputed_flops(
     }  # fmt: skip
     again = recomputed(model, policy, offloaded)
     products = sum(2.0 * size for name, size in sizes.items() if name in again)
+    products += _repeated_by_experts(model)
+    if policy.saved is not None:
+        products += 2.0 * D * model.num_experts  # the router
     return products + (scores if remat.ATTENTION in again else 0.0)
+
+
+def mlp_dim(model: ModelConfig) -> int:
+    """F of the MLP that every token goes through, 0 = there is none."""
+    return model.shared_dim if model.num_experts else model.mlp_dim
+
+
+def _repeated_by_experts(model: ModelConfig) -> float:
+    """FLOPs per token that the gradient of routed experts repeats of their forward pass, under any
+    policy: the products with gate and up."""
+    if not model.num_experts:
+        return 0.0
+    inward = costs.matrices_of_mlp(model) - 1
+    return 2.0 * inward * model.width * model.experts_per_token * model.expert_dim
 
 
 def recomputed(model: ModelConfig, policy: Policy, offloaded: Sequence[str] = ()) -> set[str]:
@@ -163,7 +180,7 @@ def recomputed(model: ModelConfig, policy: Policy, offloaded: Sequence[str] = ()
 
 def bytes_of_saves(model: ModelConfig, compute_bytes: int) -> dict[str, int]:
     """Bytes per token of each of `remat.SAVES` in one layer."""
-    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
+    D, F, H, N, K = model.width, mlp_dim(model), model.head_dim, model.num_heads, model.num_kv_heads
     sizes = {
         remat.INPUT: D, remat.ATTENTION_NORM: D, remat.QUERY: N * H, remat.KEY: K * H,
         remat.VALUE: K * H, remat.QUERY_KEY_VALUE: (N + 2 * K) * H, remat.ATTENTION: N * H,
@@ -184,8 +201,9 @@ def saved_bytes_by_layer(
     """Bytes of the device per token of the activations that each layer saves for its backward pass.
 
     As jax traces it, with an attention kernel that saves no scores, and without the statistics of
-    norms; a compiler may save less. Layers in segments have only the segment's input, and not what
-    they save when the segment is run again; with "part" chunks likewise. `text`, `chunks`,
+    norms; a compiler may save less. Layers in segments have only the segment's input and the
+    routing of experts, and not what they save when the segment is run again; with "part" chunks
+    have their input alone. `text`, `chunks`,
     `offloaded`: see above. `loss_chunks`: see `recomputed_flops_by_layer`. `compute_bytes`: of a
     number in the compute dtype; norms, logits, log-sum-exps are in fp32. Raises ValueError where
     `text` is wrong or "budget".
@@ -201,7 +219,8 @@ def saved_bytes_by_layer(
         kinds = len(set(model.layer_kinds))
         blocks = [of_input + kinds * (num_bytes - of_input) for num_bytes in blocks]
     for first, end in segments(model, text, chunks):
-        blocks[first:end] = [of_input, *[0] * (end - first - 1)]
+        routing = _routing_bytes(model)
+        blocks[first:end] = [of_input + routing, *[routing] * (end - first - 1)]
     if remat.keeps_input(text):
         stops = itertools.accumulate(chunks or (model.num_layers,))
         firsts = {0, *stops}
@@ -240,11 +259,16 @@ def saved_bytes(
         saved -= {remat.MLP_OUT}  # no gradient needs it
     if remat.QUERY_KEY_VALUE in saved:
         saved -= {remat.VALUE} if model.qk_norm else {remat.QUERY, remat.KEY, remat.VALUE}
-    return sum(sizes[name] for name in saved.difference(offloaded))
+    return sum(sizes[name] for name in saved.difference(offloaded)) + _routing_bytes(model)
+
+
+def _routing_bytes(model: ModelConfig) -> int:
+    """Of the numbers of a token's experts."""
+    return 4 * model.experts_per_token if model.num_experts else 0
 
 
 def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:
-    D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
+    D, F, H, N, K = model.width, mlp_dim(model), model.head_dim, model.num_heads, model.num_kv_heads
     num_norms = 4 if model.post_norms else 2
     # Input, inputs and output of attention, inputs of the MLP's activation; a norm saves its input,
     # normalised and scaled.

@@ -18,6 +18,7 @@ from llmx.contract import Batch, Transform
 from llmx.model import apply as apply_lib
 from llmx.model import decoder, dot, families, quantized, remat
 from llmx.model.execution import Execution
+from llmx.model.experts import router
 from llmx.sharding.mesh import within
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -54,6 +55,10 @@ class TrainingLoss:
         loss = jnp.sum(loss_BT * share_BT)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
         return self._transformed(loss + z, extra), loss, z
+
+    def token_shares(self, share_BT: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
+        """What a nat of each token's loss adds to what is differentiated; `share_BT` as above."""
+        return share_BT * jax.lax.stop_gradient(self._transformed(jnp.ones(()), extra))
 
     def _transformed(self, loss: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
         """What is differentiated of a loss, with these states of the transforms."""
@@ -197,9 +202,14 @@ def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def squared_norms(tree: Any) -> jax.Array:
-    """The squared norm of each leaf, fp32 [leaves]."""
-    leaves = jax.tree.leaves(tree)
-    return jnp.stack([jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves])
+    """The squared norm of each leaf, fp32 [leaves]; 0 of loads, which are no gradients."""
+
+    def one(path, leaf):
+        if router.is_loads(path):
+            return jnp.zeros(())
+        return jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+
+    return jnp.stack(jax.tree.leaves(jax.tree_util.tree_map_with_path(one, tree)))
 
 
 def scaled(tree: Any, factors: jax.Array) -> Any:

@@ -213,15 +213,19 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
         outer = with_buffers(outer, buffers)
         return apply.embedded(outer, rows["tokens"], rows["positions"], execution)
 
-    def side_inputs(rows):
+    def side_inputs(rows, works):
         mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
-        return mask, apply.rotations(rows["positions"])
+        share_BT = None
+        if model.num_experts:
+            # Without an operation no loss of the routers is minimized.
+            share_BT = loss.token_shares(jnp.where(works, rows["share"], 0), rows["extra"])
+        return mask, apply.rotations(rows["positions"]), share_BT
 
     def apply_layers(weights, buffers, x_BTD, side_inputs, kinds, *, row=None, first=0):
-        mask, rotations = side_inputs
+        mask, rotations, share_BT = side_inputs
         return apply.apply_layers(
             weights, x_BTD, mask, inside, kinds=kinds, grad_buffers=buffers, rotations=rotations,
-            row=row, first=first,
+            row=row, first=first, share_BT=share_BT,
         )[0]  # fmt: skip
 
     def losses(outer, buffers, x_BTD, rows):
@@ -236,7 +240,10 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
         embed, side_inputs, apply_layers, losses,
         embed_names=("embedding", "positions") if model.positions == "learned" else ("embedding",),
         losses_names=("norm", "embedding" if model.tied_head else "head"),
-        uses_dot=jax.tree.map(lambda _, axes: "embed" in axes, params, axes),
+        # Experts have a product of their own, which defers no gradient.
+        uses_dot=jax.tree.map(
+            lambda _, axes: "embed" in axes and "experts" not in axes, params, axes
+        ),
         remat=execution.remat,
         kept_bytes=remat_costs.saved_bytes_of_chunk(
             model, text=execution.remat, chunks=chunks.layers,

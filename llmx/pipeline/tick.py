@@ -43,7 +43,8 @@ class ModelFunctions:
     """
 
     embed: Callable  # (outer, buffers, rows) -> x, the input of the first chunk
-    side_inputs: Callable  # (rows) -> tree: what every chunk takes beside x
+    # (rows, whether there is an operation) -> tree: what every chunk takes beside x
+    side_inputs: Callable
     # (weights, buffers, x, side_inputs, kinds, row=, first=) -> x: see `Apply.apply_layers`
     apply_layers: Callable
     losses: Callable  # (outer, buffers, last x, rows) -> scalars; the first is differentiated
@@ -216,8 +217,11 @@ class Context:
         """A microbatch's rows; of number 0 if it is negative."""
         return jax.tree.map(lambda array: _read(array, jnp.maximum(microbatch, 0)), self.batch)
 
-    def arguments(self, chunk, microbatch) -> Arguments:
-        """What one chunk computes with, of one microbatch, beside its input."""
+    def arguments(self, chunk, microbatch, works: jax.Array | bool = True) -> Arguments:
+        """What one chunk computes with, of one microbatch, beside its input.
+
+        `works`: whether the stage has an operation; if not, gradients are to be zero.
+        """
         size, per_stage = self.chunks.size, self.chunks.per_stage
         row = None
         kinds = None if isinstance(self.kinds, tuple) else self.kinds
@@ -229,7 +233,7 @@ class Context:
         if self.block_buffers is not None:
             make = lambda run: lambda leaf: sharding.zeros(leaf, run.size)  # noqa: E731
             buffers = tuple(jax.tree.map(make(run), run.buffers) for run in self.runs)
-        side_inputs = self.functions.side_inputs(self.rows(microbatch))
+        side_inputs = self.functions.side_inputs(self.rows(microbatch), works)
         return Arguments(self.weights, row, buffers, side_inputs, kinds)
 
     def apply(self, x_BTD, arguments: Arguments, buffers: tuple = ()):
@@ -317,7 +321,7 @@ def _backward(context: Context, carry: Carry, row: Row, chunk, microbatch, _) ->
     gradient = jnp.where(works, _read(carry.gradients, mine(row.gradient_slot)), 0)
     in_order = context.links.in_order
     saved = [in_order(_read(buffer, mine(row.saved_slot))) for buffer in carry.saved]
-    arguments = context.arguments(chunk, microbatch)
+    arguments = context.arguments(chunk, microbatch, works)
     gradient_x, gradients = context.saves.backward(saved, arguments, gradient)
     is_deferred = lambda leaf: isinstance(leaf, dot.WeightGradOperands)  # noqa: E731
     leaves = jax.tree.leaves(gradients, is_leaf=is_deferred)

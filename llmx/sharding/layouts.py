@@ -53,12 +53,16 @@ _MODEL = {
     "embed": (),
     "head_dim": (),
 }
-_PARAMETERS = _MODEL | {"positions": (), "norm": (), "layers": ("stage",)}
+_PARAMETERS = _MODEL | {
+    "positions": (), "norm": (), "layers": ("stage",), "experts": ("expert",), "router": (),
+    "loads": (),
+}  # fmt: skip
 _ACTIVATIONS = _MODEL | {
     "batch": BATCH_AXES,
     "sequence": ("sequence",),  # inside attention and MLP
     "block_sequence": ("sequence", "tensor"),  # between them: sequence-parallel norms
     "cache": ("sequence",),  # slots for keys and values of what was decoded
+    "router": (),  # logits of experts
     "layers": (),
 }
 

@@ -10,6 +10,7 @@ from llmx import sharding
 from llmx.contract import Gradient, Gradients, Transform
 from llmx.model import quantized
 from llmx.model.training_loss import TrainingLoss, microbatches, squared_norms
+from llmx.step import balance
 
 
 def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
@@ -22,8 +23,10 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
     buffer_types = loss.buffers(accumulation)
 
     def loss_of(buffers, params, batch, tokens, extra):
+        share_BT = batch["weights"] / tokens
+        batch = batch | {"share": loss.token_shares(share_BT, extra)}
         loss_BT, log_z_BT = loss.apply.losses(params, batch, loss.execution, buffers)
-        both, nats, z = loss.weighted(loss_BT, log_z_BT, batch["weights"] / tokens, extra)
+        both, nats, z = loss.weighted(loss_BT, log_z_BT, share_BT, extra)
         return both, (nats, z)
 
     differentiate = jax.grad(loss_of, has_aux=True)
@@ -79,7 +82,7 @@ def per_replica(
         own, in_flight = gradient.take(params, batch, in_flight, extra)
         grads = jax.tree.map(
             lambda leaf, to: jax.sharding.reshard(leaf.astype(jnp.float32), to),
-            own.tree, loss.updates,
+            balance.without_loads(own.tree), loss.updates,
         )  # fmt: skip
         stacked = lambda leaf: sharding.from_local(loss.mesh, axes, leaf[None])  # noqa: E731
         losses, zs, tokens, tree = jax.tree.map(stacked, (own.loss, own.z_loss, own.tokens, grads))

@@ -22,7 +22,7 @@ from llmx.contract import Optimizer
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
-from llmx.step import moments, trust_ratio
+from llmx.step import balance, moments, trust_ratio
 
 
 @dataclasses.dataclass
@@ -104,7 +104,7 @@ _IS_NAMES = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
 
 def decay_mask(axes: Any) -> Any:
     """True for the parameters that decay: those with a contracted dimension, by axis names."""
-    whole = {"layers", "norm", "positions", "head_dim"}
+    whole = {"layers", "norm", "positions", "head_dim", "loads"}
     decays = lambda names: len(set(names) - whole) >= 2  # noqa: E731
     return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
 
@@ -242,6 +242,7 @@ def make_schedule(
 def make(
     config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None,
     factors: Mapping[int, float] | None = None, param: jnp.dtype | None = None,
+    bias_rate: float = 0.0,
 ) -> Optimizer:  # fmt: skip
     """The configured optimizer with its schedule and masks.
 
@@ -252,6 +253,7 @@ def make(
       head: a transformation that takes the place of Adam's, in front of the same tail.
       factors: of the learning rate, see `make_schedule`.
       param: dtype of the master parameters; None = fp32.
+      bias_rate: see `balance.with_bias_rate`.
     """
     schedule, tail = make_schedule(config, total_steps=total_steps, factors=factors), None
     whole = OPTIMIZERS[config.name](config, schedule, axes)
@@ -264,6 +266,8 @@ def make(
     if (kept, param) != ("fp32", jnp.float32):
         whole = moments.kept_as(kept, whole, _matrices(axes))
         tail = moments.in_fp32(tail) if tail else None
+    if any("loads" in names for names in jax.tree.leaves(axes, is_leaf=_IS_NAMES)):
+        whole = balance.with_bias_rate(whole, bias_rate)
     return Optimizer(whole, tail, schedule)
 
 

@@ -26,7 +26,11 @@ FAMILIES = {
     "qwen3": dict(num_kv_heads=4),
     "gemma2": dict(num_kv_heads=4, window=5),
     "gemma3": dict(num_kv_heads=4, window=5, layer_pattern=("local", "global")),
+    # Routed experts, with a shared one beside them.
+    "mixtral": dict(num_kv_heads=4, num_experts=4, expert_dim=64, shared_dim=32),
 }
+# Loads are unequal: rows over `expert` travel in several rounds.
+EXPERTS = dict(experts__buffer=0.5, experts__bias_rate=1e-3, experts__z_weight=1e-3)
 
 # The first value of each axis is the plain one. Of other orders most give more rows.
 AXES = {
@@ -84,6 +88,11 @@ def _turns(turns: int, *ways: int) -> str:
     return f"{rows} rows have no {turns} turns" if rows % turns else ""
 
 
+def _turns_of_experts(turns: int, family: str) -> str:
+    routed = turns > 1 and "num_experts" in FAMILIES[family]
+    return "loads of experts are of all tokens of a row" if routed else ""
+
+
 def _left_for_later(turns: int, schedule: str) -> str:
     late = turns > 1 and schedule in LEFT_FOR_LATER
     return "weight gradients are left for later, one for each product" if late else ""
@@ -122,6 +131,7 @@ RULES = (
     Rule(("data", "fsdp", "expert", "accumulation"), _rows, partial=True),
     Rule(("turns", "data", "fsdp", "expert", "accumulation"), _turns, partial=True),
     Rule(("turns", "schedule"), _left_for_later),
+    Rule(("turns", "family"), _turns_of_experts),
     Rule(("schedule", "stage"), _stages),
     Rule(("schedule", "stage", "accumulation"), _schedule),
     Rule(("gather", "layout"), _gather),
@@ -154,6 +164,7 @@ EXTREMES = [
         dict(data=2, fsdp=4, layout="hsdp", gather="step", accumulation=2, chunks=3),
         dict(tensor=8, layout="ddp", replicate_kv=True, accumulation=2),
         dict(sequence=8, family="gemma3", remat="names"),
+        dict(expert=4, tensor=2, family="mixtral", remat="full"),
         dict(stage=8, schedule="1f1b", accumulation=4, family="gpt2"),
         dict(stage=8, schedule="zb_h1", accumulation=16, layout="ddp", remat="full"),
         dict(
@@ -227,6 +238,7 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
     options |= OFFLOAD[row["offload"]]
+    options |= EXPERTS if "num_experts" in model else {}
     return runs.make_config(
         row["family"],
         model=model,

@@ -1,0 +1,1 @@
+"""Routed experts: who goes where, how rows travel, and their products."""

@@ -1,0 +1,150 @@
+"""The router: choice, weights, groups, losses that keep loads equal, and the loads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import packed, runs
+
+from llmx import sharding
+from llmx.model import families
+from llmx.model.experts import router
+from llmx.model.experts.config import ExpertsConfig
+
+B, T, E, K = 2, 5, 8, 3
+
+
+@pytest.fixture(autouse=True)
+def on_one_device():
+    sizes = dict.fromkeys(sharding.AXES, 1)
+    with jax.set_mesh(sharding.make_mesh(sizes, devices=jax.devices()[:1])):
+        yield
+
+
+def model(**values):
+    chosen = dict(num_experts=E, experts_per_token=K) | values
+    return families.preset("mixtral", **chosen)
+
+
+def logits(seed: int = 0):
+    return np.random.default_rng(seed).normal(size=(B, T, E)).astype(np.float32)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_choice_and_weights(kind, renormalize):
+    """Chosen by score and bias, weighted by the score alone."""
+    x, bias = logits(), np.linspace(-0.3, 0.3, E).astype(np.float32)
+    of = model(router=kind, router_renormalize=renormalize, router_scale=2.5)
+    (experts, weights), shares = router.route(of, jnp.asarray(x), jnp.asarray(bias))
+    scores = 1 / (1 + np.exp(-x)) if kind == "sigmoid" else np.exp(x) / np.exp(x).sum(-1)[..., None]
+    for b, t in np.ndindex(B, T):
+        chosen = sorted(range(E), key=lambda e: -(scores[b, t, e] + bias[e]))[:K]
+        assert list(experts[b, t]) == chosen
+        want = scores[b, t, chosen]
+        want = 2.5 * (want / want.sum() if renormalize else want)
+        np.testing.assert_allclose(weights[b, t], want, rtol=1e-5)
+    np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-6)
+
+
+def test_softmax_that_is_renormalized_is_the_softmax_over_the_chosen():
+    x = logits()
+    (experts, weights), _ = router.route(model(), jnp.asarray(x), jnp.zeros(E))
+    chosen = np.take_along_axis(x, np.asarray(experts), axis=-1)
+    np.testing.assert_allclose(weights, jax.nn.softmax(chosen, axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind, best", [("softmax", 1), ("sigmoid", 2)])
+def test_experts_are_in_the_groups_that_a_token_chose(kind, best):
+    """Two of four groups: by the best score (DeepSeek-V2), or the sum of the best two (V3)."""
+    x = logits()
+    of = model(router=kind, router_groups=4, router_groups_kept=2, experts_per_token=3)
+    (experts, _), _ = router.route(of, jnp.asarray(x), jnp.zeros(E))
+    scores = 1 / (1 + np.exp(-x)) if kind == "sigmoid" else np.exp(x) / np.exp(x).sum(-1)[..., None]
+    for b, t in np.ndindex(B, T):
+        groups = np.sort(scores[b, t].reshape(4, 2), axis=1)[:, -best:].sum(axis=1)
+        kept = np.argsort(-groups)[:2]
+        allowed = [e for e in range(E) if e // 2 in kept]
+        want = sorted(allowed, key=lambda e: -scores[b, t, e])[:3]
+        assert list(experts[b, t]) == want
+
+
+@pytest.mark.parametrize("balance", ["sequence", "batch"])
+def test_the_balance_loss(balance):
+    """Averaged over tokens it is E / k sum_e (share of assignments) (mean score), per scope."""
+    x, of = logits(), model()
+    (experts, _), shares = router.route(of, jnp.asarray(x), jnp.zeros(E))
+    counts = np.asarray(router.loads(experts, jnp.ones((B, T), bool), E))
+    config = ExpertsConfig(balance=balance, balance_weight=0.5, z_weight=0.25)
+    losses = router.router_losses(config, jnp.asarray(x), shares, jnp.asarray(counts), K)
+    rows = [np.s_[b : b + 1] for b in range(B)] if balance == "sequence" else [np.s_[:]]
+    for row in rows:
+        tokens = counts[row].shape[0] * T
+        fraction = counts[row].sum(axis=(0, 1)) * E / (K * tokens)
+        want = 0.5 * (fraction * np.asarray(shares)[row].mean(axis=(0, 1))).sum()
+        z = 0.25 * np.mean(np.log(np.exp(x[row]).sum(-1)) ** 2)
+        np.testing.assert_allclose(np.mean(losses[row]), want + z, rtol=1e-5)
+
+
+def test_equal_loads_have_the_least_balance_loss():
+    """1, where all scores and loads are equal; more where both lean to some experts."""
+    config = ExpertsConfig(balance="sequence", balance_weight=1.0)
+    equal, ones = jnp.full((1, E, E), 1 / E), jnp.eye(E)[None]
+    flat = router.router_losses(config, equal, equal, ones, 1)
+    np.testing.assert_allclose(flat.mean(), 1, rtol=1e-6)
+    one = jnp.zeros((1, E, E)).at[..., 0].set(1)
+    np.testing.assert_allclose(router.router_losses(config, one, one, one, 1).mean(), E, rtol=1e-6)
+
+
+def test_losses_are_minimized_and_loads_handed_out():
+    """As if they were added to the loss: the same gradient as by automatic differentiation."""
+    rng = np.random.default_rng(0)
+    y, share = rng.normal(size=(B, T, 4)), rng.random((B, T)) * (rng.random((B, T)) > 0.3)
+    x, bias = logits(), jnp.zeros(E)
+    (experts, _), _ = router.route(model(), jnp.asarray(x), bias)
+
+    def losses(x):
+        return jnp.square(jax.nn.logsumexp(x, axis=-1))
+
+    def attached(x, bias):
+        out = router.attach(jnp.asarray(y), losses(x), jnp.asarray(share), bias, experts)
+        return jnp.sum(jnp.sin(out))
+
+    by_x, by_bias = jax.grad(attached, argnums=(0, 1))(jnp.asarray(x), bias)
+    want = jax.grad(lambda x: jnp.sum(losses(x) * share))(jnp.asarray(x))
+    np.testing.assert_allclose(by_x, want, rtol=1e-5, atol=1e-7)
+    counted = np.asarray(experts)[share > 0].reshape(-1)
+    np.testing.assert_array_equal(by_bias, np.bincount(counted, minlength=E))
+
+
+# ------------------------------------------------------------------------------------- in training
+
+
+def config_of(**keys):
+    return runs.make_config(
+        "mixtral", model=dict(num_layers=2, num_experts=4), mesh={}, **runs.PARITY_OPTIMIZER | keys
+    )
+
+
+def test_the_bias_moves_against_the_loads_and_the_optimizer_does_not_touch_it():
+    """One step: by the rate, towards the mean of the layer; gradients' norm is without loads."""
+    rate, found = 0.01, {}
+    for value in (rate, 0.0):
+        recipe = runs.make_recipe(config_of(experts__bias_rate=value))
+        state = recipe.init(0)
+        rows, length = recipe.batch_shape
+        batch = packed.batches(1, rows=rows, length=length, vocab=recipe.model.vocab_size)[0]
+        with jax.set_mesh(recipe.mesh):
+            grads = jax.jit(recipe.gradient.take)(
+                state.params, runs.put_batch(recipe, batch), (), recipe.loss.init_extra()
+            )[0]
+        grads = jax.device_get(grads)
+        loads = grads.tree["blocks"]["mlp"].pop("bias")
+        squares = [np.square(leaf, dtype="f8").sum() for leaf in jax.tree.leaves(grads.tree)]
+        np.testing.assert_allclose(grads.norms, np.sqrt(sum(squares)), rtol=1e-5)
+        found[value] = runs.train(recipe, [batch], state).params["blocks"]["mlp"]["bias"]
+    tokens = np.asarray(batch["weights"] > 0).sum()
+    np.testing.assert_array_equal(loads.sum(axis=1), 2 * tokens)
+    want = rate * np.sign(loads.mean(axis=1, keepdims=True) - loads)
+    np.testing.assert_allclose(found[rate], want, rtol=1e-6)
+    assert not np.asarray(found[0.0]).any()
