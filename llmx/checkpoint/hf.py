@@ -49,9 +49,9 @@ def _to_ours(row: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> list[n
     return list(array) if row.parts else [array]
 
 
-def _view(array: np.ndarray, row: Tensor, layer: int | None, model: ModelConfig) -> np.ndarray:
-    """One layer of a parameter, without the padding of the vocabulary."""
-    array = array if layer is None else array[layer]
+def _view(array: np.ndarray, row: Tensor, index: tuple[int, ...], model: ModelConfig) -> np.ndarray:
+    """One layer of a parameter, or one expert of it, without the padding of the vocabulary."""
+    array = array[index]
     return array[: model.vocab_size] if row.dims[0] == "V" else array
 
 
@@ -115,6 +115,8 @@ def export(
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
     flat, rows = trees.named(params), hf_formats.rows(model)
     expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
+    unwritten = hf_formats.unwritten(model)
+    expected |= unwritten
     missing, unknown = expected.keys() - flat.keys(), flat.keys() - expected.keys()
     if missing or unknown:
         raise ValueError(
@@ -128,7 +130,14 @@ def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, 
                 f"parameter {path} has shape {found} and the model makes it {shape}: export with "
                 "the config of its run"
             )
-    return {path: np.asarray(leaf) for path, leaf in flat.items()}
+    for path in unwritten:
+        if np.any(flat[path]):
+            raise ValueError(
+                f"parameter {path} is not zero, and a {model.family} checkpoint has no bias by "
+                "which experts are chosen: train with experts.bias_rate=0, and balance_weight "
+                "in its place"
+            )
+    return {path: np.asarray(leaf) for path, leaf in flat.items() if path not in unwritten}
 
 
 def _write_tensors(
@@ -150,8 +159,8 @@ def _write_tensors(
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {}
         for name in shard:
-            row, layer = names[name]
-            parts = [_view(arrays[path], row, layer, model) for path in row.paths]
+            row, index = names[name]
+            parts = [_view(arrays[path], row, index, model) for path in row.paths]
             tensors[name] = np.ascontiguousarray(_to_theirs(row, parts, sizes), dtype)
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
@@ -212,9 +221,11 @@ def load(
         shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
         arrays |= {path: make(shape, numpy_dtype) for path in row.paths}
     for name, tensor in _read_tensors(directory, files, shapes):
-        row, layer = names[name]
+        row, index = names[name]
         for path, part in zip(row.paths, _to_ours(row, tensor, sizes), strict=True):
-            _view(arrays[path], row, layer, model)[...] = part
+            _view(arrays[path], row, index, model)[...] = part
+    for path, shape in hf_formats.unwritten(model).items():
+        arrays[path] = np.zeros(shape, numpy_dtype)
     if model.tied_head and hf_formats.HEAD.theirs in files:
         embedding = arrays["embedding"][: model.vocab_size]
         head = {hf_formats.HEAD.theirs: embedding.shape}

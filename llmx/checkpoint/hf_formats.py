@@ -4,8 +4,8 @@
 Source: `configuration_*.py` and `modeling_*.py` of each model in transformers
 (https://github.com/huggingface/transformers).
 
-Letters: D width, F mlp_dim, N query heads, K key/value heads, H head size, V vocabulary, T learned
-positions, Z the parts of a fused tensor.
+Letters: D width, F mlp_dim, E experts, X width of an expert, N query heads, K key/value heads,
+H head size, V vocabulary, T learned positions, Z the parts of a fused tensor.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from llmx.data.json_files import shown
 from llmx.model import families
 from llmx.model.families import GLOBAL, LOCAL, ModelConfig
@@ -22,11 +24,12 @@ from llmx.model.families import GLOBAL, LOCAL, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, or one per layer, and its place in our parameters."""
+    """One tensor of a checkpoint, or one per layer, or one per layer and expert, and its place in
+    our parameters."""
 
     ours: str  # path; under blocks/ all layers are stacked; * stands for each of `parts`
-    dims: str  # dimensions there, without the layer
-    theirs: str  # name behind the prefix; * is the layer
+    dims: str  # dimensions there, without layer and expert
+    theirs: str  # name behind the prefix; * is the layer, # the expert
     groups: str  # its dimensions in its own order; "NH" is one dimension of size N x H
     parts: tuple[str, ...] = ()  # parameters that are fused in this tensor, along Z
 
@@ -38,21 +41,43 @@ class Tensor:
     def stacked(self) -> bool:
         return self.ours.startswith("blocks/")
 
+    @property
+    def of_each_expert(self) -> bool:
+        return "#" in self.theirs
+
 
 HEAD = Tensor("head", "VD", "lm_head.weight", "V,D")
 
-_ROTARY = (
+_DECODER = (
     Tensor("embedding", "VD", "embed_tokens.weight", "V,D"),
     Tensor("blocks/attention_norm/scale", "D", "layers.*.input_layernorm.weight", "D"),
     Tensor("blocks/attention/query/kernel", "DNH", "layers.*.self_attn.q_proj.weight", "NH,D"),
     Tensor("blocks/attention/key/kernel", "DKH", "layers.*.self_attn.k_proj.weight", "KH,D"),
     Tensor("blocks/attention/value/kernel", "DKH", "layers.*.self_attn.v_proj.weight", "KH,D"),
     Tensor("blocks/attention/out/kernel", "NHD", "layers.*.self_attn.o_proj.weight", "D,NH"),
+    Tensor("norm/scale", "D", "norm.weight", "D"),
+)
+_ROTARY = (
+    *_DECODER,
     Tensor("blocks/mlp/gate/kernel", "DF", "layers.*.mlp.gate_proj.weight", "F,D"),
     Tensor("blocks/mlp/up/kernel", "DF", "layers.*.mlp.up_proj.weight", "F,D"),
     Tensor("blocks/mlp/down/kernel", "FD", "layers.*.mlp.down_proj.weight", "D,F"),
-    Tensor("norm/scale", "D", "norm.weight", "D"),
 )
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
+    """The router and the experts of a layer, by the names of a family."""
+    each = f"layers.*.{block}.experts.#"
+    return (
+        Tensor("blocks/mlp/router", "DE", f"layers.*.{block}.gate.weight", "E,D"),
+        Tensor("blocks/mlp/gate", "DX", f"{each}.{gate}.weight", "X,D"),
+        Tensor("blocks/mlp/up", "DX", f"{each}.{up}.weight", "X,D"),
+        Tensor("blocks/mlp/down", "XD", f"{each}.{down}.weight", "D,X"),
+    )
+
+
+# The bias by which experts are chosen, which these families do not have: zeros.
+_LOADS = "blocks/mlp/bias"
 _POST_ATTENTION = "layers.*.post_attention_layernorm.weight"
 _PRE_NORMS = (Tensor("blocks/mlp_norm/scale", "D", _POST_ATTENTION, "D"),)
 _QK_NORMS = (
@@ -106,6 +131,7 @@ _KEYS = {
     "max_positions": "max_position_embeddings", "norm_eps": "rms_norm_eps",
     "tied_head": "tie_word_embeddings",
 }  # fmt: skip
+_EXPERT_KEYS = {"experts_per_token": "num_experts_per_tok"}
 _GEMMA_KEYS = _KEYS | {"window": "sliding_window", "logit_softcap": "final_logit_softcapping"}
 _NO_BIAS = {"attention_bias": (False,), "quantization_config": (None,)}
 _GEMMA_ONLY = _NO_BIAS | {
@@ -119,6 +145,12 @@ _GEMMA_ABSENT = {
     "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
+
+
+def _without_mlp(keys: Mapping[str, str]) -> dict[str, str]:
+    """Of a family without an MLP that every token goes through."""
+    return {field: key for field, key in keys.items() if field != "mlp_dim"}
+
 
 FORMATS = {
     "gpt2": Format(
@@ -144,6 +176,37 @@ FORMATS = {
         "qwen3", "Qwen3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QK_NORMS, HEAD),
         keys=_KEYS, absent=_ROTARY_ABSENT | {"head_dim": 128},
         only=_NO_BIAS | {"use_sliding_window": (False,), "hidden_act": ("silu",)},
+    ),
+    "mixtral": Format(
+        "mixtral", "MixtralForCausalLM", "model.",
+        (*_DECODER, *_experts("block_sparse_moe", "w1", "w3", "w2"), *_PRE_NORMS, HEAD),
+        keys=_without_mlp(_KEYS) | _EXPERT_KEYS | {
+            "num_experts": "num_local_experts", "expert_dim": "intermediate_size",
+        },
+        absent=_ROTARY_ABSENT | {
+            "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        only=_NO_BIAS | {"hidden_act": ("silu",), "sliding_window": (None,)},
+    ),
+    "qwen3_moe": Format(
+        "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
+        (
+            *_DECODER, *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_PRE_NORMS,
+            *_QK_NORMS, HEAD,
+        ),
+        keys=_KEYS | _EXPERT_KEYS | {
+            "num_experts": "num_experts", "expert_dim": "moe_intermediate_size",
+            "router_renormalize": "norm_topk_prob",
+        },
+        absent=_ROTARY_ABSENT | {
+            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
+            "moe_intermediate_size": 768,
+        },
+        only=_NO_BIAS | {
+            "use_sliding_window": (False,), "hidden_act": ("silu",), "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+        },
     ),
     "gemma2": Format(
         "gemma2", "Gemma2ForCausalLM", "model.", (*_ROTARY, *_GEMMA_NORMS, HEAD),
@@ -193,7 +256,10 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     values = {field: _get_field(form, config, field) for field in form.keys}
     values |= {field: values[field] or 0 for field in _OPTIONAL & values.keys()}
     _check(form.keys["num_heads"], values["num_heads"], int, above=0)
-    values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
+    if "mlp_dim" in form.keys:
+        values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
+    else:
+        values["mlp_dim"] = values["expert_dim"]
     values["head_dim"] = values.get("head_dim") or values["width"] // values["num_heads"]
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
     if "query_pre_attn_scalar" in form.absent:
@@ -266,9 +332,14 @@ def _family_of(config: Mapping[str, Any]) -> str:
     )
 
 
+# What transformers 5 writes in the place of a key.
+_ALSO = {"num_experts": "num_local_experts"}
+
+
 def _get(form: Format, config: Mapping[str, Any], key: str) -> Any:
-    if key in config:
-        return config[key]
+    for name in (key, _ALSO.get(key)):
+        if name in config:
+            return config[name]
     if key in form.absent:
         return form.absent[key]
     raise ValueError(f"config.json has no {key!r}: add it, a {form.model_type} model needs it")
@@ -395,7 +466,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     values = dict(vars(model)) | {"layer_pattern": model.layer_kinds}
     # Without the rounding error of a square root.
     values["query_scale"] = float(f"{model.score_scale:.9g}")
-    unused = {"vocab_multiple"}
+    unused = {"vocab_multiple"} | set(families.unused_of_experts(model))
     if LOCAL not in model.layer_kinds:
         unused |= {"window", "rope_theta_local"}
     elif model.rope_scaling == "none":
@@ -421,6 +492,7 @@ def dimension_sizes(model: ModelConfig) -> dict[str, int]:
     return {
         "D": model.width, "F": model.mlp_dim, "N": model.num_heads, "K": model.num_kv_heads,
         "H": model.head_dim, "V": model.vocab_size, "T": model.max_positions, "Z": len(_QKV),
+        "E": model.num_experts, "X": model.expert_dim,
     }  # fmt: skip
 
 
@@ -430,14 +502,24 @@ def rows(model: ModelConfig) -> list[Tensor]:
     return [row for row in FORMATS[model.family].tensors if not (tied and row is HEAD)]
 
 
-def tensor_names(model: ModelConfig, *, prefix: str) -> dict[str, tuple[Tensor, int | None]]:
-    """Every tensor of a model's checkpoint: its name, its row of the table, its layer."""
+def tensor_names(model: ModelConfig, *, prefix: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Every tensor of a model's checkpoint: its name, its row of the table, its index in our
+    parameter: the layer, and the expert."""
     names = {}
     for row in rows(model):
         name = row.theirs if row is HEAD else prefix + row.theirs
-        for layer in range(model.num_layers) if row.stacked else (None,):
-            names[name.replace("*", str(layer))] = row, layer
+        counts = [model.num_layers] * row.stacked + [model.num_experts] * row.of_each_expert
+        for index in np.ndindex(*counts):
+            numbers = dict(zip("*#", map(str, index), strict=False))
+            names[name.translate(str.maketrans(numbers))] = row, index
     return names
+
+
+def unwritten(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Parameters that a family's checkpoints do not have, and their shapes: they must be zero."""
+    if not model.num_experts:
+        return {}
+    return {_LOADS: (model.num_layers, model.num_experts)}
 
 
 def their_shape(row: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -448,4 +530,5 @@ def their_shape(row: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def our_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
     """The shape of the stacked parameter, with the vocabulary padded."""
     sizes = dimension_sizes(model) | {"V": model.padded_vocab}
-    return (model.num_layers,) * row.stacked + tuple(sizes[x] for x in row.dims)
+    stacked = (model.num_layers,) * row.stacked + (model.num_experts,) * row.of_each_expert
+    return stacked + tuple(sizes[x] for x in row.dims)

@@ -201,6 +201,13 @@ _OF_EXPERTS = (
 )  # fmt: skip
 
 
+def unused_of_experts(model: ModelConfig) -> tuple[str, ...]:
+    """Fields of the feed-forward part that have no effect on what a model computes."""
+    if not model.num_experts:
+        return _OF_EXPERTS
+    return ("mlp_dim",) + ("router_groups_kept",) * (model.router_groups == 1)
+
+
 def identity(model: ModelConfig) -> dict[str, Any]:
     """By field, what the function that a model computes depends on; None where a field has no
     effect beside the others.
@@ -229,12 +236,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "layer_pattern": model.layer_kinds,
         "window": model.window if LOCAL in kinds else None,
     }
-    if not model.num_experts:
-        depends |= dict.fromkeys(_OF_EXPERTS)
-    else:
-        depends["mlp_dim"] = None
-        if model.router_groups == 1:
-            depends["router_groups_kept"] = None
+    depends |= dict.fromkeys(unused_of_experts(model))
     return vars(model) | depends
 
 

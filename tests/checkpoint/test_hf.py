@@ -48,6 +48,17 @@ CASES = {
     "llama3": ("LlamaConfig", _TINY | {"rope_parameters": _LLAMA3_ROPE, "rms_norm_eps": 1e-3}),
     "llama3_tied": ("LlamaConfig", _TINY | {"tie_word_embeddings": True, "head_dim": 32}),
     "qwen3": ("Qwen3Config", _TINY | {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", _TINY | {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
+    }),
+    "qwen3_moe": ("Qwen3MoeConfig", _TINY | {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+    }),
+    "qwen3_moe_renormalized": ("Qwen3MoeConfig", _TINY | {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }),
     "gemma2": ("Gemma2Config", _TINY | {
         "sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 3.0,
@@ -238,7 +249,10 @@ def test_an_untied_gpt2_and_a_bare_body_load(saved, run, tmp_path):
 def random_params(config: families.ModelConfig) -> dict:
     shapes, _ = apply.abstract_parameters(config)
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    if config.num_experts:  # by which experts are chosen: the files have none
+        params["blocks"]["mlp"]["bias"][...] = 0
+    return params
 
 
 SMALL = {name: families.preset(name, vocab_size=99, num_layers=3) for name in hf_formats.FORMATS}
@@ -332,7 +346,7 @@ def change_config(directory, **changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, r"model_type='mamba'.*gpt2, llama, qwen3, gemma2, gemma3_text"),
+        ({"model_type": "mamba"}, r"model_type='mamba'.*gpt2, llama, qwen3, .*gemma2, gemma3_text"),
         ({"model_type": "gemma3", "text_config": {}}, "save only the text model"),
         ({"hidden_size": "DELETE"}, "no 'hidden_size': add it"),
         ({"attention_bias": True}, "attention_bias=True.*supports only False"),
@@ -403,6 +417,14 @@ def test_what_a_format_cannot_represent_is_refused(family, changes, words):
     config = dataclasses.replace(base, family=family, **changes)
     with pytest.raises(ValueError, match=words):
         hf_formats.model_config_to_hf(config)
+
+
+def test_a_bias_by_which_experts_are_chosen_is_not_lost_silently(tmp_path):
+    config = SMALL["mixtral"]
+    params = random_params(config)
+    params["blocks"]["mlp"]["bias"][0, 0] = 0.1
+    with pytest.raises(ValueError, match=r"mlp/bias is not zero.*mixtral.*bias_rate=0"):
+        hf.export(params, config, tmp_path)
 
 
 def test_export_refuses(tmp_path):

@@ -17,7 +17,7 @@ from llmx.model import decoder as decoder_lib
 from llmx.model.attention import masks
 from llmx.model.execution import Execution
 
-FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3")
+FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 VOCAB = 257
 
 # fp32, the same operations in another order of compilation.
