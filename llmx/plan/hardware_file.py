@@ -103,10 +103,11 @@ def of(values: Any) -> Hardware:
         share = USABLE
     usable = values.get("usable_bytes", int(share * chip.device_hbm_bytes))
     _check("usable_bytes", usable, int)
-    if usable > chip.device_hbm_bytes:
+    # A v5p has more for programs than the 95 GiB that are published of it.
+    if usable > (most := math.ceil(max(1.0, share) * chip.device_hbm_bytes)):
         raise ValueError(
-            f"usable_bytes={usable} is more than a device's memory, {chip.device_hbm_bytes}: "
-            "leave it out, or correct hbm_bytes"
+            f"usable_bytes={usable} is more than a device's memory, {most}: leave it out, or "
+            "correct hbm_bytes"
         )
     measured = values.get("measured", {})
     _check("measured", measured, dict)
