@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -20,10 +21,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from llmx.aot import links, topologies
-from llmx.plan import calibrations, gemm, hardware_file
+from llmx.aot.topologies import Topology
+from llmx.plan import calibrations, gemm, hardware_file, machines, routes
 from llmx.plan.gemm import Attended, Calibration, Core, Measured, Streamed
 from llmx.plan.hardware_file import Hardware
+from llmx.plan.traffic import Message
 from llmx.runtime import hardware
 
 MIB = 2**20
@@ -167,8 +172,8 @@ def hardware_of(found: Mapping[Key, float], name: str, about: Mapping[str, Any])
     usable = usable or int(hardware_file.USABLE * chip.device_hbm_bytes)
     shared = links.Rates(chip.link_bandwidth, None, _CPU_START, 0.0, 0.0)
     rates = links.rates_of(chip) if base else shared
-    rates = _rates(found, rates, int(about["num_devices"]))
-    return Hardware(name, family, Core(chip, calibration), rates, int(usable), about)
+    own = Hardware(name, family, Core(chip, calibration), rates, int(usable), about)
+    return dataclasses.replace(own, rates=_rates(found, own))
 
 
 def _family(device_kind: str) -> str | None:
@@ -240,15 +245,31 @@ def _share_of_attention(rows: Sequence[Attended], chip: hardware.Chip) -> float:
     return min(1.0, max(map(share, rows)))
 
 
-def _rates(found: Mapping[Key, float], rates: links.Rates, num_devices: int) -> links.Rates:
-    """With sums over all devices: what their links reach."""
+def _rates(found: Mapping[Key, float], own: Hardware) -> links.Rates:
+    """With sums over all devices: what their links reach, so that the planner's route over the
+    machine takes the measured times. As they are where a sum leaves its host or slice: the network
+    takes an unknown part of it."""
     sent = sorted((key[1], seconds) for key, seconds in found.items() if key[0] == "all_reduce")
-    if len(sent) < 2:
+    shape, rates = str(own.measured["shape"]), own.rates
+    if len(sent) < 2 or not shape:
+        return rates
+    topology = machines.topology_of(f"{own.name}:{shape}", own, "measured")
+    if topology.num_slices > 1 or (own.platform == "gpu" and topology.shape[0] > 1):
         return rates
     (least, start), (most, longest) = sent[0], sent[-1]
-    passed = links.PASSES["all-reduce"] * (num_devices - 1) / num_devices
-    link = passed * (most - least) / max(longest - start, 1e-9)
-    return dataclasses.replace(rates, link=link, start=start)
+    first, last = (_predicted(size, topology, own) for size in (least, most))
+    link = rates.link * (last - first) / max(longest - start, 1e-9)
+    free = dataclasses.replace(rates, link=link, start=0.0)
+    own = dataclasses.replace(own, rates=free)
+    return dataclasses.replace(free, start=max(0.0, start - _predicted(least, topology, own)))
+
+
+def _predicted(num_bytes: int, topology: Topology, own: Hardware) -> float:
+    """Seconds of a sum over all devices by the planner."""
+    machine = machines.Machine(topology, own.core, own.rates)
+    of_all = routes.Routes(machine, {"data": topology.num_devices})
+    message = Message("sums", "all-reduce", ("data",), num_bytes, 1, topology.num_devices)
+    return of_all.seconds(message)
 
 
 def this_machine() -> dict[str, Any]:
@@ -257,9 +278,27 @@ def this_machine() -> dict[str, Any]:
 
     kind = jax.devices()[0].device_kind
     return {
-        "device_kind": kind, "num_devices": jax.device_count(), "jax": jax.__version__,
+        "device_kind": kind, "num_devices": jax.device_count(), "shape": shape_of(jax.devices()),
+        "jax": jax.__version__,
         "cores": len(os.sched_getaffinity(0)), "processor": _processor() if kind == "cpu" else "",
     }  # fmt: skip
+
+
+def shape_of(devices: Sequence) -> str:
+    """How jax devices are joined, as `--machine` has it behind the name; "" = in no known shape."""
+    if devices[0].platform == "cpu":
+        return str(len(devices))
+    hosts = {device.process_index for device in devices}
+    if devices[0].platform == "gpu":
+        return f"{len(hosts)}x{len(devices) // len(hosts)}"
+    places = np.array([device.coords for device in devices])
+    sides = (places.max(axis=0) - places.min(axis=0) + 1).tolist()
+    chip = hardware.chip_of(devices[0].device_kind)
+    if chip is None:
+        return ""
+    if math.prod(sides) * chip.devices_per_chip != len(devices):  # several slices, or part of one
+        return ""
+    return "x".join(map(str, sides[: 2 if chip.topology == "torus_2d" else 3]))
 
 
 def _processor() -> str:

@@ -1,15 +1,20 @@
 """`llmx.plan calibrate`: what it measures, that it goes on where it was, and what it writes."""
 
+import dataclasses
+import itertools
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from llmx.plan import __main__ as command
-from llmx.plan import calibrate, gemm, hardware_file, machines, stopwatch
+from llmx.plan import calibrate, gemm, hardware_file, machines, routes, stopwatch
+from llmx.plan.traffic import Message
 
-ABOUT = {"device_kind": "cpu", "num_devices": 2, "jax": "0", "cores": 2, "processor": "A CPU"}
+ABOUT = {"device_kind": "cpu", "num_devices": 2, "shape": "2", "jax": "0", "cores": 2,
+         "processor": "A CPU"}  # fmt: skip
 PEAK, BANDWIDTH = 1e11, 2e10
 
 
@@ -75,7 +80,7 @@ def test_what_was_measured_is_what_the_planner_computes_with(tmp_path):
 
 
 def test_a_known_chip_keeps_its_row():
-    about = ABOUT | {"device_kind": "NVIDIA H100 80GB HBM3", "num_devices": 8}
+    about = ABOUT | {"device_kind": "NVIDIA H100 80GB HBM3", "num_devices": 8, "shape": "1x8"}
     keys = calibrate.keys_of("accelerator", 8, True)
     seconds = lambda key: fake(key) * PEAK / 600e12  # noqa: E731
     own = calibrate.hardware_of({key: seconds(key) for key in keys}, "h100", about)
@@ -83,6 +88,59 @@ def test_a_known_chip_keeps_its_row():
     assert own.core.calibration.products == pytest.approx(600 / 989.5, rel=0.01)
     assert own.core.calibration.units == 132
     assert hardware_file.of(hardware_file.to_json(own)) == own
+
+
+def _reduced(machine, size):
+    """Seconds of a sum over all devices by the planner."""
+    n = machine.topology.num_devices
+    message = Message("sums", "all-reduce", ("data",), size, 1, n)
+    return routes.Routes(machine, {"data": n}).seconds(message)
+
+
+@pytest.mark.parametrize(
+    "name", ["v5p:2x2x2", "v5p:4x4x4", "v5e:2x4", "tpu7x:2x2x1", "h100:8", "h100:2x8"]
+)
+def test_the_planners_own_times_give_its_own_rates(name):
+    machine = machines.parse(name)
+    topology = machine.topology
+    about = ABOUT | {
+        "device_kind": topology.device_kind, "num_devices": topology.num_devices,
+        "shape": "x".join(map(str, topology.shape)),
+    }  # fmt: skip
+    seconds = {key: fake(key) for key in calibrate.keys_of("accelerator", 1, True)}
+    sizes = [key[1] for key in calibrate.keys_of("accelerator", 2, True) if key[0] == "all_reduce"]
+    sums = {("all_reduce", size): _reduced(machine, size) for size in sizes}
+    own = calibrate.hardware_of(seconds | sums, topology.family, about)
+    assert own.rates.link == pytest.approx(machine.rates.link)
+    assert own.rates.start == pytest.approx(machine.rates.start, abs=1e-12)
+    # Of links twice as slow, with a start, where no network is in between.
+    slow = {key: 2 * time + 1e-5 for key, time in sums.items()}
+    rates = calibrate.hardware_of(seconds | slow, topology.family, about).rates
+    if name == "h100:2x8":
+        assert rates == machine.rates
+        return
+    assert rates.link == pytest.approx(machine.rates.link / 2)
+    again = dataclasses.replace(machine, rates=rates)
+    for key, time in slow.items():
+        assert _reduced(again, key[1]) == pytest.approx(time)
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "v5e:2x4", "tpu7x:2x2x1", "h100:2x8"])
+def test_the_shape_of_devices(name):
+    topology = machines.parse(name).topology
+    shape = (*topology.shape, 1, 1)[:3] if topology.platform == "tpu" else topology.shape
+    places = list(itertools.product(*map(range, shape), range(topology.chip.devices_per_chip)))
+    devices = [
+        types.SimpleNamespace(
+            platform=topology.platform, device_kind=topology.device_kind, coords=place[:3],
+            process_index=place[0],
+        )
+        for place in places
+    ]  # fmt: skip
+    assert calibrate.shape_of(devices) == name.partition(":")[2]
+    if topology.platform == "tpu":
+        assert calibrate.shape_of(devices[:1] + devices[-1:]) == ""
+    assert calibrate.shape_of(jax.devices()) == str(jax.device_count())
 
 
 def test_blocks_of_attention_are_counted():
