@@ -17,6 +17,7 @@ from llmx.pipeline.ticks import Program
 from llmx.step import moments, optimizers
 
 GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
+AVERAGE_BYTES = 4  # of an average of parameters, fp32 whatever these are
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
 # differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
 OF_MLP, OF_STREAM = 4, 4
@@ -70,7 +71,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
     in_moments = of_blocks * per_stage * size * block + of_others * outside
     in_moments *= moments.number_bytes(run.optimizer.moments, param)
-    average = param.itemsize * held if run.optimizer.ema_decay else 0.0
+    average = AVERAGE_BYTES * held if run.optimizer.ema_decay else 0.0
     parameters = param.itemsize * held / _ways(run, "parameters")
     gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
     deferred = size if deferred_layers is None else min(deferred_layers, size)
@@ -99,8 +100,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     return StageMemory(
         parameters=math.ceil(parameters),
         optimizer=math.ceil(
-            (0 if run.offload.optimizer else in_moments) / _ways(run, "optimizer")
-            + average / _ways(run, "parameters")
+            ((0 if run.offload.optimizer else in_moments) + average) / _ways(run, "optimizer")
         ),
         gradients=math.ceil(gradients * steps + in_flight),
         versions=math.ceil(versions),
