@@ -52,7 +52,10 @@ def _of_search(report: Report) -> Iterator[str]:
     if search is None or not search["configurations"]:
         return
     if search["best"] is None:
-        yield f"None of {search['candidates']:,} configurations fits."
+        yield (
+            f"None of {search['candidates']:,} configurations fits; of those that were counted the "
+            f"least takes {size(search['least'])}."
+        )
         return
     best = search["configurations"][search["best"]]
     flags, time = " ".join(best["flags"]), report.get("time")

@@ -316,7 +316,7 @@ def _search(report: Report) -> str:
     now = time and (memory["peak"], time["step"])
     picture = pictures.search(search, memory["limit"], memory.get("admitted", 0.95), now)
     header = ("#", "flags", "step", "to the first", "memory", "fits")
-    told = [line for line in (said, best and best.get("why"), search.get("runner_up")) if line]
+    told = [line for line in (said, search.get("runner_up")) if line]
     beside = "".join(_line(_code_flags(line)) for line in told)
     return _section(
         "Search",
@@ -348,7 +348,8 @@ def _sent(report: Report) -> str:
 
 def _duration(report: Report) -> str:
     if (run := report.get("duration")) is None:
-        return ""
+        why = report.get("no_duration")
+        return _section("The whole run", _line(why), name="duration") if why else ""
     days = lambda of: f"{of['seconds'] / 86400:,.2f} days, goodput {of['goodput']:.1%}"  # noqa: E731
     rows = [
         ("tokens", f"{page_text.count(run['tokens'])} in {run['steps']:,} steps"),

@@ -60,12 +60,17 @@ def chosen(config: Config, machine: Machine, *, out: TextIO | None = None) -> tu
 
 
 def nothing_fits(found: Found, machine: Machine) -> str:
-    least = min((one.memory for one in found.too_large), default=0)
-    limit = ADMITTED * machine.topology.hbm_bytes
+    name, num = machine.topology.name, machine.topology.num_devices
+    if found.least is None:
+        return (
+            f"none of {found.candidates:,} configurations goes with {name}, {num:,} devices: use a "
+            "batch.size that they divide, other sizes of the model, or fewer devices"
+        )
     return (
-        f"none of {found.candidates:,} configurations fits into {size(limit)} of a device of "
-        f"{machine.topology.name}: of those that were counted the least takes {size(least)}; use "
-        "more devices, a smaller batch.sequence_length, or offload"
+        f"none of {found.candidates:,} configurations fits into "
+        f"{size(ADMITTED * machine.topology.hbm_bytes)} of a device of {name}: of those that were "
+        f"counted the least takes {size(found.least.memory)}; use more devices, a smaller "
+        "batch.sequence_length, or offload"
     )
 
 
@@ -88,16 +93,20 @@ def bar(out: TextIO) -> Callable[[float, str], None]:
 
 def show(
     config: Config, machine: Machine, *, verify: int = 0, out: TextIO = sys.stderr
-) -> tuple[dict[str, Any], list[str], Config | None]:
-    """The section of the report, its lines, and the best run, resolved; None where none fits.
+) -> tuple[dict[str, Any], list[str], Config]:
+    """The section of the report, its lines, and the best run, resolved; where none fits, the one
+    that holds least.
 
-    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled.
+    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled. Raises
+    ValueError where checks refuse every configuration, and what `make` does.
     """
     begun = time.perf_counter()
     search = make(config, machine)
     found = search.find(most=MOST_COUNTED, progress=bar(out))
     if out.isatty():
         print(file=out)
+    if (chosen := found.best or found.least) is None:
+        raise ValueError(nothing_fits(found, machine))
     what_if = _what_if(search, found) if found.best else []
     seconds = time.perf_counter() - begun
     section = {
@@ -106,13 +115,14 @@ def show(
         "configurations": [_json(one, config) for one in (*found.options, *found.too_large)],
         "runner_up": _runner_up(found.options, config), "what_if": what_if,
     }  # fmt: skip
+    if found.best is None:
+        section |= {"nothing_fits": nothing_fits(found, machine), "least": chosen.memory}
     lines = _lines(section, found, config, machine)
     if verify:
         compiled, more = _verified(search, found, config, machine, verify, out)
         section["verified"] = compiled
         lines += ["", *more]
-    best = None if found.best is None else search.run_of(found.best.candidate)
-    return section, lines, best
+    return section, lines, search.run_of(chosen.candidate)
 
 
 def _json(option: Option, config: Config) -> dict[str, Any]:

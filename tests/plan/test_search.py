@@ -17,6 +17,13 @@ from llmx.plan.partition import Layer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
+TORUS = {
+    "name": "t9", "flops": {"bfloat16": 1e15}, "hbm_bytes": 64 * 2**30, "hbm_bandwidth": 4e12,
+    "link_bandwidth": 1e11, "num_links": 6, "topology": "torus_3d", "max_domain": 4096,
+    "network_bandwidth": None,
+}  # fmt: skip
+CPU = TORUS | {"name": "cpu", "topology": "memory", "max_domain": 64}
+
 
 def _config(**keys):
     run = config.default()
@@ -168,11 +175,66 @@ def test_bad_input(args, words, capsys):
     assert code == 2 and words in printed.err and not printed.out
 
 
-def test_nothing_fits_is_an_error(capsys):
-    path = f"--config={ROOT}/configs/llama3_405b.py"
-    code = command.main((path, "--machine=h100:8", "--search", "--config.batch.size=8"))
+@pytest.mark.parametrize("how", ["--search", "--config.mesh=auto"])
+@pytest.mark.parametrize(("config", "batch"), [("llama3_405b", 8), ("llama3_8b", 8)])
+def test_where_nothing_fits_the_report_says_so(how, config, batch, capsys, tmp_path):
+    path, html = f"--config={ROOT}/configs/{config}.py", tmp_path / "plan.html"
+    # Of 405B no state fits; of 8B on one device no configuration goes beyond the bounds.
+    machine = "--machine=h100:8" if config == "llama3_405b" else "--machine=v5e:1x1"
+    args = (path, machine, how, f"--config.batch.size={batch}", "--json", f"--html={html}")
+    code = command.main(args)
     printed = capsys.readouterr()
-    assert code == 2 and "configurations fits into" in printed.err
+    report = json.loads(printed.out)
+    found = report["search"]
+    assert code == 1 and found["best"] is None and not report["memory"]["fits"]
+    assert "configurations fits into" in found["nothing_fits"]
+    least = min(one["memory"] for one in found["configurations"])
+    assert found["least"] == least > 0.95 * report["memory"]["limit"]
+    assert f"None of {found['candidates']:,} configurations fits" in html.read_text()
+
+
+def test_the_least_that_does_not_fit_is_that_of_a_full_enumeration():
+    machine = machines.parse("h100:2x2")
+    space = _space(_config(), machine)
+    whole = search.Search(space, machine)
+    sizes = filter(None, map(whole.bytes_of, space.all()))
+    quick = search.Search(space, machine, bounds=search_bounds.Bounds(space, machine))
+    found = quick.find(limit=2**20)
+    assert found.best is None and found.least.memory == min(sizes)
+
+
+def test_where_nothing_is_valid_it_is_an_error(capsys):
+    code, printed = _run(capsys, "--search", "--config.batch.size=3", machine="h100:1x7")
+    assert code == 2 and "goes with h100:1x7, 7 devices" in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--tokens=0",), "tokens=0"),
+        (("--price=-1",), "price=-1"),
+        (("--step-seconds=-1",), "step_seconds=-1"),
+        (("--step-seconds=1e-9",), "no step is shorter than"),
+        (("--save-seconds=0",), "save_seconds=0"),
+        (("--device-mtbf=nan",), "device_mtbf=nan"),
+        (("--config.remat=budget",), "remat='budget' is chosen by compiling"),
+    ],
+)
+def test_wrong_flags_are_refused_before_a_search(args, words, capsys, monkeypatch):
+    monkeypatch.setattr(search_report, "show", lambda *_, **__: pytest.fail("it searched"))
+    code, printed = _run(capsys, "--search", *args)
+    assert code == 2 and words in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(("base", "name"), [(TORUS, "t9:2x2x1"), (CPU, "cpu:4")])
+def test_what_has_no_compiler_is_not_verified(base, name, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(search_report, "show", lambda *_, **__: pytest.fail("it searched"))
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(base))
+    args = ("--search", "--verify=2", f"--hardware={path}")
+    code, printed = _run(capsys, *args, machine=name)
+    assert code == 2 and not printed.out
+    assert f"--verify=2 on {name}: no compiler is known for" in printed.err
 
 
 def test_only_train_and_plan_choose_a_mesh(tmp_path):
