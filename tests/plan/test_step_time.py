@@ -1,6 +1,7 @@
 """The time of a step: its operators are the model's products, its messages the links' bytes."""
 
 import dataclasses
+import pathlib
 import types
 
 import numpy as np
@@ -11,10 +12,12 @@ from llmx.aot import links
 from llmx.config import checks
 from llmx.model import costs, families, remat_costs
 from llmx.pipeline import schedules, simulate
+from llmx.plan import __main__ as command
 from llmx.plan import auto, calibrations, gemm, machines, operators, routes, sizes, step_time
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
 from llmx.plan.traffic import Message
 
+ROOT = pathlib.Path(__file__).parents[2]
 H100, V5P = machines.parse("h100:2x8"), machines.parse("v5p:2x2x4")
 
 
@@ -148,6 +151,23 @@ def test_slices_are_joined_by_their_network():
     assert send == pytest.approx(1e9 / machine.rates.network, rel=0.01)
     seconds = on.seconds(Message("gradients", "all-reduce", ("data",), 1e9, 1.0, 2))
     assert seconds == pytest.approx(1e9 / machine.rates.network, rel=0.01)
+
+
+def test_a_network_of_unknown_bandwidth_is_refused(capsys):
+    argv = [f"--config={ROOT}/configs/gpt2_124m.py", "--config.batch.size=64"]
+    sliced = ["--machine=2@v4:2x2x2", "--config.mesh.data=2", "--config.mesh.fsdp=8",
+              "--config.sharding.layout=hsdp", "--config.mesh.across_slices=('data',)"]  # fmt: skip
+    assert command.main([*argv, *sliced]) == 2
+    printed = capsys.readouterr()
+    assert "rates.network=None; give it in a hardware file" in printed.err and not printed.out
+    assert command.main([*argv, *sliced, "--search"]) == 2
+    unknown = dataclasses.replace(H100, rates=dataclasses.replace(H100.rates, network=None))
+    links = routes.Routes(unknown, {"data": 2, "fsdp": 8})
+    with pytest.raises(ValueError, match="between hosts of NVIDIA H100"):
+        links.seconds(Message("gradients", "all-reduce", ("data",), 1e6, 1, 2))
+    with pytest.raises(ValueError, match="between hosts of NVIDIA H100"):
+        links.seconds(Message("", "collective-permute", ("data",), 1e6, 1, 2))
+    assert links.seconds(Message("weights", "all-gather", ("fsdp",), 1e6, 1, 8)) > 0
 
 
 def test_faster_links_are_never_slower():
