@@ -32,6 +32,7 @@ from llmx.plan.traffic import Message
 from llmx.runtime import hardware
 
 MIB = 2**20
+LEAST_SHARE = 0.01  # of a measured time that is left without the start of an operator
 _CPU_START = 50e-6  # seconds of a collective between CPU devices, where none was measured
 # What is measured: its kind, and the arguments of the function in `stopwatch` that has its name.
 Key = tuple[str | int, ...]
@@ -201,14 +202,16 @@ def _calibration(
     found: Mapping[Key, float], chip: hardware.Chip, start: Calibration
 ) -> Calibration:
     joined = chip.topology == hardware_file.SHARED
-    table, streamed = [], []
+    table, streamed, start_of = [], [], found["start",]
     for key, seconds in found.items():
         if key[0] == "product":
             _, m, n, k, dtype, _ = key
-            share = 2.0 * m * n * k / seconds / chip.peak(dtype)[0]
-            table.append(Measured(m, n, k, dtype, round(share, 4)))
+            share = 2.0 * m * n * k / _without(start_of, seconds) / chip.peak(dtype)[0]
+            table.append(Measured(m, n, k, dtype, min(1.0, round(share, 4))))
         elif key[0] == "move":
-            streamed.append(Streamed(key[1], round(2.0 * key[1] / seconds)))
+            streamed.append(
+                Streamed(key[1], max(1, round(2.0 * key[1] / _without(start_of, seconds))))
+            )
     reached = max(row.share for row in table)
     largest = max(streamed)
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
@@ -216,22 +219,27 @@ def _calibration(
     attended = _attended(found, joined)
     return dataclasses.replace(
         start, products=min(1.0, reached), memory=min(1.0, largest.bandwidth / bandwidth),
-        attention=_share_of_attention(attended, chip), start=found["start",],
+        attention=_share_of_attention(attended, chip), start=start_of,
         units=0 if joined else start.units,
         table=tuple(table), streamed=tuple(sorted(streamed)), attended=tuple(attended),
         fresh=touched[0][0] / touched[0][1] if touched else 0.0,
     )  # fmt: skip
 
 
+def _without(start: float, seconds: float) -> float:
+    """A measured time without the start of an operator, which the planner adds to its rows."""
+    return max(seconds - start, LEAST_SHARE * seconds)
+
+
 def _attended(found: Mapping[Key, float], in_blocks: bool) -> list[Attended]:
     """Seconds of a score, of forward and backward pass."""
     rows = []
-    for key, forward in found.items():
+    for key, once in found.items():
         if key[0] == "attention" and key[-1] == 1:
             _, batch, length, heads, _, head_dim, dtype, _ = key
-            both = found[*key[:-1], 2]
+            start, both = found["start",], found[*key[:-1], 2]
             scores = batch * heads * gemm.scores_of(length, in_blocks=in_blocks)
-            backward = max(both - forward, forward)
+            backward, forward = _without(start, max(both - once, once)), _without(start, once)
             rows.append(
                 Attended(length, batch * heads, head_dim, dtype, forward / scores,
                          backward / scores)

@@ -25,7 +25,8 @@ def fake(key):
         return 1e-6 + 2.0 * m * n * k / PEAK
     if key[0] == "attention":
         _, batch, length, heads, _, _, _, passes = key
-        return passes * batch * heads * gemm.scores_of(length, in_blocks=True) * 1e-9
+        scores = batch * heads * gemm.scores_of(length, in_blocks=True)
+        return passes * (1e-6 + scores * 1e-9)
     return 1e-6 + 2.0 * key[1] / BANDWIDTH if key[1:] else 1e-6
 
 
@@ -68,14 +69,20 @@ def test_what_was_measured_is_what_the_planner_computes_with(tmp_path):
     for key in keys:
         if key[0] == "product":
             _, m, n, k, dtype, _ = key
-            seconds = gemm.seconds(m, n, k, dtype, core) - core.calibration.start
-            assert seconds == pytest.approx(fake(key), rel=2e-3)
+            assert gemm.seconds(m, n, k, dtype, core) == pytest.approx(fake(key), rel=2e-3)
     between = gemm.seconds(300, 700, 500, "float32", core)
     assert between == pytest.approx(2.0 * 300 * 700 * 500 / PEAK, rel=0.1)
     assert core.bandwidth == pytest.approx(BANDWIDTH, rel=0.01)
     scores = 6 * 4 * gemm.scores_of(512, in_blocks=True)
     for seconds in gemm.attended_seconds(scores, 512, 24, 64, "float32", core):
-        assert seconds == pytest.approx(scores * 1e-9, rel=1e-2)
+        assert seconds == pytest.approx(1e-6 + scores * 1e-9, rel=1e-2)
+    for key in keys:
+        if key[0] == "attention" and key[-1] == 1:
+            _, batch, length, heads, _, head_dim, dtype, _ = key
+            scores = batch * heads * gemm.scores_of(length, in_blocks=True)
+            times = gemm.attended_seconds(scores, length, batch * heads, head_dim, dtype, core)
+            for seconds in times:
+                assert seconds == pytest.approx(fake(key), rel=1e-3)
     assert own.rates.link == pytest.approx(BANDWIDTH / 2, rel=0.01)
 
 
