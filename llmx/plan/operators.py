@@ -28,10 +28,14 @@ from llmx.model.families import LOCAL
 from llmx.plan import gemm, memory
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
-from llmx.step import optimizers
+from llmx.step import moments, optimizers
 
 FP32 = 4
 FORWARD, BACKWARD, LOSS, ENDS = "forward", "backward", "loss", "ends"
+
+# Arrays in fp32 that AdamW's update reads and writes once: parameters and both moments, twice each,
+# and gradients. Of other optimizers and types the bytes count.
+OF_ADAMW = 7.0
 
 # Rows of the report.
 PRODUCTS, ATTENTION, MOVES = "products of layers", "attention", "elementwise"
@@ -70,7 +74,7 @@ class Moved:
     rounded: float  # bytes for each number that fp8 or int8 products round
     launches: tuple[float, float]  # operators
     logits: float  # bytes per logit and microbatch
-    update: float  # arrays in fp32 of a device's share of the state: read and written
+    update: float  # of AdamW, arrays in fp32 of a device's share: `OF_ADAMW` are read and written
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
@@ -346,9 +350,21 @@ def _ends(device: _Device) -> Iterator[Operator]:
         num_bytes, array = several * moved.sums * FP32 * gradients, FP32 * gradients / len(leaves)
         yield device.move("sums of gradients", ENDS, num_bytes, array=array)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
-    num_bytes, array = moved.update * FP32 * updated, FP32 * updated / len(leaves)
+    num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
+    array = FP32 * updated / len(leaves)
     yield device.move("update", ENDS, num_bytes, array=array, part=UPDATE)
     yield from _of_cpus(device)
+
+
+def _updated_bytes(sizes: Sizes, updated: float) -> float:
+    """That an update of so many numbers has to read and write once: parameters, moments and an
+    average, both ways, and gradients."""
+    run = sizes.run
+    of_layers, of_others = optimizers.MOMENTS[run.optimizer.name]
+    layers = sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
+    kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
+    number = 2 * sizes.param_bytes + FP32 + (2 * FP32 if run.optimizer.ema_decay else 0)
+    return number * updated + 2 * kept * (of_layers * layers + of_others * (updated - layers))
 
 
 def _of_cpus(device: _Device) -> Iterator[Operator]:
@@ -357,7 +373,8 @@ def _of_cpus(device: _Device) -> Iterator[Operator]:
     run = sizes.run
     if moved.copies and run.optimizer.name in optimizers.BY_LAYER:
         of_layers, _ = optimizers.MOMENTS[run.optimizer.name]
-        stacked = of_layers * FP32 * sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
+        kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
+        stacked = of_layers * kept * sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
         turns, num_bytes = run.model.num_layers / sizes.mesh["stage"], 2 * moved.copies * stacked
         time = num_bytes / core.bandwidth_of(stacked)
         yield Operator("copies of moments", UPDATE, ENDS, time, turns, bytes=num_bytes)

@@ -190,8 +190,13 @@ def uncounted(run: Config) -> list[str]:
     offload, found = run.offload, []
     if run.optimizer.name == "muon" and max(_mesh(run).values()) > 1:
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
+    if run.optimizer.name == "muon":
+        found.append("the time of the products that Muon orthogonalises with")
     if offload.saves:
         found.append("what layers save in the host's memory")
+    for name, what in (("optimizer", "moments"), ("parameters", "weights")):
+        if vars(offload)[name]:
+            found.append(f"the time in which {what} go to the host's memory and come from it")
     return found
 
 

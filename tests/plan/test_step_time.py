@@ -110,6 +110,32 @@ def test_a_pipeline_takes_the_ticks_of_its_schedule():
         assert parts[step_time.BUBBLE] > 0
 
 
+@pytest.mark.parametrize("machine", [H100, V5P], ids=["gpu", "tpu"])
+def test_an_update_takes_the_bytes_of_its_optimizer(machine):
+    def update(**keys):
+        run = _resolved(**keys)
+        listed = operators.of(sizes.of(run), machine.core, step_time._MOVED[run.launch.platform])
+        (one,) = (one for one in listed if one.name == "update")
+        return one.bytes, run
+
+    keys = dict(launch__platform="gpu" if machine.on_gpu else "tpu")
+    moved = step_time._MOVED[keys["launch__platform"]]
+    adamw, run = update(**keys)
+    numbers = costs.num_parameters(run.model) / 16  # norms aside
+    # Fitted to the programs of AdamW in fp32.
+    assert adamw == pytest.approx(moved.update * 4 * numbers, rel=1e-3)
+    # Of each number: parameters twice, gradients once, moments and averages twice.
+    for bytes_of, more in (
+        (4 * 3 + 4 * 2, dict(optimizer__name="lion")),
+        (4 * 3, dict(optimizer__name="adafactor")),
+        (4 * 3 + 4 * 2 * 2, dict(optimizer__name="lamb")),
+        (4 * 3 + 2 * 2 * 2, dict(optimizer__moments="bf16")),
+        (4 * 3 + 2 * 2 * (1 + 1 / 32), dict(optimizer__moments="int8")),
+        (4 * 3 + 4 * 2 * 2 + 4 * 2, dict(optimizer__ema_decay=0.999)),
+    ):
+        assert update(**keys, **more)[0] == pytest.approx(adamw * bytes_of / 28, rel=1e-3), more
+
+
 def test_messages_on_gpus_take_nvlink_and_adapters():
     on = routes.Routes(H100, {"data": 2, "fsdp": 8})
     rates = H100.rates
