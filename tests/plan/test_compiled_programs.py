@@ -204,6 +204,9 @@ def test_what_is_not_counted_is_said(capsys):
     assert "not counted: what Muon sends" in _run(capsys, *given)[1].out
     code, printed = _run(capsys, *given, "--config.optimizer.name=adamw")
     assert code == 0 and "not counted" not in printed.out
+    given = (f"--config={ROOT}/configs/llama3_8b.py", "--machine=h100:8")
+    printed = _run(capsys, *given, "--config.offload.optimizer=True")[1]
+    assert "not counted: the time in which moments go to the host's memory" in printed.out
 
 
 def test_what_does_not_fit_is_said(capsys):

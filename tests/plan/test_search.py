@@ -60,8 +60,11 @@ def test_the_best_is_that_of_a_full_enumeration(name, gib):
     assert found.bound == found.best.step
 
 
-def test_bounds_are_bounds():
-    machine = machines.parse("h100:2x4")
+@pytest.mark.parametrize("name", ["h100:2x4", "v5e:2x4", "cpu:8"])
+def test_bounds_are_bounds(name, tmp_path):
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps(CPU | {"hbm_bandwidth": 1e10}))  # moves of memory decide
+    machine = machines.parse(name, path if name == "cpu:8" else None)
     space = _space(_config(), machine)
     bounds = search_bounds.Bounds(space, machine)
     counted = search.Search(space, machine)

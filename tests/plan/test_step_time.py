@@ -114,12 +114,12 @@ def test_a_pipeline_takes_the_ticks_of_its_schedule():
 def test_an_update_takes_the_bytes_of_its_optimizer(machine):
     def update(**keys):
         run = _resolved(**keys)
-        listed = operators.of(sizes.of(run), machine.core, step_time._MOVED[run.launch.platform])
+        listed = operators.of(sizes.of(run), machine.core, step_time.MOVED[run.launch.platform])
         (one,) = (one for one in listed if one.name == "update")
         return one.bytes, run
 
     keys = dict(launch__platform="gpu" if machine.on_gpu else "tpu")
-    moved = step_time._MOVED[keys["launch__platform"]]
+    moved = step_time.MOVED[keys["launch__platform"]]
     adamw, run = update(**keys)
     numbers = costs.num_parameters(run.model) / 16  # norms aside
     # Fitted to the programs of AdamW in fp32.
