@@ -17,12 +17,11 @@ from llmx.model import remat
 from llmx.pipeline import schedules
 from llmx.pipeline.schedule import Table
 from llmx.plan import schedule_report, stage_costs
+from llmx.plan.search import ADMITTED
 from llmx.plan.stage_costs import Cut, Machine, Profile
 
 CHUNKS = (0, 2, 4)  # on a stage; 0 = the schedule's least
 REMATS = ("none", "dots", "full", "part+dots", "part")  # beside the config's
-# Of a device's memory that is used: what is counted may be as much less than what is compiled.
-SHARE, SHARE_OF_GPU = 0.95, 0.85
 WORSE = 1.01  # times as slow as another that fits: worth a warning
 
 
@@ -153,8 +152,8 @@ def others(config: Config, profile: Profile, machine: Machine) -> list[Option]:
 
 
 def _limit(machine: Machine) -> int | None:
-    share = SHARE_OF_GPU if machine.is_gpu else SHARE
-    return None if machine.device_bytes is None else int(share * machine.device_bytes)
+    usable = machine.usable_bytes or machine.device_bytes
+    return None if usable is None else int(ADMITTED * usable)
 
 
 def _order(option: Option) -> tuple:
