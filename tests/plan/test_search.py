@@ -1,10 +1,12 @@
 """The search: its best is that of a full enumeration, it ends in time, and says why."""
 
 import dataclasses
+import io
 import itertools
 import json
 import math
 import pathlib
+import shlex
 
 import pytest
 
@@ -13,6 +15,7 @@ from llmx.config import ConfigError
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import candidates, machines, partition, search, search_bounds, search_report
+from llmx.plan.options import pasted
 from llmx.plan.partition import Layer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -102,6 +105,45 @@ def test_a_search_that_is_cut_short_says_what_is_left():
     assert found[0].bound <= found[0].best.step and found[0].counted < 60
     # All processes of a job find the same.
     assert found[0].best == found[1].best
+
+
+def test_a_search_that_is_cut_short_says_so_wherever_it_ends(monkeypatch):
+    machine, run = machines.parse("h100:1x2"), _config()
+    for most, said in ((5, True), (10**6, False)):
+        monkeypatch.setattr(search_report, "MOST_COUNTED", most)
+        _, text = search_report.chosen(run, machine)
+        section, lines, _ = search_report.show(run, machine, out=io.StringIO())
+        for one in (text, lines[0]):
+            assert ("not all that may be faster were counted: none takes less than" in one) == said
+        with_more, links, network = section["what_if"]
+        for one in (links, network):  # only those that were shown are timed again
+            assert "at least" in one or "nothing for those that are the fastest now" in one
+        assert ("at least" in with_more or "fastest now" in with_more) == said
+
+
+def test_one_option_has_no_second(capsys):
+    code, printed = _run(capsys, "--search", "--config.batch.size=1", machine="h100:1x1")
+    assert code == 0 and "the second:" in printed.out
+    space = dataclasses.replace(
+        _space(_config(batch__size=1), machines.parse("h100:1x1")), remats=("full",)
+    )
+    found = search.Search(space, machines.parse("h100:1x1")).find()
+    section = {"runner_up": search_report._runner_up(found.options, _config()),
+               "what_if": [], "seconds": 1.0}  # fmt: skip
+    assert len(found.options) == 1
+    lines = search_report._lines(section, found, _config(), machines.parse("h100:1x1"))
+    assert not any("the second" in line for line in lines)
+
+
+def test_flags_can_be_pasted_into_a_shell():
+    run = _config()
+    machine = machines.parse("2@v5e:2x2")
+    best = search_report.make(run, machine).find(most=20).best.candidate
+    flags = candidates.flags(best._replace(layers=(1, 2)), run)
+    assert any("across_slices=(" in flag for flag in flags)
+    text = pasted(flags)
+    assert shlex.split(text) == flags and 'across_slices="(' in text
+    assert 'layers="(1, 2)"' in text
 
 
 SIZES = {"gpt2_124m": "v5e:2x4", "qwen3_0.6b": "v5e:2x4", "gemma3_1b": "2@v5e:2x2",
