@@ -137,7 +137,8 @@ def run(
 def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
     if not path.exists():
         return {}
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
     if not lines:
         return {}
     try:
@@ -154,9 +155,11 @@ def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
         try:
             key, seconds = json.loads(line)
         except ValueError:  # the end of a run that was killed while it wrote
-            path.write_text("".join(f"{one}\n" for one in lines[: 1 + len(found)]))
             break
         found[tuple(key)] = float(seconds)
+    whole = "".join(f"{one}\n" for one in lines[: 1 + len(found)])
+    if whole != text:  # perhaps only the end of the last line is missing
+        path.write_text(whole)
     return found
 
 

@@ -63,6 +63,16 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     assert calibrate.run(path, ABOUT, keys, None, said.append) == found  # nothing is measured
 
 
+def test_a_last_line_without_its_end_is_kept(tmp_path):
+    keys, path, asked = calibrate.keys_of("cpu", 2, True)[:5], tmp_path / "cpu.json.part", []
+    clock = lambda key: asked.append(key) or fake(key)  # noqa: E731
+    calibrate.run(path, ABOUT, keys[:3], clock, lambda text: None)
+    path.write_text(path.read_text().removesuffix("\n"))
+    for _ in range(2):  # what is added is on lines of its own
+        found = calibrate.run(path, ABOUT, keys, clock, lambda text: None)
+        assert found == {key: fake(key) for key in keys} and asked == keys
+
+
 def test_measurements_of_another_machine_are_refused(tmp_path):
     path = tmp_path / "cpu.json.part"
     calibrate.run(path, ABOUT, [("start",)], fake, lambda text: None)
