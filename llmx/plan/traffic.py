@@ -11,7 +11,7 @@ device sends of a whole array of V bytes, in a group of n:
     collective-permute                        V
 
 Not counted: numbers that do not grow with the model (losses, norms of gradients), and what a
-strategy other than "mean" exchanges over `data`, which is in `llmx.plan.network`.
+strategy other than "mean" exchanges over `data`, which is in `llmx.plan.exchange`.
 
 Letters: as in `llmx.model.costs`.
 """
