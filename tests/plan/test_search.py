@@ -151,6 +151,10 @@ SIZES = {"gpt2_124m": "v5e:2x4", "qwen3_0.6b": "v5e:2x4", "gemma3_1b": "2@v5e:2x
          "llama3_70b": "v5p:4x4x4", "llama3_70b_pipeline": "v5p:4x4x4"}  # fmt: skip
 
 
+# Candidates that are counted, of some thousands: the search has to look at the right ones first.
+MOST = dict.fromkeys(SIZES, 100) | {"llama3_8b_v5e": 300}
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_no_config_is_faster_on_its_own_hardware(name):
     from llmx.config import flags
@@ -161,7 +165,7 @@ def test_no_config_is_faster_on_its_own_hardware(name):
     made = search_report.make(run, machine)
     own = made.option(candidates.of_run(made.own), math.inf)
     made.own = None  # so that it has to find one
-    best = made.find(most=1500, keep=1).best
+    best = made.find(most=MOST[name], keep=1).best
     assert best.step <= own.step * (1 + 1e-9)
 
 
