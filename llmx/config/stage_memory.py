@@ -12,7 +12,7 @@ import math
 from llmx.config import Config, utilization
 from llmx.config.axes import replica_axes
 from llmx.model import costs, precision, remat, remat_costs
-from llmx.pipeline import schedules, ticks
+from llmx.pipeline import ticks
 from llmx.pipeline.ticks import Program
 from llmx.step import moments, optimizers
 
@@ -56,9 +56,7 @@ def of(run: Config, *, deferred_layers: int | None = None, on_gpu: bool = False)
 
 
 def _program(run: Config) -> Program:
-    return ticks.program(
-        schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation)
-    )
+    return ticks.program(utilization.table_of(run))
 
 
 def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool) -> StageMemory:

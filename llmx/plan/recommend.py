@@ -135,7 +135,7 @@ def recommend(config: Config, profile: Profile, machine: Machine) -> Advice:
     """
     chosen = _option(config, config, profile, machine)
     options = others(config, profile, machine)
-    if not stage_costs.table_of(config).periodic:
+    if not utilization.table_of(config).periodic:
         options = sorted([chosen, *options], key=_order)
     return Advice(options, chosen, _limit(machine))
 
@@ -167,7 +167,7 @@ def _order(option: Option) -> tuple:
 
 def _candidates(config: Config, machine: Machine) -> Iterator[Config]:
     """Other ways to run the same step, each resolved."""
-    chosen = stage_costs.table_of(config)
+    chosen = utilization.table_of(config)
     kinds, seen = sorted(set(config.model.layer_kinds)), {_key(config, chosen, config.remat)}
     for name, chunks in itertools.product(schedules.SCHEDULES, CHUNKS):
         pipeline = dataclasses.replace(
@@ -177,7 +177,7 @@ def _candidates(config: Config, machine: Machine) -> Iterator[Config]:
         run = dataclasses.replace(config, pipeline=pipeline)
         if any(checks.stage_problems(run, run.mesh.stage)):
             continue  # so many chunks, for example
-        table = stage_costs.table_of(run)
+        table = utilization.table_of(run)
         if table.splits_backward:
             run.pipeline.memory_gib = config.pipeline.memory_gib
         if table.periodic or (machine.is_gpu and checks.rings_in_branches(run)):
@@ -196,7 +196,7 @@ def _key(config: Config, table: Table, text: str) -> tuple:
 
 def _option(run: Config, config: Config, profile: Profile, machine: Machine) -> Option:
     """`run`, a variant of `config`, priced."""
-    table = stage_costs.table_of(run)
+    table = utilization.table_of(run)
     cut = stage_costs.priced(run, profile, table, machine, utilization.chunks_of(run))
     flags = []
     for key in ("schedule", "table", "virtual_stages", "layers", "predict", "memory_gib"):

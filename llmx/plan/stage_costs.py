@@ -22,7 +22,7 @@ from llmx.aot import topologies
 from llmx.config import Config, stage_memory, utilization
 from llmx.config.stage_memory import StageMemory
 from llmx.model import costs, precision, remat_costs
-from llmx.pipeline import schedules, simulate, stages
+from llmx.pipeline import simulate, stages
 from llmx.pipeline.schedule import Table
 from llmx.pipeline.simulate import Timeline
 from llmx.plan import hardware_file, partition, schedule_report
@@ -246,7 +246,7 @@ def compare_cuts(
     priced with those of its own, in which `remat` counts. `memory_bytes`: of a device; None = no
     limit. Raises ValueError if nothing fits into memory.
     """
-    table = table_of(config)
+    table = utilization.table_of(config)
     layers = {
         "planned": _fastest(config, profile, table, machine, memory_bytes or machine.device_bytes),
         "equal": stages.cut(config.model.num_layers, table.stage_of).layers,
@@ -262,13 +262,6 @@ def compare_cuts(
             "use more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
         )
     return Comparison(table, cuts)
-
-
-def table_of(config: Config) -> Table:
-    """The table of a resolved config with stages."""
-    return schedules.table_of(
-        config.pipeline, stages=config.mesh.stage, microbatches=config.batch.accumulation
-    )
 
 
 def _pipeline(config: Config, profile: Profile, table: Table, machine: Machine) -> Pipeline:

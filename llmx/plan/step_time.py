@@ -17,7 +17,7 @@ import functools
 from collections.abc import Sequence
 
 from llmx.config import Config, recipe, utilization
-from llmx.pipeline import schedule, schedules, simulate
+from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
 from llmx.plan import exchange, operators, routes, sizes, traffic
@@ -140,16 +140,10 @@ def pipeline_of(counted: Sizes, listed: Sequence[Operator]) -> tuple[Table, Time
     run = counted.run
     if run.mesh.stage == 1:
         return None
-    table = _table(run)
+    table = utilization.table_of(run)
     _, layers = _rounds(counted)
     times = {kind: layers * seconds for kind, seconds in _operations(table, listed).items()}
     return table, simulate.simulate(table, **times)
-
-
-def _table(run: Config) -> Table:
-    return schedules.table_of(
-        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
-    )
 
 
 def _operations(table: Table, listed: Sequence[Operator]) -> dict[str, float]:
@@ -169,7 +163,7 @@ def _idle(counted: Sizes, listed: Sequence[Operator]) -> float:
     """What a pipeline's step takes beyond the work of one stage, in lockstep."""
     if counted.run.mesh.stage == 1:
         return 0.0
-    table = _table(counted.run)
+    table = utilization.table_of(counted.run)
     rounds, layers = _rounds(counted)
     times = {KINDS[schedule.IDLE]: 0.0} | _operations(table, listed)
     lockstep = sum(

@@ -29,7 +29,7 @@ from llmx.config import Config, utilization
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
 from llmx.model.families import LOCAL
-from llmx.pipeline import executor, schedules, ticks
+from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
 from llmx.plan.sizes import Leaf, Sizes, leaves
@@ -76,7 +76,7 @@ def passes_of(run: Config) -> Passes:
     microbatches = run.batch.accumulation
     if run.mesh.stage == 1:
         return Passes(microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0)
-    table = schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=microbatches)
+    table = utilization.table_of(run)
     counts = _of_schedule(table)
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
