@@ -48,6 +48,7 @@ from llmx.plan import (
 )
 from llmx.plan.compiled_programs import Program
 from llmx.plan.measured_steps import Table, Trainer
+from llmx.plan.options import pasted
 from llmx.plan.search import ADMITTED, Option, Search
 from llmx.runtime import launch
 
@@ -136,13 +137,18 @@ def ideal_seconds(program: Program) -> float:
 
 
 def print_mean(what: str, errors: list[float]) -> None:
+    if not errors:
+        print(f"{what}: none")
+        return
     sizes = np.abs(errors)
     within = f"{(sizes <= 0.1).sum()} within 10%"
     print(f"{what}: mean {sizes.mean():.1%}, worst {sizes.max():.1%} of {len(sizes)}; {within}")
 
 
 def print_constant(ratios: list[float], what: str) -> None:
-    """The errors of the constant that suits these best."""
+    """The errors of the constant that suits these best; nothing where there are none."""
+    if not ratios:
+        return
     ratios = np.array(ratios)
     constant = min(ratios, key=lambda ratio: np.abs(ratio / ratios - 1).mean())
     errors = np.abs(constant / ratios - 1)
@@ -177,7 +183,7 @@ def compare_search() -> None:
         steps = ["-" if one is None else f"{one.step:.4g}" for one in (own, *beside)]
         print(
             f"{found.best.step:8.4g} {steps[0]:>8} {steps[1]:>11} {steps[2]:>11} {found.counted:8}"
-            f"  {name} {topology}: {' '.join(candidates.flags(found.best.candidate, config))}",
+            f"  {name} {topology}: {pasted(candidates.flags(found.best.candidate, config))}",
             flush=True,
         )
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from llmx.aot.report import size
 from llmx.config import Config, utilization
 from llmx.model import costs, precision, remat, remat_costs
-from llmx.pipeline import schedule, schedules
+from llmx.pipeline import schedule
 from llmx.pipeline.schedule import BACKWARD, FORWARD
 from llmx.runtime import device_memory
 from llmx.runtime.agreement import Peers
@@ -211,9 +211,7 @@ def _times_saved(run: Config) -> int:
     """How many pairs of model chunk and microbatch a device saves at one time."""
     if run.mesh.stage == 1:
         return 1
-    table = schedules.table_of(
-        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
-    )
+    table = utilization.table_of(run)
     return int(schedule.held(table, FORWARD, BACKWARD).max())
 
 

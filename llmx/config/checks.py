@@ -80,10 +80,10 @@ def rings_in_branches(run: Config) -> str:
     XLA:GPU joins all devices of a process in the clique of a collective-permute, so that one inside
     a branch waits for stages that took another.
     """
-    mesh, pipeline = run.mesh, run.pipeline
+    mesh = run.mesh
     if mesh.stage == 1 or mesh.sequence // run.attention.ulysses <= 1:
         return ""
-    table = schedules.table_of(pipeline, stages=mesh.stage, microbatches=run.batch.accumulation)
+    table = utilization.table_of(run)
     chunks = utilization.chunks_of(run)
     if table.mixes_kinds:
         chosen, why = f"schedule={table.name!r}", "in its ticks stages take different branches"
@@ -263,7 +263,7 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
         return
     microbatches = config.batch.accumulation
     try:
-        table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
+        table = utilization.table_of(config)
         cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
         yield from _deferred(config, table)
         yield from _predicted(config, table)

@@ -7,9 +7,9 @@ import jax
 
 from llmx import sharding
 from llmx.checkpoint import identity, writer
-from llmx.config import Config
+from llmx.config import Config, utilization
 from llmx.model import costs, precision, quantized
-from llmx.pipeline import schedule, schedules
+from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import hardware
 from llmx.step.transforms import loss_scale
@@ -90,10 +90,10 @@ def batch_text(config: Config) -> str:
 
 def stages_text(config: Config) -> str:
     """What the stages of the mesh do, on a line; "" without stages."""
-    stages, microbatches = config.mesh.stage, config.batch.accumulation
+    stages = config.mesh.stage
     if stages == 1:
         return ""
-    table = schedules.table_of(config.pipeline, stages=stages, microbatches=microbatches)
+    table = utilization.table_of(config)
     layers = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
     per_chunk = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
     return (
@@ -111,7 +111,7 @@ def delay_text(config: Config) -> str:
     stages, pipeline, optimizer = config.mesh.stage, config.pipeline, config.optimizer
     if stages == 1 or pipeline.predict or optimizer.name != "adamw":
         return ""
-    table = schedules.table_of(pipeline, stages=stages, microbatches=config.batch.accumulation)
+    table = utilization.table_of(config)
     if not table.periodic or optimizer.learning_rate < LATE_RATE:
         return ""
     return (

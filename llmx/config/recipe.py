@@ -13,13 +13,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.config import checks, stage_memory
+from llmx.config import checks, stage_memory, utilization
 from llmx.contract import Gradient
 from llmx.model import precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
-from llmx.pipeline import schedules, staged
+from llmx.pipeline import staged
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
@@ -143,9 +143,7 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
     if config.model.num_experts:  # loads are of all tokens
         return 1
     if mesh.stage > 1:
-        table = schedules.table_of(
-            config.pipeline, stages=mesh.stage, microbatches=batch.accumulation
-        )
+        table = utilization.table_of(config)
         if table.splits_backward:  # weight gradients are left for later, one for each product
             return 1
     ways = math.prod(vars(mesh)[axis] for axis in sharding.BATCH_AXES) * batch.accumulation
@@ -168,7 +166,7 @@ def _gradient_maker(
     stages, accumulation = config.mesh.stage, config.batch.accumulation
     if stages == 1:
         return functools.partial(gradients.whole_batch, accumulation=accumulation), None
-    table = schedules.table_of(config.pipeline, stages=stages, microbatches=accumulation)
+    table = utilization.table_of(config)
     chunks = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)
     on_gpu = device.platform not in ("cpu", "tpu")

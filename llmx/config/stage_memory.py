@@ -12,11 +12,12 @@ import math
 from llmx.config import Config, utilization
 from llmx.config.axes import replica_axes
 from llmx.model import costs, precision, remat, remat_costs
-from llmx.pipeline import schedules, ticks
+from llmx.pipeline import ticks
 from llmx.pipeline.ticks import Program
 from llmx.step import moments, optimizers
 
 GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
+AVERAGE_BYTES = 4  # of an average of parameters, fp32 whatever these are
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
 # differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
 OF_MLP, OF_STREAM = 4, 4
@@ -55,9 +56,7 @@ def of(run: Config, *, deferred_layers: int | None = None, on_gpu: bool = False)
 
 
 def _program(run: Config) -> Program:
-    return ticks.program(
-        schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation)
-    )
+    return ticks.program(utilization.table_of(run))
 
 
 def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool) -> StageMemory:
@@ -70,7 +69,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
     in_moments = of_blocks * per_stage * size * block + of_others * outside
     in_moments *= moments.number_bytes(run.optimizer.moments, param)
-    average = param.itemsize * held if run.optimizer.ema_decay else 0.0
+    average = AVERAGE_BYTES * held if run.optimizer.ema_decay else 0.0
     parameters = param.itemsize * held / _ways(run, "parameters")
     gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
     deferred = size if deferred_layers is None else min(deferred_layers, size)
@@ -99,8 +98,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     return StageMemory(
         parameters=math.ceil(parameters),
         optimizer=math.ceil(
-            (0 if run.offload.optimizer else in_moments) / _ways(run, "optimizer")
-            + average / _ways(run, "parameters")
+            ((0 if run.offload.optimizer else in_moments) + average) / _ways(run, "optimizer")
         ),
         gradients=math.ceil(gradients * steps + in_flight),
         versions=math.ceil(versions),

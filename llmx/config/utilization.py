@@ -6,6 +6,7 @@ from llmx import sharding
 from llmx.config import Config
 from llmx.model import conventions, losses, precision, quantized
 from llmx.pipeline import schedules, stages
+from llmx.pipeline.schedule import Table
 from llmx.runtime.hardware import Chip
 from llmx.runtime.utilization import Utilization
 
@@ -24,14 +25,19 @@ def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
     return Utilization(flops, chip, compute_dtype(config), num_devices)
 
 
+def table_of(config: Config) -> Table:
+    """The schedule of a config with stages. ValueError for sizes that it does not allow."""
+    return schedules.table_of(
+        config.pipeline, stages=config.mesh.stage, microbatches=config.batch.accumulation
+    )
+
+
 def chunks_of(config: Config) -> tuple[int, ...]:
     """The layers of each model chunk of a resolved config, in the order of the model; without a
     pipeline ()."""
     if config.mesh.stage == 1:
         return ()
-    table = schedules.table_of(
-        config.pipeline, stages=config.mesh.stage, microbatches=config.batch.accumulation
-    )
+    table = table_of(config)
     return stages.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
 
 

@@ -9,8 +9,9 @@ sends; of a pipeline its bubble, its memory, its times, a picture:
 `--table` reads a schedule from a file (see `schedule.read_csv`); `--csv` writes one to start from.
 With a config, times are those of its layers, and the best cut of them into model chunks is compared
 with the equal one. With `--machine` what a device holds and sends is counted instead, of any config
-(docs/plan.md). Exit codes: 0; 1 if a config does not fit on its machine; 2 if config, machine,
-schedule, sizes, file or times are wrong, or nothing fits into `--memory`.
+(docs/plan.md). Exit codes: 0; 1 if a config does not fit on its machine, or nothing that a
+search looked at; 2 if config, machine, schedule, sizes, file or times are wrong, or nothing fits
+into `--memory`.
 """
 
 import argparse

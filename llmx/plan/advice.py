@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmx.aot.report import size
+from llmx.plan import options
 
 Report = Mapping[str, Any]
 
@@ -38,7 +39,7 @@ def _of_memory(report: Report) -> Iterator[str]:
     if memory["fits"]:
         return
     held = memory["state"] | memory["peaks"].get(memory["moment"], {})
-    over = memory["peak"] - memory.get("admitted", 0.95) * memory["limit"]
+    over = memory["peak"] - memory["admitted"] * memory["limit"]
     yield f"It takes {size(over)} more than is admitted."
     for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])[:NUM_LARGEST]:
         if num_bytes >= LARGE * memory["peak"]:
@@ -52,10 +53,13 @@ def _of_search(report: Report) -> Iterator[str]:
     if search is None or not search["configurations"]:
         return
     if search["best"] is None:
-        yield f"None of {search['candidates']:,} configurations fits."
+        yield (
+            f"None of {search['candidates']:,} configurations fits; of those that were counted the "
+            f"least takes {size(search['least'])}."
+        )
         return
     best = search["configurations"][search["best"]]
-    flags, time = " ".join(best["flags"]), report.get("time")
+    flags, time = options.pasted(best["flags"]), report.get("time")
     text = f"takes {best['step']:.4g} s a step: {flags}"
     if time and best["step"] < time["step"]:
         text = (

@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -20,13 +21,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from llmx.aot import links, topologies
-from llmx.plan import calibrations, gemm, hardware_file
+from llmx.aot.topologies import Topology
+from llmx.plan import calibrations, gemm, hardware_file, machines, routes
 from llmx.plan.gemm import Attended, Calibration, Core, Measured, Streamed
 from llmx.plan.hardware_file import Hardware
+from llmx.plan.traffic import Message
 from llmx.runtime import hardware
 
 MIB = 2**20
+LEAST_SHARE = 0.01  # of a measured time that is left without the start of an operator
 _CPU_START = 50e-6  # seconds of a collective between CPU devices, where none was measured
 # What is measured: its kind, and the arguments of the function in `stopwatch` that has its name.
 Key = tuple[str | int, ...]
@@ -131,7 +137,8 @@ def run(
 def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
     if not path.exists():
         return {}
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
     if not lines:
         return {}
     try:
@@ -148,9 +155,11 @@ def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
         try:
             key, seconds = json.loads(line)
         except ValueError:  # the end of a run that was killed while it wrote
-            path.write_text("".join(f"{one}\n" for one in lines[: 1 + len(found)]))
             break
         found[tuple(key)] = float(seconds)
+    whole = "".join(f"{one}\n" for one in lines[: 1 + len(found)])
+    if whole != text:  # perhaps only the end of the last line is missing
+        path.write_text(whole)
     return found
 
 
@@ -167,8 +176,8 @@ def hardware_of(found: Mapping[Key, float], name: str, about: Mapping[str, Any])
     usable = usable or int(hardware_file.USABLE * chip.device_hbm_bytes)
     shared = links.Rates(chip.link_bandwidth, None, _CPU_START, 0.0, 0.0)
     rates = links.rates_of(chip) if base else shared
-    rates = _rates(found, rates, int(about["num_devices"]))
-    return Hardware(name, family, Core(chip, calibration), rates, int(usable), about)
+    own = Hardware(name, family, Core(chip, calibration), rates, int(usable), about)
+    return dataclasses.replace(own, rates=_rates(found, own))
 
 
 def _family(device_kind: str) -> str | None:
@@ -196,14 +205,16 @@ def _calibration(
     found: Mapping[Key, float], chip: hardware.Chip, start: Calibration
 ) -> Calibration:
     joined = chip.topology == hardware_file.SHARED
-    table, streamed = [], []
+    table, streamed, start_of = [], [], found["start",]
     for key, seconds in found.items():
         if key[0] == "product":
             _, m, n, k, dtype, _ = key
-            share = 2.0 * m * n * k / seconds / chip.peak(dtype)[0]
-            table.append(Measured(m, n, k, dtype, round(share, 4)))
+            share = 2.0 * m * n * k / _without(start_of, seconds) / chip.peak(dtype)[0]
+            table.append(Measured(m, n, k, dtype, min(1.0, round(share, 4))))
         elif key[0] == "move":
-            streamed.append(Streamed(key[1], round(2.0 * key[1] / seconds)))
+            streamed.append(
+                Streamed(key[1], max(1, round(2.0 * key[1] / _without(start_of, seconds))))
+            )
     reached = max(row.share for row in table)
     largest = max(streamed)
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
@@ -211,22 +222,27 @@ def _calibration(
     attended = _attended(found, joined)
     return dataclasses.replace(
         start, products=min(1.0, reached), memory=min(1.0, largest.bandwidth / bandwidth),
-        attention=_share_of_attention(attended, chip), start=found["start",],
+        attention=_share_of_attention(attended, chip), start=start_of,
         units=0 if joined else start.units,
         table=tuple(table), streamed=tuple(sorted(streamed)), attended=tuple(attended),
         fresh=touched[0][0] / touched[0][1] if touched else 0.0,
     )  # fmt: skip
 
 
+def _without(start: float, seconds: float) -> float:
+    """A measured time without the start of an operator, which the planner adds to its rows."""
+    return max(seconds - start, LEAST_SHARE * seconds)
+
+
 def _attended(found: Mapping[Key, float], in_blocks: bool) -> list[Attended]:
     """Seconds of a score, of forward and backward pass."""
     rows = []
-    for key, forward in found.items():
+    for key, once in found.items():
         if key[0] == "attention" and key[-1] == 1:
             _, batch, length, heads, _, head_dim, dtype, _ = key
-            both = found[*key[:-1], 2]
+            start, both = found["start",], found[*key[:-1], 2]
             scores = batch * heads * gemm.scores_of(length, in_blocks=in_blocks)
-            backward = max(both - forward, forward)
+            backward, forward = _without(start, max(both - once, once)), _without(start, once)
             rows.append(
                 Attended(length, batch * heads, head_dim, dtype, forward / scores,
                          backward / scores)
@@ -240,15 +256,31 @@ def _share_of_attention(rows: Sequence[Attended], chip: hardware.Chip) -> float:
     return min(1.0, max(map(share, rows)))
 
 
-def _rates(found: Mapping[Key, float], rates: links.Rates, num_devices: int) -> links.Rates:
-    """With sums over all devices: what their links reach."""
+def _rates(found: Mapping[Key, float], own: Hardware) -> links.Rates:
+    """With sums over all devices: what their links reach, so that the planner's route over the
+    machine takes the measured times. As they are where a sum leaves its host or slice: the network
+    takes an unknown part of it."""
     sent = sorted((key[1], seconds) for key, seconds in found.items() if key[0] == "all_reduce")
-    if len(sent) < 2:
+    shape, rates = str(own.measured["shape"]), own.rates
+    if len(sent) < 2 or not shape:
+        return rates
+    topology = machines.topology_of(f"{own.name}:{shape}", own, "measured")
+    if topology.num_slices > 1 or (own.platform == "gpu" and topology.shape[0] > 1):
         return rates
     (least, start), (most, longest) = sent[0], sent[-1]
-    passed = links.PASSES["all-reduce"] * (num_devices - 1) / num_devices
-    link = passed * (most - least) / max(longest - start, 1e-9)
-    return dataclasses.replace(rates, link=link, start=start)
+    first, last = (_predicted(size, topology, own) for size in (least, most))
+    link = rates.link * (last - first) / max(longest - start, 1e-9)
+    free = dataclasses.replace(rates, link=link, start=0.0)
+    own = dataclasses.replace(own, rates=free)
+    return dataclasses.replace(free, start=max(0.0, start - _predicted(least, topology, own)))
+
+
+def _predicted(num_bytes: int, topology: Topology, own: Hardware) -> float:
+    """Seconds of a sum over all devices by the planner."""
+    machine = machines.Machine(topology, own.core, own.rates)
+    of_all = routes.Routes(machine, {"data": topology.num_devices})
+    message = Message("sums", "all-reduce", ("data",), num_bytes, 1, topology.num_devices)
+    return of_all.seconds(message)
 
 
 def this_machine() -> dict[str, Any]:
@@ -257,9 +289,27 @@ def this_machine() -> dict[str, Any]:
 
     kind = jax.devices()[0].device_kind
     return {
-        "device_kind": kind, "num_devices": jax.device_count(), "jax": jax.__version__,
+        "device_kind": kind, "num_devices": jax.device_count(), "shape": shape_of(jax.devices()),
+        "jax": jax.__version__,
         "cores": len(os.sched_getaffinity(0)), "processor": _processor() if kind == "cpu" else "",
     }  # fmt: skip
+
+
+def shape_of(devices: Sequence) -> str:
+    """How jax devices are joined, as `--machine` has it behind the name; "" = in no known shape."""
+    if devices[0].platform == "cpu":
+        return str(len(devices))
+    hosts = {device.process_index for device in devices}
+    if devices[0].platform == "gpu":
+        return f"{len(hosts)}x{len(devices) // len(hosts)}"
+    places = np.array([device.coords for device in devices])
+    sides = (places.max(axis=0) - places.min(axis=0) + 1).tolist()
+    chip = hardware.chip_of(devices[0].device_kind)
+    if chip is None:
+        return ""
+    if math.prod(sides) * chip.devices_per_chip != len(devices):  # several slices, or part of one
+        return ""
+    return "x".join(map(str, sides[: 2 if chip.topology == "torus_2d" else 3]))
 
 
 def _processor() -> str:

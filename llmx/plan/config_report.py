@@ -58,8 +58,9 @@ def show(
     profile = stage_costs.make_profile(config, clock)
     chip = hardware.this_chip() if args.chip is None else stage_costs.chip_named(args.chip)
     device_bytes = memory_bytes or (chip and chip.device_hbm_bytes)
+    usable = memory_bytes or (chip and stage_costs.usable_bytes(chip))
     on_gpu = jax.default_backend() == "gpu" if chip is None else chip.is_gpu
-    on = stage_costs.Machine(bandwidth, device_bytes, on_gpu)
+    on = stage_costs.Machine(bandwidth, device_bytes, on_gpu, usable)
     try:
         comparison = stage_costs.compare_cuts(config, profile, on, memory_bytes=memory_bytes)
     except ValueError as error:

@@ -54,6 +54,23 @@ def _check(unit: str, **values: float) -> None:
             raise ValueError(f"{name}={value:g} must be a number of {unit} above 0")
 
 
+def check(
+    *, tokens: float = 1.0, step_seconds: float = 1.0, device_mtbf: float = DEVICE_MTBF,
+    save_seconds: float = SAVE_SECONDS, restart_seconds: float = RESTART_SECONDS,
+    price: float | None = None,
+) -> None:  # fmt: skip
+    """Raises ValueError for a value that no run can have; arguments as of `of`."""
+    _check("tokens", tokens=tokens)
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"tokens={tokens:g} must be at most {MOST_TOKENS:g}")
+    _check("seconds", step_seconds=step_seconds, save_seconds=save_seconds)
+    if restart_seconds:
+        _check("seconds", restart_seconds=restart_seconds)
+    _check("hours", device_mtbf=device_mtbf)
+    if price is not None and not 0 <= price < math.inf:
+        raise ValueError(f"price={price:g} must be a number of dollars, at least 0")
+
+
 @dataclasses.dataclass(frozen=True)
 class Duration:
     """A whole run."""
@@ -84,15 +101,12 @@ def of(
       save_seconds, restart_seconds: in which the job does not train.
       price: dollars for an hour of a chip.
 
-    Raises ValueError for what is not above 0, and for a job that never gets anywhere.
+    Raises ValueError for what `check` refuses, and for a job that never gets anywhere.
     """
-    _check("tokens", tokens=tokens)
-    if tokens > MOST_TOKENS:
-        raise ValueError(f"tokens={tokens:g} must be at most {MOST_TOKENS:g}")
-    _check("seconds", step_seconds=step_seconds, save_seconds=save_seconds)
-    _check("hours", device_mtbf=device_mtbf)
-    if price is not None and not 0 <= price < math.inf:
-        raise ValueError(f"price={price:g} must be a number of dollars, at least 0")
+    check(
+        tokens=tokens, step_seconds=step_seconds, device_mtbf=device_mtbf,
+        save_seconds=save_seconds, restart_seconds=restart_seconds, price=price,
+    )  # fmt: skip
     mtbf, steps = device_mtbf * 3600 / num_devices, math.ceil(tokens / tokens_per_step)
     interval = every or max(1, round(best_interval(save_seconds, mtbf) / step_seconds))
     interval = min(interval, steps)

@@ -146,12 +146,6 @@ def seconds(
     return core.calibration.start + curve / _correction(m, n, k, dtype, core)
 
 
-def share_of_peak(m: int, n: int, k: int, dtype: str, core: Core, *, batch: int = 1) -> float:
-    """FLOP/s of a product as a share of the chip's peak for its type."""
-    flops = 2.0 * batch * m * n * k
-    return flops / seconds(m, n, k, dtype, core, batch=batch) / core.chip.peak(dtype)[0]
-
-
 def memory_seconds(num_bytes: float, core: Core) -> float:
     """The time of an operator that reads and writes so many bytes and computes little."""
     return core.calibration.start + num_bytes / core.bandwidth

@@ -39,7 +39,7 @@ def parse(name: str, hardware: str | pathlib.Path | None = None) -> Machine:
     """
     if hardware is not None:
         own = hardware_file.read(hardware)
-        return Machine(_topology(name, own, hardware), own.core, own.rates)
+        return Machine(topology_of(name, own, hardware), own.core, own.rates)
     if name.partition(":")[0] == CPU:
         raise ValueError(
             f"machine {name!r}: nothing is known of a CPU until it is measured: run "
@@ -50,7 +50,9 @@ def parse(name: str, hardware: str | pathlib.Path | None = None) -> Machine:
     return Machine(topology, calibrations.core_of(key), links.rates_of(topology.chip))
 
 
-def _topology(name: str, own: Hardware, path: str | pathlib.Path) -> Topology:
+def topology_of(name: str, own: Hardware, path: str | pathlib.Path) -> Topology:
+    """Devices of one's own hardware, as `name` says. ValueError, naming `path`, the file that the
+    hardware is from, for another name; for a shape that cannot be."""
     match = re.fullmatch(r"(?:(\d+)@)?([a-z0-9_]+):(\d+(?:x\d+)*)", name)
     if not match or match[2] != own.name:
         raise ValueError(

@@ -1,6 +1,7 @@
 """The flags of `llmx.plan`, and the schedule that they describe."""
 
 import argparse
+import re
 from collections.abc import Iterable
 
 from llmx.pipeline import schedule
@@ -35,6 +36,11 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Those of some options that the command line has, as flags."""
     absent = [name for name in names if vars(args)[name] is None or vars(args)[name] is False]
     return ["--" + name.replace("_", "-") for name in names if name not in absent]
+
+
+def pasted(flags: Iterable[str]) -> str:
+    """Flags as one text for a shell, tuples in quotes."""
+    return " ".join(re.sub(r"=(.*[(].*)$", r'="\1"', flag) for flag in flags)
 
 
 def make_table(args: argparse.Namespace) -> Table:

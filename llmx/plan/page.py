@@ -150,7 +150,8 @@ def _run_card(report: Report) -> str:
 
 def _code_flags(line: str) -> Markup:
     """A line of text with its flags as code."""
-    return Markup(re.sub(r"--config\.[\w.]+(=[\w.+-]+)?", r"<code>\g<0></code>", html.escape(line)))
+    flag = r"--config\.[\w.]+(=(&quot;.*?&quot;|[\w.+-]+))?"
+    return Markup(re.sub(flag, r"<code>\g<0></code>", html.escape(line)))
 
 
 # ------------------------------------------------------------------------------------- the sections
@@ -253,7 +254,7 @@ def _alike(operators: Sequence[Report]) -> list[Report]:
 
 def _memory(report: Report) -> str:
     memory = report["memory"]
-    admitted = memory.get("admitted", 0.95)
+    admitted = memory["admitted"]
     state, peaks = memory["state"], memory["peaks"]
     names = list(dict.fromkeys([*state, *(name for peak in peaks.values() for name in peak)]))
     columns = [state | peak for peak in peaks.values()]
@@ -314,9 +315,9 @@ def _search(report: Report) -> str:
         for number, one in enumerate(ranked[:MOST_CONFIGURATIONS], 1)
     ]  # fmt: skip
     now = time and (memory["peak"], time["step"])
-    picture = pictures.search(search, memory["limit"], memory.get("admitted", 0.95), now)
+    picture = pictures.search(search, memory["limit"], memory["admitted"], now)
     header = ("#", "flags", "step", "to the first", "memory", "fits")
-    told = [line for line in (said, best and best.get("why"), search.get("runner_up")) if line]
+    told = [line for line in (said, search.get("runner_up")) if line]
     beside = "".join(_line(_code_flags(line)) for line in told)
     return _section(
         "Search",
@@ -348,7 +349,8 @@ def _sent(report: Report) -> str:
 
 def _duration(report: Report) -> str:
     if (run := report.get("duration")) is None:
-        return ""
+        why = report.get("no_duration")
+        return _section("The whole run", _line(why), name="duration") if why else ""
     days = lambda of: f"{of['seconds'] / 86400:,.2f} days, goodput {of['goodput']:.1%}"  # noqa: E731
     rows = [
         ("tokens", f"{page_text.count(run['tokens'])} in {run['steps']:,} steps"),

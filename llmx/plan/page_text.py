@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from llmx.aot.report import size
+from llmx.plan import options
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -67,7 +68,7 @@ def named(name: str, color: str) -> Markup:
 
 def flags(words: Iterable[str]) -> Markup:
     """Flags of a command line."""
-    inside = " ".join(f"<code>{html.escape(word)}</code>" for word in words)
+    inside = " ".join(f"<code>{html.escape(options.pasted([word]))}</code>" for word in words)
     return Markup(f'<span class="flags">{inside}</span>')
 
 

@@ -17,12 +17,11 @@ from llmx.model import remat
 from llmx.pipeline import schedules
 from llmx.pipeline.schedule import Table
 from llmx.plan import schedule_report, stage_costs
+from llmx.plan.search import ADMITTED
 from llmx.plan.stage_costs import Cut, Machine, Profile
 
 CHUNKS = (0, 2, 4)  # on a stage; 0 = the schedule's least
 REMATS = ("none", "dots", "full", "part+dots", "part")  # beside the config's
-# Of a device's memory that is used: what is counted may be as much less than what is compiled.
-SHARE, SHARE_OF_GPU = 0.95, 0.85
 WORSE = 1.01  # times as slow as another that fits: worth a warning
 
 
@@ -136,7 +135,7 @@ def recommend(config: Config, profile: Profile, machine: Machine) -> Advice:
     """
     chosen = _option(config, config, profile, machine)
     options = others(config, profile, machine)
-    if not stage_costs.table_of(config).periodic:
+    if not utilization.table_of(config).periodic:
         options = sorted([chosen, *options], key=_order)
     return Advice(options, chosen, _limit(machine))
 
@@ -153,8 +152,8 @@ def others(config: Config, profile: Profile, machine: Machine) -> list[Option]:
 
 
 def _limit(machine: Machine) -> int | None:
-    share = SHARE_OF_GPU if machine.is_gpu else SHARE
-    return None if machine.device_bytes is None else int(share * machine.device_bytes)
+    usable = machine.usable_bytes or machine.device_bytes
+    return None if usable is None else int(ADMITTED * usable)
 
 
 def _order(option: Option) -> tuple:
@@ -168,7 +167,7 @@ def _order(option: Option) -> tuple:
 
 def _candidates(config: Config, machine: Machine) -> Iterator[Config]:
     """Other ways to run the same step, each resolved."""
-    chosen = stage_costs.table_of(config)
+    chosen = utilization.table_of(config)
     kinds, seen = sorted(set(config.model.layer_kinds)), {_key(config, chosen, config.remat)}
     for name, chunks in itertools.product(schedules.SCHEDULES, CHUNKS):
         pipeline = dataclasses.replace(
@@ -178,7 +177,7 @@ def _candidates(config: Config, machine: Machine) -> Iterator[Config]:
         run = dataclasses.replace(config, pipeline=pipeline)
         if any(checks.stage_problems(run, run.mesh.stage)):
             continue  # so many chunks, for example
-        table = stage_costs.table_of(run)
+        table = utilization.table_of(run)
         if table.splits_backward:
             run.pipeline.memory_gib = config.pipeline.memory_gib
         if table.periodic or (machine.is_gpu and checks.rings_in_branches(run)):
@@ -197,7 +196,7 @@ def _key(config: Config, table: Table, text: str) -> tuple:
 
 def _option(run: Config, config: Config, profile: Profile, machine: Machine) -> Option:
     """`run`, a variant of `config`, priced."""
-    table = stage_costs.table_of(run)
+    table = utilization.table_of(run)
     cut = stage_costs.priced(run, profile, table, machine, utilization.chunks_of(run))
     flags = []
     for key in ("schedule", "table", "virtual_stages", "layers", "predict", "memory_gib"):

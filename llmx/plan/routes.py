@@ -81,16 +81,21 @@ class Routes:
         return tuple(numbers[at].ravel().tolist())
 
     def seconds(self, message: Message) -> float:
-        """The time of one of these messages on free links."""
+        """The time of one of these messages on free links.
+
+        Raises ValueError for one that leaves its slice or host where no bandwidth is known there.
+        """
         rates, group = self.machine.rates, self._group(message.axes)
         slices = math.prod(map(self._outer, message.axes))
+        if message.kind != "collective-permute" and message.size < len(group):
+            group = group[: message.size]  # neighbours along an axis
+        if rates.network is None and (slices > 1 or self._leaves_host(group)):
+            raise ValueError(self._unknown(message))
         if message.kind == "collective-permute":
             if slices > 1:
                 return links.slices_route(message.bytes, rates).duration()
             pairs = list(zip(group, (*group[1:], group[0]), strict=True))
             return self._links.route(message.kind, message.bytes, pairs).duration()
-        if message.size < len(group):  # neighbours along an axis
-            group = group[: message.size]
         inside = 0.0
         if len(group) > 1:
             inside = self._links.route(message.kind, message.bytes, [group]).duration()
@@ -98,3 +103,16 @@ class Routes:
             return inside
         sent = links.PASSES.get(message.kind, 1.0) * message.bytes * (1 - 1 / slices) / len(group)
         return inside + links.slices_route(sent, rates).duration()
+
+    def _leaves_host(self, group: Sequence[int]) -> bool:
+        return self.machine.on_gpu and len(np.unique(self._links.hosts[list(group)])) > 1
+
+    def _unknown(self, message: Message) -> str:
+        topology = self.machine.topology
+        between = "hosts" if self.machine.on_gpu else "slices"
+        return (
+            f"{topology.name}: the bandwidth between {between} of {topology.chip.name}, over which "
+            f"{','.join(message.axes)} goes, is not known: rates.network=None; give it in a "
+            'hardware file, "rates": {"network": BYTES_PER_SECOND_OF_A_DEVICE}, with --hardware '
+            "(docs/plan.md)"
+        )

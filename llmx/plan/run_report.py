@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmx import sharding
-from llmx.aot import compiler
+from llmx.aot import compiler, topologies
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, ConfigError, describe, flags, recipe, utilization
@@ -55,23 +55,28 @@ def show(
     topology = machine.topology
     given, config, problems = flags.parse(command, argv, auto_mesh=True)
     problems = [*problems, *output_paths.file_problems("--html", args.html or "")]
-    problems += _of_verify(args, searched := args.search or given.auto_mesh)
+    problems += _of_verify(args, searched := args.search or given.auto_mesh, topology)
+    duration.check(**_of_duration(args, *options.OF_DURATION, "step_seconds"))
     search, search_lines, run = {}, [], None
     if searched and problems:
         raise ConfigError(problems)
     if searched:
+        _check_searched(args, config, topology, auto_mesh=given.auto_mesh)
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
-        if run is None:
-            raise ValueError(search_lines[-1])
     if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
         run = compiler.resolve(config, topology, problems=problems)
-    if why_not := refusal(run):
+    if why_not := refusal(run) or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)
     held, sent = count(run, topology)
     time = step_time.of(run, machine)
     of_time = time_report.to_json(time, run, machine)
     step = time.step if args.step_seconds is None else args.step_seconds
-    of_duration, duration_lines = _duration(args, run, topology, step)
+    try:
+        if why_not := _too_short(args, run, topology):
+            raise ValueError(why_not)
+        of_duration, duration_lines = _duration(args, run, topology, step)
+    except ValueError as error:  # after a search, too: what was found is not lost
+        of_duration, duration_lines = None, [f"no length of the run: {error}"]
     head = _head(run, topology)
     report = {
         "run": {"config": args.config, "command": _command(argv)} | head,
@@ -79,7 +84,8 @@ def show(
         "mesh": _mesh(run), "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
-        "time": of_time, "duration": of_duration, "remats": _remats(run, machine),
+        "time": of_time, "duration": of_duration,
+        "no_duration": "" if of_duration else duration_lines[0], "remats": _remats(run, machine),
         "not_counted": uncounted(run),
     } | ({"search": search} if search else {}) | _phases(run)  # fmt: skip
     lines = [
@@ -116,12 +122,49 @@ def _phases(run: Config) -> dict[str, Any]:
     return {"phases": {name: traffic.by_axes(of) for name, of in sent.items()}}
 
 
-def _of_verify(args: argparse.Namespace, searched: bool) -> list[str]:
+def _of_verify(args: argparse.Namespace, searched: bool, topology: Topology) -> list[str]:
     if args.verify is None:
         return []
     if not searched:
         return ["--verify without --search: add --search"]
+    if topology.family not in topologies.TPUS | topologies.GPUS:
+        return [
+            f"--verify={args.verify} on {topology.name}: no compiler is known for "
+            f"{topology.family!r}; leave out --verify, or give the hardware file a base: one of "
+            f"{', '.join(topologies.TPUS | topologies.GPUS)}"
+        ]
     return [] if args.verify > 0 else [f"--verify={args.verify} must be at least 1"]
+
+
+def _check_searched(
+    args: argparse.Namespace, config: Config, topology: Topology, *, auto_mesh: bool
+) -> None:
+    """Raises ValueError, before a search, for what would be refused behind it."""
+    alone = candidates.neutral(config, topology.platform)
+    why_not = "" if auto_mesh else refusal(config)
+    if why_not := why_not or _too_short(args, alone, topology, ("mfu",)):
+        raise ValueError(why_not)
+
+
+def _of_duration(args: argparse.Namespace, *names: str) -> dict[str, float]:
+    """Those of some flags that are given."""
+    return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+
+
+def _too_short(
+    args: argparse.Namespace, run: Config, topology: Topology, names: Sequence[str] = ()
+) -> str:
+    """Why a step cannot take `--step-seconds`; "" if it can. `names`: of shares; () = of all."""
+    if args.step_seconds is None:
+        return ""
+    tokens, step = run.batch.size * run.batch.sequence_length, args.step_seconds
+    shares = utilization.of(run, topology.chip, topology.num_devices).shares(tokens / step)
+    if (most := max(shares[name] for name in names or shares)) <= 1:
+        return ""
+    return (
+        f"--step-seconds={step:g} would be {most:.0%} of the machine's peak FLOP/s: no step is "
+        f"shorter than {step * most:.3g} s; give seconds"
+    )
 
 
 def _mesh(run: Config) -> dict[str, int]:
@@ -147,8 +190,13 @@ def uncounted(run: Config) -> list[str]:
     offload, found = run.offload, []
     if run.optimizer.name == "muon" and max(_mesh(run).values()) > 1:
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
+    if run.optimizer.name == "muon":
+        found.append("the time of the products that Muon orthogonalises with")
     if offload.saves:
         found.append("what layers save in the host's memory")
+    for name, what in (("optimizer", "moments"), ("parameters", "weights")):
+        if vars(offload)[name]:
+            found.append(f"the time in which {what} go to the host's memory and come from it")
     return found
 
 
@@ -171,12 +219,14 @@ def _remats(run: Config, machine: Machine) -> list[dict[str, Any]]:
 def _duration(
     args: argparse.Namespace, run: Config, topology: Topology, step: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Days, cost and goodput of the run, as JSON and as lines; `step`: seconds."""
+    """Days, cost and goodput of the run, as JSON and as lines; `step`: seconds.
+
+    Raises ValueError for a run that never gets anywhere.
+    """
     per_step = run.batch.size * run.batch.sequence_length
     chip, every = topology.chip, run.checkpoint.every
     tokens = run.steps * per_step if args.tokens is None else args.tokens
-    names = ("device_mtbf", "save_seconds", "restart_seconds", "price")
-    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    given = _of_duration(args, "device_mtbf", "save_seconds", "restart_seconds", "price")
     times = functools.partial(duration.of, tokens, per_step, step, topology.num_devices, chip)
     found, own, problem = times(**given), None, ""
     try:
@@ -185,11 +235,6 @@ def _duration(
         problem = str(error)
     exact = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
     shares = utilization.of(run, chip, topology.num_devices).shares(per_step / step)
-    if (most := max(shares.values())) > 1:
-        raise ValueError(
-            f"--step-seconds={step:g} would be {most:.0%} of the machine's peak FLOP/s: no step is "
-            f"shorter than {step * most:.3g} s; give seconds"
-        )
     flops = {"6PD": 6.0 * costs.num_parameters(run.model) * tokens, "exact": exact * tokens}
     cost = "" if found.dollars is None else f", {found.dollars:,.0f} dollars"
     if found.kilowatt_hours is not None:

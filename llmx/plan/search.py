@@ -77,7 +77,8 @@ class Found:
     """What a search found."""
 
     options: list[Option]  # that fit, the fastest first
-    too_large: list[Option]  # a sample of those that do not fit
+    # A sample of those that do not fit; where nothing does, with those that hold least.
+    too_large: list[Option]
     candidates: int
     counted: int  # of them, whose memory was
     fit: int  # of those
@@ -86,6 +87,11 @@ class Found:
     @property
     def best(self) -> Option | None:
         return self.options[0] if self.options else None
+
+    @property
+    def least(self) -> Option | None:
+        """What holds least, where nothing fits; None where checks refuse every candidate."""
+        return min(self.too_large, key=lambda one: one.memory, default=None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,7 +127,7 @@ class Search:
         walk = _Walk(self, limit, keep, most, progress)
         walk.run()
         options = sorted(walk.fitting, key=lambda one: one.order)
-        too_large = [self.option(one, limit) for one in walk.too_large[:MOST_TOO_LARGE]]
+        too_large = [self.option(one, limit) for one in walk.too_large]
         total = self.space.count() + (self.own is not None)
         bound = min(walk.bound, options[0].step) if options else walk.bound
         return Found(options[:MOST_SHOWN], too_large, total, walk.counted, len(options), bound)
@@ -163,6 +169,7 @@ class _Walk:
         self.fitting: list[Option] = []
         self.too_large: list[Candidate] = []
         self.counted = 0
+        self._skipped: list[tuple[float, int, Group, str]] = []  # bytes at least, more than fit
         self._best: list[float] = []  # the `keep` fastest, negative: a heap
         self._seen: set[Candidate] = set()
 
@@ -190,14 +197,28 @@ class _Walk:
                         heapq.heappush(heap, item)
                 continue
             done += 1
-            if search.bounds.bytes(group, text) * _ROUNDING <= self.limit:
+            least = search.bounds.bytes(group, text)
+            if least * _ROUNDING <= self.limit:
                 self._count_group(group, text)
+            elif not self.fitting:
+                self._skipped.append((least, next(numbers), group, text))
             if done % 16 == 0:
                 self._tell(bound)
             if self.counted >= self.budget and self.fitting:
                 break
         if heap:
             self.bound = heap[0][0]
+        if not self.fitting:
+            self._count_smallest()
+
+    def _count_smallest(self) -> None:
+        """Where nothing fits, what holds least, so that it can be said how much that is."""
+        counted = sorted(self.too_large, key=self.search.bytes_of)
+        self.too_large = counted[: MOST_TOO_LARGE // 2]
+        for _, _, group, text in sorted(self._skipped):
+            self._count_group(group, text)
+            if len(self.too_large) >= MOST_TOO_LARGE:
+                return
 
     @property
     def most(self) -> float:

@@ -89,6 +89,10 @@ class Bounds:
         names = (utilization.compute_dtype(run), recipe.policy_of(run).compute.name)
         return max(chip.peak(name)[0] for name in names)
 
+    @property
+    def _moved(self) -> operators.Moved:
+        return step_time.MOVED[self.machine.topology.platform]
+
     @functools.cached_property
     def _flops(self) -> float:
         run = self.space.base
@@ -116,19 +120,18 @@ class Bounds:
         steps, run = group.sequence // group.ulysses, self.space.base
         if steps == 1:
             return 0.0
-        moved = operators.GPU if self.machine.on_gpu else operators.TPU
         numbers = rows * run.batch.sequence_length / group.sequence
         numbers *= run.model.num_heads * run.model.head_dim / group.tensor
         num_bytes = recipe.policy_of(run).compute.itemsize * numbers
-        return moved.ring * steps * num_bytes / self.machine.core.bandwidth
+        bandwidth = self.machine.core.bandwidth_of(num_bytes)
+        return self._moved.ring * steps * num_bytes / bandwidth
 
     @functools.cache  # noqa: B019 - lives as long as the search
     def _of(self, rows: int, tensor: int, sequence: int, text: str) -> Layer:
         run = self._run(rows, tensor, sequence, sequence, text)
         counted, core = sizes.of(run), self.machine.core
-        moved = operators.GPU if self.machine.on_gpu else operators.TPU
         program = memory.GPU if self.machine.on_gpu else memory.TPU
-        listed = operators.of(counted, core, moved)
+        listed = operators.of(counted, core, self._moved)
         weight = sum(
             one.seconds * one.count
             for one in listed
@@ -158,16 +161,17 @@ class Bounds:
         if tensor == sequence == 1:
             return 0.0
         run = self._run(rows, tensor, sequence, ulysses, "none")
-        counted, gpu = sizes.of(run), self.machine.on_gpu
-        overlap = step_time.GPU if gpu else step_time.TPU
+        counted = sizes.of(run)
+        overlap = step_time.OVERLAPS[self.machine.topology.platform]
         turns = recipe.turns_of(run, self.machine.topology.device_kind)
-        hosts = routes.Routes(self.machine, counted.mesh) if gpu else None
+        on_torus = self.machine.topology.platform == "tpu"
+        hosts = None if on_torus else routes.Routes(self.machine, counted.mesh)
         total = 0.0
         passes = traffic.passes_of(run)
         inner = (*traffic.over_tensor(counted, passes), *traffic.over_sequence(counted, passes))
         for one in inner:
             if one.size > 1 and one.count:
-                seconds = hosts.seconds(one) if gpu else self._on_all_links(one)
+                seconds = hosts.seconds(one) if hosts else self._on_all_links(one)
                 total += seconds * one.count * step_time.share(one, overlap, turns)
         return total
 

@@ -11,6 +11,7 @@ from llmx.aot.report import size
 from llmx.config import Config, recipe
 from llmx.plan import candidates, exchange, schedule_report, search_bounds, sizes, traffic
 from llmx.plan.machines import Machine
+from llmx.plan.options import pasted
 from llmx.plan.search import ADMITTED, Found, Option, Search
 
 MOST_COUNTED = 3500  # candidates: tens of seconds
@@ -54,18 +55,23 @@ def chosen(config: Config, machine: Machine, *, out: TextIO | None = None) -> tu
     text = (
         f"mesh=auto: the fastest of {found.candidates:,} configurations, predicted "
         f"{best.step:.4g} s a step with {size(best.memory)} of a device: "
-        f"{' '.join(candidates.flags(best.candidate, config))}"
+        f"{pasted(candidates.flags(best.candidate, config))}{_left_out(found)}"
     )
     return candidates.changed(config, best.candidate), text
 
 
 def nothing_fits(found: Found, machine: Machine) -> str:
-    least = min((one.memory for one in found.too_large), default=0)
-    limit = ADMITTED * machine.topology.hbm_bytes
+    name, num = machine.topology.name, machine.topology.num_devices
+    if found.least is None:
+        return (
+            f"none of {found.candidates:,} configurations goes with {name}, {num:,} devices: use a "
+            "batch.size that they divide, other sizes of the model, or fewer devices"
+        )
     return (
-        f"none of {found.candidates:,} configurations fits into {size(limit)} of a device of "
-        f"{machine.topology.name}: of those that were counted the least takes {size(least)}; use "
-        "more devices, a smaller batch.sequence_length, or offload"
+        f"none of {found.candidates:,} configurations fits into "
+        f"{size(ADMITTED * machine.topology.hbm_bytes)} of a device of {name}: of those that were "
+        f"counted the least takes {size(found.least.memory)}; use more devices, a smaller "
+        "batch.sequence_length, or offload"
     )
 
 
@@ -88,16 +94,20 @@ def bar(out: TextIO) -> Callable[[float, str], None]:
 
 def show(
     config: Config, machine: Machine, *, verify: int = 0, out: TextIO = sys.stderr
-) -> tuple[dict[str, Any], list[str], Config | None]:
-    """The section of the report, its lines, and the best run, resolved; None where none fits.
+) -> tuple[dict[str, Any], list[str], Config]:
+    """The section of the report, its lines, and the best run, resolved; where none fits, the one
+    that holds least.
 
-    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled.
+    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled. Raises
+    ValueError where checks refuse every configuration, and what `make` does.
     """
     begun = time.perf_counter()
     search = make(config, machine)
     found = search.find(most=MOST_COUNTED, progress=bar(out))
     if out.isatty():
         print(file=out)
+    if (chosen := found.best or found.least) is None:
+        raise ValueError(nothing_fits(found, machine))
     what_if = _what_if(search, found) if found.best else []
     seconds = time.perf_counter() - begun
     section = {
@@ -106,13 +116,14 @@ def show(
         "configurations": [_json(one, config) for one in (*found.options, *found.too_large)],
         "runner_up": _runner_up(found.options, config), "what_if": what_if,
     }  # fmt: skip
+    if found.best is None:
+        section |= {"nothing_fits": nothing_fits(found, machine), "least": chosen.memory}
     lines = _lines(section, found, config, machine)
     if verify:
         compiled, more = _verified(search, found, config, machine, verify, out)
         section["verified"] = compiled
         lines += ["", *more]
-    best = None if found.best is None else search.run_of(found.best.candidate)
-    return section, lines, best
+    return section, lines, search.run_of(chosen.candidate)
 
 
 def _json(option: Option, config: Config) -> dict[str, Any]:
@@ -127,7 +138,7 @@ def _runner_up(options: Sequence[Option], config: Config) -> str:
     if len(options) < 2:
         return ""
     best, second = options[:2]
-    flags = " ".join(candidates.flags(second.candidate, config))
+    flags = pasted(candidates.flags(second.candidate, config))
     names = {*best.parts, *second.parts}
     differences = {name: second.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
     named = [
@@ -144,8 +155,9 @@ def _what_if(search: Search, found: Found) -> list[str]:
     """What more memory and faster links would change."""
     best, texts = found.best, []
     limit = ADMITTED * search.machine.topology.hbm_bytes
-    more = search.find(limit=limit + MORE, keep=1, most=MOST_COUNTED).best
-    texts.append(f"with 1 GiB more of each device: {_better(more, best)}")
+    more = search.find(limit=limit + MORE, keep=1, most=MOST_COUNTED)
+    text = _better(more.best, best, least=bool(_left_out(more)))
+    texts.append(f"with 1 GiB more of each device: {text}")
     machine = search.machine
     for name, field in (("links", "link"), ("a network", "network")):
         rate = getattr(machine.rates, field)
@@ -154,19 +166,20 @@ def _what_if(search: Search, found: Found) -> list[str]:
         faster = dataclasses.replace(machine.rates, **{field: 2 * rate})
         other = search.on(dataclasses.replace(machine, rates=faster), None)
         retimed = [other.option(one.candidate, limit) for one in found.options]
-        texts.append(
-            f"with {name} twice as fast: {_better(min(retimed, key=lambda one: one.order), best)}"
-        )
+        # Only those that are the fastest now: another may gain more.
+        text = _better(min(retimed, key=lambda one: one.order), best, least=True)
+        texts.append(f"with {name} twice as fast: {text}")
     return texts
 
 
-def _better(option: Option, best: Option) -> str:
+def _better(option: Option, best: Option, *, least: bool) -> str:
+    """What a change gains; `least`: others than this option were not all looked at."""
     gain = 1 - option.step / best.step
     if gain < _NAMED:
-        return "nothing"
+        return "nothing for those that are the fastest now" if least else "nothing"
     same = option.candidate == best.candidate
     flags = "" if same else f", {_difference(option.candidate, best.candidate)}"
-    return f"{gain:.1%} less time{flags}"
+    return f"{'at least ' if least else ''}{gain:.1%} less time{flags}"
 
 
 def _difference(one: candidates.Candidate, other: candidates.Candidate) -> str:
@@ -187,17 +200,22 @@ def _lines(section: dict[str, Any], found: Found, config: Config, machine: Machi
         return [head, nothing_fits(found, machine)]
     rows = [("step", "memory", "flags")]
     for option in found.options[:SHOWN]:
-        flags = " ".join(candidates.flags(option.candidate, config)) or "(as configured)"
+        flags = pasted(candidates.flags(option.candidate, config)) or "(as configured)"
         rows.append((f"{option.step:.4g} s", size(option.memory), flags))
-    if found.bound < found.best.step * (1 - 1e-6):
-        head += (
-            f"; not all that may be faster were: none takes less than {found.bound:.4g} s, "
-            f"{1 - found.bound / found.best.step:.1%} less than the best here"
-        )
+    second = [f"the second: {text}"] if (text := section["runner_up"]) else []
     return [
-        head, *schedule_report.columns(rows), f"the second: {section['runner_up']}",
-        *section["what_if"],
+        head + _left_out(found), *schedule_report.columns(rows), *second, *section["what_if"],
     ]  # fmt: skip
+
+
+def _left_out(found: Found) -> str:
+    """Where a search ended before all that may be faster was counted, what none of it can beat."""
+    if found.bound >= found.best.step * (1 - 1e-6):
+        return ""
+    return (
+        f"; not all that may be faster were counted: none takes less than {found.bound:.4g} s, "
+        f"{1 - found.bound / found.best.step:.1%} less than the best here"
+    )
 
 
 def _verified(
@@ -208,7 +226,7 @@ def _verified(
     for option in found.options:
         if len(results) == most:
             break
-        flags = " ".join(candidates.flags(option.candidate, config))
+        flags = pasted(candidates.flags(option.candidate, config))
         print(f"compiling {flags}", file=out, flush=True)
         run = search.run_of(option.candidate)
         try:

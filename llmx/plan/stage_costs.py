@@ -22,10 +22,10 @@ from llmx.aot import topologies
 from llmx.config import Config, stage_memory, utilization
 from llmx.config.stage_memory import StageMemory
 from llmx.model import costs, precision, remat_costs
-from llmx.pipeline import schedules, simulate, stages
+from llmx.pipeline import simulate, stages
 from llmx.pipeline.schedule import Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import partition, schedule_report
+from llmx.plan import hardware_file, partition, schedule_report
 from llmx.plan.partition import Layer, Partition, Pipeline
 from llmx.runtime import hardware
 from llmx.step import moments
@@ -55,6 +55,14 @@ def chip_named(name: str) -> hardware.Chip:
             f"{', '.join(hardware.CHIPS)}"
         )
     return hardware.CHIPS[key]
+
+
+def usable_bytes(chip: hardware.Chip) -> int:
+    """Of a device, that a program may use: as `--machine` has it, where it has the chip."""
+    for machine in (topologies.TPUS | topologies.GPUS).values():
+        if hardware.CHIPS[machine.chip] is chip:
+            return int(machine.hbm_bytes)
+    return int(hardware_file.USABLE * chip.device_hbm_bytes)
 
 
 def bandwidth_of(chip: hardware.Chip, config: Config) -> tuple[float, str]:
@@ -226,6 +234,7 @@ class Machine:
     # Of a device; None = unknown: all weight gradients of zero bubble are then deferred.
     device_bytes: int | None = None
     is_gpu: bool = False
+    usable_bytes: int | None = None  # of a device, by a program; None = `device_bytes`
 
 
 def compare_cuts(
@@ -237,7 +246,7 @@ def compare_cuts(
     priced with those of its own, in which `remat` counts. `memory_bytes`: of a device; None = no
     limit. Raises ValueError if nothing fits into memory.
     """
-    table = table_of(config)
+    table = utilization.table_of(config)
     layers = {
         "planned": _fastest(config, profile, table, machine, memory_bytes or machine.device_bytes),
         "equal": stages.cut(config.model.num_layers, table.stage_of).layers,
@@ -253,13 +262,6 @@ def compare_cuts(
             "use more stages, remat, fewer tokens per microbatch or a schedule with fewer in flight"
         )
     return Comparison(table, cuts)
-
-
-def table_of(config: Config) -> Table:
-    """The table of a resolved config with stages."""
-    return schedules.table_of(
-        config.pipeline, stages=config.mesh.stage, microbatches=config.batch.accumulation
-    )
 
 
 def _pipeline(config: Config, profile: Profile, table: Table, machine: Machine) -> Pipeline:

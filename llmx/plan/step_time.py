@@ -17,7 +17,7 @@ import functools
 from collections.abc import Sequence
 
 from llmx.config import Config, recipe, utilization
-from llmx.pipeline import schedule, schedules, simulate
+from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
 from llmx.plan import exchange, operators, routes, sizes, traffic
@@ -48,8 +48,9 @@ GPU = Overlap(edge=0.1, edge_of_pass=3.5, once=0.3, step=0.6, ring=0.5, heads=0.
 # XLA:CPU computes in the order of the program: nothing is hidden.
 CPU = Overlap(edge=1.0, edge_of_pass=1.0, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0)
 
-_MOVED = {"tpu": operators.TPU, "gpu": operators.GPU, "cpu": operators.CPU}
-_OVERLAPS = {"tpu": TPU, "gpu": GPU, "cpu": CPU}
+# By platform.
+MOVED = {"tpu": operators.TPU, "gpu": operators.GPU, "cpu": operators.CPU}
+OVERLAPS = {"tpu": TPU, "gpu": GPU, "cpu": CPU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ EXPOSED, BUBBLE = "exposed", "bubble"
 
 def of(run: Config, machine: Machine) -> StepTime:
     """Of a resolved run."""
-    counted, overlap = sizes.of(run), _OVERLAPS[machine.topology.platform]
+    counted, overlap = sizes.of(run), OVERLAPS[machine.topology.platform]
     passes = traffic.passes_of(run)
     parts, listed = computed(counted, machine)
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
@@ -100,7 +101,7 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
 
     Seconds, of a step that waits for no message: a bound for `of`.
     """
-    listed = operators.of(counted, machine.core, _MOVED[machine.topology.platform])
+    listed = operators.of(counted, machine.core, MOVED[machine.topology.platform])
     parts = _computed(counted, listed)
     if (idle := _idle(counted, listed)) > 0:
         parts[BUBBLE] = idle
@@ -139,16 +140,10 @@ def pipeline_of(counted: Sizes, listed: Sequence[Operator]) -> tuple[Table, Time
     run = counted.run
     if run.mesh.stage == 1:
         return None
-    table = _table(run)
+    table = utilization.table_of(run)
     _, layers = _rounds(counted)
     times = {kind: layers * seconds for kind, seconds in _operations(table, listed).items()}
     return table, simulate.simulate(table, **times)
-
-
-def _table(run: Config) -> Table:
-    return schedules.table_of(
-        run.pipeline, stages=run.mesh.stage, microbatches=run.batch.accumulation
-    )
 
 
 def _operations(table: Table, listed: Sequence[Operator]) -> dict[str, float]:
@@ -168,7 +163,7 @@ def _idle(counted: Sizes, listed: Sequence[Operator]) -> float:
     """What a pipeline's step takes beyond the work of one stage, in lockstep."""
     if counted.run.mesh.stage == 1:
         return 0.0
-    table = _table(counted.run)
+    table = utilization.table_of(counted.run)
     rounds, layers = _rounds(counted)
     times = {KINDS[schedule.IDLE]: 0.0} | _operations(table, listed)
     lockstep = sum(

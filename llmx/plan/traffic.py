@@ -11,7 +11,7 @@ device sends of a whole array of V bytes, in a group of n:
     collective-permute                        V
 
 Not counted: numbers that do not grow with the model (losses, norms of gradients), and what a
-strategy other than "mean" exchanges over `data`, which is in `llmx.plan.network`.
+strategy other than "mean" exchanges over `data`, which is in `llmx.plan.exchange`.
 
 Letters: as in `llmx.model.costs`.
 """
@@ -29,7 +29,7 @@ from llmx.config import Config, utilization
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
 from llmx.model.families import LOCAL
-from llmx.pipeline import executor, schedules, ticks
+from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
 from llmx.plan.sizes import Leaf, Sizes, leaves
@@ -76,7 +76,7 @@ def passes_of(run: Config) -> Passes:
     microbatches = run.batch.accumulation
     if run.mesh.stage == 1:
         return Passes(microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0)
-    table = schedules.table_of(run.pipeline, stages=run.mesh.stage, microbatches=microbatches)
+    table = utilization.table_of(run)
     counts = _of_schedule(table)
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),

@@ -1,15 +1,30 @@
 """`llmx.plan calibrate`: what it measures, that it goes on where it was, and what it writes."""
 
+import dataclasses
+import itertools
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from llmx.plan import __main__ as command
-from llmx.plan import calibrate, gemm, hardware_file, machines, stopwatch
+from llmx.plan import (
+    calibrate,
+    gemm,
+    hardware_file,
+    machines,
+    operators,
+    routes,
+    sizes,
+    small_models,
+    stopwatch,
+)
+from llmx.plan.traffic import Message
 
-ABOUT = {"device_kind": "cpu", "num_devices": 2, "jax": "0", "cores": 2, "processor": "A CPU"}
+ABOUT = {"device_kind": "cpu", "num_devices": 2, "shape": "2", "jax": "0", "cores": 2,
+         "processor": "A CPU"}  # fmt: skip
 PEAK, BANDWIDTH = 1e11, 2e10
 
 
@@ -20,7 +35,8 @@ def fake(key):
         return 1e-6 + 2.0 * m * n * k / PEAK
     if key[0] == "attention":
         _, batch, length, heads, _, _, _, passes = key
-        return passes * batch * heads * gemm.scores_of(length, in_blocks=True) * 1e-9
+        scores = batch * heads * gemm.scores_of(length, in_blocks=True)
+        return passes * (1e-6 + scores * 1e-9)
     return 1e-6 + 2.0 * key[1] / BANDWIDTH if key[1:] else 1e-6
 
 
@@ -47,6 +63,16 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     assert calibrate.run(path, ABOUT, keys, None, said.append) == found  # nothing is measured
 
 
+def test_a_last_line_without_its_end_is_kept(tmp_path):
+    keys, path, asked = calibrate.keys_of("cpu", 2, True)[:5], tmp_path / "cpu.json.part", []
+    clock = lambda key: asked.append(key) or fake(key)  # noqa: E731
+    calibrate.run(path, ABOUT, keys[:3], clock, lambda text: None)
+    path.write_text(path.read_text().removesuffix("\n"))
+    for _ in range(2):  # what is added is on lines of its own
+        found = calibrate.run(path, ABOUT, keys, clock, lambda text: None)
+        assert found == {key: fake(key) for key in keys} and asked == keys
+
+
 def test_measurements_of_another_machine_are_refused(tmp_path):
     path = tmp_path / "cpu.json.part"
     calibrate.run(path, ABOUT, [("start",)], fake, lambda text: None)
@@ -63,19 +89,46 @@ def test_what_was_measured_is_what_the_planner_computes_with(tmp_path):
     for key in keys:
         if key[0] == "product":
             _, m, n, k, dtype, _ = key
-            seconds = gemm.seconds(m, n, k, dtype, core) - core.calibration.start
-            assert seconds == pytest.approx(fake(key), rel=2e-3)
+            assert gemm.seconds(m, n, k, dtype, core) == pytest.approx(fake(key), rel=2e-3)
     between = gemm.seconds(300, 700, 500, "float32", core)
     assert between == pytest.approx(2.0 * 300 * 700 * 500 / PEAK, rel=0.1)
     assert core.bandwidth == pytest.approx(BANDWIDTH, rel=0.01)
     scores = 6 * 4 * gemm.scores_of(512, in_blocks=True)
     for seconds in gemm.attended_seconds(scores, 512, 24, 64, "float32", core):
-        assert seconds == pytest.approx(scores * 1e-9, rel=1e-2)
+        assert seconds == pytest.approx(1e-6 + scores * 1e-9, rel=1e-2)
+    for key in keys:
+        if key[0] == "attention" and key[-1] == 1:
+            _, batch, length, heads, _, head_dim, dtype, _ = key
+            scores = batch * heads * gemm.scores_of(length, in_blocks=True)
+            times = gemm.attended_seconds(scores, length, batch * heads, head_dim, dtype, core)
+            for seconds in times:
+                assert seconds == pytest.approx(fake(key), rel=1e-3)
     assert own.rates.link == pytest.approx(BANDWIDTH / 2, rel=0.01)
 
 
+def test_moves_take_the_bandwidth_of_their_arrays():
+    """Of a machine whose caches are ten times as fast as its memory."""
+
+    def cached(key):
+        in_caches = key[0] == "move" and key[1] <= 2**20
+        return 1e-6 + (fake(key) - 1e-6) / 10 if in_caches else fake(key)
+
+    keys = calibrate.keys_of("cpu", 1, False)
+    own = calibrate.hardware_of({key: cached(key) for key in keys}, "cpu", ABOUT)
+    values = hardware_file.to_json(own)
+    values["calibration"]["streamed"].reverse()
+    assert hardware_file.of(values) == own  # interpolation needs them in order
+    for batch, bandwidth in ((1, 10 * BANDWIDTH), (4096, BANDWIDTH)):  # of [tokens, F] in fp32
+        run = small_models.run_of("llama3", (batch, 64), num_layers=2, mlp_dim=1024)
+        listed = operators.of(sizes.of(run), own.core, operators.CPU)
+        found = [one for one in listed if one.name.startswith("activation")]
+        assert len(found) >= 2
+        for one in found:
+            assert one.seconds == pytest.approx(1e-6 + one.bytes / bandwidth, rel=0.01)
+
+
 def test_a_known_chip_keeps_its_row():
-    about = ABOUT | {"device_kind": "NVIDIA H100 80GB HBM3", "num_devices": 8}
+    about = ABOUT | {"device_kind": "NVIDIA H100 80GB HBM3", "num_devices": 8, "shape": "1x8"}
     keys = calibrate.keys_of("accelerator", 8, True)
     seconds = lambda key: fake(key) * PEAK / 600e12  # noqa: E731
     own = calibrate.hardware_of({key: seconds(key) for key in keys}, "h100", about)
@@ -83,6 +136,59 @@ def test_a_known_chip_keeps_its_row():
     assert own.core.calibration.products == pytest.approx(600 / 989.5, rel=0.01)
     assert own.core.calibration.units == 132
     assert hardware_file.of(hardware_file.to_json(own)) == own
+
+
+def _reduced(machine, size):
+    """Seconds of a sum over all devices by the planner."""
+    n = machine.topology.num_devices
+    message = Message("sums", "all-reduce", ("data",), size, 1, n)
+    return routes.Routes(machine, {"data": n}).seconds(message)
+
+
+@pytest.mark.parametrize(
+    "name", ["v5p:2x2x2", "v5p:4x4x4", "v5e:2x4", "tpu7x:2x2x1", "h100:8", "h100:2x8"]
+)
+def test_the_planners_own_times_give_its_own_rates(name):
+    machine = machines.parse(name)
+    topology = machine.topology
+    about = ABOUT | {
+        "device_kind": topology.device_kind, "num_devices": topology.num_devices,
+        "shape": "x".join(map(str, topology.shape)),
+    }  # fmt: skip
+    seconds = {key: fake(key) for key in calibrate.keys_of("accelerator", 1, True)}
+    sizes = [key[1] for key in calibrate.keys_of("accelerator", 2, True) if key[0] == "all_reduce"]
+    sums = {("all_reduce", size): _reduced(machine, size) for size in sizes}
+    own = calibrate.hardware_of(seconds | sums, topology.family, about)
+    assert own.rates.link == pytest.approx(machine.rates.link)
+    assert own.rates.start == pytest.approx(machine.rates.start, abs=1e-12)
+    # Of links twice as slow, with a start, where no network is in between.
+    slow = {key: 2 * time + 1e-5 for key, time in sums.items()}
+    rates = calibrate.hardware_of(seconds | slow, topology.family, about).rates
+    if name == "h100:2x8":
+        assert rates == machine.rates
+        return
+    assert rates.link == pytest.approx(machine.rates.link / 2)
+    again = dataclasses.replace(machine, rates=rates)
+    for key, time in slow.items():
+        assert _reduced(again, key[1]) == pytest.approx(time)
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "v5e:2x4", "tpu7x:2x2x1", "h100:2x8"])
+def test_the_shape_of_devices(name):
+    topology = machines.parse(name).topology
+    shape = (*topology.shape, 1, 1)[:3] if topology.platform == "tpu" else topology.shape
+    places = list(itertools.product(*map(range, shape), range(topology.chip.devices_per_chip)))
+    devices = [
+        types.SimpleNamespace(
+            platform=topology.platform, device_kind=topology.device_kind, coords=place[:3],
+            process_index=place[0],
+        )
+        for place in places
+    ]  # fmt: skip
+    assert calibrate.shape_of(devices) == name.partition(":")[2]
+    if topology.platform == "tpu":
+        assert calibrate.shape_of(devices[:1] + devices[-1:]) == ""
+    assert calibrate.shape_of(jax.devices()) == str(jax.device_count())
 
 
 def test_blocks_of_attention_are_counted():

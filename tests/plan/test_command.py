@@ -10,7 +10,7 @@ from llmx.pipeline.schedule import check
 from llmx.pipeline.schedules import SCHEDULES
 from llmx.pipeline.simulate import simulate
 from llmx.plan import __main__ as command
-from llmx.plan import draw
+from llmx.plan import draw, search, stage_costs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -389,3 +389,18 @@ def test_plan_says_what_is_wrong_with_a_config(argv, words, capsys):
 def test_options_of_a_config_need_one(capsys):
     assert command.main(["--chip=v5p", "--replicate"]) == 2
     assert "--chip, --replicate without --config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["v5p", "tpu7x", "h100", "a100_40gb"])
+def test_both_reports_admit_the_same(family, capsys):
+    """`--chip` and `--machine`: one share of the same bytes of a device."""
+    sizes = ["--config.mesh.stage=2", "--config.mesh.data=1", "--config.mesh.fsdp=-1",
+             "--config.batch.accumulation=8", "--config.batch.size=64", "--json"]  # fmt: skip
+    argv = [f"--config={ROOT}/configs/gpt2_124m.py", *sizes]
+    shape = "2x2x1" if family in ("v5p", "tpu7x") else "8"
+    command.main([*argv, f"--machine={family}:{shape}"])
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    usable = stage_costs.usable_bytes(stage_costs.chip_named(family))
+    assert usable == memory["limit"] and memory["admitted"] == search.ADMITTED
+    assert command.main([*argv[:-1], f"--chip={family}", "--devices=8"]) == 0
+    assert f"what fits in {search.ADMITTED * usable / 2**30:.2f} GiB" in capsys.readouterr().out

@@ -5,6 +5,8 @@ import functools
 import json
 import math
 import pathlib
+import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -199,11 +201,26 @@ def test_the_report(capsys):
     assert report["memory"]["peak"] == state + max(sum(of.values()) for of in peaks.values())
 
 
+@pytest.mark.parametrize("platform", ["v5p", "h100"])
+def test_the_script_takes_programs_of_one_platform(platform, tmp_path, monkeypatch, capsys):
+    name = next(name for name in BY_NAME if f"llama3_8b {platform}" in name)
+    path = tmp_path / "programs.jsonl"
+    path.write_text(compiled_programs.to_line(BY_NAME[name]) + "\n")
+    monkeypatch.setattr(sys, "argv", ["validate_planner.py", "--programs", str(path)])
+    runpy.run_path(str(ROOT / "scripts" / "validate_planner.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    own, other = ("TPU", "GPU") if platform == "v5p" else ("GPU", "TPU")
+    assert f"on {own}: mean" in printed and f"on {other}: none" in printed
+
+
 def test_what_is_not_counted_is_said(capsys):
     given = (f"--config={ROOT}/configs/gemma3_1b.py", "--machine=2@v5e:2x2")
     assert "not counted: what Muon sends" in _run(capsys, *given)[1].out
     code, printed = _run(capsys, *given, "--config.optimizer.name=adamw")
     assert code == 0 and "not counted" not in printed.out
+    given = (f"--config={ROOT}/configs/llama3_8b.py", "--machine=h100:8")
+    printed = _run(capsys, *given, "--config.offload.optimizer=True")[1]
+    assert "not counted: the time in which moments go to the host's memory" in printed.out
 
 
 def test_what_does_not_fit_is_said(capsys):

@@ -121,13 +121,12 @@ def test_an_interval_of_ones_own_costs_what_it_costs():
         (("--tokens=0",), "tokens=0 must be a number of tokens above 0"),
         (("--step-seconds=0",), "step_seconds=0 must be a number of seconds above 0"),
         (("--step-seconds=1", "--device-mtbf=-2"), "device_mtbf=-2"),
-        (("--step-seconds=1", "--restart-seconds=-1"), "restart=-1"),
+        (("--step-seconds=1", "--restart-seconds=-1"), "restart_seconds=-1"),
         (("--step-seconds=1", "--save-seconds=inf"), "save_seconds=inf"),
         (("--step-seconds=1", "--price=-1"), "price=-1"),
         (("--step-seconds=1", "--price=inf"), "price=inf"),
         (("--step-seconds=1", "--tokens=1e300"), "tokens=1e+300"),
         (("--step-seconds=0.2",), "no step is shorter than 0.5"),
-        (("--step-seconds=1", "--device-mtbf=1e-5"), "are hardly ever done"),
     ],
 )
 def test_bad_input(args, words, capsys):
@@ -139,6 +138,18 @@ def test_an_interval_that_gets_nowhere_is_said(capsys):
     often = ("--step-seconds=1.5", "--device-mtbf=0.5", "--restart-seconds=1")
     code, printed = _run(capsys, *often, "--config.checkpoint.every=20000")
     assert code == 0 and "checkpoint.every=20000: with a failure every" in printed.out
+
+
+def test_where_a_run_never_ends_the_report_stays(capsys, tmp_path):
+    html = tmp_path / "plan.html"
+    args = ("--step-seconds=1", "--device-mtbf=1e-5", f"--html={html}")
+    code, printed = _run(capsys, *args, "--json")
+    report = json.loads(printed.out)
+    assert code == 0 and report["memory"]["fits"] and report["time"]["step"] > 0
+    assert report["duration"] is None and "are hardly ever done" in report["no_duration"]
+    assert "are hardly ever done" in html.read_text()
+    code, printed = _run(capsys, *args)
+    assert code == 0 and "no length of the run: with a failure every" in printed.out
 
 
 def test_a_duration_needs_a_machine(capsys):

@@ -1,11 +1,14 @@
 """Hardware of one's own: files that are read, and what is said of wrong ones."""
 
+import dataclasses
 import json
 
 import pytest
 
+from llmx.aot import topologies
 from llmx.plan import __main__ as command
 from llmx.plan import hardware_file, machines
+from llmx.runtime import hardware
 
 H300 = {"name": "h300", "base": "h100", "flops": {"bfloat16": 2e15}, "hbm_bytes": 288 * 2**30}
 TORUS = {
@@ -40,6 +43,16 @@ def test_what_is_written_is_read_back(tmp_path):
         found = hardware_file.of(values)
         again = hardware_file.read(written(tmp_path / "again.json", hardware_file.to_json(found)))
         assert again == found
+
+
+@pytest.mark.parametrize("base", [*topologies.TPUS, *topologies.GPUS, *hardware.CHIPS])
+def test_every_base_is_read_back(base):
+    found = hardware_file.of({"name": "own", "base": base})
+    assert hardware_file.of(hardware_file.to_json(found)) == found
+    known = topologies.TPUS | topologies.GPUS
+    if found.base:  # what `calibrate` writes
+        all_of_it = dataclasses.replace(found, usable_bytes=int(known[found.base].hbm_bytes))
+        assert hardware_file.of(hardware_file.to_json(all_of_it)) == all_of_it
 
 
 @pytest.mark.parametrize(

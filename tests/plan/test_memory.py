@@ -72,6 +72,25 @@ def test_state_is_the_recipes(name):
             assert counted[part] == held or 0 < held - counted[part] < 512, (part, on_host)
 
 
+# Norms and scalars of a model this small.
+OF_STAGES = 0.01
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+def test_an_average_on_stages_is_the_recipes(precision, layout):
+    """In fp32 whatever the parameters are, and split as the moments."""
+    keys = dict(mesh__stage=2, mesh__fsdp=4, sharding__layout=layout, precision=precision)
+    for more in (dict(), dict(optimizer__ema_decay=0.9)):
+        run = _resolved(**keys, **more)
+        state = make_recipe(run, devices=H100).abstract
+        counted = memory.of(sizes.of(run)).state
+        held = sharding.device_bytes(jax.tree.leaves(state.params))
+        assert counted["parameters"] == pytest.approx(held, rel=OF_STAGES)
+        held = sharding.device_bytes(jax.tree.leaves((state.opt_state, state.ema)))
+        assert counted["optimizer"] == pytest.approx(held, rel=OF_STAGES)
+
+
 IN_FLIGHT = dict(mesh__stage=2, mesh__fsdp=2, pipeline__schedule="pipedream_2bw")
 
 

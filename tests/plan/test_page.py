@@ -83,7 +83,7 @@ def searched(report):
     """The report with a search of three configurations."""
     of = lambda step, share, *flags: {  # noqa: E731
         "flags": list(flags), "step": step, "memory": share * report["memory"]["limit"],
-        "fits": share < 0.95, "why": "",
+        "fits": share < 0.95,
     }  # fmt: skip
     found = [of(1.5, 0.5, "--a=<b>"), of(1.25, 0.75, "--b=1", "--c=2"), of(1.0, 1.5, "--d=1")]
     return report | {"search": {
@@ -183,6 +183,7 @@ def test_a_search_is_shown_best_first(report):
     assert f"{gain:.0%} less time, 1.25 s: --b=1 --c=2" in first
     whole["search"] |= {
         "best": None,
+        "least": 3 * 2**30,
         "fit": 0,
         "configurations": whole["search"]["configurations"][2:],
     }

@@ -1,10 +1,12 @@
 """The search: its best is that of a full enumeration, it ends in time, and says why."""
 
 import dataclasses
+import io
 import itertools
 import json
 import math
 import pathlib
+import shlex
 
 import pytest
 
@@ -13,9 +15,17 @@ from llmx.config import ConfigError
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import candidates, machines, partition, search, search_bounds, search_report
+from llmx.plan.options import pasted
 from llmx.plan.partition import Layer
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+TORUS = {
+    "name": "t9", "flops": {"bfloat16": 1e15}, "hbm_bytes": 64 * 2**30, "hbm_bandwidth": 4e12,
+    "link_bandwidth": 1e11, "num_links": 6, "topology": "torus_3d", "max_domain": 4096,
+    "network_bandwidth": None,
+}  # fmt: skip
+CPU = TORUS | {"name": "cpu", "topology": "memory", "max_domain": 64}
 
 
 def _config(**keys):
@@ -53,8 +63,11 @@ def test_the_best_is_that_of_a_full_enumeration(name, gib):
     assert found.bound == found.best.step
 
 
-def test_bounds_are_bounds():
-    machine = machines.parse("h100:2x4")
+@pytest.mark.parametrize("name", ["h100:2x4", "v5e:2x4", "cpu:8"])
+def test_bounds_are_bounds(name, tmp_path):
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps(CPU | {"hbm_bandwidth": 1e10}))  # moves of memory decide
+    machine = machines.parse(name, path if name == "cpu:8" else None)
     space = _space(_config(), machine)
     bounds = search_bounds.Bounds(space, machine)
     counted = search.Search(space, machine)
@@ -94,9 +107,52 @@ def test_a_search_that_is_cut_short_says_what_is_left():
     assert found[0].best == found[1].best
 
 
+def test_a_search_that_is_cut_short_says_so_wherever_it_ends(monkeypatch):
+    machine, run = machines.parse("h100:1x2"), _config()
+    for most, said in ((5, True), (10**6, False)):
+        monkeypatch.setattr(search_report, "MOST_COUNTED", most)
+        _, text = search_report.chosen(run, machine)
+        section, lines, _ = search_report.show(run, machine, out=io.StringIO())
+        for one in (text, lines[0]):
+            assert ("not all that may be faster were counted: none takes less than" in one) == said
+        with_more, links, network = section["what_if"]
+        for one in (links, network):  # only those that were shown are timed again
+            assert "at least" in one or "nothing for those that are the fastest now" in one
+        assert ("at least" in with_more or "fastest now" in with_more) == said
+
+
+def test_one_option_has_no_second(capsys):
+    code, printed = _run(capsys, "--search", "--config.batch.size=1", machine="h100:1x1")
+    assert code == 0 and "the second:" in printed.out
+    space = dataclasses.replace(
+        _space(_config(batch__size=1), machines.parse("h100:1x1")), remats=("full",)
+    )
+    found = search.Search(space, machines.parse("h100:1x1")).find()
+    section = {"runner_up": search_report._runner_up(found.options, _config()),
+               "what_if": [], "seconds": 1.0}  # fmt: skip
+    assert len(found.options) == 1
+    lines = search_report._lines(section, found, _config(), machines.parse("h100:1x1"))
+    assert not any("the second" in line for line in lines)
+
+
+def test_flags_can_be_pasted_into_a_shell():
+    run = _config()
+    machine = machines.parse("2@v5e:2x2")
+    best = search_report.make(run, machine).find(most=20).best.candidate
+    flags = candidates.flags(best._replace(layers=(1, 2)), run)
+    assert any("across_slices=(" in flag for flag in flags)
+    text = pasted(flags)
+    assert shlex.split(text) == flags and 'across_slices="(' in text
+    assert 'layers="(1, 2)"' in text
+
+
 SIZES = {"gpt2_124m": "v5e:2x4", "qwen3_0.6b": "v5e:2x4", "gemma3_1b": "2@v5e:2x2",
          "llama3_8b": "h100:8", "llama3_8b_v5e": "v5e:2x4", "llama3_128k": "v5p:2x2x4",
          "llama3_70b": "v5p:4x4x4", "llama3_70b_pipeline": "v5p:4x4x4"}  # fmt: skip
+
+
+# Candidates that are counted, of some thousands: the search has to look at the right ones first.
+MOST = dict.fromkeys(SIZES, 100) | {"llama3_8b_v5e": 300}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -109,7 +165,7 @@ def test_no_config_is_faster_on_its_own_hardware(name):
     made = search_report.make(run, machine)
     own = made.option(candidates.of_run(made.own), math.inf)
     made.own = None  # so that it has to find one
-    best = made.find(most=1500, keep=1).best
+    best = made.find(most=MOST[name], keep=1).best
     assert best.step <= own.step * (1 + 1e-9)
 
 
@@ -168,11 +224,66 @@ def test_bad_input(args, words, capsys):
     assert code == 2 and words in printed.err and not printed.out
 
 
-def test_nothing_fits_is_an_error(capsys):
-    path = f"--config={ROOT}/configs/llama3_405b.py"
-    code = command.main((path, "--machine=h100:8", "--search", "--config.batch.size=8"))
+@pytest.mark.parametrize("how", ["--search", "--config.mesh=auto"])
+@pytest.mark.parametrize(("config", "batch"), [("llama3_405b", 8), ("llama3_8b", 8)])
+def test_where_nothing_fits_the_report_says_so(how, config, batch, capsys, tmp_path):
+    path, html = f"--config={ROOT}/configs/{config}.py", tmp_path / "plan.html"
+    # Of 405B no state fits; of 8B on one device no configuration goes beyond the bounds.
+    machine = "--machine=h100:8" if config == "llama3_405b" else "--machine=v5e:1x1"
+    args = (path, machine, how, f"--config.batch.size={batch}", "--json", f"--html={html}")
+    code = command.main(args)
     printed = capsys.readouterr()
-    assert code == 2 and "configurations fits into" in printed.err
+    report = json.loads(printed.out)
+    found = report["search"]
+    assert code == 1 and found["best"] is None and not report["memory"]["fits"]
+    assert "configurations fits into" in found["nothing_fits"]
+    least = min(one["memory"] for one in found["configurations"])
+    assert found["least"] == least > 0.95 * report["memory"]["limit"]
+    assert f"None of {found['candidates']:,} configurations fits" in html.read_text()
+
+
+def test_the_least_that_does_not_fit_is_that_of_a_full_enumeration():
+    machine = machines.parse("h100:2x2")
+    space = _space(_config(), machine)
+    whole = search.Search(space, machine)
+    sizes = filter(None, map(whole.bytes_of, space.all()))
+    quick = search.Search(space, machine, bounds=search_bounds.Bounds(space, machine))
+    found = quick.find(limit=2**20)
+    assert found.best is None and found.least.memory == min(sizes)
+
+
+def test_where_nothing_is_valid_it_is_an_error(capsys):
+    code, printed = _run(capsys, "--search", "--config.batch.size=3", machine="h100:1x7")
+    assert code == 2 and "goes with h100:1x7, 7 devices" in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--tokens=0",), "tokens=0"),
+        (("--price=-1",), "price=-1"),
+        (("--step-seconds=-1",), "step_seconds=-1"),
+        (("--step-seconds=1e-9",), "no step is shorter than"),
+        (("--save-seconds=0",), "save_seconds=0"),
+        (("--device-mtbf=nan",), "device_mtbf=nan"),
+        (("--config.remat=budget",), "remat='budget' is chosen by compiling"),
+    ],
+)
+def test_wrong_flags_are_refused_before_a_search(args, words, capsys, monkeypatch):
+    monkeypatch.setattr(search_report, "show", lambda *_, **__: pytest.fail("it searched"))
+    code, printed = _run(capsys, "--search", *args)
+    assert code == 2 and words in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(("base", "name"), [(TORUS, "t9:2x2x1"), (CPU, "cpu:4")])
+def test_what_has_no_compiler_is_not_verified(base, name, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(search_report, "show", lambda *_, **__: pytest.fail("it searched"))
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(base))
+    args = ("--search", "--verify=2", f"--hardware={path}")
+    code, printed = _run(capsys, *args, machine=name)
+    assert code == 2 and not printed.out
+    assert f"--verify=2 on {name}: no compiler is known for" in printed.err
 
 
 def test_only_train_and_plan_choose_a_mesh(tmp_path):

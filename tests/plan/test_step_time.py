@@ -1,6 +1,7 @@
 """The time of a step: its operators are the model's products, its messages the links' bytes."""
 
 import dataclasses
+import pathlib
 import types
 
 import numpy as np
@@ -11,10 +12,12 @@ from llmx.aot import links
 from llmx.config import checks
 from llmx.model import costs, families, remat_costs
 from llmx.pipeline import schedules, simulate
+from llmx.plan import __main__ as command
 from llmx.plan import auto, calibrations, gemm, machines, operators, routes, sizes, step_time
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
 from llmx.plan.traffic import Message
 
+ROOT = pathlib.Path(__file__).parents[2]
 H100, V5P = machines.parse("h100:2x8"), machines.parse("v5p:2x2x4")
 
 
@@ -107,6 +110,32 @@ def test_a_pipeline_takes_the_ticks_of_its_schedule():
         assert parts[step_time.BUBBLE] > 0
 
 
+@pytest.mark.parametrize("machine", [H100, V5P], ids=["gpu", "tpu"])
+def test_an_update_takes_the_bytes_of_its_optimizer(machine):
+    def update(**keys):
+        run = _resolved(**keys)
+        listed = operators.of(sizes.of(run), machine.core, step_time.MOVED[run.launch.platform])
+        (one,) = (one for one in listed if one.name == "update")
+        return one.bytes, run
+
+    keys = dict(launch__platform="gpu" if machine.on_gpu else "tpu")
+    moved = step_time.MOVED[keys["launch__platform"]]
+    adamw, run = update(**keys)
+    numbers = costs.num_parameters(run.model) / 16  # norms aside
+    # Fitted to the programs of AdamW in fp32.
+    assert adamw == pytest.approx(moved.update * 4 * numbers, rel=1e-3)
+    # Of each number: parameters twice, gradients once, moments and averages twice.
+    for bytes_of, more in (
+        (4 * 3 + 4 * 2, dict(optimizer__name="lion")),
+        (4 * 3, dict(optimizer__name="adafactor")),
+        (4 * 3 + 4 * 2 * 2, dict(optimizer__name="lamb")),
+        (4 * 3 + 2 * 2 * 2, dict(optimizer__moments="bf16")),
+        (4 * 3 + 2 * 2 * (1 + 1 / 32), dict(optimizer__moments="int8")),
+        (4 * 3 + 4 * 2 * 2 + 4 * 2, dict(optimizer__ema_decay=0.999)),
+    ):
+        assert update(**keys, **more)[0] == pytest.approx(adamw * bytes_of / 28, rel=1e-3), more
+
+
 def test_messages_on_gpus_take_nvlink_and_adapters():
     on = routes.Routes(H100, {"data": 2, "fsdp": 8})
     rates = H100.rates
@@ -150,6 +179,23 @@ def test_slices_are_joined_by_their_network():
     assert seconds == pytest.approx(1e9 / machine.rates.network, rel=0.01)
 
 
+def test_a_network_of_unknown_bandwidth_is_refused(capsys):
+    argv = [f"--config={ROOT}/configs/gpt2_124m.py", "--config.batch.size=64"]
+    sliced = ["--machine=2@v4:2x2x2", "--config.mesh.data=2", "--config.mesh.fsdp=8",
+              "--config.sharding.layout=hsdp", "--config.mesh.across_slices=('data',)"]  # fmt: skip
+    assert command.main([*argv, *sliced]) == 2
+    printed = capsys.readouterr()
+    assert "rates.network=None; give it in a hardware file" in printed.err and not printed.out
+    assert command.main([*argv, *sliced, "--search"]) == 2
+    unknown = dataclasses.replace(H100, rates=dataclasses.replace(H100.rates, network=None))
+    links = routes.Routes(unknown, {"data": 2, "fsdp": 8})
+    with pytest.raises(ValueError, match="between hosts of NVIDIA H100"):
+        links.seconds(Message("gradients", "all-reduce", ("data",), 1e6, 1, 2))
+    with pytest.raises(ValueError, match="between hosts of NVIDIA H100"):
+        links.seconds(Message("", "collective-permute", ("data",), 1e6, 1, 2))
+    assert links.seconds(Message("weights", "all-gather", ("fsdp",), 1e6, 1, 8)) > 0
+
+
 def test_faster_links_are_never_slower():
     run = _resolved(mesh__tensor=4)
     for field in ("link", "network"):
@@ -165,7 +211,8 @@ def test_products_on_tpus_are_by_their_tables():
     assert len(rows) >= 60 and (8192, 14336, 4096) in rows
     for shape in sorted(rows)[::7]:
         shares = [row.share for row in core.calibration.table if row[:3] == shape]
-        found = gemm.share_of_peak(*shape, "bfloat16", core)
+        flops = 2.0 * np.prod(shape)
+        found = flops / gemm.seconds(*shape, "bfloat16", core) / core.chip.peak("bfloat16")[0]
         assert found == pytest.approx(np.exp(np.mean(np.log(shares))), rel=1e-3)
     assert calibrations.core_of("tpu_v4").calibration.table == core.calibration.table
 
