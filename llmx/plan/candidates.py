@@ -351,6 +351,26 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
+def refusal(config: Config) -> str:
+    """Why a config is not counted, with the remedy; "" if it is."""
+    if config.remat == remat.BUDGET:
+        return (
+            "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
+            "give that as --config.remat"
+        )
+    return of_experts(config)
+
+
+def of_experts(config: Config) -> str:
+    """Why a mixture of experts is not counted, with the remedy; "" if the model is none."""
+    if not (experts := config.model.num_experts):
+        return ""
+    return (
+        f"model.num_experts={experts}: the planner does not count routed experts yet; run "
+        "llmx.aot, which compiles the run, with a mesh of your choice"
+    )
+
+
 def own(config: Config, topology: Topology, problems: Sequence[str] = ()) -> Config | None:
     """The config as it is, resolved for the machine; None where it does not go with it."""
     from llmx.aot import compiler

@@ -13,7 +13,15 @@ from llmx import config as config_lib
 from llmx import sharding
 from llmx.config import Config, checks, flags, utilization
 from llmx.pipeline import schedule
-from llmx.plan import layer_times, options, partition, recommend, schedule_report, stage_costs
+from llmx.plan import (
+    candidates,
+    layer_times,
+    options,
+    partition,
+    recommend,
+    schedule_report,
+    stage_costs,
+)
 from llmx.plan.partition import Layer, Partition
 from llmx.runtime import hardware, launch
 from llmx.runtime.utilization import text
@@ -42,6 +50,8 @@ def show(
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
     config = checks.resolve(config, num_devices(args, config), problems=problems)
+    if why_not := candidates.of_experts(config):
+        raise ValueError(why_not)
     if config.mesh.stage == 1 and not args.replicate:
         raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")
     bandwidth, clock, head = machine(args, config)

@@ -65,7 +65,7 @@ def show(
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
     if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
         run = compiler.resolve(config, topology, problems=problems)
-    if why_not := refusal(run) or ("" if searched else _too_short(args, run, topology)):
+    if why_not := candidates.refusal(run) or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)
     held, sent = count(run, topology)
     time = step_time.of(run, machine)
@@ -141,7 +141,7 @@ def _check_searched(
 ) -> None:
     """Raises ValueError, before a search, for what would be refused behind it."""
     alone = candidates.neutral(config, topology.platform)
-    why_not = "" if auto_mesh else refusal(config)
+    why_not = "" if auto_mesh else candidates.refusal(config)
     if why_not := why_not or _too_short(args, alone, topology, ("mfu",)):
         raise ValueError(why_not)
 
@@ -173,16 +173,6 @@ def _mesh(run: Config) -> dict[str, int]:
 
 def fits(held: Memory, topology: Topology) -> bool:
     return held.peak <= ADMITTED * topology.hbm_bytes
-
-
-def refusal(run: Config) -> str:
-    """Why a resolved run is not counted, with the remedy; "" if it is."""
-    if run.remat == remat.BUDGET:
-        return (
-            "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
-            "give that as --config.remat"
-        )
-    return ""
 
 
 def uncounted(run: Config) -> list[str]:
