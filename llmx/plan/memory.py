@@ -19,12 +19,12 @@ import dataclasses
 import itertools
 import math
 
-from llmx.config import stage_memory, utilization
+from llmx.config import stage_memory, state_memory, utilization
+from llmx.config.state_memory import leaves
 from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
 from llmx.plan import exchange
-from llmx.plan.sizes import Sizes, leaves
-from llmx.step import moments, optimizers
+from llmx.plan.sizes import Sizes
 
 FP32 = 4
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
@@ -127,24 +127,9 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 
     With another strategy than "mean" also what replicas keep to exchange less.
     """
-    run, found = sizes.run, dict.fromkeys(("parameters", "optimizer", "ema"), 0.0)
-    if run.sync.strategy != "mean":
-        return {} if on_host else exchange.state(run)
-    kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
-    of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
-    for leaf in leaves(run.model):
-        weight = leaf.in_blocks and leaf.is_matrix
-        if on_host == (run.offload.parameters and weight):
-            found["parameters"] += sizes.local(leaf, "parameters") * sizes.param_bytes
-        if run.optimizer.ema_decay and not on_host:
-            found["ema"] += sizes.local(leaf, "optimizer") * FP32
-        if on_host == (run.offload.optimizer and len(leaf.shape) > 1):
-            arrays = of_blocks if weight else of_others
-            # Eight bits are for matrices only, and position tables are none.
-            in_fp32 = kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes)
-            number = FP32 if in_fp32 else kept
-            found["optimizer"] += arrays * sizes.local(leaf, "optimizer") * number
-    return found
+    if sizes.run.sync.strategy != "mean":
+        return {} if on_host else exchange.state(sizes.run)
+    return state_memory.of(sizes.run, on_host=on_host)
 
 
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
@@ -315,14 +300,17 @@ def _updated(sizes: Sizes) -> float:
     )
 
 
+_STATE = ("parameters", "optimizer")  # parts of a `StageMemory`
+
+
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     try:
         deferred = stage_memory.deferred_layers(sizes.run, device_bytes, on_gpu=on_gpu)
     except ValueError:  # not one layer's weight gradients fit: counted with those of one
         deferred = 1
     parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
-    held = {name: parts[name] for name in ("parameters", "optimizer") if parts[name]}
-    rest = {name: num for name, num in parts.items() if num and name not in held}
+    held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
+    rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     peaks = {BACKWARD: rest}
     if updated := math.ceil(_updated(sizes)):
         peaks[UPDATE] = {"updated parameters": updated}

@@ -26,13 +26,14 @@ import jax
 
 from llmx.aot import links
 from llmx.config import Config, utilization
+from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
 from llmx.model.families import LOCAL
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
-from llmx.plan.sizes import Leaf, Sizes, leaves
+from llmx.plan.sizes import Sizes
 
 PASSES = links.PASSES | {"all-to-all": 1.0}
 IDS = FP32 = 4  # bytes of a token's id, of a number

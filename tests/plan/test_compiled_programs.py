@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmx import config
-from llmx.config import checks
+from llmx.config import checks, state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import compiled_programs, memory, sizes, traffic
@@ -133,7 +133,7 @@ def test_ddp_sends_each_gradient_once():
     )
     assert once == often
     of_run = sizes.of(_resolved(**keys))
-    matrices = sum(leaf.numbers for leaf in sizes.leaves(of_run.run.model) if leaf.is_matrix)
+    matrices = sum(leaf.numbers for leaf in state_memory.leaves(of_run.run.model) if leaf.is_matrix)
     assert once["data"] == pytest.approx(2 * 7 / 8 * 2 * matrices, rel=0.01)
 
 

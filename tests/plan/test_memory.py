@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice
 
 from llmx import config, sharding
-from llmx.config import checks
+from llmx.config import checks, stage_memory
 from llmx.config.recipe import make_recipe
 from llmx.model import families
 from llmx.plan import memory, sizes
@@ -34,6 +34,12 @@ ALL_AXES = dict(mesh__data=2, mesh__fsdp=2, mesh__sequence=2, mesh__tensor=2)
 CASES = {
     **{layout: dict(sharding__layout=layout, **ALL_AXES) for layout in sharding.LAYOUTS},
     "stages": dict(mesh__stage=2, mesh__fsdp=2, mesh__tensor=2, sharding__layout="zero2"),
+    "stages, learned positions": dict(
+        family="gpt2", mesh__stage=2, mesh__tensor=4, sharding__layout="ddp"
+    ),
+    "stages, unequal chunks": dict(
+        family="qwen3", mesh__stage=2, mesh__fsdp=4, pipeline__layers=(3, 1)
+    ),
     "gpt2": dict(family="gpt2", mesh__fsdp=4, mesh__tensor=2),
     "gemma3": dict(family="gemma3", mesh__fsdp=2, mesh__data=2, sharding__layout="hsdp"),
     "qwen3, K/V heads whole": dict(
@@ -70,6 +76,17 @@ def test_state_is_the_recipes(name):
             held = sharding.device_bytes(leaves)
             # Trust ratios and the like: some numbers for each layer.
             assert counted[part] == held or 0 < held - counted[part] < 512, (part, on_host)
+    reported = memory.of(of_run).state
+    assert reported == {part: size for part, size in memory.state(of_run).items() if size}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "stages" in name])
+def test_a_stage_holds_the_state(name):
+    """With norms, biases and learned positions whole on every device along `tensor`."""
+    run = _resolved(**CASES[name])
+    counted, held = stage_memory.of(run), memory.state(sizes.of(run))
+    assert counted.parameters == held["parameters"]
+    assert counted.optimizer == held["optimizer"] + held["ema"]
 
 
 # Norms and scalars of a model this small.
@@ -88,7 +105,8 @@ def test_an_average_on_stages_is_the_recipes(precision, layout):
         held = sharding.device_bytes(jax.tree.leaves(state.params))
         assert counted["parameters"] == pytest.approx(held, rel=OF_STAGES)
         held = sharding.device_bytes(jax.tree.leaves((state.opt_state, state.ema)))
-        assert counted["optimizer"] == pytest.approx(held, rel=OF_STAGES)
+        kept = counted["optimizer"] + counted.get("ema", 0)
+        assert kept == pytest.approx(held, rel=OF_STAGES)
 
 
 IN_FLIGHT = dict(mesh__stage=2, mesh__fsdp=2, pipeline__schedule="pipedream_2bw")
