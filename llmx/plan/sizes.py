@@ -36,6 +36,11 @@ class Sizes:
         return self.tokens / ways
 
     @property
+    def splits_positions(self) -> bool:
+        """Whether the devices along `tensor` have other positions between blocks."""
+        return self.run.sharding.sequence_parallel and self.mesh["tensor"] > 1
+
+    @property
     def compute_bytes(self) -> int:
         return self.policy.compute.itemsize
 
