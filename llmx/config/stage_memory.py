@@ -9,7 +9,7 @@ Letters: as in `llmx.model.costs`.
 import dataclasses
 import math
 
-from llmx.config import Config, state_memory, utilization
+from llmx.config import Config, loss_memory, state_memory, utilization
 from llmx.config.axes import replica_axes
 from llmx.config.state_memory import Held, leaves
 from llmx.model import precision, remat, remat_costs
@@ -74,6 +74,8 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         # What a branch returns is beside the slots, once the other layers are differentiated.
         share = deferred / size
         working = max(working, factors + _working(held, chunks, layers_weights, share))
+    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
+    working = max(working, loss_memory.of(run, on_gpu=on_gpu))
     if on_gpu:
         working += _more_on_gpu(run) + per_stage * size * _copied(run)
     if on_gpu and any(length > 1 for _, length, _ in program.loops):

@@ -138,6 +138,56 @@ def test_eight_bit_moments_take_a_scale_for_32_numbers():
     assert memory.state(sizes.of(run))["optimizer"] == pytest.approx(held, rel=0.02)
 
 
+def _loss(chunks, *, on_gpu):
+    run = _resolved(mesh__fsdp=2, loss__chunks=chunks, **LARGE_LOSS)
+    held = memory.of(sizes.of(run), on_gpu=on_gpu)
+    forward, backward = (held.peaks[name] for name in (memory.END_OF_FORWARD, memory.BACKWARD))
+    of_logit = (2**17 // 2 // 4) * 2**13 // chunks  # numbers of an array of a chunk's logits
+    return forward["loss"], backward.get("logits", 0), of_logit
+
+
+# 128 K tokens of a step in four microbatches: logits of a microbatch are 2**14 x 2**13.
+LARGE_LOSS = dict(
+    model__vocab_size=2**13, batch__size=128, batch__sequence_length=1024,
+    model__max_positions=1024,
+)  # fmt: skip
+
+
+def test_the_gradient_of_logits_is_beside_them():
+    """In bf16; on TPUs one of up to 128 MiB is in the core's own memory."""
+    of_rows = 2 * 2**13 * 64  # of the whole head in bf16
+    for on_gpu, number in ((False, 4), (True, 6)):
+        (of_4, _, logits), (of_8, _, fewer) = (_loss(n, on_gpu=on_gpu) for n in (4, 8))
+        assert of_4 - of_8 == number * (logits - fewer) + of_rows * (2 / 4 - 2 / 8)
+        of_1, _, all_logits = _loss(1, on_gpu=on_gpu)
+        assert 2 * all_logits > 2**27 > 2 * logits
+        assert of_1 - of_4 == 6 * all_logits - number * logits + of_rows * (1 - 2 / 4)
+
+
+def test_logits_of_one_chunk_stay():
+    for on_gpu in (False, True):
+        _, kept, logits = _loss(1, on_gpu=on_gpu)
+        assert kept == (0 if on_gpu else 4 * logits)
+
+
+def test_a_loop_of_two_chunks_is_written_out_on_gpus():
+    """As in compiled programs: three arrays of logits, four chunks of the head."""
+    (of_2, _, logits), (of_4, _, fewer) = (_loss(n, on_gpu=True) for n in (2, 4))
+    rows = 2 * (2**13 // 4) * 64
+    assert of_2 - of_4 == 12 * logits - 6 * fewer + (4 * 2 - 2) * rows
+
+
+def test_keys_that_each_device_has_are_saved_whole():
+    keys = dict(mesh__tensor=4, mesh__fsdp=2, remat="names")
+    split, whole = (
+        sizes.of(_resolved(**keys, sharding__replicate_kv=replicate)) for replicate in (False, True)
+    )
+    saved = [memory.saved(of_run, memory.GPU)["saved activations"] for of_run in (split, whole)]
+    model = whole.run.model
+    of_keys = 2 * 2 * whole.tokens * model.num_kv_heads * model.head_dim * model.num_layers
+    assert saved[1] - saved[0] == of_keys * (1 - 1 / 4)
+
+
 def test_more_is_held_where_more_is_saved():
     keys = dict(
         mesh__fsdp=4, model__num_layers=64, model__head_dim=128, model__mlp_dim=1024,
