@@ -5,8 +5,18 @@ from llmx.config import Config
 from llmx.sync import replicas
 
 
+def layout_of(config: Config) -> sharding.Layout:
+    """The layout's tables, with the config's variations and strategy."""
+    layout = sharding.make_layout(
+        config.sharding.layout, sequence_parallel=config.sharding.sequence_parallel,
+        replicate_kv=config.sharding.replicate_kv,
+    )  # fmt: skip
+    if config.sync.strategy == "mean":
+        return layout
+    # Replicas are whole, each split over the other axes only.
+    return layout.without(replicas.AXES, "parameters", "gradients", "optimizer")
+
+
 def replica_axes(config: Config, table: str) -> tuple[str, ...]:
     """The mesh axes over which a layout's table splits the width, with the config's strategy."""
-    over = vars(sharding.LAYOUTS[config.sharding.layout])[table]["embed"]
-    whole = () if config.sync.strategy == "mean" else replicas.AXES
-    return tuple(axis for axis in over if axis not in whole)
+    return vars(layout_of(config))[table]["embed"]

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.config import checks, stage_memory, utilization
+from llmx.config.axes import layout_of
 from llmx.contract import Gradient
 from llmx.model import precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
@@ -90,18 +91,6 @@ def make_execution(
         packed=config.data.pack, loss_chunks=config.loss.chunks,
         turns=turns_of(config, kind.device_kind),
     )  # fmt: skip
-
-
-def layout_of(config: config_lib.Config) -> sharding.Layout:
-    """The layout's tables, with the config's variations and strategy."""
-    layout = sharding.make_layout(
-        config.sharding.layout, sequence_parallel=config.sharding.sequence_parallel,
-        replicate_kv=config.sharding.replicate_kv,
-    )  # fmt: skip
-    if config.sync.strategy == "mean":
-        return layout
-    # Replicas are whole, each split over the other axes only.
-    return layout.without(replicas_lib.AXES, "parameters", "gradients", "optimizer")
 
 
 def policy_of(config: config_lib.Config) -> precision.Policy:

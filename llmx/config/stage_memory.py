@@ -9,15 +9,14 @@ Letters: as in `llmx.model.costs`.
 import dataclasses
 import math
 
-from llmx.config import Config, utilization
+from llmx.config import Config, loss_memory, state_memory, utilization
 from llmx.config.axes import replica_axes
-from llmx.model import costs, precision, remat, remat_costs
+from llmx.config.state_memory import Held, leaves
+from llmx.model import precision, remat, remat_costs
 from llmx.pipeline import ticks
 from llmx.pipeline.ticks import Program
-from llmx.step import moments, optimizers
 
 GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
-AVERAGE_BYTES = 4  # of an average of parameters, fp32 whatever these are
 # Arrays [tokens, F] and [tokens, D] that are there at once while a layer is run again and
 # differentiated: gate, up, their activation and its gradient; the stream, its gradient, both norms.
 OF_MLP, OF_STREAM = 4, 4
@@ -63,44 +62,39 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
     table, chunks = program.table, utilization.chunks_of(run)
     size, per_stage = max(chunks), len(chunks) // run.mesh.stage
-    block, outside = _parameters(run)
-    held = per_stage * size * block + outside  # numbers of a device, were none split by width
-    param = precision.POLICIES[run.precision].param
-    of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
-    in_moments = of_blocks * per_stage * size * block + of_others * outside
-    in_moments *= moments.number_bytes(run.optimizer.moments, param)
-    average = AVERAGE_BYTES * held if run.optimizer.ema_decay else 0.0
-    parameters = param.itemsize * held / _ways(run, "parameters")
-    gradients = GRADIENT_BYTES * held / _ways(run, "gradients")
+    state, held = state_memory.of(run), state_memory.Held(run)
+    numbers = [(leaf, held.numbers(leaf, "gradients")) for leaf in leaves(model)]
+    held_gradients = sum(of_leaf for _, of_leaf in numbers)
+    outside = sum(of_leaf for leaf, of_leaf in numbers if not leaf.in_blocks)
     deferred = size if deferred_layers is None else min(deferred_layers, size)
     factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
     layers_weights = GATHERED_ON_GPU if on_gpu else 1
-    working = _working(run, chunks, block, layers_weights)
+    working = _working(held, chunks, layers_weights)
     if table.mixes_kinds:
         # What a branch returns is beside the slots, once the other layers are differentiated.
         share = deferred / size
-        working = max(working, factors + _working(run, chunks, block, layers_weights, share))
+        working = max(working, factors + _working(held, chunks, layers_weights, share))
+    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
+    working = max(working, loss_memory.of(run, on_gpu=on_gpu))
     if on_gpu:
         working += _more_on_gpu(run) + per_stage * size * _copied(run)
     if on_gpu and any(length > 1 for _, length, _ in program.loops):
         # With FORWARD and BACKWARD in one loop XLA:GPU has a microbatch's saved activations twice.
         working += _kept(run, remat.inside(run.remat), chunks)
     # And the gradients of embedding and head of one microbatch.
-    working += GRADIENT_BYTES * outside / _ways(run, "gradients")
+    working += GRADIENT_BYTES * outside
     in_flight = 0.0
     if table.periodic and not run.pipeline.predict:  # gradients of the batch in flight
-        in_flight = policy.reduce.itemsize * held / _ways(run, "gradients")
+        in_flight = policy.reduce.itemsize * held_gradients
     steps = 2 if table.periodic else 1
     versions = 0.0
     if table.periodic:  # of the batch in flight; both behind each other; the one predicted from
-        versions = parameters * (3 + run.pipeline.predict)
+        versions = state["parameters"] * (3 + run.pipeline.predict)
     x_bytes = policy.compute.itemsize * model.width * _tokens(run)
     return StageMemory(
-        parameters=math.ceil(parameters),
-        optimizer=math.ceil(
-            ((0 if run.offload.optimizer else in_moments) + average) / _ways(run, "optimizer")
-        ),
-        gradients=math.ceil(gradients * steps + in_flight),
+        parameters=math.ceil(state["parameters"]),
+        optimizer=math.ceil(state["optimizer"] + state["ema"]),
+        gradients=math.ceil(GRADIENT_BYTES * held_gradients * steps + in_flight),
         versions=math.ceil(versions),
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
@@ -154,12 +148,6 @@ def factor_bytes(run: Config) -> int:
     return math.ceil(compute * tokens * (whole + split / mesh.tensor))
 
 
-def _parameters(run: Config) -> tuple[float, float]:
-    """Numbers of a layer, and of a stage's share of embedding and head, over `tensor`."""
-    first, block, *_, last = costs.parameters_by_layer(run.model)
-    return block / run.mesh.tensor, (first + last) / (run.mesh.stage * run.mesh.tensor)
-
-
 def _ways(run: Config, table: str) -> int:
     """Over how many devices a layout's table splits the width."""
     return math.prod(vars(run.mesh)[axis] for axis in replica_axes(run, table))
@@ -194,14 +182,18 @@ def _copied(run: Config) -> float:
     return COPIED_BYTES * numbers / run.mesh.tensor / _ways(run, "parameters")
 
 
-def _working(
-    run: Config, chunks: tuple[int, ...], block: float, layers_weights: int, share: float = 1.0
-) -> float:
+def _working(held: Held, chunks: tuple[int, ...], layers_weights: int, share: float = 1.0) -> float:
     """A microbatch's saved activations, read, or made again for a share of a chunk's layers; the
     gradients of a chunk's weights; some layers' weights, gathered, and one layer's activations."""
-    policy, size = precision.policy_of(run.precision, run.reduce_dtype), max(chunks)
-    gradients = policy.reduce.itemsize * size * block / _ways(run, "gradients")
-    gathered = layers_weights * policy.compute.itemsize * block
+    run, size = held.run, max(chunks)
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    blocks = [leaf for leaf in leaves(run.model) if leaf.in_blocks]
+    of_layers = lambda count, table, whole=(): (  # noqa: E731
+        count * sum(held.numbers(leaf, table, whole=whole) for leaf in blocks)
+        * run.mesh.stage / held.slots
+    )  # fmt: skip
+    gradients = policy.reduce.itemsize * of_layers(size, "gradients")
+    gathered = policy.compute.itemsize * of_layers(layers_weights, "parameters", ("embed",))
     of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
     tokens = utilization.tokens_of(run) / run.mesh.sequence
     layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)

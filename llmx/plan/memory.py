@@ -19,12 +19,12 @@ import dataclasses
 import itertools
 import math
 
-from llmx.config import stage_memory, utilization
+from llmx.config import loss_memory, stage_memory, state_memory
+from llmx.config.state_memory import leaves
 from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
 from llmx.plan import exchange
-from llmx.plan.sizes import Sizes, leaves
-from llmx.step import moments, optimizers
+from llmx.plan.sizes import Sizes
 
 FP32 = 4
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
@@ -51,9 +51,6 @@ class Program:
     # With several microbatches: more of the saved inputs of layers and of `copied`; of gradients.
     kept_copies: float
     gradient_copies: float
-    # In the loss.
-    logits: float  # bytes per logit of a chunk
-    head: float  # bytes per number of the head's share
     gathered_head: float  # of the head's share all the time, in fp32
     # With remat="none" layers save their weights too: whether gradients come beside them.
     gradients_beside_weights: bool
@@ -66,7 +63,7 @@ TPU = Program(
     without_gathers=1.0, bodies=False,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
-    logits=4.0, head=2.0, gathered_head=0.0, gradients_beside_weights=False,
+    gathered_head=0.0, gradients_beside_weights=False,
     lanes=128,
 )  # fmt: skip
 GPU = Program(
@@ -74,7 +71,7 @@ GPU = Program(
     without_gathers=1.5, bodies=True,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
-    logits=6.0, head=4.0, gathered_head=1.0, gradients_beside_weights=True,
+    gathered_head=1.0, gradients_beside_weights=True,
     lanes=1,
 )  # fmt: skip
 
@@ -113,10 +110,13 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
-        END_OF_FORWARD: common | {"loss": _loss(sizes, program)},
-        BACKWARD: common | {"a layer": _layer(sizes, program), "a segment": _segment(sizes)},
+        END_OF_FORWARD: common | {"loss": loss_memory.of(sizes.run, on_gpu=on_gpu)},
+        BACKWARD: common | {
+            "a layer": _layer(sizes, program), "a segment": _segment(sizes),
+            "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
+        },
         UPDATE: {"updated parameters": _updated(sizes)},
-    }
+    }  # fmt: skip
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
     peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
     return Memory(whole(state(sizes)), peaks, math.ceil(sum(state(sizes, on_host=True).values())))
@@ -127,24 +127,9 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 
     With another strategy than "mean" also what replicas keep to exchange less.
     """
-    run, found = sizes.run, dict.fromkeys(("parameters", "optimizer", "ema"), 0.0)
-    if run.sync.strategy != "mean":
-        return {} if on_host else exchange.state(run)
-    kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
-    of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
-    for leaf in leaves(run.model):
-        weight = leaf.in_blocks and leaf.is_matrix
-        if on_host == (run.offload.parameters and weight):
-            found["parameters"] += sizes.local(leaf, "parameters") * sizes.param_bytes
-        if run.optimizer.ema_decay and not on_host:
-            found["ema"] += sizes.local(leaf, "optimizer") * FP32
-        if on_host == (run.offload.optimizer and len(leaf.shape) > 1):
-            arrays = of_blocks if weight else of_others
-            # Eight bits are for matrices only, and position tables are none.
-            in_fp32 = kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes)
-            number = FP32 if in_fp32 else kept
-            found["optimizer"] += arrays * sizes.local(leaf, "optimizer") * number
-    return found
+    if sizes.run.sync.strategy != "mean":
+        return {} if on_host else exchange.state(sizes.run)
+    return state_memory.of(sizes.run, on_host=on_host)
 
 
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
@@ -160,11 +145,16 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What all layers save for the backward pass, of one microbatch."""
     model = sizes.run.model
     model = dataclasses.replace(model, head_dim=_head_dim(model, program))
-    # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`.
+    # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`, but
+    # for keys and values that each device has.
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
-    of_stream, of_all = (_per_token(sizes, one) for one in (stream, model))
-    inside = sizes.tokens / sizes.mesh["tensor"]
-    saved = of_stream * sizes.tokens_between + (of_all - of_stream) * inside
+    with_keys = dataclasses.replace(stream, num_kv_heads=model.num_kv_heads)
+    of_stream, of_keys, of_all = (_per_token(sizes, one) for one in (stream, with_keys, model))
+    saved = (
+        of_stream * sizes.tokens_between
+        + (of_keys - of_stream) * sizes.tokens * _kv_heads(sizes) / model.num_kv_heads
+        + (of_all - of_keys) * sizes.tokens / sizes.mesh["tensor"]
+    )
     found = {"saved activations": saved}
     if _keeps_all(sizes):
         # The inputs of products are whole over `tensor`.
@@ -174,6 +164,11 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
         )
         found["saved weights"] = _weights_of_layers(sizes)
     return found
+
+
+def _kv_heads(sizes: Sizes) -> float:
+    """Of a device."""
+    return sizes.run.model.num_kv_heads / sizes.size(sizes.axes_of("kv_heads", "activations"))
 
 
 def _input_bytes(sizes: Sizes) -> float:
@@ -272,10 +267,10 @@ def _layer(sizes: Sizes, program: Program) -> float:
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
     mlp = program.mlp * (1.0 if gathers else program.without_gathers)
     queries = program.heads + (program.normed_heads if model.qk_norm else 0.0)
-    heads = queries * model.num_heads + program.kv_heads * model.num_kv_heads
+    heads = queries * model.num_heads / tensor + program.kv_heads * _kv_heads(sizes)
     activations = (
         mlp * sizes.tokens * model.mlp_dim / tensor
-        + heads * sizes.tokens * _head_dim(model, program) / tensor
+        + heads * sizes.tokens * _head_dim(model, program)
         + (program.inside if tensor > 1 else 0.0) * sizes.tokens * model.width
         + program.between * sizes.tokens_between * model.width
     )
@@ -294,18 +289,6 @@ def _layer_bytes(sizes: Sizes) -> float:
     return sizes.compute_bytes * numbers / sizes.run.model.num_layers
 
 
-def _loss(sizes: Sizes, program: Program) -> float:
-    """Logits of one chunk, the head's rows of two, and the last hidden state in fp32."""
-    run, head, chunks = sizes.run, sizes.head, utilization.loss_chunks(sizes.run)
-    rows = run.model.padded_vocab / sizes.mesh["tensor"] / chunks
-    return (
-        program.logits * sizes.tokens * rows
-        + 2 * sizes.compute_bytes * rows * run.model.width
-        + FP32 * sizes.tokens * run.model.width
-        + program.head * sizes.local(head, "parameters")
-    )
-
-
 def _updated(sizes: Sizes) -> float:
     """New parameters beside the old ones, where they are gathered after the update."""
     return sum(
@@ -315,14 +298,17 @@ def _updated(sizes: Sizes) -> float:
     )
 
 
+_STATE = ("parameters", "optimizer")  # parts of a `StageMemory`
+
+
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     try:
         deferred = stage_memory.deferred_layers(sizes.run, device_bytes, on_gpu=on_gpu)
     except ValueError:  # not one layer's weight gradients fit: counted with those of one
         deferred = 1
     parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
-    held = {name: parts[name] for name in ("parameters", "optimizer") if parts[name]}
-    rest = {name: num for name, num in parts.items() if num and name not in held}
+    held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
+    rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     peaks = {BACKWARD: rest}
     if updated := math.ceil(_updated(sizes)):
         peaks[UPDATE] = {"updated parameters": updated}

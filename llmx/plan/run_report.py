@@ -87,7 +87,7 @@ def show(
         "time": of_time, "duration": of_duration,
         "no_duration": "" if of_duration else duration_lines[0], "remats": _remats(run, machine),
         "not_counted": uncounted(run),
-    } | ({"search": search} if search else {}) | _phases(run)  # fmt: skip
+    } | ({"search": search} if search else {}) | _phases(run, topology)  # fmt: skip
     lines = [
         *(f"{name:<12}{text}" for name, text in head.items()), "",
         *_memory_lines(held, topology), "",
@@ -110,15 +110,15 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
     of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
     held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
     turns = recipe.turns_of(run, topology.device_kind)
-    return held, exchange.messages(of_run, turns=turns, phase=phase)
+    return held, exchange.messages(of_run, turns=turns, on_gpu=on_gpu, phase=phase)
 
 
-def _phases(run: Config) -> dict[str, Any]:
+def _phases(run: Config, topology: Topology) -> dict[str, Any]:
     """What is sent in each phase of a strategy, by mesh axes, without its outer steps."""
     if run.sync.strategy == "mean":
         return {}
-    counted, names = sizes.of(run), {group.phase for group in exchange.groups_of(run)}
-    sent = {name: exchange.messages(counted, phase=name) for name in sorted(names)}
+    names = {group.phase for group in exchange.groups_of(run)}
+    sent = {name: count(run, topology, phase=name)[1] for name in sorted(names)}
     return {"phases": {name: traffic.by_axes(of) for name, of in sent.items()}}
 
 

@@ -6,53 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from llmx import sharding
 from llmx.config import Config, recipe, utilization
-from llmx.model import apply
-from llmx.model.families import ModelConfig
+from llmx.config.axes import layout_of
+from llmx.config.state_memory import Leaf, leaves
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
 from llmx.sharding.mesh import TOKEN_AXES
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A parameter."""
-
-    name: str  # "blocks/mlp/up/kernel"
-    shape: tuple[int, ...]  # global; of blocks, the first dimension counts layers
-    axes: tuple[str, ...]  # logical, one for each dimension
-
-    @property
-    def in_blocks(self) -> bool:
-        return self.axes[0] == "layers"
-
-    @property
-    def is_matrix(self) -> bool:
-        """Split by width, and updated as matrices are; else a norm or bias, small and whole."""
-        return "embed" in self.axes
-
-    @property
-    def numbers(self) -> int:
-        return math.prod(self.shape)
-
-
-def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
-    """All parameters of a model, rows that pad the vocabulary included."""
-    return _leaves(*vars(model).values())
-
-
-@functools.lru_cache(maxsize=64)
-def _leaves(*values: Any) -> tuple[Leaf, ...]:
-    """`values`: of the fields of a `ModelConfig`, which itself has no hash."""
-    shapes, axes = apply.abstract_parameters(ModelConfig(*values))
-    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return tuple(
-        Leaf(sharding.path_name(path), tuple(leaf.shape), tuple(of))
-        for (path, leaf), of in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True)
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +34,11 @@ class Sizes:
         """The same between blocks, where positions may be split over `tensor` too."""
         ways = self.mesh["tensor"] if self.run.sharding.sequence_parallel else 1
         return self.tokens / ways
+
+    @property
+    def splits_positions(self) -> bool:
+        """Whether the devices along `tensor` have other positions between blocks."""
+        return self.run.sharding.sequence_parallel and self.mesh["tensor"] > 1
 
     @property
     def compute_bytes(self) -> int:
@@ -143,4 +108,4 @@ class Sizes:
 def of(run: Config) -> Sizes:
     """Of a resolved config."""
     mesh = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    return Sizes(run, mesh, recipe.layout_of(run), recipe.policy_of(run))
+    return Sizes(run, mesh, layout_of(run), recipe.policy_of(run))

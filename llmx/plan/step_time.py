@@ -87,9 +87,8 @@ def of(run: Config, machine: Machine) -> StepTime:
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
     links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
-    messages = [
-        (one, links.seconds(one) * one.count) for one in exchange.messages(counted, turns=turns)
-    ]
+    listed_messages = exchange.messages(counted, turns=turns, on_gpu=machine.on_gpu)
+    messages = [(one, links.seconds(one) * one.count) for one in listed_messages]
     waits = _Waits(counted, passes, listed, overlap, turns)
     for axes, seconds in waits.of(messages).items():
         parts[f"{EXPOSED}: {axes}"] = seconds

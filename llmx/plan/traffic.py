@@ -26,13 +26,14 @@ import jax
 
 from llmx.aot import links
 from llmx.config import Config, utilization
+from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
 from llmx.model.families import LOCAL
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
-from llmx.plan.sizes import Leaf, Sizes, leaves
+from llmx.plan.sizes import Sizes
 
 PASSES = links.PASSES | {"all-to-all": 1.0}
 IDS = FP32 = 4  # bytes of a token's id, of a number
@@ -116,15 +117,16 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
     return counts
 
 
-def of(sizes: Sizes, *, turns: int = 1) -> list[Message]:
+def of(sizes: Sizes, *, turns: int = 1, on_gpu: bool = False) -> list[Message]:
     """All messages of a resolved run's step.
 
     `turns`: groups of tokens that take turns in a layer (`config.recipe.turns_of`), each with a
-    gradient of its own.
+    gradient of its own. `on_gpu`: in a program of XLA:GPU.
     """
     passes = passes_of(sizes.run)
     found = [
-        *_weights(sizes, passes, turns), *_lookups(sizes, passes), *over_tensor(sizes, passes),
+        *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
+        *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
         *over_sequence(sizes, passes), *_stages(sizes, passes),
     ]  # fmt: skip
     return [one for one in found if one.size > 1 and one.count and one.bytes]
@@ -142,22 +144,33 @@ def _message(sizes: Sizes, purpose, kind, axes, num_bytes, count, name="") -> Me
     return Message(purpose, kind, tuple(axes), num_bytes, count, sizes.size(axes), name)
 
 
-def _weights(sizes: Sizes, passes: Passes, turns: int) -> Iterator[Message]:
+def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator[Message]:
     """Gathers of weights, sums of their gradients, gathers of what was updated."""
     for leaf in leaves(sizes.run.model):
         if not leaf.is_matrix:
-            num_bytes = FP32 * sizes.local(leaf, "parameters")
-            yield _message(
-                sizes, "gradients", "all-reduce", sizes.token_axes, num_bytes, 1, leaf.name
-            )
+            yield from _of_vector(sizes, passes, leaf)
         elif leaf.in_blocks:
             yield from _of_layers(sizes, passes, leaf, turns)
         elif leaf == sizes.head:
-            yield from _of_head(sizes, passes, leaf)
+            yield from _of_head(sizes, passes, leaf, on_gpu)
         else:
             yield from _of_table(sizes, leaf)
         if leaf.is_matrix:
             yield from _updated(sizes, leaf)
+
+
+def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
+    """Of a norm or bias. Where positions are split between blocks its gradient is summed over
+    `tensor` too, behind each pass over its layer."""
+    num_bytes = FP32 * sizes.local(leaf, "parameters")
+    yield _message(sizes, "gradients", "all-reduce", sizes.token_axes, num_bytes, 1, leaf.name)
+    if "norm" not in leaf.axes or not sizes.splits_positions:
+        return
+    count = 1
+    if leaf.in_blocks:
+        num_bytes /= sizes.run.model.num_layers / sizes.mesh["stage"]
+        count = passes.backward * passes.layers
+    yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
 
 
 def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
@@ -195,12 +208,15 @@ def _layers_again(run: Config) -> int:
     return sum(end - first for first, end in segments if first < chunk)
 
 
-def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
+def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator[Message]:
     chunks = utilization.loss_chunks(sizes.run)
     num_bytes = sizes.gathered_bytes(leaf) * sizes.whole(leaf) / chunks
-    # In both passes. With several chunks the first is gathered once more behind the forward pass;
-    # one chunk, or the last of two, is still there for the backward pass.
-    times = {1: 1, 2: 3}.get(chunks, 2 * chunks + 1)
+    # In both passes. The loop over several chunks gathers the first once more at its end, of which
+    # the backward pass has no use. XLA:GPU writes out a loop of two turns, and leaves that out. One
+    # chunk is still there for the backward pass.
+    times = 1 if chunks == 1 else 2 * chunks + 1
+    if chunks == 2 and on_gpu:
+        times = 3
     count = chunks if sizes.run.sharding.gather == "step" else times * passes.heads
     over = sizes.axes_of("embed", "parameters")
     yield _message(sizes, "weights", "all-gather", over, num_bytes, count, leaf.name)
@@ -217,6 +233,11 @@ def _of_table(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(kept)
     yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, 1, leaf.name)
     yield _added_up(sizes, leaf)
+    if "positions" in leaf.axes and sizes.splits_positions:
+        # In a pipeline as they were added up over microbatches.
+        number = FP32 if sizes.mesh["stage"] > 1 else sizes.reduce_bytes
+        num_bytes = number * sizes.local(leaf, "gradients")
+        yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, 1, leaf.name)
 
 
 def _updated(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
@@ -240,6 +261,8 @@ def _lookups(sizes: Sizes, passes: Passes) -> Iterator[Message]:
 
 # Of a pass over a layer: before attention and MLP positions are gathered, behind them terms summed.
 HALVES = 2
+# Of a token, over a split vocabulary: its largest logit, sum of exponentials, and target's logit.
+SUMS_OF_LOSS = 3
 
 
 def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
@@ -255,10 +278,13 @@ def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
         "all-gather": gathered + passes.lookup_gradients + passes.heads,
         "reduce-scatter": summed + passes.lookups + passes.heads,
     }
-    if not run.sharding.sequence_parallel:
+    if not sizes.splits_positions:
         kinds = {"all-reduce": summed + passes.lookups + passes.heads}
     for kind, count in kinds.items():
         yield _message(sizes, "activations", kind, ("tensor",), x_bytes, count)
+    over = sizes.axes_of("vocab", "activations")
+    count = SUMS_OF_LOSS * passes.heads
+    yield _message(sizes, "sums of the loss", "all-reduce", over, FP32 * sizes.tokens, count)
 
 
 def _gathered_again(policy: remat.Policy) -> int:
@@ -272,6 +298,18 @@ def _summed_again(policy: remat.Policy) -> int:
     if policy.saved is None:
         return 0
     return int(remat.ATTENTION_OUT not in policy.saved)
+
+
+def _replicated_heads(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+    """Where each device of `tensor` has all keys and values: their gradients, from all queries."""
+    if sizes.axes_of("kv_heads", "activations"):
+        return
+    model = sizes.run.model
+    num_bytes = 2 * sizes.compute_bytes * sizes.tokens * model.num_kv_heads * model.head_dim
+    yield _message(
+        sizes, "gradients of all keys and values", "all-reduce", ("tensor",), num_bytes,
+        passes.backward * passes.layers,
+    )  # fmt: skip
 
 
 def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmx import config
-from llmx.config import checks
+from llmx.config import checks, state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import compiled_programs, memory, sizes, traffic
@@ -133,7 +133,7 @@ def test_ddp_sends_each_gradient_once():
     )
     assert once == often
     of_run = sizes.of(_resolved(**keys))
-    matrices = sum(leaf.numbers for leaf in sizes.leaves(of_run.run.model) if leaf.is_matrix)
+    matrices = sum(leaf.numbers for leaf in state_memory.leaves(of_run.run.model) if leaf.is_matrix)
     assert once["data"] == pytest.approx(2 * 7 / 8 * 2 * matrices, rel=0.01)
 
 
@@ -152,6 +152,50 @@ def test_microbatches_gather_weights_again():
     }
     assert gathered[4, "layer"] == 4 * gathered[1, "layer"] == 8 * gathered[1, "step"]
     assert gathered[4, "step"] == gathered[1, "step"]
+
+
+def _sent(run, **keys):
+    return traffic.of(sizes.of(run), **keys)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "on_gpu", "gathered"),
+    [(1, False, 1), (1, True, 1), (2, False, 5), (2, True, 3), (4, False, 9), (4, True, 9)],
+)
+def test_chunks_of_the_head_are_gathered_for_both_passes(chunks, on_gpu, gathered):
+    """As in compiled programs: once more at the end of a loop, which XLA:GPU leaves out of two."""
+    run = _resolved(mesh__data=1, mesh__fsdp=8, batch__size=64, loss__chunks=chunks)
+    sent = [one for one in _sent(run, on_gpu=on_gpu) if one.purpose == "weights"]
+    (head,) = (one for one in sent if not one.name.startswith("blocks"))
+    rows, width = run.model.padded_vocab // chunks, run.model.width
+    assert (head.count, head.bytes) == (gathered, 2 * rows * width)
+
+
+def test_norms_are_summed_over_devices_with_other_positions():
+    keys = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=2, batch__size=64, batch__accumulation=4)
+    for split in (True, False):
+        run = _resolved(**keys, sharding__sequence_parallel=split)
+        found = [
+            one for one in _sent(run)
+            if one.axes == ("tensor",) and one.purpose == "gradients" and "norm" in one.name
+        ]  # fmt: skip
+        of_layers = [one.count for one in found if one.name.startswith("blocks")]
+        assert of_layers == [4 * run.model.num_layers] * 2 * split
+        assert [one.count for one in found if one.name.startswith("norm")] == [1] * split
+        assert {one.bytes for one in found} <= {4 * run.model.width}
+
+
+def test_gradients_of_replicated_keys_are_summed():
+    run = _resolved(
+        mesh__data=1, mesh__tensor=8, batch__size=16, model__num_kv_heads=2, model__num_heads=16,
+        sharding__replicate_kv=True,
+    )  # fmt: skip
+    (found,) = (one for one in _sent(run) if one.purpose == "gradients of all keys and values")
+    tokens = 16 * run.batch.sequence_length
+    assert found.bytes == 2 * 2 * tokens * 2 * run.model.head_dim
+    assert (found.axes, found.count) == (("tensor",), run.model.num_layers)
+    run.sharding.replicate_kv, run.model.num_kv_heads = False, 8
+    assert not [one for one in _sent(run) if "all keys" in one.purpose]
 
 
 def _run(capsys, *args: str):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice
 
 from llmx import config, sharding
-from llmx.config import checks
+from llmx.config import checks, stage_memory
 from llmx.config.recipe import make_recipe
 from llmx.model import families
 from llmx.plan import memory, sizes
@@ -34,6 +34,12 @@ ALL_AXES = dict(mesh__data=2, mesh__fsdp=2, mesh__sequence=2, mesh__tensor=2)
 CASES = {
     **{layout: dict(sharding__layout=layout, **ALL_AXES) for layout in sharding.LAYOUTS},
     "stages": dict(mesh__stage=2, mesh__fsdp=2, mesh__tensor=2, sharding__layout="zero2"),
+    "stages, learned positions": dict(
+        family="gpt2", mesh__stage=2, mesh__tensor=4, sharding__layout="ddp"
+    ),
+    "stages, unequal chunks": dict(
+        family="qwen3", mesh__stage=2, mesh__fsdp=4, pipeline__layers=(3, 1)
+    ),
     "gpt2": dict(family="gpt2", mesh__fsdp=4, mesh__tensor=2),
     "gemma3": dict(family="gemma3", mesh__fsdp=2, mesh__data=2, sharding__layout="hsdp"),
     "qwen3, K/V heads whole": dict(
@@ -70,6 +76,17 @@ def test_state_is_the_recipes(name):
             held = sharding.device_bytes(leaves)
             # Trust ratios and the like: some numbers for each layer.
             assert counted[part] == held or 0 < held - counted[part] < 512, (part, on_host)
+    reported = memory.of(of_run).state
+    assert reported == {part: size for part, size in memory.state(of_run).items() if size}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "stages" in name])
+def test_a_stage_holds_the_state(name):
+    """With norms, biases and learned positions whole on every device along `tensor`."""
+    run = _resolved(**CASES[name])
+    counted, held = stage_memory.of(run), memory.state(sizes.of(run))
+    assert counted.parameters == held["parameters"]
+    assert counted.optimizer == held["optimizer"] + held["ema"]
 
 
 # Norms and scalars of a model this small.
@@ -88,7 +105,8 @@ def test_an_average_on_stages_is_the_recipes(precision, layout):
         held = sharding.device_bytes(jax.tree.leaves(state.params))
         assert counted["parameters"] == pytest.approx(held, rel=OF_STAGES)
         held = sharding.device_bytes(jax.tree.leaves((state.opt_state, state.ema)))
-        assert counted["optimizer"] == pytest.approx(held, rel=OF_STAGES)
+        kept = counted["optimizer"] + counted.get("ema", 0)
+        assert kept == pytest.approx(held, rel=OF_STAGES)
 
 
 IN_FLIGHT = dict(mesh__stage=2, mesh__fsdp=2, pipeline__schedule="pipedream_2bw")
@@ -118,6 +136,56 @@ def test_eight_bit_moments_take_a_scale_for_32_numbers():
     state = make_recipe(run, devices=H100).abstract
     held = sharding.device_bytes([leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim])
     assert memory.state(sizes.of(run))["optimizer"] == pytest.approx(held, rel=0.02)
+
+
+def _loss(chunks, *, on_gpu):
+    run = _resolved(mesh__fsdp=2, loss__chunks=chunks, **LARGE_LOSS)
+    held = memory.of(sizes.of(run), on_gpu=on_gpu)
+    forward, backward = (held.peaks[name] for name in (memory.END_OF_FORWARD, memory.BACKWARD))
+    of_logit = (2**17 // 2 // 4) * 2**13 // chunks  # numbers of an array of a chunk's logits
+    return forward["loss"], backward.get("logits", 0), of_logit
+
+
+# 128 K tokens of a step in four microbatches: logits of a microbatch are 2**14 x 2**13.
+LARGE_LOSS = dict(
+    model__vocab_size=2**13, batch__size=128, batch__sequence_length=1024,
+    model__max_positions=1024,
+)  # fmt: skip
+
+
+def test_the_gradient_of_logits_is_beside_them():
+    """In bf16; on TPUs one of up to 128 MiB is in the core's own memory."""
+    of_rows = 2 * 2**13 * 64  # of the whole head in bf16
+    for on_gpu, number in ((False, 4), (True, 6)):
+        (of_4, _, logits), (of_8, _, fewer) = (_loss(n, on_gpu=on_gpu) for n in (4, 8))
+        assert of_4 - of_8 == number * (logits - fewer) + of_rows * (2 / 4 - 2 / 8)
+        of_1, _, all_logits = _loss(1, on_gpu=on_gpu)
+        assert 2 * all_logits > 2**27 > 2 * logits
+        assert of_1 - of_4 == 6 * all_logits - number * logits + of_rows * (1 - 2 / 4)
+
+
+def test_logits_of_one_chunk_stay():
+    for on_gpu in (False, True):
+        _, kept, logits = _loss(1, on_gpu=on_gpu)
+        assert kept == (0 if on_gpu else 4 * logits)
+
+
+def test_a_loop_of_two_chunks_is_written_out_on_gpus():
+    """As in compiled programs: three arrays of logits, four chunks of the head."""
+    (of_2, _, logits), (of_4, _, fewer) = (_loss(n, on_gpu=True) for n in (2, 4))
+    rows = 2 * (2**13 // 4) * 64
+    assert of_2 - of_4 == 12 * logits - 6 * fewer + (4 * 2 - 2) * rows
+
+
+def test_keys_that_each_device_has_are_saved_whole():
+    keys = dict(mesh__tensor=4, mesh__fsdp=2, remat="names")
+    split, whole = (
+        sizes.of(_resolved(**keys, sharding__replicate_kv=replicate)) for replicate in (False, True)
+    )
+    saved = [memory.saved(of_run, memory.GPU)["saved activations"] for of_run in (split, whole)]
+    model = whole.run.model
+    of_keys = 2 * 2 * whole.tokens * model.num_kv_heads * model.head_dim * model.num_layers
+    assert saved[1] - saved[0] == of_keys * (1 - 1 / 4)
 
 
 def test_more_is_held_where_more_is_saved():

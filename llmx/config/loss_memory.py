@@ -1,0 +1,73 @@
+"""What the loss takes of a device, counted in arrays that the programs of XLA have at a time.
+
+The loss goes through the vocabulary in chunks (`llmx.model.losses`). In the backward pass a chunk's
+logits are there in fp32, and beside them their gradient in the compute dtype, which two products
+read. XLA:TPU has that in the core's own memory where it fits. One chunk's logits are kept from the
+forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done.
+"""
+
+import dataclasses
+
+from llmx.config import Config, utilization
+from llmx.config.state_memory import FP32, Held, leaves
+from llmx.model import precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Of a compiler: where there is one chunk, where there are two, and where there are more."""
+
+    logits: tuple[int, int, int]  # of a chunk, in fp32
+    gradients: tuple[int, int, int]  # of its logits, in the compute dtype
+    rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
+    head: float  # bytes per number of a device's share of the head
+    core_bytes: int  # a core's own memory
+    keeps_logits: bool  # those of one chunk until the layers have their gradients
+
+
+# With libtpu 0.0.42.1 and XLA of jax 0.10.2.
+TPU = Arrays(
+    logits=(1, 1, 1), gradients=(1, 1, 1), rows=(1, 2, 2), head=2.0, core_bytes=128 * 2**20,
+    keeps_logits=True,
+)  # fmt: skip
+GPU = Arrays(
+    logits=(1, 3, 1), gradients=(1, 0, 1), rows=(1, 4, 2), head=4.0, core_bytes=0,
+    keeps_logits=False,
+)  # fmt: skip
+
+
+def of(run: Config, *, on_gpu: bool = False) -> float:
+    """Bytes of a resolved run's loss at its peak: logits and their gradients, chunks of the head,
+    and the last hidden state in fp32."""
+    arrays, kind = GPU if on_gpu else TPU, min(utilization.loss_chunks(run), 3) - 1
+    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
+    tokens, rows, width = _tokens(run), _rows(run), run.model.width
+    name = "embedding" if run.model.tied_head else "head"
+    head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
+    gradients = arrays.gradients[kind] * compute * tokens * rows
+    return (
+        arrays.logits[kind] * FP32 * tokens * rows
+        + (gradients if gradients > arrays.core_bytes else 0.0)
+        + arrays.rows[kind] * compute * rows * width
+        + FP32 * tokens * width
+        + arrays.head * Held(run).numbers(head, "parameters")
+    )
+
+
+def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
+    """Bytes of the logits that are there while the layers are differentiated."""
+    arrays = GPU if on_gpu else TPU
+    if utilization.loss_chunks(run) > 1 or not arrays.keeps_logits:
+        return 0.0
+    return FP32 * _tokens(run) * _rows(run)
+
+
+def _tokens(run: Config) -> float:
+    """Of a microbatch, whole along `tensor`."""
+    return utilization.tokens_of(run) / run.mesh.sequence
+
+
+def _rows(run: Config) -> float:
+    """Of a chunk."""
+    ways = run.mesh.stage * run.mesh.tensor * utilization.loss_chunks(run)
+    return run.model.padded_vocab / ways

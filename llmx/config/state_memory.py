@@ -1,0 +1,111 @@
+"""What a run keeps from step to step: parameters, moments and the average, counted leaf by leaf.
+
+Each is counted as the layout splits it, and a pipeline's blocks with the slots of all its chunks,
+of which a shorter one leaves some empty. `tests/plan/test_memory.py` compares the counts with the
+shapes and shardings of the recipe.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from llmx import sharding
+from llmx.config import Config, utilization
+from llmx.config.axes import layout_of
+from llmx.model import apply, precision
+from llmx.model.families import ModelConfig
+from llmx.step import moments, optimizers
+
+FP32 = 4
+PARTS = ("parameters", "optimizer", "ema")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter."""
+
+    name: str  # "blocks/mlp/up/kernel"
+    shape: tuple[int, ...]  # global; of blocks, the first dimension counts layers
+    axes: tuple[str, ...]  # logical, one for each dimension
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.axes[0] == "layers"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Split by width, and updated as matrices are; else a norm or bias, small and whole."""
+        return "embed" in self.axes
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
+    """All parameters of a model, rows that pad the vocabulary included."""
+    return _leaves(*vars(model).values())
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves(*values: Any) -> tuple[Leaf, ...]:
+    """`values`: of the fields of a `ModelConfig`, which itself has no hash."""
+    shapes, axes = apply.abstract_parameters(ModelConfig(*values))
+    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return tuple(
+        Leaf(sharding.path_name(path), tuple(leaf.shape), tuple(of))
+        for (path, leaf), of in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """Numbers of parameters on one device of a resolved run."""
+
+    run: Config
+
+    @functools.cached_property
+    def layout(self) -> sharding.Layout:
+        return layout_of(self.run)
+
+    @functools.cached_property
+    def slots(self) -> int:
+        """Layers that all stages have room for."""
+        chunks = utilization.chunks_of(self.run)
+        return max(chunks) * len(chunks) if chunks else self.run.model.num_layers
+
+    def numbers(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
+        """Of a parameter, as a table of the layout splits it but for the logical axes `whole`."""
+        over, mesh = vars(self.layout)[table], vars(self.run.mesh)
+        split = (over[name] for name in leaf.axes if name not in (None, *whole))
+        ways = math.prod(mesh[axis] for axes in split for axis in axes)
+        layers = self.slots / self.run.model.num_layers if leaf.in_blocks else 1.0
+        return leaf.numbers * layers / ways
+
+
+def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
+    """Bytes for a device of a resolved run, by `PARTS`; in its memory, or in the host's for it.
+
+    What a strategy other than "mean" keeps is not counted.
+    """
+    found, held = dict.fromkeys(PARTS, 0.0), Held(run)
+    param = precision.POLICIES[run.precision].param
+    kept = moments.number_bytes(run.optimizer.moments, param)
+    of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
+    for leaf in leaves(run.model):
+        weight = leaf.in_blocks and leaf.is_matrix
+        if on_host == (run.offload.parameters and weight):
+            found["parameters"] += held.numbers(leaf, "parameters") * param.itemsize
+        numbers = held.numbers(leaf, "optimizer")
+        if run.optimizer.ema_decay and not on_host:
+            found["ema"] += numbers * FP32
+        if on_host == (run.offload.optimizer and len(leaf.shape) > 1):
+            arrays = of_blocks if weight else of_others
+            # Eight bits are for matrices only, and position tables are none.
+            in_fp32 = kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes)
+            found["optimizer"] += arrays * numbers * (FP32 if in_fp32 else kept)
+    return found
