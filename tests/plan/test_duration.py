@@ -156,3 +156,10 @@ def test_a_duration_needs_a_machine(capsys):
     config = f"--config={ROOT}/configs/llama3_70b_pipeline.py"
     code = command.main((config, "--chip=v5p", "--step-seconds=2"))
     assert code == 2 and "--step-seconds without --machine" in capsys.readouterr().err
+
+
+def test_the_planners_own_time_is_not_refused(capsys):
+    """fp32 on H100: shares are of the peak of exact fp32, as the time is."""
+    code, printed = _run(capsys, "--config.precision=fp32", "--json")
+    time = json.loads(printed.out)["time"]
+    assert code == 0 and 0.3 < time["mfu"] < time["hfu"] < 1 and time["peak_flops"] == 67e12

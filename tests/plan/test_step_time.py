@@ -205,6 +205,19 @@ def test_faster_links_are_never_slower():
         assert faster.compute == step_time.of(run, H100).compute
 
 
+@pytest.mark.parametrize(("name", "times"), [("h100:4x4", 989.5 / 67), ("v5e:4x4", 6.0)])
+def test_fp32_is_computed_exactly(name, times):
+    """Not in TF32, nor in one product of bfloat16: the step asks for the precision "highest"."""
+    machine = machines.parse(name)
+    bf16, fp32 = (
+        step_time.of(_resolved(num=16, precision=precision), machine)
+        for precision in ("bf16", "fp32")
+    )
+    for part in (operators.PRODUCTS, operators.ATTENTION):
+        # Less by the time to start operators, which is the same.
+        assert 0.9 * times < fp32.parts[part] / bf16.parts[part] < 1.001 * times, part
+
+
 def test_products_on_tpus_are_by_their_tables():
     core = calibrations.core_of("tpu_v5p")
     rows = {(row.m, row.n, row.k) for row in core.calibration.table}
