@@ -36,12 +36,14 @@ def state(run: Config) -> dict[str, float]:
 _KIND = jax.sharding.AbstractDevice("", None, "gpu")
 
 
-def messages(sizes: Sizes, *, turns: int = 1, phase: str = "") -> list[Message]:
+def messages(
+    sizes: Sizes, *, turns: int = 1, phase: str = "", on_gpu: bool = False
+) -> list[Message]:
     """All messages of a resolved run's step: `traffic.of`, with what its strategy sends.
 
     `phase`: of the strategy; "" = the mean over the run's steps.
     """
-    listed = traffic.of(sizes, turns=turns)
+    listed = traffic.of(sizes, turns=turns, on_gpu=on_gpu)
     run = sizes.run
     if run.sync.strategy == "mean" or sizes.mesh[replicas_lib.AXIS] == 1:
         return listed

@@ -110,7 +110,7 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
     of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
     held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
     turns = recipe.turns_of(run, topology.device_kind)
-    return held, exchange.messages(of_run, turns=turns, phase=phase)
+    return held, exchange.messages(of_run, turns=turns, phase=phase, on_gpu=on_gpu)
 
 
 def _phases(run: Config) -> dict[str, Any]:

@@ -252,7 +252,8 @@ def _beside(
     """What was predicted and what a program has: bytes at the peak and sent, seconds of a step."""
     told = report.to_json(result, None)
     turns = recipe.turns_of(run, machine.topology.device_kind)
-    sent = traffic.by_axes(exchange.messages(sizes.of(run), turns=turns))
+    on_gpu = machine.topology.platform == "gpu"
+    sent = traffic.by_axes(exchange.messages(sizes.of(run), turns=turns, on_gpu=on_gpu))
     step = result.timeline.step if result.timeline else None
     return {
         "predicted": {"peak": option.memory, "sent": sent, "step": option.step},
