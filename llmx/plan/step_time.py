@@ -43,12 +43,18 @@ class Overlap:
 
 
 # Of the programs in tests/golden/programs.jsonl (jax 0.10.2, libtpu 0.0.42.1).
-TPU = Overlap(edge=1.7, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=0.0, heads=1.0, wide=0.0)
-GPU = Overlap(edge=0.1, edge_of_pass=3.5, ahead=True, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88)
+TPU = Overlap(
+    edge=1.7, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=0.0, heads=1.0, wide=0.0
+)
+GPU = Overlap(
+    edge=0.1, edge_of_pass=3.5, ahead=True, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88
+)
 
 
 # XLA:CPU computes in the order of the program: nothing is hidden.
-CPU = Overlap(edge=1.0, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0)
+CPU = Overlap(
+    edge=1.0, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0
+)
 
 # By platform.
 MOVED = {"tpu": operators.TPU, "gpu": operators.GPU, "cpu": operators.CPU}
@@ -217,8 +223,10 @@ class _Waits:
         """Seconds by mesh axes."""
         found: dict[str, float] = {}
         layers: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for one, seconds in messages:
             axes = ",".join(one.axes)
+            sums[axes] = sums.get(axes, 0.0) + seconds
             if self._is_hidden(one):
                 layers[axes] = layers.get(axes, 0.0) + seconds
             else:
@@ -230,6 +238,8 @@ class _Waits:
         if (beyond := total - self._compute()) > 0:
             longest = max(layers, key=layers.get)
             found[longest] += beyond
+        # No longer than the messages take: a pipeline's edges may be more than all its layers.
+        found = {axes: min(seconds, sums[axes]) for axes, seconds in found.items()}
         return {axes: seconds for axes, seconds in found.items() if seconds > 0}
 
     def _is_hidden(self, one: Message) -> bool:
