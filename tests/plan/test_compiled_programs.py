@@ -85,7 +85,11 @@ def test_sends_that_no_stage_stores_are_left_out_on_gpus(keys, unread):
 
 
 PIPELINE = dict(
-    mesh__stage=2, mesh__data=1, mesh__fsdp=4, sharding__layout="zero3", batch__accumulation=4,
+    mesh__stage=2,
+    mesh__data=1,
+    mesh__fsdp=4,
+    sharding__layout="zero3",
+    batch__accumulation=4,
     pipeline__schedule="gpipe",
 )
 

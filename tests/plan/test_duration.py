@@ -118,6 +118,7 @@ def test_an_interval_of_ones_own_costs_what_it_costs():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (("--html=/dev/full",), "--html=/dev/full: No space left on device: use another file"),
         (("--tokens=0",), "tokens=0 must be a number of tokens above 0"),
         (("--step-seconds=0",), "step_seconds=0 must be a number of seconds above 0"),
         (("--step-seconds=1", "--device-mtbf=-2"), "device_mtbf=-2"),
