@@ -21,6 +21,7 @@ from llmx.aot.report import EXCHANGE, Memory, Result
 from llmx.config import checks
 from llmx.contract import Strategy
 from llmx.model import remat
+from llmx.model.remat import OffloadConfig
 from llmx.runtime import device_memory, launch
 from llmx.runtime.device_memory import OutOfMemory, parse_out_of_memory
 
@@ -112,7 +113,8 @@ def compile(run: config.Config, topology: str | topologies.Topology, *, phase: s
         compiled_at = time.perf_counter()
         dump = peak_memory.read_dump(folder, "outer_step" if chosen == EXCHANGE else "train_step")
     peak = peak_memory.at_peak(dump)
-    memory, unknown = _memory(compiled, refusal, peak, topology)
+    in_host = _host_bytes(recipe, run.offload) if topology.platform == "gpu" else 0
+    memory, unknown = _memory(compiled, refusal, peak, topology, unsaid=in_host)
     after = dump.after if compiled is None else compiled.as_text()
     program = times = None
     if after:
@@ -204,24 +206,34 @@ def _first_lines(text: str, count: int = 12) -> str:
     return "\n".join(["the compiler refuses the program:", *lines[:count], *more])
 
 
-def _memory(compiled, refusal, peak, topology: topologies.Topology) -> tuple[Memory, list[str]]:
-    """What a device must hold, and what is unknown of it."""
+def _memory(
+    compiled, refusal, peak, topology: topologies.Topology, *, unsaid: int = 0
+) -> tuple[Memory, list[str]]:
+    """What a device must hold, and what is unknown of it.
+
+    `unsaid`: bytes of arguments in the host's memory that the program counts as the device's.
+    """
     unknown = []
     if peak is None:
         unknown.append("the arrays at the peak: the compiler wrote no buffer assignment")
     if topology.platform == "gpu":
         unknown.append("memory of CUDA, of NCCL and of cuDNN's workspaces: not in the program")
+    if unsaid:
+        unknown.append(
+            "what of the host's memory is on the device while it is used: GPU programs that are "
+            "compiled for another machine have no copies from and to it"
+        )
     if compiled is not None:
         sizes = compiled.memory_analysis()
         host = device_memory.host_bytes(sizes)
         at_most = device_memory.device_peak(sizes, topology.platform)
         return Memory(
-            arguments=sizes.argument_size_in_bytes,
+            arguments=sizes.argument_size_in_bytes - unsaid,
             outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
             temporaries=sizes.temp_size_in_bytes,
             # XLA's own peak counts the host's memory too.
-            peak=min(peak.bytes, at_most) if host and peak is not None else at_most,
-            limit=topology.hbm_bytes, host=host,
+            peak=(min(peak.bytes, at_most) if host and peak is not None else at_most) - unsaid,
+            limit=topology.hbm_bytes, host=host + unsaid,
         ), unknown  # fmt: skip
     unknown.append("host memory, and outputs apart from temporaries: the compilation stopped early")
     needed, arguments = refusal.needed, 0
@@ -252,6 +264,28 @@ def _state_bytes(recipe) -> dict[str, int]:
     }  # fmt: skip
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
     return {name: size for name, size in sizes.items() if size}
+
+
+def _host_bytes(recipe, offloaded: OffloadConfig) -> int:
+    """Bytes of the state in the host's memory, for one device.
+
+    Of devices that are not here jax knows no memories, and leaves the kind out of shardings.
+    """
+    import jax
+
+    from llmx.step import offload
+
+    params, found = recipe.abstract.params, []
+    if offloaded.optimizer:
+        found += offload.arrays_of_matrices(recipe.abstract.opt_state, params)
+    if offloaded.parameters:
+        pairs = zip(
+            jax.tree.leaves(params["blocks"]),
+            jax.tree.leaves(recipe.loss.axes["blocks"], is_leaf=lambda one: isinstance(one, tuple)),
+            strict=True,
+        )
+        found += [leaf for leaf, names in pairs if "embed" in names]
+    return sharding.device_bytes(found)
 
 
 def _versions(topology: topologies.Topology) -> dict[str, str]:

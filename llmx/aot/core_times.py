@@ -35,7 +35,9 @@ class Core:
     clock_published: bool = True
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of factors of a type of the text."""
+        """FLOP/s of factors of a type of the text, or of `EXACT` products."""
+        if dtype == EXACT and EXACT not in self.flops:
+            dtype = "f32"
         return self.flops.get(dtype, self.flops["bf16"])
 
     @property
@@ -67,7 +69,8 @@ _TPU = {"products": 0.9, "memory": 0.8, "kernels": 0.5}
 _GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "triton": 0.4, "launch": 2e-6}
 
 # By types of the text; XLA computes fp32 products on TPU in bf16 and on NVIDIA in tf32 unless told
-# otherwise.
+# otherwise: `EXACT` are those in the precision "highest", which are exact.
+EXACT = "f32 exact"
 _TYPES = {"bf16": "bfloat16", "f16": "float16", "s8": "int8", "f8": "float8", "f32": "tf32"}
 
 
@@ -78,6 +81,7 @@ def core_of(chip: hardware.Chip, *, visible: float = 0.5, rings: bool = False) -
         for dtype, name in _TYPES.items()
     }
     flops |= {dtype: flops["f8"] for dtype in ("f8e4m3fn", "f8e5m2")}
+    flops[EXACT] = chip.exact_flops()
     clock = _CLOCKS.get(chip.name) or _INFERRED_CLOCKS.get(chip.name)
     shares = _TPU if chip.topology.startswith("torus") else _GPU
     return Core(
@@ -136,8 +140,7 @@ def _arithmetic(
     for inside, one in found:
         if instruction_costs.is_product(one):
             flops = instruction_costs.flops_of(inside, one) or 0.0
-            factor = inside.operands_of(one)[0].arrays[0].dtype
-            total += flops / (core.peak(factor) * core.products)
+            total += flops / (core.peak(_factor(inside, one)) * core.products)
         elif one.op in _ELEMENTWISE:
             total += one.arrays[0].size / core.elements
         elif one.op == "reduce":
@@ -145,12 +148,28 @@ def _arithmetic(
     return total
 
 
+def _factor(computation: Computation, product: Instruction) -> str:
+    """The type of a product's factors, or `EXACT`."""
+    dtype = computation.operands_of(product)[0].arrays[0].dtype
+    text = product.config if product.op == "custom-call" else product.attributes
+    return EXACT if dtype == "f32" and _HIGHEST.search(text) else dtype
+
+
+_HIGHEST = re.compile(r'operand_precision"?[=:][{\[]"?highest', re.IGNORECASE)
+
+
 def _kernel(core: Core, module: Module, computation: Computation, call: Instruction) -> Time:
     moved = instruction_costs.bytes_of(module, computation, call)
     flops = kernel_flops(module, computation, call, visible=core.visible, rings=core.rings)
     by_bytes = moved / (core.bandwidth * core.memory)
     share = core.triton if _of_triton(call) and core.triton is not None else core.kernels
-    by_flops = (flops or 0.0) / (core.peak("bf16") * share)
+    # The step traces kernels of fp32 with exact products, which the text does not say.
+    largest = max(
+        (array for one in computation.operands_of(call) for array in one.arrays),
+        key=lambda array: array.size, default=None,
+    )  # fmt: skip
+    factor = EXACT if largest is not None and largest.dtype == "f32" else "bf16"
+    by_flops = (flops or 0.0) / (core.peak(factor) * share)
     basis = "bytes" if flops is None else "kernel"
     return Time(core.launch + max(by_bytes, by_flops), basis, flops or 0.0)
 

@@ -85,7 +85,8 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         return holder.value
 
     if not os.path.isfile(path.split(":")[0]):
-        raise ConfigError([f"--config={path}: there is no such file"])
+        what = "this is a folder: name a file" if os.path.isdir(path) else "there is no such file"
+        raise ConfigError([f"--config={path}: {what}"])
     try:
         config = read([])
     except Exception as error:

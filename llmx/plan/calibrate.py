@@ -29,7 +29,7 @@ from llmx.plan import calibrations, gemm, hardware_file, machines, routes
 from llmx.plan.gemm import Attended, Calibration, Core, Measured, Streamed
 from llmx.plan.hardware_file import Hardware
 from llmx.plan.traffic import Message
-from llmx.runtime import hardware
+from llmx.runtime import hardware, output_paths
 
 MIB = 2**20
 LEAST_SHARE = 0.01  # of a measured time that is left without the start of an operator
@@ -330,6 +330,9 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("--out", metavar="FILE.json", help="what is written (KIND.json)")
     command.add_argument("--quick", action="store_true", help="fewer sizes, a minute")
     args = command.parse_args(argv)
+    if problems := output_paths.file_problems("--out", args.out or ""):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
     from llmx import config
     from llmx.runtime import launch
 

@@ -153,7 +153,7 @@ def memory_seconds(num_bytes: float, core: Core) -> float:
 
 def attention_seconds(flops: float, dtype: str, core: Core) -> float:
     """The time of fused attention with so many FLOPs: those that the kernel really computes."""
-    peak = core.chip.peak(dtype)[0]
+    peak = _peak(dtype, core)
     return core.calibration.start + flops / (peak * core.calibration.attention)
 
 
@@ -186,15 +186,20 @@ def scores_of(length: int, window: int = 0, *, in_blocks: bool) -> float:
     return seen * (length - seen) + seen * (seen + 1) / 2
 
 
+def _peak(dtype: str, core: Core) -> float:
+    """FLOP/s of a device; "float32" is exact, unlike "tf32"."""
+    return core.chip.exact_flops() if dtype == "float32" else core.chip.peak(dtype)[0]
+
+
 def _curve(m: int, n: int, k: int, dtype: str, core: Core, batch: int, out: str) -> float:
     """Seconds without the start, by tiles and waves or by bytes."""
     calibration = core.calibration
     moved = batch * (DTYPE_BYTES[dtype] * (m * k + k * n) + DTYPE_BYTES[out] * m * n)
     if not calibration.units:
         flops = 2.0 * batch * m * n * k
-        return max(flops / core.chip.peak(dtype)[0] / calibration.products, moved / core.bandwidth)
+        return max(flops / _peak(dtype, core) / calibration.products, moved / core.bandwidth)
     best = math.inf
-    unit = core.chip.peak(dtype)[0] / calibration.units * calibration.products
+    unit = _peak(dtype, core) / calibration.units * calibration.products
     for rows, columns in TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
         one = 2.0 * rows * columns * k / (unit * _reuse(rows, columns))

@@ -39,6 +39,9 @@ USABLE = 0.98  # of a device's memory without a base
 _OTHERS = ("name", "base", "usable_bytes", "calibration", "rates", "measured")
 _Values = typing.TypeVar("_Values")
 _SHARES = ("products", "memory", "attention", "links", "network", "share")
+_FLOPS = sorted({name for chip in hardware.CHIPS.values() for name in chip.flops})
+# Per second, of any device: less is in another unit.
+_RATES, _LEAST_RATE = ("flops", "hbm_bandwidth", "link_bandwidth", "network_bandwidth"), 1e6
 _MAY_BE_ZERO = ("start", "host", "collective", "hop", "network_hop", "num_links", "link_bandwidth",
                 "fresh", "units")  # fmt: skip
 
@@ -96,6 +99,12 @@ def of(values: Any) -> Hardware:
     chip = _chip(values, fields, base, name)
     core = Core(chip, _calibration(values.get("calibration", {}), chip, base))
     rates = _changed(links.rates_of(chip), values.get("rates", {}), "rates.")
+    if not rates.link and chip.topology != SHARED:
+        raise ValueError(
+            f"num_links={chip.num_links}, link_bandwidth={chip.link_bandwidth:g}: devices of "
+            f'topology {chip.topology!r} would send nothing; use more than 0, or give "rates": '
+            '{"link": ...}'
+        )
     if family is not None:
         all_of = (topologies.TPUS | topologies.GPUS)[family].hbm_bytes
         share = all_of / base.device_hbm_bytes
@@ -167,6 +176,7 @@ def _chip(values: Mapping[str, Any], fields: set[str], base: Chip | None, name: 
     _check_fields(given, Chip, "")
     if (joined := given.get("topology", SHARED)) not in TOPOLOGIES:
         raise ValueError(f"topology={joined!r}: use one of {', '.join(TOPOLOGIES)}")
+    _known("type in flops", given.get("flops", {}), _FLOPS)
     flops = (base.flops if base else {}) | given.get("flops", {})
     if "bfloat16" not in flops:
         raise ValueError(
@@ -240,17 +250,23 @@ def _check(name: str, value: Any, hint: Any, key: str = "") -> None:
             return
         hint = next(one for one in typing.get_args(hint) if one is not type(None))
     said, right = _SAID[typing.get_origin(hint) or hint]
+    if isinstance(value, float) and hint in (int, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: write {said} that is finite")
+    if isinstance(value, float) and hint is int:
+        raise ValueError(f"{name}={value!r}: write {said}, without point and exponent")
     if isinstance(value, bool) or not right(value):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}: write {said}")
     if isinstance(value, dict):
         if typing.get_origin(hint) is dict:
             for inner, one in value.items():
-                _check(f"{name}[{inner!r}]", one, typing.get_args(hint)[1])
+                _check(f"{name}[{inner!r}]", one, typing.get_args(hint)[1], key)
         return
     if not isinstance(value, (int, float)):
         return
     least = 0 if key in _MAY_BE_ZERO else None
     if value < 0 or (value == 0 and least is None):
         raise ValueError(f"{name}={value!r}: use {'0 or more' if least == 0 else 'more than 0'}")
+    if key in _RATES and 0 < value < _LEAST_RATE:
+        raise ValueError(f"{name}={value!r}: use at least {_LEAST_RATE:g} in a second")
     if key in _SHARES and value > 1 and "rates" not in name:
         raise ValueError(f"{name}={value!r} is a share: use at most 1")

@@ -43,6 +43,9 @@ class Program:
     normed_heads: float  # more of these with norms of queries and keys
     kv_heads: float  # [tokens, K H]
     weights: float  # gathered weights of a layer, and their gradients: of all its weights
+    # Where few tokens leave little to compute, the next layer's weights come before this one is
+    # done: of [tokens, F] and of a layer's weights then, in place of `mlp` and `weights`.
+    ahead: tuple[float, float]
     without_gathers: float  # times as many [tokens, F] where nothing waits for gathered weights
     bodies: bool  # layers of several kinds are computed at the same time
     # Copies that XLA makes before its loops, in another layout.
@@ -60,7 +63,7 @@ class Program:
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
     mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
-    without_gathers=1.0, bodies=False,
+    ahead=(0.0, 0.0), without_gathers=1.0, bodies=False,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
     gathered_head=0.0, gradients_beside_weights=False,
@@ -68,7 +71,7 @@ TPU = Program(
 )  # fmt: skip
 GPU = Program(
     mlp=6.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
-    without_gathers=1.5, bodies=True,
+    ahead=(3.0, 2.75), without_gathers=1.5, bodies=True,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
     gathered_head=1.0, gradients_beside_weights=True,
@@ -265,7 +268,13 @@ def _layer(sizes: Sizes, program: Program) -> float:
     """One layer that is run again and differentiated."""
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
-    mlp = program.mlp * (1.0 if gathers else program.without_gathers)
+    mlp, weights = program.mlp * (1.0 if gathers else program.without_gathers), 0.0
+    if gathers:
+        of_mlp = sizes.compute_bytes * sizes.tokens * model.mlp_dim / tensor
+        mlp, weights = max(
+            ((program.mlp, program.weights), program.ahead),
+            key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
+        )
     queries = program.heads + (program.normed_heads if model.qk_norm else 0.0)
     heads = queries * model.num_heads / tensor + program.kv_heads * _kv_heads(sizes)
     activations = (
@@ -275,8 +284,7 @@ def _layer(sizes: Sizes, program: Program) -> float:
         + program.between * sizes.tokens_between * model.width
     )
     bodies = _bodies(model) if program.bodies else 1
-    weights = program.weights * _layer_bytes(sizes) if gathers else 0.0
-    return bodies * sizes.compute_bytes * activations + weights
+    return bodies * sizes.compute_bytes * activations + weights * _layer_bytes(sizes)
 
 
 def _head_dim(model: ModelConfig, program: Program) -> int:

@@ -162,12 +162,8 @@ class _Device:
         return self.dtype(forward), self.dtype(backward)
 
     def dtype(self, name: str) -> str:
-        """The name in `gemm.DTYPE_BYTES` that stands for a numpy type on this chip."""
-        if name.startswith("float8"):
-            return "float8"
-        if name == "float32":
-            return next((one for one in ("tf32", name) if one in self.core.chip.flops), "bfloat16")
-        return name
+        """The name in `gemm.DTYPE_BYTES` that stands for a numpy type."""
+        return "float8" if name.startswith("float8") else name
 
     def product(
         self, name: str, part: str, moment: str, shape: tuple[int, int, int], dtype: str,

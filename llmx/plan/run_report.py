@@ -97,7 +97,7 @@ def show(
     lines += [f"not counted: {what}" for what in uncounted(run)]
     if args.html:
         pipeline = step_time.pipeline_of(sizes.of(run), time.operators)
-        pathlib.Path(args.html).write_text(page.render(report, pipeline), encoding="utf-8")
+        _write(args.html, page.render(report, pipeline))
         lines.append(f"page: {args.html}")
     return report, "\n".join(lines)
 
@@ -120,6 +120,13 @@ def _phases(run: Config, topology: Topology) -> dict[str, Any]:
     names = {group.phase for group in exchange.groups_of(run)}
     sent = {name: count(run, topology, phase=name)[1] for name in sorted(names)}
     return {"phases": {name: traffic.by_axes(of) for name, of in sent.items()}}
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html={path}: {error.strerror}: use another file") from error
 
 
 def _of_verify(args: argparse.Namespace, searched: bool, topology: Topology) -> list[str]:

@@ -52,7 +52,7 @@ def chosen(config: Config, machine: Machine, *, out: TextIO | None = None) -> tu
     search.own = None
     found = search.find(most=MOST_COUNTED, progress=bar(out) if out else None)
     if found.best is None:
-        raise ValueError(nothing_fits(found, machine))
+        raise ValueError(nothing_fits(found, config, machine))
     best = found.best
     text = (
         f"mesh=auto: the fastest of {found.candidates:,} configurations, predicted "
@@ -62,8 +62,15 @@ def chosen(config: Config, machine: Machine, *, out: TextIO | None = None) -> tu
     return candidates.changed(config, best.candidate), text
 
 
-def nothing_fits(found: Found, machine: Machine) -> str:
+def nothing_fits(found: Found, config: Config, machine: Machine) -> str:
+    """Why a search found nothing, with the remedy."""
     name, num = machine.topology.name, machine.topology.num_devices
+    if not found.candidates:
+        return (
+            f"no mesh of the {num:,} devices of {name} divides batch.size={config.batch.size}, "
+            f"batch.sequence_length={config.batch.sequence_length}, {config.model.num_layers} "
+            "layers and the model's heads: use a batch.size that they divide, or fewer devices"
+        )
     if found.least is None:
         return (
             f"none of {found.candidates:,} configurations goes with {name}, {num:,} devices: use a "
@@ -109,7 +116,7 @@ def show(
     if out.isatty():
         print(file=out)
     if (chosen := found.best or found.least) is None:
-        raise ValueError(nothing_fits(found, machine))
+        raise ValueError(nothing_fits(found, config, machine))
     what_if = _what_if(search, found) if found.best else []
     seconds = time.perf_counter() - begun
     section = {
@@ -119,7 +126,7 @@ def show(
         "runner_up": _runner_up(found.options, config), "what_if": what_if,
     }  # fmt: skip
     if found.best is None:
-        section |= {"nothing_fits": nothing_fits(found, machine), "least": chosen.memory}
+        section |= {"nothing_fits": nothing_fits(found, config, machine), "least": chosen.memory}
     lines = _lines(section, found, config, machine)
     if verify:
         compiled, more = _verified(search, found, config, machine, verify, out)
@@ -199,7 +206,7 @@ def _lines(section: dict[str, Any], found: Found, config: Config, machine: Machi
         f"{found.counted:,} counted"
     )
     if found.best is None:
-        return [head, nothing_fits(found, machine)]
+        return [head, nothing_fits(found, config, machine)]
     rows = [("step", "memory", "flags")]
     for option in found.options[:SHOWN]:
         flags = pasted(candidates.flags(option.candidate, config)) or "(as configured)"

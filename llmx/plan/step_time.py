@@ -33,6 +33,8 @@ class Overlap:
 
     edge: float  # layers' worth of weights and gradients, once a step
     edge_of_pass: float  # the same for each pass of a pipeline
+    # Whether those of ticks in which all stages do the same are gathered ahead, as in other loops.
+    ahead: bool
     once: float  # of sums of gradients and gathers of updated parameters, once a step
     step: float  # of weights that are gathered once a step
     ring: float  # of keys and values
@@ -41,12 +43,18 @@ class Overlap:
 
 
 # Of the programs in tests/golden/programs.jsonl (jax 0.10.2, libtpu 0.0.42.1).
-TPU = Overlap(edge=1.7, edge_of_pass=1.0, once=1.0, step=1.0, ring=0.0, heads=1.0, wide=0.0)
-GPU = Overlap(edge=0.1, edge_of_pass=3.5, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88)
+TPU = Overlap(
+    edge=1.7, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=0.0, heads=1.0, wide=0.0
+)
+GPU = Overlap(
+    edge=0.1, edge_of_pass=3.5, ahead=True, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88
+)
 
 
 # XLA:CPU computes in the order of the program: nothing is hidden.
-CPU = Overlap(edge=1.0, edge_of_pass=1.0, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0)
+CPU = Overlap(
+    edge=1.0, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0
+)
 
 # By platform.
 MOVED = {"tpu": operators.TPU, "gpu": operators.GPU, "cpu": operators.CPU}
@@ -211,8 +219,10 @@ class _Waits:
         """Seconds by mesh axes."""
         found: dict[str, float] = {}
         layers: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for one, seconds in messages:
             axes = ",".join(one.axes)
+            sums[axes] = sums.get(axes, 0.0) + seconds
             if self._is_hidden(one):
                 layers[axes] = layers.get(axes, 0.0) + seconds
             else:
@@ -224,6 +234,8 @@ class _Waits:
         if (beyond := total - self._compute()) > 0:
             longest = max(layers, key=layers.get)
             found[longest] += beyond
+        # No longer than the messages take: a pipeline's edges may be more than all its layers.
+        found = {axes: min(seconds, sums[axes]) for axes, seconds in found.items()}
         return {axes: seconds for axes, seconds in found.items() if seconds > 0}
 
     def _is_hidden(self, one: Message) -> bool:
@@ -240,7 +252,11 @@ class _Waits:
         one_layer = seconds / max(1, passes * self.passes.layers)
         if self.counted.run.mesh.stage == 1:
             return 2 * self.overlap.edge * one_layer
-        return self.overlap.edge_of_pass * passes * one_layer
+        alike = self.passes.alike
+        if not (self.overlap.ahead and traffic.gathers_ahead(self.counted)):
+            alike = 0
+        edges = 2 * self.overlap.edge * (alike > 0)
+        return (self.overlap.edge_of_pass * (passes - alike) + edges) * one_layer
 
     def _compute(self) -> float:
         """Of all passes over layers."""

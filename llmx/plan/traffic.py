@@ -70,6 +70,8 @@ class Passes:
     lookup_gradients: int
     heads: int
     sends: int  # to another stage
+    unread: int = 0  # of these in the last iterations of loops, where no stage stores what arrives
+    alike: int = 0  # passes forward and backward in ticks in which all stages do the same
 
 
 def passes_of(run: Config) -> Passes:
@@ -81,7 +83,7 @@ def passes_of(run: Config) -> Passes:
     counts = _of_schedule(table)
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
-        *(counts[name] for name in _ENDS), counts["send"],
+        *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
     )  # fmt: skip
 
 
@@ -106,6 +108,7 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
     counts = collections.Counter()
     if len(kinds) == 1:  # all stages compute, whether their results are used or not
         counts.update(dict.fromkeys(kinds, times))
+        counts["alike"] = times * len(kinds & {FORWARD, BACKWARD})
     else:
         counts.update({kind: int((rows.kind == kind).sum(axis=0).max()) for kind in kinds})
     for name in _ENDS:
@@ -114,6 +117,9 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
     arrivals = (when.input_arrivals.items(), when.gradient_arrivals.items())
     distances = {at for entries in arrivals for at, of in entries if at and of is not When.NEVER}
     counts["send"] = times * len(distances)
+    arrived = (rows.input_arrivals, rows.gradient_arrivals)
+    last = {at for entries in arrived for at, slots in entries.items() if (slots[-1] >= 0).any()}
+    counts["unread"] = len(distances - last)
     return counts
 
 
@@ -124,12 +130,23 @@ def of(sizes: Sizes, *, turns: int = 1, on_gpu: bool = False) -> list[Message]:
     gradient of its own. `on_gpu`: in a program of XLA:GPU.
     """
     passes = passes_of(sizes.run)
+    if on_gpu and gathers_ahead(sizes):
+        passes = dataclasses.replace(passes, sends=passes.sends - passes.unread)
     found = [
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
         *over_sequence(sizes, passes), *_stages(sizes, passes),
     ]  # fmt: skip
     return [one for one in found if one.size > 1 and one.count and one.bytes]
+
+
+def gathers_ahead(sizes: Sizes) -> bool:
+    """Whether XLA:GPU gathers weights for the next iteration of a loop, as it does where tokens are
+    not split over `tensor` (`runtime.compiler_options`). The last iteration then has no loop around
+    it, and sends nothing that no stage stores."""
+    run = sizes.run
+    weights = sizes.axes_of("embed", "parameters") and run.sharding.gather == "layer"
+    return bool(weights) and run.mesh.tensor == 1
 
 
 def by_axes(messages: Iterable[Message]) -> dict[str, float]:

@@ -16,6 +16,8 @@ import dataclasses
 import re
 
 GIB = 2**30
+# Products of bfloat16 in an exact one of fp32 (XLA's precision HIGHEST on TPU, "bf16_6x").
+EXACT_PASSES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,12 @@ class Chip:
         name = width[0] if width else dtype
         name = name if name in self.flops else "bfloat16"
         return self.device_flops(name), name
+
+    def exact_flops(self) -> float:
+        """FLOP/s of one jax device in exact fp32 products: on TPUs made of several in bfloat16."""
+        if "float32" in self.flops or not self.topology.startswith("torus"):
+            return self.peak("float32")[0]
+        return self.device_flops("bfloat16") / EXACT_PASSES
 
     @property
     def device_hbm_bytes(self) -> int:

@@ -29,12 +29,22 @@ def in_host_memory(state: Any, params: Any) -> Any:
     names = set(trees.named(params))
 
     def one(path, leaf):
-        if leaf.ndim < 2 or moments.owner_of(path, names) is None:
+        if not _is_of_a_matrix(path, leaf, names):
             return leaf
         to = leaf.sharding.with_memory_kind(HOST_MEMORY)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(one, state)
+
+
+def arrays_of_matrices(state: Any, params: Any) -> list[Any]:
+    """The arrays of an optimizer's state that `in_host_memory` places there."""
+    names, found = set(trees.named(params)), jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in found if _is_of_a_matrix(path, leaf, names)]
+
+
+def _is_of_a_matrix(path: Any, leaf: Any, names: set[str]) -> bool:
+    return leaf.ndim >= 2 and moments.owner_of(path, names) is not None
 
 
 def layer_by_layer(apply: Callable, stages: int) -> Callable:

@@ -292,6 +292,19 @@ def test_arrays_add_up_to_the_peak():
 
 
 @pytest.mark.aot
+def test_gpus_have_no_moments_that_the_host_has():
+    """The program's own figures count them, and its text does not say where they are."""
+    plain, offloaded = tiny(), tiny()
+    offloaded.offload.optimizer = True
+    plain, offloaded = (compiler.compile(run, "h100:4") for run in (plain, offloaded))
+    assert plain.memory.host == 0
+    assert 0.99 * plain.state["optimizer"] < offloaded.memory.host < plain.state["optimizer"]
+    assert offloaded.memory.arguments == plain.memory.arguments - offloaded.memory.host
+    assert offloaded.memory.peak < plain.memory.peak - 0.9 * offloaded.memory.host
+    assert any("host's memory" in note for note in offloaded.unknown)
+
+
+@pytest.mark.aot
 def test_slices():
     run = tiny()
     run.mesh.data, run.mesh.fsdp, run.mesh.across_slices = 2, 4, ("data",)

@@ -347,6 +347,31 @@ def test_without_cycles_the_longer_of_flops_and_bytes_counts():
     assert (product.basis, product.seconds) == ("flops", 1 + 2 * 4 * 4 * 8 / 50)
 
 
+def test_exact_products_of_fp32_take_the_peak_of_fp32():
+    """The precision "highest", as `dot` writes it and as a cuBLAS call does."""
+    flops = {"bf16": 1e3, "f32": 100.0, core_times.EXACT: 10.0}
+    core = core_times.Core(flops=flops, bandwidth=1e9)
+    factors = ["  %a = f32[4,8] constant(0)", "  %b = f32[8,4] constant(0)"]
+    contracted = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    dot = f"  %d = f32[4,4] dot(%a, %b), {contracted}{{}}"
+    call = (
+        '  %d = (f32[4,4], s8[8]) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", '
+        'backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":'
+        '{{"lhs_contracting_dimensions":["1"]}},"precision_config":'
+        '{{"operand_precision":["{0}","{0}"],"algorithm":"ALG_UNSET"}}}}}}'
+    )
+    seconds = 2 * 4 * 4 * 8 / 100
+    lines = {
+        dot.replace("{}", ""): seconds,
+        dot.replace("{}", ", operand_precision={highest,highest}"): 10 * seconds,
+        call.format("DEFAULT"): seconds, call.format("HIGHEST"): 10 * seconds,
+    }  # fmt: skip
+    for line, wanted in lines.items():
+        assert read(program([*factors, line]), core=core).step == pytest.approx(wanted), line
+    short = [one.replace("f32[4,8]", "bf16[4,8]") for one in factors]
+    assert read(program([*short, list(lines)[1]]), core=core).step == pytest.approx(seconds / 10)
+
+
 def test_the_room_that_cublas_works_in_is_no_traffic():
     core = core_times.Core(flops={"bf16": 1e9}, bandwidth=1.0)
     lines = [

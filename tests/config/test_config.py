@@ -348,7 +348,9 @@ def test_files_that_fail(tmp_path, body, words):
         parsed(write(tmp_path, body))
 
 
-def test_missing_file():
+def test_missing_file(tmp_path):
+    with pytest.raises(config.ConfigError, match=rf"{tmp_path}: this is a folder: name a file"):
+        parsed(str(tmp_path))
     with pytest.raises(config.ConfigError, match=r"nowhere\.py: there is no such file"):
         parsed("nowhere.py")
 

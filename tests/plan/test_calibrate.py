@@ -227,3 +227,15 @@ def test_the_command_writes_a_file_that_the_planner_takes(tmp_path, monkeypatch,
     assert command.main(argv) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["time"]["step"] > 0
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("", "is a folder: name a file"), ("none/cpu.json", "does not exist")]
+)
+def test_where_to_write_is_checked_before_anything_is_measured(
+    out, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(calibrate, "measure", lambda key: pytest.fail("it was measured"))
+    assert calibrate.main(["--quick", f"--out={tmp_path / out}"]) == 2
+    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert not tmp_path.with_name(f"{tmp_path.name}.part").exists()

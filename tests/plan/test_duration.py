@@ -118,6 +118,7 @@ def test_an_interval_of_ones_own_costs_what_it_costs():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (("--html=/dev/full",), "--html=/dev/full: No space left on device: use another file"),
         (("--tokens=0",), "tokens=0 must be a number of tokens above 0"),
         (("--step-seconds=0",), "step_seconds=0 must be a number of seconds above 0"),
         (("--step-seconds=1", "--device-mtbf=-2"), "device_mtbf=-2"),
@@ -156,3 +157,10 @@ def test_a_duration_needs_a_machine(capsys):
     config = f"--config={ROOT}/configs/llama3_70b_pipeline.py"
     code = command.main((config, "--chip=v5p", "--step-seconds=2"))
     assert code == 2 and "--step-seconds without --machine" in capsys.readouterr().err
+
+
+def test_the_planners_own_time_is_not_refused(capsys):
+    """fp32 on H100: shares are of the peak of exact fp32, as the time is."""
+    code, printed = _run(capsys, "--config.precision=fp32", "--json")
+    time = json.loads(printed.out)["time"]
+    assert code == 0 and 0.3 < time["mfu"] < time["hfu"] < 1 and time["peak_flops"] == 67e12

@@ -286,6 +286,16 @@ def test_what_has_no_compiler_is_not_verified(base, name, capsys, monkeypatch, t
     assert f"--verify=2 on {name}: no compiler is known for" in printed.err
 
 
+def test_what_no_mesh_divides_is_not_said_to_be_too_large(capsys):
+    path = f"--config={ROOT}/configs/llama3_8b.py"
+    sizes = ("--config.batch.size=7", "--config.batch.sequence_length=1001",
+             "--config.model.num_layers=7")  # fmt: skip
+    code = command.main((path, "--machine=h100:2x8", "--search", *sizes))
+    err = capsys.readouterr().err
+    assert code == 2 and "no mesh of the 16 devices of h100:2x8 divides batch.size=7, " in err
+    assert "none of 0" not in err and "takes 0 B" not in err
+
+
 def test_only_train_and_plan_choose_a_mesh(tmp_path):
     from llmx.config import flags
 

@@ -9,11 +9,21 @@ import pytest
 
 from llmx import config
 from llmx.aot import links
-from llmx.config import checks
+from llmx.config import checks, recipe
 from llmx.model import costs, families, remat_costs
 from llmx.pipeline import schedules, simulate
 from llmx.plan import __main__ as command
-from llmx.plan import auto, calibrations, gemm, machines, operators, routes, sizes, step_time
+from llmx.plan import (
+    auto,
+    calibrations,
+    gemm,
+    machines,
+    operators,
+    routes,
+    sizes,
+    step_time,
+    traffic,
+)
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
 from llmx.plan.traffic import Message
 
@@ -205,6 +215,19 @@ def test_faster_links_are_never_slower():
         assert faster.compute == step_time.of(run, H100).compute
 
 
+@pytest.mark.parametrize(("name", "times"), [("h100:4x4", 989.5 / 67), ("v5e:4x4", 6.0)])
+def test_fp32_is_computed_exactly(name, times):
+    """Not in TF32, nor in one product of bfloat16: the step asks for the precision "highest"."""
+    machine = machines.parse(name)
+    bf16, fp32 = (
+        step_time.of(_resolved(num=16, precision=precision), machine)
+        for precision in ("bf16", "fp32")
+    )
+    for part in (operators.PRODUCTS, operators.ATTENTION):
+        # Less by the time to start operators, which is the same.
+        assert 0.9 * times < fp32.parts[part] / bf16.parts[part] < 1.001 * times, part
+
+
 def test_products_on_tpus_are_by_their_tables():
     core = calibrations.core_of("tpu_v5p")
     rows = {(row.m, row.n, row.k) for row in core.calibration.table}
@@ -240,3 +263,20 @@ def test_devices_that_are_there_are_a_machine():
 def test_rates_of_both_kinds_are_those_of_aot():
     for machine in (H100, V5P):
         assert machine.rates == links.rates_of(machine.topology.chip)
+
+
+def test_no_wait_is_longer_than_the_messages():
+    """Of a pipeline with one layer a stage the edges would be more than all its layers."""
+    run = _resolved(
+        mesh__stage=4, mesh__fsdp=2, mesh__tensor=2, batch__accumulation=4, model__num_layers=4,
+        pipeline__schedule="1f1b",
+    )  # fmt: skip
+    found, routed = step_time.of(run, H100), routes.Routes(H100, sizes.of(run).mesh, ())
+    by_axes = {}
+    turns = recipe.turns_of(run, H100.topology.device_kind)
+    for one in traffic.of(sizes.of(run), turns=turns, on_gpu=True):
+        axes = f"{step_time.EXPOSED}: {','.join(one.axes)}"
+        by_axes[axes] = by_axes.get(axes, 0.0) + routed.seconds(one) * one.count
+    assert found.parts[f"{step_time.EXPOSED}: fsdp"] > 0
+    for axes, seconds in by_axes.items():
+        assert found.parts.get(axes, 0.0) <= seconds * (1 + 1e-9), axes

@@ -74,6 +74,12 @@ def test_peaks_by_type(key, dtype, wanted):
     assert CHIPS[key].peak(dtype) == wanted
 
 
+def test_exact_fp32_is_not_tf32_and_on_tpus_six_products():
+    assert CHIPS["h100_sxm"].exact_flops() == 67e12
+    assert CHIPS["tpu_v5e"].exact_flops() == pytest.approx(197e12 / 6)
+    assert CHIPS["tpu7x"].exact_flops() == pytest.approx(2307e12 / 2 / 6)
+
+
 def test_every_device_kind_is_a_chip_and_every_chip_has_one():
     assert set(DEVICE_KINDS.values()) == set(CHIPS)
     assert chip_of("TPU v5 lite").name == "TPU v5e"
