@@ -254,7 +254,8 @@ def test_the_least_that_does_not_fit_is_that_of_a_full_enumeration():
 
 def test_where_nothing_is_valid_it_is_an_error(capsys):
     code, printed = _run(capsys, "--search", "--config.batch.size=3", machine="h100:1x7")
-    assert code == 2 and "goes with h100:1x7, 7 devices" in printed.err and not printed.out
+    assert code == 2 and not printed.out
+    assert "no mesh of the 7 devices of h100:1x7 divides batch.size=3, " in printed.err
 
 
 @pytest.mark.parametrize(
