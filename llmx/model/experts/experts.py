@@ -11,7 +11,7 @@ Communicates over those of `TOKEN_AXES` that split the weights (gathers, reduce-
 `expert` (rows, and their gradients) and over `tensor` (sums of results).
 
 Letters: B batch, T positions, N = B T on one device, D width, E experts, F expert_dim, k experts of
-a token, R slots of rows in blocks.
+a token, R slots of rows in blocks, b rows of a block.
 """
 
 import dataclasses
@@ -256,21 +256,17 @@ def _in_rounds(local: _Local, one: Callable):
     return jax.lax.while_loop(unfinished, more, (jnp.ones((), jnp.int32), total))[1]
 
 
-def _hidden(layer: _Layer, x_RD, weights, of: grouped.Blocks):
-    """What the last product takes [R, F], and the function from its gradient to those of gate and
-    up, or of up alone."""
-    *of_gate, up_EDF, _ = weights
-    products = [grouped.product(x_RD, weight, of) for weight in (*of_gate, up_EDF)]
-    return jax.vjp(functools.partial(hidden, layer.activation), *products)
-
-
 def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights):
     local = _local(layer, x_BTD, experts_BTk, weights_BTk)
 
+    def expert(x_bD, weights):
+        *inward, down_FD = weights
+        hidden_bF = hidden(layer.activation, *(_product(x_bD, weight) for weight in inward))
+        return _product(hidden_bF, down_FD)
+
     def one(this: travel.Round):
         x_RD = travel.sent(local.x_ND, this, local.to)
-        hidden_RF, _ = _hidden(layer, x_RD, weights, this.blocks)
-        out_RD = grouped.product(hidden_RF, weights[-1], this.blocks)
+        out_RD = grouped.by_block(expert, x_RD, weights, this.blocks)
         out_NkD = travel.returned(out_RD, this, local.to)
         return jnp.einsum(
             "nk,nkd->nd", local.weights_Nk, out_NkD, preferred_element_type=jnp.float32
@@ -283,36 +279,52 @@ def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights):
 def _backward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights, gradient_BTD):
     local = _local(layer, x_BTD, experts_BTk, weights_BTk)
     gradient_ND = gradient_BTD.reshape(local.x_ND.shape)
-    *first, down_EFD = weights
-    gradient_of = functools.partial(
-        grouped.weight_gradient, num_experts=down_EFD.shape[0], dtype=layer.reduce
-    )
+
+    def expert(rows, weights):
+        (x_bD, gradient_bD, weights_b), (*inward, down_FD) = rows, weights
+        products = [_product(x_bD, weight) for weight in inward]
+        hidden_bF, pull = jax.vjp(functools.partial(hidden, layer.activation), *products)
+        times = lambda rows: (rows * weights_b[:, None]).astype(rows.dtype)  # noqa: E731
+        # Of each row's result times 1: its product with the hidden row is the weight's gradient.
+        unweighted_bF = _product(gradient_bD, down_FD, transposed=True)
+        weight_b = jnp.einsum(
+            "bf,bf->b", unweighted_bF, hidden_bF, preferred_element_type=jnp.float32
+        )
+        to_products = pull(times(unweighted_bF))
+        x_terms = [
+            _product(to, weight, transposed=True)
+            for to, weight in zip(to_products, inward, strict=True)
+        ]
+        terms = [_term(x_bD, to) for to in to_products]
+        terms.append(_term(times(hidden_bF), gradient_bD))
+        return (functools.reduce(jnp.add, x_terms), weight_b), tuple(terms)
 
     def one(this: travel.Round):
-        x_RD = travel.sent(local.x_ND, this, local.to)
-        gradient_RD = travel.sent(gradient_ND, this, local.to)
-        weights_R = _weights_of_rows(local, this)
-        hidden_RF, pull = _hidden(layer, x_RD, weights, this.blocks)
-        # Of each row's result times 1: its product with the hidden row is the weight's gradient.
-        unweighted_RF = grouped.product(gradient_RD, down_EFD, this.blocks, transposed=True)
-        weight_R = jnp.einsum(
-            "rf,rf->r", unweighted_RF, hidden_RF, preferred_element_type=jnp.float32
+        rows = (
+            travel.sent(local.x_ND, this, local.to), travel.sent(gradient_ND, this, local.to),
+            _weights_of_rows(local, this),
+        )  # fmt: skip
+        (x_RD, weight_R), gradients = grouped.by_block_with_sums(
+            expert, rows, weights, this.blocks, layer.reduce
         )
-        times = lambda rows: (rows * weights_R[:, None]).astype(rows.dtype)  # noqa: E731
-        to_products = pull(times(unweighted_RF))
-        x_terms = [
-            grouped.product(to, weight, this.blocks, transposed=True)
-            for to, weight in zip(to_products, first, strict=True)
-        ]
-        x_NkD = travel.returned(functools.reduce(jnp.add, x_terms), this, local.to)
-        gradients = [gradient_of(x_RD, to, this.blocks) for to in to_products]
-        gradients.append(gradient_of(times(hidden_RF), gradient_RD, this.blocks))
+        x_NkD = travel.returned(x_RD, this, local.to)
         x_ND = jnp.sum(x_NkD, axis=1, dtype=jnp.float32)
-        return x_ND, travel.returned(weight_R, this, local.to), tuple(gradients)
+        return x_ND, travel.returned(weight_R, this, local.to), gradients
 
     x_ND, weights_Nk, gradients = _in_rounds(local, one)
     x_BTD = x_ND.reshape(x_BTD.shape).astype(x_BTD.dtype)
     return x_BTD, weights_Nk.reshape(weights_BTk.shape), gradients
+
+
+def _product(x_bD: Array, weight_DF: Array, *, transposed: bool = False) -> Array:
+    """x times a weight [D, F] in the dtype of x; `transposed`: times one of [F, D]."""
+    expression = "bd,fd->bf" if transposed else "bd,df->bf"
+    return jnp.einsum(expression, x_bD, weight_DF, preferred_element_type=x_bD.dtype)
+
+
+def _term(x_bD: Array, gradient_bF: Array) -> Array:
+    """Of a weight gradient, the sum over the rows of a block, fp32 [D, F]."""
+    return jnp.einsum("bd,bf->df", x_bD, gradient_bF, preferred_element_type=jnp.float32)
 
 
 def _weights_of_rows(local: _Local, this: travel.Round) -> Array:

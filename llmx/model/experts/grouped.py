@@ -1,18 +1,19 @@
-"""Products of rows with the weights of their experts, on one device.
+"""Rows through their experts, block by block, on one device.
 
 Rows lie in blocks, each of one expert; the blocks of an expert follow each other. What a block has
-no rows for is zero. So a product is a loop over blocks, each an ordinary matrix product, and the
-rows that it computes in vain are at most one block less one row for each expert.
+no rows for is zero. An expert is applied to one block after the other: products are ordinary matrix
+products, what is between them exists for one block only, and the rows that are computed in vain are
+at most one block less one row for each expert.
 
-Letters: R rows, D and F widths, E experts of this device.
+Letters: R slots of rows in blocks, E experts of this device.
 """
 
-import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 # Rows of a block: at most as many as products need to be fast, and few beside an expert's share.
 LARGEST, SMALLEST, BLOCKS_OF_AN_EXPERT = 512, 8, 16
@@ -58,44 +59,56 @@ def blocks(expert_of_row: Int[Array, " rows"], num_experts: int) -> Blocks:
     return Blocks(row_of_slot, slot_of_row, jnp.minimum(expert_of_block, num_experts - 1))
 
 
-def product(
-    x_RD: Float[Array, "R D"], weights_EDF: Float[Array, "E D F"], of: Blocks, *,
-    transposed: bool = False,
-) -> Float[Array, "R F"]:  # fmt: skip
-    """Each row times the weights of its expert, in the dtype of x; `transposed`: of [E, F, D]."""
-    contract = functools.partial(jnp.einsum, "bd,fd->bf" if transposed else "bd,df->bf")
+def by_block(function: Callable, rows: Any, weights: Any, of: Blocks) -> Any:
+    """`function(rows of a block, weights of its expert)` of each block: a tree of arrays [R, ...].
+
+    rows: a tree of arrays [R, ...]; weights: a tree of arrays [E, ...].
+    """
 
     def one(_, block):
-        x_bD, expert = block
-        weight = jax.lax.dynamic_index_in_dim(weights_EDF, expert, keepdims=False)
-        return None, contract(x_bD, weight, preferred_element_type=x_RD.dtype)
+        of_block, expert = block
+        return None, function(of_block, _of_expert(weights, expert))
 
-    x = x_RD.reshape(-1, of.size, x_RD.shape[1])
-    _, out = jax.lax.scan(one, None, (x, of.expert_of_block))
-    return out.reshape(x_RD.shape[0], -1)
+    _, out = jax.lax.scan(one, None, (_in_blocks(rows, of), of.expert_of_block))
+    return _in_rows(out)
 
 
-def weight_gradient(
-    x_RD: Float[Array, "R D"], gradient_RF: Float[Array, "R F"], of: Blocks, num_experts: int,
-    dtype: jnp.dtype,
-) -> Float[Array, "E D F"]:  # fmt: skip
-    """The sum over the rows of each expert of x times gradient, added up in fp32."""
-    D, F = x_RD.shape[1], gradient_RF.shape[1]
+def by_block_with_sums(
+    function: Callable, rows: Any, weights: Any, of: Blocks, dtype: jnp.dtype
+) -> tuple[Any, Any]:
+    """`by_block` of a function that returns (rows, terms): the rows, and the sums of the terms over
+    the blocks of each expert, [E, ...].
+
+    Terms have the shapes of one expert's weights and are added up in fp32; sums are in `dtype`.
+    """
 
     def one(carry, block):
-        total_DF, totals_EDF, before = carry
-        x_bD, gradient_bF, expert = block
-        term = jnp.einsum("bd,bf->df", x_bD, gradient_bF, preferred_element_type=jnp.float32)
-        total_DF = jnp.where(expert == before, total_DF, 0) + term
-        totals_EDF = jax.lax.dynamic_update_index_in_dim(
-            totals_EDF, total_DF.astype(dtype), expert, 0
+        totals, sums, before = carry
+        of_block, expert = block
+        out, terms = function(of_block, _of_expert(weights, expert))
+        add = lambda total, term: jnp.where(expert == before, total, 0) + term  # noqa: E731
+        totals = jax.tree.map(add, totals, terms)
+        # Of each block: the last of an expert leaves its sum there.
+        write = lambda sums, total: jax.lax.dynamic_update_index_in_dim(  # noqa: E731
+            sums, total.astype(dtype), expert, 0
         )
-        return (total_DF, totals_EDF, expert), None
+        return (totals, jax.tree.map(write, sums, totals), expert), out
 
-    zeros = jnp.zeros((D, F), jnp.float32), jnp.zeros((num_experts, D, F), dtype)
-    in_blocks = (
-        x_RD.reshape(-1, of.size, D), gradient_RF.reshape(-1, of.size, F), of.expert_of_block
-    )  # fmt: skip
-    first = of.expert_of_block[0]
-    (_, totals_EDF, _), _ = jax.lax.scan(one, (*zeros, first), in_blocks)
-    return totals_EDF
+    totals = jax.tree.map(lambda weight: jnp.zeros(weight.shape[1:], jnp.float32), weights)
+    sums = jax.tree.map(lambda weight: jnp.zeros(weight.shape, dtype), weights)
+    begin = totals, sums, of.expert_of_block[0]
+    (_, sums, _), out = jax.lax.scan(one, begin, (_in_blocks(rows, of), of.expert_of_block))
+    return _in_rows(out), sums
+
+
+def _of_expert(weights: Any, expert: Array) -> Any:
+    take = lambda weight: jax.lax.dynamic_index_in_dim(weight, expert, keepdims=False)  # noqa: E731
+    return jax.tree.map(take, weights)
+
+
+def _in_blocks(rows: Any, of: Blocks) -> Any:
+    return jax.tree.map(lambda array: array.reshape(-1, of.size, *array.shape[1:]), rows)
+
+
+def _in_rows(blocks: Any) -> Any:
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), blocks)

@@ -175,26 +175,26 @@ def test_blocks_hold_each_row_once_and_of_one_expert(rows, num_experts):
 
 
 @pytest.mark.parametrize("rows, num_experts", [(9, 2), (200, 5)])
-def test_products_of_blocks(rows, num_experts):
+def test_rows_and_sums_by_block(rows, num_experts):
     rng = np.random.default_rng(0)
     expert = rng.integers(0, num_experts, rows)
     weights = rng.normal(size=(num_experts, D, F)).astype(np.float32)
-    x, g = rng.normal(size=(rows, D)), rng.normal(size=(rows, F))
+    x = rng.normal(size=(rows, D)).astype(np.float32)
     of = grouped.blocks(jnp.asarray(expert), num_experts)
+    x_RD = jnp.asarray(x).at[of.row_of_slot_R].get(mode="fill", fill_value=0)
+    wanted = np.einsum("rd,rdf->rf", x, weights[expert])
+    y = grouped.by_block(jnp.dot, x_RD, weights, of)[of.slot_of_row]
+    np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=1e-5)
 
-    def fill(array):
-        return jnp.asarray(array, jnp.float32).at[of.row_of_slot_R].get(mode="fill", fill_value=0)
+    def with_term(x_bD, weight_DF):
+        y_bF = x_bD @ weight_DF
+        return y_bF, x_bD.T @ y_bF
 
-    y = grouped.product(fill(x), weights, of)[of.slot_of_row]
-    np.testing.assert_allclose(y, np.einsum("rd,rdf->rf", x, weights[expert]), rtol=2e-5, atol=1e-5)
-    back = grouped.product(fill(g), weights, of, transposed=True)[of.slot_of_row]
-    np.testing.assert_allclose(
-        back, np.einsum("rf,rdf->rd", g, weights[expert]), rtol=2e-5, atol=1e-5
-    )
-    found = grouped.weight_gradient(fill(x), fill(g), of, num_experts, jnp.float32)
+    y, sums = grouped.by_block_with_sums(with_term, x_RD, weights, of, jnp.float32)
+    np.testing.assert_allclose(y[of.slot_of_row], wanted, rtol=2e-5, atol=1e-5)
     for number in range(num_experts):
         mine = expert == number
-        np.testing.assert_allclose(found[number], x[mine].T @ g[mine], rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(sums[number], x[mine].T @ wanted[mine], rtol=2e-5, atol=1e-4)
 
 
 def test_an_expert_without_rows_has_no_gradient():
