@@ -37,13 +37,16 @@ def get_config():
     run.batch.size, run.batch.sequence_length = 8, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
     run.checkpoint.every, run.evaluation.every, run.evaluation.batches = 2, 6, 2
-    run.profile.first_step, run.profile.num_steps = 3, 2
+    run.profile.num_steps, run.sample.max_tokens = 2, 8
     run.metrics.log_every, run.metrics.progress = 1, "plain"
-    run.sample.prompt, run.sample.max_tokens = "def ", 8
     run.data.sources = ({source!r},)
     run.data.cache_dir = {cache!r}
     return run
 """
+
+
+# A profile and a sample take a quarter of a run's time.
+EVERYTHING = ("--config.profile.first_step=3", "--config.sample.prompt=def ")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def losses(workdir) -> np.ndarray:
 @pytest.fixture(scope="module")
 def undisturbed(scratch):
     """A run from beginning to end, on one device."""
-    done = train(scratch, scratch / "whole")
+    done = train(scratch, scratch / "whole", *EVERYTHING)
     assert done.returncode == 0, done.stdout + done.stderr
     return scratch / "whole", done.stdout + done.stderr
 
@@ -459,7 +462,7 @@ def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers):
         return said
 
     stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
-    assert "sample:" in go_on(0, *stages)
+    assert "sample:" in go_on(0, *stages, *EVERYTHING[1:])
     said = run(command(scratch, workdir, module="llmx.evaluate"))
     assert f"loss {records(workdir, 'eval')[12]['loss']:.4f} nats" in said
     said = run(command(scratch, workdir, "--prompt", "return x", module="llmx.generate"))

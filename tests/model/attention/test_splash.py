@@ -360,17 +360,27 @@ def kernels(text: str) -> list[str]:
     return re.findall(r"^ *(?:ROOT )?%(splash_mqa_(?:fwd|dkv|dq))\S* = ", text, flags=re.MULTILINE)
 
 
+CHIPS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+# A chip for each of the two tables of blocks. Heads and rows that need less of a chip's memory
+# than Llama's and Gemma's are compiled for these alone.
+OF_TABLES = ("v5e:2x2", "v6e:2x2")
+COMPILED = {
+    "llama": (Case(heads=8, kv_heads=2, head_dim=128), 8192, CHIPS),
+    # Gemma 2 and 3
+    "gemma": (Case(heads=8, kv_heads=2, head_dim=256, window=512, softcap=50.0), 8192, CHIPS),
+    "gpt2": (Case(heads=4, kv_heads=4, head_dim=64), 1024, OF_TABLES),
+    "640_rows": (Case(heads=4, kv_heads=1, head_dim=128), 640, OF_TABLES),  # they cut the blocks
+}
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize(
-    ("case", "length"),
+    ("topology", "case", "length"),
     [
-        (Case(heads=8, kv_heads=2, head_dim=128), 8192),  # Llama 3
-        (Case(heads=8, kv_heads=2, head_dim=256, window=512, softcap=50.0), 8192),  # Gemma 2, 3
-        (Case(heads=4, kv_heads=4, head_dim=64), 1024),  # GPT-2
-        (Case(heads=4, kv_heads=1, head_dim=128), 640),  # rows that cut the blocks
+        pytest.param(chip, case, length, id=f"{name}-{chip}")
+        for name, (case, length, chips) in COMPILED.items()
+        for chip in chips
     ],
-    ids=["llama", "gemma", "gpt2", "640_rows"],
 )
 def test_the_blocks_of_every_chip_compile(topology, case, length):
     # Long rows of wide heads take the backward kernel in slices of keys.

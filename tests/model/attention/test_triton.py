@@ -368,16 +368,25 @@ def executions(costs: program.CostReport, name: str) -> int:
     return sum(kernel.count for kernel in costs.kernels if kernel.name == name)
 
 
+COMPILED = {
+    "llama": (Case(heads=8, head_dim=128), 8192),
+    "gemma": (Case(heads=8, head_dim=256, window=512, softcap=50.0), 4096),  # Gemma 2 and 3
+    "gpt2": (Case(heads=4, kv_heads=4, head_dim=64), 1000),  # rows that cut the blocks
+}
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("topology", ["a100:1", "h100:1", "h200:1", "b200:1"])
 @pytest.mark.parametrize(
-    "case, length",
+    "topology, case, length",
     [
-        (Case(heads=8, head_dim=128), 8192),  # Llama 3
-        (Case(heads=8, head_dim=256, window=512, softcap=50.0), 4096),  # Gemma 2 and 3
-        (Case(heads=4, kv_heads=4, head_dim=64), 1000),  # GPT-2, rows that cut the blocks
+        *(
+            pytest.param(topology, *values, id=f"{name}-{topology}")
+            for name, values in COMPILED.items()
+            for topology in ("a100:1", "h100:1", "b200:1")
+        ),
+        # It has the cores and the blocks of H100: once, that it is known.
+        pytest.param("h200:1", *COMPILED["llama"], id="llama-h200:1"),
     ],
-    ids=["llama", "gemma", "gpt2"],
 )
 def test_the_blocks_of_every_gpu_compile(topology, case, length):
     """They fit its shared memory, or the compiler refuses; no scores are in memory."""
