@@ -205,7 +205,9 @@ def unused_of_experts(model: ModelConfig) -> tuple[str, ...]:
     """Fields of the feed-forward part that have no effect on what a model computes."""
     if not model.num_experts:
         return _OF_EXPERTS
-    return ("mlp_dim",) + ("router_groups_kept",) * (model.router_groups == 1)
+    # A token that keeps all groups chooses among all experts.
+    all_kept = model.router_groups == model.router_groups_kept
+    return ("mlp_dim", *("router_groups", "router_groups_kept") * all_kept)
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:

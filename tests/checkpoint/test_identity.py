@@ -20,6 +20,7 @@ BASE = dict(
     vocab_multiple=8, max_positions=32,
 )  # fmt: skip
 LOCAL = dict(layer_pattern=(families.LOCAL, families.GLOBAL), window=3, rope_theta_local=500.0)
+EXPERTS = dict(num_experts=4, experts_per_token=2, expert_dim=16)
 # From which models each field is changed, and to what. In one of them at least it has an effect,
 # unless it never has one.
 MODELS = {
@@ -30,6 +31,10 @@ MODELS = {
     "local": families.ModelConfig(**BASE, **LOCAL, rope_scaling="linear", rope_factor=4.0),
     "shared": families.ModelConfig(**BASE | LOCAL | dict(rope_theta_local=0.0)),
     "learned": families.ModelConfig(**BASE, positions="learned"),
+    "experts": families.ModelConfig(**BASE, **EXPERTS),
+    "grouped": families.ModelConfig(
+        **BASE | EXPERTS | dict(num_experts=8), router_groups=4, router_groups_kept=1
+    ),
 }
 CHANGES = dict(
     family="qwen3", vocab_size=299, vocab_multiple=16, width=32, num_layers=3, num_heads=4,
@@ -39,9 +44,13 @@ CHANGES = dict(
     norm_plus_one=True, post_norms=True, qk_norm=True, activation="gelu", gated_mlp=False,
     bias=True, tied_head=True, embedding_scale=True, query_scale=1.0, window=5,
     layer_pattern=(families.LOCAL,), attention_softcap=0.5, logit_softcap=0.5,
+    num_experts=8, experts_per_token=3, expert_dim=24, shared_dim=8, router="sigmoid",
+    router_renormalize=False, router_scale=2.0, router_groups=2, router_groups_kept=3,
 )  # fmt: skip
 # Whether these have an effect depends on other fields.
 DEPENDENT = [name for name in CHANGES if name.startswith(("rope", "window", "layer_p", "max_p"))]
+OF_EXPERTS = ("router", "expert", "num_exp", "shared", "mlp_dim")
+OF_EXPERTS = [name for name in CHANGES if name.startswith(OF_EXPERTS)]
 WITHOUT_EFFECT = {"family", "vocab_multiple"}
 
 
@@ -111,7 +120,8 @@ def test_refused_if_and_only_if_the_program_changes():
 def test_refused_if_and_only_if_the_function_changes(base):
     """Each field of a model, changed: refused exactly where other losses come out."""
     wanted, params = outputs(MODELS[base])
-    for name, changed, refused in refusals(base, CHANGES if base == "plain" else DEPENDENT):
+    names = CHANGES if base == "plain" else OF_EXPERTS if MODELS[base].num_experts else DEPENDENT
+    for name, changed, refused in refusals(base, names):
         got, _ = outputs(changed, params)
         assert bool(refused) == (got is None or not np.array_equal(got, wanted)), name
 
