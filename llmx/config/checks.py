@@ -401,6 +401,11 @@ def _experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{config.products.gather!r} with model.num_experts={E}: products of experts are not "
             "rounded; leave both out"
         )
+    if experts.balance == experts_config.BATCH and config.sync.strategy != "mean":
+        yield (
+            f"experts.balance='batch' with sync.strategy={config.sync.strategy!r}, whose replicas "
+            "know their own loads only: use experts.balance='sequence'"
+        )
     if experts.bias_rate and config.sync.strategy != "mean":
         yield (
             f"experts.bias_rate={experts.bias_rate} with sync.strategy="

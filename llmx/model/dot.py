@@ -24,6 +24,9 @@ from llmx.model import precision, quantized
 from llmx.model.quantized import Quantized, Ranges, WithRanges
 from llmx.sharding import mesh_axes
 
+# The mesh axes over which weights of experts are gathered: `expert` says whose they are.
+EXPERT_WEIGHTS_OVER = tuple(axis for axis in sharding.TOKEN_AXES if axis != "expert")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
@@ -163,15 +166,17 @@ def dot(
 def gathered(
     weight: jax.Array, dtype: jnp.dtype, *, numbers: quantized.Numbers = quantized.UNROUNDED,
     sides: Sequence[bool | None] = (), amax: jax.Array | None = None,
+    over: Sequence[str] = sharding.TOKEN_AXES,
 ) -> jax.Array | Quantized:  # fmt: skip
     """`weight` in `dtype`, whole over the mesh axes that split tokens: cast, then gathered.
 
     As codes, if `numbers` says so: see `Numbers.rounded_weight` for these, `sides` and `amax`.
+    `over`: fewer axes, where one of them splits what is not to be gathered: experts.
     """
     weight = cast(weight, dtype)
     if numbers.gathers_codes:
-        return quantized.gathered(numbers.rounded_weight(weight, sides, amax), sharding.TOKEN_AXES)
-    whole = sharding.without(jax.typeof(weight).sharding.spec, sharding.TOKEN_AXES)
+        return quantized.gathered(numbers.rounded_weight(weight, sides, amax), over)
+    whole = sharding.without(jax.typeof(weight).sharding.spec, over)
     return jax.sharding.reshard(weight, whole)
 
 
@@ -181,9 +186,13 @@ def whole(
     """A weight with these logical axes, gathered once for several products, in `dtype`.
 
     Rounded as `numbers` says if it is gathered as codes: each product then finds the same codes.
+    Experts stay on their devices, and routers, which compute in fp32, in their own dtype.
     """
+    over = EXPERT_WEIGHTS_OVER if "experts" in axes else sharding.TOKEN_AXES
+    if "router" in axes:
+        dtype, numbers = weight.dtype, quantized.UNROUNDED
     sides = [None if axis == "layers" else axis == "embed" for axis in axes]
-    return quantized.dequantized(gathered(weight, dtype, numbers=numbers, sides=sides))
+    return quantized.dequantized(gathered(weight, dtype, numbers=numbers, sides=sides, over=over))
 
 
 def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:

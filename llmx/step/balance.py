@@ -60,7 +60,7 @@ def transforms(model: ModelConfig, strategy: str = "mean") -> Mapping[str, Trans
         loads_LE = blocks.reshape(-1, blocks.shape[-1])
         means_L1 = loads_LE.mean(axis=1, keepdims=True)
         # Of an empty slot of a pipeline's stage there are none.
-        shares = jnp.where(means_L1 > 0, loads_LE / jnp.maximum(means_L1, 1), 1)
+        shares = jnp.where(means_L1 > 0, loads_LE / jnp.where(means_L1 > 0, means_L1, 1), 1)
         parts = shares / model.num_experts
         entropy = -jnp.sum(jnp.where(parts > 0, parts * jnp.log(parts), 0), axis=1)
         evenness = jnp.mean(entropy) / jnp.log(max(model.num_experts, 2))

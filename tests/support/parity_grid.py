@@ -165,6 +165,16 @@ EXTREMES = [
         dict(tensor=8, layout="ddp", replicate_kv=True, accumulation=2),
         dict(sequence=8, family="gemma3", remat="names"),
         dict(expert=4, tensor=2, family="mixtral", remat="full"),
+        dict(
+            data=2,
+            fsdp=2,
+            expert=2,
+            family="mixtral",
+            layout="hsdp",
+            gather="step",
+            accumulation=2,
+            remat="names",
+        ),
         dict(stage=8, schedule="1f1b", accumulation=4, family="gpt2"),
         dict(stage=8, schedule="zb_h1", accumulation=16, layout="ddp", remat="full"),
         dict(

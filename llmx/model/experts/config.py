@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
 DROPLESS, CAPACITY, DENSE = "dropless", "capacity", "dense"
@@ -33,8 +32,3 @@ class ExpertsConfig:
     # > 0: after each step the bias by which experts are chosen moves by this much towards equal
     # loads, without a loss (DeepSeek-V3; there 0.001)
     bias_rate: float = bounded(0.0, at_least=0, at_most=1)
-
-
-def problems(config: ExpertsConfig) -> list[str]:
-    """All that is wrong with the section by itself, each with its remedy."""
-    return bounds.problems(config, "experts.")

@@ -62,19 +62,13 @@ class _Layer:
     local_axes: tuple[str, ...]
 
     @property
-    def gathered_over(self) -> tuple[str, ...]:
-        return tuple(axis for axis in sharding.TOKEN_AXES if axis != travel.AXIS)
-
-    @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
         return sharding.mesh_axes(self.parameters[-1].partitions[1])
 
     def gathered(self, weight: Array) -> Array:
         """A weight as both passes multiply it; communicates over the replicas that split it."""
-        weight = dot.cast(weight, self.compute)
-        whole = sharding.without(jax.typeof(weight).sharding.spec, self.gathered_over)
-        return jax.sharding.reshard(weight, whole)
+        return dot.gathered(weight, self.compute, over=dot.EXPERT_WEIGHTS_OVER)
 
     def ways(self, tokens: int, k: int) -> travel.Ways:
         """How rows of this many tokens of a device travel."""
@@ -93,7 +87,7 @@ class _Layer:
     @property
     def of_parameters(self) -> tuple[PartitionSpec, ...]:
         """Of the gathered weights."""
-        return tuple(sharding.without(spec, self.gathered_over) for spec in self.parameters)
+        return tuple(sharding.without(spec, dot.EXPERT_WEIGHTS_OVER) for spec in self.parameters)
 
 
 def experts(

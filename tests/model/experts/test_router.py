@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from support import packed, runs
 
-from llmx import sharding
+from llmx import contract, sharding
+from llmx.config import ConfigError
 from llmx.model import families
 from llmx.model.experts import router
 from llmx.model.experts.config import ExpertsConfig
+from llmx.step import balance
 
 B, T, E, K = 2, 5, 8, 3
 
@@ -148,3 +150,54 @@ def test_the_bias_moves_against_the_loads_and_the_optimizer_does_not_touch_it():
     want = rate * np.sign(loads.mean(axis=1, keepdims=True) - loads)
     np.testing.assert_allclose(found[rate], want, rtol=1e-6)
     assert not np.asarray(found[0.0]).any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-16])
+def test_what_is_reported_of_loads_does_not_depend_on_their_scale(scale):
+    """A loss scale divides the gradients, and loads with them; a slot without a layer has none."""
+    loads = jnp.asarray([[4.0, 2.0, 2.0, 0.0], [0.0] * 4, [0.5, 0.25, 0.25, 0.0]]) * scale
+    found = contract.Gradients(*[None] * 3, {"blocks": {"mlp": {"bias": loads}}}, None, None)
+    (transform,) = balance.transforms(model(num_experts=4)).values()
+    shown = transform.scalars(found, ())
+    entropy = -(0.5 * np.log(0.5) + 0.5 * np.log(0.25)) / np.log(4)
+    wanted = dict(expert_load_max=2.0, expert_load_min=0.0, expert_entropy=(2 * entropy + 1) / 3)
+    assert shown.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(shown[name], value, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (dict(experts__bias_rate=0.1, sync__strategy="int8"), "bias_rate=0.1 with sync.strategy"),
+        (dict(experts__balance="batch", sync__strategy="int8"), "balance='batch' with sync"),
+        (dict(sharding__turns=2), "sharding.turns=2 with model.num_experts=4"),
+        (dict(products__format="fp8"), "products.format='fp8'.*not rounded"),
+        (dict(model__num_experts=0, experts__bias_rate=0.1), "no effect with model.num_experts=0"),
+        (dict(model__experts_per_token=5), "experts_per_token=5 is more than the 4 experts"),
+        (dict(model__expert_dim=0), "expert_dim=0 with model.num_experts=4"),
+        (dict(model__router_groups=3), "router_groups=3 does not divide"),
+        (dict(model__router_groups_kept=2), "router_groups_kept=2 is more than"),
+        (dict(model__bias=True), "experts have no biases"),
+        (dict(experts__dispatch="sorted"), "experts.dispatch"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_named_with_a_remedy(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        runs.make_recipe(config_of(**keys))
+
+
+@pytest.mark.parametrize(
+    ("expert", "keys", "words"),
+    [
+        (3, {}, r"num_experts=4 does not divide over mesh.expert=3: use .* in \[1, 2, 4\]"),
+        (2, dict(experts__dispatch="dense"), "dense.*mesh.expert=2"),
+    ],
+)
+def test_meshes_that_experts_do_not_divide_over(expert, keys, words):
+    values = runs.PARITY_OPTIMIZER | dict(batch__size=12) | keys
+    with pytest.raises(ConfigError, match=words):
+        runs.make_config(
+            "mixtral", model=dict(num_layers=2, num_experts=4), mesh=dict(expert=expert), **values
+        )
