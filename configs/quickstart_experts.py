@@ -22,7 +22,7 @@ def get_config() -> config.Config:
         expert_dim=192, num_experts=8, experts_per_token=2, max_positions=1024, vocab_multiple=8,
         tied_head=True, vocab_size=0,
     )  # fmt: skip
-    run.experts.balance_weight, run.experts.bias_rate = 0.0, 0.003
+    run.experts.balance_weight, run.experts.bias_rate = 0.0, 0.01
     run.batch.size, run.batch.sequence_length = 16, 256
     run.optimizer.learning_rate, run.optimizer.warmup_steps = 6e-3, 30
     run.checkpoint.every, run.evaluation.every = 100, 100
