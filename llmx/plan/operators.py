@@ -178,12 +178,9 @@ class _Device:
         )  # fmt: skip
 
     def move(
-        self, name: str, moment: str, num_bytes: float, *, array: float, part: str = MOVES,
-        launches: float = 1.0,
-    ) -> Operator:  # fmt: skip
-        """`array`: bytes of one of the arrays that are read and written."""
-        bandwidth = self.core.bandwidth_of(array)
-        seconds = num_bytes / bandwidth + launches * self.core.calibration.start
+        self, name: str, moment: str, num_bytes: float, *, part: str = MOVES, launches: float = 1.0
+    ) -> Operator:
+        seconds = num_bytes / self.core.bandwidth + launches * self.core.calibration.start
         return Operator(name, part, moment, seconds, bytes=num_bytes)
 
 
@@ -261,11 +258,11 @@ def _measured_attention(device: _Device, dtype: str) -> tuple[float, float]:
 def _moves(device: _Device) -> Iterator[Operator]:
     """Elementwise operators of a layer, forward and backward, with what is run again."""
     for index, moment in enumerate((FORWARD, BACKWARD)):
-        for name, num_bytes, array, launches in _moved(device, index):
-            yield device.move(name, moment, num_bytes, array=array, launches=launches)
+        for name, num_bytes, launches in _moved(device, index):
+            yield device.move(name, moment, num_bytes, launches=launches)
     share = _run_again(device)
-    for name, num_bytes, array, launches in _moved(device, 0):
-        one = device.move(f"{name} again", BACKWARD, num_bytes, array=array, launches=launches)
+    for name, num_bytes, launches in _moved(device, 0):
+        one = device.move(f"{name} again", BACKWARD, num_bytes, launches=launches)
         yield one._replace(count=share)
 
 
@@ -274,36 +271,31 @@ def _run_again(device: _Device) -> float:
     return device.whole_again + min(1.0, max(device.again.values(), default=0.0))
 
 
-def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float, float]]:
-    """Name, bytes, those of an array, and launches of a layer's elementwise operators.
-
-    `index`: backward or not.
-    """
+def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
+    """Name, bytes and launches of a layer's elementwise operators; `index`: backward or not."""
     sizes, moved = device.sizes, device.moved
     model, tensor, number = sizes.run.model, sizes.mesh["tensor"], sizes.compute_bytes
+    heads = (model.num_heads + model.num_kv_heads) * model.head_dim
     head_passes = moved.heads[index] + moved.normed[index] * model.qk_norm
-    matrices, share = len(device.of_layer), sizes.mesh["stage"] / model.num_layers
     of_layer = sum(device.of_layer.values())
-    shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights) * share
-    array = number * sizes.tokens * model.mlp_dim / tensor
-    yield "activation", moved.mlp[index] * array, array, 1.0
-    stream = number * sizes.tokens_between * model.width
-    times = moved.stream[index] * (2.0 if model.post_norms else 1.0)
-    yield "norms and residuals", times * stream, stream, 1.0
-    array = number * sizes.tokens * model.head_dim / tensor
-    queries, heads = array * model.num_heads, array * (model.num_heads + model.num_kv_heads)
-    yield "heads", head_passes * heads, queries, 1.0
+    shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights)
+    shares *= sizes.mesh["stage"] / model.num_layers
+    yield "activation", moved.mlp[index] * number * sizes.tokens * model.mlp_dim / tensor, 1.0
+    stream = moved.stream[index] * (2.0 if model.post_norms else 1.0)
+    yield "norms and residuals", stream * number * sizes.tokens_between * model.width, 1.0
+    yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
     weights = moved.weights[index] * number * of_layer + moved.shares[index] * FP32 * shares
-    yield "weights", weights, FP32 * shares / matrices, moved.launches[index]
+    yield "weights", weights, moved.launches[index]
     steps = sizes.mesh["sequence"] // sizes.run.attention.ulysses
     if steps > 1:
-        yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), queries, 1.0
-    yield "saves", moved.saves[index] * device.saved, stream, 1.0
+        queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
+        yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
+    yield "saves", moved.saves[index] * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
-        gradients *= sizes.reduce_bytes * share
-        yield "gradients", moved.gradients * gradients, gradients / matrices, 1.0
-    yield "rounding", moved.rounded * _rounded(device, index), stream, 1.0
+        gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers
+        yield "gradients", moved.gradients * gradients, 1.0
+    yield "rounding", moved.rounded * _rounded(device, index), 1.0
 
 
 def _rounded(device: _Device, index: int) -> float:
@@ -331,8 +323,8 @@ def _loss(device: _Device) -> Iterator[Operator]:
     yield device.product("head", HEAD, LOSS, shape, dtype, each, "input gradient")
     shape = (rows / chunks, width, tokens)
     yield device.product("head", HEAD, LOSS, shape, dtype, each, "weight gradient")
-    moved, array = device.moved.logits * tokens * rows, FP32 * tokens * rows / chunks
-    yield device.move("logits", LOSS, moved, array=array, part=HEAD, launches=8.0 * chunks)
+    moved = device.moved.logits * tokens * rows
+    yield device.move("logits", LOSS, moved, part=HEAD, launches=8.0 * chunks)
 
 
 def _ends(device: _Device) -> Iterator[Operator]:
@@ -343,12 +335,10 @@ def _ends(device: _Device) -> Iterator[Operator]:
         leaves.append(sizes.head)  # the embedding, as large
     gradients = sum(sizes.local(leaf, "gradients") for leaf in leaves)
     if (several := sizes.run.batch.accumulation) > 1:
-        num_bytes, array = several * moved.sums * FP32 * gradients, FP32 * gradients / len(leaves)
-        yield device.move("sums of gradients", ENDS, num_bytes, array=array)
+        yield device.move("sums of gradients", ENDS, several * moved.sums * FP32 * gradients)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
     num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
-    array = FP32 * updated / len(leaves)
-    yield device.move("update", ENDS, num_bytes, array=array, part=UPDATE)
+    yield device.move("update", ENDS, num_bytes, part=UPDATE)
     yield from _of_cpus(device)
 
 

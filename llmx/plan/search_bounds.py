@@ -123,8 +123,7 @@ class Bounds:
         numbers = rows * run.batch.sequence_length / group.sequence
         numbers *= run.model.num_heads * run.model.head_dim / group.tensor
         num_bytes = recipe.policy_of(run).compute.itemsize * numbers
-        bandwidth = self.machine.core.bandwidth_of(num_bytes)
-        return self._moved.ring * steps * num_bytes / bandwidth
+        return self._moved.ring * steps * num_bytes / self.machine.core.bandwidth
 
     @functools.cache  # noqa: B019 - lives as long as the search
     def _of(self, rows: int, tensor: int, sequence: int, text: str) -> Layer:

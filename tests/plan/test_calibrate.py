@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 from llmx.plan import __main__ as command
-from llmx.plan import (
-    calibrate,
-    gemm,
-    hardware_file,
-    machines,
-    operators,
-    routes,
-    sizes,
-    small_models,
-    stopwatch,
-)
+from llmx.plan import calibrate, gemm, hardware_file, machines, routes, stopwatch
 from llmx.plan.traffic import Message
 
 ABOUT = {"device_kind": "cpu", "num_devices": 2, "shape": "2", "jax": "0", "cores": 2,
@@ -104,27 +94,6 @@ def test_what_was_measured_is_what_the_planner_computes_with(tmp_path):
             for seconds in times:
                 assert seconds == pytest.approx(fake(key), rel=1e-3)
     assert own.rates.link == pytest.approx(BANDWIDTH / 2, rel=0.01)
-
-
-def test_moves_take_the_bandwidth_of_their_arrays():
-    """Of a machine whose caches are ten times as fast as its memory."""
-
-    def cached(key):
-        in_caches = key[0] == "move" and key[1] <= 2**20
-        return 1e-6 + (fake(key) - 1e-6) / 10 if in_caches else fake(key)
-
-    keys = calibrate.keys_of("cpu", 1, False)
-    own = calibrate.hardware_of({key: cached(key) for key in keys}, "cpu", ABOUT)
-    values = hardware_file.to_json(own)
-    values["calibration"]["streamed"].reverse()
-    assert hardware_file.of(values) == own  # interpolation needs them in order
-    for batch, bandwidth in ((1, 10 * BANDWIDTH), (4096, BANDWIDTH)):  # of [tokens, F] in fp32
-        run = small_models.run_of("llama3", (batch, 64), num_layers=2, mlp_dim=1024)
-        listed = operators.of(sizes.of(run), own.core, operators.CPU)
-        found = [one for one in listed if one.name.startswith("activation")]
-        assert len(found) >= 2
-        for one in found:
-            assert one.seconds == pytest.approx(1e-6 + one.bytes / bandwidth, rel=0.01)
 
 
 def test_a_known_chip_keeps_its_row():
