@@ -61,6 +61,29 @@ def test_without_a_good_checkpoint_all_are_named_and_left(tmp_path):
     assert (tmp_path / "checkpoints" / "1").exists()
 
 
+EXPERTS = dict(
+    model__num_experts=4, model__experts_per_token=2, model__expert_dim=16, experts__bias_rate=0.01
+)
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        dict(mesh__expert=1),
+        dict(mesh__expert=4),
+        dict(mesh__expert=2, mesh__stage=2, batch__accumulation=2),
+    ],
+    ids=str,
+)
+def test_experts_move_to_other_devices(tmp_path, to):
+    wanted = save(tmp_path, 1, 1, **EXPERTS, mesh__expert=2)
+    _, state, first, _ = resumed(tmp_path, 1, **EXPERTS, **to)
+    assert first == 1
+    up = state.params["blocks"]["mlp"]["up"]
+    assert up.sharding.shard_shape(up.shape)[1] == 4 // to["mesh__expert"]
+    assert_same((state.params, state.opt_state), (wanted.params, wanted.opt_state))
+
+
 SCALED = dict(loss_scale__kind="dynamic", loss_scale__initial=2.0**9)
 PERIODIC = dict(mesh__stage=2, batch__accumulation=4, pipeline__schedule="pipedream_2bw")
 
