@@ -28,8 +28,7 @@ def with_bias_rate(
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(gradients, state, params=None, **extra):
-        rest = _of_loads(jnp.zeros_like, gradients)
-        updates, state = optimizer.update(rest, state, params, **extra)
+        updates, state = optimizer.update(without_loads(gradients), state, params, **extra)
         step = lambda loads: rate * jnp.sign(loads.mean(axis=-1, keepdims=True) - loads)  # noqa: E731
         moved = _of_loads(step, gradients)
         chosen = lambda path, new, bias: bias if router.is_loads(path) else new  # noqa: E731
@@ -56,8 +55,8 @@ def transforms(model: ModelConfig, strategy: str = "mean") -> Mapping[str, Trans
         return {}
 
     def scalars(found: Gradients, state: tuple) -> dict[str, jax.Array]:
-        blocks = found.tree["blocks"]["mlp"]["bias"]
-        loads_LE = blocks.reshape(-1, blocks.shape[-1])
+        loads = found.tree["blocks"]["mlp"]["bias"]
+        loads_LE = loads.reshape(-1, loads.shape[-1])
         means_L1 = loads_LE.mean(axis=1, keepdims=True)
         # Of an empty slot of a pipeline's stage there are none.
         shares = jnp.where(means_L1 > 0, loads_LE / jnp.where(means_L1 > 0, means_L1, 1), 1)
