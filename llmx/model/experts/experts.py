@@ -226,11 +226,8 @@ def _within_capacity(experts_BTk: Array, num_experts: int, capacity: float) -> A
     most = max(int(capacity * T * k / num_experts), 1)
 
     def of_row(experts_A):
-        order = jnp.argsort(experts_A, stable=True)
-        counts_E = jnp.bincount(experts_A, length=num_experts)
-        first_E = jnp.cumsum(counts_E) - counts_E
-        rank_A = jnp.arange(T * k) - first_E[experts_A[order]]
-        return jnp.zeros(T * k, bool).at[order].set(rank_A < most, unique_indices=True)
+        _, place_A, _ = grouped.by_expert(experts_A, num_experts)
+        return place_A < most
 
     return jax.vmap(of_row)(experts_BTk.reshape(B, T * k)).reshape(B, T, k)
 

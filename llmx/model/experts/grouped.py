@@ -38,23 +38,32 @@ def block_size(num_rows: int, num_experts: int) -> int:
     return min(max(1 << share.bit_length() - 1, SMALLEST), LARGEST)
 
 
+def by_expert(expert_of_row: Int[Array, " rows"], num_experts: int) -> tuple[Array, Array, Array]:
+    """Rows in the order of their experts; of each row its place among those of its expert, in their
+    order (undefined for rows of no expert); and how many each expert has."""
+    num_rows = expert_of_row.shape[0]
+    order = jnp.argsort(expert_of_row, stable=True)
+    rank = jnp.zeros(num_rows, jnp.int32).at[order].set(
+        jnp.arange(num_rows, dtype=jnp.int32), unique_indices=True
+    )  # fmt: skip
+    counts_E = jnp.bincount(expert_of_row, length=num_experts).astype(jnp.int32)
+    first_E = jnp.cumsum(counts_E) - counts_E
+    return order, rank - first_E[jnp.minimum(expert_of_row, num_experts - 1)], counts_E
+
+
 def blocks(expert_of_row: Int[Array, " rows"], num_experts: int) -> Blocks:
     """Blocks for rows of these experts; `num_experts` and more = of none."""
     num_rows = expert_of_row.shape[0]
     size = block_size(num_rows, num_experts)
     num_blocks = -(-num_rows // size) + num_experts
-    counts_E = jnp.bincount(expert_of_row, length=num_experts)
+    _, place, counts_E = by_expert(expert_of_row, num_experts)
     blocks_E = -(-counts_E // size)
     ends_E = jnp.cumsum(blocks_E)
-    first_row_E, first_block_E = jnp.cumsum(counts_E) - counts_E, ends_E - blocks_E
-    order = jnp.argsort(expert_of_row, stable=True)
-    expert = expert_of_row[order]
-    of = jnp.minimum(expert, num_experts - 1)
-    slot = first_block_E[of] * size + jnp.arange(num_rows) - first_row_E[of]
-    slot = jnp.where(expert < num_experts, slot, num_blocks * size).astype(jnp.int32)
+    first_block_E = ends_E - blocks_E
+    slot = first_block_E[jnp.minimum(expert_of_row, num_experts - 1)] * size + place
+    slot_of_row = jnp.where(expert_of_row < num_experts, slot, num_blocks * size).astype(jnp.int32)
     row_of_slot = jnp.full(num_blocks * size, num_rows, jnp.int32)
-    row_of_slot = row_of_slot.at[slot].set(order.astype(jnp.int32), mode="drop")
-    slot_of_row = jnp.zeros(num_rows, jnp.int32).at[order].set(slot, unique_indices=True)
+    row_of_slot = row_of_slot.at[slot_of_row].set(jnp.arange(num_rows), mode="drop")
     expert_of_block = jnp.searchsorted(ends_E, jnp.arange(num_blocks), side="right")
     return Blocks(row_of_slot, slot_of_row, jnp.minimum(expert_of_block, num_experts - 1))
 

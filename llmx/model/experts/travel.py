@@ -60,16 +60,14 @@ def plan(experts_Nk: Int[Array, "N k"], to: Ways) -> Journey:
     """Where rows go. Communicates counts over `expert`, and one number over `to.others`."""
     N, k = experts_Nk.shape
     experts_A = experts_Nk.reshape(-1)
-    order = jnp.argsort(experts_A, stable=True)
-    rank_A = jnp.zeros(N * k, jnp.int32).at[order].set(
-        jnp.arange(N * k, dtype=jnp.int32), unique_indices=True
-    )  # fmt: skip
-    counts_nE = jnp.bincount(experts_A, length=to.devices * to.experts)
-    counts_nE = counts_nE.reshape(to.devices, to.experts).astype(jnp.int32)
+    num_experts = to.devices * to.experts
+    order, place_A, counts = grouped.by_expert(experts_A, num_experts)
+    counts_nE = counts.reshape(to.devices, to.experts)
+    first_nE = jnp.cumsum(counts_nE, axis=1) - counts_nE  # of an expert, among its device's
+    place_A = place_A + first_nE.reshape(-1)[jnp.minimum(experts_A, num_experts - 1)]
     counts_n = counts_nE.sum(axis=1)
     first_n = jnp.cumsum(counts_n) - counts_n
     device_A = experts_A // to.experts
-    place_A = rank_A - first_n[jnp.minimum(device_A, to.devices - 1)]
     rounds, arriving_nE = jnp.ones((), jnp.int32), counts_nE
     if to.devices > 1:
         arriving_nE = jax.lax.all_to_all(counts_nE, AXIS, 0, 0)
