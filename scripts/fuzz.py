@@ -324,6 +324,10 @@ class HuggingFace(Target):
                 path: np.zeros(hf_formats.our_shape(row, model), np.float32)
                 for row in hf_formats.rows(model) for path in row.paths
             }  # fmt: skip
+            flat |= {
+                path: np.zeros(shape, np.float32)
+                for path, shape in hf_formats.unwritten(model).items()
+            }
             for name, size in (("one", 10**9), ("many", 500)):
                 hf.export(trees.nest(flat), model, folder / f"{family}-{name}", shard_bytes=size)
 
