@@ -373,12 +373,18 @@ def _experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What `expert` splits, and what routed experts cannot be combined with."""
     model, experts, ways = config.model, config.experts, sizes["expert"]
     E = model.num_experts
-    if not E:
-        if experts.bias_rate:
+    idle = {} if E else {key: "model.num_experts=0" for key in vars(experts)}
+    if experts.dispatch != experts_config.CAPACITY:
+        idle.setdefault("capacity", f"experts.dispatch={experts.dispatch!r}")
+    if experts.dispatch == experts_config.DENSE:
+        idle.setdefault("buffer", f"experts.dispatch={experts.dispatch!r}")
+    for key, cause in idle.items():
+        if (value := vars(experts)[key]) != vars(experts_config.ExpertsConfig())[key]:
             yield (
-                f"experts.bias_rate={experts.bias_rate} has no effect with model.num_experts=0: "
-                "leave it out, or use a model with experts"
+                f"experts.{key}={value!r} has no effect with {cause}: leave it out, or "
+                f"{'change experts.dispatch' if E else 'use a model with experts'}"
             )
+    if not E:
         return
     if E % ways:
         yield (

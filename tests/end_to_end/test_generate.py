@@ -39,14 +39,25 @@ def added(run: config_lib.Config) -> list[list[int]]:
     )
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHARES)
-def test_devices_that_share_heads_change_no_token(num_heads, num_kv_heads):
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "shares"),
+    [(6, 3, (3, 6)), (12, 2, (4,)), (6, 1, (2,))],
+    ids=["split, and whole", "a few of several", "one"],
+)
+def test_devices_that_share_heads_change_no_token(num_heads, num_kv_heads, shares):
     run = run_of(num_heads, num_kv_heads)
     alone = added(checks.for_inference(run))
     assert len({tuple(text) for text in alone}) == len(PROMPTS)
+    for tensor in shares:
+        assert added(checks.for_inference(run, tensor=tensor)) == alone
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), SHARES)
+def test_devices_that_cannot_share_heads_are_refused(num_heads, num_kv_heads):
+    run = run_of(num_heads, num_kv_heads)
     for tensor in (2, 3, 4, 6):
         if tensor in SHARES[num_heads, num_kv_heads]:
-            assert added(checks.for_inference(run, tensor=tensor)) == alone
+            checks.for_inference(run, tensor=tensor)
             continue
         with pytest.raises(ConfigError) as refused:
             checks.for_inference(run, tensor=tensor)

@@ -174,6 +174,18 @@ def test_what_is_reported_of_loads_does_not_depend_on_their_scale(scale):
         (dict(sharding__turns=2), "sharding.turns=2 with model.num_experts=4"),
         (dict(products__format="fp8"), "products.format='fp8'.*not rounded"),
         (dict(model__num_experts=0, experts__bias_rate=0.1), "no effect with model.num_experts=0"),
+        (
+            dict(model__num_experts=0, experts__buffer=2.0),
+            "buffer=2.0 has no effect with model.num",
+        ),
+        (
+            dict(experts__capacity=2.0),
+            "capacity=2.0 has no effect with experts.dispatch='dropless'",
+        ),
+        (
+            dict(experts__dispatch="dense", experts__buffer=2.0),
+            "buffer=2.0 has no effect with experts.dispatch='dense'",
+        ),
         (dict(model__experts_per_token=5), "experts_per_token=5 is more than the 4 experts"),
         (dict(model__expert_dim=0), "expert_dim=0 with model.num_experts=4"),
         (dict(model__router_groups=3), "router_groups=3 does not divide"),
