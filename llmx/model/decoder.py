@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from llmx.model import dot, families, remat, rope
+from llmx.model.activations import hidden
 from llmx.model.attention import attend
 from llmx.model.attention.cache import write_slots
 from llmx.model.attention.masks import Scores
@@ -165,18 +166,15 @@ class Mlp(nnx.Module):
         self.gate = project(remat.GATE, (D, F), axes) if model.gated_mlp else None
         self.up = project(remat.UP, (D, F), axes)
         self.down = project(remat.MLP_OUT, (F, D), axes[::-1], scale=_out_scale(model))
-        self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
+        self.activation = model.activation
 
     def __call__(self, x_BTD, execution: Execution, share_BT=None):
         x_BTD = execution.place.constrain(x_BTD, INSIDE, multiplied_into=("mlp",))
         x_BTD = checkpoint_name(x_BTD, remat.MLP_NORM)
-        up_BTF = self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution)
-        if self.gate is None:
-            hidden_BTF = self.activation(up_BTF)
-        else:
-            gate_BTF = self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution)
-            hidden_BTF = self.activation(gate_BTF) * up_BTF
-        hidden_BTF = checkpoint_name(hidden_BTF, remat.HIDDEN)
+        products = [self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution)]
+        if self.gate is not None:
+            products.insert(0, self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution))
+        hidden_BTF = checkpoint_name(hidden(self.activation, *products), remat.HIDDEN)
         return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, execution)
 
 
@@ -194,6 +192,11 @@ class Experts(nnx.Module):
         self.up = _weight(rngs, (E, D, F), axes, std)
         std = _out_scale(model) / math.sqrt(F)
         self.down = _weight(rngs, (E, F, D), ("experts", "mlp", "embed"), std)
+        zeros = lambda shape, *axes: _constant(0.0, shape, axes) if model.bias else None  # noqa: E731
+        self.router_bias = zeros((E,), "router")
+        self.gate_bias = zeros((E, F), "experts", "mlp") if model.gated_mlp else None
+        self.up_bias = zeros((E, F), "experts", "mlp")
+        self.down_bias = zeros((E, D), "experts", "norm")
         shared = dataclasses.replace(model, mlp_dim=model.shared_dim)
         self.shared = Mlp(shared, rngs) if model.shared_dim else None
 
@@ -205,9 +208,11 @@ class Experts(nnx.Module):
             "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router.get_value(),
             out=place.activation(LOGITS), policy=exact, recomputed=execution.recomputed,
         )  # fmt: skip
+        if self.router_bias is not None:
+            logits_BTE = dot.shifted(logits_BTE, self.router_bias.get_value())
         routing, shares_BTE = router.route(model, logits_BTE, self.bias.get_value())
-        values = [None if leaf is None else leaf.get_value() for leaf in (self.gate, self.up)]
-        weights = experts.Weights(*values, self.down.get_value())
+        leaves = (getattr(self, name) for name in experts.Weights._fields)
+        weights = experts.Weights(*(None if leaf is None else leaf.get_value() for leaf in leaves))
         compute = experts.dense if config.dispatch == DENSE else experts.experts
         y_BTD = compute(
             x_BTD, routing, weights, activation=model.activation, config=config, place=place,

@@ -53,7 +53,8 @@ class ModelConfig:
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
     post_norms: bool = False  # also normalise what attention and MLP return (gemma)
     qk_norm: bool = False  # RMS-normalise queries and keys per head (qwen3, gemma3)
-    activation: str = choice("silu", ("silu", "gelu"))  # "silu" | "gelu" (tanh form)
+    # "silu" | "gelu" (tanh form) | "clamped_silu" (gpt-oss: `activations.hidden`)
+    activation: str = choice("silu", ("silu", "gelu", "clamped_silu"))
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
     # E, routed experts in the place of the MLP; 0 = none
     num_experts: int = bounded(0, at_least=0, at_most=65536)
@@ -66,7 +67,7 @@ class ModelConfig:
     router_scale: float = bounded(1.0, above=0)  # weights are multiplied by it
     router_groups: int = bounded(1, at_least=1)  # groups of experts, of which a token chooses some
     router_groups_kept: int = bounded(1, at_least=1)  # as many
-    bias: bool = False  # biases in every projection (gpt2)
+    bias: bool = False  # biases in every projection, router and experts too (gpt2, gpt-oss)
     tied_head: bool = False  # the output head is the embedding table
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
     query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
@@ -256,6 +257,10 @@ def problems(model: ModelConfig) -> list[str]:
         texts.append(
             f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers"
         )
+    if model.activation == "clamped_silu" and not model.gated_mlp:
+        texts.append(
+            "model.activation='clamped_silu' is of gate and up: use gated_mlp=True, or 'silu'"
+        )
     kinds = set(model.layer_pattern)
     if not kinds or kinds - {GLOBAL, LOCAL}:
         texts.append(
@@ -294,10 +299,5 @@ def _problems_of_experts(model: ModelConfig) -> list[str]:
         of = "" if groups == 1 else f" in the {kept} of {groups} groups that a token chooses"
         texts.append(
             f"model.experts_per_token={k} is more than the {reach} experts{of}: use at most {reach}"
-        )
-    if model.bias:
-        texts.append(
-            "model.bias with model.num_experts: experts have no biases; use bias=False, or "
-            "num_experts=0"
         )
     return texts
