@@ -150,7 +150,7 @@ class Apply:
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         """Of a block, and of the last norm."""
         model = self.model
-        modules = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, model.width))
+        modules = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, (model.width,)))
         return tuple(nnx.split(nnx.eval_shape(module))[0] for module in modules)
 
     def _normed(self, params: dict, x_BTD):

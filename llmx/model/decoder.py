@@ -47,19 +47,25 @@ def _constant(value: float, shape: tuple, axes: tuple) -> nnx.Param:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), last dimension, in fp32."""
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), last dimensions, in fp32.
 
-    def __init__(self, model: families.ModelConfig, size: int):
+    Communicates over the mesh axes that split these: sums of squares.
+    """
+
+    def __init__(
+        self, model: families.ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...] = ("norm",)
+    ):
         self.eps, self.centered = model.norm_eps, model.norm == "layer"
         self.plus_one = model.norm_plus_one
-        self.scale = _constant(0.0 if self.plus_one else 1.0, (size,), ("norm",))
-        self.bias = _constant(0.0, (size,), ("norm",)) if self.centered else None
+        self.over = tuple(range(-len(shape), 0))
+        self.scale = _constant(0.0 if self.plus_one else 1.0, shape, axes)
+        self.bias = _constant(0.0, shape, axes) if self.centered else None
 
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         if self.centered:
-            y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
+            y = y - y.mean(axis=self.over, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=self.over, keepdims=True) + self.eps)
         # y (1 + scale) is y + y scale.
         scaled = dot.scaled(y, self.scale[...])
         y = y + scaled if self.plus_one else scaled
@@ -110,8 +116,14 @@ class Attention(nnx.Module):
         )
         # RMSNorm in every family that normalises them.
         rms = dataclasses.replace(model, norm="rms")
-        self.query_norm = Norm(rms, H) if model.qk_norm else None
-        self.key_norm = Norm(rms, H) if model.qk_norm else None
+        self.query_norm = self.key_norm = None
+        if model.qk_norm and model.qk_norm_over == families.ALL_HEADS:
+            self.query_norm = Norm(rms, (N, H), ("heads", "head_dim"))
+            self.key_norm = Norm(rms, (K, H), ("kv_heads", "head_dim"))
+        elif model.qk_norm:
+            self.query_norm, self.key_norm = Norm(rms, (H,)), Norm(rms, (H,))
+        sinks = model.attention_sinks
+        self.sinks = _constant(0.0, (N,), ("heads",)) if sinks else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
         # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
         # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.
@@ -147,11 +159,16 @@ class Attention(nnx.Module):
             else:
                 cache = (key_BTKH, value_BTKH)
             key_BTKH, value_BTKH = cache
+        sinks_BTN = None
+        if self.sinks is not None:
+            zeros_BTN = jnp.zeros(query_BTNH.shape[:3], jnp.float32)
+            zeros_BTN = execution.place.constrain(zeros_BTN, attend.QUERY[:3])
+            sinks_BTN = dot.shifted(zeros_BTN, self.sinks[...])
         out_BTNH = attend.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,
             Scores(self.scale, self.softcap, window),
             config=execution.attention, place=execution.place,
-            keys="sequence" if now is None else "cache",
+            keys="sequence" if now is None else "cache", sinks_BTN=sinks_BTN,
         )  # fmt: skip
         return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution), cache
 
@@ -238,11 +255,12 @@ class Block(nnx.Module):
     """
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
+        norm = functools.partial(Norm, model, (model.width,))
+        self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(model, rngs)
         self.mlp = (Experts if model.num_experts else Mlp)(model, rngs)
-        self.attention_post_norm = Norm(model, model.width) if model.post_norms else None
-        self.mlp_post_norm = Norm(model, model.width) if model.post_norms else None
+        self.attention_post_norm = norm() if model.post_norms else None
+        self.mlp_post_norm = norm() if model.post_norms else None
 
     def __call__(
         self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None,
@@ -272,7 +290,7 @@ class Decoder(nnx.Module):
         self.positions = _weight(rngs, shape, ("positions", "embed"), std) if learned else None
         stack = nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
         self.blocks = nnx.split_rngs(splits=model.num_layers)(stack)(rngs)
-        self.norm = Norm(model, D)
+        self.norm = Norm(model, (D,))
         self.head = None if model.tied_head else _weight(rngs, (V, D), ("vocab", "embed"), std)
 
 

@@ -16,6 +16,8 @@ from llmx.runtime.bounds import bounded, choice
 
 # Attention kinds of layers: all that precedes a token, or a sliding window.
 GLOBAL, LOCAL = "global", "local"
+# What queries and keys are normalised over.
+EACH_HEAD, ALL_HEADS = "head", "all"
 # What a router makes of its logits.
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -52,7 +54,9 @@ class ModelConfig:
     norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
     post_norms: bool = False  # also normalise what attention and MLP return (gemma)
-    qk_norm: bool = False  # RMS-normalise queries and keys per head (qwen3, gemma3)
+    qk_norm: bool = False  # RMS-normalise queries and keys (qwen3, gemma3, olmoe)
+    # over each "head", or over "all" heads together (olmoe)
+    qk_norm_over: str = choice(EACH_HEAD, (EACH_HEAD, ALL_HEADS))
     # "silu" | "gelu" (tanh form) | "clamped_silu" (gpt-oss: `activations.hidden`)
     activation: str = choice("silu", ("silu", "gelu", "clamped_silu"))
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
@@ -73,6 +77,8 @@ class ModelConfig:
     query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
     layer_pattern: tuple[str, ...] = (GLOBAL,)  # attention kinds, repeated along the depth
     window: int = bounded(0, at_least=0)  # local layers: positions back, the token itself counted
+    # a learned logit of each head that joins the softmax, with nothing to attend to (gpt-oss)
+    attention_sinks: bool = False
     attention_softcap: float = bounded(0.0, at_least=0)  # c*tanh(score/c); 0 = off (gemma2)
     logit_softcap: float = bounded(0.0, at_least=0)  # c*tanh(logit/c) on the output; 0 = off
 
@@ -236,6 +242,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "rope_high_freq": model.rope_high_freq if blended else None,
         "rope_old_context": model.rope_old_context if blended else None,
         "query_scale": model.score_scale,
+        "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
         "layer_pattern": model.layer_kinds,
         "window": model.window if LOCAL in kinds else None,
     }
