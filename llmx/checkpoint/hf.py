@@ -45,6 +45,7 @@ def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int
 
 def _to_ours(row: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
     ours, theirs = _letters(row)
+    sizes = hf_formats.sizes_of(row, sizes)
     array = array.reshape([sizes[x] for x in theirs]).transpose([theirs.index(x) for x in ours])
     return list(array) if row.parts else [array]
 

@@ -116,14 +116,13 @@ class Attention(nnx.Module):
         )
         # RMSNorm in every family that normalises them.
         rms = dataclasses.replace(model, norm="rms")
-        self.query_norm = self.key_norm = None
-        if model.qk_norm and model.qk_norm_over == families.ALL_HEADS:
-            self.query_norm = Norm(rms, (N, H), ("heads", "head_dim"))
-            self.key_norm = Norm(rms, (K, H), ("kv_heads", "head_dim"))
-        elif model.qk_norm:
-            self.query_norm, self.key_norm = Norm(rms, (H,)), Norm(rms, (H,))
-        sinks = model.attention_sinks
-        self.sinks = _constant(0.0, (N,), ("heads",)) if sinks else None
+        all_heads = model.qk_norm_over == families.ALL_HEADS
+        over_heads = lambda num, axis: (  # noqa: E731
+            Norm(rms, (num, H), (axis, "head_dim")) if all_heads else Norm(rms, (H,))
+        )
+        self.query_norm = over_heads(N, "heads") if model.qk_norm else None
+        self.key_norm = over_heads(K, "kv_heads") if model.qk_norm else None
+        self.sinks = _constant(0.0, (N,), ("heads",)) if model.attention_sinks else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
         # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
         # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.

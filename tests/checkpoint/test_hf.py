@@ -38,6 +38,10 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+_YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 16,
+}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 # What each model is made of: class of its config, values of it.
 CASES = {
@@ -58,6 +62,13 @@ CASES = {
     "qwen3_moe_renormalized": ("Qwen3MoeConfig", _TINY | {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "norm_topk_prob": True,
+    }),
+    "olmoe": ("OlmoeConfig", {key: value for key, value in _TINY.items() if key != "head_dim"} | {
+        "num_experts": 6, "num_experts_per_tok": 3,
+    }),
+    "gpt_oss": ("GptOssConfig", _TINY | {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
+        "rope_parameters": _YARN_ROPE, "layer_types": [SLIDING, FULL, SLIDING],
     }),
     "gemma2": ("Gemma2Config", _TINY | {
         "sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
@@ -353,7 +364,9 @@ def change_config(directory, **changes):
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"hidden_activation": "relu"}, "hidden_activation='relu'.*gelu_pytorch_tanh"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn.*linear"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "add .'original_max_position"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": 2.0}}, "'mscale'. must be left out"),
         ({"rope_scaling": {"rope_type": "linear"}}, "add .'factor'"),
         ({"layer_types": ["full_attention"]}, "layer_types=.* for 3 layers"),
         ({"layer_types": ["full", "full", "full"]}, "full_attention"),
