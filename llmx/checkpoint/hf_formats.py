@@ -141,6 +141,7 @@ class Format:
     keys: Mapping[str, str]  # our field -> key of config.json
     absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
     only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
+    mxfp4: tuple[str, ...] = ()  # rows of `tensors`, by `ours`, that files may have as MXFP4
 
 
 _KEYS = {
@@ -257,6 +258,7 @@ FORMATS = {
             "attention_bias": (True,), "hidden_act": ("silu",), "swiglu_limit": (7.0,),
             "swiglu_alpha": (1.702,), "quantization_config": (None,),
         },
+        mxfp4=("blocks/mlp/*", "blocks/mlp/down"),
     ),
     "gemma2": Format(
         "gemma2", "Gemma2ForCausalLM", "model.", (*_ROTARY, *_GEMMA_NORMS, HEAD),
@@ -304,6 +306,8 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     family = _family_of(config)
     form = FORMATS[family]
     for key, allowed in form.only.items():
+        if key == "quantization_config" and form.mxfp4 and _is_mxfp4(config):
+            continue
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
                 f"config.json has {key}={shown(config[key])} and family {family!r} supports only "
@@ -329,6 +333,10 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if found := _problems(model):
         raise ValueError("config.json does not make a model:\n" + "\n".join(found))
     return model
+
+
+def _is_mxfp4(config: Mapping[str, Any]) -> bool:
+    return _object(config, "quantization_config").get("quant_method") == "mxfp4"
 
 
 def _problems(model: ModelConfig) -> list[str]:
