@@ -80,7 +80,7 @@ class _Layer:
     @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
-        return sharding.mesh_axes(self.parameters.down.partitions[1])
+        return sharding.mesh_axes(self.of_parameters.down.partitions[1])
 
     def gathered(self, weight: Array) -> Array:
         """A weight as both passes multiply it; communicates over the replicas that split it."""
