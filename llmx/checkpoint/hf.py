@@ -7,6 +7,7 @@ loading needs the memory of the model and of its largest tensor.
 Letters: V vocabulary, Z the parts of a fused tensor.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -18,7 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from llmx.checkpoint import hf_formats, writer
+from llmx.checkpoint import hf_formats, mxfp4, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.data import json_files
 from llmx.model.families import ModelConfig
@@ -45,6 +46,7 @@ def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int
 
 def _to_ours(row: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
     ours, theirs = _letters(row)
+    sizes = hf_formats.sizes_of(row, sizes)
     array = array.reshape([sizes[x] for x in theirs]).transpose([theirs.index(x) for x in ours])
     return list(array) if row.parts else [array]
 
@@ -215,12 +217,19 @@ def load(
     names = _checked_names(directory, files, model)
     sizes = hf_formats.dimension_sizes(model)
     shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
-    _check_headers(directory, files, shapes)  # before memory is taken for what config.json says
+    packed = {name: shapes.pop(name) for name in names if name not in files}
+    # Before memory is taken for what config.json says.
+    _check_headers(directory, files, shapes)
+    for name, shape in packed.items():
+        _check_headers(directory, files, mxfp4.packed_shapes(name, shape), dtypes=("U8",))
     arrays = {}
     for row in hf_formats.rows(model):
         shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
         arrays |= {path: make(shape, numpy_dtype) for path in row.paths}
-    for name, tensor in _read_tensors(directory, files, shapes):
+    tensors = itertools.chain(
+        _read_tensors(directory, files, shapes), _read_packed(directory, files, packed)
+    )
+    for name, tensor in tensors:
         row, index = names[name]
         for path, part in zip(row.paths, _to_ours(row, tensor, sizes), strict=True):
             _view(arrays[path], row, index, model)[...] = part
@@ -240,13 +249,20 @@ def load(
 
 
 def _checked_names(directory: pathlib.Path, files: Mapping[str, str], model: ModelConfig) -> dict:
-    """`hf_formats.tensor_names` of the checkpoint, which must have these tensors and no others."""
-    prefix = hf_formats.FORMATS[model.family].prefix
+    """`hf_formats.tensor_names` of the checkpoint, which must have these tensors and no others;
+    where MXFP4 may be, two for one."""
+    form = hf_formats.FORMATS[model.family]
+    prefix = form.prefix
     has_prefix = any(name.startswith(prefix) for name in files)
     names = hf_formats.tensor_names(model, prefix=prefix if has_prefix else "")
-    unknown = {name for name in files.keys() - names.keys() if not hf_formats.BUFFERS.search(name)}
+    stored = set(names)
+    for name, (row, _) in names.items():
+        parts = {name + mxfp4.BLOCKS, name + mxfp4.SCALES}
+        if row.ours in form.mxfp4 and name not in files and parts & files.keys():
+            stored = stored - {name} | parts
+    unknown = {name for name in files.keys() - stored if not hf_formats.BUFFERS.search(name)}
     unknown -= {hf_formats.HEAD.theirs} if model.tied_head else set()
-    if missing := names.keys() - files.keys():
+    if missing := stored - files.keys():
         raise ValueError(
             f"{directory} lacks {_listed(missing)}, which its config.json asks for: download it "
             "again, or correct config.json"
@@ -301,8 +317,20 @@ def _read_tensors(
                 yield name, file.get_tensor(name)
 
 
-def _check_headers(
+def _read_packed(
     directory: pathlib.Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) for each name in `shapes`, each stored in two; one in memory at a time."""
+    for name, shape in shapes.items():
+        parts = dict(_read_tensors(directory, files, mxfp4.packed_shapes(name, shape)))
+        yield name, mxfp4.dequantized(parts[name + mxfp4.BLOCKS], parts[name + mxfp4.SCALES])
+
+
+def _check_headers(
+    directory: pathlib.Path,
+    files: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Sequence[str] = _STORED_DTYPES,
 ) -> None:
     """Compares the shapes and types in the headers of the files with those of the model."""
     for path in sorted(set(files.values())):
@@ -314,10 +342,10 @@ def _check_headers(
                         f"{name} in {directory / path} has shape {shape}, and config.json makes it "
                         f"{shapes[name]}: correct config.json"
                     )
-                if found.get_dtype() not in _STORED_DTYPES:
+                if found.get_dtype() not in dtypes:
                     raise ValueError(
                         f"{name} in {directory / path} is of type {found.get_dtype()}: use a "
-                        f"checkpoint in one of {', '.join(_STORED_DTYPES)}"
+                        f"checkpoint in one of {', '.join(dtypes)}"
                     )
 
 

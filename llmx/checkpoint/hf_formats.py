@@ -76,6 +76,21 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
     )
 
 
+# gpt-oss stores all experts of a layer in one tensor, and gate and up in turn along its rows.
+_GATE_UP = ("gate", "up")
+_GPT_OSS = (
+    Tensor("blocks/attention/query/bias", "NH", "layers.*.self_attn.q_proj.bias", "NH"),
+    Tensor("blocks/attention/key/bias", "KH", "layers.*.self_attn.k_proj.bias", "KH"),
+    Tensor("blocks/attention/value/bias", "KH", "layers.*.self_attn.v_proj.bias", "KH"),
+    Tensor("blocks/attention/out/bias", "D", "layers.*.self_attn.o_proj.bias", "D"),
+    Tensor("blocks/attention/sinks", "N", "layers.*.self_attn.sinks", "N"),
+    Tensor("blocks/mlp/router", "DE", "layers.*.mlp.router.weight", "E,D"),
+    Tensor("blocks/mlp/router_bias", "E", "layers.*.mlp.router.bias", "E"),
+    Tensor("blocks/mlp/*", "EDX", "layers.*.mlp.experts.gate_up_proj", "E,D,XZ", _GATE_UP),
+    Tensor("blocks/mlp/*_bias", "EX", "layers.*.mlp.experts.gate_up_proj_bias", "E,XZ", _GATE_UP),
+    Tensor("blocks/mlp/down", "EXD", "layers.*.mlp.experts.down_proj", "E,X,D"),
+    Tensor("blocks/mlp/down_bias", "ED", "layers.*.mlp.experts.down_proj_bias", "E,D"),
+)
 # The bias by which experts are chosen, which these families do not have: zeros.
 _LOADS = "blocks/mlp/bias"
 _POST_ATTENTION = "layers.*.post_attention_layernorm.weight"
@@ -83,6 +98,10 @@ _PRE_NORMS = (Tensor("blocks/mlp_norm/scale", "D", _POST_ATTENTION, "D"),)
 _QK_NORMS = (
     Tensor("blocks/attention/query_norm/scale", "H", "layers.*.self_attn.q_norm.weight", "H"),
     Tensor("blocks/attention/key_norm/scale", "H", "layers.*.self_attn.k_norm.weight", "H"),
+)
+_QK_NORMS_OF_ALL_HEADS = (
+    Tensor("blocks/attention/query_norm/scale", "NH", "layers.*.self_attn.q_norm.weight", "NH"),
+    Tensor("blocks/attention/key_norm/scale", "KH", "layers.*.self_attn.k_norm.weight", "KH"),
 )
 _GEMMA_NORMS = (
     Tensor("blocks/attention_post_norm/scale", "D", _POST_ATTENTION, "D"),
@@ -122,6 +141,7 @@ class Format:
     keys: Mapping[str, str]  # our field -> key of config.json
     absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
     only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
+    mxfp4: tuple[str, ...] = ()  # rows of `tensors`, by `ours`, that files may have as MXFP4
 
 
 _KEYS = {
@@ -147,9 +167,9 @@ _GEMMA_ABSENT = {
 }  # fmt: skip
 
 
-def _without_mlp(keys: Mapping[str, str]) -> dict[str, str]:
-    """Of a family without an MLP that every token goes through."""
-    return {field: key for field, key in keys.items() if field != "mlp_dim"}
+def _without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
+    """Of a family whose files do not have these fields, or derive them."""
+    return {field: key for field, key in keys.items() if field not in names}
 
 
 FORMATS = {
@@ -180,7 +200,7 @@ FORMATS = {
     "mixtral": Format(
         "mixtral", "MixtralForCausalLM", "model.",
         (*_DECODER, *_experts("block_sparse_moe", "w1", "w3", "w2"), *_PRE_NORMS, HEAD),
-        keys=_without_mlp(_KEYS) | _EXPERT_KEYS | {
+        keys=_without(_KEYS, "mlp_dim") | _EXPERT_KEYS | {
             "num_experts": "num_local_experts", "expert_dim": "intermediate_size",
         },
         absent=_ROTARY_ABSENT | {
@@ -207,6 +227,38 @@ FORMATS = {
             "use_sliding_window": (False,), "hidden_act": ("silu",), "decoder_sparse_step": (1,),
             "mlp_only_layers": ([], None),
         },
+    ),
+    "olmoe": Format(
+        "olmoe", "OlmoeForCausalLM", "model.",
+        (
+            *_DECODER, *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_PRE_NORMS,
+            *_QK_NORMS_OF_ALL_HEADS, HEAD,
+        ),
+        keys=_without(_KEYS, "mlp_dim", "head_dim") | _EXPERT_KEYS | {
+            "num_experts": "num_experts", "expert_dim": "intermediate_size",
+            "router_renormalize": "norm_topk_prob",
+        },
+        absent=_ROTARY_ABSENT | {
+            "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        only=_NO_BIAS | {"hidden_act": ("silu",), "clip_qkv": (None,)},
+    ),
+    "gpt_oss": Format(
+        "gpt_oss", "GptOssForCausalLM", "model.", (*_DECODER, *_PRE_NORMS, *_GPT_OSS, HEAD),
+        keys=_without(_KEYS, "mlp_dim") | _EXPERT_KEYS | {
+            "num_experts": "num_local_experts", "expert_dim": "intermediate_size",
+            "window": "sliding_window",
+        },
+        absent=_ROTARY_ABSENT | {
+            "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "sliding_window": 128,
+            "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window_pattern": 2,
+        },
+        only={
+            "attention_bias": (True,), "hidden_act": ("silu",), "swiglu_limit": (7.0,),
+            "swiglu_alpha": (1.702,), "quantization_config": (None,),
+        },
+        mxfp4=("blocks/mlp/*", "blocks/mlp/down"),
     ),
     "gemma2": Format(
         "gemma2", "Gemma2ForCausalLM", "model.", (*_ROTARY, *_GEMMA_NORMS, HEAD),
@@ -239,6 +291,12 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 
 
+_YARN_ROPE = {
+    "rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow", "rope_truncate": "truncate",
+}  # fmt: skip
+_YARN_ABSENT = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes; `vocab_multiple` is ours and keeps its default.
 
@@ -248,6 +306,8 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     family = _family_of(config)
     form = FORMATS[family]
     for key, allowed in form.only.items():
+        if key == "quantization_config" and form.mxfp4 and _is_mxfp4(config):
+            continue
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
                 f"config.json has {key}={shown(config[key])} and family {family!r} supports only "
@@ -273,6 +333,10 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if found := _problems(model):
         raise ValueError("config.json does not make a model:\n" + "\n".join(found))
     return model
+
+
+def _is_mxfp4(config: Mapping[str, Any]) -> bool:
+    return _object(config, "quantization_config").get("quant_method") == "mxfp4"
 
 
 def _problems(model: ModelConfig) -> list[str]:
@@ -394,6 +458,15 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     llama3 = {"rope_factor": "factor"} | _LLAMA3_ROPE
     kinds = {"default": {}, "linear": {"rope_factor": "factor"}, "llama3": llama3}
+    old = "rope_old_context"
+    kinds["yarn"] = {"rope_factor": "factor", old: _LLAMA3_ROPE[old]} | _YARN_ROPE
+    if kind == "yarn":
+        given = {name: value for name, value in scaling.items() if value is not None}
+        scaling = _YARN_ABSENT | given
+        if found := sorted(scaling.keys() & {"attention_factor", "mscale", "mscale_all_dim"}):
+            raise ValueError(
+                f"config.json scales positions by {shown(dict(scaling))}: {found} must be left out"
+            )
     if (
         not isinstance(kind, str)
         or kind not in kinds
@@ -407,7 +480,8 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json scales positions by {shown(dict(scaling))}: add {missing}")
     values = {field: scaling[key] for field, key in kinds[kind].items()}
     for field, key in kinds[kind].items():
-        _check(key, scaling[key], _HINTS[field], above=0, most=families.MAX_SIZE)
+        above = -1 if key == "truncate" else 0
+        _check(key, scaling[key], _HINTS[field], above=above, most=families.MAX_SIZE)
     values["rope_theta"] = scaling.get("rope_theta", _get(form, config, "rope_theta"))
     _check("rope_theta", values["rope_theta"], float, above=0)
     values["rope_scaling"] = "none" if kind == "default" else kind
@@ -430,6 +504,10 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
         scaling = {"rope_type": model.rope_scaling, "factor": float(model.rope_factor)}
     if model.rope_scaling == "llama3":
         scaling |= {key: vars(model)[field] for field, key in _LLAMA3_ROPE.items()}
+    if model.rope_scaling == "yarn":
+        old = "rope_old_context"
+        scaling |= {_LLAMA3_ROPE[old]: model.rope_old_context}
+        scaling |= {key: vars(model)[field] for field, key in _YARN_ROPE.items()}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 
@@ -471,8 +549,12 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
         unused |= {"window", "rope_theta_local"}
     elif model.rope_scaling == "none":
         values["rope_theta_local"] = model.rope_theta_local or model.rope_theta
+    if model.rope_scaling != "yarn":
+        unused |= set(families.OF_YARN)
     if model.rope_scaling != "llama3":
         unused |= _LLAMA3_ROPE.keys()
+    if model.rope_scaling == "yarn":
+        unused -= {"rope_old_context"}
     if model.rope_scaling == "none":
         unused |= {"rope_factor"}
     if model.positions == "learned":
@@ -488,10 +570,10 @@ def differences(model: ModelConfig, other: ModelConfig, *, ignore: Sequence[str]
 
 
 def dimension_sizes(model: ModelConfig) -> dict[str, int]:
-    """The size of each letter; the vocabulary without padding."""
+    """The size of each letter but Z; the vocabulary without padding."""
     return {
         "D": model.width, "F": model.mlp_dim, "N": model.num_heads, "K": model.num_kv_heads,
-        "H": model.head_dim, "V": model.vocab_size, "T": model.max_positions, "Z": len(_QKV),
+        "H": model.head_dim, "V": model.vocab_size, "T": model.max_positions,
         "E": model.num_experts, "X": model.expert_dim,
     }  # fmt: skip
 
@@ -524,7 +606,13 @@ def unwritten(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def their_shape(row: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of one tensor in a file; `sizes`: see `dimension_sizes`."""
+    sizes = sizes_of(row, sizes)
     return tuple(math.prod(sizes[x] for x in group) for group in row.groups.split(","))
+
+
+def sizes_of(row: Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The size of each letter of one tensor."""
+    return {**sizes, "Z": len(row.parts)}
 
 
 def our_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:

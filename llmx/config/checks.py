@@ -12,8 +12,15 @@ from typing import Any
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.checkpoint import checkpointer, identity
-from llmx.config import Config, ConfigError, stage_memory, utilization, value_types
-from llmx.config.axes import replica_axes
+from llmx.config import (
+    Config,
+    ConfigError,
+    stage_memory,
+    state_memory,
+    utilization,
+    value_types,
+)  # fmt: skip
+from llmx.config.axes import layout_of, replica_axes
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
 from llmx.model import families, precision, quantized, remat, remat_costs
@@ -474,12 +481,29 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What the layout splits the width over."""
     width, layout = config.model.width, config.sharding.layout
     over = {axis: sizes[axis] for axis in replica_axes(config, "optimizer")}
-    if width % (ways := math.prod(over.values())):
+    if width % (ways := math.prod(over.values())) == 0:
+        return
+    found = (
+        f"model.width={width} does not divide over {ways} = {sharding.mesh_text(over)}, over which "
+    )
+    found += f"layout {layout!r} splits it"
+    remedy = f"use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
+    products = config.products
+    if products.gather or products.granularity == "block":
         yield (
-            f"model.width={width} does not divide over {ways} = "
-            f"{' x '.join(f'{axis}{size}' for axis, size in over.items())}, over which layout "
-            f"{layout!r} splits it: use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
+            f"{found}, and what products.gather={products.gather!r} and products.granularity="
+            f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
+        return
+    table = vars(layout_of(config))["optimizer"]
+    for leaf in state_memory.leaves(config.model):
+        if leaf.is_matrix and state_memory.unsplit(leaf, table, sizes):
+            yield (
+                f"{found}, and no other dimensions of {leaf.name}, {leaf.shape} of {leaf.axes}, "
+                f"do: {remedy}; or two axes, as mesh.data and mesh.fsdp, of which the one divides "
+                "the width and the other another dimension"
+            )
+            return
 
 
 def _products(config: Config, sizes: dict[str, int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ shapes and shardings of the recipe.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,14 @@ def _leaves(*values: Any) -> tuple[Leaf, ...]:
     )
 
 
+def unsplit(leaf: Leaf, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
+    """Whether the width does not divide over the mesh axes that are to split it, and neither do
+    other dimensions."""
+    found = sharding.split_axes(leaf.axes, table, sizes, leaf.shape)
+    dim = leaf.axes.index("embed")
+    return leaf.shape[dim] % math.prod(sizes[axis] for axis in found[dim]) > 0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
     """Numbers of parameters on one device of a resolved run."""
@@ -81,7 +89,10 @@ class Held:
     def numbers(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
         """Of a parameter, as a table of the layout splits it but for the logical axes `whole`."""
         over, mesh = vars(self.layout)[table], vars(self.run.mesh)
-        split = (over[name] for name in leaf.axes if name not in (None, *whole))
+        if whole:
+            split = [over[name] for name in leaf.axes if name not in (None, *whole)]
+        else:
+            split = sharding.split_axes(leaf.axes, over, mesh, leaf.shape)
         ways = math.prod(mesh[axis] for axes in split for axis in axes)
         layers = self.slots / self.run.model.num_layers if leaf.in_blocks else 1.0
         return leaf.numbers * layers / ways

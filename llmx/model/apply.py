@@ -150,7 +150,7 @@ class Apply:
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         """Of a block, and of the last norm."""
         model = self.model
-        modules = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, model.width))
+        modules = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, (model.width,)))
         return tuple(nnx.split(nnx.eval_shape(module))[0] for module in modules)
 
     def _normed(self, params: dict, x_BTD):
@@ -189,8 +189,13 @@ class Apply:
     def rotations(self, positions_BT: Int[Array, "B T"]) -> dict:
         """By kind of layer, the argument of `rope.rotate`; {} where positions are learned."""
         kinds = self.kind_names if self.model.positions == "rope" else ()
-        frequencies = functools.partial(rope.rope_frequencies, self.model)
-        return {kind: rope.rotation_of(positions_BT, frequencies(kind)) for kind in kinds}
+        model = self.model
+
+        def of(kind: str):
+            frequencies = rope.rope_frequencies(model, kind)
+            return rope.rotation_of(positions_BT, frequencies, rope.amplitude(model, kind))
+
+        return {kind: of(kind) for kind in kinds}
 
     def apply_layers(
         self, blocks: dict, x_BTD: Float[Array, "B T D"], mask: Mask, execution: Execution, *,

@@ -8,7 +8,8 @@ Parameters, without biases:
     V D                                     embedding; positions T_max D where they are learned
     L [ D H (N + 2K) + N H D                attention: queries, keys, values, output
         + g D F                             MLP
-        + (2 | 4) D  (+ 2 H) ]              norms of the block, of queries and keys
+        + (2 | 4) D  (+ 2 H | (N + K) H)    norms of the block, of queries and keys
+        (+ N) ]                             sinks
     + D                                     final norm
     + V D                                   head, unless it is the embedding table
 
@@ -33,7 +34,7 @@ Functions that end in `by_layer` give numbers of L + 2 layers: embedding, L bloc
 head.
 """
 
-from llmx.model.families import LOCAL, ModelConfig
+from llmx.model.families import ALL_HEADS, LOCAL, ModelConfig
 
 TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 
@@ -45,9 +46,10 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     attention, mlp = weights_of_block(model)
     if model.bias:
         attention += H * (model.num_heads + 2 * model.num_kv_heads) + D
-        mlp += (2 if model.gated_mlp else 1) * model.mlp_dim + D
+        mlp += biases_of_mlp(model)
+    attention += model.num_heads if model.attention_sinks else 0
     norm = 2 * D if model.norm == "layer" else D
-    block_norms = (4 if model.post_norms else 2) * norm + (2 * H if model.qk_norm else 0)
+    block_norms = (4 if model.post_norms else 2) * norm + _scales_of_heads(model)
     num_tables = 1 if model.tied_head else 2
     return {
         "embedding": V * D,
@@ -70,6 +72,24 @@ def weights_of_block(model: ModelConfig, *, active: bool = False) -> tuple[int, 
     return D * H * (N + 2 * K) + N * H * D, matrices_of_mlp(model) * D * hidden + D * E
 
 
+def biases_of_mlp(model: ModelConfig, *, active: bool = False) -> int:
+    """Parameters of the biases of the MLP, or of the experts and their router, in one block."""
+    D, inward = model.width, matrices_of_mlp(model) - 1
+    if not model.num_experts:
+        return inward * model.mlp_dim + D
+    experts = model.experts_per_token if active else model.num_experts
+    shared = inward * model.shared_dim + D if model.shared_dim else 0
+    return experts * (inward * model.expert_dim + D) + shared + model.num_experts
+
+
+def _scales_of_heads(model: ModelConfig) -> int:
+    """Parameters of the norms of queries and keys in one block."""
+    if not model.qk_norm:
+        return 0
+    all_heads = model.qk_norm_over == ALL_HEADS
+    return model.head_dim * (model.num_heads + model.num_kv_heads if all_heads else 2)
+
+
 def matrices_of_mlp(model: ModelConfig) -> int:
     """Matrices of an MLP, or of an expert."""
     return 3 if model.gated_mlp else 2
@@ -84,6 +104,9 @@ def num_parameters(model: ModelConfig) -> int:
 def num_active_parameters(model: ModelConfig) -> int:
     """Of the parameters as published, those that one token goes through."""
     all_of_block, active = (weights_of_block(model, active=active)[1] for active in (False, True))
+    if model.bias and model.num_experts:
+        all_of_block += biases_of_mlp(model)
+        active += biases_of_mlp(model, active=True)
     return num_parameters(model) - model.num_layers * (all_of_block - active)
 
 

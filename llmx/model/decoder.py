@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from llmx.model import dot, families, remat, rope
+from llmx.model.activations import hidden
 from llmx.model.attention import attend
 from llmx.model.attention.cache import write_slots
 from llmx.model.attention.masks import Scores
@@ -46,19 +47,25 @@ def _constant(value: float, shape: tuple, axes: tuple) -> nnx.Param:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), last dimension, in fp32."""
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), last dimensions, in fp32.
 
-    def __init__(self, model: families.ModelConfig, size: int):
+    Communicates over the mesh axes that split these: sums of squares.
+    """
+
+    def __init__(
+        self, model: families.ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...] = ("norm",)
+    ):
         self.eps, self.centered = model.norm_eps, model.norm == "layer"
         self.plus_one = model.norm_plus_one
-        self.scale = _constant(0.0 if self.plus_one else 1.0, (size,), ("norm",))
-        self.bias = _constant(0.0, (size,), ("norm",)) if self.centered else None
+        self.over = tuple(range(-len(shape), 0))
+        self.scale = _constant(0.0 if self.plus_one else 1.0, shape, axes)
+        self.bias = _constant(0.0, shape, axes) if self.centered else None
 
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         if self.centered:
-            y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
+            y = y - y.mean(axis=self.over, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=self.over, keepdims=True) + self.eps)
         # y (1 + scale) is y + y scale.
         scaled = dot.scaled(y, self.scale[...])
         y = y + scaled if self.plus_one else scaled
@@ -109,8 +116,13 @@ class Attention(nnx.Module):
         )
         # RMSNorm in every family that normalises them.
         rms = dataclasses.replace(model, norm="rms")
-        self.query_norm = Norm(rms, H) if model.qk_norm else None
-        self.key_norm = Norm(rms, H) if model.qk_norm else None
+        all_heads = model.qk_norm_over == families.ALL_HEADS
+        over_heads = lambda num, axis: (  # noqa: E731
+            Norm(rms, (num, H), (axis, "head_dim")) if all_heads else Norm(rms, (H,))
+        )
+        self.query_norm = over_heads(N, "heads") if model.qk_norm else None
+        self.key_norm = over_heads(K, "kv_heads") if model.qk_norm else None
+        self.sinks = _constant(0.0, (N,), ("heads",)) if model.attention_sinks else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
         # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
         # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.
@@ -146,11 +158,16 @@ class Attention(nnx.Module):
             else:
                 cache = (key_BTKH, value_BTKH)
             key_BTKH, value_BTKH = cache
+        sinks_BTN = None
+        if self.sinks is not None:
+            zeros_BTN = jnp.zeros(query_BTNH.shape[:3], jnp.float32)
+            zeros_BTN = execution.place.constrain(zeros_BTN, attend.QUERY[:3])
+            sinks_BTN = dot.shifted(zeros_BTN, self.sinks[...])
         out_BTNH = attend.attend(
             query_BTNH, key_BTKH, value_BTKH, mask,
             Scores(self.scale, self.softcap, window),
             config=execution.attention, place=execution.place,
-            keys="sequence" if now is None else "cache",
+            keys="sequence" if now is None else "cache", sinks_BTN=sinks_BTN,
         )  # fmt: skip
         return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution), cache
 
@@ -165,18 +182,15 @@ class Mlp(nnx.Module):
         self.gate = project(remat.GATE, (D, F), axes) if model.gated_mlp else None
         self.up = project(remat.UP, (D, F), axes)
         self.down = project(remat.MLP_OUT, (F, D), axes[::-1], scale=_out_scale(model))
-        self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[model.activation]
+        self.activation = model.activation
 
     def __call__(self, x_BTD, execution: Execution, share_BT=None):
         x_BTD = execution.place.constrain(x_BTD, INSIDE, multiplied_into=("mlp",))
         x_BTD = checkpoint_name(x_BTD, remat.MLP_NORM)
-        up_BTF = self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution)
-        if self.gate is None:
-            hidden_BTF = self.activation(up_BTF)
-        else:
-            gate_BTF = self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution)
-            hidden_BTF = self.activation(gate_BTF) * up_BTF
-        hidden_BTF = checkpoint_name(hidden_BTF, remat.HIDDEN)
+        products = [self.up("BTD,DF->BTF", x_BTD, HIDDEN, execution)]
+        if self.gate is not None:
+            products.insert(0, self.gate("BTD,DF->BTF", x_BTD, HIDDEN, execution))
+        hidden_BTF = checkpoint_name(hidden(self.activation, *products), remat.HIDDEN)
         return self.down("BTF,FD->BTD", hidden_BTF, BLOCK, execution)
 
 
@@ -194,6 +208,11 @@ class Experts(nnx.Module):
         self.up = _weight(rngs, (E, D, F), axes, std)
         std = _out_scale(model) / math.sqrt(F)
         self.down = _weight(rngs, (E, F, D), ("experts", "mlp", "embed"), std)
+        zeros = lambda shape, *axes: _constant(0.0, shape, axes) if model.bias else None  # noqa: E731
+        self.router_bias = zeros((E,), "router")
+        self.gate_bias = zeros((E, F), "experts", "mlp") if model.gated_mlp else None
+        self.up_bias = zeros((E, F), "experts", "mlp")
+        self.down_bias = zeros((E, D), "experts", "norm")
         shared = dataclasses.replace(model, mlp_dim=model.shared_dim)
         self.shared = Mlp(shared, rngs) if model.shared_dim else None
 
@@ -205,9 +224,11 @@ class Experts(nnx.Module):
             "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router.get_value(),
             out=place.activation(LOGITS), policy=exact, recomputed=execution.recomputed,
         )  # fmt: skip
+        if self.router_bias is not None:
+            logits_BTE = dot.shifted(logits_BTE, self.router_bias.get_value())
         routing, shares_BTE = router.route(model, logits_BTE, self.bias.get_value())
-        values = [None if leaf is None else leaf.get_value() for leaf in (self.gate, self.up)]
-        weights = experts.Weights(*values, self.down.get_value())
+        leaves = (getattr(self, name) for name in experts.Weights._fields)
+        weights = experts.Weights(*(None if leaf is None else leaf.get_value() for leaf in leaves))
         compute = experts.dense if config.dispatch == DENSE else experts.experts
         y_BTD = compute(
             x_BTD, routing, weights, activation=model.activation, config=config, place=place,
@@ -233,11 +254,12 @@ class Block(nnx.Module):
     """
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = Norm(model, model.width), Norm(model, model.width)
+        norm = functools.partial(Norm, model, (model.width,))
+        self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(model, rngs)
         self.mlp = (Experts if model.num_experts else Mlp)(model, rngs)
-        self.attention_post_norm = Norm(model, model.width) if model.post_norms else None
-        self.mlp_post_norm = Norm(model, model.width) if model.post_norms else None
+        self.attention_post_norm = norm() if model.post_norms else None
+        self.mlp_post_norm = norm() if model.post_norms else None
 
     def __call__(
         self, x_BTD, rotation, mask, window, execution: Execution, cache=None, now=None,
@@ -267,7 +289,7 @@ class Decoder(nnx.Module):
         self.positions = _weight(rngs, shape, ("positions", "embed"), std) if learned else None
         stack = nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
         self.blocks = nnx.split_rngs(splits=model.num_layers)(stack)(rngs)
-        self.norm = Norm(model, D)
+        self.norm = Norm(model, (D,))
         self.head = None if model.tied_head else _weight(rngs, (V, D), ("vocab", "embed"), std)
 
 

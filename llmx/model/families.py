@@ -16,6 +16,8 @@ from llmx.runtime.bounds import bounded, choice
 
 # Attention kinds of layers: all that precedes a token, or a sliding window.
 GLOBAL, LOCAL = "global", "local"
+# What queries and keys are normalised over.
+EACH_HEAD, ALL_HEADS = "head", "all"
 # What a router makes of its logits.
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
@@ -42,18 +44,26 @@ class ModelConfig:
     positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
     rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
     rope_theta_local: float = 0.0  # base in local layers; 0 = the same
-    # "none" | "llama3" | "linear" (global layers only)
-    rope_scaling: str = choice("none", ("none", "llama3", "linear"))
+    # "none" | "llama3" | "linear" | "yarn" (global layers only)
+    rope_scaling: str = choice("none", ("none", "llama3", "linear", "yarn"))
     rope_factor: float = bounded(1.0, above=0)  # by how much the context was stretched
     rope_low_freq: float = 1.0  # llama3: fewer turns than this in the old context stretch fully
     rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
-    rope_old_context: int = 8192  # llama3 scaling: context before stretching
+    rope_old_context: int = 8192  # llama3 and yarn: context before stretching
+    # yarn: pairs of more turns than the first in the old context are not stretched, of fewer than
+    # the second fully; whether the pairs between are counted in whole numbers
+    rope_beta_fast: float = bounded(32.0, above=0)
+    rope_beta_slow: float = bounded(1.0, above=0)
+    rope_truncate: bool = True
     norm: str = choice("rms", ("rms", "layer"))  # "rms" | "layer"
     norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
     post_norms: bool = False  # also normalise what attention and MLP return (gemma)
-    qk_norm: bool = False  # RMS-normalise queries and keys per head (qwen3, gemma3)
-    activation: str = choice("silu", ("silu", "gelu"))  # "silu" | "gelu" (tanh form)
+    qk_norm: bool = False  # RMS-normalise queries and keys (qwen3, gemma3, olmoe)
+    # over each "head", or over "all" heads together (olmoe)
+    qk_norm_over: str = choice(EACH_HEAD, (EACH_HEAD, ALL_HEADS))
+    # "silu" | "gelu" (tanh form) | "clamped_silu" (gpt-oss: `activations.hidden`)
+    activation: str = choice("silu", ("silu", "gelu", "clamped_silu"))
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
     # E, routed experts in the place of the MLP; 0 = none
     num_experts: int = bounded(0, at_least=0, at_most=65536)
@@ -66,12 +76,14 @@ class ModelConfig:
     router_scale: float = bounded(1.0, above=0)  # weights are multiplied by it
     router_groups: int = bounded(1, at_least=1)  # groups of experts, of which a token chooses some
     router_groups_kept: int = bounded(1, at_least=1)  # as many
-    bias: bool = False  # biases in every projection (gpt2)
+    bias: bool = False  # biases in every projection, router and experts too (gpt2, gpt-oss)
     tied_head: bool = False  # the output head is the embedding table
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
     query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
     layer_pattern: tuple[str, ...] = (GLOBAL,)  # attention kinds, repeated along the depth
     window: int = bounded(0, at_least=0)  # local layers: positions back, the token itself counted
+    # a learned logit of each head that joins the softmax, with nothing to attend to (gpt-oss)
+    attention_sinks: bool = False
     attention_softcap: float = bounded(0.0, at_least=0)  # c*tanh(score/c); 0 = off (gemma2)
     logit_softcap: float = bounded(0.0, at_least=0)  # c*tanh(logit/c) on the output; 0 = off
 
@@ -97,6 +109,11 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[str, ...]:
         """The attention kind of each of the L layers."""
         return tuple(itertools.islice(itertools.cycle(self.layer_pattern), self.num_layers))
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """By how much yarn scales queries and keys of a context stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _gpt2(**values) -> dict:
@@ -131,6 +148,16 @@ _MIXTRAL = dict(family="mixtral", vocab_size=32000, num_kv_heads=8, head_dim=128
                 rope_theta=1_000_000.0, max_positions=32768, num_experts=8, experts_per_token=2)
 # Qwen3's mixtures: eight of 128 experts.
 _QWEN3_MOE = dict(_QWEN3, family="qwen3_moe", num_kv_heads=4, num_experts=128, experts_per_token=8)
+# OLMoE (arXiv 2409.02060): eight of 64 experts, queries and keys normalised over all heads.
+_OLMOE = dict(family="olmoe", vocab_size=50304, norm_eps=1e-5, rope_theta=10_000.0, qk_norm=True,
+              qk_norm_over=ALL_HEADS, max_positions=4096, num_experts=64, experts_per_token=8,
+              router_renormalize=False)
+# gpt-oss (arXiv 2508.10925): sinks, local and global layers in turn, biases everywhere.
+_GPT_OSS = dict(family="gpt_oss", vocab_size=201088, num_kv_heads=8, head_dim=64, norm_eps=1e-5,
+                rope_theta=150_000.0, rope_scaling="yarn", rope_factor=32.0, rope_old_context=4096,
+                rope_truncate=False, max_positions=131072, activation="clamped_silu", bias=True,
+                attention_sinks=True, layer_pattern=(LOCAL, GLOBAL), window=128,
+                experts_per_token=4)
 # fmt: on
 
 # A family's own name gives its smallest useful shape, for tests and small runs.
@@ -150,6 +177,12 @@ FAMILIES = {
     "qwen3_moe": dict(
         _QWEN3_MOE, **_TINY, **_TINY_HEADS | dict(num_kv_heads=2), num_experts=8,
         experts_per_token=2, expert_dim=48),
+    "olmoe": dict(
+        _OLMOE, **_TINY, num_kv_heads=4, head_dim=16, num_experts=8, experts_per_token=3,
+        mlp_dim=48, expert_dim=48),
+    "gpt_oss": dict(
+        _GPT_OSS, **_TINY, **_TINY_HEADS, window=16, num_experts=8, experts_per_token=2,
+        expert_dim=48),
     "gpt2_124m": _gpt2(width=768, num_layers=12, num_heads=12),
     "gpt2_1.5b": _gpt2(width=1600, num_layers=48, num_heads=25),
     "gpt3_175b": _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
@@ -174,6 +207,15 @@ FAMILIES = {
         _QWEN3_MOE, width=2048, num_layers=48, num_heads=32, mlp_dim=6144, expert_dim=768),
     "qwen3_235b_a22b": dict(
         _QWEN3_MOE, width=4096, num_layers=94, num_heads=64, mlp_dim=12288, expert_dim=1536),
+    "olmoe_1b_7b": dict(
+        _OLMOE, width=2048, num_layers=16, num_heads=16, num_kv_heads=16, head_dim=128,
+        mlp_dim=1024, expert_dim=1024),
+    "gpt_oss_20b": dict(
+        _GPT_OSS, width=2880, num_layers=24, num_heads=64, mlp_dim=2880, num_experts=32,
+        expert_dim=2880),
+    "gpt_oss_120b": dict(
+        _GPT_OSS, width=2880, num_layers=36, num_heads=64, mlp_dim=2880, num_experts=128,
+        expert_dim=2880),
     "gemma2_2b": dict(
         _GEMMA2, width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216),
     "gemma3_1b": dict(
@@ -194,6 +236,8 @@ def preset(name: str, **changes) -> ModelConfig:
     return ModelConfig(**FAMILIES[name] | changes)
 
 
+# Fields without effect under other scalings of rotary positions.
+OF_YARN = ("rope_beta_fast", "rope_beta_slow", "rope_truncate")
 # Fields without effect where there are no experts.
 _OF_EXPERTS = (
     "experts_per_token", "expert_dim", "shared_dim", "router", "router_renormalize", "router_scale",
@@ -221,6 +265,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     shared = rope and (GLOBAL in kinds or not model.rope_theta_local)
     stretched = shared and model.rope_scaling != "none" and model.rope_factor != 1
     blended = stretched and model.rope_scaling == "llama3"
+    yarn = stretched and model.rope_scaling == "yarn"
     own = model.rope_theta_local
     local = (own or model.rope_theta, stretched and not own)
     depends = {
@@ -233,11 +278,13 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "rope_factor": model.rope_factor if stretched else None,
         "rope_low_freq": model.rope_low_freq if blended else None,
         "rope_high_freq": model.rope_high_freq if blended else None,
-        "rope_old_context": model.rope_old_context if blended else None,
+        "rope_old_context": model.rope_old_context if blended or yarn else None,
         "query_scale": model.score_scale,
+        "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
         "layer_pattern": model.layer_kinds,
         "window": model.window if LOCAL in kinds else None,
     }
+    depends |= {name: vars(model)[name] if yarn else None for name in OF_YARN}
     depends |= dict.fromkeys(unused_of_experts(model))
     return vars(model) | depends
 
@@ -255,6 +302,10 @@ def problems(model: ModelConfig) -> list[str]:
     if model.positions == "rope" and model.head_dim % 2:
         texts.append(
             f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers"
+        )
+    if model.activation == "clamped_silu" and not model.gated_mlp:
+        texts.append(
+            "model.activation='clamped_silu' is of gate and up: use gated_mlp=True, or 'silu'"
         )
     kinds = set(model.layer_pattern)
     if not kinds or kinds - {GLOBAL, LOCAL}:
@@ -294,10 +345,5 @@ def _problems_of_experts(model: ModelConfig) -> list[str]:
         of = "" if groups == 1 else f" in the {kept} of {groups} groups that a token chooses"
         texts.append(
             f"model.experts_per_token={k} is more than the {reach} experts{of}: use at most {reach}"
-        )
-    if model.bias:
-        texts.append(
-            "model.bias with model.num_experts: experts have no biases; use bias=False, or "
-            "num_experts=0"
         )
     return texts

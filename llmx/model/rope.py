@@ -1,7 +1,9 @@
-"""Rotary positions (arXiv 2104.09864), with the scalings of Llama 3 and Gemma 3.
+"""Rotary positions (arXiv 2104.09864), with the scalings of Llama 3, Gemma 3 and YaRN.
 
 Letters: B batch, T positions, N heads, H head size, P = H/2 pairs of numbers.
 """
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,8 @@ def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
     """fp32 [P]: radians per position of each pair, in layers of this kind.
 
     `rope_scaling` stretches them: "llama3" keeps high frequencies, divides low ones by
-    `rope_factor`, and blends between; "linear" divides all (arXiv 2306.15595). Local layers with
-    their own base are not stretched.
+    `rope_factor`, and blends between; "linear" divides all (arXiv 2306.15595); "yarn" blends by
+    the number of a pair (arXiv 2309.00071). Local layers with their own base are not stretched.
     """
     local = kind == families.LOCAL and model.rope_theta_local
     theta = model.rope_theta_local if local else model.rope_theta
@@ -27,13 +29,39 @@ def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
         keep = (turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)
         keep = np.clip(keep, 0, 1)
         frequencies = frequencies * (keep + (1 - keep) / model.rope_factor)
+    elif not local and model.rope_scaling == "yarn":
+        keep = 1 - _yarn_ramp(model, model.head_dim, theta)
+        frequencies = frequencies * (keep + (1 - keep) / model.rope_factor)
     return frequencies.astype(np.float32)
 
 
-def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray):
-    """cos and sin, each [B, T, 1, H/2], fp32."""
+def _yarn_ramp(model: families.ModelConfig, size: int, theta: float) -> np.ndarray:
+    """[P]: 0 for pairs that are not stretched, 1 for those that are fully."""
+    # The pair that makes so many turns in the old context.
+    pair = lambda turns: (  # noqa: E731
+        size * math.log(model.rope_old_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    )
+    low, high = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
+    if model.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    return np.clip((np.arange(size // 2) - low) / width, 0, 1)
+
+
+def amplitude(model: families.ModelConfig, kind: str) -> float:
+    """What yarn multiplies rotated queries and keys by, in layers of this kind; 1 = nothing."""
+    local = kind == families.LOCAL and model.rope_theta_local
+    if local or model.rope_scaling != "yarn":
+        return 1.0
+    return families.yarn_scale(model.rope_factor)
+
+
+def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray, amplitude: float = 1.0):
+    """cos and sin, each [B, T, 1, H/2], fp32, times `amplitude`."""
     angles_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles_BT1P), jnp.sin(angles_BT1P)
+    cos, sin = jnp.cos(angles_BT1P), jnp.sin(angles_BT1P)
+    return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
 
 
 def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:

@@ -12,7 +12,15 @@ Sources: ZeRO (arXiv 1910.02054), Megatron tensor and sequence parallelism (arXi
 """
 
 from llmx.sharding.grad_buffers import accumulate_into, empty_sum, to_buffer, zeros
-from llmx.sharding.layouts import GATHERS, LAYOUTS, Layout, ShardingConfig, make_layout, spec
+from llmx.sharding.layouts import (
+    GATHERS,
+    LAYOUTS,
+    Layout,
+    ShardingConfig,
+    make_layout,
+    spec,
+    split_axes,
+)
 from llmx.sharding.local_view import from_local, local_part, to_local
 from llmx.sharding.mesh import (
     AXES,
@@ -48,6 +56,6 @@ __all__ = [
     "ShardingConfig", "accumulate_into", "assemble", "constrain", "device_bytes", "empty_sum",
     "from_local", "local_part", "logical_axes", "make_layout", "make_mesh", "mesh_axes",
     "mesh_text", "path_name", "process_rows", "psum_scatter", "reduced", "regrouped",
-    "resolve_sizes", "scattered", "shardings", "spec", "split_as", "split_only", "to_buffer",
-    "to_local", "unreduced", "used_axes", "ways", "without", "zeros",
+    "resolve_sizes", "scattered", "shardings", "spec", "split_as", "split_axes", "split_only",
+    "to_buffer", "to_local", "unreduced", "used_axes", "ways", "without", "zeros",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """Layouts: tables from logical axis to mesh axes, and the PartitionSpec that one gives an array."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -84,6 +85,13 @@ LAYOUTS = {
     "hsdp": _layout(_FAST, _FAST, _FAST),  # zero3 over `fsdp`, replicated over `data`
 }
 
+# Where a dimension does not divide over its mesh axes, as many of them as divide split it, and each
+# other one splits the first of these dimensions of the array that divides over it too.
+INSTEAD = {"embed": ("mlp", "heads", "kv_heads", "head_dim")}
+# Arrays that have one of these are left whole along the others: tables are looked up, and
+# multiplied, by parts of their width; routers are small.
+SPLIT_LESS = ("vocab", "positions", "router")
+
 # When split weights are gathered: in every layer and pass, so that few exist at a time; or all
 # before the first microbatch, kept whole in the compute dtype for the step.
 GATHERS = ("layer", "step")
@@ -109,7 +117,8 @@ def spec(
 ) -> PartitionSpec:  # fmt: skip
     """The PartitionSpec of an array whose dimensions have these logical axes (None = not split).
 
-    Mesh axes that the mesh does not have, or that have size 1, drop out.
+    Mesh axes that the mesh does not have, or that have size 1, drop out. With `shape`,
+    dimensions in `INSTEAD` that do not divide leave axes to others.
 
     Raises ValueError for a logical axis that is not in `table`, a mesh axis used twice, and, if
     `shape` is given, for another rank or a dimension that does not divide.
@@ -119,14 +128,14 @@ def spec(
             f"logical axes {tuple(axes)} name {len(axes)} dimensions and the array has shape "
             f"{tuple(shape)} with {len(shape)}: give one name (or None) per dimension"
         )
-    entries, used = [], {}
-    for dim, axis in enumerate(axes):
+    used, sizes = {}, mesh.shape
+    for axis in axes:
         if axis is not None and axis not in table:
             raise ValueError(
                 f"logical axis {axis!r} is unknown: use one of {', '.join(sorted(table))}, or None"
             )
-        over = () if axis is None else table[axis]
-        over = tuple(name for name in over if mesh.shape.get(name, 1) > 1)
+    entries = split_axes(axes, table, sizes, shape)
+    for dim, (axis, over) in enumerate(zip(axes, entries, strict=True)):
         for name in over:
             if name in used:
                 raise ValueError(
@@ -141,5 +150,54 @@ def spec(
                 f"{mesh_lib.mesh_text({name: mesh.shape[name] for name in over})}: {shape[dim]} is "
                 f"not a multiple of {ways}; pad it, or use a smaller mesh axis"
             )
-        entries.append(over)
     return PartitionSpec(*entries)
+
+
+def split_axes(
+    axes: Sequence[str | None], table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int],
+    shape: Sequence[int] | None = None,
+) -> list[tuple[str, ...]]:  # fmt: skip
+    """The mesh axes, larger than 1, that split each dimension of an array.
+
+    `sizes`: of the mesh axes. With `shape`, what cannot be split as `INSTEAD` says is left as the
+    table has it.
+    """
+    found = [
+        tuple(name for name in (table[axis] if axis else ()) if sizes.get(name, 1) > 1)
+        for axis in axes
+    ]
+    for dim, axis in enumerate(axes if shape is not None else ()):
+        if axis in INSTEAD and shape[dim] % math.prod(sizes[name] for name in found[dim]):
+            others = [axes.index(name) for name in INSTEAD[axis] if name in axes]
+            found = _moved(
+                found, dim, others, sizes, shape, less=not {*SPLIT_LESS}.isdisjoint(axes)
+            )
+    return found
+
+
+def _moved(found: list, dim: int, others: list[int], sizes: Mapping, shape, *, less: bool) -> list:
+    """`found`, with some axes of dimension `dim` at `others`; `less`: with some left out."""
+    over = found[dim]
+    subsets = (
+        subset for num in range(len(over), -1, -1) for subset in itertools.combinations(over, num)
+    )
+    ways = lambda names: math.prod(sizes[name] for name in names)  # noqa: E731
+    for kept in sorted(subsets, key=ways, reverse=True):
+        entries = list(found)
+        entries[dim] = kept
+        left = [] if less else [name for name in over if name not in kept]
+        if shape[dim] % ways(kept) == 0 and all(
+            _placed(name, entries, others, ways, shape) for name in left
+        ):
+            return entries
+    return found
+
+
+def _placed(name: str, entries: list, others: list[int], ways: Callable, shape) -> bool:
+    """Adds a mesh axis to the first of `others` that divides over it too; whether there is one."""
+    for other in others:
+        wider = (*entries[other], name)
+        if shape[other] % ways(wider) == 0:
+            entries[other] = wider
+            return True
+    return False

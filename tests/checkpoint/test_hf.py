@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from llmx import sharding
 from llmx.checkpoint import hf, hf_formats
-from llmx.model import apply, execution, families, precision
+from llmx.model import apply, execution, families, precision, sampling
 
 # fp32 in both, sums in different orders: the logits are of order 1 to 10.
 LOGITS = 5e-5
@@ -24,6 +24,7 @@ LOGITS = 5e-5
 GRADIENTS = 1e-4
 
 LENGTH = 48
+GENERATED = 24
 _TINY = {
     "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
@@ -38,6 +39,10 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+_YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 16,
+}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 # What each model is made of: class of its config, values of it.
 CASES = {
@@ -58,6 +63,13 @@ CASES = {
     "qwen3_moe_renormalized": ("Qwen3MoeConfig", _TINY | {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "norm_topk_prob": True,
+    }),
+    "olmoe": ("OlmoeConfig", {key: value for key, value in _TINY.items() if key != "head_dim"} | {
+        "num_experts": 6, "num_experts_per_tok": 3,
+    }),
+    "gpt_oss": ("GptOssConfig", _TINY | {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
+        "rope_parameters": _YARN_ROPE, "layer_types": [SLIDING, FULL, SLIDING],
     }),
     "gemma2": ("Gemma2Config", _TINY | {
         "sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
@@ -243,6 +255,62 @@ def test_an_untied_gpt2_and_a_bare_body_load(saved, run, tmp_path):
     np.testing.assert_array_equal(params["head"][:99], bare["lm_head.weight"])
 
 
+def test_published_experts_in_mxfp4_are_read_as_numbers(saved, transformers, run, tmp_path):
+    """Files as gpt-oss's: each half byte is a number, in transformers' own reading too."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    _, directory = saved("gpt_oss")
+    tensors = safetensors.numpy.load_file(directory / hf.WEIGHTS)
+    rng, wanted = np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        *others, inward, outward = tensors.pop(name).shape
+        shape = (*others, outward, inward // 32)
+        blocks = rng.integers(0, 256, (*shape, 16)).astype(np.uint8)
+        scales = rng.integers(118, 130, shape).astype(np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parts = map(torch.from_numpy, (blocks, scales))
+        wanted[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()
+    safetensors.numpy.save_file(tensors, tmp_path / hf.WEIGHTS)
+    written = json.loads((directory / hf.CONFIG).read_text())
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / hf.CONFIG).write_text(json.dumps(written | {"quantization_config": quantized}))
+    config, params = hf.load(tmp_path)
+    hf.export(params, config, tmp_path / "whole")
+    found = safetensors.numpy.load_file(tmp_path / "whole" / hf.WEIGHTS)
+    for name, tensor in wanted.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    lost = dict(tensors)
+    lost.pop(next(name for name in lost if name.endswith("down_proj_scales")))
+    safetensors.numpy.save_file(lost, tmp_path / hf.WEIGHTS)
+    with pytest.raises(ValueError, match=r"lacks .*down_proj_scales"):
+        hf.load(tmp_path)
+    (tmp_path / hf.CONFIG).write_text(
+        json.dumps(written | {"quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(ValueError, match=r"quantization_config.*gptq.*supports only None"):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["olmoe", "gpt_oss"])
+def test_greedy_tokens_are_those_of_transformers(case, saved, run):
+    """Of two prompts, beyond the windows, with a cache here and there."""
+    import torch
+
+    theirs, directory = saved(case)
+    config, params = hf.load(directory)
+    apply, params = our_apply(config, params, run)
+    prompts = tokens_of(12)
+    ours = sampling.generate(
+        apply, params, run, prompts.tolist(), max_tokens=GENERATED, temperature=0
+    )
+    expected = theirs.generate(
+        torch.from_numpy(prompts).long(), max_new_tokens=GENERATED, do_sample=False,
+        attention_mask=torch.ones(prompts.shape, dtype=torch.long), pad_token_id=0,
+    )  # fmt: skip
+    assert ours == expected[:, prompts.shape[1] :].tolist()
+
+
 # -------------------------------------------------------------------------- without transformers
 
 
@@ -353,7 +421,9 @@ def change_config(directory, **changes):
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"hidden_activation": "relu"}, "hidden_activation='relu'.*gelu_pytorch_tanh"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn.*linear"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "add .'original_max_position"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": 2.0}}, "'mscale'. must be left out"),
         ({"rope_scaling": {"rope_type": "linear"}}, "add .'factor'"),
         ({"layer_types": ["full_attention"]}, "layer_types=.* for 3 layers"),
         ({"layer_types": ["full", "full", "full"]}, "full_attention"),

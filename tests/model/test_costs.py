@@ -44,6 +44,9 @@ PUBLISHED = {
     "mixtral_8x22b": 140_630_071_296,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "olmoe_1b_7b": 6_919_161_856,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "gemma2_2b": 2_614_341_888,
     "gemma3_1b": 999_885_952,
     "gemma3_4b": 3_880_263_168,
@@ -57,6 +60,12 @@ SHAPES = {
     "biased_gated": dict(bias=True),
     "biased_plain": dict(bias=True, gated_mlp=False, norm="layer", positions="learned"),
     "post_norms_layer": dict(norm="layer", post_norms=True, qk_norm=True),
+    "all_heads_normed": dict(qk_norm=True, qk_norm_over="all"),
+    "sinks": dict(attention_sinks=True),
+    "biased_experts": dict(bias=True, num_experts=4, experts_per_token=2, expert_dim=24),
+    "biased_shared": dict(
+        bias=True, num_experts=4, experts_per_token=2, expert_dim=24, shared_dim=16
+    ),
     "wide_heads": dict(head_dim=24, num_kv_heads=1, num_layers=3),
 }
 

@@ -17,7 +17,17 @@ from llmx.model import decoder as decoder_lib
 from llmx.model.attention import masks
 from llmx.model.execution import Execution
 
-FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe")
+FAMILIES = (
+    "gpt2",
+    "llama3",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+)
 VOCAB = 257
 
 # fp32, the same operations in another order of compilation.
@@ -50,7 +60,7 @@ def mesh():
 def built(family: str) -> Built:
     """A tiny model of the family."""
     changes = dict(vocab_size=VOCAB, width=32, mlp_dim=48, head_dim=8, max_positions=64)
-    if family.startswith("gemma"):
+    if family.startswith("gemma") or family == "gpt_oss":
         changes |= dict(num_layers=3, window=3)
     return make(families.preset(family, **changes))
 
@@ -303,7 +313,8 @@ def unrolled_losses(decoder: Built, params: dict, batch: dict):
         weights = jax.tree.map(lambda array: array[index], params["blocks"])  # noqa: B023
         rotation = None
         if config.positions == "rope":
-            rotation = rope.rotation_of(positions, rope.rope_frequencies(config, kind))
+            frequencies = rope.rope_frequencies(config, kind)
+            rotation = rope.rotation_of(positions, frequencies, rope.amplitude(config, kind))
         window = config.window if kind == LOCAL else 0
         x_BTD, _ = nnx.merge(definition, weights)(x_BTD, rotation, mask, window, execution)
     head_VD = params["embedding"] if config.tied_head else params["head"]

@@ -16,7 +16,7 @@ from llmx.data import tokenizers
 from llmx.model import apply, families, precision, sampling
 from llmx.model.execution import Execution
 
-FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3")
+FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "gpt_oss")
 VOCAB = 257
 
 # fp32; the sums over a padded cache have another order than those over a row.

@@ -93,10 +93,10 @@ def choice_text(name: str, refusals: list[str]) -> str:
 
 def attention_over(
     kernel: Kernel, *, axis: str, split: Split, device_kind: str, independent: bool = False
-) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
+) -> Callable[..., Array]:
     """Attention, in a manual region, over positions split over mesh axis `axis` as `split` says.
 
-    The function takes this device's query, key, value, mask and scores, as a `Kernel` does.
+    The function takes this device's query, key, value, mask, scores and sinks, as a `Kernel` does.
     `independent`, and what it communicates: see `ring.ring` and `ulysses.ulysses`.
     """
     attend = functools.partial(kernel, device_kind=device_kind)
@@ -113,13 +113,15 @@ def attend(
     value_BSKH: Float[Array, "B S K H"],
     mask: Mask, scores: Scores, *,
     config: AttentionConfig, place: sharding.Placement, keys: str = "sequence",
+    sinks_BTN: Float[Array, "B T N"] | None = None,
 ) -> Float[Array, "B T N H"]:  # fmt: skip
     """Attention of arrays placed on a mesh.
 
     `keys` is the logical axis of key positions: "sequence", as of the queries, or "cache", whose
     slots may be split where queries are whole. Where `place` splits queries and `mask.ahead` is 0,
     rows are in the order of `split_of`. K/V heads may be fewer than `tensor` if the layout keeps
-    them whole: each device then takes those that its query heads need.
+    them whole: each device then takes those that its query heads need. `sinks_BTN`, fp32, placed as
+    the queries: see `sinks`.
 
     Communicates over `sequence`: see `attention_over` and `cache.attention_over_slots`.
 
@@ -140,19 +142,20 @@ def attend(
     pick_heads = bool(heads) and not sharding.mesh_axes(key[2])
     group = query_BTNH.shape[2] // key_BSKH.shape[2]
 
-    def local(query_BTNH, key_BSKH, value_BSKH, mask):
+    def local(query_BTNH, key_BSKH, value_BSKH, mask, sinks_BTN):
         if pick_heads:
             num = query_BTNH.shape[2]
             mine = (jax.lax.axis_index(heads) * num // group, max(1, num // group), 2)
             key_BSKH = jax.lax.dynamic_slice_in_dim(key_BSKH, *mine)
             value_BSKH = jax.lax.dynamic_slice_in_dim(value_BSKH, *mine)
-        return over(query_BTNH, key_BSKH, value_BSKH, mask, scores)
+        return over(query_BTNH, key_BSKH, value_BSKH, mask, scores, sinks_BTN)
 
     tokens, slots = place.activation(QUERY[:2]), place.activation((KEY[0], keys))
     mask_specs = Mask(tokens, tokens, slots, slots, mask.ahead, mask.one_document)
-    region = place.manual(local, in_specs=(query, key, key, mask_specs), out_specs=query)
+    of_sinks = None if sinks_BTN is None else place.activation(QUERY[:3])
+    region = place.manual(local, in_specs=(query, key, key, mask_specs, of_sinks), out_specs=query)
     try:
-        return region(query_BTNH, key_BSKH, value_BSKH, mask)
+        return region(query_BTNH, key_BSKH, value_BSKH, mask, sinks_BTN)
     except NotImplementedError as error:
         raise ValueError(
             f"attention.implementation={config.implementation!r} cannot do this: {error}; "

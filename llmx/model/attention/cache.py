@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from llmx import sharding
+from llmx.model.attention import sinks
 from llmx.model.attention.kernel import Kernel
 from llmx.model.attention.masks import Mask, Scores
 
@@ -58,13 +59,16 @@ def attention_over_slots(kernel: Kernel, *, axes: tuple[str, ...], device_kind: 
     log-sum-exp. Communicates: a maximum [B, N, T], and sums of that size and of the result.
     """
 
-    def attend(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores):
+    def attend(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, sinks_BTN=None):
         out, lse = kernel.forward(
             query_BTNH, key_BSKH, value_BSKH, mask, scores, device_kind=device_kind
         )
-        weight = jnp.exp(lse - jax.lax.pmax(lse, axes))
-        share = weight / jax.lax.psum(weight, axes)
+        top = jax.lax.pmax(lse, axes)
+        weight = jnp.exp(lse - top)
+        total = jax.lax.psum(weight, axes)
+        share = weight / total
         out = jax.lax.psum(share.swapaxes(1, 2)[..., None] * out, axes)
+        out, _ = sinks.joined(out, top + jnp.log(total), sinks_BTN)
         return out.astype(query_BTNH.dtype)
 
     return attend

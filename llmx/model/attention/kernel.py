@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from llmx.model import remat
+from llmx.model.attention import sinks
 from llmx.model.attention.masks import Mask, Scores
 
 # The log-sum-exp of a query that sees no key is at or below this; its output is finite.
@@ -53,13 +54,18 @@ class Kernel:
         query_BTNH: Float[Array, "B T N H"],
         key_BSKH: Float[Array, "B S K H"],
         value_BSKH: Float[Array, "B S K H"],
-        mask: Mask, scores: Scores, *, device_kind: str,
+        mask: Mask, scores: Scores, sinks_BTN: Float[Array, "B T N"] | None = None, *,
+        device_kind: str,
     ) -> Float[Array, "B T N H"]:  # fmt: skip
-        """`out`; what the backward pass needs of it is named `remat.ATTENTION`."""
+        """`out`; what the backward pass needs of it is named `remat.ATTENTION`.
+
+        `sinks_BTN`: see `sinks`.
+        """
         arrays = (query_BTNH, key_BSKH, value_BSKH, mask)
         if self.backward is not None:
-            return _attention(self, scores, device_kind, *arrays)
-        out, _ = self.forward(*arrays, scores, device_kind=device_kind)
+            return _attention(self, scores, device_kind, *arrays, sinks_BTN)
+        out, lse = self.forward(*arrays, scores, device_kind=device_kind)
+        out, _ = sinks.joined(out, lse, sinks_BTN)
         return checkpoint_name(out, remat.ATTENTION)
 
     def gradients(self, query, key, value, mask, scores, out, lse, gradient, *, device_kind):
@@ -80,20 +86,22 @@ class Kernel:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(kernel, scores, device_kind, query, key, value, mask):
-    return _attention_forward(kernel, scores, device_kind, query, key, value, mask)[0]
+def _attention(kernel, scores, device_kind, query, key, value, mask, sinks_BTN):
+    return _attention_forward(kernel, scores, device_kind, query, key, value, mask, sinks_BTN)[0]
 
 
-def _attention_forward(kernel, scores, device_kind, query, key, value, mask):
+def _attention_forward(kernel, scores, device_kind, query, key, value, mask, sinks_BTN):
     out, lse = kernel.forward(query, key, value, mask, scores, device_kind=device_kind)
+    out, lse = sinks.joined(out, lse, sinks_BTN)
     out, lse = checkpoint_name((out.astype(query.dtype), lse), remat.ATTENTION)
-    return out, (query, key, value, mask, out, lse)
+    return out, (query, key, value, mask, sinks_BTN, out, lse)
 
 
 def _attention_backward(kernel, scores, device_kind, residuals, gradient):
-    *arrays, mask, out, lse = residuals
+    *arrays, mask, sinks_BTN, out, lse = residuals
     gradients = kernel.backward(*arrays, mask, scores, out, lse, gradient, device_kind=device_kind)
-    return *(g.astype(arrays[0].dtype) for g in gradients), None
+    of_sinks = sinks.gradient(sinks_BTN, out, lse, gradient)
+    return *(g.astype(arrays[0].dtype) for g in gradients), None, of_sinks
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

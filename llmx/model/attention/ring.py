@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from llmx.model import remat
+from llmx.model.attention import sinks
 from llmx.model.attention.kernel import NOTHING, Kernel
 from llmx.model.attention.masks import Mask, Scores
 from llmx.model.attention.split import Split
@@ -154,11 +155,12 @@ class _Ring:
 
 def ring(
     kernel: Kernel, *, axis: str, split: Split, device_kind: str, independent: bool = False
-) -> Callable[[Array, Array, Array, Mask, Scores], Array]:
+) -> Callable[..., Array]:
     """Attention in a manual region, queries, keys and values split over `axis` as `split` says.
 
-    Returns a function of this device's query [B, T, N, H], key and value [B, T, K, H], mask and
-    scores. `mask.ahead` is 0 where rows are in the order of `split`; if None positions decide.
+    Returns a function of this device's query [B, T, N, H], key and value [B, T, K, H], mask, scores
+    and sinks [B, T, N] or None. `mask.ahead` is 0 where rows are in the order of `split`; if None
+    positions decide.
     `independent`: devices of other rings (pipeline stages) may be elsewhere in the program.
 
     Communicates: R-1 sends of keys, values and their segments in the forward pass; the same in the
@@ -166,19 +168,19 @@ def ring(
     only as many as there are steps with work, less one. No send but the last waits for its step.
     """
 
-    def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
+    def attend(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores, sinks_BTN=None):
         facts = _Ring(kernel, scores, split, axis, device_kind, independent)
-        return _ring(facts, query_BTNH, key_BTKH, value_BTKH, mask)
+        return _ring(facts, query_BTNH, key_BTKH, value_BTKH, mask, sinks_BTN)
 
     return attend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(facts: _Ring, query, key, value, mask: Mask):
-    return _ring_forward(facts, query, key, value, mask)[0]
+def _ring(facts: _Ring, query, key, value, mask: Mask, sinks_BTN):
+    return _ring_forward(facts, query, key, value, mask, sinks_BTN)[0]
 
 
-def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
+def _ring_forward(facts: _Ring, query, key, value, mask: Mask, sinks_BTN):
     def attend_tile(block, tile: Tile, rows: slice, columns: slice, so_far):
         out, lse = so_far
         new = facts.kernel.forward(
@@ -194,12 +196,13 @@ def _ring_forward(facts: _Ring, query, key, value, mask: Mask):
     B, T, N, _ = query.shape
     empty = jnp.zeros(query.shape, jnp.float32), jnp.full((B, N, T), NOTHING)
     out, lse = _around(facts, mask, step, empty, _Block.of(key, value, mask))
+    out, lse = sinks.joined(out, lse, sinks_BTN)
     out, lse = checkpoint_name((out.astype(query.dtype), lse), remat.ATTENTION)
-    return out, (query, key, value, mask, out, lse)
+    return out, (query, key, value, mask, sinks_BTN, out, lse)
 
 
 def _ring_backward(facts: _Ring, residuals, gradient):
-    query, key, value, mask, out, lse = residuals
+    query, key, value, mask, sinks_BTN, out, lse = residuals
     zeros = lambda array: jnp.zeros(array.shape, jnp.float32)  # noqa: E731
 
     def differentiate_tile(block, tile: Tile, rows: slice, columns: slice, so_far):
@@ -226,7 +229,8 @@ def _ring_backward(facts: _Ring, residuals, gradient):
     start, home = (zeros(query), None), facts.split.rings - facts.tiling(mask).steps[-1]
     of_query, of_block = _around(facts, mask, step, start, _Block.of(key, value, mask))
     of_block = (of_block[0].astype(key.dtype), of_block[1].astype(value.dtype))
-    return of_query.astype(query.dtype), *facts.shifted(of_block, home), None
+    of_sinks = sinks.gradient(sinks_BTN, out, lse, gradient)
+    return of_query.astype(query.dtype), *facts.shifted(of_block, home), None, of_sinks
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -22,8 +22,8 @@ def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
 
     Takes and returns what `ring.ring` does. Key/value heads are repeated as often as needed to
     divide. Communicates within each group of `split.ulysses` devices along mesh axis `axis`: an
-    all-to-all each of queries, keys, values and the result, and of their gradients; gathers of
-    segments and positions. Raises ValueError where the size does not divide the query heads.
+    all-to-all each of queries, keys, values, sinks and the result, and of their gradients; gathers
+    of segments and positions. Raises ValueError where the size does not divide the query heads.
     """
     size = split.ulysses
     if size == 1:
@@ -37,7 +37,9 @@ def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
     def gather_rows(rows):
         return jax.lax.all_gather(rows, axis, axis=1, **within)
 
-    def attend_to_whole_rows(query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores):
+    def attend_to_whole_rows(
+        query_BTNH, key_BTKH, value_BTKH, mask: Mask, scores: Scores, sinks_BTN=None
+    ):
         num_heads, num_kv_heads = query_BTNH.shape[2], key_BTKH.shape[2]
         if num_heads % size:
             raise ValueError(
@@ -51,6 +53,7 @@ def ulysses(attend: Callable, *, axis: str, split: Split) -> Callable:
             to_heads(jnp.repeat(key_BTKH, repeats, axis=2)),
             to_heads(jnp.repeat(value_BTKH, repeats, axis=2)),
             jax.tree.map(gather_rows, mask), scores,
+            None if sinks_BTN is None else to_heads(sinks_BTN),
         )  # fmt: skip
         return exchange(out, gather=2, scatter=1)
 

@@ -17,7 +17,7 @@ a token, R slots of rows in blocks, b rows of a block.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ from jaxtyping import Array, Float
 
 from llmx import sharding
 from llmx.model import dot, precision, remat
+from llmx.model.activations import hidden
 from llmx.model.experts import grouped, travel
 from llmx.model.experts.config import CAPACITY, ExpertsConfig
 from llmx.model.experts.router import Routing
 
 INSIDE, OF_TOKENS = ("batch", "sequence", "embed"), ("batch", "sequence", None)
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 
 
 class Weights(NamedTuple):
@@ -41,6 +41,22 @@ class Weights(NamedTuple):
     gate: Array | None  # [E, D, F]; None where the MLP is not gated
     up: Array  # [E, D, F]
     down: Array  # [E, F, D]
+    gate_bias: Array | None = None  # [E, F]; None where there are none
+    up_bias: Array | None = None  # [E, F]
+    down_bias: Array | None = None  # [E, D]
+
+    @property
+    def inward(self) -> list[tuple[Array, Array | None]]:
+        """What a token is multiplied with, each with its bias."""
+        pairs = [(self.gate, self.gate_bias), (self.up, self.up_bias)]
+        return [(weight, bias) for weight, bias in pairs if weight is not None]
+
+    @classmethod
+    def of_inward(cls, inward: list, down: Any, biases: list, down_bias: Any) -> "Weights":
+        """From lists in the order of `inward`: one or two, and as many biases or none."""
+        gate, up = (None, *inward)[-2:]
+        gate_bias, up_bias = (None, None, *biases)[-2:]
+        return cls(gate, up, down, gate_bias, up_bias, down_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +69,7 @@ class _Layer:
     mesh: Mesh
     x: PartitionSpec  # [B, T, D]
     weights: PartitionSpec  # [B, T, k]
-    parameters: tuple[PartitionSpec, ...]
+    parameters: Weights  # of PartitionSpecs
     param: jnp.dtype
     compute: jnp.dtype
     reduce: jnp.dtype
@@ -64,7 +80,7 @@ class _Layer:
     @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
-        return sharding.mesh_axes(self.parameters[-1].partitions[1])
+        return sharding.mesh_axes(self.of_parameters.down.partitions[1])
 
     def gathered(self, weight: Array) -> Array:
         """A weight as both passes multiply it; communicates over the replicas that split it."""
@@ -85,9 +101,16 @@ class _Layer:
         )
 
     @property
-    def of_parameters(self) -> tuple[PartitionSpec, ...]:
+    def of_parameters(self) -> Weights:
         """Of the gathered weights."""
-        return tuple(sharding.without(spec, dot.EXPERT_WEIGHTS_OVER) for spec in self.parameters)
+        gathered = lambda spec: sharding.without(spec, dot.EXPERT_WEIGHTS_OVER)  # noqa: E731
+        return jax.tree.map(gathered, self.parameters)
+
+    def once(self, array: Array) -> Array:
+        """A term of the sums over `tensor` that all its devices have: on one of them, else 0."""
+        if not self.tensor:
+            return array
+        return jnp.where(jax.lax.axis_index(self.tensor) == 0, array, 0)
 
 
 def experts(
@@ -99,7 +122,7 @@ def experts(
     Args:
       x_BTD, routing: of the same tokens.
       weights: master parameters, or those with gradient buffers.
-      activation: "silu" | "gelu".
+      activation: see `activations.hidden`.
       config: how rows reach their experts.
       place, policy, out: the mesh, the dtypes, and the PartitionSpec of the result.
     """
@@ -107,21 +130,14 @@ def experts(
     x_BTD = checkpoint_name(x_BTD, remat.MLP_NORM)
     experts_BTk = place.constrain(routing.experts_BTk, OF_TOKENS)
     weights_BTk = place.constrain(routing.weights_BTk, OF_TOKENS, multiplied_into=("mlp",))
-    params = tuple(weight for weight in weights if weight is not None)
     spec_of = lambda array: jax.typeof(array).sharding.spec  # noqa: E731
     layer = _Layer(
         activation=activation, num_experts=weights.up.shape[0], config=config, mesh=place.mesh,
         x=spec_of(x_BTD), weights=spec_of(weights_BTk),
-        parameters=tuple(map(spec_of, params)), param=weights.up.dtype, compute=x_BTD.dtype,
+        parameters=jax.tree.map(spec_of, weights), param=weights.up.dtype, compute=x_BTD.dtype,
         reduce=policy.reduce, out=out, token_axes=place.token_axes, local_axes=place.local_axes,
     )  # fmt: skip
-    return _experts(layer, x_BTD, experts_BTk, weights_BTk, params)
-
-
-def hidden(activation: str, *products: Array) -> Array:
-    """What the last product takes, of the products with gate and up, or with up alone."""
-    act = _ACTIVATIONS[activation](products[0])
-    return act * products[1] if len(products) == 2 else act
+    return _experts(layer, x_BTD, experts_BTk, weights_BTk, weights)
 
 
 def dense(
@@ -134,12 +150,20 @@ def dense(
     experts_BTk, weights_BTk = (place.constrain(array, OF_TOKENS) for array in routing)
     of_each = place.activation(("batch", "sequence", None, "mlp"))
     product = functools.partial(dot.dot, "BTD,EDF->BTEF", x_BTD, out=of_each, policy=policy)
-    first = [product(weight) for weight in weights[:2] if weight is not None]
+    first = [_shifted(product(weight), bias) for weight, bias in weights.inward]
     hidden_BTEF = hidden(activation, *first)
     chosen_BTkE = experts_BTk[..., None] == jnp.arange(weights.up.shape[0])
     weights_BTE = jnp.sum(jnp.where(chosen_BTkE, weights_BTk[..., None], 0), axis=-2)
     hidden_BTEF *= weights_BTE[..., None].astype(hidden_BTEF.dtype)
-    return dot.dot("BTEF,EFD->BTD", hidden_BTEF, weights.down, out=out, policy=policy)
+    y_BTD = dot.dot("BTEF,EFD->BTD", hidden_BTEF, weights.down, out=out, policy=policy)
+    if weights.down_bias is None:
+        return y_BTD
+    weights_BTE = weights_BTE.astype(x_BTD.dtype)
+    return y_BTD + dot.dot("BTE,ED->BTD", weights_BTE, weights.down_bias, out=out, policy=policy)
+
+
+def _shifted(product: Array, bias: Array | None) -> Array:
+    return product if bias is None else dot.shifted(product, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -149,7 +173,7 @@ def _experts(layer: _Layer, x_BTD, experts_BTk, weights_BTk, params):
         functools.partial(_forward_local, layer),
         (split(layer.x), split(layer.weights), split(layer.weights), layer.of_parameters),
         sharding.unreduced(split(layer.x), layer.tensor),
-    )(*_plain(x_BTD, experts_BTk, weights_BTk), tuple(map(layer.gathered, params)))
+    )(*_plain(x_BTD, experts_BTk, weights_BTk), jax.tree.map(layer.gathered, params))
     return sharding.scattered(terms, layer.out, exchange=False)
 
 
@@ -178,19 +202,19 @@ def _backward(layer: _Layer, arguments, gradient_BTD):
         ),
         (
             unreduced(split(layer.x), layer.tensor), unreduced(split(layer.weights), layer.tensor),
-            tuple(unreduced(spec, summed) for spec in layer.of_parameters),
+            jax.tree.map(lambda spec: unreduced(spec, summed), layer.of_parameters),
         ),
     )(
-        *_plain(x_BTD, experts_BTk, weights_BTk), tuple(map(layer.gathered, params)), gradient_BTD
+        *_plain(x_BTD, experts_BTk, weights_BTk), jax.tree.map(layer.gathered, params), gradient_BTD
     )  # fmt: skip
 
     def placed(terms, to):
         return sharding.scattered(terms, unreduced(to, to.reduced), exchange=False)
 
-    gradients = tuple(
+    done = lambda terms, to: (  # noqa: E731
         sharding.scattered(terms, unreduced(to, to.reduced)).astype(layer.param)
-        for terms, to in zip(gradients, layer.parameters, strict=True)
     )
+    gradients = jax.tree.map(done, gradients, layer.parameters)
     return placed(gradient_x, layer.x), None, placed(gradient_weights, layer.weights), gradients
 
 
@@ -251,9 +275,9 @@ def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights):
     local = _local(layer, x_BTD, experts_BTk, weights_BTk)
 
     def expert(x_bD, weights):
-        *inward, down_FD = weights
-        hidden_bF = hidden(layer.activation, *(_product(x_bD, weight) for weight in inward))
-        return _product(hidden_bF, down_FD)
+        products = [_biased(_product(x_bD, weight), bias) for weight, bias in weights.inward]
+        out_bD = _product(hidden(layer.activation, *products), weights.down)
+        return out_bD if weights.down_bias is None else out_bD + layer.once(weights.down_bias)
 
     def one(this: travel.Round):
         x_RD = travel.sent(local.x_ND, this, local.to)
@@ -272,23 +296,34 @@ def _backward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights, gra
     gradient_ND = gradient_BTD.reshape(local.x_ND.shape)
 
     def expert(rows, weights):
-        (x_bD, gradient_bD, weights_b), (*inward, down_FD) = rows, weights
-        products = [_product(x_bD, weight) for weight in inward]
+        x_bD, gradient_bD, weights_b = rows
+        products = [_biased(_product(x_bD, weight), bias) for weight, bias in weights.inward]
         hidden_bF, pull = jax.vjp(functools.partial(hidden, layer.activation), *products)
         times = lambda rows: (rows * weights_b[:, None]).astype(rows.dtype)  # noqa: E731
         # Of each row's result times 1: its product with the hidden row is the weight's gradient.
-        unweighted_bF = _product(gradient_bD, down_FD, transposed=True)
+        unweighted_bF = _product(gradient_bD, weights.down, transposed=True)
         weight_b = jnp.einsum(
             "bf,bf->b", unweighted_bF, hidden_bF, preferred_element_type=jnp.float32
         )
+        biases, of_down_bias = [], None
+        if weights.down_bias is not None:
+            bias_D = layer.once(weights.down_bias)
+            weight_b += jnp.einsum(
+                "bd,d->b", gradient_bD, bias_D, preferred_element_type=jnp.float32
+            )
+            of_down_bias = _summed(times(gradient_bD))
         to_products = pull(times(unweighted_bF))
+        if weights.up_bias is not None:
+            biases = [_summed(to) for to in to_products]
         x_terms = [
             _product(to, weight, transposed=True)
-            for to, weight in zip(to_products, inward, strict=True)
+            for to, (weight, _) in zip(to_products, weights.inward, strict=True)
         ]
-        terms = [_term(x_bD, to) for to in to_products]
-        terms.append(_term(times(hidden_bF), gradient_bD))
-        return (functools.reduce(jnp.add, x_terms), weight_b), tuple(terms)
+        inward = [_term(x_bD, to) for to in to_products]
+        terms = Weights.of_inward(
+            inward, _term(times(hidden_bF), gradient_bD), biases, of_down_bias
+        )
+        return (functools.reduce(jnp.add, x_terms), weight_b), terms
 
     def one(this: travel.Round):
         rows = (
@@ -316,6 +351,15 @@ def _product(x_bD: Array, weight_DF: Array, *, transposed: bool = False) -> Arra
 def _term(x_bD: Array, gradient_bF: Array) -> Array:
     """Of a weight gradient, the sum over the rows of a block, fp32 [D, F]."""
     return jnp.einsum("bd,bf->df", x_bD, gradient_bF, preferred_element_type=jnp.float32)
+
+
+def _biased(product: Array, bias: Array | None) -> Array:
+    return product if bias is None else product + bias
+
+
+def _summed(rows_bF: Array) -> Array:
+    """Of the gradient of a bias, the sum over the rows of a block, fp32 [F]."""
+    return jnp.sum(rows_bF, axis=0, dtype=jnp.float32)
 
 
 def _weights_of_rows(local: _Local, this: travel.Round) -> Array:

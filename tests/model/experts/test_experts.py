@@ -18,7 +18,9 @@ D, F, E, K, B, T = 16, 12, 6, 2, 6, 8
 TOLERANCE = 1e-6  # of sums in fp32 that are taken in another order
 
 
-def arrays(routing: str = "random", num_experts: int = E, k: int = K, seed: int = 0):
+def arrays(
+    routing: str = "random", num_experts: int = E, k: int = K, seed: int = 0, biases: bool = False
+):
     """x, experts and weights of a routing, and the weights of the experts; NumPy."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(B, T, D)).astype(np.float32)
@@ -31,24 +33,30 @@ def arrays(routing: str = "random", num_experts: int = E, k: int = K, seed: int 
     }[routing]().astype(np.int32)  # fmt: skip
     of = rng.random((B, T, k)).astype(np.float32)
     shapes = ((num_experts, D, F), (num_experts, D, F), (num_experts, F, D))
+    if biases:
+        shapes += (num_experts, F), (num_experts, F), (num_experts, D)
     return x, chosen, of, tuple(rng.normal(size=s).astype(np.float32) / 4 for s in shapes)
 
 
 def oracle(x, chosen, of, weights):
-    """Token by token, to be differentiated automatically."""
+    """Token by token, to be differentiated automatically; with biases also clamped."""
 
     def one(x_D, chosen_k, of_k):
-        gate, up, down = (weight[chosen_k] for weight in weights)
-        hidden = jax.nn.silu(jnp.einsum("d,kdf->kf", x_D, gate)) * jnp.einsum("d,kdf->kf", x_D, up)
-        return jnp.einsum("kf,kfd,k->d", hidden, down, of_k)
+        gate, up, down, *biases = (weight[chosen_k] for weight in weights)
+        gate, up = jnp.einsum("d,kdf->kf", x_D, gate), jnp.einsum("d,kdf->kf", x_D, up)
+        if not biases:
+            return jnp.einsum("kf,kfd,k->d", jax.nn.silu(gate) * up, down, of_k)
+        gate, up = jnp.minimum(gate + biases[0], 7), jnp.clip(up + biases[1], -7, 7)
+        out = jnp.einsum("kf,kfd->kd", gate * jax.nn.sigmoid(1.702 * gate) * (up + 1), down)
+        return of_k @ (out + biases[2])
 
     return jax.vmap(jax.vmap(one))(x, chosen, of)
 
 
 @functools.cache
-def wanted(routing: str, num_experts: int = E, k: int = K):
+def wanted(routing: str, num_experts: int = E, k: int = K, biases: bool = False):
     """Result of the oracle, and its gradients by x, routing weights and experts."""
-    x, chosen, of, weights = arrays(routing, num_experts, k)
+    x, chosen, of, weights = arrays(routing, num_experts, k, biases=biases)
     out = np.cos(np.arange(B * T * D)).reshape(B, T, D).astype(np.float32)
 
     def value(x, of, weights):
@@ -59,16 +67,20 @@ def wanted(routing: str, num_experts: int = E, k: int = K):
     return jax.device_get(found), out
 
 
-def computed(mesh_sizes: dict, routing: str, *, layout: str = "zero3", num_experts=E, k=K, **keys):
+def computed(
+    mesh_sizes: dict, routing: str, *, layout="zero3", num_experts=E, k=K, biases=False, **keys
+):
     """What `wanted` has, by `experts` or `dense` on a mesh."""
-    x, chosen, of, weights = arrays(routing, num_experts, k)
-    (_, _), out = wanted(routing, num_experts, k)
+    x, chosen, of, weights = arrays(routing, num_experts, k, biases=biases)
+    (_, _), out = wanted(routing, num_experts, k, biases)
     sizes = dict.fromkeys(sharding.AXES, 1) | mesh_sizes
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = sharding.make_mesh(sizes, devices=devices)
     place = sharding.Placement(mesh, sharding.make_layout(layout))
     config = ExpertsConfig(**keys)
     axes = (("experts", "embed", "mlp"),) * 2 + (("experts", "mlp", "embed"),)
+    if biases:
+        axes += (("experts", "mlp"),) * 2 + (("experts", "norm"),)
     to = [
         sharding.spec(names, place.layout.parameters, mesh, shape=weight.shape)
         for names, weight in zip(axes, weights, strict=True)
@@ -81,8 +93,9 @@ def computed(mesh_sizes: dict, routing: str, *, layout: str = "zero3", num_exper
 
     def value(x, of, weights):
         y = compute(
-            x, router.Routing(chosen, of), experts.Weights(*weights), activation="silu",
-            config=config, place=place, policy=precision.POLICIES["fp32"], out=of_tokens,
+            x, router.Routing(chosen, of), experts.Weights(*weights),
+            activation="clamped_silu" if biases else "silu", config=config, place=place,
+            policy=precision.POLICIES["fp32"], out=of_tokens,
         )  # fmt: skip
         return jnp.sum(y * out), y
 
@@ -104,6 +117,15 @@ def test_dropless_is_each_token_through_its_experts(mesh, routing):
     """A buffer far below what one device sends another: rows travel in many rounds."""
     found = computed(mesh, routing, buffer=0.3)
     compare.assert_close(found, wanted(routing)[0], TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh, keys", [
+    ({}, {}), ({}, dict(dispatch="dense")), (dict(expert=3, tensor=2), dict(buffer=0.3)),
+    (dict(fsdp=2, sequence=2, tensor=2), {}), (dict(fsdp=2, tensor=2), dict(dispatch="dense")),
+], ids=str)  # fmt: skip
+def test_biases_and_the_clamped_activation(mesh, keys):
+    found = computed(mesh, "random", biases=True, **keys)
+    compare.assert_close(found, wanted("random", biases=True)[0], TOLERANCE)
 
 
 @pytest.mark.parametrize("buffer", [0.05, 1.0, 100.0])

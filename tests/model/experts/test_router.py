@@ -190,7 +190,7 @@ def test_what_is_reported_of_loads_does_not_depend_on_their_scale(scale):
         (dict(model__expert_dim=0), "expert_dim=0 with model.num_experts=4"),
         (dict(model__router_groups=3), "router_groups=3 does not divide"),
         (dict(model__router_groups_kept=2), "router_groups_kept=2 is more than"),
-        (dict(model__bias=True), "experts have no biases"),
+        (dict(model__activation="clamped_silu", model__gated_mlp=False), "of gate and up"),
         (dict(experts__dispatch="sorted"), "experts.dispatch"),
     ],
     ids=str,
