@@ -108,13 +108,14 @@ class _Layer:
             return array
         return jnp.where(jax.lax.axis_index(self.tensor) == 0, array, 0)
 
-    def products(self, local: "_Local") -> products.Products:
+    def products(self, local: "_Local", num_parts: int) -> products.Products:
         """How rows are multiplied: about half a block of each expert is empty."""
         to = local.to
         slots = grouped.block_size(to.devices * to.per_pair, to.experts) / 2 * to.experts
         return products.Products(
             self.activation, self.reduce, self.device_kind,
             by_kernels=products.has_kernels(self.device_kind), rows=local.weights_Nk.size + slots,
+            several=num_parts > 1,
         )  # fmt: skip
 
     def ways(self, tokens: int, k: int) -> travel.Ways:
@@ -286,52 +287,67 @@ def _within_capacity(experts_BTk: Array, num_experts: int, capacity: float) -> A
 
 def _in_rounds(local: _Local, one: Callable):
     """The sum over all rounds of `one(round)`, a tree of arrays."""
-    total = one(travel.round_of(local.journey, jnp.zeros((), jnp.int32), local.to))
+    first = jnp.zeros((), jnp.int32)
+    numbered = lambda number: one(travel.round_of(local.journey, number, local.to))  # noqa: E731
     if local.to.per_pair >= local.journey.token_of.shape[0]:
-        return total  # one round takes all
+        return numbered(first)  # one round takes all
 
     def more(carry):
         number, total = carry
-        new = one(travel.round_of(local.journey, number, local.to))
-        return number + 1, jax.tree.map(jnp.add, total, new)
+        return number + 1, jax.tree.map(jnp.add, total, numbered(number))
 
     unfinished = lambda carry: carry[0] < local.journey.rounds  # noqa: E731
-    with jax.named_scope(EXPECTED_TRIPS.format(0)):  # reports count none
-        return jax.lax.while_loop(unfinished, more, (jnp.ones((), jnp.int32), total))[1]
+    zeros = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(numbered, first)
+    )
+    with jax.named_scope(EXPECTED_TRIPS.format(1)):
+        return jax.lax.while_loop(unfinished, more, (first, zeros))[1]
 
 
-def _in_parts(layer: _Layer, of: products.Products, shards: Weights, one: Callable):
+class _Parts(NamedTuple):
+    """The shards of weights in parts of their width; the first part is gathered for all rounds."""
+
+    shards: list[Weights]
+    first: Weights
+
+
+def _parts(layer: _Layer, shards: Weights) -> _Parts:
+    """Communicates over the replicas that split the weights."""
+    shards = shards._replace(down_bias=None)
+    columns = products.parts(shards.up.shape[-1])
+    of_parts = [jax.tree.map(lambda shard: shard[..., part], shards) for part in columns]  # noqa: B023
+    return _Parts(of_parts, layer.whole(of_parts[0]))
+
+
+def _in_parts(layer: _Layer, parts: _Parts, one: Callable):
     """The sum over the parts of an expert's width of `one(weights of the part, total before)`,
     which also returns what is of this part alone; a list of these.
 
     A part is gathered while the one before it is multiplied. Communicates over the replicas that
     split the weights.
     """
-    shards = shards._replace(down_bias=None)
-    columns = products.parts(shards.up.shape[-1])
-    of_parts = [jax.tree.map(lambda shard: shard[..., part], shards) for part in columns]  # noqa: B023
-    of = dataclasses.replace(of, several=len(columns) > 1)
-    total, found, weights = None, [], layer.whole(of_parts[0])
-    for following in (*of_parts[1:], None):
+    total, found, weights = None, [], parts.first
+    for following in (*parts.shards[1:], None):
         ahead = None
         if following is not None:
             after, total = jax.lax.optimization_barrier((following, total))
             ahead = layer.whole(after)
-        total, own = one(of, weights, total)
+        total, own = one(weights, total)
         found.append(own)
         weights = ahead
     return total, found
 
 
 def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, shards):
-    local = _local(layer, x_BTD, experts_BTk, weights_BTk)
+    local, parts = _local(layer, x_BTD, experts_BTk, weights_BTk), _parts(layer, shards)
+    of = layer.products(local, len(parts.shards))
 
     def one(this: travel.Round):
-        x_RD, of = travel.sent(local.x_ND, this, local.to), layer.products(local)
-        multiplied = lambda of, weights, total: (  # noqa: E731
+        x_RD = travel.sent(local.x_ND, this, local.to)
+        multiplied = lambda weights, total: (  # noqa: E731
             of.forward(x_RD, weights, this.blocks, total), None
         )  # fmt: skip
-        out_RD, _ = _in_parts(layer, of, shards, multiplied)
+        out_RD, _ = _in_parts(layer, parts, multiplied)
         if shards.down_bias is not None:
             out_RD += products.of_rows(layer.once(shards.down_bias), this.blocks)
         out_NkD = travel.returned(out_RD.astype(x_RD.dtype), this, local.to)
@@ -344,19 +360,20 @@ def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, shards):
 
 
 def _backward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, shards, gradient_BTD):
-    local = _local(layer, x_BTD, experts_BTk, weights_BTk)
+    local, parts = _local(layer, x_BTD, experts_BTk, weights_BTk), _parts(layer, shards)
+    of = layer.products(local, len(parts.shards))
     gradient_ND = gradient_BTD.reshape(local.x_ND.shape)
 
     def one(this: travel.Round):
-        of, blocks = layer.products(local), this.blocks
-        x_RD, gradient_RD = (travel.sent(of, this, local.to) for of in (local.x_ND, gradient_ND))
+        blocks, sent = this.blocks, functools.partial(travel.sent, this=this, to=local.to)
+        x_RD, gradient_RD = sent(local.x_ND), sent(gradient_ND)
         weights_R = _weights_of_rows(local, this)
 
-        def multiplied(of, weights, total):
+        def multiplied(weights, total):
             total, terms = of.backward(x_RD, gradient_RD, weights_R, weights, blocks, total)
             return total, layer.summed(terms)
 
-        (x_RD, weight_R), gradients = _in_parts(layer, of, shards, multiplied)
+        (x_RD, weight_R), gradients = _in_parts(layer, parts, multiplied)
         gradients = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *gradients)
         if shards.down_bias is not None:
             bias_RD = products.of_rows(layer.once(shards.down_bias), blocks)

@@ -75,7 +75,7 @@ class Products:
     device_kind: str  # jax's name of the chip
     by_kernels: bool
     rows: float  # in blocks in use, as expected
-    several: bool = False  # parts
+    several: bool  # parts
 
     def forward(self, x_RD: Array, weights: Weights, of: Blocks, total: Array | None) -> Array:
         """The results of all rows, [R, D], each times 1."""

@@ -64,9 +64,7 @@ def test_sums_over_the_rows_of_an_expert(counts):
 
 @pytest.mark.parametrize(
     "mesh, routing, by_kernels, biases",
-    [({}, "unbalanced", True, False), (dict(expert=3, tensor=2), "random", True, True),
-     (dict(expert=3, fsdp=2), "one row apart", True, False),
-     (dict(expert=3, fsdp=2), "random", False, True)],
+    [({}, "unbalanced", True, True), (dict(expert=3, fsdp=2), "random", False, True)],
     ids=str,
 )  # fmt: skip
 def test_each_token_through_its_experts(mesh, routing, by_kernels, biases, monkeypatch):
