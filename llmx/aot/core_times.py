@@ -163,12 +163,11 @@ def _kernel(core: Core, module: Module, computation: Computation, call: Instruct
     flops = kernel_flops(module, computation, call, visible=core.visible, rings=core.rings)
     by_bytes = moved / (core.bandwidth * core.memory)
     share = core.triton if _of_triton(call) and core.triton is not None else core.kernels
-    # The step traces kernels of fp32 with exact products, which the text does not say.
-    largest = max(
-        (array for one in computation.operands_of(call) for array in one.arrays),
-        key=lambda array: array.size, default=None,
-    )  # fmt: skip
-    factor = EXACT if largest is not None and largest.dtype == "f32" else "bf16"
+    # The step traces kernels of fp32 with exact products, which the text does not say. Sums are
+    # in fp32 beside smaller factors.
+    operands = [array for one in computation.operands_of(call) for array in one.arrays]
+    factors = {array.dtype for array in operands if len(array.dims) >= 2}
+    factor = EXACT if "f32" in factors and not factors & {"bf16", "f16"} else "bf16"
     by_flops = (flops or 0.0) / (core.peak(factor) * share)
     basis = "bytes" if flops is None else "kernel"
     return Time(core.launch + max(by_bytes, by_flops), basis, flops or 0.0)

@@ -417,7 +417,21 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
-    """How often the body of a while loop runs; None: its end depends on data.
+    """How often the body of a while loop runs; None: its end depends on data, and the program does
+    not say how often it expects."""
+    counted = _counted_trips(module, frame, loop)
+    return expected_trips(loop) if counted is None else counted
+
+
+def expected_trips(loop: Instruction) -> int | None:
+    """What the program expects of a loop whose end depends on data: it is traced in a scope
+    "expected_trips_3"."""
+    said = re.search(r"expected_trips_(\d+)/while$", loop.quoted("op_name") or "")
+    return int(said.group(1)) if said else None
+
+
+def _counted_trips(module: Module, frame: Frame, loop: Instruction) -> int | None:
+    """How often the body of a while loop runs, by the text.
 
     CPU and GPU programs contain the number. For TPU it follows from the condition, which compares
     an element of the state with a bound, the element's start value, and its increment in the body.

@@ -230,7 +230,12 @@ def _loop(analysis: Analysis, frame: Frame, loop: Instruction) -> CostReport:
     named = (analysis.module.computations[loop.attribute(name)] for name in ("body", "condition"))
     body, condition = (_computation(analysis, Frame(one, loop, frame)) for one in named)
     if trips is not None:
-        return _sum([_repeated(body, trips), _repeated(condition, trips + 1)])
+        notes = ()
+        if hlo_text.expected_trips(loop) is not None:
+            note = f"iterations of {loop.label} end on data: {trips} are counted, as expected"
+            notes = (*notes, note)
+        counted = _sum([_repeated(body, trips), _repeated(condition, trips + 1)])
+        return dataclasses.replace(counted, unknown=(*counted.unknown, *notes))
     note = f"trip count of the loop {loop.label}: its end depends on data"
     return _sum([_repeated(body, None), _repeated(condition, None), CostReport(unknown=(note,))])
 

@@ -358,16 +358,16 @@ def refusal(config: Config) -> str:
             "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
             "give that as --config.remat"
         )
-    return of_experts(config)
+    return ""
 
 
-def of_experts(config: Config) -> str:
-    """Why a mixture of experts is not counted, with the remedy; "" if the model is none."""
+def of_experts(config: Config, what: str) -> str:
+    """Why a mixture of experts does not go with `what`, and the remedy; "" if the model is none."""
     if not (experts := config.model.num_experts):
         return ""
     return (
-        f"model.num_experts={experts}: the planner does not count routed experts yet; run "
-        "llmx.aot, which compiles the run, with a mesh of your choice"
+        f"model.num_experts={experts}: {what} does not count routed experts; set the mesh, and "
+        "run llmx.plan with --machine, or llmx.aot, which compiles the run"
     )
 
 

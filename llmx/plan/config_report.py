@@ -50,7 +50,7 @@ def show(
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
     config = checks.resolve(config, num_devices(args, config), problems=problems)
-    if why_not := candidates.of_experts(config):
+    if why_not := candidates.of_experts(config, "the cut of a pipeline"):
         raise ValueError(why_not)
     if config.mesh.stage == 1 and not args.replicate:
         raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")

@@ -23,7 +23,7 @@ from llmx.config import loss_memory, stage_memory, state_memory
 from llmx.config.state_memory import leaves
 from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
-from llmx.plan import exchange
+from llmx.plan import exchange, experts
 from llmx.plan.sizes import Sizes
 
 FP32 = 4
@@ -234,7 +234,7 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
         copied = sum(
             FP32 * sizes.local(leaf, "parameters")
             for leaf in leaves(sizes.run.model)
-            if leaf.name.endswith(program.copied)
+            if leaf.name.endswith((*program.copied, *experts.COPIED))
         )
         several = sizes.run.batch.accumulation > 1
         found += copied * (1 + program.kept_copies * several)
@@ -267,10 +267,11 @@ def _bodies(model: ModelConfig) -> int:
 def _layer(sizes: Sizes, program: Program) -> float:
     """One layer that is run again and differentiated."""
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
+    mlp_dim = remat_costs.mlp_dim(model)
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
     mlp, weights = program.mlp * (1.0 if gathers else program.without_gathers), 0.0
     if gathers:
-        of_mlp = sizes.compute_bytes * sizes.tokens * model.mlp_dim / tensor
+        of_mlp = sizes.compute_bytes * sizes.tokens * mlp_dim / tensor
         mlp, weights = max(
             ((program.mlp, program.weights), program.ahead),
             key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
@@ -278,13 +279,15 @@ def _layer(sizes: Sizes, program: Program) -> float:
     queries = program.heads + (program.normed_heads if model.qk_norm else 0.0)
     heads = queries * model.num_heads / tensor + program.kv_heads * _kv_heads(sizes)
     activations = (
-        mlp * sizes.tokens * model.mlp_dim / tensor
+        mlp * sizes.tokens * mlp_dim / tensor
         + heads * sizes.tokens * _head_dim(model, program)
         + (program.inside if tensor > 1 else 0.0) * sizes.tokens * model.width
         + program.between * sizes.tokens_between * model.width
     )
     bodies = _bodies(model) if program.bodies else 1
-    return bodies * sizes.compute_bytes * activations + weights * _layer_bytes(sizes)
+    found = bodies * sizes.compute_bytes * activations + weights * _layer_bytes(sizes)
+    # Experts are differentiated before attention is.
+    return max(found, experts.layer_bytes(sizes)) if model.num_experts else found
 
 
 def _head_dim(model: ModelConfig, program: Program) -> int:
@@ -292,8 +295,8 @@ def _head_dim(model: ModelConfig, program: Program) -> int:
 
 
 def _layer_bytes(sizes: Sizes) -> float:
-    """A layer's matrices, gathered."""
-    numbers = sum(map(sizes.whole, sizes.weights))
+    """A layer's matrices, gathered, but for those of experts."""
+    numbers = sum(sizes.whole(one) for one in sizes.weights if not experts.is_of_experts(one))
     return sizes.compute_bytes * numbers / sizes.run.model.num_layers
 
 

@@ -25,7 +25,7 @@ from llmx.config import utilization
 from llmx.model import costs, quantized, remat, remat_costs
 from llmx.model.attention import blockwise
 from llmx.model.families import LOCAL
-from llmx.plan import gemm, memory
+from llmx.plan import experts, gemm, memory
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
 from llmx.step import moments, optimizers
@@ -149,7 +149,9 @@ class _Device:
         sizes = self.sizes
         share = sizes.mesh["stage"] / sizes.run.model.num_layers
         return {
-            "/".join(leaf.name.split("/")[1:3]): sizes.whole(leaf) * share for leaf in sizes.weights
+            "/".join(leaf.name.split("/")[1:3]): sizes.whole(leaf) * share
+            for leaf in sizes.weights
+            if not experts.is_of_experts(leaf)
         }
 
     @functools.cached_property
@@ -207,10 +209,12 @@ def seconds(operators: Sequence[Operator], moment: str, part: str = "") -> float
 def _products(device: _Device) -> Iterator[Operator]:
     sizes, (forward, backward) = device.sizes, device.dtypes
     tokens, width = sizes.tokens, sizes.run.model.width
+    if sizes.run.model.num_experts:
+        yield from _of_experts(device)
     for name, numbers in device.of_layer.items():
         other = numbers / width  # N H, K H or F, over `tensor`
         left, right = (other, width) if name in _INTO_STREAM else (width, other)
-        again = device.again.get(_RESULTS[name], 0.0) + device.whole_again
+        again = device.again.get(_RESULTS.get(name), 0.0) + device.whole_again
         shape = (tokens, right, left)
         yield device.product(name, PRODUCTS, FORWARD, shape, forward)
         yield device.product(name, PRODUCTS, BACKWARD, shape, forward, again)
@@ -218,6 +222,22 @@ def _products(device: _Device) -> Iterator[Operator]:
         yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="input gradient")
         shape = (left, right, tokens)
         yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="weight gradient")
+
+
+def _of_experts(device: _Device) -> Iterator[Operator]:
+    """Products with experts, by kernels, and what is moved between them."""
+    sizes = device.sizes
+    dtype = device.dtype(sizes.policy.compute.name)
+    for name, role, (m, n, k), *counts in experts.multiplied(sizes):
+        flops = 2.0 * m * n * k
+        time = gemm.attention_seconds(flops, dtype, device.core)  # kernels, too
+        num_bytes = sizes.compute_bytes * (m * k + k * n + m * n)
+        forward, backward = counts
+        one = Operator(
+            f"{name} {role}", PRODUCTS, FORWARD, time, forward, flops, num_bytes, (m, n, k)
+        )
+        yield one
+        yield one._replace(moment=BACKWARD, count=backward + device.whole_again * forward)
 
 
 def _attention(device: _Device) -> Iterator[Operator]:
@@ -280,7 +300,10 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     of_layer = sum(device.of_layer.values())
     shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights)
     shares *= sizes.mesh["stage"] / model.num_layers
-    yield "activation", moved.mlp[index] * number * sizes.tokens * model.mlp_dim / tensor, 1.0
+    if model.num_experts:
+        yield "rows of experts", experts.moved_bytes(sizes, index), 1.0
+    of_mlp = number * sizes.tokens * remat_costs.mlp_dim(model) / tensor
+    yield "activation", moved.mlp[index] * of_mlp, 1.0
     stream = moved.stream[index] * (2.0 if model.post_norms else 1.0)
     yield "norms and residuals", stream * number * sizes.tokens_between * model.width, 1.0
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0

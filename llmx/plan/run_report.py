@@ -20,6 +20,7 @@ from llmx.plan import (
     candidates,
     duration,
     exchange,
+    experts,
     machines,
     memory,
     options,
@@ -65,7 +66,8 @@ def show(
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
     if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
         run = compiler.resolve(config, topology, problems=problems)
-    if why_not := candidates.refusal(run) or ("" if searched else _too_short(args, run, topology)):
+    refused = candidates.refusal(run) or experts.refusal(run, on_gpu=machine.on_gpu)
+    if why_not := refused or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)
     held, sent = count(run, topology)
     time = step_time.of(run, machine)

@@ -37,7 +37,7 @@ def make(config: Config, machine: Machine) -> Search:
         candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
         machine.on_gpu,
     )  # fmt: skip
-    if why_not := candidates.of_experts(config):
+    if why_not := candidates.of_experts(config, "a search"):
         raise ValueError(why_not)
     own = candidates.own(config, topology)
     return Search(space, machine, own, bounds=search_bounds.Bounds(space, machine))

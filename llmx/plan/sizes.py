@@ -46,6 +46,8 @@ class Sizes:
 
     def gathered_bytes(self, leaf: Leaf) -> int:
         """Of a number of a split weight, while it is gathered."""
+        if "router" in leaf.axes:  # multiplied in the dtype that it has
+            return self.param_bytes
         numbers = self.policy.numbers
         if not leaf.in_blocks:
             numbers = numbers.of_head

@@ -33,6 +33,7 @@ from llmx.model.families import LOCAL
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
+from llmx.plan import experts
 from llmx.plan.sizes import Sizes
 
 PASSES = links.PASSES | {"all-to-all": 1.0}
@@ -135,7 +136,7 @@ def of(sizes: Sizes, *, turns: int = 1, on_gpu: bool = False) -> list[Message]:
     found = [
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
-        *over_sequence(sizes, passes), *_stages(sizes, passes),
+        *over_sequence(sizes, passes), *_stages(sizes, passes), *_over_expert(sizes, passes),
     ]  # fmt: skip
     return [one for one in found if one.size > 1 and one.count and one.bytes]
 
@@ -193,7 +194,9 @@ def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
 def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
     split_by = sizes.axes_of("embed", "gradients")
-    over = [axis for axis in sizes.token_axes if axis not in split_by]
+    # To an expert come the tokens of the whole axis that splits experts.
+    of_experts = sizes.axes_of("experts", "gradients") if "experts" in leaf.axes else ()
+    over = [axis for axis in sizes.token_axes if axis not in (*split_by, *of_experts)]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
     return _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
 
@@ -362,6 +365,17 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
         heads += 2 * keys * (of.ulysses // math.gcd(int(keys), of.ulysses))
         count = passes.forward + passes.backward * (1 + recomputed)
         yield Message("heads", "all-to-all", over, heads * of_head, count, of.ulysses)
+
+
+def _over_expert(sizes: Sizes, passes: Passes) -> Iterator[Message]:
+    """Rows on their way to the devices of their experts, and back."""
+    if not sizes.run.model.num_experts:
+        return
+    again = passes.backward * _layers_again(sizes.run)
+    for purpose, num_bytes, forward, backward in experts.exchanges(sizes):
+        count = passes.layers * (passes.forward * forward + passes.backward * backward)
+        count += again * forward
+        yield _message(sizes, purpose, "all-to-all", ("expert",), num_bytes, count)
 
 
 def _stages(sizes: Sizes, passes: Passes) -> Iterator[Message]:

@@ -291,6 +291,23 @@ def test_loops_that_data_end_are_unknown(platform):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_loop_whose_length_the_program_expects_counts_so_often(platform):
+    """By its scope, not loops inside it."""
+    mesh = make_mesh(platform, {"x": 8})
+
+    def run(w_DD, x_BD):
+        inner = lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(x @ w_DD), x)  # noqa: E731
+        with jax.named_scope("expected_trips_3"):
+            return jax.lax.while_loop(lambda x: jnp.max(x) > 1, inner, x_BD)
+
+    text = compile_text(mesh, run, shape(mesh, (D, D)), shape(mesh, (B, D)))
+    program = read(text, mesh)
+    assert program.flops == 3 * 5 * 2 * B * D * D
+    (note,) = program.unknown
+    assert "3 are counted, as expected" in note
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_the_larger_branch_counts_and_is_reported(platform):
     mesh = make_mesh(platform, {"x": 8})
 

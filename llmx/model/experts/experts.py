@@ -17,7 +17,7 @@ a token, R slots of rows in blocks, b rows of a block.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +28,15 @@ from jaxtyping import Array, Float
 from llmx import sharding
 from llmx.model import dot, precision, remat
 from llmx.model.activations import hidden
-from llmx.model.experts import grouped, travel
+from llmx.model.experts import grouped, products, travel
 from llmx.model.experts.config import CAPACITY, ExpertsConfig
+from llmx.model.experts.products import Weights
 from llmx.model.experts.router import Routing
+from llmx.sharding.mesh import kind_of
 
+# The scope of a loop whose length depends on data: how long it is where loads are about equal.
+EXPECTED_TRIPS = "expected_trips_{}"
 INSIDE, OF_TOKENS = ("batch", "sequence", "embed"), ("batch", "sequence", None)
-
-
-class Weights(NamedTuple):
-    """Of all experts of a layer, each a parameter in any layout."""
-
-    gate: Array | None  # [E, D, F]; None where the MLP is not gated
-    up: Array  # [E, D, F]
-    down: Array  # [E, F, D]
-    gate_bias: Array | None = None  # [E, F]; None where there are none
-    up_bias: Array | None = None  # [E, F]
-    down_bias: Array | None = None  # [E, D]
-
-    @property
-    def inward(self) -> list[tuple[Array, Array | None]]:
-        """What a token is multiplied with, each with its bias."""
-        pairs = [(self.gate, self.gate_bias), (self.up, self.up_bias)]
-        return [(weight, bias) for weight, bias in pairs if weight is not None]
-
-    @classmethod
-    def of_inward(cls, inward: list, down: Any, biases: list, down_bias: Any) -> "Weights":
-        """From lists in the order of `inward`: one or two, and as many biases or none."""
-        gate, up = (None, *inward)[-2:]
-        gate_bias, up_bias = (None, None, *biases)[-2:]
-        return cls(gate, up, down, gate_bias, up_bias, down_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +56,67 @@ class _Layer:
     out: PartitionSpec
     token_axes: tuple[str, ...]  # along which tokens differ
     local_axes: tuple[str, ...]
+    device_kind: str  # jax's name of the chip
 
     @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
         return sharding.mesh_axes(self.of_parameters.down.partitions[1])
 
-    def gathered(self, weight: Array) -> Array:
-        """A weight as both passes multiply it; communicates over the replicas that split it."""
-        return dot.gathered(weight, self.compute, over=dot.EXPERT_WEIGHTS_OVER)
+    def shards(self, params: Weights) -> Weights:
+        """The weights in the compute dtype, split as they are, each matrix [E, D, F]."""
+        shards = jax.tree.map(lambda weight: _plain(dot.cast(weight, self.compute)), params)
+        return shards._replace(down=shards.down.swapaxes(1, 2))
+
+    @property
+    def of_shards(self) -> Weights:
+        """PartitionSpecs of `shards`."""
+        specs = jax.tree.map(sharding.split_only, self.parameters)
+        E, F, D = specs.down.partitions
+        return specs._replace(down=PartitionSpec(E, D, F))
+
+    def whole(self, shards: Weights) -> Weights:
+        """Weights of a device, or a part of their width, gathered; in manual regions.
+        Communicates over the replicas that split them."""
+
+        def gathered(weight, spec):
+            for dimension, axes in _split_by_replicas(spec):
+                weight = jax.lax.all_gather(weight, axes, axis=dimension, tiled=True)
+            return weight
+
+        return jax.tree.map(gathered, shards, self._like(shards))
+
+    def summed(self, terms: Weights) -> Weights:
+        """Weight gradients, of which each replica keeps its part; in manual regions.
+        Communicates over the replicas that split the weights."""
+
+        def scattered(term, spec):
+            for dimension, axes in _split_by_replicas(spec):
+                term = sharding.psum_scatter(term, axes, dimension=dimension)
+            return term
+
+        return jax.tree.map(scattered, terms, self._like(terms))
+
+    def _like(self, weights: Weights) -> Weights:
+        """`of_shards` without what `weights` has not."""
+        specs = zip(weights, self.of_shards, strict=True)
+        return Weights(*(None if weight is None else spec for weight, spec in specs))
+
+    def once(self, array: Array) -> Array:
+        """A term of the sums over `tensor` that all its devices have: on one of them, else 0."""
+        if not self.tensor:
+            return array
+        return jnp.where(jax.lax.axis_index(self.tensor) == 0, array, 0)
+
+    def products(self, local: "_Local", num_parts: int) -> products.Products:
+        """How rows are multiplied: about half a block of each expert is empty."""
+        to = local.to
+        slots = grouped.block_size(to.devices * to.per_pair, to.experts) / 2 * to.experts
+        return products.Products(
+            self.activation, self.reduce, self.device_kind,
+            by_kernels=products.has_kernels(self.device_kind), rows=local.weights_Nk.size + slots,
+            several=num_parts > 1,
+        )  # fmt: skip
 
     def ways(self, tokens: int, k: int) -> travel.Ways:
         """How rows of this many tokens of a device travel."""
@@ -100,17 +132,14 @@ class _Layer:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    @property
-    def of_parameters(self) -> Weights:
-        """Of the gathered weights."""
-        gathered = lambda spec: sharding.without(spec, dot.EXPERT_WEIGHTS_OVER)  # noqa: E731
-        return jax.tree.map(gathered, self.parameters)
 
-    def once(self, array: Array) -> Array:
-        """A term of the sums over `tensor` that all its devices have: on one of them, else 0."""
-        if not self.tensor:
-            return array
-        return jnp.where(jax.lax.axis_index(self.tensor) == 0, array, 0)
+def _split_by_replicas(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    """The dimensions of a weight that replicas split, with their axes."""
+    found = []
+    for dimension, entry in enumerate(spec.partitions):
+        axes = [axis for axis in sharding.mesh_axes(entry) if axis in dot.EXPERT_WEIGHTS_OVER]
+        found += [(dimension, tuple(axes))] * bool(axes)
+    return found
 
 
 def experts(
@@ -136,6 +165,7 @@ def experts(
         x=spec_of(x_BTD), weights=spec_of(weights_BTk),
         parameters=jax.tree.map(spec_of, weights), param=weights.up.dtype, compute=x_BTD.dtype,
         reduce=policy.reduce, out=out, token_axes=place.token_axes, local_axes=place.local_axes,
+        device_kind=kind_of(place.mesh).device_kind,
     )  # fmt: skip
     return _experts(layer, x_BTD, experts_BTk, weights_BTk, weights)
 
@@ -171,18 +201,15 @@ def _experts(layer: _Layer, x_BTD, experts_BTk, weights_BTk, params):
     split = sharding.split_only
     terms = layer.region(
         functools.partial(_forward_local, layer),
-        (split(layer.x), split(layer.weights), split(layer.weights), layer.of_parameters),
+        (split(layer.x), split(layer.weights), split(layer.weights), layer.of_shards),
         sharding.unreduced(split(layer.x), layer.tensor),
-    )(*_plain(x_BTD, experts_BTk, weights_BTk), jax.tree.map(layer.gathered, params))
+    )(*map(_plain, (x_BTD, experts_BTk, weights_BTk)), layer.shards(params))
     return sharding.scattered(terms, layer.out, exchange=False)
 
 
-def _plain(*arrays):
-    """Without the axes over which their gradients will be sums."""
-    return (
-        jax.sharding.reshard(array, sharding.split_only(jax.typeof(array).sharding.spec))
-        for array in arrays
-    )
+def _plain(array: Array) -> Array:
+    """Without the axes over which its gradient will be a sum."""
+    return jax.sharding.reshard(array, sharding.split_only(jax.typeof(array).sharding.spec))
 
 
 def _forward(layer, *arguments):
@@ -194,23 +221,25 @@ def _backward(layer: _Layer, arguments, gradient_BTD):
     split, unreduced = sharding.split_only, sharding.unreduced
     gradient_BTD = jax.sharding.reshard(gradient_BTD, split(layer.x))
     summed = tuple(axis for axis in layer.token_axes if axis != travel.AXIS)
+    terms_of = lambda spec: unreduced(spec, set(summed) - set(sharding.used_axes(spec)))  # noqa: E731
     gradient_x, gradient_weights, gradients = layer.region(
         functools.partial(_backward_local, layer),
         (
-            split(layer.x), split(layer.weights), split(layer.weights), layer.of_parameters,
+            split(layer.x), split(layer.weights), split(layer.weights), layer.of_shards,
             split(layer.x),
         ),
         (
             unreduced(split(layer.x), layer.tensor), unreduced(split(layer.weights), layer.tensor),
-            jax.tree.map(lambda spec: unreduced(spec, summed), layer.of_parameters),
+            jax.tree.map(terms_of, layer.of_shards),
         ),
     )(
-        *_plain(x_BTD, experts_BTk, weights_BTk), jax.tree.map(layer.gathered, params), gradient_BTD
+        *map(_plain, (x_BTD, experts_BTk, weights_BTk)), layer.shards(params), gradient_BTD
     )  # fmt: skip
 
     def placed(terms, to):
         return sharding.scattered(terms, unreduced(to, to.reduced), exchange=False)
 
+    gradients = gradients._replace(down=gradients.down.swapaxes(1, 2))
     done = lambda terms, to: (  # noqa: E731
         sharding.scattered(terms, unreduced(to, to.reduced)).astype(layer.param)
     )
@@ -258,31 +287,70 @@ def _within_capacity(experts_BTk: Array, num_experts: int, capacity: float) -> A
 
 def _in_rounds(local: _Local, one: Callable):
     """The sum over all rounds of `one(round)`, a tree of arrays."""
-    total = one(travel.round_of(local.journey, jnp.zeros((), jnp.int32), local.to))
+    first = jnp.zeros((), jnp.int32)
+    numbered = lambda number: one(travel.round_of(local.journey, number, local.to))  # noqa: E731
     if local.to.per_pair >= local.journey.token_of.shape[0]:
-        return total  # one round takes all
+        return numbered(first)  # one round takes all
 
     def more(carry):
         number, total = carry
-        new = one(travel.round_of(local.journey, number, local.to))
-        return number + 1, jax.tree.map(jnp.add, total, new)
+        return number + 1, jax.tree.map(jnp.add, total, numbered(number))
 
     unfinished = lambda carry: carry[0] < local.journey.rounds  # noqa: E731
-    return jax.lax.while_loop(unfinished, more, (jnp.ones((), jnp.int32), total))[1]
+    zeros = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(numbered, first)
+    )
+    with jax.named_scope(EXPECTED_TRIPS.format(1)):
+        return jax.lax.while_loop(unfinished, more, (first, zeros))[1]
 
 
-def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights):
-    local = _local(layer, x_BTD, experts_BTk, weights_BTk)
+class _Parts(NamedTuple):
+    """The shards of weights in parts of their width; the first part is gathered for all rounds."""
 
-    def expert(x_bD, weights):
-        products = [_biased(_product(x_bD, weight), bias) for weight, bias in weights.inward]
-        out_bD = _product(hidden(layer.activation, *products), weights.down)
-        return out_bD if weights.down_bias is None else out_bD + layer.once(weights.down_bias)
+    shards: list[Weights]
+    first: Weights
+
+
+def _parts(layer: _Layer, shards: Weights) -> _Parts:
+    """Communicates over the replicas that split the weights."""
+    shards = shards._replace(down_bias=None)
+    columns = products.parts(shards.up.shape[-1])
+    of_parts = [jax.tree.map(lambda shard: shard[..., part], shards) for part in columns]  # noqa: B023
+    return _Parts(of_parts, layer.whole(of_parts[0]))
+
+
+def _in_parts(layer: _Layer, parts: _Parts, one: Callable):
+    """The sum over the parts of an expert's width of `one(weights of the part, total before)`,
+    which also returns what is of this part alone; a list of these.
+
+    A part is gathered while the one before it is multiplied. Communicates over the replicas that
+    split the weights.
+    """
+    total, found, weights = None, [], parts.first
+    for following in (*parts.shards[1:], None):
+        ahead = None
+        if following is not None:
+            after, total = jax.lax.optimization_barrier((following, total))
+            ahead = layer.whole(after)
+        total, own = one(weights, total)
+        found.append(own)
+        weights = ahead
+    return total, found
+
+
+def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, shards):
+    local, parts = _local(layer, x_BTD, experts_BTk, weights_BTk), _parts(layer, shards)
+    of = layer.products(local, len(parts.shards))
 
     def one(this: travel.Round):
         x_RD = travel.sent(local.x_ND, this, local.to)
-        out_RD = grouped.by_block(expert, x_RD, weights, this.blocks)
-        out_NkD = travel.returned(out_RD, this, local.to)
+        multiplied = lambda weights, total: (  # noqa: E731
+            of.forward(x_RD, weights, this.blocks, total), None
+        )  # fmt: skip
+        out_RD, _ = _in_parts(layer, parts, multiplied)
+        if shards.down_bias is not None:
+            out_RD += products.of_rows(layer.once(shards.down_bias), this.blocks)
+        out_NkD = travel.returned(out_RD.astype(x_RD.dtype), this, local.to)
         return jnp.einsum(
             "nk,nkd->nd", local.weights_Nk, out_NkD, preferred_element_type=jnp.float32
         )
@@ -291,75 +359,37 @@ def _forward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights):
     return out_ND.reshape(x_BTD.shape).astype(x_BTD.dtype)
 
 
-def _backward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, weights, gradient_BTD):
-    local = _local(layer, x_BTD, experts_BTk, weights_BTk)
+def _backward_local(layer: _Layer, x_BTD, experts_BTk, weights_BTk, shards, gradient_BTD):
+    local, parts = _local(layer, x_BTD, experts_BTk, weights_BTk), _parts(layer, shards)
+    of = layer.products(local, len(parts.shards))
     gradient_ND = gradient_BTD.reshape(local.x_ND.shape)
 
-    def expert(rows, weights):
-        x_bD, gradient_bD, weights_b = rows
-        products = [_biased(_product(x_bD, weight), bias) for weight, bias in weights.inward]
-        hidden_bF, pull = jax.vjp(functools.partial(hidden, layer.activation), *products)
-        times = lambda rows: (rows * weights_b[:, None]).astype(rows.dtype)  # noqa: E731
-        # Of each row's result times 1: its product with the hidden row is the weight's gradient.
-        unweighted_bF = _product(gradient_bD, weights.down, transposed=True)
-        weight_b = jnp.einsum(
-            "bf,bf->b", unweighted_bF, hidden_bF, preferred_element_type=jnp.float32
-        )
-        biases, of_down_bias = [], None
-        if weights.down_bias is not None:
-            bias_D = layer.once(weights.down_bias)
-            weight_b += jnp.einsum(
-                "bd,d->b", gradient_bD, bias_D, preferred_element_type=jnp.float32
-            )
-            of_down_bias = _summed(times(gradient_bD))
-        to_products = pull(times(unweighted_bF))
-        if weights.up_bias is not None:
-            biases = [_summed(to) for to in to_products]
-        x_terms = [
-            _product(to, weight, transposed=True)
-            for to, (weight, _) in zip(to_products, weights.inward, strict=True)
-        ]
-        inward = [_term(x_bD, to) for to in to_products]
-        terms = Weights.of_inward(
-            inward, _term(times(hidden_bF), gradient_bD), biases, of_down_bias
-        )
-        return (functools.reduce(jnp.add, x_terms), weight_b), terms
-
     def one(this: travel.Round):
-        rows = (
-            travel.sent(local.x_ND, this, local.to), travel.sent(gradient_ND, this, local.to),
-            _weights_of_rows(local, this),
-        )  # fmt: skip
-        (x_RD, weight_R), gradients = grouped.by_block_with_sums(
-            expert, rows, weights, this.blocks, layer.reduce
-        )
-        x_NkD = travel.returned(x_RD, this, local.to)
+        blocks, sent = this.blocks, functools.partial(travel.sent, this=this, to=local.to)
+        x_RD, gradient_RD = sent(local.x_ND), sent(gradient_ND)
+        weights_R = _weights_of_rows(local, this)
+
+        def multiplied(weights, total):
+            total, terms = of.backward(x_RD, gradient_RD, weights_R, weights, blocks, total)
+            return total, layer.summed(terms)
+
+        (x_RD, weight_R), gradients = _in_parts(layer, parts, multiplied)
+        gradients = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *gradients)
+        if shards.down_bias is not None:
+            bias_RD = products.of_rows(layer.once(shards.down_bias), blocks)
+            weight_R += jnp.einsum(
+                "rd,rd->r", gradient_RD, bias_RD, preferred_element_type=jnp.float32
+            )
+            weighted_RD = (gradient_RD * weights_R[:, None]).astype(gradient_RD.dtype)
+            of_bias = of.sums_of_rows(weighted_RD, blocks, shards.up.shape[0])
+            gradients = gradients._replace(down_bias=of_bias)
+        x_NkD = travel.returned(x_RD.astype(local.x_ND.dtype), this, local.to)
         x_ND = jnp.sum(x_NkD, axis=1, dtype=jnp.float32)
         return x_ND, travel.returned(weight_R, this, local.to), gradients
 
     x_ND, weights_Nk, gradients = _in_rounds(local, one)
     x_BTD = x_ND.reshape(x_BTD.shape).astype(x_BTD.dtype)
     return x_BTD, weights_Nk.reshape(weights_BTk.shape), gradients
-
-
-def _product(x_bD: Array, weight_DF: Array, *, transposed: bool = False) -> Array:
-    """x times a weight [D, F] in the dtype of x; `transposed`: times one of [F, D]."""
-    expression = "bd,fd->bf" if transposed else "bd,df->bf"
-    return jnp.einsum(expression, x_bD, weight_DF, preferred_element_type=x_bD.dtype)
-
-
-def _term(x_bD: Array, gradient_bF: Array) -> Array:
-    """Of a weight gradient, the sum over the rows of a block, fp32 [D, F]."""
-    return jnp.einsum("bd,bf->df", x_bD, gradient_bF, preferred_element_type=jnp.float32)
-
-
-def _biased(product: Array, bias: Array | None) -> Array:
-    return product if bias is None else product + bias
-
-
-def _summed(rows_bF: Array) -> Array:
-    """Of the gradient of a bias, the sum over the rows of a block, fp32 [F]."""
-    return jnp.sum(rows_bF, axis=0, dtype=jnp.float32)
 
 
 def _weights_of_rows(local: _Local, this: travel.Round) -> Array:

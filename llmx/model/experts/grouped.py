@@ -1,9 +1,9 @@
 """Rows through their experts, block by block, on one device.
 
 Rows lie in blocks, each of one expert; the blocks of an expert follow each other. What a block has
-no rows for is zero. An expert is applied to one block after the other: products are ordinary matrix
-products, what is between them exists for one block only, and the rows that are computed in vain are
-at most one block less one row for each expert.
+no rows for is zero. By `by_block` an expert is applied to one block after the other: products are
+ordinary matrix products, and what is between them exists for one block only. On TPU the kernels of
+`llmx.model.experts.kernels` multiply the same blocks.
 
 Letters: R slots of rows in blocks, E experts of this device.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 # Rows of a block: at most as many as products need to be fast, and few beside an expert's share.
-LARGEST, SMALLEST, BLOCKS_OF_AN_EXPERT = 512, 8, 16
+LARGEST, SMALLEST, BLOCKS_OF_AN_EXPERT = 512, 16, 16
 
 
 class Blocks(NamedTuple):
@@ -24,7 +24,8 @@ class Blocks(NamedTuple):
 
     row_of_slot_R: Int[Array, " R"]  # which row is in a slot; the number of rows = none
     slot_of_row: Int[Array, " rows"]  # R = a row of no expert
-    expert_of_block: Int[Array, " blocks"]  # the last expert, where a block has no rows
+    expert_of_block: Int[Array, " blocks"]  # the last expert, of blocks that are not in use
+    used: Int[Array, ""]  # blocks in use, the first ones: at least one of each expert
 
     @property
     def size(self) -> int:
@@ -57,7 +58,7 @@ def blocks(expert_of_row: Int[Array, " rows"], num_experts: int) -> Blocks:
     size = block_size(num_rows, num_experts)
     num_blocks = -(-num_rows // size) + num_experts
     _, place, counts_E = by_expert(expert_of_row, num_experts)
-    blocks_E = -(-counts_E // size)
+    blocks_E = jnp.maximum(-(-counts_E // size), 1)
     ends_E = jnp.cumsum(blocks_E)
     first_block_E = ends_E - blocks_E
     slot = first_block_E[jnp.minimum(expert_of_row, num_experts - 1)] * size + place
@@ -65,7 +66,8 @@ def blocks(expert_of_row: Int[Array, " rows"], num_experts: int) -> Blocks:
     row_of_slot = jnp.full(num_blocks * size, num_rows, jnp.int32)
     row_of_slot = row_of_slot.at[slot_of_row].set(jnp.arange(num_rows), mode="drop")
     expert_of_block = jnp.searchsorted(ends_E, jnp.arange(num_blocks), side="right")
-    return Blocks(row_of_slot, slot_of_row, jnp.minimum(expert_of_block, num_experts - 1))
+    expert_of_block = jnp.minimum(expert_of_block, num_experts - 1)
+    return Blocks(row_of_slot, slot_of_row, expert_of_block, ends_E[-1])
 
 
 def by_block(function: Callable, rows: Any, weights: Any, of: Blocks) -> Any:
