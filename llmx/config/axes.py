@@ -20,3 +20,14 @@ def layout_of(config: Config) -> sharding.Layout:
 def replica_axes(config: Config, table: str) -> tuple[str, ...]:
     """The mesh axes over which a layout's table splits the width, with the config's strategy."""
     return vars(layout_of(config))[table]["embed"]
+
+
+def gathers_ahead(config: Config) -> bool:
+    """Whether XLA:GPU gathers weights for the next iteration of a loop, as it does where tokens are
+    not split over `tensor` (`runtime.compiler_options`).
+
+    The last iteration then has no loop around it, and sends nothing that no stage stores; a loop of
+    two is written out.
+    """
+    split = any(vars(config.mesh)[axis] > 1 for axis in replica_axes(config, "parameters"))
+    return split and config.sharding.gather == "layer" and config.mesh.tensor == 1

@@ -3,12 +3,15 @@
 The loss goes through the vocabulary in chunks (`llmx.model.losses`). In the backward pass a chunk's
 logits are there in fp32, and beside them their gradient in the compute dtype, which two products
 read. XLA:TPU has that in the core's own memory where it fits. One chunk's logits are kept from the
-forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done.
+forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done,
+if it gathers chunks of the head ahead. Its sums of the head's gradient over chunks are in fp32:
+the gradient itself where that is.
 """
 
 import dataclasses
 
 from llmx.config import Config, utilization
+from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import FP32, Held, leaves
 from llmx.model import precision
 
@@ -21,18 +24,19 @@ class Arrays:
     gradients: tuple[int, int, int]  # of its logits, in the compute dtype
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
+    head_fp32: float  # the same where its gradient is in fp32
     core_bytes: int  # a core's own memory
     keeps_logits: bool  # those of one chunk until the layers have their gradients
 
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), rows=(1, 2, 2), head=2.0, core_bytes=128 * 2**20,
-    keeps_logits=True,
+    logits=(1, 1, 1), gradients=(1, 1, 1), rows=(1, 2, 2), head=2.0, head_fp32=2.0,
+    core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
-    logits=(1, 3, 1), gradients=(1, 0, 1), rows=(1, 4, 2), head=4.0, core_bytes=0,
-    keeps_logits=False,
+    logits=(1, 3, 1), gradients=(1, 0, 1), rows=(1, 4, 2), head=4.0, head_fp32=0.0,
+    core_bytes=0, keeps_logits=False,
 )  # fmt: skip
 
 
@@ -40,7 +44,11 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     """Bytes of a resolved run's loss at its peak: logits and their gradients, chunks of the head,
     and the last hidden state in fp32."""
     arrays, kind = GPU if on_gpu else TPU, min(utilization.loss_chunks(run), 3) - 1
-    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
+    if kind == 1 and on_gpu and not gathers_ahead(run):
+        kind = 2
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    compute = policy.compute.itemsize
+    of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
     name = "embedding" if run.model.tied_head else "head"
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
@@ -50,7 +58,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
         + (gradients if gradients > arrays.core_bytes else 0.0)
         + arrays.rows[kind] * compute * rows * width
         + FP32 * tokens * width
-        + arrays.head * Held(run).numbers(head, "parameters")
+        + of_head * Held(run).numbers(head, "parameters")
     )
 
 

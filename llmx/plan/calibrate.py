@@ -33,6 +33,7 @@ from llmx.runtime import hardware, output_paths
 
 MIB = 2**20
 LEAST_SHARE = 0.01  # of a measured time that is left without the start of an operator
+STOPPED = 130  # exit code of what Ctrl-C ends
 _CPU_START = 50e-6  # seconds of a collective between CPU devices, where none was measured
 # What is measured: its kind, and the arguments of the function in `stopwatch` that has its name.
 Key = tuple[str | int, ...]
@@ -137,7 +138,7 @@ def run(
 def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
     if not path.exists():
         return {}
-    text = path.read_text()
+    text = path.read_text(errors="replace")
     lines = text.splitlines()
     if not lines:
         return {}
@@ -154,9 +155,12 @@ def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
     for line in lines[1:]:
         try:
             key, seconds = json.loads(line)
-        except ValueError:  # the end of a run that was killed while it wrote
+            key, seconds = tuple(key), float(seconds)
+        except (ValueError, TypeError):  # the end of a run that was killed while it wrote
             break
-        found[tuple(key)] = float(seconds)
+        if not 0 < seconds < math.inf:
+            break
+        found[key] = seconds
     whole = "".join(f"{one}\n" for one in lines[: 1 + len(found)])
     if whole != text:  # perhaps only the end of the last line is missing
         path.write_text(whole)
@@ -352,6 +356,9 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on from {part}", file=sys.stderr)
+        return STOPPED
     about = machine | {"date": datetime.date.today().isoformat()}
     own = hardware_of({key: found[key] for key in keys}, name, about)
     written = out.with_name(f"{out.name}.new")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import jax
 
 from llmx import sharding
+from llmx.aot.topologies import Topology
 from llmx.config import Config, recipe
 from llmx.plan import network, traffic
 from llmx.plan.network import StepGroup
@@ -36,14 +37,21 @@ def state(run: Config) -> dict[str, float]:
 _KIND = jax.sharding.AbstractDevice("", None, "gpu")
 
 
-def messages(
-    sizes: Sizes, *, turns: int = 1, on_gpu: bool = False, phase: str = ""
-) -> list[Message]:
+def on(sizes: Sizes, topology: Topology, *, phase: str = "") -> list[Message]:
+    """All messages of a step of a resolved run on a machine."""
+    return messages(
+        sizes, turns=recipe.turns_of(sizes.run, topology.device_kind),
+        on_gpu=topology.platform == "gpu", phase=phase,
+        exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
+    )  # fmt: skip
+
+
+def messages(sizes: Sizes, *, phase: str = "", **program) -> list[Message]:
     """All messages of a resolved run's step: `traffic.of`, with what its strategy sends.
 
-    `phase`: of the strategy; "" = the mean over the run's steps.
+    `phase`: of the strategy; "" = the mean over the run's steps. `program`: as `traffic.of` has it.
     """
-    listed = traffic.of(sizes, turns=turns, on_gpu=on_gpu)
+    listed = traffic.of(sizes, **program)
     run = sizes.run
     if run.sync.strategy == "mean" or sizes.mesh[replicas_lib.AXIS] == 1:
         return listed

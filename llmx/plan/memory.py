@@ -57,7 +57,7 @@ class Program:
     gathered_head: float  # of the head's share all the time, in fp32
     # With remat="none" layers save their weights too: whether gradients come beside them.
     gradients_beside_weights: bool
-    lanes: int  # that the size of a head is padded to
+    lanes: int  # that the size of a head, and rows, are padded to
 
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
@@ -118,7 +118,7 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
             "a layer": _layer(sizes, program), "a segment": _segment(sizes),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
         },
-        UPDATE: {"updated parameters": _updated(sizes)},
+        UPDATE: {"updated parameters": _updated(sizes)} | _relaid(sizes, program),
     }  # fmt: skip
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
     peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
@@ -229,8 +229,10 @@ def _gradients(sizes: Sizes) -> dict[str, float]:
 
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
     """Of weights in another layout, of the head's gradient in fp32, of a microbatch's gradients."""
-    found = program.gathered_head * FP32 * sizes.local(sizes.head, "parameters")
-    if sizes.axes_of("embed", "parameters") and not sizes.run.offload.parameters:
+    found, split = 0.0, sizes.axes_of("embed", "parameters")
+    if split:
+        found += program.gathered_head * FP32 * sizes.local(sizes.head, "parameters")
+    if split and not sizes.run.offload.parameters:
         copied = sum(
             FP32 * sizes.local(leaf, "parameters")
             for leaf in leaves(sizes.run.model)
@@ -307,6 +309,21 @@ def _updated(sizes: Sizes) -> float:
         for leaf in leaves(sizes.run.model)
         if sizes.local(leaf, "parameters") > sizes.local(leaf, "optimizer")
     )
+
+
+def _relaid(sizes: Sizes, program: Program) -> dict[str, float]:
+    """XLA:TPU fills rows up to whole lanes. Where a device's columns do not, it updates a table of
+    the vocabulary in another layout than that in which it stays: its gradient in both, and the new
+    values and moments padded, beside the old."""
+    ways = sizes.size(sizes.axes_of("embed", "parameters"))
+    columns = sizes.run.model.width // ways
+    padded = -(-columns // program.lanes) * program.lanes
+    if padded == columns:
+        return {}
+    table = FP32 * sizes.local(sizes.head, "parameters")
+    rest = _gradients(sizes)
+    name = "sums of gradients" if rest["sums of gradients"] else "gradients"
+    return {name: rest[name], "a table in another layout": 2 * table * (1 + padded / columns)}
 
 
 _STATE = ("parameters", "optimizer")  # parts of a `StageMemory`

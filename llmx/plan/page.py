@@ -383,6 +383,7 @@ def _assumptions(report: Report) -> Iterator[str]:
     )
     yield from (f"Assumed: {what}." for what in report.get("time", {}).get("assumptions", ()))
     yield from (f"Not counted: {what}." for what in report.get("not_counted", ()))
+    yield from (f"Uncertain: {what}." for what in report.get("uncertain", ()))
 
 
 def _foot(report: Report) -> str:

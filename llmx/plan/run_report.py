@@ -14,7 +14,7 @@ from llmx import sharding
 from llmx.aot import compiler, topologies
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
-from llmx.config import Config, ConfigError, describe, flags, recipe, utilization
+from llmx.config import Config, ConfigError, describe, flags, utilization
 from llmx.model import costs, remat
 from llmx.plan import (
     candidates,
@@ -31,6 +31,7 @@ from llmx.plan import (
     step_time,
     time_report,
     traffic,
+    uncertain,
 )
 from llmx.plan.machines import Machine
 from llmx.plan.memory import Memory
@@ -88,7 +89,7 @@ def show(
         "messages": [vars(message) | {"sent": message.sent} for message in sent],
         "time": of_time, "duration": of_duration,
         "no_duration": "" if of_duration else duration_lines[0], "remats": _remats(run, machine),
-        "not_counted": uncounted(run),
+        "not_counted": uncounted(run), "uncertain": uncertain.of(run, topology, sent, time.step),
     } | ({"search": search} if search else {}) | _phases(run, topology)  # fmt: skip
     lines = [
         *(f"{name:<12}{text}" for name, text in head.items()), "",
@@ -97,6 +98,7 @@ def show(
         *["" for _ in search_lines[:1]], *search_lines,
     ]  # fmt: skip
     lines += [f"not counted: {what}" for what in uncounted(run)]
+    lines += [f"uncertain: {what}" for what in report["uncertain"]]
     if args.html:
         pipeline = step_time.pipeline_of(sizes.of(run), time.operators)
         _write(args.html, page.render(report, pipeline))
@@ -111,8 +113,7 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
     """
     of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
     held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
-    turns = recipe.turns_of(run, topology.device_kind)
-    return held, exchange.messages(of_run, turns=turns, on_gpu=on_gpu, phase=phase)
+    return held, exchange.on(of_run, topology, phase=phase)
 
 
 def _phases(run: Config, topology: Topology) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from llmx.aot import compiler, report
 from llmx.aot.report import size
-from llmx.config import Config, recipe
+from llmx.config import Config
 from llmx.plan import candidates, exchange, schedule_report, search_bounds, sizes, traffic
 from llmx.plan.machines import Machine
 from llmx.plan.options import pasted
@@ -260,9 +260,7 @@ def _beside(
 ) -> dict[str, dict[str, Any]]:
     """What was predicted and what a program has: bytes at the peak and sent, seconds of a step."""
     told = report.to_json(result, None)
-    turns = recipe.turns_of(run, machine.topology.device_kind)
-    listed = exchange.messages(sizes.of(run), turns=turns, on_gpu=machine.on_gpu)
-    sent = traffic.by_axes(listed)
+    sent = traffic.by_axes(exchange.on(sizes.of(run), machine.topology))
     step = result.timeline.step if result.timeline else None
     return {
         "predicted": {"peak": option.memory, "sent": sent, "step": option.step},

@@ -17,6 +17,7 @@ import functools
 from collections.abc import Sequence
 
 from llmx.config import Config, recipe, utilization
+from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
@@ -95,7 +96,7 @@ def of(run: Config, machine: Machine) -> StepTime:
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
     links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
-    listed_messages = exchange.messages(counted, turns=turns, on_gpu=machine.on_gpu)
+    listed_messages = exchange.on(counted, machine.topology)
     messages = [(one, links.seconds(one) * one.count) for one in listed_messages]
     waits = _Waits(counted, passes, listed, overlap, turns)
     for axes, seconds in waits.of(messages).items():
@@ -201,7 +202,7 @@ def share(one: Message, overlap: Overlap, turns: int) -> float:
     if one.purpose == "weights":
         return overlap.step
     if one.purpose == "gradients":
-        return overlap.wide if one.kind == "reduce-scatter" else overlap.once
+        return overlap.once if one.kind == "all-reduce" else overlap.wide
     return overlap.once if one.purpose == "updated parameters" else 1.0
 
 
@@ -244,7 +245,7 @@ class _Waits:
         if one.purpose == "weights":
             return run.sharding.gather == "layer"
         wide = self.counted.reduce_bytes > self.counted.compute_bytes and self.overlap.wide > 0
-        return one.purpose == "gradients" and one.kind == "reduce-scatter" and not wide
+        return one.purpose == "gradients" and one.kind != "all-reduce" and not wide
 
     def _edges(self, seconds: float) -> float:
         """What the first and the last layer of a pass wait for."""
@@ -253,7 +254,7 @@ class _Waits:
         if self.counted.run.mesh.stage == 1:
             return 2 * self.overlap.edge * one_layer
         alike = self.passes.alike
-        if not (self.overlap.ahead and traffic.gathers_ahead(self.counted)):
+        if not (self.overlap.ahead and gathers_ahead(self.counted.run)):
             alike = 0
         edges = 2 * self.overlap.edge * (alike > 0)
         return (self.overlap.edge_of_pass * (passes - alike) + edges) * one_layer

@@ -26,6 +26,7 @@ import jax
 
 from llmx.aot import links
 from llmx.config import Config, utilization
+from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
@@ -35,8 +36,10 @@ from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
 from llmx.plan import experts
 from llmx.plan.sizes import Sizes
+from llmx.sharding import scatter
 
 PASSES = links.PASSES | {"all-to-all": 1.0}
+LANES = 128  # columns that XLA:TPU fills rows up to
 IDS = FP32 = 4  # bytes of a token's id, of a number
 
 
@@ -124,30 +127,52 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
     return counts
 
 
-def of(sizes: Sizes, *, turns: int = 1, on_gpu: bool = False) -> list[Message]:
+def of(
+    sizes: Sizes, *, turns: int = 1, on_gpu: bool = False, exchanges: bool = False
+) -> list[Message]:  # fmt: skip
     """All messages of a resolved run's step.
 
     `turns`: groups of tokens that take turns in a layer (`config.recipe.turns_of`), each with a
-    gradient of its own. `on_gpu`: in a program of XLA:GPU.
+    gradient of its own. `on_gpu`: in a program of XLA:GPU. `exchanges`: sums of which each device
+    keeps a part are exchanges (`sharding.exchanges`), axis by axis.
     """
     passes = passes_of(sizes.run)
-    if on_gpu and gathers_ahead(sizes):
+    if on_gpu and gathers_ahead(sizes.run):
         passes = dataclasses.replace(passes, sends=passes.sends - passes.unread)
     found = [
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
         *over_sequence(sizes, passes), *_stages(sizes, passes), *_over_expert(sizes, passes),
     ]  # fmt: skip
+    if exchanges:
+        found = [part for one in found for part in _exchanged(sizes, one)]
+    elif not on_gpu:
+        found = [_padded(sizes, one) for one in found]
     return [one for one in found if one.size > 1 and one.count and one.bytes]
 
 
-def gathers_ahead(sizes: Sizes) -> bool:
-    """Whether XLA:GPU gathers weights for the next iteration of a loop, as it does where tokens are
-    not split over `tensor` (`runtime.compiler_options`). The last iteration then has no loop around
-    it, and sends nothing that no stage stores."""
-    run = sizes.run
-    weights = sizes.axes_of("embed", "parameters") and run.sharding.gather == "layer"
-    return bool(weights) and run.mesh.tensor == 1
+def _padded(sizes: Sizes, one: Message) -> Message:
+    """XLA:TPU sums all of the head's gradient on each device where a device's columns of it are not
+    whole lanes."""
+    columns = sizes.run.model.width // one.size
+    scattered = one.purpose == "gradients" and one.kind == "reduce-scatter"
+    if scattered and one.name == sizes.head.name and columns % LANES:
+        return dataclasses.replace(one, kind="all-reduce")
+    return one
+
+
+def _exchanged(sizes: Sizes, one: Message) -> Iterator[Message]:
+    """A sum of gradients as the exchanges that it is made of (`sharding.psum_scatter`)."""
+    if one.purpose != "gradients" or one.kind != "reduce-scatter":
+        yield one
+        return
+    num_bytes = one.bytes
+    for axis in one.axes:
+        for size in scatter.steps_of(sizes.mesh[axis]):
+            yield dataclasses.replace(
+                one, kind="all-to-all", axes=(axis,), bytes=num_bytes, size=size
+            )
+            num_bytes /= size
 
 
 def by_axes(messages: Iterable[Message]) -> dict[str, float]:
@@ -235,7 +260,7 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
     # the backward pass has no use. XLA:GPU writes out a loop of two turns, and leaves that out. One
     # chunk is still there for the backward pass.
     times = 1 if chunks == 1 else 2 * chunks + 1
-    if chunks == 2 and on_gpu:
+    if chunks == 2 and on_gpu and gathers_ahead(sizes.run):
         times = 3
     count = chunks if sizes.run.sharding.gather == "step" else times * passes.heads
     over = sizes.axes_of("embed", "parameters")

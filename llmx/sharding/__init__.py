@@ -35,7 +35,7 @@ from llmx.sharding.mesh import (
 )  # fmt: skip
 from llmx.sharding.placement import Placement
 from llmx.sharding.pytrees import logical_axes, shardings
-from llmx.sharding.scatter import psum_scatter, scattered
+from llmx.sharding.scatter import exchanges, psum_scatter, scattered
 from llmx.sharding.specs import (
     constrain,
     device_bytes,
@@ -54,8 +54,8 @@ from llmx.sharding.trees import path_name
 __all__ = [
     "AXES", "BATCH_AXES", "GATHERS", "LAYOUTS", "TOKEN_AXES", "Layout", "MeshConfig", "Placement",
     "ShardingConfig", "accumulate_into", "assemble", "constrain", "device_bytes", "empty_sum",
-    "from_local", "local_part", "logical_axes", "make_layout", "make_mesh", "mesh_axes",
-    "mesh_text", "path_name", "process_rows", "psum_scatter", "reduced", "regrouped",
+    "exchanges", "from_local", "local_part", "logical_axes", "make_layout", "make_mesh",
+    "mesh_axes", "mesh_text", "path_name", "process_rows", "psum_scatter", "reduced", "regrouped",
     "resolve_sizes", "scattered", "shardings", "spec", "split_as", "split_axes", "split_only",
     "to_buffer", "to_local", "unreduced", "used_axes", "ways", "without", "zeros",
 ]  # fmt: skip

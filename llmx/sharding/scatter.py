@@ -59,7 +59,12 @@ def _reduce_scatter(array: jax.Array, axes: tuple[str, ...], dimension: int) -> 
 
 def _exchanging(mesh: AbstractMesh) -> bool:
     device = mesh.abstract_device
-    return device is not None and mesh.size <= EXCHANGING.get(device.device_kind, 0)
+    return device is not None and exchanges(device.device_kind, mesh.size)
+
+
+def exchanges(device_kind: str, num_devices: int) -> bool:
+    """Whether sums of which each device keeps a part are exchanged on these devices."""
+    return num_devices <= EXCHANGING.get(device_kind, 0)
 
 
 def steps_of(n: int) -> tuple[int, ...]:

@@ -219,15 +219,18 @@ def _block_sizes(make, blocks: Blocks, shape: tuple[int, int], head_dim: int):
     wide = -(-head_dim // LANES)
     num_queries, num_keys = shape
 
-    def fit(size: int, num_rows: int) -> int:
-        most = max(LANES, min(size // wide, num_rows))
-        return max(rows for rows in range(LANES, most + 1, LANES) if num_rows % rows == 0)
+    def fit(size: int, num_rows: int, step: int = LANES) -> int:
+        most = max(step, min(size // wide, num_rows))
+        return max(rows for rows in range(step, most + 1, step) if num_rows % rows == 0)
 
-    key, key_backward = fit(blocks.key, num_keys), fit(blocks.key_backward, num_keys)
+    # Keys are fetched in whole blocks of a product.
+    compute = fit(blocks.key_compute, num_keys)
+    compute_backward = fit(blocks.key_backward_compute, num_keys)
     return make(
-        block_q=fit(blocks.query, num_queries), block_kv=key,
-        block_kv_compute=min(key, fit(blocks.key_compute, num_keys)),
-        block_q_dkv=fit(blocks.query_backward, num_queries), block_kv_dkv=key_backward,
-        block_kv_dkv_compute=min(key_backward, fit(blocks.key_backward_compute, num_keys)),
+        block_q=fit(blocks.query, num_queries),
+        block_kv=fit(blocks.key, num_keys, compute), block_kv_compute=compute,
+        block_q_dkv=fit(blocks.query_backward, num_queries),
+        block_kv_dkv=fit(blocks.key_backward, num_keys, compute_backward),
+        block_kv_dkv_compute=compute_backward,
         use_fused_bwd_kernel=True,
     )  # fmt: skip

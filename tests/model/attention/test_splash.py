@@ -315,8 +315,17 @@ def test_blocks_are_cut_to_divisors_of_the_rows():
     sizes = splash._block_sizes(dict, blocks, (256, 384), 128)
     assert sizes["block_q"] == 256
     assert {sizes["block_kv"], sizes["block_kv_dkv"]} == {384}
-    assert sizes["block_kv"] % sizes["block_kv_compute"] == 0
-    assert sizes["block_kv_dkv"] % sizes["block_kv_dkv_compute"] == 0
+
+
+@pytest.mark.parametrize("blocks", [splash.OTHER_BLOCKS, *splash.BLOCKS.values()][:2])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_keys_are_fetched_in_whole_blocks_of_a_product(blocks, head_dim):
+    """1,536 keys too: blocks of 768 have none of 512."""
+    for rows in range(128, 8193, 128):
+        sizes = splash._block_sizes(dict, blocks, (rows, rows), head_dim)
+        for key in ("block_kv", "block_kv_dkv"):
+            assert rows % sizes[key] == sizes[key] % sizes[f"{key}_compute"] == 0
+        assert max(sizes["block_kv"], sizes["block_q"]) <= blocks.key
 
 
 # ----------------------------------------------------------------------- compiled for real chips

@@ -1,0 +1,56 @@
+"""Where the count of a run is known to be further off than elsewhere, in words for the report.
+
+Found by comparing programs that nobody chose (`scripts/draw_programs.py`); docs/plan.md has them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from llmx.aot.report import size
+from llmx.aot.topologies import Topology
+from llmx.config import Config, utilization
+from llmx.plan import sizes
+from llmx.plan.sizes import Sizes
+from llmx.plan.traffic import Message
+
+SHORT = 0.05  # seconds of a step
+# Of the steps that are compared in docs/plan.md; their times were off by 11%.
+_STRATEGIES = ("top_k", "local_sgd", "diloco", "zero_one")
+
+
+def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) -> list[str]:
+    """Of a resolved run. `sent`: its messages; `step`: seconds."""
+    counted = sizes.of(run)
+    found = list(_of_head(counted, topology, sent))
+    if run.mesh.stage > 1:
+        found += _of_stages(run, topology)
+    if step < SHORT:
+        found.append("the time of a step this short: up to a fifth more than is counted")
+    if run.sync.strategy in _STRATEGIES:
+        found.append(f"the time of sync.strategy={run.sync.strategy}: 11% more or less")
+    return found
+
+
+def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Iterator[str]:
+    """Reduce-scatters of which XLA:TPU makes all-reduces."""
+    if topology.platform != "tpu":
+        return
+    more = sum(
+        one.sent for one in sent
+        if one.kind == "reduce-scatter" and one.name == counted.head.name
+    )  # fmt: skip
+    if more:
+        axes = ",".join(counted.axes_of("embed", "gradients"))
+        yield (
+            f"the gradient of the head: in some shapes XLA:TPU sums all of it on every device, "
+            f"{size(more)} more along {axes}"
+        )
+
+
+def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
+    if max(utilization.chunks_of(run)) == 1:
+        yield (
+            "the time of stages of one layer, beside which little can travel: up to half less; "
+            "memory up to a sixth less"
+        )
+    if utilization.table_of(run).splits_backward and topology.platform == "gpu":
+        yield "the time of schedules that split the backward pass: up to a quarter more"

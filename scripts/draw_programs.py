@@ -1,0 +1,114 @@
+"""Programs that nobody chose, for the planner to be compared with: drawn from a seed.
+
+    python scripts/draw_programs.py --seed 1 --count 12 > drawn.jsonl
+    python scripts/validate_planner.py --programs drawn.jsonl --compile
+
+Machines, families, sizes (heads, widths, vocabulary, sequences; odd ones too), meshes, layouts,
+schedules, `remat`, precision, optimizer, strategies of `sync`. Models have few layers, so that one
+compiles in a minute or two. What `llmx.config` refuses, or what the planner does not count, is
+drawn again; whether it fits is not asked.
+"""
+
+import argparse
+import pathlib
+import random
+
+from llmx.aot import topologies
+from llmx.plan import compiled_programs, run_report
+from llmx.plan.compiled_programs import Program
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
+MACHINES = (
+    "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "h100:4", "h100:6",
+    "h100:8", "h100:2x8", "h100:4x8", "h100:8x8",
+)  # fmt: skip
+FAMILIES = ("gpt2_124m", "qwen3_0.6b", "llama3_8b", "gemma3_1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream_2bw", "zb_h1")
+STRATEGIES = ("int8", "power_sgd", "top_k", "local_sgd", "diloco", "stale")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=12)
+    flags = parser.parse_args()
+    rng, found = random.Random(flags.seed), 0
+    while found < flags.count:
+        program = draw(rng)
+        if is_counted(program):
+            print(compiled_programs.to_line(program), flush=True)
+            found += 1
+
+
+def is_counted(program: Program) -> bool:
+    try:
+        run, topology = compiled_programs.resolved(program, CONFIGS)
+        run_report.count(run, topology, phase=program.phase)
+    except ValueError:
+        return False
+    return True
+
+
+def draw(rng: random.Random) -> Program:
+    """One, which may be none that a config allows."""
+    machine, family = rng.choice(MACHINES), rng.choice(FAMILIES)
+    topology = topologies.parse(machine)
+    keys = {"mesh.across_slices": ()} | model(rng, family) | mesh(rng, topology.num_devices)
+    of_mesh = {axis: keys[f"mesh.{axis}"] for axis in ("stage", "data", "fsdp")}
+    microbatches = rng.choice((1, 1, 2, 4))
+    if of_mesh["stage"] > 1:
+        keys["pipeline.schedule"] = rng.choice(SCHEDULES)
+        microbatches = of_mesh["stage"] * rng.choice((1, 2))
+    keys["batch.accumulation"] = microbatches
+    rows = of_mesh["data"] * of_mesh["fsdp"] * microbatches
+    keys["batch.size"] = rows * rng.choice((1, 1, 2, 4))
+    lengths = (512, 1024) if family == "gpt2_124m" else (1024, 1536, 2048, 4096, 8192)
+    keys["batch.sequence_length"] = rng.choice(lengths)
+    layouts = ["zero3"] if of_mesh["data"] == 1 else ["ddp", "zero1", "zero2", "hsdp"]
+    keys["sharding.layout"] = rng.choice(layouts)
+    keys["remat"] = rng.choice(("none", "full", "names", "dots", "attention+gate", "sqrt"))
+    keys["precision"] = precision(rng, topology)
+    if rng.random() < 0.2:
+        keys["products.format"] = "int8" if topology.platform == "tpu" else "fp8"
+    keys["optimizer.name"] = rng.choice(("adamw", "adamw", "lion"))
+    if rng.random() < 0.2 and of_mesh["data"] > 1 and microbatches == of_mesh["fsdp"] == 1:
+        keys |= {"sync.strategy": rng.choice(STRATEGIES), "sharding.layout": "ddp"}
+    phase = "local" if keys.get("sync.strategy") in ("local_sgd", "diloco") else ""
+    return Program(family, machine, tuple(f"{key}={value}" for key, value in keys.items()), phase)
+
+
+def model(rng: random.Random, family: str) -> dict[str, object]:
+    """Sizes: those of the family, or others."""
+    keys: dict[str, object] = {"model.num_layers": rng.choice((2, 3, 4, 6))}
+    if rng.random() < 0.5:
+        return keys
+    heads = rng.choice((4, 6, 8, 12, 20))
+    head_dim = 64 if family == "gpt2_124m" else rng.choice((64, 128))
+    width = heads * head_dim if family == "gpt2_124m" else 128 * rng.randint(5, 24)
+    groups = 1 if family == "gpt2_124m" else rng.choice((1, 2, 4))
+    vocab = rng.choice((8192, 32000, 50257, 100277, 151936))
+    keys |= {"model.num_heads": heads, "model.num_kv_heads": max(1, heads // groups)}
+    keys |= {"model.head_dim": head_dim, "model.width": width, "model.vocab_size": vocab}
+    return keys | {"model.mlp_dim": 128 * rng.randint(10, 80)}
+
+
+def mesh(rng: random.Random, num_devices: int) -> dict[str, object]:
+    """Every prime of the number of devices goes to one of three axes of the five."""
+    axes = ["data", "fsdp", rng.choice(("stage", "sequence", "tensor"))]
+    sizes = dict.fromkeys(("stage", "data", "fsdp", "sequence", "tensor"), 1)
+    while num_devices > 1:
+        prime = next(one for one in range(2, num_devices + 1) if num_devices % one == 0)
+        sizes[rng.choice(axes)] *= prime
+        num_devices //= prime
+    return {f"mesh.{axis}": size for axis, size in sizes.items()}
+
+
+def precision(rng: random.Random, topology: topologies.Topology) -> str:
+    names = ("bf16", "bf16", "bf16", "pure_bf16", "bf16_fp32_reduce", "fp32")
+    return rng.choice(names + ("fp16",) * (topology.platform == "gpu"))
+
+
+if __name__ == "__main__":
+    main()
