@@ -2,7 +2,8 @@
 
 The model, the optimizer, the precision and the global batch stay. What varies is
 
-    mesh           each way to write the devices as stage x data x fsdp x sequence x tensor
+    mesh           each way to write the devices as stage x data x fsdp x expert x sequence x
+                   tensor; `expert` of models with routed experts, whose number it divides
     layout         those that differ on the mesh, with weights gathered by layer or by step
     accumulation   each number of microbatches that divides the batch
     pipeline       the schedules that flush, with 1, 2 or 4 chunks on a stage, and its cut
@@ -17,6 +18,7 @@ The config itself is a candidate, whatever it has.
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -27,6 +29,7 @@ from llmx.aot.topologies import Topology
 from llmx.config import Config, ConfigError, checks
 from llmx.model import remat
 from llmx.pipeline.schedules import PipelineConfig
+from llmx.plan import experts
 from llmx.plan import partition as partition_lib
 from llmx.plan.partition import Layer
 
@@ -65,6 +68,7 @@ class Candidate(NamedTuple):
     layers: tuple[int, ...]
     remat: str
     ulysses: int
+    expert: int = 1
 
 
 # Where the config has each field.
@@ -74,7 +78,7 @@ KEYS = {
     "gather": "sharding.gather", "replicate_kv": "sharding.replicate_kv",
     "accumulation": "batch.accumulation", "schedule": "pipeline.schedule",
     "virtual_stages": "pipeline.virtual_stages", "layers": "pipeline.layers", "remat": "remat",
-    "ulysses": "attention.ulysses",
+    "ulysses": "attention.ulysses", "expert": "mesh.expert",
 }  # fmt: skip
 
 
@@ -82,7 +86,7 @@ class Group(NamedTuple):
     """Candidates that compute the same but for what they save: apart from where the state is."""
 
     stage: int
-    replicas: int  # data x fsdp
+    replicas: int  # data x fsdp x expert
     sequence: int
     tensor: int
     accumulation: int
@@ -90,6 +94,7 @@ class Group(NamedTuple):
     schedule: str
     virtual_stages: int
     layers: tuple[int, ...]
+    expert: int = 1
 
     @property
     def chunks(self) -> int:
@@ -189,10 +194,11 @@ class Space:
                     ]
                     for accumulation in self._microbatches(stage, replicas, sequence):
                         for schedule in self._schedules(stage, accumulation):
-                            for n in ulysses:
+                            for n, expert in itertools.product(ulysses, self._experts(replicas)):
                                 yield Group(
-                                    stage, replicas, sequence, tensor, accumulation, n, *schedule
-                                )
+                                    stage, replicas, sequence, tensor, accumulation, n, *schedule,
+                                    expert=expert,
+                                )  # fmt: skip
 
     def _microbatches(self, stage: int, replicas: int, sequence: int) -> list[int]:
         """Numbers of microbatches with enough tokens; at least as many as stages, if there are."""
@@ -205,8 +211,8 @@ class Space:
     def placements(self, group: Group) -> list[Placement]:
         """Where the state may be."""
         return list(_placements(
-            group.stage, group.replicas, group.sequence, self.num_slices, self.base.model.width,
-            self._whole_layouts, self._gathers,
+            group.stage, group.replicas // group.expert, group.sequence, self.num_slices,
+            self.base.model.width, self._whole_layouts, self._gathers,
         ))  # fmt: skip
 
     def remats_of(self, group: Group) -> tuple[str, ...]:
@@ -219,7 +225,7 @@ class Space:
             group.stage, placement.data, placement.fsdp, group.sequence, group.tensor,
             placement.across_slices, placement.layout, placement.gather, replicate,
             group.accumulation, group.schedule, group.virtual_stages, group.layers, remat_text,
-            group.ulysses,
+            group.ulysses, group.expert,
         )  # fmt: skip
 
     def all(self) -> Iterator[Candidate]:
@@ -246,7 +252,10 @@ class Space:
     def _remats(self) -> tuple[str, ...]:
         kinds = sorted(set(self.base.model.layer_kinds))
         return tuple(
-            text for text in self.remats if not remat.problems(text, self.base.offload, kinds)
+            text
+            for text in self.remats
+            if not remat.problems(text, self.base.offload, kinds)
+            and not experts.keeps_weights(self.base.model, text)
         )
 
     @functools.cached_property
@@ -261,7 +270,12 @@ class Space:
 
     def _stages(self) -> list[int]:
         run = self.base
-        refused = run.offload.saves or run.offload.parameters or run.products.scaling == "delayed"
+        refused = (
+            run.model.num_experts
+            or run.offload.saves
+            or run.offload.parameters
+            or run.products.scaling == "delayed"
+        )
         if refused or run.sync.strategy != "mean":
             return [1]
         return [n for n in divisors(self.num_devices) if n <= run.model.num_layers]
@@ -272,12 +286,18 @@ class Space:
 
     def _splits(self, stage: int, tensor: int) -> bool:
         model = self.base.model
-        if model.num_heads % tensor or model.mlp_dim % tensor:
+        widths = (model.expert_dim, model.shared_dim) if model.num_experts else (model.mlp_dim,)
+        if model.num_heads % tensor or any(width % tensor for width in widths):
             return False
         if self._needs_copies(tensor) and tensor % model.num_kv_heads:
             return False
         rows, rest = divmod(model.padded_vocab, stage * tensor)
         return not rest and not (self.base.loss.chunks and rows % self.base.loss.chunks)
+
+    def _experts(self, replicas: int) -> list[int]:
+        """Sizes of the axis `expert` among so many replicas."""
+        number = self.base.model.num_experts
+        return [n for n in divisors(replicas) if number % n == 0] if number else [1]
 
     def _zigzag(self, sequence: int) -> bool:
         """Whether rows divide over the rings of `sequence`, in two parts each where they zigzag."""
@@ -359,16 +379,6 @@ def refusal(config: Config) -> str:
             "give that as --config.remat"
         )
     return ""
-
-
-def of_experts(config: Config, what: str) -> str:
-    """Why a mixture of experts does not go with `what`, and the remedy; "" if the model is none."""
-    if not (experts := config.model.num_experts):
-        return ""
-    return (
-        f"model.num_experts={experts}: {what} does not count routed experts; set the mesh, and "
-        "run llmx.plan with --machine, or llmx.aot, which compiles the run"
-    )
 
 
 def own(config: Config, topology: Topology, problems: Sequence[str] = ()) -> Config | None:

@@ -14,7 +14,6 @@ from llmx import sharding
 from llmx.config import Config, checks, flags, utilization
 from llmx.pipeline import schedule
 from llmx.plan import (
-    candidates,
     layer_times,
     options,
     partition,
@@ -50,8 +49,11 @@ def show(
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
     config = checks.resolve(config, num_devices(args, config), problems=problems)
-    if why_not := candidates.of_experts(config, "the cut of a pipeline"):
-        raise ValueError(why_not)
+    if number := config.model.num_experts:
+        raise ValueError(
+            f"model.num_experts={number}: the cut of a pipeline does not count routed experts; run "
+            "llmx.plan with --machine, or llmx.aot, which compiles the run"
+        )
     if config.mesh.stage == 1 and not args.replicate:
         raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")
     bandwidth, clock, head = machine(args, config)

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 from llmx.config import Config
 from llmx.config.state_memory import Leaf
-from llmx.model import costs, remat_costs
+from llmx.model import costs, remat, remat_costs
 from llmx.model.experts import grouped, products, travel
 from llmx.model.experts.config import DROPLESS
+from llmx.model.families import ModelConfig
 from llmx.plan.sizes import Sizes
 
 FP32 = 4
@@ -24,21 +25,20 @@ NAMES = ("mlp/gate", "mlp/up", "mlp/down")
 ROUTER = "mlp/router"
 
 
-def refusal(config: Config, *, on_gpu: bool) -> str:
+def refusal(config: Config, platform: str) -> str:
     """Why a run with experts is not counted, with the remedy; "" if it is, or has none."""
     model = config.model
     if not model.num_experts:
         return ""
-    policies = remat_costs.policies(model, config.remat) if config.remat != "budget" else ()
     uncounted = {
-        "on GPUs, where experts are applied block by block": on_gpu,
+        f"on {platform}, where they are applied block by block": platform != "tpu",
         f"with mesh.stage={config.mesh.stage}": config.mesh.stage > 1,
         f"with experts.dispatch={config.experts.dispatch!r}": config.experts.dispatch != DROPLESS,
         f"with model.shared_dim={model.shared_dim}": model.shared_dim > 0,
         "with biases": model.bias,
         f"with sync.strategy={config.sync.strategy!r}": config.sync.strategy != "mean",
         "with offloading": bool(config.offload.saves or config.offload.parameters),
-        f"with remat={config.remat!r}": any(policy.saved is None for policy in policies),
+        f"with remat={config.remat!r}": keeps_weights(model, config.remat),
     }
     for what, is_so in uncounted.items():
         if is_so:
@@ -47,6 +47,13 @@ def refusal(config: Config, *, on_gpu: bool) -> str:
                 f"{what}; run llmx.aot, which compiles the run"
             )
     return ""
+
+
+def keeps_weights(model: ModelConfig, text: str) -> bool:
+    """Whether layers with experts save their weights, by a rule of `remat`: not counted."""
+    if not model.num_experts or text == remat.BUDGET:
+        return False
+    return any(policy.saved is None for policy in remat_costs.policies(model, text))
 
 
 def is_of_experts(leaf: Leaf) -> bool:

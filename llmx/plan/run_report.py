@@ -67,7 +67,7 @@ def show(
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
     if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
         run = compiler.resolve(config, topology, problems=problems)
-    refused = candidates.refusal(run) or experts.refusal(run, on_gpu=machine.on_gpu)
+    refused = candidates.refusal(run) or experts.refusal(run, machine.topology.platform)
     if why_not := refused or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)
     held, sent = count(run, topology)

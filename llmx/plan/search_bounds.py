@@ -108,7 +108,7 @@ class Bounds:
     def _with_ring(self, rows: int, group: Group, text: str) -> Layer:
         """Tokens are computed alike, whether they are rows or parts of one: but for the ring."""
         both = math.gcd(rows, group.sequence)
-        one = self._of(rows // both, group.tensor, group.sequence // both, text)
+        one = self._of(rows // both, group.tensor, group.sequence // both, text, group.expert)
         forward = self._of_ring(rows, group) / 3
         return one._replace(
             forward=one.forward + forward, backward=one.backward + 2 * forward,
@@ -126,8 +126,8 @@ class Bounds:
         return self._moved.ring * steps * num_bytes / self.machine.core.bandwidth
 
     @functools.cache  # noqa: B019 - lives as long as the search
-    def _of(self, rows: int, tensor: int, sequence: int, text: str) -> Layer:
-        run = self._run(rows, tensor, sequence, sequence, text)
+    def _of(self, rows: int, tensor: int, sequence: int, text: str, expert: int = 1) -> Layer:
+        run = self._run(rows, tensor, sequence, sequence, text, expert)
         counted, core = sizes.of(run), self.machine.core
         program = memory.GPU if self.machine.on_gpu else memory.TPU
         listed = operators.of(counted, core, self._moved)
@@ -143,15 +143,18 @@ class Bounds:
             sum(memory.saved(counted, program).values()),
         )  # fmt: skip
 
-    def _run(self, rows: int, tensor: int, sequence: int, ulysses: int, text: str) -> Config:
+    def _run(
+        self, rows: int, tensor: int, sequence: int, ulysses: int, text: str, expert: int = 1
+    ) -> Config:
         """One microbatch of so many rows, its state split over all devices that are left."""
-        ways = max(1, self.space.num_devices // tensor // sequence)
+        ways = max(1, self.space.num_devices // tensor // sequence // expert)
         replicate = self.space.base.model.num_kv_heads % tensor > 0
         run = candidates.changed(self.space.base, Candidate(
             1, 1, ways, sequence, tensor, (), "zero3", "layer",
             self.space.base.sharding.replicate_kv or replicate, 1, "1f1b", 0, (), text, ulysses,
+            expert,
         ))  # fmt: skip
-        run.batch.size = rows * ways
+        run.batch.size = rows * ways * expert
         return run
 
     @functools.cache  # noqa: B019 - lives as long as the search

@@ -9,7 +9,15 @@ from typing import Any, TextIO
 from llmx.aot import compiler, report
 from llmx.aot.report import size
 from llmx.config import Config
-from llmx.plan import candidates, exchange, schedule_report, search_bounds, sizes, traffic
+from llmx.plan import (
+    candidates,
+    exchange,
+    experts,
+    schedule_report,
+    search_bounds,
+    sizes,
+    traffic,
+)
 from llmx.plan.machines import Machine
 from llmx.plan.options import pasted
 from llmx.plan.search import ADMITTED, Found, Option, Search
@@ -37,9 +45,11 @@ def make(config: Config, machine: Machine) -> Search:
         candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
         machine.on_gpu,
     )  # fmt: skip
-    if why_not := candidates.of_experts(config, "a search"):
+    if why_not := experts.refusal(space.base, topology.platform):
         raise ValueError(why_not)
     own = candidates.own(config, topology)
+    if own is not None and experts.refusal(own, topology.platform):
+        own = None
     return Search(space, machine, own, bounds=search_bounds.Bounds(space, machine))
 
 

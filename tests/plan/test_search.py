@@ -63,6 +63,26 @@ def test_the_best_is_that_of_a_full_enumeration(name, gib):
     assert found.bound == found.best.step
 
 
+def test_the_best_mixture_is_that_of_a_full_enumeration():
+    """`expert` is an axis of the search, and nothing is chosen that is not counted."""
+    machine = machines.parse("v5e:2x2")
+    run = _config(remat="full", batch__size=4)
+    run.model = families.preset(
+        "mixtral", width=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
+        num_experts=6, experts_per_token=2, expert_dim=768, vocab_size=4096, max_positions=1024,
+    )  # fmt: skip
+    space = _space(run, machine)
+    assert "none" not in space.remats_of(next(space.groups()))
+    space = dataclasses.replace(space, remats=("full",))
+    groups = list(space.groups())
+    assert {group.expert for group in groups} == {1, 2} and {group.stage for group in groups} == {1}
+    whole = search.Search(space, machine).find(keep=1)
+    found = search.Search(space, machine, bounds=search_bounds.Bounds(space, machine)).find(keep=1)
+    assert found.best.step == whole.best.step and found.counted < whole.counted
+    experts = {one.candidate.expert for one in whole.options}
+    assert experts == {1, 2}
+
+
 @pytest.mark.parametrize("name", ["h100:2x4", "v5e:2x4", "cpu:8"])
 def test_bounds_are_bounds(name, tmp_path):
     path = tmp_path / "cpu.json"

@@ -1,0 +1,84 @@
+"""What the planner counts of routed experts, by hand."""
+
+import math
+
+import pytest
+
+from llmx import config
+from llmx.config import checks
+from llmx.model import families
+from llmx.plan import experts, sizes, traffic
+
+E, K, D, F, ROWS, T = 6, 2, 768, 1536, 12, 1024
+
+
+def run_of(num_devices=6, **keys):
+    run = config.default()
+    run.model = families.preset(
+        "mixtral", width=D, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
+        num_experts=E, experts_per_token=K, expert_dim=F, vocab_size=4096, max_positions=T,
+    )  # fmt: skip
+    run.batch.size, run.batch.sequence_length, run.remat = ROWS, T, "full"
+    run.mesh.data = 1
+    for key, value in keys.items():
+        config.set_value(run, key.replace("__", "."), value)
+    return checks.resolve(run, num_devices)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("buffer", [1.0, 1.5, 100.0])
+def test_bytes_over_expert(n, buffer):
+    """2 passes of rows forward and 3 backward, as many as a device sends another in a round."""
+    run = run_of(mesh__expert=n, mesh__fsdp=6 // n, experts__buffer=buffer)
+    found = traffic.by_axes(traffic.of(sizes.of(run)))["expert"]
+    assignments = ROWS * T / 6 * K
+    rows = n * min(assignments, math.ceil(buffer * assignments / n))
+    of_layer = (n - 1) / n * rows * (5 * D * 2 + 2 * 4)
+    # And gradients of what `expert` replicates: attention and norms, summed.
+    assert found > 4 * of_layer
+    others = [
+        one
+        for one in traffic.of(sizes.of(run))
+        if one.axes == ("expert",) and one.purpose == "gradients"
+    ]
+    assert found - sum(one.sent for one in others) == pytest.approx(4 * of_layer)
+    assert not [one for one in others if one.name.startswith("blocks/mlp/down")]
+
+
+def test_weights_of_experts_are_not_gathered_over_expert():
+    run = run_of(mesh__expert=3, mesh__fsdp=2)
+    (gathered,) = (
+        one for one in traffic.of(sizes.of(run))
+        if one.purpose == "weights" and one.name == "blocks/mlp/gate"
+    )  # fmt: skip
+    assert gathered.axes == ("fsdp",) and gathered.count == 2 * 4
+    assert gathered.bytes == 2 * E / 3 * D * F
+
+
+def test_products_are_those_of_the_tokens_experts():
+    """Eight of each expert's three matrices and half a block of each expert, not more."""
+    for expert in (1, 3):
+        of_run = sizes.of(run_of(mesh__expert=expert, mesh__fsdp=6 // expert))
+        rows = experts.Rows(of_run)
+        flops = sum(
+            2 * math.prod(shape) * (forward + backward)
+            for _, _, shape, forward, backward in experts.multiplied(of_run)
+        )
+        own = (3 + 2 + 3 + 3) * 2 * of_run.tokens * K * D * F
+        assert own < flops <= own * (1 + E / expert * rows.block / 2 / (of_run.tokens * K)) * 1.001
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (dict(experts__dispatch="capacity"), "dispatch='capacity'"),
+        (dict(model__shared_dim=64), "shared_dim=64"),
+        (dict(remat="none"), "remat='none'"),
+        (dict(mesh__stage=2, mesh__fsdp=3, batch__accumulation=2), "mesh.stage=2"),
+    ],
+)
+def test_what_is_not_counted_is_refused(keys, words):
+    run = run_of(**dict(mesh__fsdp=6) | keys)
+    assert words in experts.refusal(run, "tpu") and "llmx.aot" in experts.refusal(run, "tpu")
+    assert "on gpu" in experts.refusal(run_of(mesh__fsdp=6), "gpu")
+    assert not experts.refusal(run_of(mesh__fsdp=6), "tpu")
