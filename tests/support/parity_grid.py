@@ -28,8 +28,9 @@ FAMILIES = {
     "gemma3": dict(num_kv_heads=4, window=5, layer_pattern=("local", "global")),
     # Routed experts, with a shared one beside them.
     "mixtral": dict(num_kv_heads=4, num_experts=4, expert_dim=64, shared_dim=32),
-    # Sinks, yarn, biases of routers and experts, clamped; local and global layers.
-    "gpt_oss": dict(num_kv_heads=4, window=5, num_experts=4, expert_dim=64),
+    # Sinks, yarn, biases of routers and experts, clamped; local and global layers. A token goes to
+    # all experts, so that no rounding of a deep model's scores chooses others.
+    "gpt_oss": dict(num_kv_heads=4, window=5, num_experts=2, experts_per_token=2, expert_dim=64),
 }
 # Loads are unequal: rows over `expert` travel in several rounds.
 EXPERTS = dict(experts__buffer=0.5, experts__bias_rate=1e-3, experts__z_weight=1e-3)
