@@ -19,11 +19,11 @@ import dataclasses
 import itertools
 import math
 
-from llmx.config import loss_memory, stage_memory, state_memory
+from llmx.config import loss_memory, stage_memory, state_memory, utilization
 from llmx.config.state_memory import leaves
 from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
-from llmx.plan import exchange, experts
+from llmx.plan import exchange, experts, traffic
 from llmx.plan.sizes import Sizes
 
 FP32 = 4
@@ -40,7 +40,7 @@ class Program:
     inside: float  # [tokens, D] where positions are whole, with mesh.tensor > 1
     between: float  # [tokens, D] between blocks
     heads: float  # [tokens, N H]
-    normed_heads: float  # more of these with norms of queries and keys
+    normed_heads: float  # more of these, and of [tokens, K H], with norms of queries and keys
     kv_heads: float  # [tokens, K H]
     weights: float  # gathered weights of a layer, and their gradients: of all its weights
     # Where few tokens leave little to compute, the next layer's weights come before this one is
@@ -97,8 +97,10 @@ class Memory:
         return sum(self.state.values()) + sum(self.peaks[self.moment].values())
 
 
-def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -> Memory:
-    """Of a resolved run.
+def of(
+    sizes: Sizes, *, on_gpu: bool = False, exchanges: bool = False, device_bytes: int | None = None
+) -> Memory:
+    """Of a resolved run. `exchanges`: as `traffic.of` has it.
 
     `device_bytes`: of a device; with zero-bubble schedules it decides how many weight gradients are
     deferred. Raises ValueError for remat="budget".
@@ -113,9 +115,13 @@ def of(sizes: Sizes, *, on_gpu: bool = False, device_bytes: int | None = None) -
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
-        END_OF_FORWARD: common | {"loss": loss_memory.of(sizes.run, on_gpu=on_gpu)},
+        END_OF_FORWARD: common | {
+            "loss": loss_memory.of(sizes.run, on_gpu=on_gpu),
+            "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
+        },
         BACKWARD: common | {
             "a layer": _layer(sizes, program), "a segment": _segment(sizes),
+            "gradient of the head": _tied_head(sizes) if on_gpu else 0.0,
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
         },
         UPDATE: {"updated parameters": _updated(sizes)} | _relaid(sizes, program),
@@ -278,8 +284,9 @@ def _layer(sizes: Sizes, program: Program) -> float:
             ((program.mlp, program.weights), program.ahead),
             key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
         )
-    queries = program.heads + (program.normed_heads if model.qk_norm else 0.0)
-    heads = queries * model.num_heads / tensor + program.kv_heads * _kv_heads(sizes)
+    normed = program.normed_heads if model.qk_norm else 0.0
+    heads = (program.heads + normed) * model.num_heads / tensor
+    heads += (program.kv_heads + normed) * _kv_heads(sizes)
     activations = (
         mlp * sizes.tokens * mlp_dim / tensor
         + heads * sizes.tokens * _head_dim(model, program)
@@ -309,6 +316,21 @@ def _updated(sizes: Sizes) -> float:
         for leaf in leaves(sizes.run.model)
         if sizes.local(leaf, "parameters") > sizes.local(leaf, "optimizer")
     )
+
+
+def _whole_head(sizes: Sizes) -> float:
+    """A chunk's gradient, which is whole on each device where it cannot be scattered."""
+    if not traffic.sums_whole(sizes, sizes.size(sizes.axes_of("embed", "gradients"))):
+        return 0.0
+    return FP32 * sizes.whole(sizes.head) / utilization.loss_chunks(sizes.run)
+
+
+def _tied_head(sizes: Sizes) -> float:
+    """XLA:GPU keeps a tied head's gradient in fp32 until the lookups' is added to it: what that
+    takes beyond the reduce dtype."""
+    if not sizes.run.model.tied_head:
+        return 0.0
+    return (FP32 - sizes.reduce_bytes) * sizes.local(sizes.head, "gradients")
 
 
 def _relaid(sizes: Sizes, program: Program) -> dict[str, float]:

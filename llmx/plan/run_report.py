@@ -112,7 +112,10 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
     `phase`: of its `sync.strategy`; "" = the mean over the run's steps.
     """
     of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
-    held = memory.of(of_run, on_gpu=on_gpu, device_bytes=topology.hbm_bytes)
+    exchanges = sharding.exchanges(topology.device_kind, topology.num_devices)
+    held = memory.of(
+        of_run, on_gpu=on_gpu, exchanges=exchanges, device_bytes=topology.hbm_bytes
+    )  # fmt: skip
     return held, exchange.on(of_run, topology, phase=phase)
 
 

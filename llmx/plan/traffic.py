@@ -154,11 +154,14 @@ def of(
 def _padded(sizes: Sizes, one: Message) -> Message:
     """XLA:TPU sums all of the head's gradient on each device where a device's columns of it are not
     whole lanes."""
-    columns = sizes.run.model.width // one.size
     scattered = one.purpose == "gradients" and one.kind == "reduce-scatter"
-    if scattered and one.name == sizes.head.name and columns % LANES:
+    if scattered and one.name == sizes.head.name and sums_whole(sizes, one.size):
         return dataclasses.replace(one, kind="all-reduce")
     return one
+
+
+def sums_whole(sizes: Sizes, ways: int) -> bool:
+    return ways > 1 and sizes.run.model.width // ways % LANES > 0
 
 
 def _exchanged(sizes: Sizes, one: Message) -> Iterator[Message]:

@@ -63,6 +63,28 @@ def test_a_last_line_without_its_end_is_kept(tmp_path):
         assert found == {key: fake(key) for key in keys} and asked == keys
 
 
+@pytest.mark.parametrize("damage", ["5", '[["start"], "x"]', "[7, 0.5]", '[["start"], 0]', "\xff"])
+def test_damaged_measurements_are_made_again(damage, tmp_path):
+    keys, path, asked = calibrate.keys_of("cpu", 2, True)[:3], tmp_path / "cpu.json.part", []
+    calibrate.run(path, ABOUT, keys[:1], fake, lambda text: None)
+    with path.open("ab") as file:
+        file.write(damage.encode("latin-1") + b"\n")
+    clock = lambda key: asked.append(key) or fake(key)  # noqa: E731
+    assert calibrate.run(path, ABOUT, keys, clock, lambda text: None).keys() == {*keys}
+    assert asked == keys[1:]
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def stops(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "run", stops)
+    monkeypatch.setattr(calibrate, "this_machine", lambda: dict(ABOUT))
+    out = tmp_path / "cpu.json"
+    assert calibrate.main(["--out", str(out)]) == calibrate.STOPPED
+    assert f"the same command goes on from {out}.part" in capsys.readouterr().err
+
+
 def test_measurements_of_another_machine_are_refused(tmp_path):
     path = tmp_path / "cpu.json.part"
     calibrate.run(path, ABOUT, [("start",)], fake, lambda text: None)
@@ -173,8 +195,9 @@ def test_blocks_of_attention_are_counted():
 def test_the_stopwatch_measures_more_for_more_work():
     small, large = (stopwatch.product(8, size, size, "float32", "forward") for size in (32, 512))
     assert 0 < small < large
-    once = stopwatch.attention(1, 64, 2, 1, 8, "float32", 1)
-    assert 0 < once < stopwatch.attention(1, 64, 2, 1, 8, "float32", 2)
+    # Long enough for the backward pass, 2.5 forward ones, to be more than what else runs here.
+    once, both = (stopwatch.attention(1, 512, 2, 1, 8, "float32", passes) for passes in (1, 2))
+    assert 0 < once < both
     assert 0 < stopwatch.move(2**10) < stopwatch.move(2**22)
     assert stopwatch.first_touch(2**22) > 0
 

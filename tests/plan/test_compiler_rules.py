@@ -1,0 +1,93 @@
+"""What the compilers of chips do differently, as it was read from programs that nobody chose."""
+
+import math
+
+import pytest
+
+from llmx import config
+from llmx.aot import topologies
+from llmx.config import checks, loss_memory
+from llmx.plan import exchange, memory, sizes, uncertain
+
+V5E, V5P, H100 = (topologies.parse(name) for name in ("v5e:2x4", "v5p:2x2x2", "h100:8"))
+
+
+def _run(width: int = 2048, **keys):
+    run = config.default()
+    run.mesh.data, run.batch.size, run.model.width = 1, 16, width
+    for key, value in keys.items():
+        config.set_value(run, key.replace("__", "."), value)
+    mesh = [size for size in vars(run.mesh).values() if isinstance(size, int)]
+    return checks.resolve(run, math.prod(mesh))
+
+
+def _of_head(run, topology):
+    counted = sizes.of(run)
+    return [
+        one for one in exchange.on(counted, topology)
+        if one.purpose == "gradients" and one.name == counted.head.name
+    ]  # fmt: skip
+
+
+def test_sums_are_exchanged_axis_by_axis_on_some_chips():
+    """As `sharding.psum_scatter` does it: along each axis what the axes before it left."""
+    run = _run(mesh__fsdp=4, mesh__sequence=2)
+    (whole,) = _of_head(run, V5P)
+    assert (whole.kind, whole.size) == ("reduce-scatter", 8)
+    parts = _of_head(run, V5E)
+    assert [(one.kind, one.axes, one.size, one.bytes) for one in parts] == [
+        ("all-to-all", ("fsdp",), 4, whole.bytes),
+        ("all-to-all", ("sequence",), 2, whole.bytes / 4),
+    ]
+    assert sum(one.sent for one in parts) == pytest.approx(whole.sent)
+
+
+@pytest.mark.parametrize(("width", "kind"), [(2048, "reduce-scatter"), (1536, "all-reduce")])
+def test_the_head_is_summed_whole_where_columns_are_no_whole_lanes(width, kind):
+    run = _run(width, mesh__fsdp=8)
+    assert [one.kind for one in _of_head(run, V5P)] == [kind]
+    assert [one.kind for one in _of_head(run, H100)] == ["reduce-scatter"]
+    held = memory.of(sizes.of(run)).peaks
+    assert ("gradient of the head" in held[memory.END_OF_FORWARD]) == (kind == "all-reduce")
+    # Its update is in another layout: gradients in both, new values and moments of 256 columns.
+    table = 4 * run.model.padded_vocab * width // 8
+    relaid = held.get(memory.UPDATE, {}).get("a table in another layout")
+    assert (relaid is None) == (kind == "reduce-scatter")
+    assert relaid is None or relaid == pytest.approx(2 * table * (1 + 256 / 192))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "logits"), [({"mesh__fsdp": 8}, 3), ({"mesh__fsdp": 4, "mesh__tensor": 2}, 1),
+                         ({"mesh__data": 8, "sharding__layout": "zero1"}, 1)],
+)  # fmt: skip
+def test_two_chunks_are_written_out_where_weights_are_gathered_ahead(mesh, logits):
+    """On GPUs: then the logits of both are there, and of the second twice."""
+    of_run = lambda length: _run(**mesh, batch__sequence_length=length, loss__chunks=2)  # noqa: E731
+    short, long = (loss_memory.of(of_run(n), on_gpu=True) for n in (256, 512))
+    run = of_run(256)
+    tokens = sizes.of(run).tokens
+    rows = run.model.padded_vocab / 2 / run.mesh.tensor
+    of_logits = 4 * logits * rows + (2 * rows if logits == 1 else 0)
+    assert long - short == pytest.approx(tokens * (of_logits + 4 * run.model.width))
+
+
+def test_a_head_that_is_summed_in_fp32_is_its_own_gradient():
+    keys = dict(mesh__data=8, sharding__layout="zero1", loss__chunks=4)
+    found = {
+        precision: loss_memory.of(_run(**keys, precision=precision), on_gpu=True)
+        for precision in ("bf16", "bf16_fp32_reduce")
+    }
+    head = sizes.of(_run(**keys)).head.numbers
+    assert found["bf16"] - found["bf16_fp32_reduce"] == pytest.approx(4 * head)
+
+
+def test_what_is_uncertain_is_said():
+    def said(run, topology, step=1.0):
+        return uncertain.of(run, topology, exchange.on(sizes.of(run), topology), step)
+
+    run = _run(mesh__fsdp=8)
+    assert said(run, H100) == []
+    assert [line[:24] for line in said(run, V5P)] == ["the gradient of the head"]
+    assert said(run, V5E) == [] and "this short" in said(run, V5E, 0.01)[0]
+    stages = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4)
+    assert "stages of one layer" in said(stages, H100)[0]
