@@ -144,7 +144,9 @@ def layer_bytes(sizes: Sizes) -> float:
     hidden = program.hidden * (rows.inward + 1) / 3
     matrix = rows.experts * model.width * columns
     gathered = bool(sizes.axes_of("embed", "parameters"))
-    held = program.weights * sizes.compute_bytes * gathered + program.sums * sizes.reduce_bytes
+    # Of several rounds the first part is kept, of all matrices.
+    weights = program.weights + (rows.inward + 1) * (number > 1 and rows.ways.devices > 1)
+    held = weights * sizes.compute_bytes * gathered + program.sums * sizes.reduce_bytes
     activations = program.wide * rows.slots * model.width + hidden * rows.slots * columns
     activations += program.tokens * sizes.tokens * model.width
     return sizes.compute_bytes * activations + held * matrix
@@ -171,7 +173,7 @@ def multiplied(sizes: Sizes) -> Iterator[tuple[str, str, tuple[float, float, flo
 
 
 # Arrays that are read or written outside products, in each pass: [R, D], and [R, F].
-MOVED_WIDE, MOVED_HIDDEN = (9.0, 18.0), (3.0, 12.0)
+MOVED_WIDE, MOVED_HIDDEN = (16.0, 32.0), (5.5, 21.5)
 
 
 def moved_bytes(sizes: Sizes, index: int) -> float:

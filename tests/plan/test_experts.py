@@ -56,7 +56,7 @@ def test_weights_of_experts_are_not_gathered_over_expert():
 
 
 def test_products_are_those_of_the_tokens_experts():
-    """Eight of each expert's three matrices and half a block of each expert, not more."""
+    """Eleven with matrices [D, F]: 3 forward, gate and up again, 6 gradients; and half a block."""
     for expert in (1, 3):
         of_run = sizes.of(run_of(mesh__expert=expert, mesh__fsdp=6 // expert))
         rows = experts.Rows(of_run)

@@ -1,11 +1,12 @@
 """Routed feed-forward layers: each token through its experts, in a custom gradient.
 
-The weights of a device's experts are gathered over the replicas that split them, in the compute
-dtype, once in each pass, as `dot` does. One manual region then sends rows to the devices of their
-experts, multiplies, and brings results back (`travel`, `grouped`). The gradient takes the rows
-there again and keeps nothing of the forward pass but its arguments: it computes `gate` and `up`
-once more, as a layer does that is run again. Weight gradients are terms of sums over the axes along
-which tokens differ, but for `expert`: an expert sees the tokens of the whole axis.
+One manual region sends rows to the devices of their experts (`travel`), multiplies them there, and
+brings results back. The weights of a device's experts are gathered over the replicas that split
+them, in the compute dtype, once in each pass, as `dot` does, a part of their width at a time, and
+their gradients reduce-scattered so (`products`). The gradient takes the rows there again and keeps
+nothing of the forward pass but its arguments: it computes `gate` and `up` once more, as a layer
+does that is run again. Weight gradients are terms of sums over the axes along which tokens differ,
+but for `expert`: an expert sees the tokens of the whole axis.
 
 Communicates over those of `TOKEN_AXES` that split the weights (gathers, reduce-scatters), over
 `expert` (rows, and their gradients) and over `tensor` (sums of results).
@@ -61,7 +62,8 @@ class _Layer:
     @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
-        return sharding.mesh_axes(self.of_parameters.down.partitions[1])
+        over = sharding.mesh_axes(self.parameters.down.partitions[1])
+        return tuple(axis for axis in over if axis not in dot.EXPERT_WEIGHTS_OVER)
 
     def shards(self, params: Weights) -> Weights:
         """The weights in the compute dtype, split as they are, each matrix [E, D, F]."""
@@ -314,7 +316,10 @@ class _Parts(NamedTuple):
 def _parts(layer: _Layer, shards: Weights) -> _Parts:
     """Communicates over the replicas that split the weights."""
     shards = shards._replace(down_bias=None)
-    columns = products.parts(shards.up.shape[-1])
+    width = shards.up.shape[-1]
+    # Replicas that split the width have other columns of a part than a bias, which is whole, has.
+    is_split = any(dimension == 2 for dimension, _ in _split_by_replicas(layer.of_shards.up))
+    columns = (slice(0, width),) if is_split else products.parts(width)
     of_parts = [jax.tree.map(lambda shard: shard[..., part], shards) for part in columns]  # noqa: B023
     return _Parts(of_parts, layer.whole(of_parts[0]))
 
