@@ -61,19 +61,31 @@ class _Layer:
     @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
-        return sharding.mesh_axes(self.of_parameters.down.partitions[1])
+        return sharding.mesh_axes(self.of_shards.down.partitions[-1])
 
     def shards(self, params: Weights) -> Weights:
-        """The weights in the compute dtype, split as they are, each matrix [E, D, F]."""
+        """The weights in the compute dtype, placed as `of_shards`, each matrix [E, D, F].
+
+        Communicates over replicas that split F, where D does not divide over them.
+        """
         shards = jax.tree.map(lambda weight: _plain(dot.cast(weight, self.compute)), params)
-        return shards._replace(down=shards.down.swapaxes(1, 2))
+        shards = shards._replace(down=shards.down.swapaxes(1, 2))
+        return jax.tree.map(jax.sharding.reshard, shards, self.of_shards)
 
     @property
     def of_shards(self) -> Weights:
-        """PartitionSpecs of `shards`."""
+        """PartitionSpecs of `shards`: as the parameters, but F, which is taken in parts, is whole
+        over replicas."""
         specs = jax.tree.map(sharding.split_only, self.parameters)
         E, F, D = specs.down.partitions
-        return specs._replace(down=PartitionSpec(E, D, F))
+        specs = specs._replace(down=PartitionSpec(E, D, F))
+
+        def whole(spec: PartitionSpec) -> PartitionSpec:
+            *others, width = spec.partitions
+            width = sharding.without(PartitionSpec(width), dot.EXPERT_WEIGHTS_OVER)
+            return PartitionSpec(*others, *width.partitions)
+
+        return jax.tree.map(whole, specs)
 
     def whole(self, shards: Weights) -> Weights:
         """Weights of a device, or a part of their width, gathered; in manual regions.
