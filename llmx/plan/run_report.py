@@ -80,9 +80,8 @@ def show(
         of_duration, duration_lines = _duration(args, run, topology, step)
     except ValueError as error:  # after a search, too: what was found is not lost
         of_duration, duration_lines = None, [f"no length of the run: {error}"]
-    head = _head(run, topology)
     report = {
-        "run": {"config": args.config, "command": _command(argv)} | head,
+        "run": {"config": args.config, "command": _command(argv)} | (head := _head(run, topology)),
         "machine": topology.name, "num_devices": topology.num_devices,
         "mesh": _mesh(run), "num_parameters": costs.num_parameters(run.model),
         "memory": _memory_json(held, topology), "sent": traffic.by_axes(sent),
