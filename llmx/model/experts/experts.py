@@ -62,20 +62,31 @@ class _Layer:
     @property
     def tensor(self) -> tuple[str, ...]:
         """Mesh axes that split F: results are sums over them."""
-        over = sharding.mesh_axes(self.parameters.down.partitions[1])
-        return tuple(axis for axis in over if axis not in dot.EXPERT_WEIGHTS_OVER)
+        return sharding.mesh_axes(self.of_shards.down.partitions[-1])
 
     def shards(self, params: Weights) -> Weights:
-        """The weights in the compute dtype, split as they are, each matrix [E, D, F]."""
+        """The weights in the compute dtype, placed as `of_shards`, each matrix [E, D, F].
+
+        Communicates over replicas that split F, where D does not divide over them.
+        """
         shards = jax.tree.map(lambda weight: _plain(dot.cast(weight, self.compute)), params)
-        return shards._replace(down=shards.down.swapaxes(1, 2))
+        shards = shards._replace(down=shards.down.swapaxes(1, 2))
+        return jax.tree.map(jax.sharding.reshard, shards, self.of_shards)
 
     @property
     def of_shards(self) -> Weights:
-        """PartitionSpecs of `shards`."""
+        """PartitionSpecs of `shards`: as the parameters, but F, which is taken in parts, is whole
+        over replicas."""
         specs = jax.tree.map(sharding.split_only, self.parameters)
         E, F, D = specs.down.partitions
-        return specs._replace(down=PartitionSpec(E, D, F))
+        specs = specs._replace(down=PartitionSpec(E, D, F))
+
+        def whole(spec: PartitionSpec) -> PartitionSpec:
+            *others, width = spec.partitions
+            width = sharding.without(PartitionSpec(width), dot.EXPERT_WEIGHTS_OVER)
+            return PartitionSpec(*others, *width.partitions)
+
+        return jax.tree.map(whole, specs)
 
     def whole(self, shards: Weights) -> Weights:
         """Weights of a device, or a part of their width, gathered; in manual regions.
@@ -316,10 +327,7 @@ class _Parts(NamedTuple):
 def _parts(layer: _Layer, shards: Weights) -> _Parts:
     """Communicates over the replicas that split the weights."""
     shards = shards._replace(down_bias=None)
-    width = shards.up.shape[-1]
-    # Replicas that split the width have other columns of a part than a bias, which is whole, has.
-    is_split = any(dimension == 2 for dimension, _ in _split_by_replicas(layer.of_shards.up))
-    columns = (slice(0, width),) if is_split else products.parts(width)
+    columns = products.parts(shards.up.shape[-1])
     of_parts = [jax.tree.map(lambda shard: shard[..., part], shards) for part in columns]  # noqa: B023
     return _Parts(of_parts, layer.whole(of_parts[0]))
 
