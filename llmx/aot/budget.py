@@ -189,7 +189,7 @@ def candidates(run: Config) -> list[Candidate]:
 
     "none" is none of them with `offload.saves` or `offload.parameters`, which do not go with it.
     """
-    chunks = utilization.chunks_of(run) or (run.model.num_layers,)
+    chunks = utilization.chunks_of(run) or (run.model.num_blocks,)
     layers, times, texts = max(chunks), _times_saved(run), []
     for text, richer in itertools.pairwise([*_policies(run), "none"]):
         texts += [text, *(f":{layers - n}={text},{richer}" for n in range(1, layers))]

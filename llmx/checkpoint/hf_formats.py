@@ -1,11 +1,6 @@
-"""The formats of Hugging Face checkpoints as data.
+"""Hugging Face's config.json and names of tensors, made of a model and read as one.
 
-`FORMATS` has a table of tensors and one of config keys per family, each used in both directions.
-Source: `configuration_*.py` and `modeling_*.py` of each model in transformers
-(https://github.com/huggingface/transformers).
-
-Letters: D width, F mlp_dim, E experts, X width of an expert, N query heads, K key/value heads,
-H head size, V vocabulary, T learned positions, Z the parts of a fused tensor.
+`hf_tables` has what each family's checkpoints are made of; each table is used in both directions.
 """
 
 import dataclasses
@@ -17,273 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from llmx.checkpoint.hf_tables import FORMATS, HEAD, LOADS, Format, Tensor
 from llmx.data.json_files import shown
 from llmx.model import families
 from llmx.model.families import GLOBAL, LOCAL, ModelConfig
 
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint, or one per layer, or one per layer and expert, and its place in
-    our parameters."""
-
-    ours: str  # path; under blocks/ all layers are stacked; * stands for each of `parts`
-    dims: str  # dimensions there, without layer and expert
-    theirs: str  # name behind the prefix; * is the layer, # the expert
-    groups: str  # its dimensions in its own order; "NH" is one dimension of size N x H
-    parts: tuple[str, ...] = ()  # parameters that are fused in this tensor, along Z
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(self.ours.replace("*", part) for part in self.parts) or (self.ours,)
-
-    @property
-    def stacked(self) -> bool:
-        return self.ours.startswith("blocks/")
-
-    @property
-    def of_each_expert(self) -> bool:
-        return "#" in self.theirs
-
-
-HEAD = Tensor("head", "VD", "lm_head.weight", "V,D")
-
-_DECODER = (
-    Tensor("embedding", "VD", "embed_tokens.weight", "V,D"),
-    Tensor("blocks/attention_norm/scale", "D", "layers.*.input_layernorm.weight", "D"),
-    Tensor("blocks/attention/query/kernel", "DNH", "layers.*.self_attn.q_proj.weight", "NH,D"),
-    Tensor("blocks/attention/key/kernel", "DKH", "layers.*.self_attn.k_proj.weight", "KH,D"),
-    Tensor("blocks/attention/value/kernel", "DKH", "layers.*.self_attn.v_proj.weight", "KH,D"),
-    Tensor("blocks/attention/out/kernel", "NHD", "layers.*.self_attn.o_proj.weight", "D,NH"),
-    Tensor("norm/scale", "D", "norm.weight", "D"),
-)
-_ROTARY = (
-    *_DECODER,
-    Tensor("blocks/mlp/gate/kernel", "DF", "layers.*.mlp.gate_proj.weight", "F,D"),
-    Tensor("blocks/mlp/up/kernel", "DF", "layers.*.mlp.up_proj.weight", "F,D"),
-    Tensor("blocks/mlp/down/kernel", "FD", "layers.*.mlp.down_proj.weight", "D,F"),
-)
-
-
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """The router and the experts of a layer, by the names of a family."""
-    each = f"layers.*.{block}.experts.#"
-    return (
-        Tensor("blocks/mlp/router", "DE", f"layers.*.{block}.gate.weight", "E,D"),
-        Tensor("blocks/mlp/gate", "DX", f"{each}.{gate}.weight", "X,D"),
-        Tensor("blocks/mlp/up", "DX", f"{each}.{up}.weight", "X,D"),
-        Tensor("blocks/mlp/down", "XD", f"{each}.{down}.weight", "D,X"),
-    )
-
-
-# gpt-oss stores all experts of a layer in one tensor, and gate and up in turn along its rows.
-_GATE_UP = ("gate", "up")
-_GPT_OSS = (
-    Tensor("blocks/attention/query/bias", "NH", "layers.*.self_attn.q_proj.bias", "NH"),
-    Tensor("blocks/attention/key/bias", "KH", "layers.*.self_attn.k_proj.bias", "KH"),
-    Tensor("blocks/attention/value/bias", "KH", "layers.*.self_attn.v_proj.bias", "KH"),
-    Tensor("blocks/attention/out/bias", "D", "layers.*.self_attn.o_proj.bias", "D"),
-    Tensor("blocks/attention/sinks", "N", "layers.*.self_attn.sinks", "N"),
-    Tensor("blocks/mlp/router", "DE", "layers.*.mlp.router.weight", "E,D"),
-    Tensor("blocks/mlp/router_bias", "E", "layers.*.mlp.router.bias", "E"),
-    Tensor("blocks/mlp/*", "EDX", "layers.*.mlp.experts.gate_up_proj", "E,D,XZ", _GATE_UP),
-    Tensor("blocks/mlp/*_bias", "EX", "layers.*.mlp.experts.gate_up_proj_bias", "E,XZ", _GATE_UP),
-    Tensor("blocks/mlp/down", "EXD", "layers.*.mlp.experts.down_proj", "E,X,D"),
-    Tensor("blocks/mlp/down_bias", "ED", "layers.*.mlp.experts.down_proj_bias", "E,D"),
-)
-# The bias by which experts are chosen, which these families do not have: zeros.
-_LOADS = "blocks/mlp/bias"
-_POST_ATTENTION = "layers.*.post_attention_layernorm.weight"
-_PRE_NORMS = (Tensor("blocks/mlp_norm/scale", "D", _POST_ATTENTION, "D"),)
-_QK_NORMS = (
-    Tensor("blocks/attention/query_norm/scale", "H", "layers.*.self_attn.q_norm.weight", "H"),
-    Tensor("blocks/attention/key_norm/scale", "H", "layers.*.self_attn.k_norm.weight", "H"),
-)
-_QK_NORMS_OF_ALL_HEADS = (
-    Tensor("blocks/attention/query_norm/scale", "NH", "layers.*.self_attn.q_norm.weight", "NH"),
-    Tensor("blocks/attention/key_norm/scale", "KH", "layers.*.self_attn.k_norm.weight", "KH"),
-)
-_GEMMA_NORMS = (
-    Tensor("blocks/attention_post_norm/scale", "D", _POST_ATTENTION, "D"),
-    Tensor("blocks/mlp_norm/scale", "D", "layers.*.pre_feedforward_layernorm.weight", "D"),
-    Tensor("blocks/mlp_post_norm/scale", "D", "layers.*.post_feedforward_layernorm.weight", "D"),
-)
-# GPT-2 stores projections input first, and fuses queries, keys and values.
-_QKV = ("query", "key", "value")
-_GPT2 = (
-    Tensor("embedding", "VD", "wte.weight", "V,D"),
-    Tensor("positions", "TD", "wpe.weight", "T,D"),
-    Tensor("blocks/attention_norm/scale", "D", "h.*.ln_1.weight", "D"),
-    Tensor("blocks/attention_norm/bias", "D", "h.*.ln_1.bias", "D"),
-    Tensor("blocks/attention/*/kernel", "DNH", "h.*.attn.c_attn.weight", "D,ZNH", _QKV),
-    Tensor("blocks/attention/*/bias", "NH", "h.*.attn.c_attn.bias", "ZNH", _QKV),
-    Tensor("blocks/attention/out/kernel", "NHD", "h.*.attn.c_proj.weight", "NH,D"),
-    Tensor("blocks/attention/out/bias", "D", "h.*.attn.c_proj.bias", "D"),
-    Tensor("blocks/mlp_norm/scale", "D", "h.*.ln_2.weight", "D"),
-    Tensor("blocks/mlp_norm/bias", "D", "h.*.ln_2.bias", "D"),
-    Tensor("blocks/mlp/up/kernel", "DF", "h.*.mlp.c_fc.weight", "D,F"),
-    Tensor("blocks/mlp/up/bias", "F", "h.*.mlp.c_fc.bias", "F"),
-    Tensor("blocks/mlp/down/kernel", "FD", "h.*.mlp.c_proj.weight", "F,D"),
-    Tensor("blocks/mlp/down/bias", "D", "h.*.mlp.c_proj.bias", "D"),
-    Tensor("norm/scale", "D", "ln_f.weight", "D"),
-    Tensor("norm/bias", "D", "ln_f.bias", "D"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """The checkpoints of one family."""
-
-    model_type: str
-    architecture: str
-    prefix: str  # of every tensor but the head; a checkpoint of the bare body lacks it
-    tensors: tuple[Tensor, ...]
-    keys: Mapping[str, str]  # our field -> key of config.json
-    absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
-    only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
-    mxfp4: tuple[str, ...] = ()  # rows of `tensors`, by `ours`, that files may have as MXFP4
-
-
-_KEYS = {
-    "vocab_size": "vocab_size", "width": "hidden_size", "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim", "mlp_dim": "intermediate_size",
-    "max_positions": "max_position_embeddings", "norm_eps": "rms_norm_eps",
-    "tied_head": "tie_word_embeddings",
-}  # fmt: skip
-_EXPERT_KEYS = {"experts_per_token": "num_experts_per_tok"}
-_GEMMA_KEYS = _KEYS | {"window": "sliding_window", "logit_softcap": "final_logit_softcapping"}
-_NO_BIAS = {"attention_bias": (False,), "quantization_config": (None,)}
-_GEMMA_ONLY = _NO_BIAS | {
-    "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)
-}  # fmt: skip
-_ROTARY_ABSENT = {
-    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "rope_theta": 10_000.0,
-}  # fmt: skip
-_GEMMA_ABSENT = {
-    "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256, "sliding_window": 4096,
-}  # fmt: skip
-
-
-def _without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
-    """Of a family whose files do not have these fields, or derive them."""
-    return {field: key for field, key in keys.items() if field not in names}
-
-
-FORMATS = {
-    "gpt2": Format(
-        "gpt2", "GPT2LMHeadModel", "transformer.", (*_GPT2, HEAD),
-        keys={
-            "vocab_size": "vocab_size", "width": "n_embd", "num_layers": "n_layer",
-            "num_heads": "n_head", "mlp_dim": "n_inner", "max_positions": "n_positions",
-            "norm_eps": "layer_norm_epsilon", "tied_head": "tie_word_embeddings",
-        },
-        absent={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-        only={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,), "quantization_config": (None,),
-        },
-    ),
-    "llama3": Format(
-        "llama", "LlamaForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD),
-        keys=_KEYS, absent=_ROTARY_ABSENT,
-        only=_NO_BIAS | {"mlp_bias": (False,), "hidden_act": ("silu",)},
-    ),
-    "qwen3": Format(
-        "qwen3", "Qwen3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QK_NORMS, HEAD),
-        keys=_KEYS, absent=_ROTARY_ABSENT | {"head_dim": 128},
-        only=_NO_BIAS | {"use_sliding_window": (False,), "hidden_act": ("silu",)},
-    ),
-    "mixtral": Format(
-        "mixtral", "MixtralForCausalLM", "model.",
-        (*_DECODER, *_experts("block_sparse_moe", "w1", "w3", "w2"), *_PRE_NORMS, HEAD),
-        keys=_without(_KEYS, "mlp_dim") | _EXPERT_KEYS | {
-            "num_experts": "num_local_experts", "expert_dim": "intermediate_size",
-        },
-        absent=_ROTARY_ABSENT | {
-            "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        only=_NO_BIAS | {"hidden_act": ("silu",), "sliding_window": (None,)},
-    ),
-    "qwen3_moe": Format(
-        "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
-        (
-            *_DECODER, *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_PRE_NORMS,
-            *_QK_NORMS, HEAD,
-        ),
-        keys=_KEYS | _EXPERT_KEYS | {
-            "num_experts": "num_experts", "expert_dim": "moe_intermediate_size",
-            "router_renormalize": "norm_topk_prob",
-        },
-        absent=_ROTARY_ABSENT | {
-            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
-            "moe_intermediate_size": 768,
-        },
-        only=_NO_BIAS | {
-            "use_sliding_window": (False,), "hidden_act": ("silu",), "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([], None),
-        },
-    ),
-    "olmoe": Format(
-        "olmoe", "OlmoeForCausalLM", "model.",
-        (
-            *_DECODER, *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_PRE_NORMS,
-            *_QK_NORMS_OF_ALL_HEADS, HEAD,
-        ),
-        keys=_without(_KEYS, "mlp_dim", "head_dim") | _EXPERT_KEYS | {
-            "num_experts": "num_experts", "expert_dim": "intermediate_size",
-            "router_renormalize": "norm_topk_prob",
-        },
-        absent=_ROTARY_ABSENT | {
-            "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
-        only=_NO_BIAS | {"hidden_act": ("silu",), "clip_qkv": (None,)},
-    ),
-    "gpt_oss": Format(
-        "gpt_oss", "GptOssForCausalLM", "model.", (*_DECODER, *_PRE_NORMS, *_GPT_OSS, HEAD),
-        keys=_without(_KEYS, "mlp_dim") | _EXPERT_KEYS | {
-            "num_experts": "num_local_experts", "expert_dim": "intermediate_size",
-            "window": "sliding_window",
-        },
-        absent=_ROTARY_ABSENT | {
-            "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "sliding_window": 128,
-            "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window_pattern": 2,
-        },
-        only={
-            "attention_bias": (True,), "hidden_act": ("silu",), "swiglu_limit": (7.0,),
-            "swiglu_alpha": (1.702,), "quantization_config": (None,),
-        },
-        mxfp4=("blocks/mlp/*", "blocks/mlp/down"),
-    ),
-    "gemma2": Format(
-        "gemma2", "Gemma2ForCausalLM", "model.", (*_ROTARY, *_GEMMA_NORMS, HEAD),
-        keys=_GEMMA_KEYS | {"attention_softcap": "attn_logit_softcapping"},
-        absent=_GEMMA_ABSENT | {
-            "rope_theta": 10_000.0, "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
-        },
-        only=_GEMMA_ONLY,
-    ),
-    "gemma3": Format(
-        "gemma3_text", "Gemma3ForCausalLM", "model.",
-        (*_ROTARY, *_GEMMA_NORMS, *_QK_NORMS, HEAD),
-        keys=_GEMMA_KEYS | {"rope_theta_local": "rope_local_base_freq"},
-        absent=_GEMMA_ABSENT | {
-            "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
-            "final_logit_softcapping": None, "sliding_window_pattern": 6,
-        },
-        only=_GEMMA_ONLY | {"attn_logit_softcapping": (None,)},
-    ),
-}  # fmt: skip
-
 # Constants of the computation in older files.
 BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
-_OPTIONAL = {"attention_softcap", "logit_softcap", "window"}  # 0 is written as null
+# 0 is written as null
+_OPTIONAL = {"attention_softcap", "logit_softcap", "window", "query_latent"}
 _LAYER_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
 _LLAMA3_ROPE = {
     "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor",
@@ -293,8 +30,11 @@ _LLAMA3_ROPE = {
 
 _YARN_ROPE = {
     "rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow", "rope_truncate": "truncate",
+    "rope_mscale": "mscale", "rope_mscale_all": "mscale_all_dim",
 }  # fmt: skip
-_YARN_ABSENT = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+_YARN_ABSENT = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 0.0, "mscale_all_dim": 0.0
+}  # fmt: skip
 
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -320,6 +60,13 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         values["mlp_dim"] = values["mlp_dim"] or 4 * values["width"]
     else:
         values["mlp_dim"] = values["expert_dim"]
+    if "kv_latent" in form.keys:
+        names = ("qk_nope_head_dim", "n_shared_experts")
+        sizes = {name: _get(form, config, name) for name in names}
+        for name, size in sizes.items():
+            _check(name, size, int, most=families.MAX_SIZE)
+        values["head_dim"] = sizes["qk_nope_head_dim"] + values["rope_dim"]
+        values["shared_dim"] = sizes["n_shared_experts"] * values["expert_dim"]
     values["head_dim"] = values.get("head_dim") or values["width"] // values["num_heads"]
     values["num_kv_heads"] = values.get("num_kv_heads") or values["num_heads"]
     if "query_pre_attn_scalar" in form.absent:
@@ -362,6 +109,9 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
     config |= {key: vars(model)[field] for field, key in form.keys.items()}
     for field in _OPTIONAL & form.keys.keys():
         config[form.keys[field]] = vars(model)[field] or None
+    if "kv_latent" in form.keys:
+        config["qk_nope_head_dim"] = model.head_dim - model.rope_dim
+        config["n_shared_experts"] = model.shared_dim // max(model.expert_dim, 1)
     if "query_pre_attn_scalar" in form.absent:
         config["query_pre_attn_scalar"] = round(model.score_scale**-2)
     if "rope_theta" in form.absent:
@@ -463,9 +213,15 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "yarn":
         given = {name: value for name, value in scaling.items() if value is not None}
         scaling = _YARN_ABSENT | given
-        if found := sorted(scaling.keys() & {"attention_factor", "mscale", "mscale_all_dim"}):
+        if "attention_factor" in scaling:
             raise ValueError(
-                f"config.json scales positions by {shown(dict(scaling))}: {found} must be left out"
+                f"config.json has attention_factor={shown(scaling['attention_factor'])}: it must "
+                "follow from factor, mscale and mscale_all_dim; leave it out"
+            )
+        if scaling["mscale_all_dim"] and "kv_latent" not in form.keys:
+            raise ValueError(
+                f"config.json has mscale_all_dim={shown(scaling['mscale_all_dim'])}, by which "
+                "only deepseek_v3 scales scores: leave it out"
             )
     if (
         not isinstance(kind, str)
@@ -480,7 +236,7 @@ def _read_rope(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json scales positions by {shown(dict(scaling))}: add {missing}")
     values = {field: scaling[key] for field, key in kinds[kind].items()}
     for field, key in kinds[kind].items():
-        above = -1 if key == "truncate" else 0
+        above = -1 if key in ("mscale", "mscale_all_dim", "truncate") else 0
         _check(key, scaling[key], _HINTS[field], above=above, most=families.MAX_SIZE)
     values["rope_theta"] = scaling.get("rope_theta", _get(form, config, "rope_theta"))
     _check("rope_theta", values["rope_theta"], float, above=0)
@@ -508,6 +264,8 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
         old = "rope_old_context"
         scaling |= {_LLAMA3_ROPE[old]: model.rope_old_context}
         scaling |= {key: vars(model)[field] for field, key in _YARN_ROPE.items()}
+        # Without them transformers scales by the factor alone.
+        scaling = {key: value for key, value in scaling.items() if "mscale" not in key or value}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 
@@ -545,6 +303,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     # Without the rounding error of a square root.
     values["query_scale"] = float(f"{model.score_scale:.9g}")
     unused = {"vocab_multiple"} | set(families.unused_of_experts(model))
+    unused |= set(families.unused_of_attention(model))
     if LOCAL not in model.layer_kinds:
         unused |= {"window", "rope_theta_local"}
     elif model.rope_scaling == "none":
@@ -574,14 +333,20 @@ def dimension_sizes(model: ModelConfig) -> dict[str, int]:
     return {
         "D": model.width, "F": model.mlp_dim, "N": model.num_heads, "K": model.num_kv_heads,
         "H": model.head_dim, "V": model.vocab_size, "T": model.max_positions,
-        "E": model.num_experts, "X": model.expert_dim,
+        "E": model.num_experts, "X": model.expert_dim, "S": model.shared_dim,
+        "Q": model.query_latent, "R": model.kv_latent, "Y": model.kv_latent + model.rope_dim,
+        "U": model.value_dim, "W": model.head_dim - model.rope_dim + model.value_dim,
     }  # fmt: skip
 
 
 def rows(model: ModelConfig) -> list[Tensor]:
-    """The tensors of a model's checkpoint, without a tied head."""
-    tied = model.tied_head
-    return [row for row in FORMATS[model.family].tensors if not (tied and row is HEAD)]
+    """The tensors of a model's checkpoint, without a tied head and what it has no numbers for."""
+    sizes, found = dimension_sizes(model), {}
+    for row in FORMATS[model.family].tensors:
+        tied, no_first = row is HEAD and model.tied_head, row.first and not model.num_first
+        if not tied and not no_first and all(sizes[letter] for letter in row.dims):
+            found.setdefault(row.ours, row)
+    return list(found.values())
 
 
 def tensor_names(model: ModelConfig, *, prefix: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
@@ -590,18 +355,25 @@ def tensor_names(model: ModelConfig, *, prefix: str) -> dict[str, tuple[Tensor, 
     names = {}
     for row in rows(model):
         name = row.theirs if row is HEAD else prefix + row.theirs
-        counts = [model.num_layers] * row.stacked + [model.num_experts] * row.of_each_expert
-        for index in np.ndindex(*counts):
-            numbers = dict(zip("*#", map(str, index), strict=False))
+        before = 0 if row.first else model.num_first  # layers before those of the stack
+        for index in np.ndindex(*_stacked(row, model)):
+            layer, *expert = index or (0,)
+            numbers = dict(zip("*#", map(str, (layer + before, *expert)), strict=False))
             names[name.translate(str.maketrans(numbers))] = row, index
     return names
 
 
 def unwritten(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Parameters that a family's checkpoints do not have, and their shapes: they must be zero."""
-    if not model.num_experts:
+    if not model.num_experts or LOADS in (row.ours for row in rows(model)):
         return {}
-    return {_LOADS: (model.num_layers, model.num_experts)}
+    return {LOADS: (model.num_layers, model.num_experts)}
+
+
+def _stacked(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
+    """Layers, and experts of each, that a parameter has of this tensor."""
+    layers = model.num_first if row.first else model.num_blocks
+    return (layers,) * row.stacked + (model.num_experts,) * row.of_each_expert
 
 
 def their_shape(row: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -618,5 +390,4 @@ def sizes_of(row: Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
 def our_shape(row: Tensor, model: ModelConfig) -> tuple[int, ...]:
     """The shape of the stacked parameter, with the vocabulary padded."""
     sizes = dimension_sizes(model) | {"V": model.padded_vocab}
-    stacked = (model.num_layers,) * row.stacked + (model.num_experts,) * row.of_each_expert
-    return stacked + tuple(sizes[x] for x in row.dims)
+    return _stacked(row, model) + tuple(sizes[x] for x in row.dims)

@@ -271,7 +271,7 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
     microbatches = config.batch.accumulation
     try:
         table = utilization.table_of(config)
-        cut = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+        cut = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
         yield from _deferred(config, table)
         yield from _predicted(config, table)
         if config.sharding.turns > 1 and table.splits_backward:
@@ -338,7 +338,8 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     model, tensor, shards = config.model, sizes["tensor"], sizes["stage"] * sizes["tensor"]
     split_by_key = {"num_heads": "query heads", "mlp_dim": "the MLP"}
     if model.num_experts:
-        del split_by_key["mlp_dim"]
+        if not model.first_dense:
+            del split_by_key["mlp_dim"]
         split_by_key |= {"expert_dim": "each expert", "shared_dim": "the shared expert"}
     for key, split in split_by_key.items():
         if (value := vars(model)[key]) % tensor:

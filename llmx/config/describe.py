@@ -94,7 +94,7 @@ def stages_text(config: Config) -> str:
     if stages == 1:
         return ""
     table = utilization.table_of(config)
-    layers = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
+    layers = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers).layers
     per_chunk = f"{min(layers)} to {max(layers)}" if len(set(layers)) > 1 else str(layers[0])
     return (
         f"{table.name} on {stages} stages, {per_chunk} layers in each of {table.num_chunks} model "

@@ -156,7 +156,7 @@ def _gradient_maker(
     if stages == 1:
         return functools.partial(gradients.whole_batch, accumulation=accumulation), None
     table = utilization.table_of(config)
-    chunks = stages_lib.cut(config.model.num_layers, table.stage_of, config.pipeline.layers)
+    chunks = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)
     on_gpu = device.platform not in ("cpu", "tpu")
     if on_gpu and (why_not := checks.rings_in_branches(config)):

@@ -142,7 +142,12 @@ def factor_bytes(run: Config) -> int:
     D, F, H, N, K = model.width, model.mlp_dim, model.head_dim, model.num_heads, model.num_kv_heads
     inward = 2 if model.gated_mlp else 1
     whole = (3 + 1 + inward + 1) * D  # into queries, keys, values and MLP, out of both halves
-    split = (N + 2 * K) * H + N * H + inward * F + F  # over `tensor`
+    heads = (N + 2 * K) * H + N * H
+    if R := model.kv_latent:  # into latents, out of them, and through them
+        Q, V = model.query_latent, model.value_dim
+        whole += 2 * (Q + R) + model.rope_dim - D
+        heads = N * (H + H - model.rope_dim + V + V)
+    split = heads + inward * F + F  # over `tensor`
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
     tokens = utilization.tokens_of(run) // mesh.sequence
     return math.ceil(compute * tokens * (whole + split / mesh.tensor))

@@ -84,7 +84,7 @@ class Held:
     def slots(self) -> int:
         """Layers that all stages have room for."""
         chunks = utilization.chunks_of(self.run)
-        return max(chunks) * len(chunks) if chunks else self.run.model.num_layers
+        return max(chunks) * len(chunks) if chunks else self.run.model.num_blocks
 
     def numbers(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
         """Of a parameter, as a table of the layout splits it but for the logical axes `whole`."""
@@ -94,7 +94,7 @@ class Held:
         else:
             split = sharding.split_axes(leaf.axes, over, mesh, leaf.shape)
         ways = math.prod(mesh[axis] for axes in split for axis in axes)
-        layers = self.slots / self.run.model.num_layers if leaf.in_blocks else 1.0
+        layers = self.slots / self.run.model.num_blocks if leaf.in_blocks else 1.0
         return leaf.numbers * layers / ways
 
 
@@ -108,8 +108,8 @@ def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
     kept = moments.number_bytes(run.optimizer.moments, param)
     of_blocks, of_others = optimizers.MOMENTS[run.optimizer.name]
     for leaf in leaves(run.model):
-        weight = leaf.in_blocks and leaf.is_matrix
-        if on_host == (run.offload.parameters and weight):
+        weight = leaf.axes[0] in optimizers.STACKED and leaf.is_matrix
+        if on_host == (run.offload.parameters and weight and leaf.in_blocks):
             found["parameters"] += held.numbers(leaf, "parameters") * param.itemsize
         numbers = held.numbers(leaf, "optimizer")
         if run.optimizer.ema_decay and not on_host:

@@ -38,7 +38,7 @@ def chunks_of(config: Config) -> tuple[int, ...]:
     if config.mesh.stage == 1:
         return ()
     table = table_of(config)
-    return stages.cut(config.model.num_layers, table.stage_of, config.pipeline.layers).layers
+    return stages.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers).layers
 
 
 def compute_dtype(config: Config) -> str:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from llmx import sharding
 from llmx.model import dot, embedding, families, layers, losses, remat, rope, turns
 from llmx.model.attention import split
-from llmx.model.attention.cache import CACHE, slot_axes, write_slots
+from llmx.model.attention.cache import CACHE, arrays_of, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
 from llmx.model.decoder import INSIDE, Block, Decoder, Norm
 from llmx.model.execution import Execution
@@ -28,9 +28,12 @@ def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
     """The parameters' shapes and logical axes, as nested dicts; nothing is allocated."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
-    axes["blocks"] = jax.tree.map(
-        lambda names: ("layers", *names), axes["blocks"], is_leaf=lambda x: isinstance(x, tuple)
-    )
+    for stack, name in (("blocks", "layers"), ("first", "first")):
+        if stack in axes:
+            axes[stack] = jax.tree.map(
+                lambda names, name=name: (name, *names), axes[stack],
+                is_leaf=lambda x: isinstance(x, tuple),
+            )  # fmt: skip
     return shapes, axes
 
 
@@ -65,22 +68,26 @@ class Apply:
         if grad_buffers is not None:
             # The blocks have theirs inside the scan, so that each gradient is done with its layer.
             block_buffers = grad_buffers["blocks"]
-            top = {name: leaf for name, leaf in params.items() if name != "blocks"}
-            buffers = {name: grad_buffers[name] for name in top}
-            params = params | execution.place.with_grad_buffers(top, buffers)
+            params = self.with_grad_buffers(params, grad_buffers, execution)
         names = ("tokens", "targets", "segment_ids", "positions")
         if self.model.num_experts and "share" in batch:
             names = (*names, "share")
         rows = self.split_rows([batch[name] for name in names], execution)
         tokens_BT, targets_BT, segments_BT, positions_BT, *share = rows
         mask = self_mask(segments_BT, positions_BT, execution)
-        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
+        x_BTD = self.embedded(params, tokens_BT, mask, execution, grad_buffers=grad_buffers)
         x_BTD, _ = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
             share_BT=share[0] if share else None,
         )  # fmt: skip
         loss_and_log_z = self.last_losses(params, x_BTD, targets_BT, execution)
         return tuple(self.split_rows(loss_and_log_z, execution, back=True))
+
+    def with_grad_buffers(self, params: dict, buffers: dict, execution: Execution) -> dict:
+        """`params`, with buffers for the gradients of those outside layers that `buffers` has."""
+        names = [name for name in buffers if name not in ("blocks", "first")]
+        outside = ({name: tree[name] for name in names} for tree in (params, buffers))
+        return params | execution.place.with_grad_buffers(*outside)
 
     def last_losses(self, params: dict, x_BTD, targets_BT, execution: Execution):
         """Loss and log Z, [B, T] fp32, of the last layer's output; rows as in `execution.split`."""
@@ -96,7 +103,7 @@ class Apply:
         """fp32 logits; those of padding are -inf. For tests and sampling: they exist whole."""
         tokens_BT, *rows = self.split_rows((tokens_BT, segments_BT, positions_BT), execution)
         mask = self_mask(*rows, execution)
-        x_BTD = self.embedded(params, tokens_BT, mask.positions_BT, execution)
+        x_BTD = self.embedded(params, tokens_BT, mask, execution)
         x_BTD, _ = self.apply_layers(params["blocks"], x_BTD, mask, execution)
         return self.split_rows([self._head(params, x_BTD, execution)], execution, back=True)[0]
 
@@ -108,16 +115,25 @@ class Apply:
     def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
         """A cache of S >= `length` slots in which nothing is visible (segment -1).
 
-        "key" and "value": [L, B, S, K, H], compute dtype; "segments" and "positions": int32 [B, S].
+        "blocks", and "first" where there are such layers: two arrays [L, B, S, ...], compute dtype,
+        keys and values [.., K, H] or what `cache.arrays_of` says; "segments" and "positions": int32
+        [B, S].
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))
         length = -(-length // ways) * ways
-        shape = (model.num_layers, batch, length, model.num_kv_heads, model.head_dim)
-        zeros = place.constrain(jnp.zeros(shape, execution.policy.compute), CACHE)
+
+        def empty(layers: int) -> tuple[Array, ...]:
+            zeros = lambda sizes: jnp.zeros(  # noqa: E731
+                (layers, batch, length, *sizes), execution.policy.compute
+            )
+            return tuple(place.constrain(zeros(sizes), axes) for axes, sizes in arrays_of(model))
+
+        layers = {"blocks": empty(model.num_blocks)}
+        layers |= {"first": empty(model.num_first)} if model.num_first else {}
         unseen_BS = place.constrain(jnp.full((batch, length), -1, jnp.int32), CACHE[1:3])
         positions_BS = place.constrain(jnp.zeros((batch, length), jnp.int32), CACHE[1:3])
-        return dict(key=zeros, value=zeros, segments=unseen_BS, positions=positions_BS)
+        return layers | dict(segments=unseen_BS, positions=positions_BS)
 
     def decode(
         self, params: dict, cache: dict, tokens_BT: Int[Array, "B T"], segments_BT, positions_BT,
@@ -135,11 +151,13 @@ class Apply:
         segments_BS = write_slots(cache["segments"], segments_BT, now, place=place)
         positions_BS = write_slots(cache["positions"], positions_BT, now, place=place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
-        x_BTD = self.embedded(params, tokens_BT, positions_BT, execution)
-        x_BTD, (keys, values) = self.apply_layers(
-            params["blocks"], x_BTD, mask, execution, cache=(cache["key"], cache["value"]), now=now
-        )
-        cache = dict(key=keys, value=values, segments=segments_BS, positions=positions_BS)
+        x_BTD, layers = self._looked_up(params, tokens_BT, positions_BT, execution), {}
+        stacks = {"first": self.first_layers} if self.model.num_first else {}
+        for name, apply in (stacks | {"blocks": self}).items():
+            x_BTD, layers[name] = apply.apply_layers(
+                params[name], x_BTD, mask, execution, cache=cache[name], now=now
+            )
+        cache = layers | dict(segments=segments_BS, positions=positions_BS)
         return self._head(params, x_BTD, execution), cache
 
     @functools.cached_property
@@ -150,7 +168,8 @@ class Apply:
     def _definitions(self) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         """Of a block, and of the last norm."""
         model = self.model
-        modules = (lambda: Block(model, nnx.Rngs(0)), lambda: Norm(model, (model.width,)))
+        block = lambda: Block(model, nnx.Rngs(0), routed=model.num_experts > 0)  # noqa: E731
+        modules = (block, lambda: Norm(model, (model.width,)))
         return tuple(nnx.split(nnx.eval_shape(module))[0] for module in modules)
 
     def _normed(self, params: dict, x_BTD):
@@ -173,10 +192,28 @@ class Apply:
         real_V = np.arange(model.padded_vocab) < model.vocab_size
         return jnp.where(real_V, logits_BTV, -jnp.inf)
 
+    @functools.cached_property
+    def first_layers(self) -> "Apply":
+        """The functions of first layers that have a stack of their own: `params["first"]`."""
+        return Apply(families.first_layers(self.model))
+
     def embedded(
+        self, params: dict, tokens_BT, mask: Mask, execution: Execution, *,
+        grad_buffers: dict | None = None,
+    ) -> Float[Array, "B T D"]:  # fmt: skip
+        """The input of the first of the blocks, in the compute dtype: of tokens looked up, and gone
+        through first layers, if there are any, whose `grad_buffers` are as in `losses`."""
+        x_BTD = self._looked_up(params, tokens_BT, mask.positions_BT, execution)
+        if not self.model.num_first:
+            return x_BTD
+        return self.first_layers.apply_layers(
+            params["first"], x_BTD, mask, execution,
+            grad_buffers=None if grad_buffers is None else grad_buffers["first"],
+        )[0]  # fmt: skip
+
+    def _looked_up(
         self, params: dict, tokens_BT, positions_BT, execution: Execution
     ) -> Float[Array, "B T D"]:
-        """The input of the first layer, in the compute dtype."""
         model = self.model
         look_up = functools.partial(embedding.embed, place=execution.place, policy=execution.policy)
         x_BTD = look_up(tokens_BT, params["embedding"])
@@ -213,13 +250,14 @@ class Apply:
             `kind_names`, if they are known at run time only: -1 is no layer.
           grad_buffers: [l, ...] each, like the weights: see `losses`.
           rotations: of `mask.positions_BT`, by default made here.
-          cache: keys and values [l, B, S, K, H] into which those of x are written; None = none.
+          cache: two arrays [l, B, S, ...] of `empty_cache`, into which those of x are written;
+            None = none.
           now: the slot of the first position of x.
           row: int32 [], see `blocks`.
           first: the number of the first layer, by which the rules of `execution.remat` count.
           share_BT: see `losses`; None = losses of routed experts are left out.
         """
-        kinds = self.model.layer_kinds if kinds is None else kinds
+        kinds = self.model.block_kinds if kinds is None else kinds
         rules = remat.parse(execution.remat, self.kind_names)
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
         place, groups = execution.place, turns.Groups()

@@ -92,7 +92,7 @@ def _beyond_half_windows(model: ModelConfig, length: int) -> float:
     keys = costs.keys_per_query(model, sequence_length=length, causal=True)
     half = min(model.window, length) / 2
     more = [num - half for num, kind in zip(keys, model.layer_kinds, strict=True) if kind == LOCAL]
-    return 4.0 * model.num_heads * model.head_dim * sum(more)
+    return costs.scores_per_key(model) * sum(more)
 
 
 def by_figure(

@@ -14,6 +14,16 @@ Parameters, without biases:
     + V D                                   head, unless it is the embedding table
 
 A LayerNorm has a bias beside its scale. `bias` gives each projection of attention and MLP one.
+Latent attention (of R numbers, Q for queries, P of a head's H rotated, V_h of a value) has in the
+place of D H (N + 2K) + N H D
+
+    D Q + Q N H  (D N H without Q)          queries
+    + D (R + P) + R N (H - P + V_h)         keys and values
+    + N V_h D                               output
+
+and norms of R and Q numbers; its scores take 2 N (H + V_h) S. Generation does not make keys and
+values of the latents, and takes other FLOPs.
+
 With routed experts the MLP's g D F is E g D F_e + g D F_s + D E, of E experts of width F_e, a
 shared one of width F_s and the router; of a token's k experts it is k g D F_e + g D F_s + D E,
 which is what is active, and what FLOPs are counted by. The bias by which experts are chosen, E in
@@ -34,6 +44,9 @@ Functions that end in `by_layer` give numbers of L + 2 layers: embedding, L bloc
 head.
 """
 
+from collections.abc import Sequence
+
+from llmx.model import families
 from llmx.model.families import ALL_HEADS, LOCAL, ModelConfig
 
 TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
@@ -42,34 +55,64 @@ TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     """Parameters by part; "padding" is what `vocab_multiple` adds to both tables of tokens, and
     "loads" the bias of routed experts: neither is published."""
-    D, L, H, V = model.width, model.num_layers, model.head_dim, model.vocab_size
+    D, V = model.width, model.vocab_size
+    norm = 2 * D if model.norm == "layer" else D
+    attention, mlp, norms = map(sum, zip(*map(_of_stack, stacks(model)), strict=True))
+    num_tables = 1 if model.tied_head else 2
+    return {
+        "embedding": V * D,
+        "positions": model.max_positions * D if model.positions == "learned" else 0,
+        "attention": attention,
+        "mlp": mlp,
+        "norms": norms + norm,
+        "head": 0 if model.tied_head else V * D,
+        "loads": model.num_blocks * model.num_experts,
+        "padding": num_tables * (model.padded_vocab - V) * D,
+    }
+
+
+def stacks(model: ModelConfig) -> list[ModelConfig]:
+    """Models of equal layers, one after the other: dense first layers, if there are any, and the
+    others."""
+    first = [families.first_layers(model)] if model.num_first else []
+    return [*first, families.blocks(model)]
+
+
+def _of_stack(model: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of attention, MLP and norms of equal layers."""
+    D, H = model.width, model.head_dim
     attention, mlp = weights_of_block(model)
     if model.bias:
         attention += H * (model.num_heads + 2 * model.num_kv_heads) + D
         mlp += biases_of_mlp(model)
     attention += model.num_heads if model.attention_sinks else 0
-    norm = 2 * D if model.norm == "layer" else D
-    block_norms = (4 if model.post_norms else 2) * norm + _scales_of_heads(model)
-    num_tables = 1 if model.tied_head else 2
+    norm = 2 if model.norm == "layer" else 1
+    norms = (4 if model.post_norms else 2) * norm * D + _scales_of_heads(model)
+    if model.kv_latent:
+        norms += norm * (model.kv_latent + model.query_latent)
+    return model.num_layers * attention, model.num_layers * mlp, model.num_layers * norms
+
+
+def products_of_attention(model: ModelConfig) -> dict[str, int]:
+    """Parameters of the projections of attention in one block, by the names of `remat.SAVES`."""
+    D, H, N, K = model.width, model.head_dim, model.num_heads, model.num_kv_heads
+    if not model.kv_latent:
+        query, key = D * N * H, D * K * H
+        return {"query": query, "key": key, "value": key, "attention_out": query}
+    R, Q, P, V = model.kv_latent, model.query_latent, model.rope_dim, model.value_dim
     return {
-        "embedding": V * D,
-        "positions": model.max_positions * D if model.positions == "learned" else 0,
-        "attention": L * attention,
-        "mlp": L * mlp,
-        "norms": L * block_norms + norm,
-        "head": 0 if model.tied_head else V * D,
-        "loads": L * model.num_experts,
-        "padding": num_tables * (model.padded_vocab - V) * D,
-    }
+        "query_latent": D * Q, "query": (Q or D) * N * H, "latent": D * (R + P),
+        "key": R * N * (H - P + V), "attention_out": N * V * D,
+    }  # fmt: skip
 
 
 def weights_of_block(model: ModelConfig, *, active: bool = False) -> tuple[int, int]:
-    """Parameters of the projections of attention, and of the MLP or the experts, in one block;
-    `active`: of those experts only that one token goes through."""
-    D, H, N, K = model.width, model.head_dim, model.num_heads, model.num_kv_heads
+    """Parameters of the projections of attention, and of the MLP or the experts, in one block that
+    is not a dense first one; `active`: of those experts only that one token goes through."""
+    D = model.width
     E, experts = model.num_experts, model.experts_per_token if active else model.num_experts
     hidden = experts * model.expert_dim + model.shared_dim if E else model.mlp_dim
-    return D * H * (N + 2 * K) + N * H * D, matrices_of_mlp(model) * D * hidden + D * E
+    return sum(products_of_attention(model).values()), matrices_of_mlp(model) * D * hidden + D * E
 
 
 def biases_of_mlp(model: ModelConfig, *, active: bool = False) -> int:
@@ -107,7 +150,7 @@ def num_active_parameters(model: ModelConfig) -> int:
     if model.bias and model.num_experts:
         all_of_block += biases_of_mlp(model)
         active += biases_of_mlp(model, active=True)
-    return num_parameters(model) - model.num_layers * (all_of_block - active)
+    return num_parameters(model) - model.num_blocks * (all_of_block - active)
 
 
 def num_stored_parameters(model: ModelConfig) -> int:
@@ -138,13 +181,19 @@ def forward_flops_by_part(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> dict[str, float]:
     """Forward FLOPs per token of the attention projections, the scores, the MLP and the head."""
-    projections, mlp = weights_of_block(model, active=True)
+    products = _products_by_block(model)
     return {
-        "projections": 2.0 * model.num_layers * projections,
+        "projections": sum(projections for projections, _ in products),
         "scores": sum(scores_by_block(model, sequence_length, causal)),
-        "mlp": 2.0 * model.num_layers * mlp,
+        "mlp": sum(mlp for _, mlp in products),
         "head": 2.0 * model.width * model.vocab_size,
     }
+
+
+def _products_by_block(model: ModelConfig) -> Sequence[tuple[float, float]]:
+    """Forward FLOPs per token of the projections of attention, and of the MLP, of each layer."""
+    each = lambda stack: tuple(2.0 * of for of in weights_of_block(stack, active=True))  # noqa: E731
+    return [each(stack) for stack in stacks(model) for _ in range(stack.num_layers)]
 
 
 def forward_flops_per_token(
@@ -167,11 +216,14 @@ def parameters_by_layer(model: ModelConfig) -> list[int]:
     """Stored parameters of each layer: a tied head has only those of its norm."""
     parts = parameters_by_part(model)
     last_norm = 2 * model.width if model.norm == "layer" else model.width
-    blocks = parts["attention"] + parts["mlp"] + parts["norms"] + parts["loads"] - last_norm
+    of_stacks = [
+        (stack, sum(_of_stack(stack)) // stack.num_layers + stack.num_experts)
+        for stack in stacks(model)
+    ]
     table = model.padded_vocab * model.width
     return [
         table + parts["positions"],
-        *[blocks // model.num_layers] * model.num_layers,
+        *(of_layer for stack, of_layer in of_stacks for _ in range(stack.num_layers)),
         last_norm + (0 if model.tied_head else table),
     ]
 
@@ -180,13 +232,18 @@ def forward_flops_by_layer(
     model: ModelConfig, *, sequence_length: int, causal: bool = True
 ) -> list[float]:
     """FLOPs of the forward pass per token of each layer. The embedding, a lookup, has none."""
-    parts = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)
-    products = (parts["projections"] + parts["mlp"]) / model.num_layers
     scores = scores_by_block(model, sequence_length, causal)
-    return [0.0, *[products + flops for flops in scores], parts["head"]]
+    blocks = zip(_products_by_block(model), scores, strict=True)
+    head = forward_flops_by_part(model, sequence_length=sequence_length, causal=causal)["head"]
+    return [0.0, *(sum(products) + flops for products, flops in blocks), head]
 
 
 def scores_by_block(model: ModelConfig, sequence_length: int, causal: bool) -> list[float]:
     """FLOPs of scores and their sums over values, forward, per token of each of the L layers."""
     keys = keys_per_query(model, sequence_length=sequence_length, causal=causal)
-    return [4.0 * model.num_heads * model.head_dim * num for num in keys]
+    return [scores_per_key(model) * num for num in keys]
+
+
+def scores_per_key(model: ModelConfig) -> float:
+    """FLOPs of one query's scores of one key, and of the sums over its values, in all heads."""
+    return 2.0 * model.num_heads * (model.head_dim + model.value_width)

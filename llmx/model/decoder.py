@@ -32,6 +32,7 @@ from llmx.model.quantized import UNROUNDED
 BLOCK = ("batch", "block_sequence", "embed")
 INSIDE = ("batch", "sequence", "embed")
 HIDDEN = ("batch", "sequence", "mlp")
+LATENT, LATENT_INSIDE = ("batch", "block_sequence", "latent"), ("batch", "sequence", "latent")
 LOGITS = ("batch", "block_sequence", "router")
 # Tables of which rows are looked up: products never take them whole, unless one is the head too.
 LOOKED_UP = ("embedding", "positions")
@@ -124,6 +125,7 @@ class Attention(nnx.Module):
         self.key_norm = over_heads(K, "kv_heads") if model.qk_norm else None
         self.sinks = _constant(0.0, (N,), ("heads",)) if model.attention_sinks else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
+        self.interleaved = model.rope_interleaved
         # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
         # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.
         self.constant_key_bias = model.bias and model.positions == "learned" and not self.softcap
@@ -136,6 +138,8 @@ class Attention(nnx.Module):
             Without it, the keys and values of earlier positions [B, S - T, K, H], or () before
             these: those of x are appended. None: attention within x, and no cache.
         """
+        x_BTD = execution.place.constrain(x_BTD, INSIDE, multiplied_into=("heads",))
+        x_BTD = checkpoint_name(x_BTD, remat.ATTENTION_NORM)
         query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, attend.QUERY, execution)
         if self.constant_key_bias:
             self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
@@ -144,7 +148,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotation is not None:
-            query_BTNH, key_BTKH = (rope.rotate(x, rotation) for x in (query_BTNH, key_BTKH))
+            rotate = functools.partial(rope.rotate, interleaved=self.interleaved)
+            query_BTNH, key_BTKH = (rotate(x, rotation) for x in (query_BTNH, key_BTKH))
         query_BTNH, key_BTKH, value_BTKH = checkpoint_name(
             (query_BTNH, key_BTKH, value_BTKH), remat.QUERY_KEY_VALUE
         )
@@ -170,6 +175,113 @@ class Attention(nnx.Module):
             keys="sequence" if now is None else "cache", sinks_BTN=sinks_BTN,
         )  # fmt: skip
         return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution), cache
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+    Keys and values of all heads are made of a normalised latent of a token, queries of another or
+    of x itself. Of a head's H numbers the last P are rotated; of the key these are one for all
+    heads, and are not made of the latent. `cache` and `now`: see `Attention`, but that slots have
+    latents [B, S, R] and rotated keys [B, S, P] in the place of keys and values; there queries and
+    results go through the matrices that make keys and values (the absorbed form), so that nothing
+    is made of the latents again.
+
+    Latents are made from positions split as between blocks, and are gathered, not x.
+    """
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+        D, N, H, V = model.width, model.num_heads, model.head_dim, model.value_dim
+        R, Q, P = model.kv_latent, model.query_latent, model.rope_dim
+        self.plain = H - P  # numbers of a head that are not rotated
+        self.interleaved, self.score = model.rope_interleaved, model.score_scale
+        self.softcap = model.attention_softcap
+        project = functools.partial(Projection, rngs, bias=False)
+        norm = functools.partial(Norm, model)
+        down = ("embed", "latent")
+        self.query_down = project(remat.QUERY_LATENT, (D, Q), down) if Q else None
+        self.query_norm = norm((Q,)) if Q else None
+        self.query = project(remat.QUERY, (Q or D, N, H), ("embed", "heads", "head_dim"))
+        self.down = project(remat.LATENT, (D, R + P), down)
+        self.norm = norm((R,))
+        self.up = project(remat.KEY, (R, N, H - P + V), ("embed", "kv_heads", "head_dim"))
+        self.out = project(
+            remat.ATTENTION_OUT,
+            (N, V, D),
+            ("heads", "head_dim", "embed"),
+            contracted=2,
+            scale=_out_scale(model),
+        )
+
+    def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
+        """The output [B, T, D], and the cache."""
+        place, rotate = execution.place, functools.partial(rope.rotate, rotation=rotation)
+        rotate = functools.partial(rotate, interleaved=self.interleaved)
+        attend_to = functools.partial(
+            attend.attend, scores=Scores(self.score, self.softcap, window), mask=mask,
+            config=execution.attention, place=place,
+        )  # fmt: skip
+        x_BTD = checkpoint_name(x_BTD, remat.ATTENTION_NORM)
+        plain_BTNH, turned_BTNP = self._queries(x_BTD, execution)
+        turned_BTNP = rotate(turned_BTNP)
+        latent_BTR = self.down("BTD,DR->BTR", x_BTD, LATENT, execution)
+        latent_BTR, key_BTP = jnp.split(latent_BTR, [self.norm.scale.shape[0]], axis=-1)
+        latent_BTR = place.constrain(
+            self.norm(latent_BTR), LATENT_INSIDE, multiplied_into=("heads",)
+        )
+        key_BTP = rotate(place.constrain(key_BTP, LATENT_INSIDE)[:, :, None])[:, :, 0]
+        if now is not None:
+            write = functools.partial(write_slots, start=now, place=place)
+            cache = tuple(map(write, cache, (latent_BTR, key_BTP)))
+            out_BTNV = self._absorbed(plain_BTNH, turned_BTNP, *cache, attend_to, execution)
+            return self.out("BTNV,NVD->BTD", out_BTNV, BLOCK, execution), cache
+        made_BTNW = self.up("BTR,RNW->BTNW", latent_BTR, attend.KEY, execution)
+        key_BTNH, value_BTNV = jnp.split(made_BTNW, [self.plain], axis=-1)
+        shared_BTNP = jnp.broadcast_to(
+            key_BTP[:, :, None], (*key_BTNH.shape[:3], key_BTP.shape[-1]),
+            out_sharding=place.activation(attend.KEY),
+        )  # fmt: skip
+        key_BTNH = jnp.concatenate([key_BTNH, shared_BTNP], axis=-1)
+        query_BTNH = jnp.concatenate([plain_BTNH, turned_BTNP], axis=-1)
+        query_BTNH, key_BTNH, value_BTNV = checkpoint_name(
+            (query_BTNH, key_BTNH, value_BTNV), remat.QUERY_KEY_VALUE
+        )
+        if cache is not None:
+            new = (key_BTNH, value_BTNV)
+            pairs = zip(cache, new, strict=True)
+            cache = tuple(jnp.concatenate(pair, axis=1) for pair in pairs) if cache else new
+            key_BTNH, value_BTNV = cache
+        out_BTNV = attend_to(query_BTNH, key_BTNH, value_BTNV)
+        return self.out("BTNV,NVD->BTD", out_BTNV, BLOCK, execution), cache
+
+    def _queries(self, x_BTD, execution: Execution):
+        """Of all heads, what is not rotated and what is to be."""
+        place = execution.place
+        if self.query_down is None:
+            x_BTD = place.constrain(x_BTD, INSIDE, multiplied_into=("heads",))
+            query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, attend.QUERY, execution)
+        else:
+            latent_BTR = self.query_norm(
+                self.query_down("BTD,DR->BTR", x_BTD, LATENT, execution)
+            )  # fmt: skip
+            latent_BTR = place.constrain(latent_BTR, LATENT_INSIDE, multiplied_into=("heads",))
+            query_BTNH = self.query("BTR,RNH->BTNH", latent_BTR, attend.QUERY, execution)
+        return jnp.split(query_BTNH, [self.plain], axis=-1)
+
+    def _absorbed(self, plain_BTNH, turned_BTNP, latent_BSR, key_BSP, attend_to, execution):
+        """Results of attention [B, T, N, V] to slots, whose latents are keys and values of one
+        head. Only decoding does this: it has no gradient."""
+        to_keys_RNH, to_values_RNV = jnp.split(self.up.kernel.get_value(), [self.plain], axis=-1)
+        to_heads = functools.partial(
+            dot.dot, out=execution.place.activation(attend.QUERY), policy=execution.policy
+        )
+        query_BTNR = to_heads("BTNH,RNH->BTNR", plain_BTNH, to_keys_RNH)
+        query_BTNR = jnp.concatenate([query_BTNR, turned_BTNP], axis=-1)
+        key_BSR = jnp.concatenate([latent_BSR, key_BSP], axis=-1)
+        out_BTNR = attend_to(
+            query_BTNR, key_BSR[:, :, None], latent_BSR[:, :, None], keys="cache", kv_heads=None
+        )
+        return to_heads("BTNR,RNV->BTNV", out_BTNR, to_values_RNV)
 
 
 class Mlp(nnx.Module):
@@ -248,16 +360,17 @@ class Experts(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP, each of a normalised input and added to the stream [B, T, D].
 
-    `window`: positions back including itself, 0 = all. `cache` and `now`: see `Apply.apply_layers`;
-    without `now`, `cache` has the keys and values of the positions before x, or is (), and those of
-    x are appended. `share_BT`: of each token in what is minimized, for losses of routed experts.
+    `routed`: with experts in the place of an MLP. `window`: positions back including itself, 0 =
+    all. `cache` and `now`: see `Apply.apply_layers`; without `now`, `cache` has the keys and values
+    of the positions before x, or is (), and those of x are appended. `share_BT`: of each token in
+    what is minimized, for losses of routed experts.
     """
 
-    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs, *, routed: bool):
         norm = functools.partial(Norm, model, (model.width,))
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(model, rngs)
-        self.mlp = (Experts if model.num_experts else Mlp)(model, rngs)
+        self.attention = (LatentAttention if model.kv_latent else Attention)(model, rngs)
+        self.mlp = (Experts if routed else Mlp)(model, rngs)
         self.attention_post_norm = norm() if model.post_norms else None
         self.mlp_post_norm = norm() if model.post_norms else None
 
@@ -267,8 +380,6 @@ class Block(nnx.Module):
     ):  # fmt: skip
         # Between blocks positions are split over `tensor` too; inside, each device needs them all.
         y_BTD = self.attention_norm(x_BTD)
-        y_BTD = execution.place.constrain(y_BTD, INSIDE, multiplied_into=("heads",))
-        y_BTD = checkpoint_name(y_BTD, remat.ATTENTION_NORM)
         y_BTD, cache = self.attention(y_BTD, rotation, mask, window, execution, cache, now)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
@@ -280,17 +391,27 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, L blocks stacked along a leading dimension, a last norm and a head."""
+    """Embedding, L blocks stacked along a leading dimension, a last norm and a head.
+
+    First layers of a mixture that are dense have other parameters, and so a stack of their own.
+    """
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         V, D, std = model.padded_vocab, model.width, 1 / math.sqrt(model.width)
         learned, shape = model.positions == "learned", (model.max_positions, D)
         self.embedding = _weight(rngs, (V, D), ("vocab", "embed"), std)
         self.positions = _weight(rngs, shape, ("positions", "embed"), std) if learned else None
-        stack = nnx.vmap(lambda rngs: Block(model, rngs), in_axes=0, out_axes=0)
-        self.blocks = nnx.split_rngs(splits=model.num_layers)(stack)(rngs)
+        routed = model.num_experts > 0
+        self.blocks = _stack(model, rngs, model.num_blocks, routed=routed)
+        first = model.num_first
+        self.first = _stack(model, rngs, first, routed=False) if first else None
         self.norm = Norm(model, (D,))
         self.head = None if model.tied_head else _weight(rngs, (V, D), ("vocab", "embed"), std)
+
+
+def _stack(model: families.ModelConfig, rngs: nnx.Rngs, num: int, *, routed: bool):
+    stack = nnx.vmap(lambda rngs: Block(model, rngs, routed=routed), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=num)(stack)(rngs)
 
 
 def _out_scale(model: families.ModelConfig) -> float:

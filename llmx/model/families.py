@@ -44,17 +44,19 @@ class ModelConfig:
     positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
     rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
     rope_theta_local: float = 0.0  # base in local layers; 0 = the same
+    rope_interleaved: bool = False  # numbers 2i, 2i + 1 of a head turn together (deepseek_v3)
     # "none" | "llama3" | "linear" | "yarn" (global layers only)
     rope_scaling: str = choice("none", ("none", "llama3", "linear", "yarn"))
     rope_factor: float = bounded(1.0, above=0)  # by how much the context was stretched
     rope_low_freq: float = 1.0  # llama3: fewer turns than this in the old context stretch fully
     rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
     rope_old_context: int = 8192  # llama3 and yarn: context before stretching
-    # yarn: pairs of more turns than the first in the old context are not stretched, of fewer than
-    # the second fully; whether the pairs between are counted in whole numbers
+    # yarn: above this many turns in the old context, do not stretch
     rope_beta_fast: float = bounded(32.0, above=0)
-    rope_beta_slow: float = bounded(1.0, above=0)
-    rope_truncate: bool = True
+    rope_beta_slow: float = bounded(1.0, above=0)  # yarn: with fewer turns, stretch fully
+    rope_truncate: bool = True  # yarn: pairs between are counted in whole numbers
+    rope_mscale: float = bounded(0.0, at_least=0)  # yarn: see `rope.amplitude`; 0 = not given
+    rope_mscale_all: float = bounded(0.0, at_least=0)  # yarn: also scales scores; 0 = not given
     norm: str = choice("rms", ("rms", "layer"))  # "rms" | "layer"
     norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
@@ -62,11 +64,19 @@ class ModelConfig:
     qk_norm: bool = False  # RMS-normalise queries and keys (qwen3, gemma3, olmoe)
     # over each "head", or over "all" heads together (olmoe)
     qk_norm_over: str = choice(EACH_HEAD, (EACH_HEAD, ALL_HEADS))
+    # Latent attention: keys and values of all heads are made of so many numbers; 0 = each of x
+    kv_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE)
+    query_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # queries too; 0 = of x
+    # the last of a head's H numbers: they alone are rotated, and all heads share those of the key
+    rope_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)
+    value_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # numbers of a head's value
     # "silu" | "gelu" (tanh form) | "clamped_silu" (gpt-oss: `activations.hidden`)
     activation: str = choice("silu", ("silu", "gelu", "clamped_silu"))
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
     # E, routed experts in the place of the MLP; 0 = none
     num_experts: int = bounded(0, at_least=0, at_most=65536)
+    # first layers with an MLP of width `mlp_dim` in the place of experts
+    first_dense: int = bounded(0, at_least=0, at_most=MAX_LAYERS)
     experts_per_token: int = bounded(1, at_least=1, at_most=1024)  # k
     expert_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # F of a routed expert
     # F of an MLP beside the routed experts, which every token goes through; 0 = none
@@ -94,8 +104,36 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What q.k is multiplied by."""
-        return self.query_scale or 1 / math.sqrt(self.head_dim)
+        """What q.k is multiplied by: with yarn's `rope_mscale_all`, more (arXiv 2309.00071)."""
+        scale = self.query_scale or 1 / math.sqrt(self.head_dim)
+        if self.rope_scaling == "yarn" and self.rope_mscale_all:
+            scale *= yarn_scale(self.rope_factor, self.rope_mscale_all) ** 2
+        return scale
+
+    @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """Those of the layers of the stack."""
+        return self.layer_kinds[self.num_first :]
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a head's value, and of its result."""
+        return self.value_dim if self.kv_latent else self.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Numbers of a head that positions rotate."""
+        return self.rope_dim if self.kv_latent else self.head_dim
+
+    @property
+    def num_first(self) -> int:
+        """First layers that are not in the stack of the others: dense ones of a mixture."""
+        return self.first_dense if self.num_experts else 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers of the stack that is scanned, and that stages divide."""
+        return self.num_layers - self.num_first
 
     @property
     def hidden_dim(self) -> int:
@@ -114,6 +152,16 @@ class ModelConfig:
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     """By how much yarn scales queries and keys of a context stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def first_layers(model: ModelConfig) -> ModelConfig:
+    """The first layers as a model: dense."""
+    return dataclasses.replace(model, num_layers=model.num_first, num_experts=0)
+
+
+def blocks(model: ModelConfig) -> ModelConfig:
+    """The other layers as a model."""
+    return dataclasses.replace(model, num_layers=model.num_blocks, first_dense=0)
 
 
 def _gpt2(**values) -> dict:
@@ -158,6 +206,9 @@ _GPT_OSS = dict(family="gpt_oss", vocab_size=201088, num_kv_heads=8, head_dim=64
                 rope_truncate=False, max_positions=131072, activation="clamped_silu", bias=True,
                 attention_sinks=True, layer_pattern=(LOCAL, GLOBAL), window=128,
                 experts_per_token=4)
+# DeepSeek-V3 (arXiv 2412.19437): latent attention; the first layers are dense.
+_DEEPSEEK_V3 = dict(family="deepseek_v3", norm_eps=1e-6, rope_interleaved=True, router="sigmoid")
+_LATENT = dict(kv_latent=512, head_dim=192, rope_dim=64, value_dim=128)
 # fmt: on
 
 # A family's own name gives its smallest useful shape, for tests and small runs.
@@ -183,6 +234,10 @@ FAMILIES = {
     "gpt_oss": dict(
         _GPT_OSS, **_TINY, **_TINY_HEADS, window=16, num_experts=8, experts_per_token=2,
         expert_dim=48),
+    "deepseek_v3": dict(
+        _DEEPSEEK_V3, **_TINY, num_kv_heads=4, mlp_dim=192, kv_latent=32, query_latent=24,
+        head_dim=24, rope_dim=8, value_dim=16, num_experts=8, experts_per_token=2, expert_dim=48,
+        shared_dim=48, first_dense=1, router_groups=4, router_groups_kept=2, router_scale=2.5),
     "gpt2_124m": _gpt2(width=768, num_layers=12, num_heads=12),
     "gpt2_1.5b": _gpt2(width=1600, num_layers=48, num_heads=25),
     "gpt3_175b": _gpt2(width=12288, num_layers=96, num_heads=96, max_positions=2048),
@@ -216,6 +271,19 @@ FAMILIES = {
     "gpt_oss_120b": dict(
         _GPT_OSS, width=2880, num_layers=36, num_heads=64, mlp_dim=2880, num_experts=128,
         expert_dim=2880),
+    "deepseek_v3_671b": dict(
+        _DEEPSEEK_V3, **_LATENT, vocab_size=129280, width=7168, num_layers=61, num_heads=128,
+        num_kv_heads=128, mlp_dim=18432, query_latent=1536, first_dense=3, num_experts=256,
+        experts_per_token=8, expert_dim=2048, shared_dim=2048, router_groups=8,
+        router_groups_kept=4, router_scale=2.5, max_positions=163840, rope_theta=10_000.0,
+        rope_scaling="yarn", rope_factor=40.0, rope_old_context=4096, rope_mscale=1.0,
+        rope_mscale_all=1.0),
+    # Moonlight (arXiv 2502.16982): DeepSeek-V3's shape, small.
+    "moonlight_16b_a3b": dict(
+        _DEEPSEEK_V3, **_LATENT, vocab_size=163840, width=2048, num_layers=27, num_heads=16,
+        num_kv_heads=16, mlp_dim=11264, first_dense=1, num_experts=64, experts_per_token=6,
+        expert_dim=1408, shared_dim=2816, router_scale=2.446, norm_eps=1e-5, rope_theta=50_000.0,
+        max_positions=8192),
     "gemma2_2b": dict(
         _GEMMA2, width=2304, num_layers=26, num_heads=8, num_kv_heads=4, mlp_dim=9216),
     "gemma3_1b": dict(
@@ -237,11 +305,13 @@ def preset(name: str, **changes) -> ModelConfig:
 
 
 # Fields without effect under other scalings of rotary positions.
-OF_YARN = ("rope_beta_fast", "rope_beta_slow", "rope_truncate")
+OF_YARN = (
+    "rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_mscale", "rope_mscale_all"
+)  # fmt: skip
 # Fields without effect where there are no experts.
 _OF_EXPERTS = (
-    "experts_per_token", "expert_dim", "shared_dim", "router", "router_renormalize", "router_scale",
-    "router_groups", "router_groups_kept",
+    "first_dense", "experts_per_token", "expert_dim", "shared_dim", "router",
+    "router_renormalize", "router_scale", "router_groups", "router_groups_kept",
 )  # fmt: skip
 
 
@@ -251,7 +321,13 @@ def unused_of_experts(model: ModelConfig) -> tuple[str, ...]:
         return _OF_EXPERTS
     # A token that keeps all groups chooses among all experts.
     all_kept = model.router_groups == model.router_groups_kept
-    return ("mlp_dim", *("router_groups", "router_groups_kept") * all_kept)
+    of_dense = ("mlp_dim",) * (not model.first_dense)
+    return (*of_dense, *("router_groups", "router_groups_kept") * all_kept)
+
+
+def unused_of_attention(model: ModelConfig) -> tuple[str, ...]:
+    """Fields of latent attention, or of the other, that have no effect on what a model computes."""
+    return () if model.kv_latent else ("query_latent", "rope_dim", "value_dim")
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
@@ -279,13 +355,14 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "rope_low_freq": model.rope_low_freq if blended else None,
         "rope_high_freq": model.rope_high_freq if blended else None,
         "rope_old_context": model.rope_old_context if blended or yarn else None,
+        "rope_interleaved": model.rope_interleaved if rope else None,
         "query_scale": model.score_scale,
         "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
         "layer_pattern": model.layer_kinds,
         "window": model.window if LOCAL in kinds else None,
     }
     depends |= {name: vars(model)[name] if yarn else None for name in OF_YARN}
-    depends |= dict.fromkeys(unused_of_experts(model))
+    depends |= dict.fromkeys((*unused_of_experts(model), *unused_of_attention(model)))
     return vars(model) | depends
 
 
@@ -299,7 +376,7 @@ def problems(model: ModelConfig) -> list[str]:
             f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of "
             f"query heads; use num_kv_heads in {divisors}"
         )
-    if model.positions == "rope" and model.head_dim % 2:
+    if model.positions == "rope" and not model.kv_latent and model.head_dim % 2:
         texts.append(
             f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers"
         )
@@ -307,6 +384,7 @@ def problems(model: ModelConfig) -> list[str]:
         texts.append(
             "model.activation='clamped_silu' is of gate and up: use gated_mlp=True, or 'silu'"
         )
+    texts += _problems_of_latents(model) if model.kv_latent else []
     kinds = set(model.layer_pattern)
     if not kinds or kinds - {GLOBAL, LOCAL}:
         texts.append(
@@ -320,6 +398,42 @@ def problems(model: ModelConfig) -> list[str]:
     return texts + (_problems_of_experts(model) if model.num_experts else [])
 
 
+# What latent attention has.
+OF_LATENTS = (
+    ("positions", "rope"),
+    ("qk_norm", False),
+    ("bias", False),
+    ("attention_sinks", False),
+)
+
+
+def _problems_of_latents(model: ModelConfig) -> list[str]:
+    """All problems of latent attention, each with its remedy."""
+    texts, H, P = [], model.head_dim, model.rope_dim
+    if not 0 < P < H or P % 2:
+        texts.append(
+            f"model.rope_dim={P} must be even, above 0 and below model.head_dim={H}: of a head's "
+            "numbers the last ones are rotated, in pairs"
+        )
+    if not model.value_dim:
+        texts.append(
+            f"model.value_dim={model.value_dim} with model.kv_latent={model.kv_latent}: set it to "
+            "the width of a head's value, or kv_latent to 0"
+        )
+    if model.num_kv_heads != model.num_heads:
+        texts.append(
+            f"model.num_kv_heads={model.num_kv_heads} with model.kv_latent={model.kv_latent}: each "
+            f"head has keys of its own, made of the latent; use num_kv_heads={model.num_heads}"
+        )
+    for name, wanted in OF_LATENTS:
+        if vars(model)[name] != wanted:
+            texts.append(
+                f"model.{name}={vars(model)[name]!r} with model.kv_latent={model.kv_latent}: "
+                f"latent attention has only {name}={wanted!r}; use that, or kv_latent=0"
+            )
+    return texts
+
+
 def _problems_of_experts(model: ModelConfig) -> list[str]:
     """All problems of the routed experts, each with its remedy."""
     texts, E, k = [], model.num_experts, model.experts_per_token
@@ -328,6 +442,17 @@ def _problems_of_experts(model: ModelConfig) -> list[str]:
         texts.append(
             f"model.expert_dim={model.expert_dim} with model.num_experts={E}: set it to the width "
             "of one expert, or num_experts to 0"
+        )
+    if model.first_dense >= model.num_layers:
+        texts.append(
+            f"model.first_dense={model.first_dense} leaves none of model.num_layers="
+            f"{model.num_layers} with experts: use at most {model.num_layers - 1}, or num_experts=0"
+        )
+    if model.first_dense and len(set(model.layer_kinds)) > 1:
+        texts.append(
+            f"model.first_dense={model.first_dense} with model.layer_pattern="
+            f"{model.layer_pattern}: the first layers must be of the kind of the others; use one "
+            "kind, or first_dense=0"
         )
     if groups < 1 or kept < 1:
         return texts

@@ -36,17 +36,20 @@ from llmx.runtime import bounds
 # What the model names in each layer, in order of appearance, with its logical size.
 INPUT = "input"  # B T D, saved by every policy
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"  # B T D, what products take
-QUERY, KEY, VALUE = "query", "key", "value"  # B T N H, B T K H: products
+# B T N H, B T K H: products; of latent attention, "key" has keys and values of all heads
+QUERY, KEY, VALUE = "query", "key", "value"
+# B T Q, B T R: what latent attention makes queries, keys and values of; its products
+QUERY_LATENT, LATENT = "query_latent", "latent"
 QUERY_KEY_VALUE = "query_key_value"  # the same, normalised and rotated: what attention takes
 ATTENTION = "attention"  # B T N H, with the log-sum-exp of scores
 ATTENTION_OUT, MLP_OUT = "attention_out", "mlp_out"  # B T D: products
 GATE, UP = "gate", "up"  # B T F: products
 HIDDEN = "hidden"  # B T F: what the MLP's last product takes
 ROUTING = "routing"  # B T k, int32: the experts of a token, saved by every policy
-PRODUCTS = (QUERY, KEY, VALUE, ATTENTION_OUT, GATE, UP, MLP_OUT)
+PRODUCTS = (QUERY_LATENT, LATENT, QUERY, KEY, VALUE, ATTENTION_OUT, GATE, UP, MLP_OUT)
 SAVES = (
-    INPUT, ATTENTION_NORM, QUERY, KEY, VALUE, QUERY_KEY_VALUE, ATTENTION, ATTENTION_OUT, MLP_NORM,
-    GATE, UP, HIDDEN, MLP_OUT,
+    INPUT, ATTENTION_NORM, QUERY_LATENT, LATENT, QUERY, KEY, VALUE, QUERY_KEY_VALUE, ATTENTION,
+    ATTENTION_OUT, MLP_NORM, GATE, UP, HIDDEN, MLP_OUT,
 )  # fmt: skip
 # Of the segments that `sqrt` and `every_N` make.
 _SEGMENT_INPUT = "segment_input"

@@ -6,7 +6,9 @@ Three arguments are the same everywhere:
   policy yet.
 - `chunks`: the layers of each model chunk of a pipeline, in the order of the model, which add up to
   L; () = one chunk. Rules and segments are those of each chunk, whose layers count from 0. All
-  chunks have the slots of the longest: a shorter one has its segments, without the end.
+  chunks have the slots of the longest: a shorter one has its segments, without the end. Dense first
+  layers of a mixture are a chunk of their own, which `chunks` does not name, and a pipeline keeps
+  nothing of them: it runs them again for their gradient, as the embedding.
 - `offloaded`: names of `remat.SAVES` that are saved in the host's memory, whether `text` saves them
   or not. They are not computed again, and take no bytes of the device.
 
@@ -28,7 +30,18 @@ def policies(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
 
     `chunks`: see above. Raises ValueError where `text` is wrong or "budget".
     """
+    if model.num_first:
+        of_stacks = [policies(stack, text, of) for stack, of in _of_stacks(model, chunks)]
+        return list(itertools.chain(*of_stacks))
     return list(_policies(tuple(model.layer_kinds), text, tuple(chunks)))
+
+
+def _of_stacks(
+    model: ModelConfig, chunks: Sequence[int]
+) -> list[tuple[ModelConfig, Sequence[int]]]:
+    """The dense first layers and the others as models, with the chunks of each."""
+    first, blocks = costs.stacks(model)
+    return [(first, ()), (blocks, chunks)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -50,6 +63,9 @@ def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
     Layers count from the first of the model; no segment crosses the end of a chunk. `chunks`: see
     above. Raises ValueError where `text` is wrong or "budget".
     """
+    if model.num_first:
+        first, blocks = (segments(stack, text, of) for stack, of in _of_stacks(model, chunks))
+        return first + [(start + model.num_first, end + model.num_first) for start, end in blocks]
     return list(_segments(tuple(model.layer_kinds), text, tuple(chunks)))
 
 
@@ -91,7 +107,7 @@ def branches(model: ModelConfig, chunks: Sequence[int]) -> bool:
 
     `chunks`: see above.
     """
-    return len(set(model.layer_kinds)) > 1 and not _alike(_parts(model.layer_kinds, chunks))
+    return len(set(model.layer_kinds)) > 1 and not _alike(_parts(model.block_kinds, chunks))
 
 
 def _alike(parts: Sequence[tuple[str, ...]]) -> bool:
@@ -111,6 +127,21 @@ def recomputed_flops_by_layer(
     With several `loss_chunks`, parts of the vocabulary in the loss, logits are not saved. `text`,
     `chunks`, `offloaded`: see above. Raises ValueError where `text` is wrong or "budget".
     """
+    if model.num_first:
+        sizes = dict(
+            sequence_length=sequence_length, text=text, loss_chunks=loss_chunks, causal=causal,
+            offloaded=offloaded,
+        )  # fmt: skip
+        first, blocks = (
+            recomputed_flops_by_layer(stack, chunks=of, **sizes)
+            for stack, of in _of_stacks(model, chunks)
+        )
+        if chunks:
+            forward = costs.forward_flops_by_layer(
+                model, sequence_length=sequence_length, causal=causal
+            )
+            first = [again + flops for again, flops in zip(first, forward, strict=False)]
+        return [0.0, *first[1 : model.num_first + 1], *blocks[1:]]
     chosen = policies(model, text, chunks)
     scores = costs.scores_by_block(model, sequence_length, causal)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length, causal=causal)
@@ -134,14 +165,12 @@ def recomputed_flops(
 
     `scores`: of attention in the forward pass. `offloaded`: see above.
     """
-    D, H, N, K, F = model.width, model.head_dim, model.num_heads, model.num_kv_heads, mlp_dim(model)
-    sizes = {
-        remat.QUERY: D * N * H, remat.KEY: D * K * H, remat.VALUE: D * K * H,
-        remat.ATTENTION_OUT: N * H * D, remat.GATE: D * F * model.gated_mlp, remat.UP: D * F,
-        remat.MLP_OUT: F * D,
+    D, F = model.width, mlp_dim(model)
+    sizes = costs.products_of_attention(model) | {
+        remat.GATE: D * F * model.gated_mlp, remat.UP: D * F, remat.MLP_OUT: F * D
     }  # fmt: skip
     again = recomputed(model, policy, offloaded)
-    products = sum(2.0 * size for name, size in sizes.items() if name in again)
+    products = sum(2.0 * sizes.get(name, 0) for name in again)
     products += _repeated_by_experts(model)
     if policy.saved is not None:
         products += 2.0 * D * model.num_experts  # the router
@@ -169,10 +198,11 @@ def recomputed(model: ModelConfig, policy: Policy, offloaded: Sequence[str] = ()
         return set()
     saved = policy.saved | set(offloaded)
     # Norms of queries and keys are differentiated at what they take.
-    rotated = remat.QUERY_KEY_VALUE in saved
+    rotated, latent = remat.QUERY_KEY_VALUE in saved, model.kv_latent > 0
     needed = {
         remat.QUERY: model.qk_norm or not rotated, remat.KEY: model.qk_norm or not rotated,
-        remat.VALUE: not rotated, remat.ATTENTION: True, remat.ATTENTION_OUT: True,
+        remat.VALUE: not rotated, remat.QUERY_LATENT: model.query_latent > 0 and latent,
+        remat.LATENT: latent, remat.ATTENTION: True, remat.ATTENTION_OUT: True,
         remat.GATE: model.gated_mlp, remat.UP: True, remat.MLP_OUT: model.post_norms,
     }  # fmt: skip
     return {name for name, is_needed in needed.items() if is_needed and name not in saved}
@@ -181,9 +211,12 @@ def recomputed(model: ModelConfig, policy: Policy, offloaded: Sequence[str] = ()
 def bytes_of_saves(model: ModelConfig, compute_bytes: int) -> dict[str, int]:
     """Bytes per token of each of `remat.SAVES` in one layer."""
     D, F, H, N, K = model.width, mlp_dim(model), model.head_dim, model.num_heads, model.num_kv_heads
+    V, R, P = model.value_width, model.kv_latent, model.rotated_dim
     sizes = {
-        remat.INPUT: D, remat.ATTENTION_NORM: D, remat.QUERY: N * H, remat.KEY: K * H,
-        remat.VALUE: K * H, remat.QUERY_KEY_VALUE: (N + 2 * K) * H, remat.ATTENTION: N * H,
+        remat.INPUT: D, remat.ATTENTION_NORM: D, remat.QUERY: N * H,
+        remat.KEY: N * (H - P + V) if R else K * H, remat.VALUE: 0 if R else K * H,
+        remat.QUERY_LATENT: model.query_latent * (R > 0), remat.LATENT: R + P if R else 0,
+        remat.QUERY_KEY_VALUE: N * H + K * (H + V), remat.ATTENTION: N * V,
         remat.ATTENTION_OUT: D, remat.MLP_NORM: D, remat.GATE: F * model.gated_mlp, remat.UP: F,
         remat.HIDDEN: F, remat.MLP_OUT: D,
     }  # fmt: skip
@@ -208,6 +241,16 @@ def saved_bytes_by_layer(
     number in the compute dtype; norms, logits, log-sum-exps are in fp32. Raises ValueError where
     `text` is wrong or "budget".
     """
+    if model.num_first:
+        sizes = dict(
+            text=text, loss_chunks=loss_chunks, compute_bytes=compute_bytes, offloaded=offloaded
+        )
+        first, blocks = (
+            saved_bytes_by_layer(stack, chunks=of, **sizes)
+            for stack, of in _of_stacks(model, chunks)
+        )
+        first = first[1:-1] if not chunks else [0] * model.num_first
+        return [4, *first, *blocks[1:]]
     chosen = policies(model, text, chunks)
     by_policy = {
         policy: saved_bytes(model, policy, compute_bytes, offloaded) for policy in set(chosen)
@@ -240,8 +283,8 @@ def saved_bytes_of_chunk(
     Arguments and errors: see `saved_bytes_by_layer`.
     """
     _, *by_layer, _ = saved_bytes_by_layer(
-        model, text=text, loss_chunks=1, compute_bytes=compute_bytes, chunks=chunks,
-        offloaded=offloaded,
+        costs.stacks(model)[-1], text=text, loss_chunks=1, compute_bytes=compute_bytes,
+        chunks=chunks, offloaded=offloaded,
     )  # fmt: skip
     stops = itertools.accumulate(chunks, initial=0)
     return max(sum(by_layer[first:end]) for first, end in itertools.pairwise(stops))
@@ -274,5 +317,7 @@ def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:
     # normalised and scaled.
     activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)
     normed = num_norms * D + ((N + K) * H if model.qk_norm else 0)
-    in_compute_dtype = 2 * D + (N + 2 * K) * H + N * H + activation
+    in_compute_dtype = 2 * D + N * H + K * (H + model.value_width) + N * model.value_width
+    latents = model.kv_latent + model.query_latent if model.kv_latent else 0
+    normed, in_compute_dtype = normed + latents, in_compute_dtype + latents + activation
     return compute_bytes * in_compute_dtype + 4 * (3 * normed + N)

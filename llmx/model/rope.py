@@ -1,6 +1,6 @@
 """Rotary positions (arXiv 2104.09864), with the scalings of Llama 3, Gemma 3 and YaRN.
 
-Letters: B batch, T positions, N heads, H head size, P = H/2 pairs of numbers.
+Letters: B batch, T positions, N heads, H rotated numbers of a head, P = H/2 pairs of them.
 """
 
 import math
@@ -21,7 +21,8 @@ def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
     """
     local = kind == families.LOCAL and model.rope_theta_local
     theta = model.rope_theta_local if local else model.rope_theta
-    frequencies = theta ** -(np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim)
+    size = model.rotated_dim
+    frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     if not local and model.rope_scaling == "linear":
         frequencies = frequencies / model.rope_factor
     elif not local and model.rope_scaling == "llama3":
@@ -30,7 +31,7 @@ def rope_frequencies(model: families.ModelConfig, kind: str) -> np.ndarray:
         keep = np.clip(keep, 0, 1)
         frequencies = frequencies * (keep + (1 - keep) / model.rope_factor)
     elif not local and model.rope_scaling == "yarn":
-        keep = 1 - _yarn_ramp(model, model.head_dim, theta)
+        keep = 1 - _yarn_ramp(model, size, theta)
         frequencies = frequencies * (keep + (1 - keep) / model.rope_factor)
     return frequencies.astype(np.float32)
 
@@ -50,10 +51,17 @@ def _yarn_ramp(model: families.ModelConfig, size: int, theta: float) -> np.ndarr
 
 
 def amplitude(model: families.ModelConfig, kind: str) -> float:
-    """What yarn multiplies rotated queries and keys by, in layers of this kind; 1 = nothing."""
+    """What yarn multiplies rotated queries and keys by, in layers of this kind; 1 = nothing.
+
+    By the square of this scores grow; `score_scale` has what all numbers of a head are scaled by.
+    """
     local = kind == families.LOCAL and model.rope_theta_local
     if local or model.rope_scaling != "yarn":
         return 1.0
+    if model.rope_mscale and model.rope_mscale_all:
+        both = (model.rope_mscale, model.rope_mscale_all)
+        of, of_all = (families.yarn_scale(model.rope_factor, mscale) for mscale in both)
+        return of / of_all
     return families.yarn_scale(model.rope_factor)
 
 
@@ -64,9 +72,17 @@ def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray, amplit
     return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
 
 
-def rotate(x_BTNH: Array, rotation: tuple[Array, Array]) -> Array:
-    """[B, T, N, H] with the pairs (i, i + H/2) of each head rotated, in the dtype of x."""
-    cos, sin = rotation
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+def rotate(x_BTNH: Array, rotation: tuple[Array, Array], *, interleaved: bool = False) -> Array:
+    """[B, T, N, H] with the pairs (i, i + H/2) of each head rotated, in the dtype of x.
+
+    `interleaved`: the pairs are (2i, 2i + 1), and lie at (i, i + H/2) of the result: scores of
+    queries and keys do not depend on where.
+    """
+    (cos, sin), dtype = rotation, x_BTNH.dtype
+    x_BTNH = x_BTNH.astype(jnp.float32)
+    if interleaved:
+        first, second = x_BTNH[..., ::2], x_BTNH[..., 1::2]
+    else:
+        first, second = jnp.split(x_BTNH, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTNH.dtype)
+    return turned.astype(dtype)

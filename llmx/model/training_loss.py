@@ -137,7 +137,7 @@ class TrainingLoss:
         def one(path, leaf, axes):
             if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
                 return leaf
-            in_blocks = path[0].key == "blocks"
+            in_blocks = path[0].key in ("blocks", "first")
             numbers = policy.numbers if in_blocks else policy.numbers.of_head
             return dot.whole(leaf, policy.compute, numbers, axes)
 

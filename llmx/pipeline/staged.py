@@ -167,7 +167,7 @@ class _Pipeline:
             program, self.chunks, _functions(self.loss, self.chunks), self.loss.mesh,
             params=tuple((params["blocks"], _outside(params)) for params, *_ in steps),
             batches=tuple(prepared(batch, extra) for _, batch, extra in steps),
-            kinds=apply.model.layer_kinds, in_flight=in_flight,
+            kinds=apply.model.block_kinds, in_flight=in_flight,
             grad_buffers=(buffers["blocks"], _outside(buffers)) if differentiate else None,
         )  # fmt: skip
 
@@ -205,13 +205,13 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
     inside = dataclasses.replace(execution, place=local)
 
     def with_buffers(outer, buffers):
-        if buffers is None:
-            return outer
-        return outer | place.with_grad_buffers({name: outer[name] for name in buffers}, buffers)
+        return outer if buffers is None else apply.with_grad_buffers(outer, buffers, execution)
 
     def embed(outer, buffers, rows):
-        outer = with_buffers(outer, buffers)
-        return apply.embedded(outer, rows["tokens"], rows["positions"], execution)
+        mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
+        return apply.embedded(
+            with_buffers(outer, buffers), rows["tokens"], mask, execution, grad_buffers=buffers
+        )
 
     def side_inputs(rows, works):
         mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
@@ -238,7 +238,10 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
     recomputed = all(policy.saved is not None for policy in policies)
     return tick.ModelFunctions(
         embed, side_inputs, apply_layers, losses,
-        embed_names=("embedding", "positions") if model.positions == "learned" else ("embedding",),
+        embed_names=(
+            "embedding", *("positions",) * (model.positions == "learned"),
+            *("first",) * (model.num_first > 0),
+        ),
         losses_names=("norm", "embedding" if model.tied_head else "head"),
         # Experts have a product of their own, which defers no gradient.
         uses_dot=jax.tree.map(

@@ -378,6 +378,19 @@ def refusal(config: Config) -> str:
             "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
             "give that as --config.remat"
         )
+    return of_latents(config)
+
+
+def of_latents(config: Config) -> str:
+    """Why latent attention and dense first layers are not counted, with the remedy; "" if the model
+    has neither."""
+    model = config.model
+    for key, value in (("kv_latent", model.kv_latent), ("first_dense", model.num_first)):
+        if value:
+            return (
+                f"model.{key}={value}: the planner does not count such layers yet; run llmx.aot, "
+                "which compiles the run, with a mesh of your choice"
+            )
     return ""
 
 

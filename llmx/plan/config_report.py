@@ -14,6 +14,7 @@ from llmx import sharding
 from llmx.config import Config, checks, flags, utilization
 from llmx.pipeline import schedule
 from llmx.plan import (
+    candidates,
     layer_times,
     options,
     partition,
@@ -49,6 +50,8 @@ def show(
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
     config = checks.resolve(config, num_devices(args, config), problems=problems)
+    if why_not := candidates.of_latents(config):
+        raise ValueError(why_not)
     if number := config.model.num_experts:
         raise ValueError(
             f"model.num_experts={number}: the cut of a pipeline does not count routed experts; run "

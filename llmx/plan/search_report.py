@@ -45,7 +45,9 @@ def make(config: Config, machine: Machine) -> Search:
         candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
         machine.on_gpu,
     )  # fmt: skip
-    if why_not := experts.refusal(space.base, topology.platform):
+    if why_not := (
+        candidates.of_latents(space.base) or experts.refusal(space.base, topology.platform)
+    ):
         raise ValueError(why_not)
     own = candidates.own(config, topology)
     if own is not None and experts.refusal(own, topology.platform):

@@ -53,10 +53,12 @@ _MODEL = {
     "mlp": ("tensor",),
     "embed": (),
     "head_dim": (),
+    "latent": (),  # of latent attention; where products take it, it is split as the width is
 }
 _PARAMETERS = _MODEL | {
     "positions": (), "norm": (), "layers": ("stage",), "experts": ("expert",), "router": (),
     "loads": (),
+    "first": (),  # layers before those that stages divide
 }  # fmt: skip
 _ACTIVATIONS = _MODEL | {
     "batch": BATCH_AXES,

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from llmx import sharding
 from llmx.contract import Optimizer
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
@@ -99,12 +98,14 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
+# Logical axes that count layers.
+STACKED = ("layers", "first")
 _IS_NAMES = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
 
 
 def decay_mask(axes: Any) -> Any:
     """True for the parameters that decay: those with a contracted dimension, by axis names."""
-    whole = {"layers", "norm", "positions", "head_dim", "loads", "experts"}
+    whole = {"layers", "first", "norm", "positions", "head_dim", "loads", "experts"}
     decays = lambda names: len(set(names) - whole) >= 2  # noqa: E731
     return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
 
@@ -117,13 +118,13 @@ def _matrices(axes: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _muon_dimensions(axes: Any) -> Any:
-    """Which dimensions Muon contracts, in matrices of the blocks; None for what AdamW updates."""
+    """Which dimensions Muon contracts, in matrices of layers; None for what AdamW updates."""
 
     def dimensions(path, names):
-        if not sharding.path_name(path).startswith("blocks") or "embed" not in names:
+        if names[0] not in STACKED or "embed" not in names:
             return None
         width = names.index("embed")
-        others = tuple(i for i, name in enumerate(names) if name != "layers" and i != width)
+        others = tuple(i for i, name in enumerate(names) if i not in (0, width))
         if width == len(names) - 1:
             return contrib.MuonDimensionNumbers(reduction_axis=others, output_axis=(width,))
         return contrib.MuonDimensionNumbers(reduction_axis=(width,), output_axis=others)

@@ -40,8 +40,24 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 _YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+_DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 1.0,
-    "truncate": False, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 0.8, "original_max_position_embeddings": 16,
+}  # fmt: skip
+_LATENT = _TINY | {
+    "head_dim": 8,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 # What each model is made of: class of its config, values of it.
@@ -70,6 +86,14 @@ CASES = {
     "gpt_oss": ("GptOssConfig", _TINY | {
         "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
         "rope_parameters": _YARN_ROPE, "layer_types": [SLIDING, FULL, SLIDING],
+    }),
+    "deepseek_v3": ("DeepseekV3Config", _LATENT | {
+        "num_hidden_layers": 4, "q_lora_rank": 20, "first_k_dense_replace": 2, "n_group": 4,
+        "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN,
+    }),
+    "moonlight": ("DeepseekV3Config", _LATENT | {
+        "num_hidden_layers": 2, "q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 2, "rope_interleave": False,
     }),
     "gemma2": ("Gemma2Config", _TINY | {
         "sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
@@ -110,6 +134,9 @@ def saved(transformers, tmp_path_factory):
                 for parameter in theirs.parameters():
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.add_(noise * (0.15 if parameter.ndim > 1 else 0.3))
+                for name, buffer in theirs.named_buffers():
+                    if name.endswith("e_score_correction_bias"):
+                        buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
             directory = tmp_path_factory.mktemp(case)
             theirs.save_pretrained(directory)
             made[case] = theirs, directory
@@ -292,7 +319,7 @@ def test_published_experts_in_mxfp4_are_read_as_numbers(saved, transformers, run
         hf.load(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["olmoe", "gpt_oss"])
+@pytest.mark.parametrize("case", ["mixtral", "olmoe", "gpt_oss", "deepseek_v3", "moonlight"])
 def test_greedy_tokens_are_those_of_transformers(case, saved, run):
     """Of two prompts, beyond the windows, with a cache here and there."""
     import torch
@@ -423,7 +450,8 @@ def change_config(directory, **changes):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*linear"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "add .'original_max_position"),
-        ({"rope_scaling": {"rope_type": "yarn", "mscale": 2.0}}, "'mscale'. must be left out"),
+        ({"rope_scaling": _YARN_ROPE | {"attention_factor": 1.2}}, "attention_factor=1.2.*leave"),
+        ({"rope_scaling": _DEEPSEEK_YARN}, r"mscale_all_dim=0.8.*only deepseek_v3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "add .'factor'"),
         ({"layer_types": ["full_attention"]}, "layer_types=.* for 3 layers"),
         ({"layer_types": ["full", "full", "full"]}, "full_attention"),

@@ -21,6 +21,7 @@ BASE = dict(
 )  # fmt: skip
 LOCAL = dict(layer_pattern=(families.LOCAL, families.GLOBAL), window=3, rope_theta_local=500.0)
 EXPERTS = dict(num_experts=4, experts_per_token=2, expert_dim=16)
+LATENT = dict(kv_latent=8, query_latent=8, rope_dim=4, value_dim=8)
 # From which models each field is changed, and to what. In one of them at least it has an effect,
 # unless it never has one.
 MODELS = {
@@ -30,6 +31,17 @@ MODELS = {
     ),
     "local": families.ModelConfig(**BASE, **LOCAL, rope_scaling="linear", rope_factor=4.0),
     "shared": families.ModelConfig(**BASE | LOCAL | dict(rope_theta_local=0.0)),
+    "yarn": families.ModelConfig(
+        **BASE,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_old_context=16,
+        rope_beta_fast=2.0,
+        rope_mscale=0.5,
+        rope_mscale_all=0.7,
+        rope_truncate=False,
+    ),
+    "latent": families.ModelConfig(**BASE, **LATENT),
     "learned": families.ModelConfig(**BASE, positions="learned"),
     "experts": families.ModelConfig(**BASE, **EXPERTS),
     "grouped": families.ModelConfig(
@@ -44,12 +56,16 @@ CHANGES = dict(
     norm_plus_one=True, post_norms=True, qk_norm=True, activation="gelu", gated_mlp=False,
     bias=True, tied_head=True, embedding_scale=True, query_scale=1.0, window=5,
     layer_pattern=(families.LOCAL,), attention_softcap=0.5, logit_softcap=0.5,
+    rope_beta_fast=3.0, rope_beta_slow=0.25, qk_norm_over="all", attention_sinks=True,
+    rope_interleaved=True, rope_truncate=True, rope_mscale=1.0, rope_mscale_all=1.0, kv_latent=16,
+    query_latent=4, rope_dim=2, value_dim=4, first_dense=1,
     num_experts=8, experts_per_token=3, expert_dim=24, shared_dim=8, router="sigmoid",
     router_renormalize=False, router_scale=2.0, router_groups=2, router_groups_kept=3,
 )  # fmt: skip
 # Whether these have an effect depends on other fields.
 DEPENDENT = [name for name in CHANGES if name.startswith(("rope", "window", "layer_p", "max_p"))]
-OF_EXPERTS = ("router", "expert", "num_exp", "shared", "mlp_dim")
+OF_EXPERTS = ("router", "expert", "first", "num_exp", "shared", "mlp_dim")
+OF_LATENTS = [name for name in CHANGES if name.endswith(("latent", "_dim"))]
 OF_EXPERTS = [name for name in CHANGES if name.startswith(OF_EXPERTS)]
 WITHOUT_EFFECT = {"family", "vocab_multiple"}
 
@@ -120,7 +136,8 @@ def test_refused_if_and_only_if_the_program_changes():
 def test_refused_if_and_only_if_the_function_changes(base):
     """Each field of a model, changed: refused exactly where other losses come out."""
     wanted, params = outputs(MODELS[base])
-    names = CHANGES if base == "plain" else OF_EXPERTS if MODELS[base].num_experts else DEPENDENT
+    names = OF_EXPERTS if MODELS[base].num_experts else DEPENDENT
+    names = {"plain": CHANGES, "latent": OF_LATENTS}.get(base, names)
     for name, changed, refused in refusals(base, names):
         got, _ = outputs(changed, params)
         assert bool(refused) == (got is None or not np.array_equal(got, wanted)), name

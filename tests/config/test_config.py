@@ -439,7 +439,7 @@ def test_golden_keys():
     """The whole surface of the config, so that a change to it is seen in review."""
     wanted = (ROOT / "tests/golden/config_keys.txt").read_text().splitlines()
     assert list(config.leaf_types(config.Config)) == wanted
-    assert len(wanted) <= 200
+    assert len(wanted) <= 210
 
 
 def test_every_key_has_a_comment():

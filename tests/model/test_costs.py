@@ -15,6 +15,7 @@ from llmx.model.costs import (
     forward_flops_by_part,
     forward_flops_per_token,
     keys_per_query,
+    num_active_parameters,
     num_non_embedding_parameters,
     num_parameters,
     num_stored_parameters,
@@ -47,6 +48,9 @@ PUBLISHED = {
     "olmoe_1b_7b": 6_919_161_856,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    # Without the bias by which experts are chosen, E numbers in each layer.
+    "deepseek_v3_671b": 671_026_404_352,
+    "moonlight_16b_a3b": 15_960_108_544,
     "gemma2_2b": 2_614_341_888,
     "gemma3_1b": 999_885_952,
     "gemma3_4b": 3_880_263_168,
@@ -66,6 +70,8 @@ SHAPES = {
     "biased_shared": dict(
         bias=True, num_experts=4, experts_per_token=2, expert_dim=24, shared_dim=16
     ),
+    "latents": dict(num_kv_heads=4, kv_latent=6, query_latent=5, rope_dim=2, value_dim=3),
+    "first_dense": dict(num_experts=3, expert_dim=8, shared_dim=4, first_dense=2, num_layers=5),
     "wide_heads": dict(head_dim=24, num_kv_heads=1, num_layers=3),
 }
 
@@ -80,6 +86,16 @@ def tiny(**changes) -> ModelConfig:
 def test_published_sizes():
     sized = {name for name in FAMILIES if preset(name).vocab_size}
     assert {name: num_parameters(preset(name)) for name in sized} == PUBLISHED
+
+
+def test_active_parameters_are_those_that_are_published():
+    """In billions: of DeepSeek-V3 37 (arXiv 2412.19437), of Moonlight 2.24 of 15.29 without
+    embedding and head (arXiv 2502.16982)."""
+    assert int(num_active_parameters(preset("deepseek_v3_671b")) / 1e9) == 37
+    moonlight = preset("moonlight_16b_a3b")
+    tables = 2 * moonlight.vocab_size * moonlight.width
+    assert round((num_active_parameters(moonlight) - tables) / 1e9, 2) == 2.24
+    assert round((num_parameters(moonlight) - tables) / 1e9, 2) == 15.29
 
 
 def tree_size(model: ModelConfig) -> int:
@@ -163,10 +179,18 @@ def losses_and_batch(
     return loss, shapes, batch, place
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3", "gemma2", "gemma3"])
+# Without the experts, whose loops this walk does not count: with latent attention.
+FAMILY_NAMES = ["gpt2", "llama3", "qwen3", "gemma2", "gemma3", "deepseek_v3"]
+
+
+def dense(family: str, **changes) -> ModelConfig:
+    return preset(family, num_experts=0, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_flops_are_those_of_the_traced_model(family):
     B, T = 2, 24
-    model = preset(family, vocab_size=96, vocab_multiple=1)
+    model = dense(family, vocab_size=96, vocab_multiple=1)
     loss, shapes, batch, place = losses_and_batch(model, batch_size=B, sequence_length=T)
     with jax.set_mesh(place.mesh):
         forward = traced_flops(jax.make_jaxpr(loss)(shapes, batch).jaxpr)
@@ -211,8 +235,6 @@ def test_palm_formula():
 
 # ---------------------------------------------------------------------------------------- by layer
 
-FAMILY_NAMES = ["gpt2", "llama3", "qwen3", "gemma2", "gemma3"]
-
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *FAMILY_NAMES])
 def test_layers_add_up_to_the_model(name):
@@ -227,7 +249,7 @@ def test_layers_add_up_to_the_model(name):
         assert sum(flops) == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3", "deepseek_v3"])
 def test_layers_have_the_parameters_of_the_tree(name):
     model = preset(name, vocab_size=61)
     shapes, _ = apply.abstract_parameters(model)
@@ -237,7 +259,8 @@ def test_layers_have_the_parameters_of_the_tree(name):
     }
     first, *blocks, last = parameters_by_layer(model)
     assert first == sizes["embedding"] + sizes.get("positions", 0)
-    assert blocks == [sizes["blocks"] // model.num_layers] * model.num_layers
+    in_front = [sizes["first"] // model.num_first] * model.num_first if "first" in sizes else []
+    assert blocks == in_front + [sizes["blocks"] // model.num_blocks] * model.num_blocks
     assert last == sizes["norm"] + sizes.get("head", 0)
 
 
@@ -252,7 +275,7 @@ def test_local_blocks_have_fewer_flops():
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_recomputed_flops_are_those_of_the_traced_model(family, remat):
     B, T = 2, 24
-    model = preset(family, vocab_size=96, vocab_multiple=1)
+    model = dense(family, vocab_size=96, vocab_multiple=1)
     loss, shapes, batch, place = losses_and_batch(
         model, batch_size=B, sequence_length=T, remat=remat, loss_chunks=2
     )
@@ -262,9 +285,10 @@ def test_recomputed_flops_are_those_of_the_traced_model(family, remat):
         model, sequence_length=T, text=remat, loss_chunks=2, causal=False
     )
     # The reference attention keeps no log-sum-exp, so that it makes the scores again: half of what
-    # attention computes.
+    # attention computes, more where values are narrower.
     scores = forward_flops_by_part(model, sequence_length=T, causal=False)["scores"]
-    again.append(scores / 2 if remat == "names" else 0)
+    share = model.head_dim / (model.head_dim + model.value_width)
+    again.append(share * scores if remat == "names" else 0)
     plain = training_flops_per_token(model, sequence_length=T, causal=False)
     assert traced == B * T * (plain + sum(again))
 
@@ -299,7 +323,7 @@ def test_kept_logits_are_not_made_again():
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_kept_bytes_are_those_of_the_traced_block(family, remat):
     B, T = 3, 32
-    model = preset(family, vocab_size=96, num_layers=1, layer_pattern=("global",))
+    model = dense(family, vocab_size=96, num_layers=1, layer_pattern=("global",))
     shapes, _ = apply.abstract_parameters(model)
     place = one_device()
     execution = Execution(

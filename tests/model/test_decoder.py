@@ -27,6 +27,7 @@ FAMILIES = (
     "qwen3_moe",
     "olmoe",
     "gpt_oss",
+    "deepseek_v3",
 )
 VOCAB = 257
 
@@ -62,6 +63,9 @@ def built(family: str) -> Built:
     changes = dict(vocab_size=VOCAB, width=32, mlp_dim=48, head_dim=8, max_positions=64)
     if family.startswith("gemma") or family == "gpt_oss":
         changes |= dict(num_layers=3, window=3)
+    if family == "deepseek_v3":
+        changes |= dict(rope_dim=4, value_dim=6, rope_scaling="yarn", rope_factor=4.0,
+                        rope_old_context=8, first_dense=2)  # fmt: skip
     return make(families.preset(family, **changes))
 
 
@@ -301,7 +305,10 @@ def unrolled_losses(decoder: Built, params: dict, batch: dict):
     place = dict(place=execution.place, policy=execution.policy)
     definition, _ = nnx.split(nnx.eval_shape(lambda: decoder_lib.Decoder(config, nnx.Rngs(0))))
     whole = nnx.merge(definition, params)
-    definition, _ = nnx.split(nnx.eval_shape(lambda: decoder_lib.Block(config, nnx.Rngs(0))))
+    definitions = [
+        nnx.split(nnx.eval_shape(lambda: decoder_lib.Block(config, nnx.Rngs(0), routed=routed)))[0]  # noqa: B023
+        for routed in (False, config.num_experts > 0)
+    ]
     segments, positions = batch["segment_ids"], batch["positions"]
     mask = masks.Mask(segments, positions, segments, positions)
     x_BTD = embedding.embed(batch["tokens"], params["embedding"], **place)
@@ -310,7 +317,10 @@ def unrolled_losses(decoder: Built, params: dict, batch: dict):
     if config.positions == "learned":
         x_BTD += embedding.embed(positions, params["positions"], **place)
     for index, kind in enumerate(config.layer_kinds):
-        weights = jax.tree.map(lambda array: array[index], params["blocks"])  # noqa: B023
+        first = index < config.num_first
+        at = index if first else index - config.num_first
+        stack, definition = params["first" if first else "blocks"], definitions[not first]
+        weights = jax.tree.map(lambda array: array[at], stack)  # noqa: B023
         rotation = None
         if config.positions == "rope":
             frequencies = rope.rope_frequencies(config, kind)
@@ -346,7 +356,7 @@ def test_periods_of_layers_equal_a_loop():
 
 
 @pytest.mark.parametrize("policy", [name for name in remat.POLICIES if name != "none"])
-@pytest.mark.parametrize("family", ["gemma2"])
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
 def test_remat_changes_nothing(family, policy):
     decoder = built(family)
     execution = dataclasses.replace(decoder.execution, remat=policy)
@@ -368,7 +378,7 @@ def num_equations(jaxpr) -> int:
     return len(jaxpr.eqns) + sum(map(num_equations, inner))
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "deepseek_v3"])
 def test_program_does_not_grow_with_depth(family):
     def size(num_layers: int) -> int:
         config = families.preset(family, vocab_size=VOCAB, num_layers=num_layers)

@@ -16,7 +16,7 @@ from llmx.data import tokenizers
 from llmx.model import apply, families, precision, sampling
 from llmx.model.execution import Execution
 
-FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "gpt_oss")
+FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
 VOCAB = 257
 
 # fp32; the sums over a padded cache have another order than those over a row.
@@ -44,6 +44,8 @@ def built(family: str, mesh: tuple = (), *, replicate_kv: bool = False) -> Built
     changes = dict(vocab_size=VOCAB, width=32, mlp_dim=48, head_dim=8, max_positions=64)
     if family.startswith("gemma"):
         changes |= dict(num_layers=3, window=5)
+    if family == "deepseek_v3":
+        changes |= dict(rope_dim=4, value_dim=6)
     decoder = families.preset(family, **changes)
     sizes = dict.fromkeys(sharding.AXES, 1) | dict(mesh)
     devices = jax.devices()[: math.prod(sizes.values())]
@@ -200,6 +202,7 @@ def test_padding_is_never_picked(temperature):
         ("gemma2", dict(fsdp=2, sequence=2, tensor=2)),
         ("llama3", dict(sequence=2, tensor=4)),  # two K/V heads on four shards
         ("gemma3", dict(sequence=8)),
+        ("deepseek_v3", dict(sequence=2, tensor=2, expert=2)),
     ],
     ids=str,
 )
@@ -219,9 +222,9 @@ def test_the_cache_is_split_over_the_sequence_axis():
     apply = built("llama3").apply
     with jax.set_mesh(place.mesh):
         cache = jax.jit(lambda: apply.empty_cache(2, 30, execution))()
-    for name, rank in (("key", 5), ("positions", 2)):
-        (shard, *_) = cache[name].addressable_shards
-        assert cache[name].ndim == rank
+    for array, rank in ((cache["blocks"][0], 5), (cache["positions"], 2)):
+        (shard, *_) = array.addressable_shards
+        assert array.ndim == rank
         assert shard.data.shape[-4 if rank == 5 else -2 :][:2] == (1, 8)
 
 

@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3": dict(num_kv_heads=2, mlp_dim=32),
     "gemma2": dict(num_kv_heads=2, mlp_dim=32),
     "gemma3": dict(num_kv_heads=2, mlp_dim=32),
+    "deepseek_v3": dict(mlp_dim=32, rope_dim=4),
 }
 
 
@@ -44,6 +45,7 @@ def test_matrices_decay_and_norms_biases_positions_do_not(family):
     _, axes = parameters_of(family)
     for name, decays in trees.named(optimizers.decay_mask(axes)).items():
         matrix = name.endswith("kernel") or name in ("embedding", "head")
+        matrix |= name in {f"blocks/mlp/{of}" for of in ("router", "gate", "up", "down")}
         assert decays == matrix, name
 
 

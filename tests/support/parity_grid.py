@@ -31,6 +31,18 @@ FAMILIES = {
     # Sinks, yarn, biases of routers and experts, clamped; local and global layers. A token goes to
     # all experts, so that no rounding of a deep model's scores chooses others.
     "gpt_oss": dict(num_kv_heads=4, window=5, num_experts=2, experts_per_token=2, expert_dim=64),
+    # Latent attention, and dense first layers: stages have unequal numbers of the others.
+    "deepseek_v3": dict(
+        num_kv_heads=8,
+        rope_dim=4,
+        num_experts=2,
+        experts_per_token=2,
+        expert_dim=64,
+        shared_dim=32,
+        first_dense=2,
+        router_groups=1,
+        router_groups_kept=1,
+    ),
 }
 # Loads are unequal: rows over `expert` travel in several rounds.
 EXPERTS = dict(experts__buffer=0.5, experts__bias_rate=1e-3, experts__z_weight=1e-3)

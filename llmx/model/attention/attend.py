@@ -113,22 +113,23 @@ def attend(
     value_BSKH: Float[Array, "B S K H"],
     mask: Mask, scores: Scores, *,
     config: AttentionConfig, place: sharding.Placement, keys: str = "sequence",
-    sinks_BTN: Float[Array, "B T N"] | None = None,
+    sinks_BTN: Float[Array, "B T N"] | None = None, kv_heads: str | None = KEY[2],
 ) -> Float[Array, "B T N H"]:  # fmt: skip
     """Attention of arrays placed on a mesh.
 
-    `keys` is the logical axis of key positions: "sequence", as of the queries, or "cache", whose
-    slots may be split where queries are whole. Where `place` splits queries and `mask.ahead` is 0,
-    rows are in the order of `split_of`. K/V heads may be fewer than `tensor` if the layout keeps
-    them whole: each device then takes those that its query heads need. `sinks_BTN`, fp32, placed as
-    the queries: see `sinks`.
+    `kv_heads` is the logical axis of key/value heads, None where there is one that all queries
+    share. `keys` is the logical axis of key positions: "sequence", as of the queries, or "cache",
+    whose slots may be split where queries are whole. Where `place` splits queries and `mask.ahead`
+    is 0, rows are in the order of `split_of`. K/V heads may be fewer than `tensor` if the layout
+    keeps them whole: each device then takes those that its query heads need. `sinks_BTN`, fp32,
+    placed as the queries: see `sinks`.
 
     Communicates over `sequence`: see `attention_over` and `cache.attention_over_slots`.
 
     Raises ValueError where the configured implementation does not support the inputs.
     """
     device = kind_of(place.mesh)
-    query, key = place.activation(QUERY), place.activation((KEY[0], keys, *KEY[2:]))
+    query, key = place.activation(QUERY), place.activation((KEY[0], keys, kv_heads, KEY[3]))
     kernel = kernel_for(config.implementation, device.platform)
     split_keys = sharding.mesh_axes(key[1])
     if split_keys and not sharding.mesh_axes(query[1]):

@@ -139,7 +139,7 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
         return out.at[i].set(new_out), top.at[i].set(new_top), total.at[i].set(new_total)
 
     # The running maximum starts above what is hidden: a hidden score weighs nothing from the start.
-    start = jnp.zeros(query_qBKGTH.shape, jnp.float32)
+    start = jnp.zeros((*query_qBKGTH.shape[:-1], value_BSKH.shape[-1]), jnp.float32)
     carry = (start, jnp.full(start.shape[:-1], NOTHING), jnp.zeros(start.shape[:-1]))
     out, top, total = _walk(blocks, _visible_blocks(blocks, mask, scores.window), step, carry)
     out = out / jnp.where(total > 0, total, 1)[..., None]

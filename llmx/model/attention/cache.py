@@ -13,9 +13,20 @@ from llmx import sharding
 from llmx.model.attention import sinks
 from llmx.model.attention.kernel import Kernel
 from llmx.model.attention.masks import Mask, Scores
+from llmx.model.families import ModelConfig
 
-# Logical axes of the keys and of the values of all layers.
+# Logical axes of the keys and of the values of all layers; and of latent attention, of latents and
+# rotated keys.
 CACHE = ("layers", "batch", "cache", "kv_heads", "head_dim")
+LATENTS = ("layers", "batch", "cache", "latent")
+
+
+def arrays_of(model: ModelConfig) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+    """What a layer keeps of a position: of two arrays, the logical axes with those before, and the
+    sizes behind the slots."""
+    if model.kv_latent:
+        return (LATENTS, (model.kv_latent,)), (LATENTS, (model.rope_dim,))
+    return ((CACHE, (model.num_kv_heads, model.head_dim)),) * 2
 
 
 def slot_axes(place: sharding.Placement) -> tuple[str, ...]:

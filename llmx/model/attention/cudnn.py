@@ -10,7 +10,7 @@ import inspect
 
 import jax.numpy as jnp
 
-from llmx.model.attention.kernel import Kernel
+from llmx.model.attention.kernel import of_one_width
 from llmx.model.attention.masks import Mask, Scores
 
 
@@ -68,4 +68,4 @@ def _backward(
     return tuple(gradients)
 
 
-CUDNN = Kernel(_forward, _backward)
+CUDNN = of_one_width(_forward, _backward)

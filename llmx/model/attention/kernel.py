@@ -1,7 +1,7 @@
 """The contract of attention kernels: two functions of the arrays on one device.
 
 Letters: B batch, T query positions, S key/value positions, N query heads, K key/value heads, H head
-size; G = N/K.
+size, V of values; G = N/K.
 """
 
 import dataclasses
@@ -31,12 +31,13 @@ class Kernel:
       None: `forward` is differentiated automatically.
 
       query        [B, T, N, H]  compute dtype (bf16, fp16, fp32); rotated, not yet scaled
-      key, value   [B, S, K, H]  compute dtype; query head n attends to key/value head n // (N / K)
+      key          [B, S, K, H]  compute dtype; query head n attends to key/value head n // (N / K)
+      value        [B, S, K, V]  compute dtype; V is H, or another width
       mask                       which keys each query sees: arrays [B, T], [B, S], static promises
       scores                     scale, soft cap and window of q.k; static
-      out          [B, T, N, H]  compute dtype or fp32: softmax(scores) x value
+      out          [B, T, N, V]  compute dtype or fp32: softmax(scores) x value
       lse          [B, N, T]     fp32: log of the sum of exp(scores) over the keys that a query sees
-      gradient     [B, T, N, H]  any float dtype: of the loss by `out`
+      gradient     [B, T, N, V]  any float dtype: of the loss by `out`
       device_kind                jax's name of the chip, e.g. "TPU v5 lite": block sizes differ
 
     In `backward`, `out` and `lse` are those over all keys that the queries see, and the given keys
@@ -105,6 +106,36 @@ def _attention_backward(kernel, scores, device_kind, residuals, gradient):
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def of_one_width(forward: Callable, backward: Callable) -> Kernel:
+    """A kernel of functions that take heads of one width: narrower values are padded with zeros."""
+
+    def padded(array, width: int):
+        return jnp.pad(array, [(0, 0)] * 3 + [(0, width - array.shape[-1])])
+
+    def wide_forward(query_BTNH, key_BSKH, value_BSKV, *rest, device_kind):
+        H, V = query_BTNH.shape[-1], value_BSKV.shape[-1]
+        if V == H:
+            return forward(query_BTNH, key_BSKH, value_BSKV, *rest, device_kind=device_kind)
+        if V > H:
+            raise NotImplementedError(f"values of width {V} are wider than queries of {H}")
+        value_BSKH = padded(value_BSKV, H)
+        out, lse = forward(query_BTNH, key_BSKH, value_BSKH, *rest, device_kind=device_kind)
+        return out[..., :V], lse
+
+    def wide_backward(
+        query, key, value, mask, scores, out, lse, gradient, *, device_kind
+    ):  # fmt: skip
+        H, V = query.shape[-1], value.shape[-1]
+        if V < H:
+            value, out, gradient = (padded(array, H) for array in (value, out, gradient))
+        of_query, of_key, of_value = backward(
+            query, key, value, mask, scores, out, lse, gradient, device_kind=device_kind
+        )
+        return of_query, of_key, of_value[..., :V]
+
+    return Kernel(wide_forward, wide_backward)
 
 
 def heads_first(array_BTNH: Array, num_kv_heads: int) -> Array:

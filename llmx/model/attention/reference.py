@@ -25,7 +25,7 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(value_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, value_BSKH)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
-    return out_BTKGH.reshape(B, T, N, H), lse_BKGT.reshape(B, N, T)
+    return out_BTKGH.reshape(B, T, N, -1), lse_BKGT.reshape(B, N, T)
 
 
 REFERENCE = Kernel(_forward)

@@ -194,7 +194,7 @@ def _ring_forward(facts: _Ring, query, key, value, mask: Mask, sinks_BTN):
         return fold(functools.partial(attend_tile, block), so_far)
 
     B, T, N, _ = query.shape
-    empty = jnp.zeros(query.shape, jnp.float32), jnp.full((B, N, T), NOTHING)
+    empty = jnp.zeros((B, T, N, value.shape[-1]), jnp.float32), jnp.full((B, N, T), NOTHING)
     out, lse = _around(facts, mask, step, empty, _Block.of(key, value, mask))
     out, lse = sinks.joined(out, lse, sinks_BTN)
     out, lse = checkpoint_name((out.astype(query.dtype), lse), remat.ATTENTION)

@@ -104,7 +104,7 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     )  # fmt: skip
     # A query that sees nothing of these keys has -inf here if none of its blocks was visited.
     lse_BNT = jnp.maximum(lse_BKGT.reshape(B, N, T), jnp.finfo(jnp.float32).min)
-    return heads_last(out_BKGTH)[..., :H], lse_BNT
+    return heads_last(out_BKGTH)[..., : value_BSKH.shape[-1]], lse_BNT
 
 
 def _backward(
@@ -130,7 +130,8 @@ def _backward(
             return query_gradient + gradients[0], gradients[1:]
 
         query_gradient, others = jax.lax.scan(one, query_gradient, jnp.arange(0, S, size))
-        joined = lambda array: array.swapaxes(0, 1).reshape(key_BSKH.shape)  # noqa: E731
+        rows = lambda array: (*key_BSKH.shape[:-1], array.shape[-1])  # noqa: E731
+        joined = lambda array: array.swapaxes(0, 1).reshape(rows(array))  # noqa: E731
         return query_gradient, *map(joined, others)
     others = []
     for first in range(0, S, size):
@@ -191,7 +192,9 @@ def _slice_backward(
     )  # fmt: skip
     query_gradient, *others = _per_head(one_head, arrays, mask)
     query_gradient = heads_last(query_gradient)[..., :H].astype(jnp.float32) * scores.scale
-    return query_gradient, *(array.swapaxes(1, 2)[..., :H] for array in others)
+    widths = (H, value_BSKH.shape[-1])
+    pairs = zip(others, widths, strict=True)
+    return query_gradient, *(array.swapaxes(1, 2)[..., :width] for array, width in pairs)
 
 
 SPLASH = Kernel(_forward, _backward)

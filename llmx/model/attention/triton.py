@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmx.model.attention.kernel import NOTHING, Kernel
+from llmx.model.attention.kernel import NOTHING, of_one_width
 from llmx.model.attention.masks import Mask, Scores
 
 HIDDEN = -1e38  # below every score and every running maximum
@@ -561,4 +561,4 @@ def _key_gradients(query, key, value, gradient, rows, mask: Mask, scores: Scores
     return [array[:, :num_keys] for array in results]
 
 
-TRITON = Kernel(_forward, _backward)
+TRITON = of_one_width(_forward, _backward)

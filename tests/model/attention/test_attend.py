@@ -12,6 +12,7 @@ import pytest
 from llmx import sharding
 from llmx.model.attention import attend
 from llmx.model.attention import attend as attend_lib
+from llmx.model.attention.kernel import of_one_width
 from llmx.model.attention.masks import Mask, Scores
 
 # fp32 against float64: sums of up to 32 products of numbers near 1.
@@ -41,6 +42,7 @@ class Case:
     kv_heads: int = 4
     packed: bool = False
     scores: Scores = SCORES
+    value_dim: int = H
 
 
 CASES = {
@@ -55,6 +57,8 @@ CASES = {
     "window5": Case(scores=scores(window=5)),
     "packed_window": Case(kv_heads=2, packed=True, scores=scores(window=4)),
     "softcap": Case(scores=scores(softcap=0.5)),
+    "narrow_values": Case(kv_heads=2, packed=True, value_dim=5),
+    "wide_values": Case(kv_heads=1, value_dim=11),
     "all": Case(kv_heads=1, packed=True, scores=scores(softcap=1.0, window=6)),
 }
 
@@ -73,8 +77,8 @@ def inputs(case: Case, *, batch: int = B):
     Products of two are then exact in fp32 in any order, and what cancels is zero on every mesh.
     """
     rng = np.random.default_rng(0)
-    kv = (batch, T, case.kv_heads, H)
-    shapes = ((batch, T, case.heads, H), kv, kv, (batch, T, case.heads, H))
+    kv, V = (batch, T, case.kv_heads), case.value_dim
+    shapes = ((batch, T, case.heads, H), (*kv, H), (*kv, V), (batch, T, case.heads, V))
     return [np.round(16 * rng.standard_normal(shape)).astype(np.float32) / 16 for shape in shapes]
 
 
@@ -90,7 +94,7 @@ def on_cpu(implementation: str):
 def looped(query, key, value, segments, positions, case: Case) -> np.ndarray:
     """Attention one query at a time, in float64."""
     query, key, value = (array.astype(np.float64) for array in (query, key, value))
-    out, group = np.zeros_like(query), case.heads // case.kv_heads
+    out, group = np.zeros((B, T, case.heads, case.value_dim)), case.heads // case.kv_heads
     for b in range(B):
         for n in range(case.heads):
             for t in range(T):
@@ -169,6 +173,36 @@ def test_implementation_equals_loops(implementation, name):
     np.testing.assert_allclose(value, want, **VALUE)
     for which, got, to_be in zip(INPUTS, gradients, want_gradients, strict=True):
         np.testing.assert_allclose(got, to_be, **GRADIENT, err_msg=f"gradient of {which}")
+
+
+def test_values_are_padded_for_kernels_of_one_width():
+    """Where a kernel takes heads of one width only, values and their gradients stay narrow."""
+
+    def one_width(function):
+        def checked(query, key, value, *rest, device_kind):
+            assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+            return function(query, key, value, *rest, device_kind=device_kind)
+
+        return checked
+
+    blockwise = attend.IMPLEMENTATIONS["blockwise"]
+    kernel = of_one_width(one_width(blockwise.forward), one_width(blockwise.backward))
+    for name in ("narrow_values", "packed_group2"):
+        case = CASES[name]
+        *arrays, cotangent = inputs(case)
+        value, gradients = value_and_gradients(
+            lambda *arrays, case=case: kernel(
+                *arrays, self_mask(case), case.scores, device_kind="cpu"
+            ),
+            arrays, cotangent,
+        )  # fmt: skip
+        want, want_gradients = expected(name)
+        np.testing.assert_allclose(value, want, **VALUE)
+        for got, to_be in zip(gradients, want_gradients, strict=True):
+            np.testing.assert_allclose(got, to_be, **GRADIENT)
+    wide = [jnp.zeros((1, 2, 1, width)) for width in (4, 4, 6)]
+    with pytest.raises(NotImplementedError, match="values of width 6 are wider than queries of 4"):
+        kernel(*wide, self_mask(CASES["causal"]), SCORES, device_kind="cpu")
 
 
 @pytest.mark.parametrize("name", ["all", "packed_window", "group2"])

@@ -40,6 +40,7 @@ class Case:
     softcap: float = 0.0
     packed: bool = False
     kv_heads: int = K
+    value_dim: int = H
 
 
 CASES = {
@@ -50,6 +51,7 @@ CASES = {
     "softcap": Case(softcap=1.0),
     "all": Case(window=13, softcap=2.0, packed=True),
     "one_kv_head": Case(packed=True, kv_heads=1),
+    "narrow_values": Case(packed=True, value_dim=5),
 }
 
 LONG_CASES = {"window200": Case(window=200)}  # of longer rows
@@ -86,8 +88,8 @@ def documents(packed: bool, length: int = T) -> tuple[np.ndarray, np.ndarray]:
 def inputs(case: Case, dtype: str, length: int = T):
     """Query, key, value, and a gradient of the result."""
     rng = np.random.default_rng(0)
-    kv = (B, length, case.kv_heads, H)
-    shapes = ((B, length, N, H), kv, kv, (B, length, N, H))
+    kv, V = (B, length, case.kv_heads), case.value_dim
+    shapes = ((B, length, N, H), (*kv, H), (*kv, V), (B, length, N, V))
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 

@@ -32,6 +32,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 2
     head_dim: int = 8
+    value_dim: int = 0  # 0 = the same
     packed: bool = True
     window: int = 0
     softcap: float = 0.0
@@ -53,6 +54,7 @@ CASES = {
     "softcap": Case(softcap=1.0),
     "head128": Case(head_dim=128, packed=False),
     "head160": Case(head_dim=160, packed=False),
+    "narrow_values": Case(heads=4, head_dim=136, value_dim=24),
     "all": Case(heads=4, head_dim=16, window=130, softcap=2.0),
 }
 
@@ -72,7 +74,8 @@ def inputs(case: Case, *, batch: int = B, dtype: str = "float32"):
     rng = np.random.default_rng(0)
     query = (batch, T, case.heads, case.head_dim)
     key = (batch, T, case.kv_heads, case.head_dim)
-    shapes = (query, key, key, query)
+    V = case.value_dim or case.head_dim
+    shapes = (query, key, (*key[:-1], V), (*query[:-1], V))
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
