@@ -50,11 +50,10 @@ class ModelConfig:
     rope_low_freq: float = 1.0  # llama3: fewer turns than this in the old context stretch fully
     rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
     rope_old_context: int = 8192  # llama3 and yarn: context before stretching
-    # yarn: pairs of more turns than the first in the old context are not stretched, of fewer than
-    # the second fully; whether the pairs between are counted in whole numbers
+    # yarn: pairs of more turns than this in the old context are not stretched
     rope_beta_fast: float = bounded(32.0, above=0)
-    rope_beta_slow: float = bounded(1.0, above=0)
-    rope_truncate: bool = True
+    rope_beta_slow: float = bounded(1.0, above=0)  # yarn: of fewer turns than this, fully
+    rope_truncate: bool = True  # yarn: the pairs between are counted in whole numbers
     norm: str = choice("rms", ("rms", "layer"))  # "rms" | "layer"
     norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)

@@ -26,7 +26,9 @@ FAMILIES = {
     "qwen3": dict(num_kv_heads=2, mlp_dim=32),
     "gemma2": dict(num_kv_heads=2, mlp_dim=32),
     "gemma3": dict(num_kv_heads=2, mlp_dim=32),
+    "gpt_oss": dict(num_kv_heads=2, num_experts=2, expert_dim=16),
 }
+OF_EXPERTS = [f"blocks/mlp/{name}" for name in ("router", "gate", "up", "down")]
 
 
 def parameters_of(family: str):
@@ -43,7 +45,7 @@ def parameters_of(family: str):
 def test_matrices_decay_and_norms_biases_positions_do_not(family):
     _, axes = parameters_of(family)
     for name, decays in trees.named(optimizers.decay_mask(axes)).items():
-        matrix = name.endswith("kernel") or name in ("embedding", "head")
+        matrix = name.endswith("kernel") or name in ("embedding", "head", *OF_EXPERTS)
         assert decays == matrix, name
 
 
