@@ -27,7 +27,9 @@ FAMILIES = {
     "gemma2": dict(num_kv_heads=2, mlp_dim=32),
     "gemma3": dict(num_kv_heads=2, mlp_dim=32),
     "deepseek_v3": dict(mlp_dim=32, rope_dim=4),
+    "gpt_oss": dict(num_kv_heads=2, num_experts=2, expert_dim=16),
 }
+OF_EXPERTS = [f"blocks/mlp/{name}" for name in ("router", "gate", "up", "down")]
 
 
 def parameters_of(family: str):
@@ -44,8 +46,7 @@ def parameters_of(family: str):
 def test_matrices_decay_and_norms_biases_positions_do_not(family):
     _, axes = parameters_of(family)
     for name, decays in trees.named(optimizers.decay_mask(axes)).items():
-        matrix = name.endswith("kernel") or name in ("embedding", "head")
-        matrix |= name in {f"blocks/mlp/{of}" for of in ("router", "gate", "up", "down")}
+        matrix = name.endswith("kernel") or name in ("embedding", "head", *OF_EXPERTS)
         assert decays == matrix, name
 
 
