@@ -25,13 +25,15 @@ NAMES = ("mlp/gate", "mlp/up", "mlp/down")
 ROUTER = "mlp/router"
 
 
-def refusal(config: Config, platform: str) -> str:
+def refusal(config: Config, device_kind: str) -> str:
     """Why a run with experts is not counted, with the remedy; "" if it is, or has none."""
     model = config.model
     if not model.num_experts:
         return ""
     uncounted = {
-        f"on {platform}, where they are applied block by block": platform != "tpu",
+        f"on {device_kind}, which applies them block by block": not products.has_kernels(
+            device_kind
+        ),
         f"with mesh.stage={config.mesh.stage}": config.mesh.stage > 1,
         f"with experts.dispatch={config.experts.dispatch!r}": config.experts.dispatch != DROPLESS,
         f"with model.shared_dim={model.shared_dim}": model.shared_dim > 0,

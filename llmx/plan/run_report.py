@@ -106,7 +106,7 @@ def show(
 
 def _refusal(run: Config, topology: Topology) -> str:
     """Why a run is not counted, with the remedy; "" if it is."""
-    return candidates.refusal(run) or experts.refusal(run, topology.platform)
+    return candidates.refusal(run) or experts.refusal(run, topology.device_kind)
 
 
 def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, list[Message]]:

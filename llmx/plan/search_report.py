@@ -45,10 +45,10 @@ def make(config: Config, machine: Machine) -> Search:
         candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
         machine.on_gpu,
     )  # fmt: skip
-    if why_not := experts.refusal(space.base, topology.platform):
+    if why_not := experts.refusal(space.base, topology.device_kind):
         raise ValueError(why_not)
     own = candidates.own(config, topology)
-    if own is not None and experts.refusal(own, topology.platform):
+    if own is not None and experts.refusal(own, topology.device_kind):
         own = None
     return Search(space, machine, own, bounds=search_bounds.Bounds(space, machine))
 
