@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from llmx.config import Config
 from llmx.config.state_memory import Leaf
 from llmx.model import costs, remat, remat_costs
-from llmx.model.experts import grouped, products, travel
+from llmx.model.experts import grouped, kernels, products, travel
 from llmx.model.experts.config import DROPLESS
 from llmx.model.families import ModelConfig
 from llmx.plan.sizes import Sizes
@@ -25,13 +25,15 @@ NAMES = ("mlp/gate", "mlp/up", "mlp/down")
 ROUTER = "mlp/router"
 
 
-def refusal(config: Config, platform: str) -> str:
+def refusal(config: Config, device_kind: str) -> str:
     """Why a run with experts is not counted, with the remedy; "" if it is, or has none."""
     model = config.model
     if not model.num_experts:
         return ""
     uncounted = {
-        f"on {platform}, where they are applied block by block": platform != "tpu",
+        f"on {device_kind}, which applies them block by block": not products.has_kernels(
+            device_kind
+        ),
         f"with mesh.stage={config.mesh.stage}": config.mesh.stage > 1,
         f"with experts.dispatch={config.experts.dispatch!r}": config.experts.dispatch != DROPLESS,
         f"with model.shared_dim={model.shared_dim}": model.shared_dim > 0,
@@ -132,7 +134,6 @@ class Program:
 
 # With libtpu 0.0.42.1: where there is one part, and where there are several.
 ONE = Program(wide=3.0, hidden=6.0, weights=3.0, sums=3.0)
-COPIED = ("mlp/down",)  # endings of names: parameters in fp32, in another layout
 SEVERAL = Program(wide=4.0, hidden=8.0, weights=2.0, sums=8.0)
 
 
@@ -150,6 +151,13 @@ def layer_bytes(sizes: Sizes) -> float:
     activations = program.wide * rows.slots * model.width + hidden * rows.slots * columns
     activations += program.tokens * sizes.tokens * model.width
     return sizes.compute_bytes * activations + held * matrix
+
+
+def copied(sizes: Sizes) -> tuple[str, ...]:
+    """Endings of names of parameters that XLA:TPU copies in fp32, in another layout: that with F
+    last, which `down` has from the beginning where a device has less than a lane of D."""
+    columns = sizes.run.model.width / sizes.size(sizes.axes_of("embed", "parameters"))
+    return ("mlp/down",) if sizes.run.model.num_experts and columns >= kernels.LANES else ()
 
 
 def exchanges(sizes: Sizes) -> Iterator[tuple[str, float, float, float]]:

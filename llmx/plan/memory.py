@@ -242,7 +242,7 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
         copied = sum(
             FP32 * sizes.local(leaf, "parameters")
             for leaf in leaves(sizes.run.model)
-            if leaf.name.endswith((*program.copied, *experts.COPIED))
+            if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
         several = sizes.run.batch.accumulation > 1
         found += copied * (1 + program.kept_copies * several)

@@ -67,8 +67,7 @@ def show(
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
     if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
         run = compiler.resolve(config, topology, problems=problems)
-    refused = candidates.refusal(run) or experts.refusal(run, machine.topology.platform)
-    if why_not := refused or ("" if searched else _too_short(args, run, topology)):
+    if why_not := _refusal(run, topology) or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)
     held, sent = count(run, topology)
     time = step_time.of(run, machine)
@@ -103,6 +102,11 @@ def show(
         _write(args.html, page.render(report, pipeline))
         lines.append(f"page: {args.html}")
     return report, "\n".join(lines)
+
+
+def _refusal(run: Config, topology: Topology) -> str:
+    """Why a run is not counted, with the remedy; "" if it is."""
+    return candidates.refusal(run) or experts.refusal(run, topology.device_kind)
 
 
 def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, list[Message]]:

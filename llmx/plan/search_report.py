@@ -46,11 +46,11 @@ def make(config: Config, machine: Machine) -> Search:
         machine.on_gpu,
     )  # fmt: skip
     if why_not := (
-        candidates.of_latents(space.base) or experts.refusal(space.base, topology.platform)
+        candidates.of_latents(space.base) or experts.refusal(space.base, topology.device_kind)
     ):
         raise ValueError(why_not)
     own = candidates.own(config, topology)
-    if own is not None and experts.refusal(own, topology.platform):
+    if own is not None and experts.refusal(own, topology.device_kind):
         own = None
     return Search(space, machine, own, bounds=search_bounds.Bounds(space, machine))
 

@@ -79,6 +79,8 @@ def test_products_are_those_of_the_tokens_experts():
 )
 def test_what_is_not_counted_is_refused(keys, words):
     run = run_of(**dict(mesh__fsdp=6) | keys)
-    assert words in experts.refusal(run, "tpu") and "llmx.aot" in experts.refusal(run, "tpu")
-    assert "on gpu" in experts.refusal(run_of(mesh__fsdp=6), "gpu")
-    assert not experts.refusal(run_of(mesh__fsdp=6), "tpu")
+    assert words in experts.refusal(run, "TPU v5p") and "llmx.aot" in experts.refusal(
+        run, "TPU v5p"
+    )
+    assert "on NVIDIA" in experts.refusal(run_of(mesh__fsdp=6), "NVIDIA H100 80GB HBM3")
+    assert not experts.refusal(run_of(mesh__fsdp=6), "TPU v5p")

@@ -17,10 +17,9 @@ from llmx.model.experts.grouped import Blocks
 
 LANES = 128
 MIB = 2**20
-# On-chip memory that a kernel may take, by the beginning of jax's `device_kind`; of others what the
-# compiler gives unasked. The arrays of a step take half of it, as the next ones arrive meanwhile.
+# On-chip memory that a kernel may take, by the beginning of jax's `device_kind`: of chips that have
+# enough. The arrays of a step take half of it, as the next ones arrive meanwhile.
 VMEM = {"TPU v5": 64 * MIB, "TPU v6": 64 * MIB, "TPU7x": 48 * MIB}
-OTHER_VMEM = 14 * MIB
 MOST_COLUMNS = 1024  # of a tile
 
 
@@ -143,7 +142,8 @@ def _vmem(device_kind: str) -> int:
 
 
 def _limit(device_kind: str) -> int:
-    return next((n for kind, n in VMEM.items() if device_kind.startswith(kind)), OTHER_VMEM)
+    kinds = VMEM | {"cpu": 64 * MIB}  # of the interpreter
+    return next(n for kind, n in kinds.items() if device_kind.startswith(kind))
 
 
 def _tile(size: int, most: int) -> int:
@@ -170,7 +170,7 @@ def _call(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid) - 1) + ("arbitrary",),
-            vmem_limit_bytes=_limit(device_kind) if _limit(device_kind) != OTHER_VMEM else None,
+            vmem_limit_bytes=_limit(device_kind),
         ),
         cost_estimate=pl.CostEstimate(
             flops=int(flops), bytes_accessed=int(moved), transcendentals=0

@@ -34,7 +34,8 @@ def parts(width: int) -> tuple[slice, ...]:
 
 
 def has_kernels(device_kind: str) -> bool:
-    return device_kind.startswith("TPU")
+    """Whether the kernels' blocks fit into the memory of this chip's core."""
+    return device_kind.startswith(tuple(kernels.VMEM))
 
 
 class Weights(NamedTuple):
