@@ -41,8 +41,9 @@ def make(config: Config, machine: Machine) -> Search:
             "meshes; use --config.sync.strategy=mean, or set the mesh"
         )
     topology = machine.topology
+    platform = "cpu" if topology.family == "cpu" else topology.platform  # `auto` has CPUs as GPUs
     space = candidates.Space(
-        candidates.neutral(config, topology.platform), topology.num_devices, topology.num_slices,
+        candidates.neutral(config, platform), topology.num_devices, topology.num_slices,
         machine.on_gpu,
     )  # fmt: skip
     if why_not := (

@@ -14,7 +14,7 @@ from llmx.plan.traffic import Message
 
 SHORT = 0.05  # seconds of a step
 # Of the steps that are compared in docs/plan.md; their times were off by 11%.
-_STRATEGIES = ("top_k", "local_sgd", "diloco", "zero_one")
+_STRATEGIES = ("top_k", "diloco", "zero_one")
 
 
 def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) -> list[str]:
@@ -24,7 +24,7 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
     if run.mesh.stage > 1:
         found += _of_stages(run, topology)
     if step < SHORT:
-        found.append("the time of a step this short: up to a fifth more than is counted")
+        found.append("the time of a step this short: often a fifth more, once two thirds")
     if run.sync.strategy in _STRATEGIES:
         found.append(f"the time of sync.strategy={run.sync.strategy}: 11% more or less")
     return found
@@ -49,8 +49,8 @@ def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Ite
 def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
     if max(utilization.chunks_of(run)) == 1:
         yield (
-            "the time of stages of one layer, beside which little can travel: up to half less; "
-            "memory up to a sixth less"
+            "stages of one layer: memory and time up to a third less, and bytes up to half more "
+            "where gradients are split and parameters are not"
         )
     if utilization.table_of(run).splits_backward and topology.platform == "gpu":
         yield "the time of schedules that split the backward pass: up to a quarter more"

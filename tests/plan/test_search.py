@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import shlex
+import types
 
 import pytest
 
@@ -14,7 +15,7 @@ from llmx import config, sharding
 from llmx.config import ConfigError
 from llmx.model import families
 from llmx.plan import __main__ as command
-from llmx.plan import candidates, machines, partition, search, search_bounds, search_report
+from llmx.plan import auto, candidates, machines, partition, search, search_bounds, search_report
 from llmx.plan.options import pasted
 from llmx.plan.partition import Layer
 
@@ -327,3 +328,11 @@ def test_only_train_and_plan_choose_a_mesh(tmp_path):
     assert args.auto_mesh and not problems and isinstance(run.mesh, sharding.MeshConfig)
     with pytest.raises(ConfigError):
         candidates.neutral(_config(batch__size=0))
+
+
+def test_auto_takes_the_cpu_devices_of_a_config():
+    """The machine that CPUs are searched as is no reason to refuse them."""
+    run = _config(launch__cpu_devices=4, launch__platform="")
+    devices = [types.SimpleNamespace(device_kind="cpu", platform="cpu")] * 4
+    chosen, text = search_report.chosen(run, auto._machine(devices))
+    assert math.prod(vars(chosen.mesh)[axis] for axis in sharding.AXES) == 4 and "fastest" in text
