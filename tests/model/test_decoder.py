@@ -25,7 +25,6 @@ FAMILIES = (
     "gemma3",
     "mixtral",
     "qwen3_moe",
-    "olmoe",
     "gpt_oss",
     "deepseek_v3",
 )
