@@ -268,9 +268,11 @@ class Apply:
         if share_BT is not None:
             share_BT = place.constrain(share_BT, ("batch", "block_sequence"))
         layer_of = functools.partial(self._layer, masks, groups, execution, now, row, share_BT)
+        is_layer = None if isinstance(kinds, tuple) else kinds >= 0
+        others = (grad_buffers, cache, is_layer)
         with execution.policy.products():
             x, cache = layers.scan_layers(
-                layer_of, kinds, groups.split_x(x_BTD, place), blocks, (grad_buffers, cache),
+                layer_of, kinds, groups.split_x(x_BTD, place), blocks, others,
                 names=self.kind_names, rules=rules, offloaded=execution.offloaded, row=row,
                 first=first,
             )  # fmt: skip
@@ -280,7 +282,9 @@ class Apply:
         self, masks: list, groups: turns.Groups, execution: Execution, now, row: Array | None,
         share_BT: Array | None, kind: str, *, recomputed: bool, stack: dict | None,
     ) -> Callable:  # fmt: skip
-        """(x, (weights, (gradient buffers, cache)) of one layer) -> (x, its cache).
+        """(x, (weights, (gradient buffers, cache, is_layer)) of one layer) -> (x, its cache).
+
+        `is_layer`: bool [], whether the layer is one and not an empty slot; None = it is.
 
         With a `stack`, [l, ...] each, the layer's index stands in the place of its weights, counted
         from `row` if the stack is of more layers. x is a list with one array for each group,
@@ -292,8 +296,10 @@ class Apply:
         execution = dataclasses.replace(execution, recomputed=recomputed)
 
         def layer(x, arrays):
-            own, (grad_buffers, cache) = arrays  # its weights, or its index
-            weights = own
+            own, (grad_buffers, cache, is_layer) = arrays  # its weights, or its index
+            weights, share = own, share_BT
+            if share is not None and is_layer is not None:
+                share = jnp.where(is_layer, share, 0)
             if stack is not None:
                 index = own if row is None else row + own
                 weights = jax.tree.map(lambda leaf: _row(leaf, index), stack)
@@ -310,7 +316,7 @@ class Apply:
                 block = nnx.merge(self._definitions[0], layer_weights)
                 x_BTD, keys_and_values = block(
                     group, rotations.get(kind), mask, window, execution, keys_and_values, now,
-                    share_BT,
+                    share,
                 )  # fmt: skip
                 out.append(x_BTD)
             return out, None if by_positions else keys_and_values

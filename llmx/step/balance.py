@@ -59,10 +59,12 @@ def transforms(model: ModelConfig, strategy: str = "mean") -> Mapping[str, Trans
         loads_LE = loads.reshape(-1, loads.shape[-1])
         means_L1 = loads_LE.mean(axis=1, keepdims=True)
         # Of an empty slot of a pipeline's stage there are none.
-        shares = jnp.where(means_L1 > 0, loads_LE / jnp.where(means_L1 > 0, means_L1, 1), 1)
+        used_L1 = means_L1 > 0
+        shares = jnp.where(used_L1, loads_LE / jnp.where(used_L1, means_L1, 1), 1)
         parts = shares / model.num_experts
         entropy = -jnp.sum(jnp.where(parts > 0, parts * jnp.log(parts), 0), axis=1)
-        evenness = jnp.mean(entropy) / jnp.log(max(model.num_experts, 2))
+        entropy = jnp.sum(jnp.where(used_L1[:, 0], entropy, 0)) / jnp.maximum(used_L1.sum(), 1)
+        evenness = entropy / jnp.log(max(model.num_experts, 2))
         return dict(zip(SCALARS, (shares.max(), shares.min(), evenness), strict=True))
 
     return {

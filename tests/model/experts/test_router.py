@@ -160,7 +160,7 @@ def test_what_is_reported_of_loads_does_not_depend_on_their_scale(scale):
     (transform,) = balance.transforms(model(num_experts=4)).values()
     shown = transform.scalars(found, ())
     entropy = -(0.5 * np.log(0.5) + 0.5 * np.log(0.25)) / np.log(4)
-    wanted = dict(expert_load_max=2.0, expert_load_min=0.0, expert_entropy=(2 * entropy + 1) / 3)
+    wanted = dict(expert_load_max=2.0, expert_load_min=0.0, expert_entropy=entropy)
     assert shown.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(shown[name], value, rtol=1e-6)
@@ -213,3 +213,29 @@ def test_meshes_that_experts_do_not_divide_over(expert, keys, words):
         runs.make_config(
             "mixtral", model=dict(num_layers=2, num_experts=4), mesh=dict(expert=expert), **values
         )
+
+
+def test_an_empty_slot_of_a_stage_has_no_router():
+    """Two stages of three layers: nothing of the empty slot's losses and loads is anywhere."""
+    values = dict(experts__balance_weight=1.0, experts__z_weight=1.0, experts__bias_rate=0.01)
+    values |= runs.PARITY_OPTIMIZER | dict(batch__size=8, batch__accumulation=2)
+    found = {}
+    for stages in (1, 2):
+        recipe = runs.make_recipe(runs.make_config(
+            "mixtral", model=dict(num_layers=3, num_experts=4), mesh=dict(stage=stages), **values
+        ))  # fmt: skip
+        rows, length = recipe.batch_shape
+        batches = packed.batches(3, rows=rows, length=length, vocab=recipe.model.vocab_size)
+        train_step, reports = runs.make_train_step(recipe), []
+        with jax.set_mesh(recipe.mesh):
+            state = recipe.init(0)
+            for batch in batches:
+                state, report = train_step(state, runs.put_batch(recipe, batch))
+                reports.append([report.loss, report.grad_norm, *report.scalars.values()])
+        found[stages] = np.array(reports), runs.in_order(recipe, state.params)
+    assert max(jax.tree.leaves(jax.tree.map(len, state.params["blocks"]))) == 4  # one is empty
+    np.testing.assert_allclose(found[2][0], found[1][0], rtol=1e-5)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6),
+        found[2][1], found[1][1],
+    )  # fmt: skip
