@@ -33,14 +33,16 @@ MODELS = {
     "shared": families.ModelConfig(**BASE | LOCAL | dict(rope_theta_local=0.0)),
     "yarn": families.ModelConfig(
         **BASE,
+        rope_theta=50.0,
         rope_scaling="yarn",
         rope_factor=4.0,
-        rope_old_context=16,
+        rope_old_context=32,
         rope_beta_fast=2.0,
         rope_mscale=0.5,
         rope_mscale_all=0.7,
         rope_truncate=False,
     ),
+    "normed": families.ModelConfig(**BASE, qk_norm=True),
     "latent": families.ModelConfig(**BASE, **LATENT),
     "learned": families.ModelConfig(**BASE, positions="learned"),
     "experts": families.ModelConfig(**BASE, **EXPERTS),
@@ -137,7 +139,8 @@ def test_refused_if_and_only_if_the_function_changes(base):
     """Each field of a model, changed: refused exactly where other losses come out."""
     wanted, params = outputs(MODELS[base])
     names = OF_EXPERTS if MODELS[base].num_experts else DEPENDENT
-    names = {"plain": CHANGES, "latent": OF_LATENTS}.get(base, names)
+    of_some = {"plain": CHANGES, "latent": OF_LATENTS, "normed": ["qk_norm", "qk_norm_over"]}
+    names = of_some.get(base, names)
     for name, changed, refused in refusals(base, names):
         got, _ = outputs(changed, params)
         assert bool(refused) == (got is None or not np.array_equal(got, wanted)), name
