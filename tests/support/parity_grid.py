@@ -28,22 +28,15 @@ FAMILIES = {
     "gemma3": dict(num_kv_heads=4, window=5, layer_pattern=("local", "global")),
     # Routed experts, with a shared one beside them.
     "mixtral": dict(num_kv_heads=4, num_experts=4, expert_dim=64, shared_dim=32),
-    # Sinks, yarn, biases of routers and experts, clamped; local and global layers. A token goes to
-    # all experts, so that no rounding of a deep model's scores chooses others.
-    "gpt_oss": dict(num_kv_heads=4, window=5, num_experts=2, experts_per_token=2, expert_dim=64),
+    # Sinks, yarn, biases of routers and experts, clamped; local and global layers. With a window of
+    # 5 one token's scores of two experts are equal but for rounding, in nine layers at step 3.
+    "gpt_oss": dict(num_kv_heads=4, window=6, num_experts=4, experts_per_token=2, expert_dim=64),
     # Latent attention, and dense first layers: stages have unequal numbers of the others.
     "deepseek_v3": dict(
-        num_kv_heads=8,
-        rope_dim=4,
-        num_experts=2,
-        experts_per_token=2,
-        expert_dim=64,
-        shared_dim=32,
-        first_dense=2,
-        router_groups=1,
-        router_groups_kept=1,
+        num_kv_heads=8, rope_dim=4, num_experts=4, experts_per_token=2, expert_dim=64,
+        shared_dim=32, first_dense=2, router_groups=1, router_groups_kept=1,
     ),
-}
+}  # fmt: skip
 # Loads are unequal: rows over `expert` travel in several rounds.
 EXPERTS = dict(experts__buffer=0.5, experts__bias_rate=1e-3, experts__z_weight=1e-3)
 
