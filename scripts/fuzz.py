@@ -317,9 +317,10 @@ class HuggingFace(Target):
         from llmx.sharding import trees
 
         for family in hf_formats.FORMATS:
+            own = dict(rope_dim=2) if families.FAMILIES[family].get("kv_latent") else {}
             model = families.preset(family, vocab_size=9, width=8, num_layers=2, num_heads=2,
                                     num_kv_heads=2, head_dim=4, mlp_dim=32, max_positions=8,
-                                    vocab_multiple=1)  # fmt: skip
+                                    vocab_multiple=1, **own)  # fmt: skip
             flat = {
                 path: np.zeros(hf_formats.our_shape(row, model), np.float32)
                 for row in hf_formats.rows(model) for path in row.paths
