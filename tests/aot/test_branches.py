@@ -53,12 +53,16 @@ CASES = {
     "ring": dict(mesh=dict(stage=2, sequence=2)),
 }
 BRANCHING = ("zb_h1", "zb_v", "dual_pipe_v")
-# Every schedule with every case, each on one platform in turn; rings on TPU, see below.
+# Every schedule with every case, each on one platform in turn; rings on TPU, see below. The V
+# schedules have one half of the cases each; the other half is compiled with `pytest --full-grid`.
 COVER = [
-    ("tpu" if case == "ring" or (row + column) % 2 else "gpu", schedule, case)
+    pytest.param(
+        "tpu" if case == "ring" or (row + column) % 2 else "gpu", schedule, case,
+        marks=[pytest.mark.full_grid] * (row > 0 and (row + column) % 2),
+    )
     for row, schedule in enumerate(BRANCHING)
     for column, case in enumerate(CASES)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("platform", "schedule", "case"), COVER)
