@@ -33,9 +33,11 @@ FAMILIES = {
     # Sinks, yarn, biases of routers and experts, clamped; local and global layers. With a window of
     # 5 one token's scores of two experts are equal but for rounding, in nine layers at step 3.
     "gpt_oss": dict(num_kv_heads=4, window=6, num_experts=4, experts_per_token=2, expert_dim=64),
-    # Latent attention, and dense first layers: stages have unequal numbers of the others.
+    # Latent attention, and dense first layers: stages have unequal numbers of the others. A token
+    # goes to all experts: sigmoids are close together, and with four experts some token's two are
+    # equal but for rounding, so that another mesh chooses another. mixtral and gpt_oss choose.
     "deepseek_v3": dict(
-        num_kv_heads=8, rope_dim=4, num_experts=4, experts_per_token=2, expert_dim=64,
+        num_kv_heads=8, rope_dim=4, num_experts=2, experts_per_token=2, expert_dim=64,
         shared_dim=32, first_dense=2, router_groups=1, router_groups_kept=1,
     ),
 }  # fmt: skip
