@@ -496,7 +496,7 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
         return
-    table = vars(layout_of(config))["optimizer"]
+    table = layout_of(config).optimizer
     for leaf in state_memory.leaves(config.model):
         if leaf.is_matrix and state_memory.unsplit(leaf, table, sizes):
             yield (

@@ -136,14 +136,6 @@ class ModelConfig:
         return self.num_layers - self.num_first
 
     @property
-    def hidden_dim(self) -> int:
-        """What a token is multiplied into in a layer's feed-forward part: F, or that of all the
-        experts that it goes through."""
-        if not self.num_experts:
-            return self.mlp_dim
-        return self.experts_per_token * self.expert_dim + self.shared_dim
-
-    @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The attention kind of each of the L layers."""
         return tuple(itertools.islice(itertools.cycle(self.layer_pattern), self.num_layers))

@@ -22,7 +22,6 @@ from llmx.plan.sizes import Sizes
 
 FP32 = 4
 NAMES = ("mlp/gate", "mlp/up", "mlp/down")
-ROUTER = "mlp/router"
 
 
 def refusal(config: Config, device_kind: str) -> str:

@@ -233,8 +233,8 @@ def _backward(layer: _Layer, arguments, gradient_BTD):
     x_BTD, experts_BTk, weights_BTk, params = arguments
     split, unreduced = sharding.split_only, sharding.unreduced
     gradient_BTD = jax.sharding.reshard(gradient_BTD, split(layer.x))
-    summed = tuple(axis for axis in layer.token_axes if axis != travel.AXIS)
-    terms_of = lambda spec: unreduced(spec, set(summed) - set(sharding.used_axes(spec)))  # noqa: E731
+    summed = set(layer.token_axes) - {travel.AXIS}
+    terms_of = lambda spec: unreduced(spec, summed - set(sharding.used_axes(spec)))  # noqa: E731
     gradient_x, gradient_weights, gradients = layer.region(
         functools.partial(_backward_local, layer),
         (
