@@ -213,16 +213,19 @@ def squared_norms(tree: Any) -> jax.Array:
 
 
 def scaled(tree: Any, factors: jax.Array) -> Any:
-    """A tree times a factor [], or a tree [n, ...] times factors [n]."""
+    """A tree times a factor [], or a tree [n, ...] times factors [n]; loads stay what they are:
+    whole numbers, of which one that is the mean must not be rounded away from it."""
 
-    def one(leaf):
+    def one(path, leaf):
+        if router.is_loads(path):
+            return leaf
         if not factors.ndim:
             return leaf * factors
         num = leaf.ndim - 1
         to = PartitionSpec(jax.typeof(leaf).sharding.spec.partitions[0], *[None] * num)
         return leaf * jnp.reshape(factors, (-1, *[1] * num), out_sharding=to)
 
-    return jax.tree.map(one, tree)
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def microbatches(batch: Batch, num: int) -> Batch:

@@ -30,15 +30,12 @@ FAMILIES = {
                    attention_softcap=2.0, logit_softcap=5.0),
     # Routed experts, with a shared one beside them.
     "mixtral": dict(num_kv_heads=4, num_experts=4, expert_dim=64, shared_dim=32),
-    # Sinks, yarn, biases of routers and experts, clamped; local and global layers. With a window of
-    # 5 one token's scores of two experts are equal but for rounding, in nine layers at step 3.
-    "gpt_oss": dict(num_kv_heads=4, window=6, num_experts=4, experts_per_token=2, expert_dim=64),
-    # Latent attention, and dense first layers: stages have unequal numbers of the others. A token
-    # goes to all experts: sigmoids are close together, and with four experts some token's two are
-    # equal but for rounding, so that another mesh chooses another. mixtral and gpt_oss choose.
+    # Sinks, yarn, biases of routers and experts, clamped; local and global layers.
+    "gpt_oss": dict(num_kv_heads=4, window=5, num_experts=4, experts_per_token=2, expert_dim=64),
+    # Latent attention, and dense first layers: stages have unequal numbers of the others.
     "deepseek_v3": dict(
-        num_kv_heads=8, rope_dim=4, num_experts=2, experts_per_token=2, expert_dim=64,
-        shared_dim=32, first_dense=2, router_groups=1, router_groups_kept=1,
+        num_kv_heads=8, rope_dim=4, num_experts=4, experts_per_token=2, expert_dim=64,
+        shared_dim=32, first_dense=2, router_groups=2, router_groups_kept=1,
     ),
 }  # fmt: skip
 # All that qwen3 and gemma2 have is in these; each family is on one device what its own tests say.
@@ -250,10 +247,10 @@ def quick() -> list[dict]:
 
 
 def num_layers(row: dict) -> int:
-    """Layers that no number of stages divides, and one at least for each model chunk; without
-    stages as many as `sqrt` makes segments of."""
+    """Layers that no number of stages divides, and one at least for each model chunk, beside the
+    dense first ones; without stages as many as `sqrt` makes segments of."""
     if row["stage"] > 1:
-        return 9
+        return 9 + FAMILIES[row["family"]].get("first_dense", 0)
     return 7 if row["remat"] == "sqrt" else 3
 
 

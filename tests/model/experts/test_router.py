@@ -8,7 +8,7 @@ from support import packed, runs
 
 from llmx import contract, sharding
 from llmx.config import ConfigError
-from llmx.model import families
+from llmx.model import families, training_loss
 from llmx.model.experts import router
 from llmx.model.experts.config import ExpertsConfig
 from llmx.step import balance
@@ -122,10 +122,15 @@ def test_losses_are_minimized_and_loads_handed_out():
 # ------------------------------------------------------------------------------------- in training
 
 
-def config_of(**keys):
-    return runs.make_config(
-        "mixtral", model=dict(num_layers=2, num_experts=4), mesh={}, **runs.PARITY_OPTIMIZER | keys
-    )
+SMALL = dict(
+    num_experts=4, vocab_size=257, width=32, mlp_dim=32, expert_dim=32, num_heads=2,
+    num_kv_heads=2, head_dim=16,
+)  # fmt: skip
+
+
+def config_of(num_layers=2, mesh=None, **keys):
+    keys = runs.PARITY_OPTIMIZER | dict(batch__size=8, batch__sequence_length=16) | keys
+    return runs.make_config("mixtral", model=SMALL | dict(num_layers=num_layers), mesh=mesh, **keys)
 
 
 def test_the_bias_moves_against_the_loads_and_the_optimizer_does_not_touch_it():
@@ -150,6 +155,15 @@ def test_the_bias_moves_against_the_loads_and_the_optimizer_does_not_touch_it():
     want = rate * np.sign(loads.mean(axis=1, keepdims=True) - loads)
     np.testing.assert_allclose(found[rate], want, rtol=1e-6)
     assert not np.asarray(found[0.0]).any()
+
+
+def test_clipping_leaves_loads_alone():
+    """A load that is the mean stays it: 123 times 1/5.39 is not always the mean of such numbers."""
+    loads = jnp.asarray([[129.0, 128.0, 110.0, 125.0]])
+    tree = {"blocks": {"mlp": {"bias": loads, "router": {"kernel": jnp.ones((2, 2))}}}}
+    found = training_loss.scaled(tree, jnp.float32(1 / 5.39))["blocks"]["mlp"]
+    np.testing.assert_array_equal(found["bias"], loads)
+    np.testing.assert_allclose(found["router"]["kernel"], 1 / 5.39, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-16])
@@ -218,12 +232,10 @@ def test_meshes_that_experts_do_not_divide_over(expert, keys, words):
 def test_an_empty_slot_of_a_stage_has_no_router():
     """Two stages of three layers: nothing of the empty slot's losses and loads is anywhere."""
     values = dict(experts__balance_weight=1.0, experts__z_weight=1.0, experts__bias_rate=0.01)
-    values |= runs.PARITY_OPTIMIZER | dict(batch__size=8, batch__accumulation=2)
     found = {}
     for stages in (1, 2):
-        recipe = runs.make_recipe(runs.make_config(
-            "mixtral", model=dict(num_layers=3, num_experts=4), mesh=dict(stage=stages), **values
-        ))  # fmt: skip
+        mesh = dict(stage=stages)
+        recipe = runs.make_recipe(config_of(3, mesh, batch__accumulation=2, **values))
         rows, length = recipe.batch_shape
         batches = packed.batches(3, rows=rows, length=length, vocab=recipe.model.vocab_size)
         train_step, reports = runs.make_train_step(recipe), []
