@@ -384,26 +384,31 @@ def one_device(products: str):
     return trained(products)
 
 
+def full(*values):
+    """A case that runs with --full-grid."""
+    return pytest.param(*values, marks=pytest.mark.full_grid)
+
+
 @pytest.mark.parametrize(
     ("products", "mesh", "keys"),
     [
         ("fp8", dict(fsdp=2, tensor=2), dict(remat="names")),
         ("fp8", dict(fsdp=2), dict(sharding__gather="step", batch__accumulation=2)),
-        ("fp8", dict(fsdp=2, tensor=2), dict(sharding__turns=2, remat="full")),
-        ("fp8", dict(stage=2, fsdp=2, tensor=2), dict(batch__accumulation=2)),
+        full("fp8", dict(fsdp=2, tensor=2), dict(sharding__turns=2, remat="full")),
+        full("fp8", dict(stage=2, fsdp=2, tensor=2), dict(batch__accumulation=2)),
         (
             "fp8", dict(stage=2, fsdp=2),
             dict(batch__accumulation=2, pipeline__schedule="zb_h1", remat="full"),
         ),
-        ("fp8", dict(data=2, fsdp=2), dict(sharding__layout="hsdp")),
-        ("blocks", dict(fsdp=2, tensor=2), {}),
+        full("fp8", dict(data=2, fsdp=2), dict(sharding__layout="hsdp")),
+        full("blocks", dict(fsdp=2, tensor=2), {}),
         ("blocks", dict(fsdp=2, sequence=2), dict(sharding__gather="step")),
         ("gathered", dict(fsdp=4, tensor=2), dict(remat="full")),
-        ("gathered", dict(fsdp=2), dict(sharding__gather="step")),
+        full("gathered", dict(fsdp=2), dict(sharding__gather="step")),
         ("int8", dict(fsdp=2, tensor=2), dict(remat="dots")),
-        ("int8", dict(stage=2, fsdp=2), dict(batch__accumulation=2)),
+        full("int8", dict(stage=2, fsdp=2), dict(batch__accumulation=2)),
         ("delayed", dict(fsdp=2, tensor=2), dict(remat="names", sharding__turns=2)),
-        ("delayed", dict(fsdp=2), dict(batch__accumulation=2, sharding__gather="step")),
+        full("delayed", dict(fsdp=2), dict(batch__accumulation=2, sharding__gather="step")),
         ("delayed", dict(data=2, fsdp=2), dict(sync__strategy="int8")),
     ],
 )  # fmt: skip

@@ -137,8 +137,19 @@ SLOW_CASES = {
 LOCAL = ("zero_one", "local_sgd", "diloco")
 
 
+# Each has another that takes the same way through the step; they run with --full-grid.
+FULL = {"accumulation", "1f1b", "int8", "stale", "zero_one", "zero1", "power_sgd", "one_bit_mean",
+        "local_sgd"}  # fmt: skip
+
+
+def mark_of(case: str) -> list:
+    if case in FULL:
+        return [pytest.mark.full_grid]
+    return [pytest.mark.slow] if case in SLOW_CASES else []
+
+
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)]
+    "case", [pytest.param(case, marks=mark_of(case)) for case in CASES | SLOW_CASES]
 )
 def test_an_overflow_changes_nothing_but_the_scale(case):
     """State before and after, and what follows: bit for bit a run that skipped the batch."""
@@ -359,7 +370,7 @@ def test_small_gradients_vanish_in_fp16_without_a_scale_and_not_with_it():
     compare.assert_close(found["auto"].tree, wanted, FP16_GRADIENT)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full_grid), 2])
 def test_ranges_of_delayed_scaling_grow_with_the_scale(accumulation):
     """Otherwise gradients would be cut at the range that the scale before had."""
     keys = dict(

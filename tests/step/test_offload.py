@@ -39,7 +39,15 @@ CASES = {
     "int8 gradients": dict(mesh={"data": 2}, sync__strategy="int8"),
     "fp16": dict(precision="fp16", loss_scale__kind="dynamic"),
 }  # fmt: skip
-SLOW = {"zero1", "lamb", "lion", "accumulation", "pure bf16"}
+SLOW = {"muon", "pure bf16"}
+FULL = {"zero1", "lamb", "lion", "accumulation", "int8 gradients"}  # with --full-grid
+
+
+def mark_of(case: str) -> list:
+    """Of a case of CASES or WEIGHTS."""
+    if case in FULL | FULL_WEIGHTS:
+        return [pytest.mark.full_grid]
+    return [pytest.mark.slow] if case in SLOW | SLOW_WEIGHTS else []
 
 
 def make_config(**values):
@@ -91,13 +99,11 @@ WEIGHTS = {
                         products__gather="fp8", precision="bf16"),
     "turns": dict(remat="full", mesh={"tensor": 2}, sharding__turns=2),
 }  # fmt: skip
-SLOW_WEIGHTS = {"turns", "fp8 weights"}
+SLOW_WEIGHTS = {"fp8 weights"}
+FULL_WEIGHTS = {"turns"}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_WEIGHTS)) for case in WEIGHTS],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark_of(case)) for case in WEIGHTS])
 def test_parameters_on_the_host_change_no_bit(case):
     plain = WEIGHTS[case] | dict(offload__optimizer=False)
     reports, wanted = trained(runs.make_recipe(make_config(**plain)))
@@ -133,9 +139,7 @@ def test_parameters_are_not_offloaded_with(changes, words):
     assert words in problem and "use" in problem
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark_of(case)) for case in CASES])
 def test_offload_changes_no_bit(case):
     reports, wanted = trained(runs.make_recipe(make_config(**CASES[case])))
     recipe = runs.make_recipe(make_config(**CASES[case], offload__optimizer=True))
@@ -150,7 +154,6 @@ def test_offload_changes_no_bit(case):
 # ------------------------------------------------------------------------------- layer by layer
 
 
-@pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize(
     ("name", "moments", "mesh"),
     [
@@ -158,7 +161,8 @@ def test_offload_changes_no_bit(case):
         ("lion", "fp32", {}), ("muon", "fp32", MESH), ("adamw", "bf16", {}), ("adamw", "int8", {}),
     ],
 )  # fmt: skip
-def test_layer_by_layer_is_the_update_of_all(name, moments, mesh, accepted):
+def test_layer_by_layer_is_the_update_of_all(name, moments, mesh):
+    """Accepted, or refused after one that was."""
     pipeline = dict(pipeline__schedule="1f1b", batch__accumulation=2) if "stage" in mesh else {}
     config = make_config(
         mesh=mesh, optimizer__name=name, optimizer__moments=moments, optimizer__ema_decay=0.9,
@@ -170,26 +174,27 @@ def test_layer_by_layer_is_the_update_of_all(name, moments, mesh, accepted):
     draw = lambda leaf: random.normal(size=leaf.shape).astype(np.float32)  # noqa: E731
     gradients = jax.tree.map(draw, recipe.loss.params)
 
-    def updated(in_parts):
+    def states(in_parts):
         update = step.make_update(recipe.loss, recipe.ema_decay, in_parts)
 
         @jax.jit
-        def twice(state, gradients):
-            for accept in (True, accepted):  # the second from moments that are not zero
-                state = update(gradients, state, jnp.bool_(accept), optimizer.whole)
-                state = state._replace(step=state.step + 1)
-            return state
+        def updated(state, gradients, accepted):
+            state = update(gradients, state, accepted, optimizer.whole)
+            return state._replace(step=state.step + 1)
 
         with jax.set_mesh(recipe.mesh):
             placed = jax.device_put(gradients, recipe.loss.updates)
-            return jax.device_get(twice(recipe.init(0), placed))
+            first = updated(recipe.init(0), placed, jnp.bool_(True))  # moments that are not zero
+            both = [updated(first, placed, jnp.bool_(accepted)) for accepted in (True, False)]
+            return jax.device_get(both)
 
-    whole = updated(lambda apply: apply)
-    parts = updated(functools.partial(offload.layer_by_layer, stages=config.mesh.stage))
-    compare.assert_close(parts.params, whole.params, TOLERANCE)
-    compare.assert_close(parts.ema, whole.ema, TOLERANCE)
-    exact = moments == "fp32"
-    compare.assert_close(parts.opt_state, whole.opt_state, TOLERANCE if exact else OF_FEW_BITS)
+    whole = states(lambda apply: apply)
+    parts = states(functools.partial(offload.layer_by_layer, stages=config.mesh.stage))
+    of_moments = TOLERANCE if moments == "fp32" else OF_FEW_BITS
+    for part, all_at_once in zip(parts, whole, strict=True):
+        compare.assert_close(part.params, all_at_once.params, TOLERANCE)
+        compare.assert_close(part.ema, all_at_once.ema, TOLERANCE)
+        compare.assert_close(part.opt_state, all_at_once.opt_state, of_moments)
 
 
 # -------------------------------------------------------------------------------------- programs

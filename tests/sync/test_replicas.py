@@ -241,11 +241,11 @@ OFF = [
     ("one_bit_lamb", dict(warmup_steps=STEPS), pytest.mark.slow),
     ("stale", dict(staleness=0), pytest.mark.slow),
     ("int8", dict(warmup_steps=STEPS), pytest.mark.slow),
-    ("top_k", dict(warmup_steps=STEPS), pytest.mark.slow),
-    ("power_sgd", dict(warmup_steps=STEPS), pytest.mark.slow),
-    ("stale", dict(warmup_steps=STEPS + 5), pytest.mark.slow),
+    ("top_k", dict(warmup_steps=STEPS), pytest.mark.full_grid),
+    ("power_sgd", dict(warmup_steps=STEPS), pytest.mark.full_grid),
+    ("stale", dict(warmup_steps=STEPS + 5), pytest.mark.full_grid),
     ("zero_one", dict(warmup_steps=STEPS), pytest.mark.slow),
-    ("local_sgd", dict(warmup_steps=STEPS), pytest.mark.slow),
+    ("local_sgd", dict(warmup_steps=STEPS), pytest.mark.full_grid),
 ]
 
 
