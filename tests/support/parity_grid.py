@@ -250,8 +250,7 @@ def num_layers(row: dict) -> int:
     """Layers that no number of stages divides, and one at least for each model chunk, beside the
     dense first ones; without stages as many as `sqrt` makes segments of."""
     if row["stage"] > 1:
-        first = FAMILIES[row["family"]].get("first_dense", 0)
-        return first + (5 if row["stage"] == 2 else 9)
+        return 9 + FAMILIES[row["family"]].get("first_dense", 0)
     return 7 if row["remat"] == "sqrt" else 3
 
 
