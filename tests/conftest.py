@@ -25,8 +25,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full-grid",
         action="store_true",
-        help="also what others stand for: parity of every mesh x layout x family x schedule, "
-        "instead of a cover of all pairs; every strategy, format and machine of other tests",
+        help="also run cases that are left out, as others cover them: parity of every mesh x "
+        "layout x family x schedule, instead of a cover of all pairs; other tests with every "
+        "strategy, format and machine",
     )
 
 

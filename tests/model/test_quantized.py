@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import packed, runs
+from support import packed, runs, tiers
 
 from llmx import sharding
 from llmx.config import ConfigError
@@ -384,31 +384,28 @@ def one_device(products: str):
     return trained(products)
 
 
-def full(*values):
-    """A case that runs with --full-grid."""
-    return pytest.param(*values, marks=pytest.mark.full_grid)
-
-
 @pytest.mark.parametrize(
     ("products", "mesh", "keys"),
     [
         ("fp8", dict(fsdp=2, tensor=2), dict(remat="names")),
         ("fp8", dict(fsdp=2), dict(sharding__gather="step", batch__accumulation=2)),
-        full("fp8", dict(fsdp=2, tensor=2), dict(sharding__turns=2, remat="full")),
-        full("fp8", dict(stage=2, fsdp=2, tensor=2), dict(batch__accumulation=2)),
+        tiers.full_grid("fp8", dict(fsdp=2, tensor=2), dict(sharding__turns=2, remat="full")),
+        tiers.full_grid("fp8", dict(stage=2, fsdp=2, tensor=2), dict(batch__accumulation=2)),
         (
             "fp8", dict(stage=2, fsdp=2),
             dict(batch__accumulation=2, pipeline__schedule="zb_h1", remat="full"),
         ),
-        full("fp8", dict(data=2, fsdp=2), dict(sharding__layout="hsdp")),
-        full("blocks", dict(fsdp=2, tensor=2), {}),
+        tiers.full_grid("fp8", dict(data=2, fsdp=2), dict(sharding__layout="hsdp")),
+        tiers.full_grid("blocks", dict(fsdp=2, tensor=2), {}),
         ("blocks", dict(fsdp=2, sequence=2), dict(sharding__gather="step")),
         ("gathered", dict(fsdp=4, tensor=2), dict(remat="full")),
-        full("gathered", dict(fsdp=2), dict(sharding__gather="step")),
+        tiers.full_grid("gathered", dict(fsdp=2), dict(sharding__gather="step")),
         ("int8", dict(fsdp=2, tensor=2), dict(remat="dots")),
-        full("int8", dict(stage=2, fsdp=2), dict(batch__accumulation=2)),
+        tiers.full_grid("int8", dict(stage=2, fsdp=2), dict(batch__accumulation=2)),
         ("delayed", dict(fsdp=2, tensor=2), dict(remat="names", sharding__turns=2)),
-        full("delayed", dict(fsdp=2), dict(batch__accumulation=2, sharding__gather="step")),
+        tiers.full_grid(
+            "delayed", dict(fsdp=2), dict(batch__accumulation=2, sharding__gather="step")
+        ),
         ("delayed", dict(data=2, fsdp=2), dict(sync__strategy="int8")),
     ],
 )  # fmt: skip

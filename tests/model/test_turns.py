@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from support import compare, parity_grid, runs
+from support import compare, parity_grid, runs, tiers
 
 from llmx import sharding
 from llmx.aot import program as program_lib
@@ -94,7 +94,7 @@ def test_buffers_take_the_sum_of_all_groups():
     assert turns.shared(None, 3) == [None] * 3
 
 
-@pytest.mark.parametrize("groups", [4])
+@pytest.mark.parametrize("groups", [tiers.full_grid(2), 4])
 def test_turns_train_as_one_device_does(groups, taken):
     initial, wanted = parity_grid.reference("llama3", parity_grid.num_layers(ROW))
     recipe = parity_grid.make_recipe(ROW | dict(turns=groups))
@@ -106,7 +106,9 @@ def test_turns_train_as_one_device_does(groups, taken):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(turns=4, tensor=2), dict(turns=2, remat="none"), dict(turns=2, family="gemma3"),
+        tiers.full_grid(dict(turns=2)), dict(turns=4, tensor=2), dict(turns=2, remat="none"),
+        dict(turns=2, family="gemma3"),
+        tiers.full_grid(dict(turns=2, family="gpt2", remat="names")),
         dict(turns=2, layout="zero1", sequence_parallel=False),
         dict(turns=2, tensor=2, stage=2, schedule="1f1b", fsdp=2),
     ],
@@ -136,7 +138,7 @@ def gathered_bytes(groups: int, remat: str) -> float:
     )
 
 
-@pytest.mark.parametrize("remat", ["full", "names"])
+@pytest.mark.parametrize("remat", ["full", "names", tiers.full_grid("dots")])
 def test_weights_are_gathered_once_for_all_groups(remat, taken):
     assert gathered_bytes(2, remat) == gathered_bytes(1, remat) > 0
     assert taken == {turns.Groups(2)}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import compare, runs
+from support import compare, runs, tiers
 
 from llmx.model import precision
 from llmx.step.transforms import loss_scale
@@ -142,15 +142,7 @@ FULL = {"accumulation", "1f1b", "int8", "stale", "zero_one", "zero1", "power_sgd
         "local_sgd"}  # fmt: skip
 
 
-def mark_of(case: str) -> list:
-    if case in FULL:
-        return [pytest.mark.full_grid]
-    return [pytest.mark.slow] if case in SLOW_CASES else []
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=mark_of(case)) for case in CASES | SLOW_CASES]
-)
+@pytest.mark.parametrize("case", tiers.by_tier(CASES | SLOW_CASES, slow=SLOW_CASES, full=FULL))
 def test_an_overflow_changes_nothing_but_the_scale(case):
     """State before and after, and what follows: bit for bit a run that skipped the batch."""
     mesh, keys = (CASES | SLOW_CASES)[case]
@@ -370,7 +362,7 @@ def test_small_gradients_vanish_in_fp16_without_a_scale_and_not_with_it():
     compare.assert_close(found["auto"].tree, wanted, FP16_GRADIENT)
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full_grid), 2])
+@pytest.mark.parametrize("accumulation", [tiers.full_grid(1), 2])
 def test_ranges_of_delayed_scaling_grow_with_the_scale(accumulation):
     """Otherwise gradients would be cut at the range that the scale before had."""
     keys = dict(

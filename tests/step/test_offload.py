@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import compare, packed, resumes, runs
+from support import compare, packed, resumes, runs, tiers
 
 from llmx.config import ConfigError
 from llmx.model.remat import HOST_MEMORY
@@ -41,13 +41,6 @@ CASES = {
 }  # fmt: skip
 SLOW = {"muon", "pure bf16"}
 FULL = {"zero1", "lamb", "lion", "accumulation", "int8 gradients"}  # with --full-grid
-
-
-def mark_of(case: str) -> list:
-    """Of a case of CASES or WEIGHTS."""
-    if case in FULL | FULL_WEIGHTS:
-        return [pytest.mark.full_grid]
-    return [pytest.mark.slow] if case in SLOW | SLOW_WEIGHTS else []
 
 
 def make_config(**values):
@@ -103,7 +96,7 @@ SLOW_WEIGHTS = {"fp8 weights"}
 FULL_WEIGHTS = {"turns"}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=mark_of(case)) for case in WEIGHTS])
+@pytest.mark.parametrize("case", tiers.by_tier(WEIGHTS, slow=SLOW_WEIGHTS, full=FULL_WEIGHTS))
 def test_parameters_on_the_host_change_no_bit(case):
     plain = WEIGHTS[case] | dict(offload__optimizer=False)
     reports, wanted = trained(runs.make_recipe(make_config(**plain)))
@@ -139,7 +132,7 @@ def test_parameters_are_not_offloaded_with(changes, words):
     assert words in problem and "use" in problem
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=mark_of(case)) for case in CASES])
+@pytest.mark.parametrize("case", tiers.by_tier(CASES, slow=SLOW, full=FULL))
 def test_offload_changes_no_bit(case):
     reports, wanted = trained(runs.make_recipe(make_config(**CASES[case])))
     recipe = runs.make_recipe(make_config(**CASES[case], offload__optimizer=True))

@@ -158,7 +158,7 @@ def test_the_bias_moves_against_the_loads_and_the_optimizer_does_not_touch_it():
 
 
 def test_clipping_leaves_loads_alone():
-    """A load that is the mean stays it: 123 times 1/5.39 is not always the mean of such numbers."""
+    """The bias compares them with their mean, and rounded products may miss it."""
     loads = jnp.asarray([[129.0, 128.0, 110.0, 125.0]])
     tree = {"blocks": {"mlp": {"bias": loads, "router": {"kernel": jnp.ones((2, 2))}}}}
     found = training_loss.scaled(tree, jnp.float32(1 / 5.39))["blocks"]["mlp"]
