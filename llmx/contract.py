@@ -14,6 +14,7 @@ import jax
 import optax
 
 PyTree = Any
+BY_LAYER = "_by_layer"  # at the end of a report's name: not a number but one of each layer, [L]
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions int32 [B, T]; weights fp32
 
 
@@ -69,7 +70,9 @@ class Transform(NamedTuple):
     loss: Callable  # (what is minimized, state) -> what is differentiated, fp32 []
     gradients: Callable  # (Gradients, state with which the batch was taken) -> Gradients
     after: Callable  # (state, Gradients, accepted) -> state of the next step
-    scalars: Callable  # (Gradients, state of the next step) -> {"loss_scale": ...} for the report
+    # (Gradients, state of the next step) -> {"loss_scale": ...} for the report: fp32 [], or [L] of
+    # names that end with BY_LAYER, NaN for layers that have no such number
+    scalars: Callable
     resumed: Callable  # state of a checkpoint -> state; its options may have changed since
 
 

@@ -1,4 +1,4 @@
-"""Draws a run's loss curve: python -m llmx.metrics WORKDIR"""
+"""Draws a run's loss curve, and its numbers by layer: python -m llmx.metrics WORKDIR"""
 
 import argparse
 import sys
@@ -12,14 +12,18 @@ from llmx.runtime import plot
 
 
 def main() -> None:
-    """Draws WORKDIR/loss.png and prints its path."""
+    """Draws WORKDIR/loss.png, and layers.png where there are numbers by layer; prints the paths."""
     parser = argparse.ArgumentParser(
-        prog="python -m llmx.metrics", description="Draw the loss curves of a run to loss.png."
+        prog="python -m llmx.metrics",
+        description="Draw the loss curves of a run to "
+        "loss.png, and what it recorded of each layer, if anything, to layers.png.",
     )
     parser.add_argument("workdir", help="the --workdir of the run; it may still be training")
     workdir = parser.parse_args().workdir
     try:
         print(plot.plot_loss(workdir, log=lambda text: print(text, file=sys.stderr)))
+        if path := plot.plot_layers(workdir):
+            print(path)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

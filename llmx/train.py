@@ -26,7 +26,7 @@ import jax
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
 from llmx.config import Config, checks, describe, flags, history, value_types
-from llmx.contract import Batch, State, Strategy
+from llmx.contract import BY_LAYER, Batch, State, Strategy
 from llmx.model import remat
 from llmx.runtime import (
     agreement,
@@ -447,8 +447,13 @@ class Loop:
         if self.config.loss.z_loss:
             scalars["z_loss"] = float(report.z_loss)
         events = ("overflowed", "freeze_step")  # told when they happen
-        scalars |= {k: float(value) for k, value in report.scalars.items() if k not in events}
-        self.reporter.train(self.step, scalars, step_seconds=seconds, data_seconds=data_seconds)
+        shown = {k: value for k, value in report.scalars.items() if k not in events}
+        by_layer = {k: shown.pop(k) for k in list(shown) if k.endswith(BY_LAYER)}
+        scalars |= {k: float(value) for k, value in shown.items()}
+        self.reporter.train(
+            self.step, scalars, step_seconds=seconds, data_seconds=data_seconds,
+            by_layer={k.removesuffix(BY_LAYER): v.tolist() for k, v in by_layer.items()},
+        )  # fmt: skip
         self.goodput.step(self.step)
         if report.bad_leaf >= 0:
             self._refuse(report)
@@ -580,7 +585,12 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
     loop.goodput.end(loop.step)
     told_to_stop = code not in (exits.DONE, exits.STOPPED)  # time may be short
     if jax.process_index() == 0 and loop.step > 0 and not told_to_stop:
-        draw = lambda: log(f"loss curve: {plot.plot_loss(config.workdir)}")  # noqa: E731
+
+        def draw():
+            log(f"loss curve: {plot.plot_loss(config.workdir)}")
+            if path := plot.plot_layers(config.workdir):
+                log(f"by layer:   {path}")
+
         with job.progress("sample"):  # no step: neither useful time nor a hang
             auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
 

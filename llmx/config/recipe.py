@@ -48,13 +48,16 @@ def make_recipe(
     execution = make_execution(config, devices)
     mesh = execution.place.mesh
     make_gradient, chunks = _gradient_maker(config, kind_of(mesh))
+    order = IDENTITY if chunks is None else chunks.permutation
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
         in_host_memory=config.offload.parameters,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
-        | balance.transforms(config.model, config.sync.strategy),
+        | balance.transforms(
+            config.model, config.experts, config.sync.strategy, order.inverse
+        ),
     )  # fmt: skip
     return Recipe(
         model=config.model, loss=loss,
@@ -72,7 +75,7 @@ def make_recipe(
                 config.launch, tuple(mesh.devices.flat), tensor=config.mesh.tensor
             )
         ),
-        order=IDENTITY if chunks is None else chunks.permutation,
+        order=order,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from llmx.model.attention.cache import write_slots
 from llmx.model.attention.masks import Scores
 from llmx.model.execution import Execution
 from llmx.model.experts import experts, router
-from llmx.model.experts.config import DENSE
+from llmx.model.experts.config import CAPACITY, DENSE
 from llmx.model.quantized import UNROUNDED
 
 # Activations between blocks, and inside them, in logical axes.
@@ -339,6 +339,10 @@ class Experts(nnx.Module):
         if self.router_bias is not None:
             logits_BTE = dot.shifted(logits_BTE, self.router_bias.get_value())
         routing, shares_BTE = router.route(model, logits_BTE, self.bias.get_value())
+        chosen_BTk = routing.experts_BTk
+        if config.dispatch == CAPACITY:
+            kept = experts.within_capacity(chosen_BTk, model.num_experts, config.capacity, place)
+            routing = routing._replace(experts_BTk=kept)
         leaves = (getattr(self, name) for name in experts.Weights._fields)
         weights = experts.Weights(*(None if leaf is None else leaf.get_value() for leaf in leaves))
         compute = experts.dense if config.dispatch == DENSE else experts.experts
@@ -350,7 +354,7 @@ class Experts(nnx.Module):
             y_BTD += self.shared(x_BTD, execution)
         if share_BT is None:
             return y_BTD
-        loads_BTE = router.loads(routing.experts_BTk, share_BT > 0, model.num_experts)
+        loads_BTE = router.loads(chosen_BTk, share_BT > 0, model.num_experts)
         losses_BT = router.router_losses(
             config, logits_BTE, shares_BTE, loads_BTE, model.experts_per_token
         )

@@ -2,12 +2,14 @@
 
 `Reporter` is the one place that the train loop reports to. In the work directory it keeps
 
-- `metrics.jsonl`: one JSON object a line, with "kind" ("train", "eval", "spike" or "goodput"),
-  "step" (updates made so far, so the first is 1), "tokens" (seen so far), "time" (Unix seconds) and
-  the scalars; numbers that are not finite stand as the strings "nan", "inf", "-inf". Each step of a
-  kind stands there once, also after a run was killed and resumed from an earlier step;
+- `metrics.jsonl`: one JSON object a line, with "kind" ("train", "layers", "eval", "spike" or
+  "goodput"), "step" (updates made so far, so the first is 1), "tokens" (seen so far), "time" (Unix
+  seconds) and the scalars; numbers that are not finite stand as the strings "nan", "inf", "-inf".
+  Of "layers" each value is a list, with a number for each layer, null for one that has none. Each
+  step of a kind stands there once, also after a run was killed and resumed from an earlier step;
 - `tensorboard/`: the same numbers as event files;
-- `loss.png`: the curves, drawn by `plot_loss` or `python -m llmx.metrics WORKDIR`.
+- `loss.png`: the curves, drawn by `plot_loss` or `python -m llmx.metrics WORKDIR`; so is
+  `layers.png`, of the numbers by layer of models that have some.
 
 None of them ends a run: see `auxiliary`.
 
@@ -25,7 +27,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmx.runtime import plot, spikes, utilization
@@ -145,9 +147,11 @@ class Reporter(contextlib.ExitStack):
     def train(
         self, step: int, scalars: dict[str, float], *,
         step_seconds: float | None = None, data_seconds: float = 0.0,
+        by_layer: Mapping[str, Sequence[float]] | None = None,
     ):  # fmt: skip
         """Report step number `step` (the first is 1), with its "loss" and other host numbers.
 
+        by_layer: numbers of each layer, recorded as kind "layers".
         step_seconds, data_seconds: from `StepTimer.lap`; None: not measured, rates keep theirs.
         """
         if step_seconds is not None:
@@ -164,6 +168,8 @@ class Reporter(contextlib.ExitStack):
             if step_seconds is not None:
                 timing |= {"step_seconds": step_seconds, "data_seconds": data_seconds}
             self._record("train", step, {**scalars, **timing})
+            if by_layer:
+                self._record("layers", step, by_layer)
         if step % every == 0 or step == self._first[0] or last:
             pieces = _scalar_pieces(scalars) + self._pieces(step)
             self._show(self._display.line, self._position(step), pieces)
@@ -210,9 +216,9 @@ class Reporter(contextlib.ExitStack):
         found = {"tokens_per_second": rate, "data_share": sum(data) / sum(steps)}
         return found | (self._reached.shares(rate) if self._reached else {})
 
-    def _record(self, kind: str, step: int, scalars: dict[str, float]):
+    def _record(self, kind: str, step: int, scalars: Mapping[str, float | Sequence[float]]):
         assert not scalars.keys() & {"kind", "step", "tokens", "time"}, "names taken by the record"
-        scalars = {name: float(value) for name, value in scalars.items()}
+        scalars = {name: _plain_numbers(value) for name, value in scalars.items()}
         now = round(time.time(), 3)
         head = {"kind": kind, "step": step, "tokens": step * self._tokens_per_step, "time": now}
         if not self._records.write(head | scalars) or not self._config.tensorboard:
@@ -297,6 +303,13 @@ class _LiveLine(_Quiet):
     def close(self):
         if self._live is not None:
             self._live.stop()
+
+
+def _plain_numbers(value: float | Sequence[float]) -> float | list[float | None]:
+    """A number, or a list of such with null for those that are not finite, short enough to keep."""
+    if not isinstance(value, Sequence):
+        return float(value)
+    return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value]
 
 
 def _to_stderr(text: str):

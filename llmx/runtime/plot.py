@@ -1,20 +1,25 @@
-"""The loss curve of a run as a picture.
+"""The loss curve of a run as a picture, and its numbers by layer as another.
 
 However long the run is, its curve is kept as at most 4096 points: of each the mean, and the lowest
-and highest loss of the records in it, so that a spike of a single step stays visible.
+and highest loss of the records in it, so that a spike of a single step stays visible. Of numbers by
+layer there are as many columns as a picture shows.
 """
 
+import functools
 import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from llmx.runtime import records
 from llmx.runtime.records import RECORDS
 
-PLOT = "loss.png"
+PLOT, LAYERS_PLOT = "loss.png", "layers.png"
 MOST_POINTS = 4096  # of a curve: some per pixel of the picture
+MOST_COLUMNS = 512  # of a map of layers
 
 
 def plot_loss(
@@ -45,11 +50,94 @@ def plot_loss(
     if skipped and log is not None:
         log(f"{skipped}: skipped")
     figure = _draw(curves["train"], curves["eval"], title=path.absolute().parent.name)
-    # Written aside and renamed: a reader during training never sees half a picture.
-    target, temporary = path.with_name(PLOT), path.with_name(PLOT + ".tmp")
+    return _saved(figure, path.with_name(PLOT))
+
+
+def _saved(figure, target: pathlib.Path) -> pathlib.Path:
+    """Written aside and renamed: a reader during training never sees half a picture."""
+    temporary = target.with_name(target.name + ".tmp")
     figure.savefig(temporary, format="png", dpi=150)
     temporary.replace(target)
     return target
+
+
+def plot_layers(workdir: str | os.PathLike) -> pathlib.Path | None:
+    """Draw each number by layer, over layers and steps, into WORKDIR/layers.png; returns its path.
+
+    None where the run recorded none.
+    """
+    path = pathlib.Path(workdir) / RECORDS
+    maps: dict[str, Columns] = {}
+    for record in records.read_records(path) if path.exists() else ():
+        if record["kind"] != "layers":
+            continue
+        for name, values in record.items():
+            if isinstance(values, list):
+                maps.setdefault(name, Columns(name)).add(record["step"], values)
+    maps = {name: each for name, each in maps.items() if each.steps}
+    if not maps:
+        return None
+    figure = _draw_layers(list(maps.values()), title=path.absolute().parent.name)
+    return _saved(figure, path.with_name(LAYERS_PLOT))
+
+
+class Columns:
+    """Numbers by layer in at most MOST_COLUMNS columns, each of `width` records.
+
+    A column has the means of its records; their largest of a name that ends with "max", their least
+    of one that ends with "min".
+    """
+
+    def __init__(self, name: str):
+        self.name, self.width, self.steps, self.columns = name, 1, [], []
+        self._join = {"max": np.fmax, "min": np.fmin}.get(name.rpartition("_")[-1])
+        self._waiting: list[np.ndarray] = []
+
+    def add(self, step: int, values: list):
+        """Adds a record after the ones before; one of another number of layers is left out."""
+        column = np.array([math.nan if v is None else records.number(v) for v in values])
+        if len(column) != len([*self._waiting, *self.columns, column][0]) or not len(column):
+            return
+        self._waiting.append(column)
+        if len(self._waiting) == self.width:
+            self.columns.append(self._joined(self._waiting))
+            self.steps.append(step)
+            self._waiting = []
+        if len(self.columns) == MOST_COLUMNS:
+            pairs = zip(self.columns[::2], self.columns[1::2], strict=True)
+            self.columns = [self._joined(pair) for pair in pairs]
+            self.steps, self.width = self.steps[1::2], 2 * self.width
+
+    def _joined(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        if self._join is not None:
+            return functools.reduce(self._join, columns)
+        return np.mean(columns, axis=0)
+
+
+def _draw_layers(maps: list[Columns], *, title: str):
+    """A matplotlib figure with a map for each name, one under another."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 0.6 + 2.2 * len(maps)), layout="constrained")
+    for axes, each in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps, strict=True):
+        values = np.stack(each.columns, axis=1)
+        found = values[np.isfinite(values)]
+        # Single values, as of the first steps, would else take all the colours.
+        low, high = np.percentile(found, [1, 99]) if found.size else (0, 1)
+        first, last, num = each.steps[0], each.steps[-1], len(values)
+        half = (last - first) / max(len(each.steps) - 1, 1) / 2 or 0.5
+        image = axes.imshow(
+            values, aspect="auto", interpolation="nearest", origin="lower", vmin=low, vmax=high,
+            extent=(first - half, last + half, -0.5, num - 0.5), cmap="viridis",
+        )  # fmt: skip
+        figure.colorbar(image, ax=axes, extend="both")
+        axes.set_title(each.name.replace("_", " "), loc="left", fontsize="medium")
+        axes.set_ylabel("layer")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    figure.suptitle(f"Layers of {title}")
+    return figure
 
 
 class Curve:

@@ -12,7 +12,8 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from llmx.runtime.auxiliary import Auxiliary
 
@@ -211,6 +212,15 @@ def _set_aside(path: pathlib.Path, last_step: int):
         file.writelines(line for line, _, damaged in _sorted_out(path, last_step, {}) if damaged)
 
 
+def _tags(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Each number with its tag; of a list by its place there."""
+    for name, value in values.items():
+        several = isinstance(value, list)
+        for place, each in enumerate(value if several else [value]):
+            if each is not None:
+                yield f"{kind}/{name}" + f"/{place:03}" * several, each
+
+
 class EventFile:
     """TensorBoard event files, opened by the first write (the imports take 0.2 seconds).
 
@@ -221,7 +231,7 @@ class EventFile:
         self._directory, self._start_step, self._writer = directory, start_step, None
         self._waiting = collections.deque(maxlen=MOST_WAITING)
 
-    def add(self, kind: str, step: int, seconds: float, scalars: dict[str, float]):
+    def add(self, kind: str, step: int, seconds: float, scalars: Mapping[str, Any]):
         """Notes what the next `flush` writes."""
         self._waiting.append((kind, step, seconds, scalars))
 
@@ -241,9 +251,7 @@ class EventFile:
                     self._put(time.time(), step=self._start_step + 1, session_log=session)
             while self._waiting:
                 kind, step, seconds, scalars = self._waiting[0]
-                values = [
-                    Summary.Value(tag=f"{kind}/{k}", simple_value=v) for k, v in scalars.items()
-                ]
+                values = [Summary.Value(tag=tag, simple_value=v) for tag, v in _tags(kind, scalars)]
                 self._put(seconds, step=step, summary=Summary(value=values))
                 self._writer.flush()
                 self._start_step = max(self._start_step, step)

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import pathlib
 import shutil
 import socket
 import struct
@@ -12,12 +13,21 @@ import sys
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from llmx.runtime import auxiliary, bounds, records
 from llmx.runtime.hardware import CHIPS
 from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration
-from llmx.runtime.plot import MOST_POINTS, Curve, _smoothed, plot_loss
+from llmx.runtime.plot import (
+    MOST_COLUMNS,
+    MOST_POINTS,
+    Columns,
+    Curve,
+    _smoothed,
+    plot_layers,
+    plot_loss,
+)
 from llmx.runtime.records import read_records
 from llmx.runtime.utilization import Utilization
 
@@ -450,6 +460,57 @@ def test_plot_shows_the_records(tmp_path, monkeypatch):
     assert axes.get_title() == "Loss of my_run"
     assert axes.get_xlabel() == "training tokens (millions)"
     assert axes.get_ylabel() == "cross-entropy (nats per token)"
+
+
+def test_numbers_by_layer_are_recorded_and_drawn(tmp_path, monkeypatch):
+    with Reporter(tmp_path, MetricsConfig(progress="off", log_every=2), total_steps=9,
+                  tokens_per_step=4) as reporter:  # fmt: skip
+        for step in range(1, 10):
+            by_layer = {"load_max": [math.nan, 1.0 + step, 1 / 3], "load": [math.nan, 0.5, 0.25]}
+            reporter.train(step, {"loss": 1.0}, by_layer=by_layer)
+    found = [
+        record
+        for record in records.read_records(tmp_path / "metrics.jsonl")
+        if record["kind"] == "layers"
+    ]
+    assert [record["step"] for record in found] == [1, 2, 4, 6, 8, 9]
+    assert found[1]["load_max"] == [None, 3.0, 0.333333] and found[1]["load"] == [None, 0.5, 0.25]
+    tags = {name: len(points) for name, points in events(tmp_path).items()}
+    assert tags["layers/load_max/001"] == 6 and "layers/load_max/000" not in tags
+    figures = []
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **_: figures.append(figure))
+    monkeypatch.setattr(pathlib.Path, "replace", lambda *_: None)
+    assert plot_layers(tmp_path) == tmp_path / "layers.png"
+    top, bottom = figures[0].axes[:2]
+    np.testing.assert_array_equal(
+        top.images[0].get_array().filled(np.nan)[1], [2.0, 3.0, 5.0, 7.0, 9.0, 10.0]
+    )
+    assert np.isnan(top.images[0].get_array().filled(np.nan)[0]).all()
+    assert (top.get_title("left"), bottom.get_title("left")) == ("load max", "load")
+
+
+def test_layers_of_a_long_run_are_few_columns():
+    largest, mean = Columns("load_max"), Columns("load")
+    for step in range(10_000):
+        for columns in (largest, mean):
+            columns.add(step, [9.0 if step == 7_777 else 1.0, None])
+    largest.add(10_000, [1.0])  # of another number of layers
+    for columns in (largest, mean):
+        assert len(columns.steps) == len(columns.columns) <= MOST_COLUMNS and columns.width == 32
+        assert all(np.isnan(column[1]) for column in columns.columns)
+    assert max(column[0] for column in largest.columns) == 9.0
+    assert max(column[0] for column in mean.columns) == 1.0 + 8 / 32
+
+
+def test_without_numbers_by_layer_nothing_is_drawn(tmp_path):
+    assert plot_layers(tmp_path) is None
+    report(tmp_path)
+    assert plot_layers(tmp_path) is None
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        print('{"kind": "layers", "step": 1, "tokens": 1, "load": [], "other": "x"}', file=file)
+    assert plot_layers(tmp_path) is None
 
 
 def test_plot_says_what_is_missing(tmp_path):

@@ -8,9 +8,10 @@ DROPLESS, CAPACITY, DENSE = "dropless", "capacity", "dense"
 # Of which tokens the balance loss takes the load: those of each sequence, or of all that a
 # microbatch has on all devices.
 SEQUENCE, BATCH, NONE = "sequence", "batch", "none"
-# Of a step: the largest and the least load of an expert, of any layer, as a multiple of the layer's
-# mean; and how evenly tokens are spread over experts, 1 = equally, mean over layers.
-SCALARS = ("expert_load_max", "expert_load_min", "expert_entropy")
+# Of a step and a layer: the largest and the least load of an expert as a multiple of the mean, and
+# how evenly tokens are spread over experts, 1 = equally. A load is the tokens that an expert takes.
+LOAD_MAX, LOAD_MIN, ENTROPY = "expert_load_max", "expert_load_min", "expert_entropy"
+DROPPED = "expert_dropped"  # of "capacity": the share of assignments that no expert takes
 
 
 @dataclasses.dataclass

@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from llmx import sharding
 from llmx.model import dot, precision, remat
 from llmx.model.activations import hidden
 from llmx.model.experts import grouped, products, travel
-from llmx.model.experts.config import CAPACITY, ExpertsConfig
+from llmx.model.experts.config import ExpertsConfig
 from llmx.model.experts.products import Weights
 from llmx.model.experts.router import Routing
 from llmx.sharding.mesh import kind_of
@@ -183,6 +183,26 @@ def experts(
     return _experts(layer, x_BTD, experts_BTk, weights_BTk, weights)
 
 
+def within_capacity(
+    experts_BTk: Int[Array, "B T k"], num_experts: int, capacity: float, place: sharding.Placement
+) -> Int[Array, "B T k"]:
+    """Each assignment that is among the first of its expert in its row, of the positions on a
+    device; the others go to no expert, number E. An expert takes `capacity` x T k / E of a row."""
+    to = jax.typeof(experts_BTk).sharding.spec
+    experts_BTk = place.constrain(experts_BTk, OF_TOKENS)
+    spec = jax.typeof(experts_BTk).sharding.spec
+
+    def local(experts_BTk):
+        B, T, k = experts_BTk.shape
+        most = max(int(capacity * T * k / num_experts), 1)
+        place_of = lambda experts_A: grouped.by_expert(experts_A, num_experts)[1]  # noqa: E731
+        place_BTk = jax.vmap(place_of)(experts_BTk.reshape(B, T * k)).reshape(B, T, k)
+        return jnp.where(place_BTk < most, experts_BTk, num_experts)
+
+    local = jax.shard_map(local, mesh=place.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.sharding.reshard(local(experts_BTk), to)
+
+
 def dense(
     x_BTD: Float[Array, "B T D"], routing: Routing, weights: Weights, *, activation: str,
     config: ExpertsConfig, place: sharding.Placement, policy: precision.Policy, out: PartitionSpec,
@@ -278,24 +298,9 @@ class _Local(NamedTuple):
 def _local(layer: _Layer, x_BTD, experts_BTk, weights_BTk) -> _Local:
     B, T, D = x_BTD.shape
     k = experts_BTk.shape[-1]
-    if layer.config.dispatch == CAPACITY:
-        within = _within_capacity(experts_BTk, layer.num_experts, layer.config.capacity)
-        experts_BTk = jnp.where(within, experts_BTk, layer.num_experts)
     to = layer.ways(B * T, k)
     journey = travel.plan(experts_BTk.reshape(B * T, k), to)
     return _Local(x_BTD.reshape(B * T, D), weights_BTk.reshape(B * T, k), to, journey)
-
-
-def _within_capacity(experts_BTk: Array, num_experts: int, capacity: float) -> Array:
-    """bool[B, T, k]: whether an assignment is among the first of its expert in its row."""
-    B, T, k = experts_BTk.shape
-    most = max(int(capacity * T * k / num_experts), 1)
-
-    def of_row(experts_A):
-        _, place_A, _ = grouped.by_expert(experts_A, num_experts)
-        return place_A < most
-
-    return jax.vmap(of_row)(experts_BTk.reshape(B, T * k)).reshape(B, T, k)
 
 
 def _in_rounds(local: _Local, one: Callable):

@@ -21,6 +21,7 @@ import numpy as np
 
 from llmx.contract import Gradients, Transform
 from llmx.model.precision import Policy
+from llmx.model.training_loss import scaled
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
@@ -82,7 +83,7 @@ def make(config: LossScaleConfig) -> Transform:
         # 0: nothing is in flight yet, and the gradient is zero.
         inverse = jnp.where(state.scale > 0, 1 / state.scale, 0)
         return found._replace(
-            tree=jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * inverse, found.tree),
+            tree=scaled(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), found.tree), inverse),
             squares=found.squares * jnp.square(inverse), norms=found.norms * inverse,
             dropped=_overflowed(found) & (state.scale > config.minimum),
         )  # fmt: skip

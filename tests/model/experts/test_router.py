@@ -11,7 +11,9 @@ from llmx.config import ConfigError
 from llmx.model import families, training_loss
 from llmx.model.experts import router
 from llmx.model.experts.config import ExpertsConfig
+from llmx.pipeline import permutation
 from llmx.step import balance
+from llmx.step.transforms import loss_scale
 
 B, T, E, K = 2, 5, 8, 3
 
@@ -166,18 +168,82 @@ def test_clipping_leaves_loads_alone():
     np.testing.assert_allclose(found["router"]["kernel"], 1 / 5.39, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-16])
-def test_what_is_reported_of_loads_does_not_depend_on_their_scale(scale):
-    """A loss scale divides the gradients, and loads with them; a slot without a layer has none."""
-    loads = jnp.asarray([[4.0, 2.0, 2.0, 0.0], [0.0] * 4, [0.5, 0.25, 0.25, 0.0]]) * scale
-    found = contract.Gradients(*[None] * 3, {"blocks": {"mlp": {"bias": loads}}}, None, None)
-    (transform,) = balance.transforms(model(num_experts=4)).values()
-    shown = transform.scalars(found, ())
-    entropy = -(0.5 * np.log(0.5) + 0.5 * np.log(0.25)) / np.log(4)
-    wanted = dict(expert_load_max=2.0, expert_load_min=0.0, expert_entropy=entropy)
-    assert shown.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(shown[name], value, rtol=1e-6)
+def test_what_is_reported_of_loads():
+    """Of each layer in the model's order, NaN of first layers that are dense, and of all layers. Of
+    a batch without a token that counts, as of equal loads."""
+    rows = jnp.asarray([[4.0, 4.0, 4.0, 0.0], [3.0] * 4, [6.0, 3.0, 3.0, 0.0]])
+    slots = jnp.stack([rows[2], jnp.zeros(4), rows[0], rows[1]])  # of stages, one is empty
+    order = permutation.LayerPermutation((2, permutation.EMPTY, 0, 1))
+    mixture = model(num_experts=4, experts_per_token=2, num_layers=4, first_dense=1)
+    (transform,) = balance.transforms(
+        mixture, ExpertsConfig(dispatch="capacity"), in_order=order.inverse,
+    ).values()  # fmt: skip
+
+    def shown(loads, tokens):
+        tree = {"blocks": {"mlp": {"bias": loads}}}
+        found = contract.Gradients(None, None, tokens, tree, None, None)
+        return jax.tree.map(np.asarray, jax.jit(transform.scalars)(found, ()))
+
+    found = shown(slots, jnp.float32(8.0))  # each to 2 experts: 16 assignments of a layer
+    entropies = np.array([np.log(3), np.log(4), 1.5 * np.log(2)]) / np.log(4)
+    wanted = dict(
+        expert_load_max=[4 / 3, 1, 2], expert_load_min=[0, 1, 0], expert_entropy=entropies,
+        expert_dropped=[0.25] * 3,
+    )  # fmt: skip
+    of_all = dict(
+        expert_load_max=2, expert_load_min=0, expert_entropy=entropies.mean(), expert_dropped=0.25
+    )
+    assert found.keys() == {*wanted, *(f"{name}_by_layer" for name in wanted)}
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[f"{name}_by_layer"], [np.nan, *values], rtol=1e-6)
+        np.testing.assert_allclose(found[name], of_all[name], rtol=1e-6)
+    empty = shown(jnp.zeros((4, 4)), jnp.float32(0))
+    for name in ("expert_load_max", "expert_load_min", "expert_entropy"):
+        np.testing.assert_allclose(empty[name], 1, rtol=1e-6)
+    (transform,) = balance.transforms(mixture, ExpertsConfig()).values()
+    assert "expert_dropped" not in transform.scalars(
+        contract.Gradients(*[None] * 3, {"blocks": {"mlp": {"bias": rows}}}, None, None), ()
+    )
+
+
+def test_a_loss_scale_leaves_loads_alone():
+    """Other numbers than powers of two would round them."""
+    scale = loss_scale.LossScale(jnp.float32(3.0), jnp.int32(0), jnp.int32(0))
+    loads = jnp.asarray([[129.0, 128.0, 110.0, 125.0]])
+    tree = {"blocks": {"mlp": {"bias": loads, "up": jnp.full((2,), 6.0)}}}
+    found = contract.Gradients(
+        jnp.float32(1), jnp.float32(0), jnp.float32(1), tree, jnp.ones(2), jnp.ones(())
+    )
+    found = loss_scale.make(loss_scale.LossScaleConfig()).gradients(found, scale)
+    np.testing.assert_array_equal(found.tree["blocks"]["mlp"]["bias"], loads)
+    np.testing.assert_allclose(found.tree["blocks"]["mlp"]["up"], 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [{}, dict(data=2), dict(stage=2), dict(expert=2, fsdp=2)], ids=str)
+def test_the_share_of_dropped_tokens_is_counted(mesh):
+    """Each layer drops what does not fit its experts, of each row. With all tokens to one pair of
+    experts an expert keeps its capacity, of a row of 16: 8 of 16, and half is dropped."""
+    accumulation = 2 if "stage" in mesh else 1
+    recipe = runs.make_recipe(
+        config_of(
+            mesh=mesh, experts__dispatch="capacity", experts__capacity=1.0,
+            batch__accumulation=accumulation,
+        )
+    )  # fmt: skip
+    state = recipe.init(0)
+    mlp = state.params["blocks"]["mlp"]
+    unfair = np.zeros(mlp["bias"].shape, np.float32)
+    unfair[..., :2] = 10.0  # more than any score
+    mlp["bias"] = jax.device_put(unfair, mlp["bias"].sharding)
+    rows, length = recipe.batch_shape
+    batch = packed.batches(1, rows=rows, length=length, vocab=recipe.model.vocab_size)[0]
+    batch |= {"weights": np.ones((rows, length), np.float32)}
+    train_step = runs.make_train_step(recipe)
+    with jax.set_mesh(recipe.mesh):
+        _, report = train_step(state, runs.put_batch(recipe, batch))
+    found = {name: np.asarray(value) for name, value in report.scalars.items()}
+    np.testing.assert_allclose(found["expert_dropped_by_layer"], [0.5, 0.5], atol=1e-6)
+    np.testing.assert_allclose(found["expert_load_max_by_layer"], [2.0, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +309,8 @@ def test_an_empty_slot_of_a_stage_has_no_router():
             state = recipe.init(0)
             for batch in batches:
                 state, report = train_step(state, runs.put_batch(recipe, batch))
-                reports.append([report.loss, report.grad_norm, *report.scalars.values()])
+                shown = map(np.asarray, report.scalars.values())
+                reports.append(np.hstack([report.loss, report.grad_norm, *shown]))
         found[stages] = np.array(reports), runs.in_order(recipe, state.params)
     assert max(jax.tree.leaves(jax.tree.map(len, state.params["blocks"]))) == 4  # one is empty
     np.testing.assert_allclose(found[2][0], found[1][0], rtol=1e-5)
