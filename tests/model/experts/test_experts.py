@@ -14,7 +14,7 @@ from llmx.model import precision
 from llmx.model.experts import experts, grouped, router
 from llmx.model.experts.config import ExpertsConfig
 
-D, F, E, K, B, T = 16, 12, 6, 2, 6, 8
+D, F, E, K, B, T = 16, 12, 24, 2, 24, 8  # experts and rows divide over 2, 3, 4, 6 and 8
 TOLERANCE = 1e-6  # of sums in fp32 that are taken in another order
 
 
@@ -92,8 +92,11 @@ def computed(
     compute = experts.dense if config.dispatch == "dense" else experts.experts
 
     def value(x, of, weights):
+        going = chosen
+        if config.dispatch == "capacity":
+            going = experts.within_capacity(chosen, num_experts, config.capacity, place)
         y = compute(
-            x, router.Routing(chosen, of), experts.Weights(*weights),
+            x, router.Routing(going, of), experts.Weights(*weights),
             activation="clamped_silu" if biases else "silu", config=config, place=place,
             policy=precision.POLICIES["fp32"], out=of_tokens,
         )  # fmt: skip
@@ -105,7 +108,7 @@ def computed(
 
 
 MESHES = [
-    {}, dict(expert=2), dict(expert=3), dict(expert=6), dict(expert=2, tensor=2),
+    {}, dict(expert=2), dict(expert=3), dict(expert=4), dict(expert=8), dict(expert=2, tensor=2),
     dict(expert=2, sequence=2, fsdp=1), dict(expert=3, fsdp=2), dict(expert=3, tensor=2),
     dict(fsdp=2, sequence=2, tensor=2),
 ]  # fmt: skip
