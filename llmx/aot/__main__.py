@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, CompileError) as error:
         print(error, file=sys.stderr)
         return WRONG
-    print(json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials))
+    exits.show(
+        json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials)
+    )
     return FITS if result.fits else DOES_NOT_FIT
 
 

@@ -20,6 +20,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
+
 from llmx.pipeline import schedule, simulate
 from llmx.plan import options, schedule_report
 
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(report) if args.json else lines)
+    exits.show(json.dumps(report) if args.json else lines)
     of_machine = args.config is not None and args.machine is not None
     return int(of_machine and not report["memory"]["fits"])
 

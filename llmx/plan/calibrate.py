@@ -29,7 +29,7 @@ from llmx.plan import calibrations, gemm, hardware_file, machines, routes
 from llmx.plan.gemm import Attended, Calibration, Core, Measured, Streamed
 from llmx.plan.hardware_file import Hardware
 from llmx.plan.traffic import Message
-from llmx.runtime import hardware, output_paths
+from llmx.runtime import exits, hardware, output_paths
 
 MIB = 2**20
 LEAST_SHARE = 0.01  # of a measured time that is left without the start of an operator
@@ -365,7 +365,7 @@ def main(argv: Sequence[str]) -> int:
     written.write_text(json.dumps(hardware_file.to_json(own), indent=1) + "\n")
     written.replace(out)
     part.unlink()
-    print(text(own, out))
+    exits.show(text(own, out))
     return 0
 
 

@@ -4,6 +4,7 @@
 """
 
 import signal
+import sys
 
 DONE = 0  # all steps are taken
 CRASHED = 1  # an error that nobody foresaw, or an interpreter that was held: stacks are printed
@@ -23,3 +24,11 @@ def silent_interrupts() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def show(text: str) -> None:
+    """Prints to a reader who may have seen enough, as `head`: that is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = None  # the interpreter flushes it once more at its end

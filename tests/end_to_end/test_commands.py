@@ -135,3 +135,15 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
         assert child.stdout.readline() == " note: x\n"
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait(60) == 0
+
+
+def test_a_reader_who_has_seen_enough_is_no_error():
+    """`| head`: a pipe whose reader is gone, and a text that it cannot hold."""
+    code = "from llmx.runtime import exits; exits.show('line\\n' * 100_000)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
