@@ -72,7 +72,7 @@ def make_recipe(
         batch_shape=(config.batch.size, config.batch.sequence_length),
         compiler_options=functools.cache(
             lambda: compiler_options.options(
-                config.launch, tuple(mesh.devices.flat), tensor=config.mesh.tensor
+                config.launch, tuple(mesh.devices.flat), mesh.shape
             )
         ),
         order=order,

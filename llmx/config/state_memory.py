@@ -37,6 +37,11 @@ class Leaf:
         return self.axes[0] == "layers"
 
     @property
+    def of_layers(self) -> bool:
+        """Of blocks, or of dense first layers."""
+        return self.axes[0] in ("layers", "first")
+
+    @property
     def is_matrix(self) -> bool:
         """Split by width, and updated as matrices are; else a norm or bias, small and whole."""
         return "embed" in self.axes

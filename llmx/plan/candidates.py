@@ -378,7 +378,7 @@ def refusal(config: Config) -> str:
             "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
             "give that as --config.remat"
         )
-    return of_latents(config)
+    return ""
 
 
 def of_latents(config: Config) -> str:

@@ -35,8 +35,6 @@ def refusal(config: Config, device_kind: str) -> str:
         ),
         f"with mesh.stage={config.mesh.stage}": config.mesh.stage > 1,
         f"with experts.dispatch={config.experts.dispatch!r}": config.experts.dispatch != DROPLESS,
-        f"with model.shared_dim={model.shared_dim}": model.shared_dim > 0,
-        "with biases": model.bias,
         f"with sync.strategy={config.sync.strategy!r}": config.sync.strategy != "mean",
         "with offloading": bool(config.offload.saves or config.offload.parameters),
         f"with remat={config.remat!r}": keeps_weights(model, config.remat),

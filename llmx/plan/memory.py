@@ -120,7 +120,8 @@ def of(
             "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
         },
         BACKWARD: common | {
-            "a layer": _layer(sizes, program), "a segment": _segment(sizes),
+            "a layer": max(_layer(one, program) for one in sizes.stacks),
+            "a segment": _segment(sizes.stacks[-1]),
             "gradient of the head": _tied_head(sizes) if on_gpu else 0.0,
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
         },
@@ -195,7 +196,7 @@ def _segment(sizes: Sizes) -> float:
 
 def _weights_of_layers(sizes: Sizes) -> float:
     """A device's share of the layers' parameters in fp32."""
-    of_layers = (leaf for leaf in leaves(sizes.run.model) if leaf.in_blocks)
+    of_layers = (leaf for leaf in leaves(sizes.run.model) if leaf.of_layers)
     return sum(FP32 * sizes.local(leaf, "parameters") for leaf in of_layers)
 
 

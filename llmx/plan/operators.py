@@ -105,9 +105,22 @@ CPU = Moved(
 _RESULTS = {
     "attention/query": remat.QUERY, "attention/key": remat.KEY, "attention/value": remat.VALUE,
     "attention/out": remat.ATTENTION_OUT, "mlp/gate": remat.GATE, "mlp/up": remat.UP,
-    "mlp/down": remat.MLP_OUT,
+    "mlp/down": remat.MLP_OUT, "mlp/shared/gate": remat.GATE, "mlp/shared/up": remat.UP,
+    "mlp/shared/down": remat.MLP_OUT, "attention/query_down": remat.QUERY_LATENT,
+    "attention/down": remat.LATENT, "attention/up": remat.KEY,
 }  # fmt: skip
-_INTO_STREAM = ("attention/out", "mlp/down")
+
+
+class _Weight(NamedTuple):
+    """A matrix of a layer on a device that has gathered it."""
+
+    width: int  # of the stream, or of a latent
+    other: float  # N H, K H or F, over `tensor`
+    into_stream: bool
+
+    @property
+    def numbers(self) -> float:
+        return self.width * self.other
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,15 +157,17 @@ class _Device:
         return sum(saved.values()) / self.sizes.run.model.num_layers
 
     @functools.cached_property
-    def of_layer(self) -> dict[str, float]:
-        """Numbers of a layer's weights on a device that has gathered them, by "mlp/gate"."""
-        sizes = self.sizes
+    def of_layer(self) -> dict[str, _Weight]:
+        """A layer's weights, but for those of experts, by "mlp/gate"."""
+        sizes, found = self.sizes, {}
         share = sizes.mesh["stage"] / sizes.run.model.num_layers
-        return {
-            "/".join(leaf.name.split("/")[1:3]): sizes.whole(leaf) * share
-            for leaf in sizes.weights
-            if not experts.is_of_experts(leaf)
-        }
+        for leaf in sizes.weights:
+            if not experts.is_of_experts(leaf):
+                name = leaf.name.removeprefix("blocks/").removesuffix("/kernel")
+                width = leaf.shape[leaf.axes.index("embed")]
+                other = sizes.whole(leaf) * share / width
+                found[name] = _Weight(width, other, leaf.axes[-1] == "embed")
+        return found
 
     @functools.cached_property
     def dtypes(self) -> tuple[str, str]:
@@ -188,13 +203,15 @@ class _Device:
 
 def of(sizes: Sizes, core: Core, moved: Moved) -> list[Operator]:
     """All operators of a resolved run's step on one device."""
+    found = []
+    for stack in sizes.stacks:
+        device = _Device(stack, core, moved)
+        share = stack.run.model.num_layers / sizes.run.model.num_layers
+        layer = (*_products(device), *_attention(device), *_moves(device))
+        found += [one._replace(count=one.count * share) for one in layer]
     device = _Device(sizes, core, moved)
-    return [
-        one
-        for one in (*_products(device), *_attention(device), *_moves(device), *_loss(device),
-                    *_ends(device))
-        if one.count and one.seconds
-    ]  # fmt: skip
+    found += [*_loss(device), *_ends(device)]
+    return [one for one in found if one.count and one.seconds]
 
 
 def seconds(operators: Sequence[Operator], moment: str, part: str = "") -> float:
@@ -208,12 +225,13 @@ def seconds(operators: Sequence[Operator], moment: str, part: str = "") -> float
 
 def _products(device: _Device) -> Iterator[Operator]:
     sizes, (forward, backward) = device.sizes, device.dtypes
-    tokens, width = sizes.tokens, sizes.run.model.width
+    tokens = sizes.tokens
     if sizes.run.model.num_experts:
         yield from _of_experts(device)
-    for name, numbers in device.of_layer.items():
-        other = numbers / width  # N H, K H or F, over `tensor`
-        left, right = (other, width) if name in _INTO_STREAM else (width, other)
+    for name, weight in device.of_layer.items():
+        left, right = weight.width, weight.other
+        if weight.into_stream:
+            left, right = right, left
         again = device.again.get(_RESULTS.get(name), 0.0) + device.whole_again
         shape = (tokens, right, left)
         yield device.product(name, PRODUCTS, FORWARD, shape, forward)
@@ -297,7 +315,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     model, tensor, number = sizes.run.model, sizes.mesh["tensor"], sizes.compute_bytes
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
     head_passes = moved.heads[index] + moved.normed[index] * model.qk_norm
-    of_layer = sum(device.of_layer.values())
+    of_layer = sum(weight.numbers for weight in device.of_layer.values())
     shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights)
     shares *= sizes.mesh["stage"] / model.num_layers
     if model.num_experts:
@@ -327,10 +345,9 @@ def _rounded(device: _Device, index: int) -> float:
     form = quantized.FORMATS[sizes.run.products.format]
     if (form.gradient if index else form.x) is None:
         return 0.0
-    width = sizes.run.model.width
     return sizes.tokens * sum(
-        numbers / width if (name in _INTO_STREAM) != bool(index) else width
-        for name, numbers in device.of_layer.items()
+        weight.other if weight.into_stream != bool(index) else weight.width
+        for weight in device.of_layer.values()
     )
 
 

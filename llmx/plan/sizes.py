@@ -10,6 +10,7 @@ from llmx import sharding
 from llmx.config import Config, recipe, utilization
 from llmx.config.axes import layout_of
 from llmx.config.state_memory import Leaf, leaves
+from llmx.model import costs
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
 from llmx.sharding.mesh import TOKEN_AXES
@@ -49,7 +50,7 @@ class Sizes:
         if "router" in leaf.axes:  # multiplied in the dtype that it has
             return self.param_bytes
         numbers = self.policy.numbers
-        if not leaf.in_blocks:
+        if not leaf.of_layers:
             numbers = numbers.of_head
         return numbers.weight.dtype.itemsize if numbers.gathers_codes else self.compute_bytes
 
@@ -99,7 +100,17 @@ class Sizes:
     @functools.cached_property
     def weights(self) -> tuple[Leaf, ...]:
         """The layers' matrices."""
-        return tuple(leaf for leaf in leaves(self.run.model) if leaf.in_blocks and leaf.is_matrix)
+        return tuple(leaf for leaf in leaves(self.run.model) if leaf.of_layers and leaf.is_matrix)
+
+    @functools.cached_property
+    def stacks(self) -> tuple["Sizes", ...]:
+        """Of each stack of equal layers (`costs.stacks`) as a model of its own; the blocks are the
+        last."""
+        models = costs.stacks(self.run.model)
+        if len(models) == 1:
+            return (self,)
+        of = lambda model: dataclasses.replace(self.run, model=model)  # noqa: E731
+        return tuple(dataclasses.replace(self, run=of(model)) for model in models)
 
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:

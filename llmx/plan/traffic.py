@@ -76,13 +76,21 @@ class Passes:
     sends: int  # to another stage
     unread: int = 0  # of these in the last iterations of loops, where no stage stores what arrives
     alike: int = 0  # passes forward and backward in ticks in which all stages do the same
+    first: int = 0  # of `layers`, the dense first ones
+
+    @property
+    def blocks(self) -> int:
+        return self.layers - self.first
 
 
 def passes_of(run: Config) -> Passes:
     """Of a resolved run. In ticks of one kind stages with nothing to do compute as the others."""
     microbatches = run.batch.accumulation
     if run.mesh.stage == 1:
-        return Passes(microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0)
+        return Passes(
+            microbatches, microbatches, run.model.num_layers, *[microbatches] * 3, 0,
+            first=run.model.num_first,
+        )  # fmt: skip
     table = utilization.table_of(run)
     counts = _of_schedule(table)
     return Passes(
@@ -195,7 +203,7 @@ def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator
     for leaf in leaves(sizes.run.model):
         if not leaf.is_matrix:
             yield from _of_vector(sizes, passes, leaf)
-        elif leaf.in_blocks:
+        elif leaf.of_layers:
             yield from _of_layers(sizes, passes, leaf, turns)
         elif leaf == sizes.head:
             yield from _of_head(sizes, passes, leaf, on_gpu)
@@ -209,30 +217,38 @@ def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     """Of a norm or bias. Where positions are split between blocks its gradient is summed over
     `tensor` too, behind each pass over its layer."""
     num_bytes = FP32 * sizes.local(leaf, "parameters")
-    yield _message(sizes, "gradients", "all-reduce", sizes.token_axes, num_bytes, 1, leaf.name)
+    over = _summed_over(sizes, leaf)
+    yield _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
     if "norm" not in leaf.axes or not sizes.splits_positions:
         return
     count = 1
-    if leaf.in_blocks:
-        num_bytes /= sizes.run.model.num_layers / sizes.mesh["stage"]
-        count = passes.backward * passes.layers
+    if leaf.of_layers:
+        num_bytes /= leaf.shape[0] / (sizes.mesh["stage"] if leaf.in_blocks else 1)
+        count = passes.backward * (passes.blocks if leaf.in_blocks else passes.first)
     yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
+
+
+def _summed_over(sizes: Sizes, leaf: Leaf) -> list[str]:
+    """The mesh axes along which a parameter's devices see different tokens: to an expert come those
+    of the whole axis that splits experts."""
+    of_experts = sizes.axes_of("experts", "gradients") if "experts" in leaf.axes else ()
+    return [axis for axis in sizes.token_axes if axis not in of_experts]
 
 
 def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
     split_by = sizes.axes_of("embed", "gradients")
-    # To an expert come the tokens of the whole axis that splits experts.
-    of_experts = sizes.axes_of("experts", "gradients") if "experts" in leaf.axes else ()
-    over = [axis for axis in sizes.token_axes if axis not in (*split_by, *of_experts)]
+    over = [axis for axis in _summed_over(sizes, leaf) if axis not in split_by]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
     return _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
 
 
 def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator[Message]:
-    run, layers = sizes.run, passes.layers
-    numbers = sizes.whole(leaf) * sizes.mesh["stage"] / run.model.num_layers  # of a layer
-    gathered = (passes.forward + passes.backward) * layers + passes.backward * _layers_again(run)
+    run, layers = sizes.run, passes.blocks if leaf.in_blocks else passes.first
+    of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
+    numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
+    again = _layers_again(sizes.stacks[-1 if leaf.in_blocks else 0].run)
+    gathered = (passes.forward + passes.backward) * layers + passes.backward * again
     if run.sharding.gather == "step":
         gathered = layers
     yield _message(
@@ -367,7 +383,7 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
         return
     of = split.Split(sizes.mesh["sequence"], run.attention.ulysses, run.attention.zigzag)
     policies = remat_costs.policies(model, remat.inside(run.remat))[: passes.layers]
-    of_head = sizes.compute_bytes * sizes.tokens * model.head_dim
+    of_head = sizes.compute_bytes * sizes.tokens * (model.head_dim + model.value_width) / 2
     keys = model.num_kv_heads / sizes.size(sizes.axes_of("kv_heads", "activations"))
     for kind, policy in zip(model.layer_kinds, policies, strict=False):
         recomputed = policy.saved is not None
@@ -399,9 +415,9 @@ def _over_expert(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     """Rows on their way to the devices of their experts, and back."""
     if not sizes.run.model.num_experts:
         return
-    again = passes.backward * _layers_again(sizes.run)
+    again = passes.backward * _layers_again(sizes.stacks[-1].run)
     for purpose, num_bytes, forward, backward in experts.exchanges(sizes):
-        count = passes.layers * (passes.forward * forward + passes.backward * backward)
+        count = passes.blocks * (passes.forward * forward + passes.backward * backward)
         count += again * forward
         yield _message(sizes, purpose, "all-to-all", ("expert",), num_bytes, count)
 

@@ -72,34 +72,42 @@ _ONE_BY_ONE = {
 WITH_TENSOR: dict[str, Options] = dict.fromkeys(
     ("a100_40gb", "a100_80gb", "h100_sxm", "h200", "b200"), _ONE_BY_ONE
 )
+# With mesh.expert > 1: rows travel to their experts beside what is computed meanwhile. Not on v5e,
+# see `EXCHANGED`.
+WITH_EXPERT: dict[str, Options] = dict.fromkeys(("tpu_v4", "tpu_v5p", "tpu_v6e"), _EXCHANGE)
 
 
-def options(config: LaunchConfig, devices: Sequence[jax.Device], *, tensor: int = 1) -> Options:
+def options(
+    config: LaunchConfig, devices: Sequence[jax.Device], mesh: Mapping[str, int] | None = None
+) -> Options:
     """{name: value} for `jax.jit` of a run's programs on `devices`.
 
     Those of `launch.compiler_options`, and with launch.overlap="auto" those of `wanted` that this
     compiler accepts and that neither the config nor XLA_FLAGS nor LIBTPU_INIT_ARGS sets. A first
-    call compiles a small program for all devices. `tensor`: the size of that mesh axis.
+    call compiles a small program for all devices. `mesh`: sizes of the run's mesh axes.
     """
     users = launch.compiler_options(config)
     for name, value in launch.XLA_FLAGS.get(devices[0].platform, {}).items():
         if name in launch.LISTS and name in users:
             users[name] = launch.joined(str(users[name]), value)
-    chosen = wanted(config, devices[0].device_kind, len(devices), tensor)
+    chosen = wanted(config, devices[0].device_kind, len(devices), mesh)
     return accepted(chosen, tuple(devices)) | users
 
 
-def wanted(config: LaunchConfig, device_kind: str, num_devices: int, tensor: int = 1) -> Options:
-    """The rows of `OVERLAP`, `EXCHANGED` and `WITH_TENSOR` for these devices, without what the user
-    sets."""
+def wanted(
+    config: LaunchConfig, device_kind: str, num_devices: int, mesh: Mapping[str, int] | None = None
+) -> Options:
+    """The rows of `OVERLAP`, `EXCHANGED`, `WITH_TENSOR` and `WITH_EXPERT` for these devices and
+    sizes of mesh axes, without what the user sets."""
     if config.overlap != "auto":
         return {}
     chip = hardware.DEVICE_KINDS.get(device_kind, "")
     row, (most, exchange) = OVERLAP.get(chip, {}), EXCHANGED.get(chip, (0, {}))
     if num_devices <= most:
         row = row | exchange
-    if tensor > 1:
-        row = row | WITH_TENSOR.get(chip, {})
+    for axis, table in {"tensor": WITH_TENSOR, "expert": WITH_EXPERT}.items():
+        if (mesh or {}).get(axis, 1) > 1:
+            row = row | table.get(chip, {})
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     # A launch has put llmx's own flags there too.
     ours = {item for flags in launch.XLA_FLAGS.values() for item in flags.items()}

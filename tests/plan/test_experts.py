@@ -7,7 +7,7 @@ import pytest
 from llmx import config
 from llmx.config import checks
 from llmx.model import families
-from llmx.plan import experts, sizes, traffic
+from llmx.plan import experts, machines, operators, sizes, traffic
 
 E, K, D, F, ROWS, T = 6, 2, 768, 1536, 12, 1024
 
@@ -68,11 +68,45 @@ def test_products_are_those_of_the_tokens_experts():
         assert own < flops <= own * (1 + E / expert * rows.block / 2 / (of_run.tokens * K)) * 1.001
 
 
+LATENT = dict(
+    model__kv_latent=128, model__query_latent=192, model__rope_dim=32, model__value_dim=48,
+    model__num_kv_heads=8, model__first_dense=1, model__mlp_dim=2048, model__shared_dim=512,
+)  # fmt: skip
+
+
+def test_each_matrix_of_layers_of_several_kinds_is_gathered_in_both_passes():
+    """Latents, a dense first layer and a shared expert: whatever their shapes, all of a layer's."""
+    of_run = sizes.of(run_of(mesh__expert=3, mesh__fsdp=2, **LATENT))
+    messages = [one for one in traffic.of(of_run) if one.purpose == "weights"]
+    for leaf in of_run.weights:
+        (gathered,) = (one for one in messages if one.name == leaf.name)
+        number = 4 if "router" in leaf.axes else 2
+        ways = 3 if experts.is_of_experts(leaf) else 1
+        assert gathered.bytes * gathered.count == 2 * number * leaf.numbers / ways, leaf
+    assert {leaf.axes[0] for leaf in of_run.weights} == {"layers", "first"}
+    over_expert = [one for one in traffic.of(of_run) if one.purpose == "rows of experts"]
+    assert sum(one.count for one in over_expert) == 5 * 3  # of four layers one is dense
+
+
+def test_products_of_layers_of_several_kinds():
+    """Forward each matrix that is not an expert's multiplies each token once: M is their number."""
+    machine = machines.parse("v5p:2x2x1")
+    of_run = sizes.of(run_of(4, mesh__fsdp=4, **LATENT))
+    listed = operators.of(of_run, machine.core, operators.TPU)
+    forward = sum(
+        one.flops * one.count * of_run.run.model.num_layers
+        for one in listed
+        if one.moment == operators.FORWARD and one.part == operators.PRODUCTS
+        and one.shape[0] == of_run.tokens
+    )  # fmt: skip
+    dense = sum(leaf.numbers for leaf in of_run.weights if not experts.is_of_experts(leaf))
+    assert forward == pytest.approx(2 * of_run.tokens * dense)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         (dict(experts__dispatch="capacity"), "dispatch='capacity'"),
-        (dict(model__shared_dim=64), "shared_dim=64"),
         (dict(remat="none"), "remat='none'"),
         (dict(mesh__stage=2, mesh__fsdp=3, batch__accumulation=2), "mesh.stage=2"),
     ],

@@ -19,7 +19,10 @@ def no_flags(monkeypatch):
 
 
 def test_a_row_is_of_a_known_chip():
-    tables = (compiler_options.OVERLAP, compiler_options.EXCHANGED, compiler_options.WITH_TENSOR)
+    tables = (
+        compiler_options.OVERLAP, compiler_options.EXCHANGED, compiler_options.WITH_TENSOR,
+        compiler_options.WITH_EXPERT,
+    )  # fmt: skip
     rows = {chip for table in tables for chip in table}
     assert rows <= set(hardware.CHIPS)
 
@@ -90,8 +93,9 @@ def test_the_compiler_here_takes_each_row(topology, chip):
     devices = topologies.devices(topology)
     notes = []
     config = launch.LaunchConfig()
-    row = compiler_options.wanted(config, devices[0].device_kind, len(devices))
+    row = compiler_options.wanted(config, devices[0].device_kind, len(devices), {"expert": 2})
     assert row.items() >= compiler_options.OVERLAP[chip].items()
+    assert row.items() >= compiler_options.WITH_EXPERT.get(chip, {}).items()
     chosen = row | {"xla_no_such_option": True}
     assert compiler_options.accepted(chosen, tuple(devices), note=notes.append) == row
     assert len(notes) == 1 and "xla_no_such_option" in notes[0]
@@ -101,14 +105,20 @@ H100 = "NVIDIA H100 80GB HBM3"
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
+def test_rows_of_experts_travel_beside_other_work():
+    chosen = functools.partial(compiler_options.wanted, launch.LaunchConfig(), "TPU v5", 64)
+    (name,) = compiler_options.WITH_EXPERT["tpu_v5p"]
+    assert name not in chosen({"expert": 1, "fsdp": 64}) and chosen({"expert": 4})[name]
+
+
 def test_gpus_have_a_row_where_activations_travel(monkeypatch):
     chosen = functools.partial(compiler_options.wanted, launch.LaunchConfig(), H100, 8)
     row = compiler_options.WITH_TENSOR["h100_sxm"]
-    assert chosen() == {} and chosen(tensor=2) == row
+    assert chosen() == {} and chosen({"tensor": 2}) == row
     # What a launch adds to XLA_FLAGS by itself does not go before it; another value does.
     ours = launch.merge_flags("", launch.XLA_FLAGS["gpu"])
     monkeypatch.setenv("XLA_FLAGS", f"{ours} --{LIMIT}=1")
-    assert chosen(tensor=2) == {name: value for name, value in row.items() if name != LIMIT}
+    assert chosen({"tensor": 2}) == {name: value for name, value in row.items() if name != LIMIT}
 
 
 @pytest.mark.aot
