@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support import tiers
 
 from llmx import config
 from llmx.aot import __main__ as command
@@ -250,8 +251,13 @@ def test_the_cost_report_as_json():
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "name",
-    ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1", "h100:2x2", "h200:2", "a100:2",
-     "a100_40gb:2", "b200:2"],
+    [
+        "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "h100:2x2",
+        *map(
+            tiers.full_grid,
+            ("v4:2x2x1", "tpu7x:2x2x1", "h200:2", "a100:2", "a100_40gb:2", "b200:2"),
+        ),
+    ],
 )  # fmt: skip
 def test_every_family_compiles(name):
     topology = topologies.parse(name)
@@ -347,7 +353,7 @@ def test_too_large_is_a_result(topology, tmp_path, capsys):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("topology", ["v5e:2x2", "a100_40gb:2"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", tiers.full_grid("a100_40gb:2")])
 def test_suggestions_fit(topology, monkeypatch):
     monkeypatch.setattr(suggest, "ENOUGH", 1)
     run = tiny(batch_size=65536, remat="none")
