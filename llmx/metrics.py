@@ -21,9 +21,7 @@ def main() -> None:
     parser.add_argument("workdir", help="the --workdir of the run; it may still be training")
     workdir = parser.parse_args().workdir
     try:
-        print(plot.plot_loss(workdir, log=lambda text: print(text, file=sys.stderr)))
-        if path := plot.plot_layers(workdir):
-            print(path)
+        print(*plot.plot_all(workdir, log=lambda text: print(text, file=sys.stderr)), sep="\n")
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

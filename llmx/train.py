@@ -449,6 +449,9 @@ class Loop:
         events = ("overflowed", "freeze_step")  # told when they happen
         shown = {k: value for k, value in report.scalars.items() if k not in events}
         by_layer = {k: shown.pop(k) for k in list(shown) if k.endswith(BY_LAYER)}
+        if not report.tokens:  # nor has such a step numbers of layers
+            shown = {k: value for k, value in shown.items() if k + BY_LAYER not in by_layer}
+            by_layer = {}
         scalars |= {k: float(value) for k, value in shown.items()}
         self.reporter.train(
             self.step, scalars, step_seconds=seconds, data_seconds=data_seconds,
@@ -585,12 +588,7 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
     loop.goodput.end(loop.step)
     told_to_stop = code not in (exits.DONE, exits.STOPPED)  # time may be short
     if jax.process_index() == 0 and loop.step > 0 and not told_to_stop:
-
-        def draw():
-            log(f"loss curve: {plot.plot_loss(config.workdir)}")
-            if path := plot.plot_layers(config.workdir):
-                log(f"by layer:   {path}")
-
+        draw = lambda: log(f"drawn: {', '.join(map(str, plot.plot_all(config.workdir)))}")  # noqa: E731
         with job.progress("sample"):  # no step: neither useful time nor a hang
             auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
 

@@ -29,3 +29,28 @@ def test_what_a_diff_calls_exists(module, name):
     from llmx.sync import phases, replicas
 
     assert hasattr({"phases": phases, "replicas_lib": replicas}[module], name)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Files and pictures that a page names are in the repository, and so are its anchors."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        known = file.exists() and (not anchor or anchor in anchors(file))
+        broken += [] if known else [target]
+    assert not broken
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}

@@ -420,6 +420,12 @@ def _experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"experts.balance='batch' with sync.strategy={config.sync.strategy!r}, whose replicas "
             "know their own loads only: use experts.balance='sequence'"
         )
+    if experts.bias_rate and experts.dispatch == experts_config.CAPACITY:
+        yield (
+            f"experts.bias_rate={experts.bias_rate} with experts.dispatch='capacity': loads are "
+            "then of the tokens that experts take, and not of those that want them; use "
+            "dispatch='dropless', or experts.balance_weight with bias_rate=0"
+        )
     if experts.bias_rate and config.sync.strategy != "mean":
         yield (
             f"experts.bias_rate={experts.bias_rate} with sync.strategy="

@@ -26,9 +26,9 @@ from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
-from llmx.step import balance, gradients, guard, offload, optimizers
+from llmx.step import gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
-from llmx.step.transforms import delayed_scaling, loss_scale
+from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES
 
@@ -55,8 +55,9 @@ def make_recipe(
         in_host_memory=config.offload.parameters,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
-        | balance.transforms(
-            config.model, config.experts, config.sync.strategy, order.inverse
+        | expert_loads.transforms(
+            config.model, config.experts, config.sync.strategy, in_order=order.inverse,
+            delayed=config.pipeline.schedule == "pipedream_2bw",
         ),
     )  # fmt: skip
     return Recipe(

@@ -1,11 +1,13 @@
-"""The decoder's modules: GPT-2, Llama, Qwen and Gemma are values of one `ModelConfig`.
+"""The decoder's modules: every family is values of one `ModelConfig`.
 
 Flax NNX defines the modules and makes their parameters; from there on a model is a dict of arrays
-and functions of it (`llmx.model.apply`). The layers have equal parameters, stacked along a leading
-dimension. The model names logical axes and knows no mesh axis and no layout.
+and functions of it (`llmx.model.apply`). Layers with equal parameters are stacked along a leading
+dimension: all, or the dense first ones of a mixture and the others. The model names logical axes
+and knows no mesh axis and no layout.
 
 Letters: B batch, T positions, S cache positions, D width, F mlp_dim, N query heads, K key/value
-heads, H head size, V vocabulary, L layers.
+heads, H head size, V vocabulary, L layers; E experts, k of a token; of latent attention R a latent,
+P rotated numbers of a head, V those of its value, W = R + P.
 """
 
 import dataclasses
@@ -276,10 +278,10 @@ class LatentAttention(nnx.Module):
             dot.dot, out=execution.place.activation(attend.QUERY), policy=execution.policy
         )
         query_BTNR = to_heads("BTNH,RNH->BTNR", plain_BTNH, to_keys_RNH)
-        query_BTNR = jnp.concatenate([query_BTNR, turned_BTNP], axis=-1)
-        key_BSR = jnp.concatenate([latent_BSR, key_BSP], axis=-1)
+        query_BTNW = jnp.concatenate([query_BTNR, turned_BTNP], axis=-1)
+        key_BSW = jnp.concatenate([latent_BSR, key_BSP], axis=-1)
         out_BTNR = attend_to(
-            query_BTNR, key_BSR[:, :, None], latent_BSR[:, :, None], keys="cache", kv_heads=None
+            query_BTNW, key_BSW[:, :, None], latent_BSR[:, :, None], keys="cache", kv_heads=None
         )
         return to_heads("BTNR,RNV->BTNV", out_BTNR, to_values_RNV)
 

@@ -435,6 +435,12 @@ def _problems_of_experts(model: ModelConfig) -> list[str]:
             f"model.expert_dim={model.expert_dim} with model.num_experts={E}: set it to the width "
             "of one expert, or num_experts to 0"
         )
+    if k == 1 < E and model.router_renormalize:
+        texts.append(
+            f"model.experts_per_token=1 with model.router_renormalize=True: the weight of the one "
+            f"expert is divided by itself, so that the router of {E} learns nothing; use "
+            "router_renormalize=False, or more experts_per_token"
+        )
     if model.first_dense >= model.num_layers:
         texts.append(
             f"model.first_dense={model.first_dense} leaves none of model.num_layers="

@@ -403,12 +403,15 @@ def einsum(
 ) -> jax.Array:  # fmt: skip
     """`jnp.einsum` of arrays, quantised or not, in `dtype`, placed as `out`.
 
-    `out` is `unreduced` over the axes that split contracted dimensions.
+    fp32 arrays are multiplied exactly, under every policy: a router's. `out` is `unreduced` over
+    the axes that split contracted dimensions.
     """
     if not _multiplies_codes(expression, left, right):
+        left, right = dequantized(left), dequantized(right)
+        exact = left.dtype == right.dtype == jnp.float32
         return jnp.einsum(
-            expression, dequantized(left), dequantized(right), preferred_element_type=dtype,
-            out_sharding=out,
+            expression, left, right, preferred_element_type=dtype, out_sharding=out,
+            precision=jax.lax.Precision.HIGHEST if exact else None,
         )  # fmt: skip
     arrays = (left.codes, left.scale, right.codes, right.scale)
     return jax.shard_map(

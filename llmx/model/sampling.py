@@ -27,6 +27,7 @@ from llmx import sharding
 from llmx.model import families
 from llmx.model.apply import Apply
 from llmx.model.execution import Execution
+from llmx.model.experts import config as experts_config
 
 # Segments in the cache: the row's text, and what fills the row up. Empty slots are -1.
 TEXT, FILLING = 0, -2
@@ -201,7 +202,9 @@ def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Place
 def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Callable:
     """The jitted (params, inputs, num_slots=) -> (tokens [B, num_slots], how many of them [B])."""
     place = placement(execution.place, split_batch=split_batch)
-    execution = dataclasses.replace(execution, place=place, remat="none")
+    # What a token becomes must not depend on how many there are: nothing is dropped.
+    routed = dataclasses.replace(execution.experts, dispatch=experts_config.DROPLESS)
+    execution = dataclasses.replace(execution, place=place, remat="none", experts=routed)
 
     def decode(params, cache, tokens_BT, segments_BT, positions_BT, now):
         logits_BTV, cache = apply.decode(

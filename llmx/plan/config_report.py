@@ -55,7 +55,7 @@ def show(
     if number := config.model.num_experts:
         raise ValueError(
             f"model.num_experts={number}: the cut of a pipeline does not count routed experts; run "
-            "llmx.plan with --machine, or llmx.aot, which compiles the run"
+            "llmx.aot, which compiles the run"
         )
     if config.mesh.stage == 1 and not args.replicate:
         raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")

@@ -94,12 +94,11 @@ class Rows:
 
     @property
     def slots(self) -> int:
-        return (-(-self.arriving // self.block) + self.experts) * self.block
+        return grouped.num_blocks(self.arriving, self.experts) * self.block
 
     @property
     def computed(self) -> float:
-        """About half a block of each expert is empty, and multiplied."""
-        return self.assignments + self.experts * self.block / 2
+        return grouped.expected_rows(self.assignments, self.block, self.experts)
 
     @property
     def width(self) -> int:
@@ -129,9 +128,11 @@ class Program:
     tokens: float = 6.0  # [tokens, D] in the compute dtype
 
 
-# With libtpu 0.0.42.1: where there is one part, and where there are several.
-ONE = Program(wide=3.0, hidden=6.0, weights=3.0, sums=3.0)
+# With libtpu 0.0.42.1: where there is one part, and where there are several; and more sums of one
+# part where rows travel in a loop of rounds.
+ONE = Program(wide=4.0, hidden=6.0, weights=3.0, sums=3.0)
 SEVERAL = Program(wide=4.0, hidden=8.0, weights=2.0, sums=8.0)
+SUMS_OF_ROUNDS = 2.0
 
 
 def layer_bytes(sizes: Sizes) -> float:
@@ -144,7 +145,8 @@ def layer_bytes(sizes: Sizes) -> float:
     gathered = bool(sizes.axes_of("embed", "parameters"))
     # Of several rounds the first part is kept, of all matrices.
     weights = program.weights + (rows.inward + 1) * (number > 1 and rows.ways.devices > 1)
-    held = weights * sizes.compute_bytes * gathered + program.sums * sizes.reduce_bytes
+    sums = program.sums + SUMS_OF_ROUNDS * (number == 1 and rows.ways.devices > 1)
+    held = weights * sizes.compute_bytes * gathered + sums * sizes.reduce_bytes
     activations = program.wide * rows.slots * model.width + hidden * rows.slots * columns
     activations += program.tokens * sizes.tokens * model.width
     return sizes.compute_bytes * activations + held * matrix

@@ -8,8 +8,8 @@
   Of "layers" each value is a list, with a number for each layer, null for one that has none. Each
   step of a kind stands there once, also after a run was killed and resumed from an earlier step;
 - `tensorboard/`: the same numbers as event files;
-- `loss.png`: the curves, drawn by `plot_loss` or `python -m llmx.metrics WORKDIR`; so is
-  `layers.png`, of the numbers by layer of models that have some.
+- `loss.png`: the curves, and `layers.png`, the numbers by layer of models that have some; drawn by
+  `plot_all` or `python -m llmx.metrics WORKDIR`.
 
 None of them ends a run: see `auxiliary`.
 
@@ -185,7 +185,7 @@ class Reporter(contextlib.ExitStack):
                 self.note(found.text)
         drawing = self._drawing is not None and not self._drawing.done()
         if self._config.plot_every and step % self._config.plot_every == 0 and not drawing:
-            self._drawing = self._worker.submit(self._draw, plot.plot_loss, self._workdir)
+            self._drawing = self._worker.submit(self._draw, plot.plot_all, self._workdir)
 
     def eval(self, step: int, scalars: dict[str, float], extent: str = ""):
         """Report an evaluation made after update number `step`; "loss" is the held-out loss.

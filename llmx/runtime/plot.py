@@ -22,6 +22,18 @@ MOST_POINTS = 4096  # of a curve: some per pixel of the picture
 MOST_COLUMNS = 512  # of a map of layers
 
 
+def plot_all(
+    workdir: str | os.PathLike, *, log: Callable[[str], None] | None = None
+) -> list[pathlib.Path]:
+    """Both pictures, the second where there are numbers by layer; returns their paths.
+
+    Errors are those of `plot_loss`, after the second is drawn: it may explain a loss that is not
+    finite.
+    """
+    layers = plot_layers(workdir)
+    return [plot_loss(workdir, log=log), *filter(None, [layers])]
+
+
 def plot_loss(
     workdir: str | os.PathLike, *, log: Callable[[str], None] | None = None
 ) -> pathlib.Path:
@@ -74,6 +86,8 @@ def plot_layers(workdir: str | os.PathLike) -> pathlib.Path | None:
         for name, values in record.items():
             if isinstance(values, list):
                 maps.setdefault(name, Columns(name)).add(record["step"], values)
+    for each in maps.values():
+        each.close()
     maps = {name: each for name, each in maps.items() if each.steps}
     if not maps:
         return None
@@ -82,7 +96,8 @@ def plot_layers(workdir: str | os.PathLike) -> pathlib.Path | None:
 
 
 class Columns:
-    """Numbers by layer in at most MOST_COLUMNS columns, each of `width` records.
+    """Numbers by layer in at most MOST_COLUMNS columns, each of `width` records, at the step of the
+    last of these.
 
     A column has the means of its records; their largest of a name that ends with "max", their least
     of one that ends with "min".
@@ -91,7 +106,8 @@ class Columns:
     def __init__(self, name: str):
         self.name, self.width, self.steps, self.columns = name, 1, [], []
         self._join = {"max": np.fmax, "min": np.fmin}.get(name.rpartition("_")[-1])
-        self._waiting: list[np.ndarray] = []
+        self._waiting: list[np.ndarray] = []  # records of the column that is being filled
+        self._last = 0  # step of the last of them
 
     def add(self, step: int, values: list):
         """Adds a record after the ones before; one of another number of layers is left out."""
@@ -99,14 +115,20 @@ class Columns:
         if len(column) != len([*self._waiting, *self.columns, column][0]) or not len(column):
             return
         self._waiting.append(column)
+        self._last = step
         if len(self._waiting) == self.width:
-            self.columns.append(self._joined(self._waiting))
-            self.steps.append(step)
-            self._waiting = []
+            self.close()
         if len(self.columns) == MOST_COLUMNS:
             pairs = zip(self.columns[::2], self.columns[1::2], strict=True)
             self.columns = [self._joined(pair) for pair in pairs]
             self.steps, self.width = self.steps[1::2], 2 * self.width
+
+    def close(self):
+        """Makes a column of the records that are left."""
+        if self._waiting:
+            self.columns.append(self._joined(self._waiting))
+            self.steps.append(self._last)
+        self._waiting = []
 
     def _joined(self, columns: Sequence[np.ndarray]) -> np.ndarray:
         if self._join is not None:
@@ -125,11 +147,11 @@ def _draw_layers(maps: list[Columns], *, title: str):
         found = values[np.isfinite(values)]
         # Single values, as of the first steps, would else take all the colours.
         low, high = np.percentile(found, [1, 99]) if found.size else (0, 1)
-        first, last, num = each.steps[0], each.steps[-1], len(values)
-        half = (last - first) / max(len(each.steps) - 1, 1) / 2 or 0.5
-        image = axes.imshow(
-            values, aspect="auto", interpolation="nearest", origin="lower", vmin=low, vmax=high,
-            extent=(first - half, last + half, -0.5, num - 0.5), cmap="viridis",
+        # A column reaches from the one before to its own step, wherever that is.
+        edges = [each.steps[0] - max((each.steps[-1] - each.steps[0]) / 100, 1), *each.steps]
+        image = axes.pcolormesh(
+            edges, np.arange(len(values) + 1) - 0.5, values, vmin=low, vmax=high, cmap="viridis",
+            rasterized=True,
         )  # fmt: skip
         figure.colorbar(image, ax=axes, extend="both")
         axes.set_title(each.name.replace("_", " "), loc="left", fontsize="medium")

@@ -16,6 +16,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from llmx.model.experts.config import ENTROPY, LOAD_MAX
 from llmx.runtime import auxiliary, bounds, records
 from llmx.runtime.hardware import CHIPS
 from llmx.runtime.metrics import MetricsConfig, Reporter, StepTimer, _duration
@@ -25,6 +26,7 @@ from llmx.runtime.plot import (
     Columns,
     Curve,
     _smoothed,
+    plot_all,
     plot_layers,
     plot_loss,
 )
@@ -466,7 +468,7 @@ def test_numbers_by_layer_are_recorded_and_drawn(tmp_path, monkeypatch):
     with Reporter(tmp_path, MetricsConfig(progress="off", log_every=2), total_steps=9,
                   tokens_per_step=4) as reporter:  # fmt: skip
         for step in range(1, 10):
-            by_layer = {"load_max": [math.nan, 1.0 + step, 1 / 3], "load": [math.nan, 0.5, 0.25]}
+            by_layer = {LOAD_MAX: [math.nan, 1.0 + step, 1 / 3], ENTROPY: [math.nan, 0.5, 0.25]}
             reporter.train(step, {"loss": 1.0}, by_layer=by_layer)
     found = [
         record
@@ -474,9 +476,10 @@ def test_numbers_by_layer_are_recorded_and_drawn(tmp_path, monkeypatch):
         if record["kind"] == "layers"
     ]
     assert [record["step"] for record in found] == [1, 2, 4, 6, 8, 9]
-    assert found[1]["load_max"] == [None, 3.0, 0.333333] and found[1]["load"] == [None, 0.5, 0.25]
+    assert found[1][LOAD_MAX] == [None, 3.0, 0.333333]
+    assert found[1][ENTROPY] == [None, 0.5, 0.25]
     tags = {name: len(points) for name, points in events(tmp_path).items()}
-    assert tags["layers/load_max/001"] == 6 and "layers/load_max/000" not in tags
+    assert tags[f"layers/{LOAD_MAX}/001"] == 6 and f"layers/{LOAD_MAX}/000" not in tags
     figures = []
     from matplotlib.figure import Figure
 
@@ -484,30 +487,46 @@ def test_numbers_by_layer_are_recorded_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "replace", lambda *_: None)
     assert plot_layers(tmp_path) == tmp_path / "layers.png"
     top, bottom = figures[0].axes[:2]
-    np.testing.assert_array_equal(
-        top.images[0].get_array().filled(np.nan)[1], [2.0, 3.0, 5.0, 7.0, 9.0, 10.0]
+    assert (top.get_title("left"), bottom.get_title("left")) == (
+        "expert load max",
+        "expert entropy",
     )
-    assert np.isnan(top.images[0].get_array().filled(np.nan)[0]).all()
-    assert (top.get_title("left"), bottom.get_title("left")) == ("load max", "load")
+    (mesh,) = top.collections
+    shown = mesh.get_array().filled(np.nan)
+    np.testing.assert_array_equal(shown[1], [2.0, 3.0, 5.0, 7.0, 9.0, 10.0])
+    assert np.isnan(shown[0]).all()
+    # Each column ends at its own step.
+    np.testing.assert_array_equal(mesh.get_coordinates()[0, 1:, 0], [1, 2, 4, 6, 8, 9])
 
 
 def test_layers_of_a_long_run_are_few_columns():
-    largest, mean = Columns("load_max"), Columns("load")
+    largest, mean = Columns(LOAD_MAX), Columns(ENTROPY)
     for step in range(10_000):
         for columns in (largest, mean):
             columns.add(step, [9.0 if step == 7_777 else 1.0, None])
     largest.add(10_000, [1.0])  # of another number of layers
     for columns in (largest, mean):
+        columns.close()
+        assert columns.steps[-1] == 9_999
         assert len(columns.steps) == len(columns.columns) <= MOST_COLUMNS and columns.width == 32
         assert all(np.isnan(column[1]) for column in columns.columns)
     assert max(column[0] for column in largest.columns) == 9.0
     assert max(column[0] for column in mean.columns) == 1.0 + 8 / 32
 
 
+def test_layers_are_drawn_where_no_loss_is_finite(tmp_path):
+    with Reporter(tmp_path, QUIET, total_steps=2, tokens_per_step=4) as reporter:
+        for step in (1, 2):
+            reporter.train(step, {"loss": math.nan}, by_layer={LOAD_MAX: [4.0, 1.0]})
+    with pytest.raises(ValueError, match="no step with a finite loss"):
+        plot_all(tmp_path)
+    assert (tmp_path / "layers.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 def test_without_numbers_by_layer_nothing_is_drawn(tmp_path):
     assert plot_layers(tmp_path) is None
     report(tmp_path)
-    assert plot_layers(tmp_path) is None
+    assert plot_all(tmp_path) == [tmp_path / "loss.png"]
     with open(tmp_path / "metrics.jsonl", "a") as file:
         print('{"kind": "layers", "step": 1, "tokens": 1, "load": [], "other": "x"}', file=file)
     assert plot_layers(tmp_path) is None

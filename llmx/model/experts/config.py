@@ -28,7 +28,8 @@ class ExpertsConfig:
     buffer: float = bounded(1.5, above=0)
     # "sequence" | "batch" | "none": whose loads the balance loss is of
     balance: str = choice(SEQUENCE, (SEQUENCE, BATCH, NONE))
-    balance_weight: float = bounded(0.01, at_least=0)  # of the balance loss; 1 is its least value
+    # of the balance loss, which is 1 where loads are equal
+    balance_weight: float = bounded(0.01, at_least=0)
     z_weight: float = bounded(0.0, at_least=0)  # of the router's z-loss, log(Z)^2
     # > 0: after each step the bias by which experts are chosen moves by this much towards equal
     # loads, without a loss (DeepSeek-V3; there 0.001)

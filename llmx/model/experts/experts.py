@@ -11,6 +11,9 @@ but for `expert`: an expert sees the tokens of the whole axis.
 Communicates over those of `TOKEN_AXES` that split the weights (gathers, reduce-scatters), over
 `expert` (rows, and their gradients) and over `tensor` (sums of results).
 
+A *row* is a token's vector on its way to one of its experts; only `within_capacity` means a row of
+the batch.
+
 Letters: B batch, T positions, N = B T on one device, D width, E experts, F expert_dim, k experts of
 a token, R slots of rows in blocks, b rows of a block.
 """
@@ -122,12 +125,13 @@ class _Layer:
         return jnp.where(jax.lax.axis_index(self.tensor) == 0, array, 0)
 
     def products(self, local: "_Local", num_parts: int) -> products.Products:
-        """How rows are multiplied: about half a block of each expert is empty."""
-        to = local.to
-        slots = grouped.block_size(to.devices * to.per_pair, to.experts) / 2 * to.experts
+        """How rows are multiplied."""
+        to, rows = local.to, local.weights_Nk.size
+        size = grouped.block_size(to.devices * to.per_pair, to.experts)
         return products.Products(
             self.activation, self.reduce, self.device_kind,
-            by_kernels=products.has_kernels(self.device_kind), rows=local.weights_Nk.size + slots,
+            by_kernels=products.has_kernels(self.device_kind),
+            rows=grouped.expected_rows(rows, size, to.experts),
             several=num_parts > 1,
         )  # fmt: skip
 
@@ -208,7 +212,7 @@ def dense(
     config: ExpertsConfig, place: sharding.Placement, policy: precision.Policy, out: PartitionSpec,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """`experts` by the plain computation: each expert computes each token, and is multiplied by 0
-    for those of others. E times the work; not over `expert`."""
+    for those of others. E/k times the work; not over `expert`."""
     x_BTD = place.constrain(x_BTD, INSIDE, multiplied_into=("mlp",))
     experts_BTk, weights_BTk = (place.constrain(array, OF_TOKENS) for array in routing)
     of_each = place.activation(("batch", "sequence", None, "mlp"))

@@ -39,6 +39,16 @@ def block_size(num_rows: int, num_experts: int) -> int:
     return min(max(1 << share.bit_length() - 1, SMALLEST), LARGEST)
 
 
+def num_blocks(num_rows: int, num_experts: int) -> int:
+    """Blocks that hold these rows, however they are spread."""
+    return -(-num_rows // block_size(num_rows, num_experts)) + num_experts
+
+
+def expected_rows(num_rows: float, size: int, num_experts: int) -> float:
+    """Rows that are multiplied, with the empty ones: about half a block of each expert."""
+    return num_rows + num_experts * size / 2
+
+
 def by_expert(expert_of_row: Int[Array, " rows"], num_experts: int) -> tuple[Array, Array, Array]:
     """Rows in the order of their experts; of each row its place among those of its expert, in their
     order (undefined for rows of no expert); and how many each expert has."""
@@ -55,17 +65,16 @@ def by_expert(expert_of_row: Int[Array, " rows"], num_experts: int) -> tuple[Arr
 def blocks(expert_of_row: Int[Array, " rows"], num_experts: int) -> Blocks:
     """Blocks for rows of these experts; `num_experts` and more = of none."""
     num_rows = expert_of_row.shape[0]
-    size = block_size(num_rows, num_experts)
-    num_blocks = -(-num_rows // size) + num_experts
+    size, total = block_size(num_rows, num_experts), num_blocks(num_rows, num_experts)
     _, place, counts_E = by_expert(expert_of_row, num_experts)
     blocks_E = jnp.maximum(-(-counts_E // size), 1)
     ends_E = jnp.cumsum(blocks_E)
     first_block_E = ends_E - blocks_E
     slot = first_block_E[jnp.minimum(expert_of_row, num_experts - 1)] * size + place
-    slot_of_row = jnp.where(expert_of_row < num_experts, slot, num_blocks * size).astype(jnp.int32)
-    row_of_slot = jnp.full(num_blocks * size, num_rows, jnp.int32)
+    slot_of_row = jnp.where(expert_of_row < num_experts, slot, total * size).astype(jnp.int32)
+    row_of_slot = jnp.full(total * size, num_rows, jnp.int32)
     row_of_slot = row_of_slot.at[slot_of_row].set(jnp.arange(num_rows), mode="drop")
-    expert_of_block = jnp.searchsorted(ends_E, jnp.arange(num_blocks), side="right")
+    expert_of_block = jnp.searchsorted(ends_E, jnp.arange(total), side="right")
     expert_of_block = jnp.minimum(expert_of_block, num_experts - 1)
     return Blocks(row_of_slot, slot_of_row, expert_of_block, ends_E[-1])
 

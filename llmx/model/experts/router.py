@@ -3,8 +3,8 @@
 A token's scores of E experts are the softmax or the sigmoid of its logits. It goes to the k with
 the largest sums of score and bias, and the results of these are added up, weighted by their scores
 alone. `renormalize` divides these k by their sum: of softmax scores they are then the softmax over
-the chosen. With groups, a token first chooses the groups of neighboring experts whose best scores
-are largest, and its experts among theirs.
+the chosen. With groups, a token first chooses groups of neighboring experts, by their best score
+(softmax) or the sum of their best two (sigmoid), and its experts among theirs.
 
 The balance loss of a token is sum_e f_e p_e, where p are its scores (their sum is 1) and f_e is the
 load of expert e in its sequence or in the whole batch, as a multiple of an equal share. Averaged
@@ -58,8 +58,9 @@ def route(
         scores_BTE = shares_BTE = jax.nn.softmax(logits_BTE, axis=-1)
     chosen_by_BTE = jax.lax.stop_gradient(dot.shifted(scores_BTE, bias_E))
     experts_BTk = choose(model, chosen_by_BTE)
-    # Not chosen again where layers are run again: another rounding could choose otherwise.
-    experts_BTk = checkpoint_name(experts_BTk, remat.ROUTING)
+    # Not chosen again where layers are run again: another rounding could choose otherwise. Saved
+    # with T last: TPUs fill up rows of k numbers to 128.
+    experts_BTk = checkpoint_name(experts_BTk.swapaxes(1, 2), remat.ROUTING).swapaxes(1, 2)
     weights_BTk = _taken(scores_BTE, experts_BTk)
     if model.router_renormalize:
         weights_BTk = weights_BTk / (weights_BTk.sum(axis=-1, keepdims=True) + _TINY)

@@ -6,8 +6,9 @@ round, by an all-to-all of arrays of one size; what does not fit follows in the 
 rounds there are is known on all devices before the first. So nothing is dropped, however unequal
 the loads are, and what is in memory is bounded. With `expert` of size 1 nothing is sent.
 
-Letters: N tokens of this device, k experts of a token, A = N k assignments, D width, n devices
-along `expert`, C rows from one to another in a round, R slots of rows in blocks.
+Letters: N tokens of this device, k experts of a token, A = N k assignments, D width, E experts of
+this device, n devices along `expert`, C rows from one to another in a round, R slots of rows in
+blocks.
 """
 
 import dataclasses

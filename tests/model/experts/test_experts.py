@@ -54,13 +54,17 @@ def oracle(x, chosen, of, weights):
 
 
 @functools.cache
-def wanted(routing: str, num_experts: int = E, k: int = K, biases: bool = False):
-    """Result of the oracle, and its gradients by x, routing weights and experts."""
+def wanted(routing: str, num_experts: int = E, k: int = K, biases: bool = False, kept: tuple = ()):
+    """Result of the oracle, and its gradients by x, routing weights and experts.
+
+    `kept`: of each row, the tokens whose assignments are not dropped; () = all.
+    """
     x, chosen, of, weights = arrays(routing, num_experts, k, biases=biases)
+    stays_T1 = np.isin(np.arange(T), kept or np.arange(T))[:, None]
     out = np.cos(np.arange(B * T * D)).reshape(B, T, D).astype(np.float32)
 
     def value(x, of, weights):
-        y = oracle(x, chosen, of, weights)
+        y = oracle(x, chosen, jnp.where(stays_T1, of, 0), weights)
         return jnp.sum(y * out), y
 
     found = jax.jit(jax.grad(value, argnums=(0, 1, 2), has_aux=True))(x, of, weights)
@@ -170,16 +174,17 @@ def test_the_order_of_tokens_does_not_matter():
     np.testing.assert_allclose(moved, np.asarray(whole)[:, order], rtol=1e-6, atol=1e-6)
 
 
-def test_capacity_drops_the_last_tokens_of_an_expert():
-    """Of T assignments to one expert the first capacity x T k / E stay, in the order of the row."""
-    _, chosen, of, weights = arrays("unbalanced")
-    most = int(1.5 * T * K / E)
-    kept = np.broadcast_to((np.arange(T) < most)[None, :, None], of.shape)
-    x = arrays("unbalanced")[0]
-    want = oracle(x, jnp.asarray(chosen), np.where(kept, of, 0), tuple(map(jnp.asarray, weights)))
-    (_, y) = computed({}, "unbalanced", dispatch="capacity", capacity=1.5)
-    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
-    assert not np.asarray(y)[:, most:].any()
+@pytest.mark.parametrize("mesh", [{}, dict(expert=4), dict(sequence=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("capacity, most", [(1.5, 6), (1.2, 4), (0.1, 1)])
+def test_capacity_drops_the_last_tokens_of_an_expert(mesh, capacity, most):
+    """Of T assignments to one expert the first capacity x T k / E stay, in the order of the row, or
+    of its part on a device; value and gradient are those without the others."""
+    parts = mesh.get("sequence", 1)
+    most = max(most // parts, 1)
+    kept = tuple(first + token for first in range(0, T, T // parts) for token in range(most))
+    found = computed(mesh, "unbalanced", num_experts=4, dispatch="capacity", capacity=capacity)
+    compare.assert_close(found, wanted("unbalanced", 4, kept=kept)[0], TOLERANCE)
+    assert not np.delete(found[1], kept, axis=1).any() and found[1][:, kept].any()
 
 
 # ------------------------------------------------------------------------------------ the products

@@ -12,8 +12,7 @@ from llmx.model import families, training_loss
 from llmx.model.experts import router
 from llmx.model.experts.config import ExpertsConfig
 from llmx.pipeline import permutation
-from llmx.step import balance
-from llmx.step.transforms import loss_scale
+from llmx.step.transforms import expert_loads, loss_scale
 
 B, T, E, K = 2, 5, 8, 3
 
@@ -175,7 +174,7 @@ def test_what_is_reported_of_loads():
     slots = jnp.stack([rows[2], jnp.zeros(4), rows[0], rows[1]])  # of stages, one is empty
     order = permutation.LayerPermutation((2, permutation.EMPTY, 0, 1))
     mixture = model(num_experts=4, experts_per_token=2, num_layers=4, first_dense=1)
-    (transform,) = balance.transforms(
+    (transform,) = expert_loads.transforms(
         mixture, ExpertsConfig(dispatch="capacity"), in_order=order.inverse,
     ).values()  # fmt: skip
 
@@ -200,7 +199,10 @@ def test_what_is_reported_of_loads():
     empty = shown(jnp.zeros((4, 4)), jnp.float32(0))
     for name in ("expert_load_max", "expert_load_min", "expert_entropy"):
         np.testing.assert_allclose(empty[name], 1, rtol=1e-6)
-    (transform,) = balance.transforms(mixture, ExpertsConfig()).values()
+    assert empty["expert_dropped"] == 0
+    one = expert_loads.of_layers(jnp.full((2, 1), 7.0))  # a single expert has all
+    assert all((values == 1).all() for values in one.values())
+    (transform,) = expert_loads.transforms(mixture, ExpertsConfig()).values()
     assert "expert_dropped" not in transform.scalars(
         contract.Gradients(*[None] * 3, {"blocks": {"mlp": {"bias": rows}}}, None, None), ()
     )
@@ -267,6 +269,14 @@ def test_the_share_of_dropped_tokens_is_counted(mesh):
             "buffer=2.0 has no effect with experts.dispatch='dense'",
         ),
         (dict(model__experts_per_token=5), "experts_per_token=5 is more than the 4 experts"),
+        (
+            dict(model__experts_per_token=1),
+            "experts_per_token=1 with model.router_renormalize=True",
+        ),
+        (
+            dict(experts__dispatch="capacity", experts__bias_rate=0.1),
+            "bias_rate=0.1 with experts.dispatch='capacity'",
+        ),
         (dict(model__expert_dim=0), "expert_dim=0 with model.num_experts=4"),
         (dict(model__router_groups=3), "router_groups=3 does not divide"),
         (dict(model__router_groups_kept=2), "router_groups_kept=2 is more than"),
