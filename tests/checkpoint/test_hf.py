@@ -88,8 +88,8 @@ CASES = {
         "rope_parameters": _YARN_ROPE, "layer_types": [SLIDING, FULL, SLIDING],
     }),
     "deepseek_v3": ("DeepseekV3Config", _LATENT | {
-        "num_hidden_layers": 4, "q_lora_rank": 20, "first_k_dense_replace": 2, "n_group": 4,
-        "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN,
+        "num_hidden_layers": 4, "q_lora_rank": 20, "first_k_dense_replace": 2, "n_group": 2,
+        "topk_group": 1, "rope_parameters": _DEEPSEEK_YARN,
     }),
     "moonlight": ("DeepseekV3Config", _LATENT | {
         "num_hidden_layers": 2, "q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1,

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from support import packed, runs
 
 from llmx import contract, sharding
 from llmx.config import ConfigError
-from llmx.model import families, training_loss
+from llmx.model import dot, families, precision, training_loss
 from llmx.model.experts import router
 from llmx.model.experts.config import ExpertsConfig
 from llmx.pipeline import permutation
@@ -60,16 +61,23 @@ def test_softmax_that_is_renormalized_is_the_softmax_over_the_chosen():
 @pytest.mark.parametrize("kind, best", [("softmax", 1), ("sigmoid", 2)])
 def test_experts_are_in_the_groups_that_a_token_chose(kind, best):
     """Two of four groups: by the best score (DeepSeek-V2), or the sum of the best two (V3)."""
-    x = logits()
-    of = model(router=kind, router_groups=4, router_groups_kept=2, experts_per_token=3)
-    (experts, _), _ = router.route(of, jnp.asarray(x), jnp.zeros(E))
+    rng, size = np.random.default_rng(0), 4  # experts of a group
+    x = rng.normal(size=(B, 20, 4 * size)).astype(np.float32)
+    bias = 0.05 * rng.normal(size=4 * size).astype(np.float32)
+    of = model(
+        router=kind, num_experts=4 * size, router_groups=4, router_groups_kept=2,
+        experts_per_token=3,
+    )  # fmt: skip
+    (experts, _), _ = router.route(of, jnp.asarray(x), jnp.asarray(bias))
     scores = 1 / (1 + np.exp(-x)) if kind == "sigmoid" else np.exp(x) / np.exp(x).sum(-1)[..., None]
-    for b, t in np.ndindex(B, T):
-        groups = np.sort(scores[b, t].reshape(4, 2), axis=1)[:, -best:].sum(axis=1)
-        kept = np.argsort(-groups)[:2]
-        allowed = [e for e in range(E) if e // 2 in kept]
-        want = sorted(allowed, key=lambda e: -scores[b, t, e])[:3]
-        assert list(experts[b, t]) == want
+    scores, others = scores + bias, 0
+    for b, t in np.ndindex(B, 20):
+        sums = [np.sort(scores[b, t].reshape(4, size))[:, -n:].sum(axis=1) for n in (best, size)]
+        kept, by_all = (set(np.argsort(-of_groups)[:2]) for of_groups in sums)
+        others += kept != by_all
+        allowed = [e for e in range(4 * size) if e // size in kept]
+        assert list(experts[b, t]) == sorted(allowed, key=lambda e: -scores[b, t, e])[:3]
+    assert others > 5  # the sum of all scores of a group would choose other groups
 
 
 @pytest.mark.parametrize("balance", ["sequence", "batch"])
@@ -89,8 +97,8 @@ def test_the_balance_loss(balance):
         np.testing.assert_allclose(np.mean(losses[row]), want + z, rtol=1e-5)
 
 
-def test_equal_loads_have_the_least_balance_loss():
-    """1, where all scores and loads are equal; more where both lean to some experts."""
+def test_the_balance_loss_of_equal_loads_and_of_one_expert():
+    """1 where all scores and loads are equal; E where one expert has all of both."""
     config = ExpertsConfig(balance="sequence", balance_weight=1.0)
     equal, ones = jnp.full((1, E, E), 1 / E), jnp.eye(E)[None]
     flat = router.router_losses(config, equal, equal, ones, 1)
@@ -118,6 +126,40 @@ def test_losses_are_minimized_and_loads_handed_out():
     np.testing.assert_allclose(by_x, want, rtol=1e-5, atol=1e-7)
     counted = np.asarray(experts)[share > 0].reshape(-1)
     np.testing.assert_array_equal(by_bias, np.bincount(counted, minlength=E))
+
+
+@pytest.mark.parametrize("num_experts, k", [(1, 1), (4, 4)])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_where_all_experts_are_chosen(kind, num_experts, k):
+    """Loads are equal, and the balance loss is 1."""
+    x = logits()[..., :num_experts]
+    of = model(router=kind, num_experts=num_experts, experts_per_token=k)
+    assert not families.problems(of)
+    (experts, weights), shares = router.route(of, jnp.asarray(x), jnp.zeros(num_experts))
+    assert (np.sort(experts, axis=-1) == np.arange(k)).all()
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
+    loads = router.loads(experts, jnp.ones((B, T), bool), num_experts)
+    config = ExpertsConfig(balance_weight=1.0)
+    losses = router.router_losses(config, jnp.asarray(x), shares, loads, k)
+    np.testing.assert_allclose(losses, 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", precision.POLICIES)
+def test_a_router_multiplies_exactly_under_every_policy(policy):
+    """GPUs and TPUs multiply fp32 in fewer bits unless told otherwise, in either pass."""
+    policy = precision.POLICIES[policy]
+    x, weight = jnp.ones((2, 3, 4)), jnp.ones((4, E))
+
+    def product(x, weight):
+        return dot.dot("BTD,DE->BTE", x, weight, out=PartitionSpec(None, None, None), policy=policy)
+
+    with policy.products():
+        of = jax.make_jaxpr(jax.grad(lambda *given: product(*given).sum(), (0, 1)))(x, weight)
+    assert (
+        str(of).count("precision=Precision.HIGHEST")
+        + str(of).count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        >= 3
+    ), of
 
 
 # ------------------------------------------------------------------------------------- in training
