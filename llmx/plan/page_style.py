@@ -44,7 +44,7 @@ th, td { text-align: right; padding: 4px 0 4px 14px; border-bottom: 1px solid va
   white-space: nowrap; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { padding-left: 0; }
-.word { text-align: left; }
+.word { text-align: left; white-space: normal; }
 .total td { font-weight: 600; border-top: 2px solid var(--soft); }
 .named { display: inline-flex; align-items: baseline; margin-right: .5em; }
 .swatch { flex: none; width: .75em; height: .75em; margin-right: .45em; border-radius: 2px; }
@@ -62,7 +62,7 @@ footer { margin-top: 16px; }
   gap: 16px; }
   .cards { grid-template-columns: 1fr; } main { padding: 14px 10px 30px; }
   section, .card { padding: 12px; }
-  table { font-size: .82rem; } th, td { padding-left: 9px; } .word, th { white-space: normal; } }
+  table { font-size: .82rem; } th, td { padding-left: 9px; } th { white-space: normal; } }
 @media screen and (max-width: 480px) { header dl { grid-template-columns: 1fr; gap: 0; }
   header dt { margin-top: 5px; } }
 @media print { :root { --back: #ffffff; } body { font-size: 9.5pt; }
