@@ -21,6 +21,7 @@ from llmx.model.families import ModelConfig
 from llmx.plan.sizes import Sizes
 
 FP32 = 4
+ROWS, WEIGHTS_OF_ROWS = "rows of experts", "weights of rows"  # purposes of messages
 NAMES = ("mlp/gate", "mlp/up", "mlp/down")
 
 
@@ -35,6 +36,7 @@ def refusal(config: Config, device_kind: str) -> str:
         ),
         f"with mesh.stage={config.mesh.stage}": config.mesh.stage > 1,
         f"with experts.dispatch={config.experts.dispatch!r}": config.experts.dispatch != DROPLESS,
+        "with biases": model.bias,
         f"with sync.strategy={config.sync.strategy!r}": config.sync.strategy != "mean",
         "with offloading": bool(config.offload.saves or config.offload.parameters),
         f"with remat={config.remat!r}": keeps_weights(model, config.remat),
@@ -163,8 +165,8 @@ def exchanges(sizes: Sizes) -> Iterator[tuple[str, float, float, float]]:
     """Purpose, bytes of an all-to-all over `expert`, how often a layer makes it in each pass."""
     rows = Rows(sizes)
     wide = sizes.compute_bytes * rows.arriving * sizes.run.model.width
-    yield "rows of experts", wide, 2.0, 3.0
-    yield "weights of rows", FP32 * rows.arriving, 0.0, 2.0
+    yield ROWS, wide, 2.0, 3.0
+    yield WEIGHTS_OF_ROWS, FP32 * rows.arriving, 0.0, 2.0
 
 
 def multiplied(sizes: Sizes) -> Iterator[tuple[str, str, tuple[float, float, float], float, float]]:

@@ -25,6 +25,7 @@ from llmx.model import remat, remat_costs
 from llmx.model.families import ModelConfig
 from llmx.plan import exchange, experts, traffic
 from llmx.plan.sizes import Sizes
+from llmx.step import optimizers
 
 FP32 = 4
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
@@ -124,6 +125,7 @@ def of(
             "a segment": _segment(sizes.stacks[-1]),
             "gradient of the head": _tied_head(sizes) if on_gpu else 0.0,
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
+            "tables in another layout": _padded_tables(sizes, program) if not on_gpu else 0.0,
         },
         UPDATE: {"updated parameters": _updated(sizes)} | _relaid(sizes, program),
     }  # fmt: skip
@@ -334,19 +336,33 @@ def _tied_head(sizes: Sizes) -> float:
     return (FP32 - sizes.reduce_bytes) * sizes.local(sizes.head, "gradients")
 
 
+def _padding(sizes: Sizes, program: Program) -> float:
+    """By how much rows of a device's columns of the width grow where XLA:TPU fills them up to whole
+    lanes; 1 = they are whole."""
+    columns = sizes.run.model.width // sizes.size(sizes.axes_of("embed", "parameters"))
+    return -(-columns // program.lanes) * program.lanes / columns
+
+
+def _padded_tables(sizes: Sizes, program: Program) -> float:
+    """XLA:TPU updates tables of the vocabulary in another layout where their columns are not whole
+    lanes: new values and moments, which it makes room for from the beginning."""
+    if (padding := _padding(sizes, program)) == 1:
+        return 0.0
+    tables = 1 if sizes.run.model.tied_head else 2
+    _, of_moments = optimizers.MOMENTS[sizes.run.optimizer.name]
+    of_one = FP32 * sizes.local(sizes.head, "parameters") * padding
+    return (1 + of_moments) * tables * of_one
+
+
 def _relaid(sizes: Sizes, program: Program) -> dict[str, float]:
-    """XLA:TPU fills rows up to whole lanes. Where a device's columns do not, it updates a table of
-    the vocabulary in another layout than that in which it stays: its gradient in both, and the new
-    values and moments padded, beside the old."""
-    ways = sizes.size(sizes.axes_of("embed", "parameters"))
-    columns = sizes.run.model.width // ways
-    padded = -(-columns // program.lanes) * program.lanes
-    if padded == columns:
+    """At the update of such tables their gradient is there in both layouts, and the new values and
+    moments padded, beside the old."""
+    if (padding := _padding(sizes, program)) == 1:
         return {}
     table = FP32 * sizes.local(sizes.head, "parameters")
     rest = _gradients(sizes)
     name = "sums of gradients" if rest["sums of gradients"] else "gradients"
-    return {name: rest[name], "a table in another layout": 2 * table * (1 + padded / columns)}
+    return {name: rest[name], "a table in another layout": 2 * table * (1 + padding)}
 
 
 _STATE = ("parameters", "optimizer")  # parts of a `StageMemory`

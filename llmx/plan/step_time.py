@@ -21,7 +21,7 @@ from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import exchange, operators, routes, sizes, traffic
+from llmx.plan import exchange, experts, operators, routes, sizes, traffic
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
 from llmx.plan.sizes import Sizes
@@ -40,21 +40,46 @@ class Overlap:
     step: float  # of weights that are gathered once a step
     ring: float  # of keys and values
     heads: float  # of Ulysses' exchanges
+    rows: float  # of rows on their way to experts and back
     wide: float  # of gradients of layers in more bytes than the compute dtype's
 
 
 # Of the programs in tests/golden/programs.jsonl (jax 0.10.2, libtpu 0.0.42.1).
 TPU = Overlap(
-    edge=1.7, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=0.0, heads=1.0, wide=0.0
+    edge=1.7,
+    edge_of_pass=1.0,
+    ahead=False,
+    once=1.0,
+    step=1.0,
+    ring=0.0,
+    heads=1.0,
+    rows=0.75,
+    wide=0.0,
 )
 GPU = Overlap(
-    edge=0.1, edge_of_pass=3.5, ahead=True, once=0.3, step=0.6, ring=0.5, heads=0.5, wide=0.88
+    edge=0.1,
+    edge_of_pass=3.5,
+    ahead=True,
+    once=0.3,
+    step=0.6,
+    ring=0.5,
+    heads=0.5,
+    rows=1.0,
+    wide=0.88,
 )
 
 
 # XLA:CPU computes in the order of the program: nothing is hidden.
 CPU = Overlap(
-    edge=1.0, edge_of_pass=1.0, ahead=False, once=1.0, step=1.0, ring=1.0, heads=1.0, wide=1.0
+    edge=1.0,
+    edge_of_pass=1.0,
+    ahead=False,
+    once=1.0,
+    step=1.0,
+    ring=1.0,
+    heads=1.0,
+    rows=1.0,
+    wide=1.0,
 )
 
 # By platform.
@@ -199,6 +224,8 @@ def share(one: Message, overlap: Overlap, turns: int) -> float:
         return overlap.ring
     if one.purpose == "heads":
         return overlap.heads
+    if one.purpose in (experts.ROWS, experts.WEIGHTS_OF_ROWS):
+        return overlap.rows
     if one.purpose == "weights":
         return overlap.step
     if one.purpose == "gradients":
