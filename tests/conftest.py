@@ -14,6 +14,8 @@ os.environ["XLA_FLAGS"] = " ".join([
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
+from support import tiers
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests look at what is compiled, so nothing may come from an earlier run's cache.
@@ -28,12 +30,26 @@ def pytest_addoption(parser):
         "layout x family x schedule, instead of a cover of all pairs; other tests with every "
         "strategy, format and machine",
     )
+    parser.addoption("--measure", metavar="FILE", help="append the CPU seconds of each test")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
+    whole = config.args == config.getini("testpaths") and not config.getoption("--full-grid")
+    tiers.mark_slow(items, all_are_here=whole)
     if config.getoption("--full-grid"):
         return
     left = [item for item in items if item.get_closest_marker("full_grid")]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    begun = tiers.cpu_seconds()
+    result = yield
+    if path := item.config.getoption("--measure"):
+        with open(path, "a") as file:
+            file.write(f"{tiers.cpu_seconds() - begun:.2f}\t{item.nodeid}\n")
+    return result

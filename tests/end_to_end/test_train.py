@@ -100,6 +100,28 @@ def test_a_run_leaves_everything(undisturbed):
         assert words in said, words
 
 
+@pytest.mark.slow
+def test_a_mixture_records_the_loads_of_its_layers(scratch, tmp_path):
+    """Once for each step, also where it goes on with another number of devices; and draws them."""
+    mixture = [
+        f"--config.model.{key}={value}"
+        for key, value in dict(num_experts=4, experts_per_token=2, expert_dim=32).items()
+    ]
+    for steps, expert in ((4, 2), (6, 1)):
+        mesh = (f"--config.steps={steps}", "--config.mesh.data=1", f"--config.mesh.expert={expert}")
+        done = train(scratch, tmp_path, *mixture, *mesh, "--config.sample.prompt=", devices=expert)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "expert_load_max" in done.stdout and "layers.png" in done.stdout
+        assert "by_layer" not in done.stdout
+        found = records(tmp_path, "layers")
+        assert list(found) == list(range(1, steps + 1))
+    for of_step in found.values():
+        largest, least = of_step["expert_load_max"], of_step["expert_load_min"]
+        assert len(largest) == len(least) == 2
+        assert all(0 <= low <= 1 <= high <= 2 for low, high in zip(least, largest, strict=True))
+    assert (tmp_path / "layers.png").exists()
+
+
 # The CPU, as if it were a chip that the table knows.
 AS_A_CHIP = """
 import sys
