@@ -40,6 +40,7 @@ from llmx.plan.traffic import Message
 from llmx.runtime import output_paths
 from llmx.runtime.utilization import text as utilization_text
 
+MOST_VERIFIED = 100  # candidates that --verify compiles
 REMATS = ("none", "dots", "names", "full", "part+dots", "part")  # beside the config's
 
 
@@ -149,7 +150,12 @@ def _of_verify(args: argparse.Namespace, searched: bool, topology: Topology) -> 
             f"{topology.family!r}; leave out --verify, or give the hardware file a base: one of "
             f"{', '.join(topologies.TPUS | topologies.GPUS)}"
         ]
-    return [] if args.verify > 0 else [f"--verify={args.verify} must be at least 1"]
+    if 0 < args.verify <= MOST_VERIFIED:
+        return []
+    return [
+        f"--verify={args.verify} must be at least 1 and at most {MOST_VERIFIED}: each is compiled, "
+        "which takes a minute or more"
+    ]
 
 
 def _check_searched(

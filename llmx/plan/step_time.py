@@ -53,7 +53,7 @@ TPU = Overlap(
     step=1.0,
     ring=0.0,
     heads=1.0,
-    rows=0.75,
+    rows=0.8,
     wide=0.0,
 )
 GPU = Overlap(

@@ -236,6 +236,7 @@ def test_auto_is_the_best(capsys):
     [
         (("--verify=1",), "--verify without --search"),
         (("--search", "--verify=0"), "--verify=0 must be at least 1"),
+        (("--search", "--verify=100000"), "at most 100: each is compiled"),
         (("--config.mesh=auto", "--config.mesh.fsdp=2"), "mesh='auto' beside mesh.fsdp"),
         (("--config.mesh=best",), "mesh"),
     ],
