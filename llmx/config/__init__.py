@@ -145,9 +145,26 @@ def leaf_types(kind: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+# What other trainers call a key.
+OTHER_NAMES = {
+    "lr": "optimizer.learning_rate", "max_lr": "optimizer.learning_rate",
+    "beta1": "optimizer.b1", "beta2": "optimizer.b2", "wd": "optimizer.weight_decay",
+    "grad_clip": "optimizer.clip_norm", "max_grad_norm": "optimizer.clip_norm",
+    "batch_size": "batch.size", "global_batch_size": "batch.size",
+    "seq_len": "batch.sequence_length", "max_seq_len": "batch.sequence_length",
+    "gradient_accumulation_steps": "batch.accumulation", "max_steps": "steps",
+    "train_steps": "steps", "hidden_size": "model.width", "n_layer": "model.num_layers",
+    "dtype": "precision", "output_dir": "workdir",
+}  # fmt: skip
+
+
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The problem of a key that no section has, with the key that was probably meant."""
     known = list(known)
+    end = key.rpartition(".")[2]
+    if end in OTHER_NAMES and OTHER_NAMES[end] in known:
+        near = [OTHER_NAMES[end]]
+        return f"{key[:200]} is not a key of the config: did you mean {near[0]}?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
         ends = {name.rpartition(".")[2]: name for name in reversed(known)}
@@ -215,8 +232,15 @@ def load_run(workdir: str) -> Config:
             f"--workdir={workdir} holds no run: {path} does not exist; train one with "
             f"python -m llmx.train --config ... --workdir {workdir}"
         )
+    config = read_saved(path)
+    config.workdir = str(workdir)
+    return config
+
+
+def read_saved(path: str | pathlib.Path) -> Config:
+    """The resolved config in a run's config.json. Raises ValueError where it is damaged."""
     try:
-        values = json.loads(path.read_bytes().decode())
+        values = json.loads(pathlib.Path(path).read_bytes().decode())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
         config = from_json(values)
@@ -227,7 +251,6 @@ def load_run(workdir: str) -> Config:
             f"{path} is damaged, or of another version: {error}\nbring back a copy, or run the "
             "training command again, which writes it anew"
         ) from error
-    config.workdir = str(workdir)
     return config
 
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections.abc import Iterator
 
 import jax
 
@@ -31,7 +32,18 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
         *([f"sync:  {sync}"] if sync else []),
         *([f"products: {products}"] if products else []),
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
+        *(f"warning: {text}" for text in oddities(config)),
     ])  # fmt: skip
+
+
+def oddities(config: Config) -> Iterator[str]:
+    """What is allowed and probably not meant, with its values."""
+    warmup, rate = config.optimizer.warmup_steps, config.optimizer.learning_rate
+    if warmup >= config.steps > 1:
+        yield (
+            f"optimizer.warmup_steps={warmup} is not below steps={config.steps}: the learning rate "
+            f"never reaches {rate:g}"
+        )
 
 
 def failure_text(config: Config, error: OSError) -> str:

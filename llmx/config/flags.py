@@ -1,6 +1,7 @@
 """Config files and the command line: `--config FILE --config.section.key=value`."""
 
 import argparse
+import functools
 import os
 import pathlib
 import sys
@@ -79,19 +80,37 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
 
     def read(arguments: Sequence[str]) -> Config:
         values = absl.flags.FlagValues()
-        argv = ["llmx", f"--config={path}", *arguments]
-        holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        argv = ["llmx", *arguments]
+        if kind == ".json":
+            # With its work directory: the run goes on there, unless --workdir names another.
+            saved = config_lib.read_saved(file)
+            define = functools.partial(config_flags.DEFINE_config_dataclass, "config", saved)
+        else:
+            define = functools.partial(config_flags.DEFINE_config_file, "config")
+            argv.insert(1, f"--config={path}")
+        holder = define(flag_values=values, sys_argv=argv)
         values(argv)
         return holder.value
 
-    if not os.path.isfile(path.split(":")[0]):
+    file, kind = path.split(":")[0], pathlib.Path(path.split(":")[0]).suffix
+    if not os.path.isfile(file):
         what = "this is a folder: name a file" if os.path.isdir(path) else "there is no such file"
         raise ConfigError([f"--config={path}: {what}"])
+    if kind not in (".py", ".json"):
+        raise ConfigError([
+            f"--config={path}: a config is a Python file with a function get_config(), such as "
+            "configs/quickstart.py, or the config.json of a run"
+        ])  # fmt: skip
     try:
         config = read([])
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError([f"{path} fails: {lines[-1]}"]) from error
+        last = lines[-1]
+        if "has no attribute 'get_config'" in last:
+            last = "it has no function get_config(), which makes the config"
+        elif kind == ".json":
+            last = " ".join(lines)
+        raise ConfigError([f"{path} fails: {last}"]) from error
     if not isinstance(config, Config):
         given = type(config).__name__
         raise ConfigError([f"{path}: get_config() returns {given}; return an llmx.config.Config"])

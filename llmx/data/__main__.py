@@ -80,6 +80,11 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
     yield from (f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
     if arguments.shard_tokens < 1:
         yield f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1"
+    if "://" in (arguments.output or ""):
+        yield (
+            f"--output {arguments.output} is no local folder, and others are not written to: name "
+            "one, and copy it"
+        )
     output = os.path.expanduser(arguments.output or ".")
     if os.path.exists(output) and not os.path.isdir(output):
         yield f"--output {output} is a file: name a folder"

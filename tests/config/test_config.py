@@ -349,6 +349,44 @@ def test_files_that_fail(tmp_path, body, words):
         parsed(write(tmp_path, body))
 
 
+def test_the_config_of_a_run_is_one_for_the_command_line(tmp_path):
+    """With its work directory, unless another is named."""
+    run = checks.resolve(changed(), 8)
+    run.workdir = str(tmp_path)
+    config.save_run(run)
+    path = str(tmp_path / "config.json")
+    again, problems = parsed(path, "--config.batch.size=64", "--config.data.sources=('a',)")
+    assert not problems and again.workdir == str(tmp_path)
+    assert (again.batch.size, again.data.sources) == (64, ("a",))
+    again.batch.size, again.data.sources = run.batch.size, run.data.sources
+    assert dataclasses.asdict(again) == dataclasses.asdict(run)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(config.ConfigError, match="is damaged, or of another version"):
+        parsed(path)
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.toml", "run"])
+def test_files_of_other_kinds_are_named(tmp_path, name):
+    (tmp_path / name).write_text("batch: {size: 4}\n")
+    with pytest.raises(config.ConfigError, match=r"a Python file with a function get_config\(\)"):
+        parsed(str(tmp_path / name))
+
+
+def test_other_names_of_keys_are_known():
+    known = config.leaf_types(config.Config)
+    for name, key in config.OTHER_NAMES.items():
+        assert f"did you mean {key}?" in config.unknown_key(f"optimizer.{name}", known)
+        assert key in known
+
+
+def test_a_warmup_that_does_not_end_is_told():
+    run = config.default()
+    run.steps, run.optimizer.warmup_steps = 500, 2000
+    assert "warmup_steps=2000 is not below steps=500" in "".join(describe.oddities(run))
+    run.optimizer.warmup_steps = 499
+    assert not list(describe.oddities(run))
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(config.ConfigError, match=rf"{tmp_path}: this is a folder: name a file"):
         parsed(str(tmp_path))
