@@ -403,15 +403,17 @@ def einsum(
 ) -> jax.Array:  # fmt: skip
     """`jnp.einsum` of arrays, quantised or not, in `dtype`, placed as `out`.
 
-    fp32 arrays are multiplied exactly, under every policy: a router's. `out` is `unreduced` over
-    the axes that split contracted dimensions.
+    fp32 arrays, a router's, are multiplied in more than bf16's bits under every policy: in three
+    products of bf16 parts, or exactly where the policy asks for it. `out` is `unreduced` over the
+    axes that split contracted dimensions.
     """
     if not _multiplies_codes(expression, left, right):
         left, right = dequantized(left), dequantized(right)
-        exact = left.dtype == right.dtype == jnp.float32
+        wide = left.dtype == right.dtype == jnp.float32
+        exact = jax.config.jax_default_matmul_precision == "highest"  # `Policy.products`
         return jnp.einsum(
             expression, left, right, preferred_element_type=dtype, out_sharding=out,
-            precision=jax.lax.Precision.HIGHEST if exact else None,
+            precision=jax.lax.Precision.HIGH if wide and not exact else None,
         )  # fmt: skip
     arrays = (left.codes, left.scale, right.codes, right.scale)
     return jax.shard_map(

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
@@ -58,13 +59,21 @@ def route(
         scores_BTE = shares_BTE = jax.nn.softmax(logits_BTE, axis=-1)
     chosen_by_BTE = jax.lax.stop_gradient(dot.shifted(scores_BTE, bias_E))
     experts_BTk = choose(model, chosen_by_BTE)
-    # Not chosen again where layers are run again: another rounding could choose otherwise. Saved
-    # with T last: TPUs fill up rows of k numbers to 128.
-    experts_BTk = checkpoint_name(experts_BTk.swapaxes(1, 2), remat.ROUTING).swapaxes(1, 2)
+    # Not chosen again where layers are run again: another rounding could choose otherwise.
+    experts_BTk = _saved(experts_BTk)
     weights_BTk = _taken(scores_BTE, experts_BTk)
     if model.router_renormalize:
         weights_BTk = weights_BTk / (weights_BTk.sum(axis=-1, keepdims=True) + _TINY)
     return Routing(experts_BTk, model.router_scale * weights_BTk), shares_BTE
+
+
+def _saved(experts_BTk: Array) -> Array:
+    """The same, saved under every policy: as [B, T k], since TPUs fill up rows of k numbers to
+    128."""
+    B, T, k = experts_BTk.shape
+    to = sharding.split_only(jax.typeof(experts_BTk).sharding.spec)
+    flat = jnp.reshape(experts_BTk, (B, T * k), out_sharding=PartitionSpec(*to.partitions[:2]))
+    return jnp.reshape(checkpoint_name(flat, remat.ROUTING), (B, T, k), out_sharding=to)
 
 
 def choose(model: ModelConfig, scores_BTE: Array) -> Int[Array, "B T k"]:
