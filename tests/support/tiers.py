@@ -19,10 +19,13 @@ from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
-LIMIT, LONGEST = 4.0, 10.0  # CPU seconds
+LIMIT, LONGEST = 1.5, 6.0  # CPU seconds
 LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
-# Tests that need packages which not every environment has, and so may not exist.
-_OPTIONAL = ("tests/checkpoint/test_hf.py", "tests/pipeline/test_torch_orders.py")
+_LEFT_ALONE = (
+    "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
+    # These need packages that not every environment has, and so may not exist.
+    "tests/checkpoint/test_hf.py", "tests/pipeline/test_torch_orders.py",
+)  # fmt: skip
 
 
 def full_grid(*values):
@@ -71,7 +74,7 @@ def slow_cases(seconds: Mapping[str, float]) -> list[str]:
     kept = {min(cases, key=lambda name: seconds[name]) for cases in functions.values()}
     kept = {name for name in kept if seconds[name] <= LONGEST}
     found = (name for name, of in seconds.items() if of > LIMIT and name not in kept)
-    return sorted(name for name in found if not name.startswith(_OPTIONAL))
+    return sorted(name for name in found if not name.startswith(_LEFT_ALONE))
 
 
 def main(path: str) -> None:
