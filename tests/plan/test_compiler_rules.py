@@ -54,6 +54,10 @@ def test_the_head_is_summed_whole_where_columns_are_no_whole_lanes(width, kind):
     relaid = held.get(memory.UPDATE, {}).get("a table in another layout")
     assert (relaid is None) == (kind == "reduce-scatter")
     assert relaid is None or relaid == pytest.approx(2 * table * (1 + 256 / 192))
+    # These, of both tables, have their place from the beginning.
+    padded = held[memory.BACKWARD].get("tables in another layout")
+    assert (padded is None) == (relaid is None)
+    assert padded is None or padded == pytest.approx(2 * 3 * table * 256 / 192)
 
 
 @pytest.mark.parametrize(
@@ -91,3 +95,7 @@ def test_what_is_uncertain_is_said():
     assert said(run, V5E) == [] and "this short" in said(run, V5E, 0.01)[0]
     stages = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4)
     assert "stages of one layer" in said(stages, H100)[0]
+    experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=512)
+    assert "a mixture of few layers" in said(_run(mesh__fsdp=8, **experts), V5P)[-1]
+    many = _run(mesh__fsdp=8, **experts, model__num_layers=24)
+    assert not any("mixture" in line for line in said(many, V5P))
