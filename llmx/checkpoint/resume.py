@@ -282,8 +282,9 @@ def _same_run(config: Any, saved: Document):
         raise Mismatch(
             f"{config.workdir} was trained as a model of another function than the config gives:\n"
             f"{changes}\n"
-            "restore these values, or train the changed model in another workdir, with "
-            f"--config.start_from={config.workdir} and --config.start_changes naming the fields"
+            "restore these values, or train the changed model in another workdir; where no "
+            f"parameter changes its shape it can begin with --config.start_from={config.workdir} "
+            "and --config.start_changes naming the fields"
         )
     if saved.step > config.steps:
         raise Mismatch(
@@ -347,7 +348,7 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
             raise Mismatch(
                 f"start_from={start_from!r} is a model of another function than the config "
                 f"gives:\n{changes}\nuse these values, or name the fields that are changed on "
-                "purpose: --config.start_changes=\"('field',)\""
+                "purpose and change no parameter's shape: --config.start_changes=\"('field',)\""
             )
         return recipe.loss.params
 

@@ -386,11 +386,15 @@ def _experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         idle.setdefault("capacity", f"experts.dispatch={experts.dispatch!r}")
     if experts.dispatch == experts_config.DENSE:
         idle.setdefault("buffer", f"experts.dispatch={experts.dispatch!r}")
+    if experts.balance == experts_config.NONE:
+        idle.setdefault("balance_weight", f"experts.balance={experts.balance!r}")
+    if bounds.problems(experts, "experts."):
+        idle = {}  # said already
     for key, cause in idle.items():
         if (value := vars(experts)[key]) != vars(experts_config.ExpertsConfig())[key]:
             yield (
                 f"experts.{key}={value!r} has no effect with {cause}: leave it out, or "
-                f"{'change experts.dispatch' if E else 'use a model with experts'}"
+                + (f"change {cause.partition('=')[0]}" if E else "use a model with experts")
             )
     if not E:
         return

@@ -387,7 +387,7 @@ def problems(model: ModelConfig) -> list[str]:
         texts.append(
             f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}"
         )
-    return texts + (_problems_of_experts(model) if model.num_experts else [])
+    return texts + (_problems_of_experts(model) if model.num_experts > 0 else [])
 
 
 # What latent attention has.

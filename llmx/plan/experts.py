@@ -1,8 +1,8 @@
 """What routed experts hold, send and compute on a device, counted without a compiler.
 
 Counted for loads that are about equal, and so for one round of rows (`llmx.model.experts.travel`),
-in the form that TPUs run: kernels over rows in blocks, a part of the width at a time
-(`llmx.model.experts.products`). What other forms take is not counted: `refusal` says so.
+or as many as a small buffer takes, in the form that TPUs run: kernels over rows in blocks, a part
+of the width at a time (`llmx.model.experts.products`). What other forms take is not counted: `refusal` says so.
 
 Letters: A assignments of a device's tokens to experts, n devices along `expert`, R slots of rows in
 blocks, D width, F expert_dim of a device, f of one part, E experts of a device.
@@ -45,7 +45,8 @@ def refusal(config: Config, device_kind: str) -> str:
         if is_so:
             return (
                 f"model.num_experts={model.num_experts}: the planner does not count routed experts "
-                f"{what}; run llmx.aot, which compiles the run"
+                f"{what}; {'use remat=full, or ' if 'remat' in what else ''}run llmx.aot, which "
+                "compiles the run"
             )
     return ""
 
@@ -86,6 +87,11 @@ class Rows:
         return self.ways.experts
 
     @property
+    def rounds(self) -> int:
+        """In which rows travel, each of a buffer."""
+        return travel.even_rounds(self.ways, round(self.assignments))
+
+    @property
     def arriving(self) -> int:
         """In a round: from each device as many as one sends another."""
         return self.ways.devices * self.ways.per_pair
@@ -100,7 +106,7 @@ class Rows:
 
     @property
     def computed(self) -> float:
-        return grouped.expected_rows(self.assignments, self.block, self.experts)
+        return grouped.expected_rows(self.assignments, self.block, self.experts * self.rounds)
 
     @property
     def width(self) -> int:
@@ -165,8 +171,8 @@ def exchanges(sizes: Sizes) -> Iterator[tuple[str, float, float, float]]:
     """Purpose, bytes of an all-to-all over `expert`, how often a layer makes it in each pass."""
     rows = Rows(sizes)
     wide = sizes.compute_bytes * rows.arriving * sizes.run.model.width
-    yield ROWS, wide, 2.0, 3.0
-    yield WEIGHTS_OF_ROWS, FP32 * rows.arriving, 0.0, 2.0
+    yield ROWS, wide, 2.0 * rows.rounds, 3.0 * rows.rounds
+    yield WEIGHTS_OF_ROWS, FP32 * rows.arriving, 0.0, 2.0 * rows.rounds
 
 
 def multiplied(sizes: Sizes) -> Iterator[tuple[str, str, tuple[float, float, float], float, float]]:
@@ -188,5 +194,6 @@ MOVED_WIDE, MOVED_HIDDEN = (16.0, 32.0), (5.5, 21.5)
 def moved_bytes(sizes: Sizes, index: int) -> float:
     """That a layer's experts read and write outside products; `index`: in the backward pass."""
     rows = Rows(sizes)
-    wide = MOVED_WIDE[index] * rows.slots * sizes.run.model.width
-    return sizes.compute_bytes * (wide + MOVED_HIDDEN[index] * rows.slots * rows.width)
+    slots = rows.slots * rows.rounds
+    wide = MOVED_WIDE[index] * slots * sizes.run.model.width
+    return sizes.compute_bytes * (wide + MOVED_HIDDEN[index] * slots * rows.width)

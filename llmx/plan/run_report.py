@@ -66,7 +66,9 @@ def show(
     if searched:
         _check_searched(args, config, topology, auto_mesh=given.auto_mesh)
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
-    if not given.auto_mesh and (run is None or candidates.own(config, topology) is not None):
+    # What a search found is reported where the config itself is not counted.
+    own = candidates.own(config, topology) if searched and not given.auto_mesh else None
+    if run is None or (own is not None and not _refusal(own, topology)):
         run = compiler.resolve(config, topology, problems=problems)
     if why_not := _refusal(run, topology) or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)

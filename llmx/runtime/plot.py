@@ -27,11 +27,19 @@ def plot_all(
 ) -> list[pathlib.Path]:
     """Both pictures, the second where there are numbers by layer; returns their paths.
 
-    Errors are those of `plot_loss`, after the second is drawn: it may explain a loss that is not
-    finite.
+    log: told what `plot_loss` says, also why it draws nothing, where the second picture is drawn.
+
+    Raises ValueError where nothing is drawn.
     """
     layers = plot_layers(workdir)
-    return [plot_loss(workdir, log=log), *filter(None, [layers])]
+    try:
+        return [plot_loss(workdir, log=log), *filter(None, [layers])]
+    except ValueError as error:
+        if layers is None:
+            raise
+        if log is not None:
+            log(str(error))
+        return [layers]
 
 
 def plot_loss(

@@ -26,13 +26,15 @@ def run_of(num_devices=6, **keys):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("buffer", [1.0, 1.5, 100.0])
+@pytest.mark.parametrize("buffer", [0.1, 0.6, 1.0, 1.5, 100.0])
 def test_bytes_over_expert(n, buffer):
-    """2 passes of rows forward and 3 backward, as many as a device sends another in a round."""
+    """2 passes of rows forward and 3 backward, as many as a device sends another in a round; of a
+    small buffer in several."""
     run = run_of(mesh__expert=n, mesh__fsdp=6 // n, experts__buffer=buffer)
     found = traffic.by_axes(traffic.of(sizes.of(run)))["expert"]
     assignments = ROWS * T / 6 * K
     rows = n * min(assignments, math.ceil(buffer * assignments / n))
+    rows *= math.ceil(assignments / rows)
     of_layer = (n - 1) / n * rows * (5 * D * 2 + 2 * 4)
     # And gradients of what `expert` replicates: attention and norms, summed.
     assert found > 4 * of_layer

@@ -231,6 +231,16 @@ def test_auto_is_the_best(capsys):
     assert report["memory"]["peak"] == best["memory"]
 
 
+def test_what_is_found_is_reported_where_the_config_itself_is_not_counted(capsys):
+    """Mixtures that save their weights are not; by themselves they are refused, with a remedy."""
+    args = (f"--config={ROOT}/configs/quickstart_experts.py", "--machine=v5e:2x2", "--json")
+    assert command.main(args) == 2 and "use remat=full" in capsys.readouterr().err
+    assert command.main((*args, "--search")) == 0
+    report = json.loads(capsys.readouterr().out)
+    best = report["search"]["configurations"][report["search"]["best"]]
+    assert report["time"]["step"] == pytest.approx(best["step"])
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

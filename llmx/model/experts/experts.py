@@ -322,7 +322,8 @@ def _in_rounds(local: _Local, one: Callable):
     zeros = jax.tree.map(
         lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(numbered, first)
     )
-    with jax.named_scope(EXPECTED_TRIPS.format(1)):
+    even = travel.even_rounds(local.to, local.weights_Nk.size)
+    with jax.named_scope(EXPECTED_TRIPS.format(even)):
         return jax.lax.while_loop(unfinished, more, (first, zeros))[1]
 
 

@@ -45,6 +45,11 @@ def ways(
     return Ways(devices, num_experts // devices, per_pair, others)
 
 
+def even_rounds(to: Ways, assignments: int) -> int:
+    """Rounds in which rows travel where loads are equal."""
+    return max(-(-assignments // (to.devices * to.per_pair)), 1)
+
+
 class Journey(NamedTuple):
     """Which assignment goes where; n E experts there are in all, and n E is that of no expert."""
 

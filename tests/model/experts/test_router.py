@@ -308,6 +308,10 @@ def test_the_share_of_dropped_tokens_is_counted(mesh):
             "capacity=2.0 has no effect with experts.dispatch='dropless'",
         ),
         (
+            dict(experts__balance="none", experts__balance_weight=0.5),
+            "balance_weight=0.5 has no effect with experts.balance='none'.*change experts.balance",
+        ),
+        (
             dict(experts__dispatch="dense", experts__buffer=2.0),
             "buffer=2.0 has no effect with experts.dispatch='dense'",
         ),
