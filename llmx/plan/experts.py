@@ -2,7 +2,8 @@
 
 Counted for loads that are about equal, and so for one round of rows (`llmx.model.experts.travel`),
 or as many as a small buffer takes, in the form that TPUs run: kernels over rows in blocks, a part
-of the width at a time (`llmx.model.experts.products`). What other forms take is not counted: `refusal` says so.
+of the width at a time (`llmx.model.experts.products`). What other forms take is not counted:
+`refusal` says so.
 
 Letters: A assignments of a device's tokens to experts, n devices along `expert`, R slots of rows in
 blocks, D width, F expert_dim of a device, f of one part, E experts of a device.
