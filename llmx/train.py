@@ -26,7 +26,7 @@ import jax
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer
 from llmx.config import Config, checks, describe, flags, history, value_types
-from llmx.contract import BY_LAYER, Batch, State, Strategy
+from llmx.contract import Batch, State, Strategy
 from llmx.model import remat
 from llmx.runtime import (
     agreement,
@@ -440,23 +440,10 @@ class Loop:
         self._progress.step_done(self.step)
         self._notice(report.scalars)
         seconds, data_seconds = self.timer.lap()
-        names = ("loss", "grad_norm", "learning_rate")
-        if not report.tokens:  # a step that completes no batch: see `pipeline.staged`
-            names = names[2:]
-        scalars = {name: float(getattr(report, name)) for name in names}
-        if self.config.loss.z_loss:
-            scalars["z_loss"] = float(report.z_loss)
-        events = ("overflowed", "freeze_step")  # told when they happen
-        shown = {k: value for k, value in report.scalars.items() if k not in events}
-        by_layer = {k: shown.pop(k) for k in list(shown) if k.endswith(BY_LAYER)}
-        if not report.tokens:  # nor has such a step numbers of layers
-            shown = {k: value for k, value in shown.items() if k + BY_LAYER not in by_layer}
-            by_layer = {}
-        scalars |= {k: float(value) for k, value in shown.items()}
+        scalars, by_layer = report.numbers(z_loss=self.config.loss.z_loss > 0)
         self.reporter.train(
-            self.step, scalars, step_seconds=seconds, data_seconds=data_seconds,
-            by_layer={k.removesuffix(BY_LAYER): v.tolist() for k, v in by_layer.items()},
-        )  # fmt: skip
+            self.step, scalars, step_seconds=seconds, data_seconds=data_seconds, by_layer=by_layer
+        )
         self.goodput.step(self.step)
         if report.bad_leaf >= 0:
             self._refuse(report)

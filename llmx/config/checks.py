@@ -15,6 +15,7 @@ from llmx.checkpoint import checkpointer, identity
 from llmx.config import (
     Config,
     ConfigError,
+    expert_checks,
     stage_memory,
     state_memory,
     utilization,
@@ -26,7 +27,6 @@ from llmx.data import shards, sources, tokenizers
 from llmx.model import families, precision, quantized, remat, remat_costs
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
-from llmx.model.experts import config as experts_config
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
@@ -229,7 +229,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
         *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
         *stage_problems(config, sizes["stage"]),
         *_tensor(config, sizes),
-        *_experts(config, sizes),
+        *expert_checks.problems(config, sizes),
         *_batch(config, sizes),
         *_context(config, sizes),
         *_products(config, sizes),
@@ -345,7 +345,7 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         if (value := vars(model)[key]) % tensor:
             yield (
                 f"model.{key}={value} does not divide over tensor={tensor}, which splits {split}: "
-                f"use tensor in {_divisors(value, tensor)} or another {key}"
+                f"use tensor in {bounds.divisors(value, tensor)} or another {key}"
             )
     kv_heads, shared = model.num_kv_heads, config.sharding.replicate_kv
     if kv_heads % tensor and (tensor % kv_heads or not shared):
@@ -357,9 +357,10 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
                 ": with sharding.replicate_kv tensor may be a multiple of the K/V heads, so that "
                 "the query heads of a shard share one"
             )
+        good = [n for n in bounds.divisors(kv_heads, kv_heads) if model.num_heads % n == 0]
         yield (
             f"model.num_kv_heads={kv_heads} does not divide over tensor={tensor}: use tensor in "
-            f"{[n for n in _divisors(kv_heads, kv_heads) if model.num_heads % n == 0]}{remedy}"
+            f"{good}{remedy}"
         )
     if model.vocab_multiple < 1:
         return
@@ -377,71 +378,6 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         )
 
 
-def _experts(config: Config, sizes: dict[str, int]) -> Iterator[str]:
-    """What `expert` splits, and what routed experts cannot be combined with."""
-    model, experts, ways = config.model, config.experts, sizes["expert"]
-    E = model.num_experts
-    idle = {} if E else {key: "model.num_experts=0" for key in vars(experts)}
-    if experts.dispatch != experts_config.CAPACITY:
-        idle.setdefault("capacity", f"experts.dispatch={experts.dispatch!r}")
-    if experts.dispatch == experts_config.DENSE:
-        idle.setdefault("buffer", f"experts.dispatch={experts.dispatch!r}")
-    if experts.balance == experts_config.NONE:
-        idle.setdefault("balance_weight", f"experts.balance={experts.balance!r}")
-    if bounds.problems(experts, "experts."):
-        idle = {}  # said already
-    for key, cause in idle.items():
-        if (value := vars(experts)[key]) != vars(experts_config.ExpertsConfig())[key]:
-            yield (
-                f"experts.{key}={value!r} has no effect with {cause}: leave it out, or "
-                + (f"change {cause.partition('=')[0]}" if E else "use a model with experts")
-            )
-    if not E:
-        return
-    if E % ways:
-        yield (
-            f"model.num_experts={E} does not divide over mesh.expert={ways}: use mesh.expert in "
-            f"{_divisors(E, min(E, 4096))}"
-        )
-    if experts.dispatch == experts_config.DENSE and ways > 1:
-        yield (
-            f"experts.dispatch='dense' with mesh.expert={ways}: each device computes all experts; "
-            "use mesh.expert=1, or dispatch='dropless'"
-        )
-    if config.sharding.turns > 1:
-        yield (
-            f"sharding.turns={config.sharding.turns} with model.num_experts={E}: loads of experts "
-            "are of all tokens of a row; use sharding.turns=1"
-        )
-    if config.products.format or config.products.gather:
-        yield (
-            f"products.format={config.products.format!r}, products.gather="
-            f"{config.products.gather!r} with model.num_experts={E}: products of experts are not "
-            "rounded; leave both out"
-        )
-    if experts.balance == experts_config.BATCH and config.sync.strategy != "mean":
-        yield (
-            f"experts.balance='batch' with sync.strategy={config.sync.strategy!r}, whose replicas "
-            "know their own loads only: use experts.balance='sequence'"
-        )
-    if experts.bias_rate and experts.dispatch == experts_config.CAPACITY:
-        yield (
-            f"experts.bias_rate={experts.bias_rate} with experts.dispatch='capacity': loads are "
-            "then of the tokens that experts take, and not of those that want them; use "
-            "dispatch='dropless', or experts.balance_weight with bias_rate=0"
-        )
-    if experts.bias_rate and config.sync.strategy != "mean":
-        yield (
-            f"experts.bias_rate={experts.bias_rate} with sync.strategy="
-            f"{config.sync.strategy!r}, whose replicas know their own loads only: use strategy "
-            "'mean', or experts.balance='sequence' with bias_rate=0"
-        )
-
-
-def _divisors(value: int, most: int) -> list[int]:
-    return [n for n in range(1, most + 1) if value % n == 0]
-
-
 def _turns(config: Config, sizes: dict[str, int], rows: int) -> Iterator[str]:
     """Groups of the rows that a device has of a microbatch, or of the positions of its rows."""
     turns, length = config.sharding.turns, config.batch.sequence_length
@@ -451,7 +387,7 @@ def _turns(config: Config, sizes: dict[str, int], rows: int) -> Iterator[str]:
         pieces = math.lcm(pieces, turns * LANES)
     if turns < 1 or rows % turns == 0:
         return
-    good = " or ".join(str(n) for n in _divisors(rows, min(rows, 8)))
+    good = " or ".join(str(n) for n in bounds.divisors(rows, min(rows, 8)))
     if sizes["sequence"] > 1 or length % pieces:
         yield (
             f"sharding.turns={turns} divides neither the {rows} rows that a device has of a "

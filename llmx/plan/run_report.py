@@ -66,9 +66,7 @@ def show(
     if searched:
         _check_searched(args, config, topology, auto_mesh=given.auto_mesh)
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
-    # What a search found is reported where the config itself is not counted.
-    own = candidates.own(config, topology) if searched and not given.auto_mesh else None
-    if run is None or (own is not None and not _refusal(own, topology)):
+    if run is None or (not given.auto_mesh and _is_counted(config, topology)):
         run = compiler.resolve(config, topology, problems=problems)
     if why_not := _refusal(run, topology) or ("" if searched else _too_short(args, run, topology)):
         raise ValueError(why_not)
@@ -105,6 +103,12 @@ def show(
         _write(args.html, page.render(report, pipeline))
         lines.append(f"page: {args.html}")
     return report, "\n".join(lines)
+
+
+def _is_counted(config: Config, topology: Topology) -> bool:
+    """Whether a config goes with the machine as it is: else what a search found is reported."""
+    own = candidates.own(config, topology)
+    return own is not None and not _refusal(own, topology)
 
 
 def _refusal(run: Config, topology: Topology) -> str:

@@ -90,3 +90,8 @@ def use_one_of(value: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(value, names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"use one of {', '.join(name or repr(name) for name in names)}{hint}"
+
+
+def divisors(value: int, most: int) -> list[int]:
+    """Those up to `most`, for remedies."""
+    return [n for n in range(1, most + 1) if value % n == 0]

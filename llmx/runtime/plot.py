@@ -5,14 +5,12 @@ and highest loss of the records in it, so that a spike of a single step stays vi
 layer there are as many columns as a picture shows.
 """
 
-import functools
 import itertools
 import math
 import os
 import pathlib
+import statistics
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from llmx.runtime import records
 from llmx.runtime.records import RECORDS
@@ -113,13 +111,13 @@ class Columns:
 
     def __init__(self, name: str):
         self.name, self.width, self.steps, self.columns = name, 1, [], []
-        self._join = {"max": np.fmax, "min": np.fmin}.get(name.rpartition("_")[-1])
-        self._waiting: list[np.ndarray] = []  # records of the column that is being filled
+        self._join = {"max": max, "min": min}.get(name.rpartition("_")[-1], statistics.fmean)
+        self._waiting: list[list[float]] = []  # records of the column that is being filled
         self._last = 0  # step of the last of them
 
     def add(self, step: int, values: list):
         """Adds a record after the ones before; one of another number of layers is left out."""
-        column = np.array([math.nan if v is None else records.number(v) for v in values])
+        column = [records.number(value) for value in values]  # of null nan
         if len(column) != len([*self._waiting, *self.columns, column][0]) or not len(column):
             return
         self._waiting.append(column)
@@ -138,10 +136,12 @@ class Columns:
             self.steps.append(self._last)
         self._waiting = []
 
-    def _joined(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        if self._join is not None:
-            return functools.reduce(self._join, columns)
-        return np.mean(columns, axis=0)
+    def _joined(self, columns: Sequence[list[float]]) -> list[float]:
+        """The columns as one; a layer without a number in all of them has none."""
+        rows = (
+            [value for value in row if math.isfinite(value)] for row in zip(*columns, strict=True)
+        )
+        return [self._join(row) if row else math.nan for row in rows]
 
 
 def _draw_layers(maps: list[Columns], *, title: str):
@@ -151,15 +151,15 @@ def _draw_layers(maps: list[Columns], *, title: str):
 
     figure = Figure(figsize=(8, 0.6 + 2.2 * len(maps)), layout="constrained")
     for axes, each in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps, strict=True):
-        values = np.stack(each.columns, axis=1)
-        found = values[np.isfinite(values)]
+        rows = [*zip(*each.columns, strict=True)]  # of layers
+        found = sorted(value for row in rows for value in row if math.isfinite(value)) or [0.0, 1.0]
         # Single values, as of the first steps, would else take all the colours.
-        low, high = np.percentile(found, [1, 99]) if found.size else (0, 1)
+        low, high = found[len(found) // 100], found[-1 - len(found) // 100]
         # A column reaches from the one before to its own step, wherever that is.
         edges = [each.steps[0] - max((each.steps[-1] - each.steps[0]) / 100, 1), *each.steps]
         image = axes.pcolormesh(
-            edges, np.arange(len(values) + 1) - 0.5, values, vmin=low, vmax=high, cmap="viridis",
-            rasterized=True,
+            edges, [layer - 0.5 for layer in range(len(rows) + 1)], rows, vmin=low, vmax=high,
+            cmap="viridis", rasterized=True,
         )  # fmt: skip
         figure.colorbar(image, ax=axes, extend="both")
         axes.set_title(each.name.replace("_", " "), loc="left", fontsize="medium")

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx.contract import Batch, Gradient, State, Strategy
+from llmx.contract import BY_LAYER, Batch, Gradient, State, Strategy
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss, placed, scaled
@@ -31,6 +31,8 @@ from llmx.sharding import trees
 from llmx.sharding.mesh import within
 from llmx.step import guard as guards
 from llmx.step import rounding
+
+EVENTS = ("overflowed", "freeze_step")  # in `Report.scalars`
 
 
 class Report(NamedTuple):
@@ -44,6 +46,25 @@ class Report(NamedTuple):
     bad_leaf: jax.Array  # index of the leaf that made the step bad, -1 = the step is good
     num_bad: jax.Array  # bad steps in a row
     scalars: dict[str, jax.Array]  # what the strategy and the transforms report
+
+    def numbers(self, *, z_loss: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """What is shown and recorded of a report on the host: numbers, and numbers of each layer.
+
+        A step that completes no batch (see `pipeline.staged`) has neither a loss nor numbers of
+        layers. `z_loss`: whether there is one. Events are left out: they are told when they happen.
+        """
+        names = ("loss", "grad_norm", "learning_rate") if self.tokens else ("learning_rate",)
+        found = {name: float(getattr(self, name)) for name in names}
+        found |= {"z_loss": float(self.z_loss)} if z_loss else {}
+        of_layers = {
+            name.removesuffix(BY_LAYER): values.tolist()
+            for name, values in self.scalars.items() if name.endswith(BY_LAYER)
+        }  # fmt: skip
+        for name, value in self.scalars.items():
+            left_out = name.endswith(BY_LAYER) or (name in of_layers and not self.tokens)
+            if name not in EVENTS and not left_out:
+                found[name] = float(value)
+        return found, of_layers if self.tokens else {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
