@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
-LIMIT, LONGEST = 1.5, 6.0  # CPU seconds
+LIMIT, LONGEST = 1.5, 4.0  # CPU seconds
 LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
