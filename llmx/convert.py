@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer, hf, hf_formats
+from llmx.checkpoint import checkpointer, hf, hf_formats, hf_reader
 from llmx.config import recipe
 from llmx.data import tokenizers
 from llmx.runtime import exits, launch, ownership
@@ -33,7 +33,7 @@ def to_hf(
     Args:
       at_step: of the checkpoint; None = the newest.
       ema: whether to write the average of the parameters; None = if the run has one.
-      dtype: a name in `hf.DTYPES`.
+      dtype: a name in `hf_reader.DTYPES`.
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
@@ -134,7 +134,9 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
     average = "write the average of the parameters; by default if the run keeps one"
     command.add_argument("--ema", action=argparse.BooleanOptionalAction, help=average)
-    command.add_argument("--dtype", choices=sorted(hf.DTYPES), help="to write; float32 by default")
+    command.add_argument(
+        "--dtype", choices=sorted(hf_reader.DTYPES), help="to write; float32 by default"
+    )
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")

@@ -8,13 +8,13 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer, identity, local_tier
+from llmx.checkpoint import checkpointer, hf_reader, identity, local_tier
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
@@ -336,38 +336,66 @@ def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
 
 
 def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: Log) -> State:
-    """A new state with the parameters of another run, or of an import.
+    """A new state with the parameters of another run, of an import, or of a Hugging Face
+    checkpoint, which are read straight to their shards.
 
     Raises ValueError where they are of a model of another function.
     """
-    workdir, step = identity.origin(start_from)
+    place, step = identity.origin(start_from)
 
-    def wanted(saved: Document) -> Any:
-        of, allowed = saved.meta.get("config", {}), config.start_changes
-        if changes := identity.refusal_of_model(of, config.model, allowed=allowed):
+    def require_same(saved: Mapping[str, Any]) -> None:
+        if changes := identity.refusal_of_model(saved, config.model, allowed=config.start_changes):
             raise Mismatch(
                 f"start_from={start_from!r} is a model of another function than the config "
-                f"gives:\n{changes}\nuse these values, or name the fields that are changed on "
-                "purpose and change no parameter's shape: --config.start_changes=\"('field',)\""
+                f"gives:\n{changes}\nuse these values, or no model in the config, which takes that "
+                "one; or name the fields that are changed on purpose and change no parameter's "
+                "shape: --config.start_changes=\"('field',)\""
             )
+
+    def wanted(saved: Document) -> Any:
+        require_same(saved.meta.get("config", {}))
         return recipe.loss.params
 
-    restored = checkpointer.restore_params(workdir, wanted, order=recipe.order, step=step, log=log)
-    log(f"starting with the parameters of {workdir}, step {restored.step}")
+    if hf_reader.is_checkpoint(place):
+        params = _of_hugging_face(recipe, place, require_same)
+        log(f"starting with the parameters of {place}")
+    else:
+        restored = checkpointer.restore_params(
+            place, wanted, order=recipe.order, step=step, log=log
+        )
+        params = restored.state
+        log(f"starting with the parameters of {place}, step {restored.step}")
 
     def copied(like: Any) -> Any:
         """Its own copy: the step donates all of its state."""
         to = jax.tree.map(lambda leaf: leaf.sharding, like)
         copy = lambda params: in_dtypes_of(like, jax.tree.map(lambda leaf: leaf + 0, params))  # noqa: E731
-        return jax.jit(copy, out_shardings=to)(restored.state)
+        return jax.jit(copy, out_shardings=to)(params)
 
     ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
-    params = restored.state
     if _dtypes(params) != _dtypes(recipe.loss.params):
         params = copied(recipe.loss.params)
     # Replicas with local steps have parameters of their own.
     opt_state, sync = recipe.init_sync(params)
     return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync)
+
+
+def _of_hugging_face(
+    recipe: Recipe, place: str, require_same: Callable[[Mapping[str, Any]], None]
+) -> Any:
+    """The parameters of a Hugging Face checkpoint, with shardings and dtypes of the recipe.
+
+    Raises ValueError.
+    """
+    try:
+        stored = hf_reader.read_model(place)
+        require_same({"model": identity.as_json(stored)})
+    except Mismatch as error:
+        raise ValueError(str(error)) from error
+    layout = dict(vocab_multiple=recipe.model.vocab_multiple)
+    source = hf_reader.open_checkpoint(place, dataclasses.replace(stored, **layout))
+    named = hf_reader.to_shards(source, trees.named(recipe.loss.params), order=recipe.order)
+    return trees.unnamed(named, recipe.loss.params)
 
 
 def _dtypes(tree: Any) -> list:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import os
 import pathlib
 import typing
 from collections.abc import Iterator, Sequence
@@ -11,12 +10,13 @@ from typing import Any
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.checkpoint import checkpointer, identity
+from llmx.checkpoint import checkpointer
 from llmx.config import (
     Config,
     ConfigError,
     expert_checks,
     stage_memory,
+    starting,
     state_memory,
     utilization,
     value_types,
@@ -51,6 +51,10 @@ def resolve(
     found = [*problems, *_unknown_keys(config)]
     if wrong := list(value_types.wrong_types(config)):
         raise ConfigError(found + wrong)  # values of a wrong type cannot be compared with others
+    try:
+        config = starting.adopted(config)
+    except ValueError as error:
+        raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
     if found:
@@ -109,12 +113,8 @@ def rings_in_branches(run: Config) -> str:
 
 def _start(config: Config) -> Iterator[str]:
     """Where the run begins, before any file but directories is looked at."""
-    workdir, _ = identity.origin(config.start_from)
-    if workdir and not os.path.isdir(os.path.join(workdir, "checkpoints")):
-        yield (
-            f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
-            "or of an import by llmx.convert --from-hf"
-        )
+    if problem := starting.problem(config):
+        yield problem
     fields = {field.name for field in dataclasses.fields(families.ModelConfig)}
     for name in config.start_changes:
         if name not in fields:

@@ -16,6 +16,7 @@ import safetensors.numpy
 
 from llmx import sharding
 from llmx.checkpoint import hf, hf_formats
+from llmx.checkpoint.hf_reader import CONFIG, DTYPES, INDEX, WEIGHTS
 from llmx.model import apply, execution, families, precision, sampling
 
 # fp32 in both, sums in different orders: the logits are of order 1 to 10.
@@ -206,8 +207,8 @@ def test_export_gives_the_file_back(case, saved, transformers, tmp_path):
     theirs, directory = saved(case)
     config, params = hf.load(directory)
     hf.export(params, config, tmp_path / "out")
-    before = safetensors.numpy.load_file(directory / hf.WEIGHTS)
-    after = safetensors.numpy.load_file(tmp_path / "out" / hf.WEIGHTS)
+    before = safetensors.numpy.load_file(directory / WEIGHTS)
+    after = safetensors.numpy.load_file(tmp_path / "out" / WEIGHTS)
     assert after.keys() == before.keys()
     for name in before:
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
@@ -249,7 +250,7 @@ def test_gradients_are_those_of_transformers(case, saved, run, tmp_path):
     np.testing.assert_allclose(float(ours), expected.item(), rtol=1e-5)
     # Gradients have the shapes of parameters, so the same map names them.
     hf.export(gradients, config, tmp_path / "gradients")
-    mapped = safetensors.numpy.load_file(tmp_path / "gradients" / hf.WEIGHTS)
+    mapped = safetensors.numpy.load_file(tmp_path / "gradients" / WEIGHTS)
     parameters = dict(theirs.named_parameters())
     assert parameters.keys() == mapped.keys()
     for name, parameter in parameters.items():
@@ -262,21 +263,21 @@ def test_gradients_are_those_of_transformers(case, saved, run, tmp_path):
 def test_an_untied_gpt2_and_a_bare_body_load(saved, run, tmp_path):
     """GPT-2's published file has no prefix, and carries its causal masks."""
     _, directory = saved("gpt2")
-    tensors = safetensors.numpy.load_file(directory / hf.WEIGHTS)
+    tensors = safetensors.numpy.load_file(directory / WEIGHTS)
     bare = {name.removeprefix("transformer."): array for name, array in tensors.items()}
     bare["h.0.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.float32))
     bare["lm_head.weight"] = bare["wte.weight"]
-    safetensors.numpy.save_file(bare, tmp_path / hf.WEIGHTS)
-    (tmp_path / hf.CONFIG).write_text((directory / hf.CONFIG).read_text())
+    safetensors.numpy.save_file(bare, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text((directory / CONFIG).read_text())
     _, params = hf.load(tmp_path)
     _, expected = hf.load(directory)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     bare["lm_head.weight"] = bare["wte.weight"] + 1
-    safetensors.numpy.save_file(bare, tmp_path / hf.WEIGHTS)
+    safetensors.numpy.save_file(bare, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match=r"lm_head.weight is not the embedding.*set it to false"):
         hf.load(tmp_path)
-    changed = json.loads((directory / hf.CONFIG).read_text()) | {"tie_word_embeddings": False}
-    (tmp_path / hf.CONFIG).write_text(json.dumps(changed))
+    changed = json.loads((directory / CONFIG).read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / CONFIG).write_text(json.dumps(changed))
     config, params = hf.load(tmp_path)
     assert not config.tied_head
     np.testing.assert_array_equal(params["head"][:99], bare["lm_head.weight"])
@@ -288,7 +289,7 @@ def test_published_experts_in_mxfp4_are_read_as_numbers(saved, transformers, run
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     _, directory = saved("gpt_oss")
-    tensors = safetensors.numpy.load_file(directory / hf.WEIGHTS)
+    tensors = safetensors.numpy.load_file(directory / WEIGHTS)
     rng, wanted = np.random.default_rng(0), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         *others, inward, outward = tensors.pop(name).shape
@@ -298,21 +299,21 @@ def test_published_experts_in_mxfp4_are_read_as_numbers(saved, transformers, run
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         parts = map(torch.from_numpy, (blocks, scales))
         wanted[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()
-    safetensors.numpy.save_file(tensors, tmp_path / hf.WEIGHTS)
-    written = json.loads((directory / hf.CONFIG).read_text())
+    safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
+    written = json.loads((directory / CONFIG).read_text())
     quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / hf.CONFIG).write_text(json.dumps(written | {"quantization_config": quantized}))
+    (tmp_path / CONFIG).write_text(json.dumps(written | {"quantization_config": quantized}))
     config, params = hf.load(tmp_path)
     hf.export(params, config, tmp_path / "whole")
-    found = safetensors.numpy.load_file(tmp_path / "whole" / hf.WEIGHTS)
+    found = safetensors.numpy.load_file(tmp_path / "whole" / WEIGHTS)
     for name, tensor in wanted.items():
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
     lost = dict(tensors)
     lost.pop(next(name for name in lost if name.endswith("down_proj_scales")))
-    safetensors.numpy.save_file(lost, tmp_path / hf.WEIGHTS)
+    safetensors.numpy.save_file(lost, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match=r"lacks .*down_proj_scales"):
         hf.load(tmp_path)
-    (tmp_path / hf.CONFIG).write_text(
+    (tmp_path / CONFIG).write_text(
         json.dumps(written | {"quantization_config": {"quant_method": "gptq"}})
     )
     with pytest.raises(ValueError, match=r"quantization_config.*gptq.*supports only None"):
@@ -360,7 +361,7 @@ def test_round_trip_through_files(family, shard_bytes, tmp_path):
     params = random_params(config)
     hf.export(params, config, tmp_path, shard_bytes=shard_bytes)
     sharded = shard_bytes < hf.SHARD_BYTES
-    assert (tmp_path / hf.INDEX).exists() == sharded
+    assert (tmp_path / INDEX).exists() == sharded
     assert (len(list(tmp_path.glob("*.safetensors"))) > 3) == sharded
     back, read = hf.load(tmp_path, config)
     assert back is config
@@ -395,11 +396,11 @@ def test_bfloat16_in_and_out(tmp_path):
     params = random_params(config)
     rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
     hf.export(params, config, tmp_path, dtype="bfloat16")
-    assert json.loads((tmp_path / hf.CONFIG).read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / CONFIG).read_text())["torch_dtype"] == "bfloat16"
     for dtype in ("bfloat16", "float32"):
         _, read = hf.load(tmp_path, dtype=dtype)
         kernel = read["blocks"]["mlp"]["up"]["kernel"]
-        assert kernel.dtype == hf.DTYPES[dtype]
+        assert kernel.dtype == DTYPES[dtype]
         expected = rounded["blocks"]["mlp"]["up"]["kernel"].astype(kernel.dtype)
         np.testing.assert_array_equal(kernel, expected)
 
@@ -419,7 +420,7 @@ def test_tokenizer_goes_along(transformers, tmp_path):
     text = "two one\nthree ünï"
     assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
     assert theirs.eos_token_id == tokenizer.end_of_document
-    assert json.loads((out / hf.CONFIG).read_text())["eos_token_id"] == tokenizer.end_of_document
+    assert json.loads((out / CONFIG).read_text())["eos_token_id"] == tokenizer.end_of_document
 
 
 # ----------------------------------------------------------------------------------- bad input
@@ -433,9 +434,9 @@ def written(tmp_path):
 
 
 def change_config(directory, **changes):
-    config = json.loads((directory / hf.CONFIG).read_text()) | changes
+    config = json.loads((directory / CONFIG).read_text()) | changes
     kept = {key: value for key, value in config.items() if value != "DELETE"}
-    (directory / hf.CONFIG).write_text(json.dumps(kept))
+    (directory / CONFIG).write_text(json.dumps(kept))
 
 
 @pytest.mark.parametrize(
@@ -469,17 +470,17 @@ def test_bad_configs_are_refused(changes, words, written):
 
 
 def test_bad_files_are_refused(written):
-    file = written / hf.WEIGHTS
+    file = written / WEIGHTS
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"model.safetensors is incomplete"):
         hf.load(written)
     file.unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
         hf.load(written)
-    (written / hf.INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    (written / INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
     with pytest.raises(ValueError, match=r"lacks b.safetensors: download"):
         hf.load(written)
-    (written / hf.CONFIG).unlink()
+    (written / CONFIG).unlink()
     with pytest.raises(ValueError, match=r"config.json does not exist"):
         hf.load(written)
 
@@ -539,7 +540,7 @@ def test_export_refuses(tmp_path):
         hf.export(params, config, tmp_path / "x", tokenizer_file=tmp_path / "bytes.json")
     with pytest.raises(ValueError, match="not empty: export into a new directory"):
         hf.export(params, config, tmp_path)
-    assert not (tmp_path / "x" / hf.CONFIG).exists()
+    assert not (tmp_path / "x" / CONFIG).exists()
 
 
 @pytest.mark.parametrize(
@@ -581,10 +582,10 @@ def test_absurd_values_are_refused_before_anything_is_allocated(changes, words, 
 
 @pytest.mark.parametrize("raw", ["[]", "{", '{"a": 1, "a": 2}', "[" * 100_000, "3", '"x"', "\0"])
 def test_malformed_json_names_its_file(raw, written):
-    (written / hf.WEIGHTS).rename(written / "a.safetensors")
-    config = (written / hf.CONFIG).read_text()
-    for name in (hf.CONFIG, hf.INDEX):
-        (written / hf.CONFIG).write_text(config)
+    (written / WEIGHTS).rename(written / "a.safetensors")
+    config = (written / CONFIG).read_text()
+    for name in (CONFIG, INDEX):
+        (written / CONFIG).write_text(config)
         (written / name).write_text(raw)
         with pytest.raises(ValueError, match=f"{written / name}: "):
             hf.load(written)
@@ -594,15 +595,15 @@ def test_malformed_json_names_its_file(raw, written):
     "place", ["../a.safetensors", "/etc/passwd", "x/../../a", "..", "", 3, None, ["a"], "a\0"]
 )
 def test_an_index_names_files_of_its_own_folder_only(place, written):
-    (written / hf.WEIGHTS).rename(written / "a.safetensors")
+    (written / WEIGHTS).rename(written / "a.safetensors")
     for content in ({"weight_map": {"a": place}}, {"weight_map": place}, {}):
-        (written / hf.INDEX).write_text(json.dumps(content))
+        (written / INDEX).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=r"index.json: weight_map must give each tensor"):
             hf.load(written)
 
 
 def test_headers_that_lie_are_refused(written):
-    file = written / hf.WEIGHTS
+    file = written / WEIGHTS
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, body = json.loads(raw[8 : 8 + length]), raw[8 + length :]

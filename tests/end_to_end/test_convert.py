@@ -9,7 +9,7 @@ import pytest
 import tokenizers as library
 
 from llmx import config, convert, generate
-from llmx.checkpoint import checkpointer, hf
+from llmx.checkpoint import checkpointer, hf, hf_reader
 from llmx.data import tokenizers
 from llmx.model import apply, families
 
@@ -58,7 +58,7 @@ def test_a_run_is_exported(tmp_path, capsys):
     old = ["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/old", "--step", "3"]
     assert convert.main([*old, "--dtype", "float32"]) == 0
     assert_exported(tmp_path / "old", states[3]["params"])
-    assert json.loads((tmp_path / "old" / hf.CONFIG).read_text())["eos_token_id"] == 256
+    assert json.loads((tmp_path / "old" / hf_reader.CONFIG).read_text())["eos_token_id"] == 256
     # A second time, or of a run without an average: an error, and nothing is changed.
     assert convert.main(old) == 2
     assert "not empty" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Hugging Face checkpoints read part by part: the numbers of the whole, on every mesh."""
+
+import json
+import types
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import runs
+from support.resumes import opened
+
+from llmx import config
+from llmx.checkpoint import hf, hf_reader, resume
+from llmx.config import checks
+from llmx.data import tokenizers
+from llmx.model import apply, families
+from llmx.sharding import trees
+
+DATA = types.SimpleNamespace(fingerprint="of the data")
+SMALL = dict(vocab_size=259, width=32, num_heads=4, num_layers=4, vocab_multiple=32)
+# Fused tensors, tied head; latent attention with first layers; experts in one tensor, biases.
+FAMILIES = {
+    "gpt2": dict(head_dim=8, mlp_dim=64, num_kv_heads=4, max_positions=32),
+    "llama3": dict(num_kv_heads=2, head_dim=8, mlp_dim=48),
+    "deepseek_v3": dict(num_kv_heads=4, head_dim=24, mlp_dim=48, expert_dim=16, shared_dim=16),
+    "gpt_oss": dict(num_kv_heads=2, head_dim=8, expert_dim=16),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint of each family, with random numbers in fp32."""
+    made = {}
+
+    def make(family: str, dtype: str = "float32"):
+        if (family, dtype) not in made:
+            model = families.preset(family, **SMALL | FAMILIES[family])
+            shapes, _ = apply.abstract_parameters(model)
+            noise = np.random.default_rng(0)
+
+            def draw(path, leaf):
+                unwritten = trees.path_name(path) == "blocks/mlp/bias" and family == "gpt_oss"
+                return noise.normal(size=leaf.shape).astype(np.float32) * (not unwritten)
+
+            params = jax.tree_util.tree_map_with_path(draw, shapes)
+            folder = tmp_path_factory.mktemp(family) / "hf"
+            made[family, dtype] = hf.export(params, model, folder, dtype=dtype, shard_bytes=30_000)
+        return made[family, dtype]
+
+    return make
+
+
+MESHES = {
+    "fsdp2_tensor2": dict(mesh=dict(fsdp=2, tensor=2), batch__accumulation=1),
+    "stage2_data2": dict(mesh=dict(stage=2, data=2), batch__accumulation=4),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_device_gets_its_part_of_the_whole(family, mesh, written, monkeypatch):
+    """And the host holds no more than that of one parameter at a time."""
+    directory = written(family)
+    model, whole = hf.load(directory)
+    run = runs.make_config(
+        model, model=None, batch__size=8, batch__sequence_length=16, **MESHES[mesh]
+    )
+    recipe = runs.make_recipe(run)
+    wanted = trees.named(recipe.loss.params)
+    largest = max(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in wanted.values())
+    held, part = [], hf_reader.Source.part
+
+    def counted(*args):
+        array = part(*args)
+        held.append(array.size)
+        return array
+
+    monkeypatch.setattr(hf_reader.Source, "part", counted)
+    source = hf_reader.open_checkpoint(directory, model)
+    got = hf_reader.to_shards(source, wanted, order=recipe.order)
+    assert max(held) <= largest
+    expected = trees.named(runs.in_stages(recipe, whole) if run.mesh.stage > 1 else whole)
+    assert got.keys() == expected.keys()
+    for name, array in got.items():
+        assert array.sharding == wanted[name].sharding
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_files_are_closed_again_and_again(written, monkeypatch):
+    """What is mapped of them stays in memory until then."""
+    directory = written("llama3")
+    _, whole = hf.load(directory)
+    openings, opened_file = [], hf_reader.opened
+    monkeypatch.setattr(
+        hf_reader, "opened", lambda path: (openings.append(path), opened_file(path))[1]
+    )
+    monkeypatch.setattr(hf_reader, "_MAPPED_BYTES", 1)
+    model, again = hf.load(directory)
+    assert len(openings) > len({*openings}) + model.num_layers
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+
+
+def run_from(directory, tmp_path, **values):
+    values = dict(mesh=dict(fsdp=2), batch__size=4, batch__sequence_length=16) | values
+    model = values.pop("model", families.ModelConfig())
+    run = runs.make_config(
+        model, workdir=str(tmp_path / "run"), start_from=str(directory), **values
+    )
+    return run, runs.make_recipe(run)
+
+
+def begun(directory, tmp_path, **values):
+    run, recipe = run_from(directory, tmp_path, **values)
+    said: list[str] = []
+    with opened(tmp_path / "run", said.append) as checkpoints:
+        found = resume.restore_or_init(run, recipe, checkpoints, DATA, said.append)
+    return run, recipe, found.state, "\n".join(said)
+
+
+def test_a_run_starts_from_a_directory_of_hugging_face(written, tmp_path):
+    """With the model from there, in the dtype of the run, the average too."""
+    directory = written("llama3", "bfloat16")
+    tokenizers.ByteTokenizer().save(directory / "tokenizer.json")
+    run, recipe, state, said = begun(directory, tmp_path, optimizer__ema_decay=0.9)
+    assert f"starting with the parameters of {directory}" in said
+    model, whole = hf.load(directory)
+    assert run.model == model and model.family == "llama3"
+    assert run.data.tokenizer == str(directory / "tokenizer.json")
+    for tree in (state.params, state.ema):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), whole)
+    assert (
+        jax.tree.leaves(state.params)[0].sharding == jax.tree.leaves(recipe.loss.params)[0].sharding
+    )
+    # The padding of the vocabulary may be another.
+    other = families.preset("llama3", **SMALL | FAMILIES["llama3"] | dict(vocab_multiple=8))
+    (tmp_path / "b").mkdir()
+    _, _, padded, _ = begun(directory, tmp_path / "b", model=other)
+    assert padded.params["embedding"].shape == (264, 32)
+    np.testing.assert_array_equal(padded.params["embedding"][:259], whole["embedding"][:259])
+
+
+def test_what_cannot_be_started_from_is_said(written, tmp_path):
+    directory = written("gpt2")
+    (directory / "tokenizer.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json.*set data\.tokenizer"):
+        run_from(directory, tmp_path)
+    with pytest.raises(ValueError, match="holds no checkpoints"):
+        run_from(tmp_path, tmp_path)
+    other = families.preset("llama3", **SMALL | FAMILIES["llama3"])
+    bytes_ = dict(data__tokenizer="bytes")
+    with pytest.raises(
+        ValueError, match=r"(?s)another function .*norm: saved 'layer', given 'rms'"
+    ):
+        begun(directory, tmp_path, model=other, **bytes_)
+    # A change that is named, and does not fit the tensors.
+    wider = families.preset("gpt2", **SMALL | FAMILIES["gpt2"] | dict(mlp_dim=128))
+    with pytest.raises(
+        ValueError, match=r"holds other parameters .*\(4, 32, 64\), wanted \(4, 32, 128\)"
+    ):
+        begun(directory, tmp_path, model=wider, start_changes=("mlp_dim",), **bytes_)
+    # A change that fits them.
+    eps = families.preset("gpt2", **SMALL | FAMILIES["gpt2"] | dict(norm_eps=0.1))
+    _, _, state, _ = begun(directory, tmp_path, model=eps, start_changes=("norm_eps",), **bytes_)
+    whole = hf.load(directory)[1]["embedding"]
+    np.testing.assert_array_equal(state.params["embedding"][:259], whole[:259])
+
+
+def test_a_run_gives_its_model_and_tokenizer_to_the_next(written, tmp_path):
+    """`start_from` a work directory, where the config names no model."""
+    model = families.preset("llama3", **SMALL | FAMILIES["llama3"])
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    tokenizers.ByteTokenizer().save(tmp_path / "old" / "tokenizer.json")
+    saved = runs.make_config(model, workdir=str(tmp_path / "old"))
+    config.save_run(saved)
+    run, _ = run_from(tmp_path / "old", tmp_path)
+    assert run.model == model and run.data.tokenizer.endswith("old/tokenizer.json")
+    (tmp_path / "old" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        run_from(tmp_path / "old", tmp_path)
+    config.save_run(saved)
+    given = families.preset("llama3", **SMALL | FAMILIES["llama3"] | dict(norm_eps=0.5))
+    run, _ = run_from(tmp_path / "old", tmp_path, model=given)
+    assert run.model.norm_eps == 0.5  # it is compared when the parameters are read
+    assert checks.resolve(run, 2).model == run.model
+
+
+def test_half_precision_is_read_exactly(written):
+    """And no wider than it is asked for."""
+    directory = written("llama3", "bfloat16")
+    source = hf_reader.open_checkpoint(directory)
+    assert source.dtype == ml_dtypes.bfloat16
+    index = (slice(3, 5), slice(0, 32))
+    got = source.part("embedding", index, source.dtype)
+    names = json.loads((directory / hf_reader.INDEX).read_text())["weight_map"]
+    file = safetensors.numpy.load_file(directory / names["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(got, file["model.embed_tokens.weight"][3:5])
