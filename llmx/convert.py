@@ -9,6 +9,7 @@ parameters, which `llmx.generate` and `llmx.evaluate` accept as any other. No ac
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import shutil
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer, hf, hf_formats, hf_reader
+from llmx.checkpoint import checkpointer, hf, hf_formats, hf_reader, streamed
 from llmx.config import recipe
 from llmx.data import tokenizers
 from llmx.runtime import exits, launch, ownership
@@ -59,7 +60,9 @@ def to_hf(
 
 
 def from_hf(directory: str, workdir: str):
-    """Creates the work directory of a run at step 0 from a Hugging Face checkpoint.
+    """Creates the work directory of a run at step 0 from a Hugging Face checkpoint, in its dtype.
+
+    Tensors are read and written in pieces: the model need not fit into memory.
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
@@ -67,21 +70,27 @@ def from_hf(directory: str, workdir: str):
     _require_empty(root)
     run = config.default()
     run.workdir = workdir
-    run.model, params = hf.load(directory)
+    source = hf_reader.open_checkpoint(directory)
+    run.model = source.model
     run.batch.sequence_length = min(run.batch.sequence_length, run.model.max_positions)
     run.optimizer.ema_decay = 0.0
     file = pathlib.Path(directory, tokenizers.FILE_NAME)
     if file.is_file():
         tokenizers.load(file)
         run.data.tokenizer = str(root / tokenizers.FILE_NAME)
-    to = jax.tree.map(lambda leaf: leaf.sharding, _abstract_params(run))
-    state = {"params": jax.device_put(params, to)}
-    folder = f"{workdir}/checkpoints"
+    arrays = {
+        f"params/{path}": streamed.Streamed(
+            shape,
+            source.dtype(path),
+            path.startswith(("blocks/", "first/")),
+            functools.partial(source.part, path, dtype=source.dtype(path)),
+        )
+        for path, shape in source.shapes.items()
+    }
     with ownership.take(workdir, log=launch.log):
         _require_empty(root)
-        with checkpointer.Checkpointer(folder, run.checkpoint, log=launch.log) as checkpoints:
-            meta = {"imported_from": str(directory), "config": config.to_json(run)}
-            checkpoints.save(0, state, meta=meta, wait=True)
+        meta = {"imported_from": str(directory), "config": config.to_json(run)}
+        streamed.save(f"{workdir}/checkpoints", 0, arrays, meta)
         if file.is_file():
             shutil.copyfile(file, root / tokenizers.FILE_NAME)
         config.save_run(run)

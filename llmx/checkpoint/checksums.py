@@ -60,6 +60,12 @@ def fetch(started: Mapping[str, Sequence[jax.Shard]]) -> DeviceSums:
     }
 
 
+def of_part(part: Any, starts: Sequence[int]) -> int:
+    """The sum over a part of an array, whose first element is at `starts`; those of all parts add
+    up to the fingerprint, modulo 2^32."""
+    return int(_sum_at(jnp.asarray(part), jnp.asarray(starts, jnp.uint32)))
+
+
 def combine(sums: DeviceSums, arrays: Mapping[str, Any]) -> tuple[dict[str, int], str]:
     """The fingerprint of each array from the sums of all devices, and where replicas differ.
 
@@ -186,6 +192,7 @@ def _sum(x: jax.Array, starts: Sequence[Any]) -> jax.Array:
 
 
 _sum_from = jax.jit(_sum, static_argnums=1)
+_sum_at = jax.jit(_sum)
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -54,11 +54,13 @@ class Source:
         }  # fmt: skip
         return found | hf_formats.unwritten(self.model)
 
-    @functools.cached_property
-    def dtype(self) -> np.dtype:
-        """In which the embedding is stored."""
-        row, _ = self._tensors["embedding"][()]
-        return np.dtype(_STORED_DTYPES[self._open.dtype(self.files[row], row)])
+    def dtype(self, path: str) -> np.dtype:
+        """The smallest in which all numbers of a parameter are as they are stored; of what is
+        packed bf16, and of fp64 fp32."""
+        stored = {self._stored_dtype(name) for name, _ in self._tensors.get(path, {}).values()}
+        if len(stored) == 1 and stored <= {np.dtype(each) for each in DTYPES.values()}:
+            return stored.pop()
+        return np.dtype(np.float32)
 
     @functools.cached_property
     def _tensors(self) -> dict[str, dict[tuple[int, ...], tuple[str, Tensor]]]:
@@ -85,6 +87,8 @@ class Source:
             if row.dims[0] == "V":
                 start, stop = within["V"]
                 within["V"] = min(start, self.model.vocab_size), min(stop, self.model.vocab_size)
+                if start >= within["V"][1]:  # padding alone
+                    continue
                 place = (slice(0, within["V"][1] - within["V"][0]),)
             out[place] = self._cut(name, row, path, within)
         return out
@@ -112,14 +116,20 @@ class Source:
         array = array.transpose([order.index(x) for x in ours])
         return array[0] if row.parts else array
 
+    def _stored_dtype(self, name: str) -> np.dtype:
+        if name not in self.files:
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(_STORED_DTYPES[self._open.dtype(self.files[name], name)])
+
     def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         if name in self.files:
             return self._open.read(self.files[name], name, index)
-        blocks, scales = name + mxfp4.BLOCKS, name + mxfp4.SCALES
-        whole = self._open.whole  # packed along a dimension that is cut
-        return mxfp4.dequantized(
-            whole(self.files[blocks], blocks), whole(self.files[scales], scales)
-        )[index]
+        first, packed, last = index  # files have the packed dimension at the end
+        blocks, scales = (
+            self._open.read(self.files[one], one, (first, last))
+            for one in (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
+        )
+        return mxfp4.dequantized(blocks, scales)[:, packed]
 
 
 class _Files:
@@ -129,13 +139,14 @@ class _Files:
         self._directory, self._handles, self._num_bytes = directory, {}, 0
 
     def read(self, file: str, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        array = self._handle(file).get_slice(name)[index]
-        self._count(array)
-        return array
-
-    def whole(self, file: str, name: str) -> np.ndarray:
-        array = self._handle(file).get_tensor(name)
-        self._count(array)
+        try:
+            array = self._handle(file).get_slice(name)[index]
+        except safetensors.SafetensorError as error:
+            text = f"{name} in {self._directory / file} cannot be read: {error}; download it again"
+            raise ValueError(text) from error
+        self._num_bytes += array.nbytes
+        if self._num_bytes > _MAPPED_BYTES:
+            self._handles, self._num_bytes = {}, 0
         return array
 
     def dtype(self, file: str, name: str) -> str:
@@ -145,11 +156,6 @@ class _Files:
         if file not in self._handles:
             self._handles[file] = opened(self._directory / file)
         return self._handles[file]
-
-    def _count(self, array: np.ndarray) -> None:
-        self._num_bytes += array.nbytes
-        if self._num_bytes > _MAPPED_BYTES:
-            self._handles, self._num_bytes = {}, 0
 
 
 def to_shards(

@@ -264,16 +264,7 @@ class Save:
         totals, differences = checksums.combine(sums, self._abstract)
         if differences:
             raise _Differs(differences)
-        self._handler.finalize(self._path / directory.STATE)
-        meta = self._path / directory.META
-        meta.mkdir(exist_ok=True)
-        (meta / "metadata").write_text(json.dumps(self._document.sealed(totals)))
-        items = {directory.STATE: "pytree", directory.META: "json"}
-        names = {"pytree": "PyTreeCheckpointHandler", "json": "JsonCheckpointHandler"}
-        place = "orbax.checkpoint._src.handlers"
-        handlers = {k: f"{place}.{v}_checkpoint_handler.{names[v]}" for k, v in items.items()}
-        described = {"item_handlers": handlers, "commit_timestamp_nsecs": time.time_ns()}
-        (self._path / "_CHECKPOINT_METADATA").write_text(json.dumps(described))
+        complete(self._path, self._handler, self._document.sealed(totals))
         self._may_commit()
         directory.commit(self._root, self.step)
 
@@ -289,6 +280,20 @@ class Save:
         ):
             return
         directory.remove(self._path)
+
+
+def complete(path: Any, handler: Any, sealed: dict) -> None:
+    """Ends the writing of arrays by an Orbax handler, and writes what else a checkpoint has."""
+    handler.finalize(path / directory.STATE)
+    meta = path / directory.META
+    meta.mkdir(exist_ok=True)
+    (meta / "metadata").write_text(json.dumps(sealed))
+    items = {directory.STATE: "pytree", directory.META: "json"}
+    names = {"pytree": "PyTreeCheckpointHandler", "json": "JsonCheckpointHandler"}
+    place = "orbax.checkpoint._src.handlers"
+    handlers = {k: f"{place}.{v}_checkpoint_handler.{names[v]}" for k, v in items.items()}
+    described = {"item_handlers": handlers, "commit_timestamp_nsecs": time.time_ns()}
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(described))
 
 
 class _Differs(Exception):

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints read part by part: the numbers of the whole, on every mesh."""
 
 import json
+import shutil
 import types
 
 import jax
@@ -11,8 +12,8 @@ import safetensors.numpy
 from support import runs
 from support.resumes import opened
 
-from llmx import config
-from llmx.checkpoint import hf, hf_reader, resume
+from llmx import config, convert
+from llmx.checkpoint import checkpointer, hf, hf_reader, resume, streamed
 from llmx.config import checks
 from llmx.data import tokenizers
 from llmx.model import apply, families
@@ -190,9 +191,57 @@ def test_half_precision_is_read_exactly(written):
     """And no wider than it is asked for."""
     directory = written("llama3", "bfloat16")
     source = hf_reader.open_checkpoint(directory)
-    assert source.dtype == ml_dtypes.bfloat16
+    assert source.dtype("embedding") == source.dtype("norm/scale") == ml_dtypes.bfloat16
     index = (slice(3, 5), slice(0, 32))
-    got = source.part("embedding", index, source.dtype)
+    got = source.part("embedding", index, source.dtype("embedding"))
     names = json.loads((directory / hf_reader.INDEX).read_text())["weight_map"]
     file = safetensors.numpy.load_file(directory / names["model.embed_tokens.weight"])
     np.testing.assert_array_equal(got, file["model.embed_tokens.weight"][3:5])
+
+
+def test_an_import_keeps_every_dtype_and_bit(written, tmp_path, monkeypatch):
+    """Of a checkpoint in which tensors differ: the run's checkpoint has each as it was, in chunks
+    that need not be layers."""
+    directory = tmp_path / "mixed"
+    shutil.copytree(written("deepseek_v3", "bfloat16"), directory)
+    names = json.loads((directory / hf_reader.INDEX).read_text())["weight_map"]
+    biases = [name for name in names if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:  # as published: fp32, among bf16
+        file = directory / names[name]
+        tensors = safetensors.numpy.load_file(file)
+        tensors[name] = tensors[name].astype(np.float32) * np.float32(1.2345678)
+        safetensors.numpy.save_file(tensors, file)
+    monkeypatch.setattr(streamed, "CHUNK_BYTES", 4000)
+    convert.from_hf(str(directory), str(tmp_path / "run"))
+    run = config.load_run(str(tmp_path / "run"))
+    recipe = runs.make_recipe(
+        runs.make_config(run.model, mesh=dict(fsdp=2), batch__size=2, batch__sequence_length=16)
+    )
+    restored = checkpointer.restore_params(str(tmp_path / "run"), recipe.loss.params, log=print)
+    got = trees.named(restored.state)
+    _, whole = hf.load(directory)
+    assert got["blocks/mlp/bias"].dtype == np.float32
+    assert got["blocks/mlp/gate"].dtype == ml_dtypes.bfloat16
+    for name, array in trees.named(whole).items():
+        np.testing.assert_array_equal(np.asarray(got[name], np.float32), array, err_msg=name)
+
+
+def test_an_import_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(streamed, "_chunks", full)
+    with pytest.raises(OSError, match=r"the disk is full .*: free space on it"):
+        convert.from_hf(str(written("llama3")), str(tmp_path / "run"))
+    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
+
+
+def test_a_file_that_cannot_be_read_is_no_full_disk(written, tmp_path, monkeypatch):
+    def unread(*args, dtype):
+        raise ValueError("model.safetensors cannot be read: download it again")
+
+    monkeypatch.setattr(hf_reader.Source, "part", unread)
+    with pytest.raises(ValueError, match="cannot be read: download it again"):
+        convert.from_hf(str(written("llama3")), str(tmp_path / "run"))
+    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]

@@ -1,0 +1,124 @@
+"""Checkpoints of arrays that never are in memory as a whole: written chunk by chunk.
+
+What is written is read back as any other checkpoint. One process writes alone.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from llmx.checkpoint import checksums, directory, quiet, writer
+from llmx.checkpoint.manifest import Document
+from llmx.sharding import trees
+
+CHUNK_BYTES = 64 << 20  # of an array, in memory at a time
+
+
+@dataclasses.dataclass(eq=False)
+class Streamed:
+    """An array that is made part by part."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    by_rows: bool  # whether a chunk has one row of the first dimension
+    part: Callable[[tuple[slice, ...]], np.ndarray]
+    checksum: int = 0  # of what was written so far
+    error: Exception | None = None  # that `part` has raised
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def save(folder: str, step: int, arrays: Mapping[str, Streamed], meta: Mapping[str, Any]) -> None:
+    """Writes the checkpoint `step` into a directory that has none of that step.
+
+    Raises OSError, in words, where it cannot be written, and what `part` raises; then nothing is
+    left.
+    """
+    import orbax.checkpoint as ocp
+
+    quiet.silence_orbax()
+    root = directory.root_of(folder)
+    path = directory.unfinished_path(root, step)
+    directory.remove(path)
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_registry())
+    tree = trees.nest(arrays)
+    in_chunks = {
+        name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) * array.by_rows)
+        for name, array in arrays.items()
+    }
+    try:
+        handler.save(
+            path / directory.STATE, args=ocp.args.PyTreeSave(tree, save_args=trees.nest(in_chunks))
+        )
+        leaves = {
+            name: {"type": "array", "shape": list(array.shape), "dtype": str(array.dtype)}
+            for name, array in arrays.items()
+        }
+        sums = {name: array.checksum for name, array in arrays.items()}
+        writer.complete(path, handler, Document(step, leaves, dict(meta)).sealed(sums))
+        directory.commit(root, step)
+    except BaseException as error:
+        directory.remove(path)
+        for array in arrays.values():
+            if array.error is not None:
+                raise array.error from None
+        if not isinstance(error, Exception):
+            raise
+        cause, remedy = writer.reason(error)
+        raise OSError(f"{path} cannot be written: {cause}: {remedy}") from error
+    finally:
+        handler.close()
+
+
+def _registry() -> Any:
+    """Orbax's way from types of leaves to what writes them, with `Streamed`."""
+    from orbax.checkpoint import type_handlers
+
+    class Handler(type_handlers.NumpyHandler):
+        """Writes one array after another, and of each one chunk after another."""
+
+        def __init__(self):
+            super().__init__(deepcopy_host_arrays=False)
+
+        async def _background_serialize(self, values, infos, args=None):
+            for one in zip(values, infos, args, strict=True):
+                await super()._background_serialize(*([each] for each in one))
+
+        async def _open_and_write(self, value, tspec, ts_context):
+            import tensorstore
+
+            spec = tensorstore.Spec(tspec)
+            store = await tensorstore.open(spec, create=True, open=True, context=ts_context)
+            for index in _chunks(value.shape, store.chunk_layout.write_chunk.shape):
+                try:
+                    part = value.part(index)
+                except Exception as error:
+                    value.error = error
+                    raise
+                starts = [each.start for each in index]
+                value.checksum = (value.checksum + checksums.of_part(part, starts)) % 2**32
+                await store[index].write(part, can_reference_source_data_indefinitely=True)
+
+    return type_handlers.create_type_handler_registry(
+        (Streamed, Handler()), (jax.Array, type_handlers.ArrayHandler())
+    )
+
+
+def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...]):
+    """The slices of an array by a grid of chunks."""
+    starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
+    for first in itertools.product(*starts):
+        yield tuple(
+            slice(start, min(start + step, size))
+            for start, step, size in zip(first, chunk, shape, strict=True)
+        )
