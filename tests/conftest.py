@@ -28,7 +28,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="also run cases that are left out, as others cover them: parity of every mesh x "
         "layout x family x schedule, instead of a cover of all pairs; other tests with every "
-        "strategy, format and machine",
+        "strategy, format and machine, and those of tests/slow_cases.txt",
     )
     parser.addoption("--measure", metavar="FILE", help="append the CPU seconds of each test")
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
     whole = config.args == config.getini("testpaths") and not config.getoption("--full-grid")
-    tiers.mark_slow(items, all_are_here=whole)
+    tiers.mark_listed(items, all_are_here=whole)
     if config.getoption("--full-grid"):
         return
     left = [item for item in items if item.get_closest_marker("full_grid")]

@@ -3,20 +3,24 @@
 from support import tiers
 
 
-def test_slow_cases():
-    """Above the limit, but not the shortest case of a function that takes no more than LONGEST."""
+def test_what_takes_long_is_left_out():
+    """The shortest case of a function is in the default tier, or slow; the others above the limit
+    stay out of both."""
     low, high = tiers.LIMIT, tiers.LONGEST
     seconds = {
         "a.py::f[1]": low + 2, "a.py::f[2]": low + 1, "a.py::f[3]": low + 3,  # the second stays
         "a.py::g[1]": low / 2, "a.py::g[2]": low + 1,
-        "a.py::h": high + 1, "a.py::i": high, "b.py::f[1]": low + 9,
+        "a.py::h": high + 1, "a.py::i": high, "b.py::f[1]": high + 2, "b.py::f[2]": high + 1,
         "tests/parity/test_parity.py::test_parity[x]": high + 50,
     }  # fmt: skip
-    assert tiers.slow_cases(seconds) == [
-        "a.py::f[1]", "a.py::f[3]", "a.py::g[2]", "a.py::h", "b.py::f[1]"
-    ]  # fmt: skip
+    assert tiers.left_out(seconds) == {
+        "a.py::f[1]": "full_grid", "a.py::f[3]": "full_grid", "a.py::g[2]": "full_grid",
+        "a.py::h": "slow", "b.py::f[1]": "full_grid", "b.py::f[2]": "slow",
+    }  # fmt: skip
 
 
-def test_the_list_is_in_order_and_each_test_is_there_once():
-    listed = tiers.LISTED.read_text().splitlines()
-    assert listed == sorted(set(listed))
+def test_the_list_is_in_order_and_each_function_runs_in_one_tier_at_least():
+    names = [line.split("\t")[1] for line in tiers.LISTED.read_text().splitlines()]
+    assert names == sorted(set(names))
+    slow = [name.partition("[")[0] for name, tier in tiers.read_list().items() if tier == "slow"]
+    assert len(slow) == len(set(slow))

@@ -353,7 +353,8 @@ def test_too_large_is_a_result(topology, tmp_path, capsys):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("topology", ["v5e:2x2", tiers.full_grid("a100_40gb:2")])
+@pytest.mark.full_grid  # compiles several large programs
+@pytest.mark.parametrize("topology", ["v5e:2x2", "a100_40gb:2"])
 def test_suggestions_fit(topology, monkeypatch):
     monkeypatch.setattr(suggest, "ENOUGH", 1)
     run = tiny(batch_size=65536, remat="none")
@@ -434,7 +435,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 @pytest.mark.aot
-@pytest.mark.slow
+@pytest.mark.full_grid  # compiles for minutes
 def test_405b_on_512_chips_allocates_nothing():
     done = subprocess.run(
         [sys.executable, "-c", LARGE], capture_output=True, text=True, cwd=ROOT, check=True

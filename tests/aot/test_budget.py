@@ -266,6 +266,7 @@ def test_processes_take_the_least_memory_of_all(monkeypatch):
 
 
 @pytest.mark.aot
+@pytest.mark.full_grid  # compiles several large programs
 def test_a_program_for_an_absent_machine_within_a_budget():
     topology = "h100:4"
     run = config.default()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support import tiers
 
 from llmx.aot import topologies
 from llmx.config import checks
@@ -28,7 +29,7 @@ def test_the_docstring_names_a_machine_that_the_config_fills(path):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", tiers.by_tier(SMALL, slow=(), full=set(SMALL) - {"scaling"}))
 def test_it_compiles_and_fits(name):
     done = subprocess.run(
         [sys.executable, "scripts/compile_configs.py", name],

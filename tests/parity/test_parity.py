@@ -65,9 +65,16 @@ def pytest_generate_tests(metafunc):
         quick, rows = [], parity_grid.full_grid()
 
     def marks(row):
-        return pytest.mark.full_grid if row in left else () if row in quick else pytest.mark.slow
+        if row in left:
+            return (pytest.mark.full_grid,)
+        return () if row in quick else (pytest.mark.slow,)
 
-    cases = [pytest.param(row, id=parity_grid.name(row), marks=marks(row)) for row in rows]
+    def group(row):  # one worker has the rows that are compared with one reference
+        return pytest.mark.xdist_group(f"parity {row['family']} {parity_grid.num_layers(row)}")
+
+    cases = [
+        pytest.param(row, id=parity_grid.name(row), marks=(group(row), *marks(row))) for row in rows
+    ]
     metafunc.parametrize("row", cases)
 
 

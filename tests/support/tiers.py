@@ -2,25 +2,31 @@
 
 Three things decide. A test is marked `slow` for what it does: it starts processes, kills them, or
 trains for minutes. A case is marked `full_grid` where another takes the same way through the code.
-And a test is slow because it takes long: `tests/slow_cases.txt` has those, measured.
+And a test is left out because it takes long: `tests/slow_cases.txt` has those, measured.
 
-    pytest -m "" --measure times.tsv         CPU seconds of each test, as they end
-    python tests/support/tiers.py times.tsv  writes tests/slow_cases.txt
+    pytest -m "" --full-grid --measure times.tsv   CPU seconds of each test, as they end
+    python tests/support/tiers.py times.tsv        writes tests/slow_cases.txt
 
-The list has all tests above LIMIT. Of the cases of one function the shortest stays in the default
-tier, unless it takes more than LONGEST: so `pytest` alone goes through nearly all functions.
+The list has all tests above LIMIT. Of the cases of one function (and compiler, of TPUs or of GPUs)
+the shortest stays in the default tier, or is slow where it takes more than LONGEST; the others run
+with `--full-grid` only. So `pytest` alone goes through nearly all functions, and with the slow tier
+through all.
 """
 
 import collections
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
 LIMIT, LONGEST = 1.5, 4.0  # CPU seconds
+SLOW, FULL_GRID = "slow", "full_grid"
 LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
+_GPU = re.compile(r"\[.*(gpu|[hab][12]00)")
+_GROUP = re.compile(r"@[^\]]*$")  # of pytest-xdist, behind a name
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
     # These need packages that not every environment has, and so may not exist.
@@ -44,16 +50,18 @@ def by_tier(cases: Iterable[str], *, slow: Collection[str], full: Collection[str
     return [one(case) for case in cases]
 
 
-def mark_slow(items: Iterable[pytest.Item], *, all_are_here: bool) -> None:
+def mark_listed(items: Iterable[pytest.Item], *, all_are_here: bool) -> None:
     """Marks the tests of `LISTED`. `all_are_here`: whether each of them must be among `items`.
 
     Raises UsageError for names of the list that no test has.
     """
-    listed = set(LISTED.read_text().splitlines())
+    listed = read_list()
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
-    missing = listed - {item.nodeid for item in items}
+        if listed.get(item.nodeid) == FULL_GRID:
+            item.add_marker(pytest.mark.full_grid)
+    missing = listed.keys() - {item.nodeid for item in items}
     if all_are_here and missing:
         raise pytest.UsageError(
             f"{LISTED.name} names tests that do not exist: {', '.join(sorted(missing)[:5])}: take "
@@ -61,29 +69,41 @@ def mark_slow(items: Iterable[pytest.Item], *, all_are_here: bool) -> None:
         )
 
 
+def read_list() -> dict[str, str]:
+    """The tests of `LISTED`, each with its tier."""
+    lines = [line.split("\t") for line in LISTED.read_text().splitlines()]
+    return {name: tier for tier, name in lines}
+
+
 def cpu_seconds() -> float:
     """Of this process and of those that it has waited for."""
     return sum(os.times()[:4])
 
 
-def slow_cases(seconds: Mapping[str, float]) -> list[str]:
-    """The tests that are slow because they take long, by their CPU seconds."""
+def left_out(seconds: Mapping[str, float]) -> dict[str, str]:
+    """The tests that `pytest` alone leaves out because of their CPU seconds, each with its tier."""
     functions = collections.defaultdict(list)
     for name in seconds:
-        functions[name.partition("[")[0]].append(name)
-    kept = {min(cases, key=lambda name: seconds[name]) for cases in functions.values()}
-    kept = {name for name in kept if seconds[name] <= LONGEST}
-    found = (name for name, of in seconds.items() if of > LIMIT and name not in kept)
-    return sorted(name for name in found if not name.startswith(_LEFT_ALONE))
+        functions[name.partition("[")[0], bool(_GPU.search(name))].append(name)
+    shortest = {min(cases, key=lambda name: seconds[name]) for cases in functions.values()}
+    found = {}
+    for name in sorted(seconds):
+        if seconds[name] <= LIMIT or name.startswith(_LEFT_ALONE):
+            continue
+        if name not in shortest:
+            found[name] = FULL_GRID
+        elif seconds[name] > LONGEST:
+            found[name] = SLOW
+    return found
 
 
 def main(path: str) -> None:
     lines = [line.split("\t") for line in pathlib.Path(path).read_text().splitlines()]
-    seconds = {name: float(of) for of, name in lines}
-    found = slow_cases(seconds)
-    LISTED.write_text("".join(f"{name}\n" for name in found))
+    seconds = {_GROUP.sub("", name): float(of) for of, name in lines}
+    found = left_out(seconds)
+    LISTED.write_text("".join(f"{tier}\t{name}\n" for name, tier in found.items()))
     left = sum(seconds.values()) - sum(seconds[name] for name in found)
-    print(f"{len(found)} of {len(seconds)} tests are slow; the others take {left:.0f} CPU seconds")
+    print(f"{len(found)} of {len(seconds)} tests are left out; the others take {left:.0f} seconds")
 
 
 if __name__ == "__main__":
