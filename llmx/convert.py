@@ -47,7 +47,12 @@ def to_hf(
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     ema = averaged and ema is not False
     restored = checkpointer.restore_params(
-        workdir, _abstract_params(run), ema=ema, step=at_step, log=launch.log
+        workdir,
+        _abstract_params(run),
+        ema=ema,
+        step=at_step,
+        log=launch.log,
+        reader=streamed.FROM_FILES,
     )
     with tempfile.TemporaryDirectory() as scratch:
         file = pathlib.Path(scratch, tokenizers.FILE_NAME)

@@ -429,21 +429,23 @@ def is_import(directory: str, step: int | None) -> bool:
 
 def restore_part(
     directory: str, abstract: Any, *, prefix: str, order: LayerPermutation = IDENTITY,
-    step: int | None = None, log: Callable[[str], None],
+    step: int | None = None, log: Callable[[str], None], reader: restore.Reader | None = None,
 ) -> Restored | None:  # fmt: skip
     """Restores only the subtree under `prefix` ("params", "opt/0/mu"), and changes no file.
 
     As `Checkpointer.restore`, but corrupt checkpoints are not renamed.
     """
-    result = restore.newest(directories.root_of(directory), abstract, prefix, order, step, log=log)
+    root = directories.root_of(directory)
+    result = restore.newest(root, abstract, prefix, order, step, log=log, reader=reader)
     return None if result is None else result[0]
 
 
 def restore_params(
     workdir: str, abstract: Any, *, ema: bool = False, order: LayerPermutation = IDENTITY,
-    step: int | None = None, log: Callable[[str], None],
+    step: int | None = None, log: Callable[[str], None], reader: restore.Reader | None = None,
 ) -> Restored:  # fmt: skip
-    """A run's parameters, or with `ema` their average, in the dtypes that they were saved in.
+    """A run's parameters, or with `ema` their average, in the dtypes that they were saved in; with
+    `streamed.FROM_FILES` not in memory, but to be read part by part.
 
     ValueError if it has no checkpoint yet.
     """
@@ -453,7 +455,9 @@ def restore_params(
         like = abstract(document) if callable(abstract) else abstract
         return document.in_saved_dtypes(like, prefix=prefix)
 
-    restored = restore_part(directory, as_saved, prefix=prefix, order=order, step=step, log=log)
+    restored = restore_part(
+        directory, as_saved, prefix=prefix, order=order, step=step, log=log, reader=reader
+    )
     if restored is None:
         raise ValueError(f"{workdir} has no checkpoint yet: wait for its first one, or let it end")
     return restored

@@ -9,20 +9,20 @@ Letters: V vocabulary, Z the parts of a fused tensor.
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
-from llmx.checkpoint import hf_formats, hf_reader, writer
+from llmx.checkpoint import hf_formats, hf_reader, streamed, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
 
 SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
+ROWS = 4096  # of a table of the vocabulary, in memory at a time
+_NAMES = {np.dtype(kind): name for name, kind in hf_reader.STORED_DTYPES.items()}
 
 
 def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
@@ -30,12 +30,6 @@ def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int
     array = np.stack(parts) if row.parts else parts[0]
     array = array.transpose([ours.index(x) for x in theirs])
     return array.reshape(hf_formats.their_shape(row, sizes))
-
-
-def _view(array: np.ndarray, row: Tensor, index: tuple[int, ...], model: ModelConfig) -> np.ndarray:
-    """One layer of a parameter, or one expert of it, without the padding of the vocabulary."""
-    array = array[index]
-    return array[: model.vocab_size] if row.dims[0] == "V" else array
 
 
 class Unwritten(OSError):
@@ -74,7 +68,7 @@ def export(
             _write_tokenizer(directory, pathlib.Path(tokenizer_file), model, end_token)
         _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    except (OSError, safetensors.SafetensorError, KeyboardInterrupt) as error:
+    except (OSError, KeyboardInterrupt) as error:
         for path in directory.iterdir():  # it was empty
             path.unlink()
         if isinstance(error, KeyboardInterrupt):
@@ -103,13 +97,14 @@ def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, 
                 "the config of its run"
             )
     for path in unwritten:
-        if np.any(flat[path]):
+        if np.any(np.asarray(flat[path][...])):
             raise ValueError(
                 f"parameter {path} is not zero, and a {model.family} checkpoint has no bias by "
                 "which experts are chosen: train with experts.bias_rate=0, and balance_weight "
                 "in its place"
             )
-    return {path: np.asarray(leaf) for path, leaf in flat.items() if path not in unwritten}
+    host = lambda leaf: leaf if isinstance(leaf, streamed.Stored) else np.asarray(leaf)  # noqa: E731
+    return {path: host(leaf) for path, leaf in flat.items() if path not in unwritten}
 
 
 def _write_tensors(
@@ -129,16 +124,41 @@ def _write_tensors(
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {}
-        for name in shard:
-            row, index = names[name]
-            parts = [_view(arrays[path], row, index, model) for path in row.paths]
-            tensors[name] = np.ascontiguousarray(_to_theirs(row, parts, sizes), dtype)
-        safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
+        shapes = {name: hf_formats.their_shape(names[name][0], sizes) for name in shard}
+        with open(directory / file, "xb") as out:
+            out.write(_header(shapes, dtype))
+            for name in shard:
+                for part in _parts(*names[name], arrays, model):
+                    out.write(np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8))
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> bytes:
+    """The beginning of a file of safetensors with these tensors, one behind another."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parts(
+    row: Tensor, index: tuple[int, ...], arrays: Mapping[str, Any], model: ModelConfig
+) -> Iterator[np.ndarray]:
+    """A tensor in its file's order; tables of the vocabulary, which are in ours too, by rows."""
+    if row.dims[0] != "V":
+        sizes = hf_formats.dimension_sizes(model)
+        yield _to_theirs(row, [np.asarray(arrays[path][index]) for path in row.paths], sizes)
+        return
+    for start in range(0, model.vocab_size, ROWS):
+        yield arrays[row.ours][start : min(start + ROWS, model.vocab_size)]
 
 
 def _write_tokenizer(

@@ -28,7 +28,7 @@ from llmx.pipeline.permutation import EMPTY, IDENTITY, LAYERS, LayerPermutation
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_STORED_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16,
+STORED_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16,
                   "BF16": ml_dtypes.bfloat16}  # fmt: skip
 _MAX_HEADER_BYTES = 32 << 20  # 100,000 tensors take 15 MB
 # Files are mapped into memory, and what was read of them stays there until they are closed.
@@ -119,7 +119,7 @@ class Source:
     def _stored_dtype(self, name: str) -> np.dtype:
         if name not in self.files:
             return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(_STORED_DTYPES[self._open.dtype(self.files[name], name)])
+        return np.dtype(STORED_DTYPES[self._open.dtype(self.files[name], name)])
 
     def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         if name in self.files:
@@ -343,7 +343,7 @@ def _check_headers(
     directory: pathlib.Path,
     files: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Iterable[str] = _STORED_DTYPES,
+    dtypes: Iterable[str] = STORED_DTYPES,
 ) -> None:
     """Compares the shapes and types in the headers of the files with those of the model."""
     for path in sorted({files[name] for name in shapes}):

@@ -27,6 +27,14 @@ Verdict = type[Exception] | None
 VERDICTS = (None, Corrupt, Mismatch, OutOfMemory, Unreadable)
 
 
+class Reader(NamedTuple):
+    """What makes arrays of a checkpoint's files, compares them, and orders their layers."""
+
+    read: Callable[[Any, Mapping, Mapping], dict[str, Any]]
+    differences: Callable[[Mapping, Mapping[str, int]], str]
+    move: Callable[..., None]
+
+
 def read_document(root: Any, step: int) -> Document:
     return manifest.read(root / str(step) / directory.META / "metadata")
 
@@ -38,9 +46,10 @@ def require(root: Any, step: int) -> None:
 
 def newest(
     root: Any, abstract: Any, prefix: str, order: LayerPermutation, step: int | None, *,
-    log: Callable[[str], None], ignored: tuple[str, ...] = (),
+    log: Callable[[str], None], ignored: tuple[str, ...] = (), reader: Reader | None = None,
 ) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
     """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
+    reader = reader or ONTO_DEVICES
     steps: list[int] = []
     if jax.process_index() == 0:  # the others take its word
         steps = directory.steps(root)
@@ -55,7 +64,7 @@ def newest(
             like = abstract(document) if callable(abstract) else abstract
             wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
             stored = reshard.stored(wanted, order=order, saved=document.order)
-            tree = read_arrays(
+            tree = reader.read(
                 root / str(candidate) / directory.STATE, stored, document.saved_names
             )
         except VERDICTS[1:] as error:
@@ -63,9 +72,9 @@ def newest(
         verdict, reason = _agree_on_verdict(verdict, reason)
         if verdict is None:
             saved = {name: document.leaves[name]["checksum"] for name in tree}
-            if not (reason := checksums.differences(tree, saved)):
+            if not (reason := reader.differences(tree, saved)):
                 with jax.transfer_guard("allow"):
-                    reshard.move(tree, wanted, order=order, saved=document.order)
+                    reader.move(tree, wanted, order=order, saved=document.order)
                 state = document.assemble(like, tree, prefix=prefix)
                 return Restored(state, document.meta, document.step), bad
         if verdict is Mismatch:
@@ -122,6 +131,9 @@ def read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, j
         ):
             raise Corrupt(f"its arrays cannot be read (leaf {name} is not on disk as it was saved)")
     return arrays
+
+
+ONTO_DEVICES = Reader(read_arrays, checksums.differences, reshard.move)
 
 
 def agree_on_steps(steps: list[int]) -> list[int]:

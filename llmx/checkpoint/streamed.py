@@ -1,6 +1,7 @@
-"""Checkpoints of arrays that never are in memory as a whole: written chunk by chunk.
+"""Checkpoints of arrays that never are in memory as a whole: written and read chunk by chunk.
 
-What is written is read back as any other checkpoint. One process writes alone.
+What `save` writes is restored as any other checkpoint; `FROM_FILES` reads any. One process works
+alone.
 """
 
 import dataclasses
@@ -11,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checksums, directory, quiet, writer
-from llmx.checkpoint.manifest import Document
+from llmx.checkpoint import checksums, directory, quiet, restore, writer
+from llmx.checkpoint.manifest import Corrupt, Document
+from llmx.pipeline.permutation import LayerPermutation
 from llmx.sharding import trees
 
 CHUNK_BYTES = 64 << 20  # of an array, in memory at a time
@@ -122,3 +124,69 @@ def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...]):
             slice(start, min(start + step, size))
             for start, step, size in zip(first, chunk, shape, strict=True)
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """An array in a checkpoint's files, which an index reads."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    store: Any  # tensorstore's, in the order in which the layers were saved
+    rows: tuple[int, ...] | None = None  # of the store, for each row of this; None = the same
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """As of an array; the first of several indices is a number where rows were moved."""
+        index = index if isinstance(index, tuple) else (index,)
+        if self.rows is not None and index:
+            index = self.rows[index[0]], *index[1:]
+        return self.store[index].read().result()
+
+
+def _read(path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]) -> dict:
+    """See `restore.read_arrays`. Raises Corrupt."""
+    import tensorstore
+
+    found, place = {}, str(path)
+    base = place if "://" in place else f"file://{place}"
+    for name, leaf in wanted.items():
+        on_disk = saved_names.get(name, name).replace("/", ".")  # as Orbax names them
+        kvstore = {"driver": "ocdbt", "base": f"{base}/", "path": f"{on_disk}/"}
+        try:
+            store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
+        except Exception as error:  # tensorstore raises several types
+            text = " ".join(str(error).split())[:300]
+            raise Corrupt(f"its arrays cannot be read ({name}: {text})") from error
+        stored = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
+        if stored != (tuple(leaf.shape), np.dtype(leaf.dtype)):
+            raise Corrupt(f"its arrays cannot be read (leaf {name} is not on disk as it was saved)")
+        found[name] = Stored(*stored, store)
+    return found
+
+
+def _differences(arrays: Mapping[str, Stored], expected: Mapping[str, int]) -> str:
+    """See `checksums.differences`."""
+    wrong = []
+    for name, array in arrays.items():
+        total = 0
+        for index in _chunks(array.shape, array.store.chunk_layout.read_chunk.shape):
+            try:
+                part = array[index]
+            except Exception as error:
+                return f"its arrays cannot be read ({name}: {' '.join(str(error).split())[:300]})"
+            total += checksums.of_part(part, [each.start for each in index])
+        if total % 2**32 != expected[name]:
+            wrong.append(name)
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}" if wrong else ""
+
+
+def _move(arrays: dict, wanted: Mapping, *, order: LayerPermutation, saved: LayerPermutation):
+    """See `reshard.move`."""
+    for name, leaf in wanted.items():
+        if order.moves(name, leaf.shape, saved):
+            rows = saved.rows(order)
+            arrays[name] = dataclasses.replace(arrays[name], shape=tuple(leaf.shape), rows=rows)
+
+
+FROM_FILES = restore.Reader(_read, _differences, _move)

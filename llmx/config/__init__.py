@@ -80,7 +80,7 @@ class Config:
     """One run."""
 
     workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
-    # a new run begins with the parameters of the run in this workdir, or "WORKDIR@STEP"
+    # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face directory
     start_from: str = ""
     # fields of `model` that may differ from start_from's: ("rope_theta",)
     start_changes: tuple[str, ...] = ()
