@@ -38,6 +38,9 @@ def _letters(row: Tensor) -> tuple[str, str]:
 
 
 def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+    if row.joined is not None:
+        tensors = [_to_theirs(*one, sizes) for one in zip(row.pieces, zip(parts), strict=True)]
+        return np.concatenate(tensors, axis=row.joined)
     ours, theirs = _letters(row)
     array = np.stack(parts) if row.parts else parts[0]
     array = array.transpose([ours.index(x) for x in theirs])
@@ -45,6 +48,10 @@ def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int
 
 
 def _to_ours(row: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
+    if row.joined is not None:
+        lengths = [hf_formats.their_shape(part, sizes)[row.joined] for part in row.pieces]
+        tensors = np.split(array, np.cumsum(lengths)[:-1], axis=row.joined)
+        return [_to_ours(*one, sizes)[0] for one in zip(row.pieces, tensors, strict=True)]
     ours, theirs = _letters(row)
     sizes = hf_formats.sizes_of(row, sizes)
     array = array.reshape([sizes[x] for x in theirs]).transpose([theirs.index(x) for x in ours])
@@ -116,7 +123,9 @@ def export(
 
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
     flat, rows = trees.named(params), hf_formats.rows(model)
-    expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
+    expected = {}
+    for row in rows:
+        expected |= hf_formats.our_shapes(row, model)
     unwritten = hf_formats.unwritten(model)
     expected |= unwritten
     missing, unknown = expected.keys() - flat.keys(), flat.keys() - expected.keys()
@@ -224,8 +233,9 @@ def load(
         _check_headers(directory, files, mxfp4.packed_shapes(name, shape), dtypes=("U8",))
     arrays = {}
     for row in hf_formats.rows(model):
-        shape, make = hf_formats.our_shape(row, model), np.zeros if "V" in row.dims else np.empty
-        arrays |= {path: make(shape, numpy_dtype) for path in row.paths}
+        make = np.zeros if "V" in row.dims else np.empty
+        shapes_of_row = hf_formats.our_shapes(row, model)
+        arrays |= {path: make(shape, numpy_dtype) for path, shape in shapes_of_row.items()}
     tensors = itertools.chain(
         _read_tensors(directory, files, shapes), _read_packed(directory, files, packed)
     )

@@ -312,7 +312,7 @@ def _routing_bytes(model: ModelConfig) -> int:
 
 def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:
     D, F, H, N, K = model.width, mlp_dim(model), model.head_dim, model.num_heads, model.num_kv_heads
-    num_norms = 4 if model.post_norms else 2
+    num_norms = costs.norms_of_block(model)
     # Input, inputs and output of attention, inputs of the MLP's activation; a norm saves its input,
     # normalised and scaled.
     activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)
