@@ -220,7 +220,8 @@ def bytes_of_saves(model: ModelConfig, compute_bytes: int) -> dict[str, int]:
         remat.ATTENTION_OUT: D, remat.MLP_NORM: D, remat.GATE: F * model.gated_mlp, remat.UP: F,
         remat.HIDDEN: F, remat.MLP_OUT: D,
     }  # fmt: skip
-    # And the log-sum-exp of scores, in fp32.
+    # And the log-sum-exp of scores, in fp32. Without norms before it attention takes the input of
+    # the layer, which then takes room of its own only where it is gathered.
     return {
         name: compute_bytes * size + 4 * N * (name == remat.ATTENTION)
         for name, size in sizes.items()

@@ -189,7 +189,7 @@ def losses_and_batch(
 
 
 # Without the experts, whose loops this walk does not count: with latent attention.
-FAMILY_NAMES = ["gpt2", "llama3", "qwen3", "gemma2", "gemma3", "deepseek_v3"]
+FAMILY_NAMES = ["gpt2", "llama3", "qwen3", "gemma2", "gemma3", "olmo2", "deepseek_v3"]
 
 
 def dense(family: str, **changes) -> ModelConfig:
@@ -393,6 +393,7 @@ COUNTED = {
     "one_kv_head": dict(num_kv_heads=1, head_dim=24),
     "tied_plain": dict(tied_head=True, gated_mlp=False),
     "long_window": dict(layer_pattern=("local",), window=100),
+    "unrotated": dict(num_layers=3, layer_pattern=("local_nope", "global_nope"), window=3),
 }
 
 
@@ -406,7 +407,7 @@ def walked_flops(model: ModelConfig, T: int, *, causal: bool) -> int:
     for kind in model.layer_kinds:
         for query in range(T):
             for key in range(T):
-                hidden = key > query or (kind == "local" and query - key >= model.window)
+                hidden = key > query or ("local" in kind and query - key >= model.window)
                 if not (causal and hidden):
                     flops += model.num_heads * (2 * model.head_dim + 2 * model.head_dim)
     return flops

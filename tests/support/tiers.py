@@ -24,7 +24,8 @@ LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
     # These need packages that not every environment has, and so may not exist.
-    "tests/checkpoint/test_hf.py", "tests/pipeline/test_torch_orders.py",
+    "tests/checkpoint/test_hf.py", "tests/checkpoint/test_hf_layers.py",
+    "tests/pipeline/test_torch_orders.py",
 )  # fmt: skip
 
 
