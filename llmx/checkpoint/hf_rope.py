@@ -122,12 +122,6 @@ def _with_defaults_of_yarn(form: Format, scaling: Mapping[str, Any]) -> dict[str
             f"config.json has mscale_all_dim={shown(scaling['mscale_all_dim'])}, by which "
             "only deepseek_v3 scales scores: leave it out"
         )
-    if form.rope_by_kind and not scaling["truncate"]:
-        # Of transformers 5, `truncate` by kind of layer has no effect.
-        raise ValueError(
-            f"config.json has truncate={shown(scaling['truncate'])}, which versions of "
-            f"transformers read differently in a {form.model_type} model: use true"
-        )
     if "attention_factor" in scaling:
         given, follows = scaling["attention_factor"], _attention_factor(scaling)
         check("attention_factor", given, float)
@@ -136,6 +130,12 @@ def _with_defaults_of_yarn(form: Format, scaling: Mapping[str, Any]) -> dict[str
                 f"config.json has attention_factor={given}: it must follow from factor, mscale and "
                 f"mscale_all_dim, and be {follows:.9g}; leave it out"
             )
+    if form.rope_by_kind and not scaling["truncate"]:
+        # Of transformers 5, `truncate` by kind of layer has no effect.
+        raise ValueError(
+            f"config.json has truncate={shown(scaling['truncate'])}, which versions of "
+            f"transformers read differently in a {form.model_type} model: use true"
+        )
     return scaling
 
 
