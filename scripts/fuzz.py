@@ -322,8 +322,9 @@ class HuggingFace(Target):
                                     num_kv_heads=2, head_dim=4, mlp_dim=32, max_positions=8,
                                     vocab_multiple=1, **own)  # fmt: skip
             flat = {
-                path: np.zeros(hf_formats.our_shape(row, model), np.float32)
-                for row in hf_formats.rows(model) for path in row.paths
+                path: np.zeros(shape, np.float32)
+                for row in hf_formats.rows(model)
+                for path, shape in hf_formats.our_shapes(row, model).items()
             }  # fmt: skip
             flat |= {
                 path: np.zeros(shape, np.float32)

@@ -26,6 +26,9 @@ _NAMES = {np.dtype(kind): name for name, kind in hf_reader.STORED_DTYPES.items()
 
 
 def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+    if row.joined is not None:
+        tensors = [_to_theirs(*one, sizes) for one in zip(row.pieces, zip(parts), strict=True)]
+        return np.concatenate(tensors, axis=row.joined)
     ours, theirs = ("Z" if row.parts else "") + row.dims, row.groups.replace(",", "")
     array = np.stack(parts) if row.parts else parts[0]
     array = array.transpose([ours.index(x) for x in theirs])
@@ -80,7 +83,9 @@ def export(
 
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
     flat, rows = trees.named(params), hf_formats.rows(model)
-    expected = {path: hf_formats.our_shape(row, model) for row in rows for path in row.paths}
+    expected = {}
+    for row in rows:
+        expected |= hf_formats.our_shapes(row, model)
     unwritten = hf_formats.unwritten(model)
     expected |= unwritten
     missing, unknown = expected.keys() - flat.keys(), flat.keys() - expected.keys()

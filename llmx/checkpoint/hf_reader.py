@@ -48,10 +48,9 @@ class Source:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all parameters by path, with their layers in the model's order."""
-        found = {
-            path: hf_formats.our_shape(row, self.model)
-            for row in hf_formats.rows(self.model) for path in row.paths
-        }  # fmt: skip
+        found = {}
+        for row in hf_formats.rows(self.model):
+            found |= hf_formats.our_shapes(row, self.model)
         return found | hf_formats.unwritten(self.model)
 
     def dtype(self, path: str) -> np.dtype:
@@ -82,9 +81,10 @@ class Source:
         lead = len(next(iter(self._tensors[path])))
         for at in itertools.product(*(range(*of) for of in bounds[:lead])):
             name, row = self._tensors[path][at]
-            within = dict(zip(row.dims, bounds[lead:], strict=True))
+            dims = row.dims_of_parts[row.paths.index(path)]
+            within = dict(zip(dims, bounds[lead:], strict=True))
             place = tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))
-            if row.dims[0] == "V":
+            if dims[0] == "V":
                 start, stop = within["V"]
                 within["V"] = min(start, self.model.vocab_size), min(stop, self.model.vocab_size)
                 if start >= within["V"][1]:  # padding alone
@@ -100,14 +100,18 @@ class Source:
 
         Of a dimension that joins several letters the first is cut as it is read, others after.
         """
-        sizes = hf_formats.sizes_of(row, hf_formats.dimension_sizes(self.model))
-        part = row.paths.index(path)
+        sizes = hf_formats.dimension_sizes(self.model)
+        part, offsets = row.paths.index(path), [0] * len(row.groups.split(","))
+        if row.joined is not None:
+            lengths = [hf_formats.their_shape(each, sizes)[row.joined] for each in row.pieces]
+            offsets[row.joined], row = sum(lengths[:part]), row.pieces[part]
+        sizes = hf_formats.sizes_of(row, sizes)
         wanted = dict(within) | {"Z": (part, part + 1)}
         read, shape, after, order = [], [], [], ""
-        for group in row.groups.split(","):
+        for group, offset in zip(row.groups.split(","), offsets, strict=True):
             inner = math.prod(sizes[x] for x in group[1:])
             start, stop = wanted[group[0]]
-            read.append(slice(start * inner, stop * inner))
+            read.append(slice(offset + start * inner, offset + stop * inner))
             shape += [stop - start, *(sizes[x] for x in group[1:])]
             after += [slice(None), *(slice(*wanted[x]) for x in group[1:])]
             order += group

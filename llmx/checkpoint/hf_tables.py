@@ -22,14 +22,42 @@ class Tensor:
     # path; under blocks/ all layers are stacked, or under first/ those that come before; * stands
     # for each of `parts`
     ours: str
-    dims: str  # dimensions there, without layer and expert
+    dims: str  # dimensions there, without layer and expert; of each part, with + between
     theirs: str  # name behind the prefix; * is the layer, # the expert
-    groups: str  # its dimensions in its own order; "NH" is one dimension of size N x H
-    parts: tuple[str, ...] = ()  # parameters that are fused in this tensor, along Z
+    # its dimensions in its own order; "NH" is one dimension of size N x H, "NH+KH" one with the
+    # first N x H of one part and the others of the next
+    groups: str
+    # parameters that are fused in this tensor: along Z, or one behind the other
+    parts: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(self.ours.replace("*", part) for part in self.parts) or (self.ours,)
+
+    @property
+    def letters(self) -> set[str]:
+        """Of all its dimensions."""
+        return set(self.dims) - {"+"}
+
+    @property
+    def dims_of_parts(self) -> list[str]:
+        """`dims` of each of `paths`."""
+        dims = self.dims.split("+")
+        return dims if len(dims) == len(self.paths) else dims * len(self.paths)
+
+    @property
+    def joined(self) -> int | None:
+        """The dimension of the tensor along which parts lie one behind the other, if they do."""
+        along = [dim for dim, group in enumerate(self.groups.split(",")) if "+" in group]
+        return along[0] if along else None
+
+    @property
+    def pieces(self) -> "list[Tensor]":
+        """The parts that lie one behind the other, as tensors."""
+        groups = [group.split("+") for group in self.groups.split(",")]
+        of_part = lambda n: ",".join(group[n if len(group) > 1 else 0] for group in groups)  # noqa: E731
+        parts = enumerate(zip(self.paths, self.dims_of_parts, strict=True))
+        return [Tensor(path, dims, self.theirs, of_part(n)) for n, (path, dims) in parts]
 
     @property
     def stacked(self) -> bool:
@@ -46,19 +74,24 @@ class Tensor:
 
 HEAD = Tensor("head", "VD", "lm_head.weight", "V,D")
 
-_DECODER = (
-    Tensor("embedding", "VD", "embed_tokens.weight", "V,D"),
-    Tensor("blocks/attention_norm/scale", "D", "layers.*.input_layernorm.weight", "D"),
+_INPUT_NORM = Tensor("blocks/attention_norm/scale", "D", "layers.*.input_layernorm.weight", "D")
+_OUT = Tensor("blocks/attention/out/kernel", "NHD", "layers.*.self_attn.o_proj.weight", "D,NH")
+_ATTENTION = (
     Tensor("blocks/attention/query/kernel", "DNH", "layers.*.self_attn.q_proj.weight", "NH,D"),
     Tensor("blocks/attention/key/kernel", "DKH", "layers.*.self_attn.k_proj.weight", "KH,D"),
     Tensor("blocks/attention/value/kernel", "DKH", "layers.*.self_attn.v_proj.weight", "KH,D"),
-    Tensor("blocks/attention/out/kernel", "NHD", "layers.*.self_attn.o_proj.weight", "D,NH"),
+    _OUT,
+)
+_ENDS = (
+    Tensor("embedding", "VD", "embed_tokens.weight", "V,D"),
     Tensor("norm/scale", "D", "norm.weight", "D"),
 )
+_DECODER = (*_ENDS, _INPUT_NORM, *_ATTENTION)
+_DOWN = Tensor("blocks/mlp/down/kernel", "FD", "layers.*.mlp.down_proj.weight", "D,F")
 _MLP = (
     Tensor("blocks/mlp/gate/kernel", "DF", "layers.*.mlp.gate_proj.weight", "F,D"),
     Tensor("blocks/mlp/up/kernel", "DF", "layers.*.mlp.up_proj.weight", "F,D"),
-    Tensor("blocks/mlp/down/kernel", "FD", "layers.*.mlp.down_proj.weight", "D,F"),
+    _DOWN,
 )
 _ROTARY = (*_DECODER, *_MLP)
 
@@ -74,12 +107,15 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
     )
 
 
-# gpt-oss stores all experts of a layer in one tensor, and gate and up in turn along its rows.
-_GATE_UP = ("gate", "up")
-_GPT_OSS = (
+_QKV_BIASES = (
     Tensor("blocks/attention/query/bias", "NH", "layers.*.self_attn.q_proj.bias", "NH"),
     Tensor("blocks/attention/key/bias", "KH", "layers.*.self_attn.k_proj.bias", "KH"),
     Tensor("blocks/attention/value/bias", "KH", "layers.*.self_attn.v_proj.bias", "KH"),
+)
+# gpt-oss stores all experts of a layer in one tensor, and gate and up in turn along its rows.
+_GATE_UP = ("gate", "up")
+_GPT_OSS = (
+    *_QKV_BIASES,
     Tensor("blocks/attention/out/bias", "D", "layers.*.self_attn.o_proj.bias", "D"),
     Tensor("blocks/attention/sinks", "N", "layers.*.self_attn.sinks", "N"),
     Tensor("blocks/mlp/router", "DE", "layers.*.mlp.router.weight", "E,D"),
@@ -137,13 +173,29 @@ _QK_NORMS_OF_ALL_HEADS = (
     Tensor("blocks/attention/query_norm/scale", "NH", "layers.*.self_attn.q_norm.weight", "NH"),
     Tensor("blocks/attention/key_norm/scale", "KH", "layers.*.self_attn.k_norm.weight", "KH"),
 )
-_GEMMA_NORMS = (
+_POST_NORMS = (
     Tensor("blocks/attention_post_norm/scale", "D", _POST_ATTENTION, "D"),
-    Tensor("blocks/mlp_norm/scale", "D", "layers.*.pre_feedforward_layernorm.weight", "D"),
     Tensor("blocks/mlp_post_norm/scale", "D", "layers.*.post_feedforward_layernorm.weight", "D"),
 )
-# GPT-2 stores projections input first, and fuses queries, keys and values.
+_GEMMA_NORMS = (
+    *_POST_NORMS,
+    Tensor("blocks/mlp_norm/scale", "D", "layers.*.pre_feedforward_layernorm.weight", "D"),
+)
+_OLMO = (*_ENDS, *_ATTENTION, *_MLP, *_POST_NORMS, *_QK_NORMS_OF_ALL_HEADS)
 QKV = ("query", "key", "value")
+# Phi-3 fuses these one behind the other: of grouped heads keys and values are fewer.
+_PHI3 = (
+    *_ENDS,
+    _INPUT_NORM,
+    Tensor(
+        "blocks/attention/*/kernel", "DNH+DKH+DKH", "layers.*.self_attn.qkv_proj.weight",
+        "NH+KH+KH,D", QKV,
+    ),
+    _OUT,
+    Tensor("blocks/mlp/*/kernel", "DF+DF", "layers.*.mlp.gate_up_proj.weight", "F+F,D", _GATE_UP),
+    _DOWN,
+)  # fmt: skip
+# GPT-2 stores projections input first, and fuses queries, keys and values.
 _GPT2 = (
     Tensor("embedding", "VD", "wte.weight", "V,D"),
     Tensor("positions", "TD", "wpe.weight", "T,D"),
@@ -164,6 +216,13 @@ _GPT2 = (
 )
 
 
+# Which layers have windows, beside what `layer_types` says of each:
+PATTERN = "pattern"  # all but every so many-th, `sliding_window_pattern`
+EVERYWHERE = "everywhere"  # all, where `sliding_window` is not null
+LAST = "last"  # with `use_sliding_window` those from `max_window_layers` on
+UNROTATED = "unrotated"  # with `use_sliding_window` those without rotary positions
+
+
 @dataclasses.dataclass(frozen=True)
 class Format:
     """The checkpoints of one family."""
@@ -176,6 +235,9 @@ class Format:
     absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
     only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
     mxfp4: tuple[str, ...] = ()  # rows of `tensors`, by `ours`, that files may have as MXFP4
+    windows: str = ""  # which layers have windows: see above; "" = none
+    rope_by_kind: bool = False  # layers with a window have a base of their own, and no scaling
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
 
 
 _KEYS = {
@@ -199,6 +261,8 @@ _GEMMA_ABSENT = {
     "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
+_WINDOW = {"window": "sliding_window"}
+_SILU = {"hidden_act": ("silu",), "quantization_config": (None,)}
 
 
 def _without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -230,6 +294,48 @@ FORMATS = {
         "qwen3", "Qwen3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QK_NORMS, HEAD),
         keys=_KEYS, absent=_ROTARY_ABSENT | {"head_dim": 128},
         only=_NO_BIAS | {"use_sliding_window": (False,), "hidden_act": ("silu",)},
+    ),
+    "mistral": Format(
+        "mistral", "MistralForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD),
+        keys=_KEYS | _WINDOW, only=_NO_BIAS | _SILU, windows=EVERYWHERE,
+        absent=_ROTARY_ABSENT | {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Format(
+        "qwen2", "Qwen2ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QKV_BIASES, HEAD),
+        keys=_KEYS | _WINDOW, only=_SILU, windows=LAST,
+        absent=_ROTARY_ABSENT | {
+            "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False,
+            "max_window_layers": 28,
+        },
+    ),
+    "olmo2": Format(
+        "olmo2", "Olmo2ForCausalLM", "model.", (*_OLMO, HEAD),
+        keys=_KEYS, absent=_ROTARY_ABSENT | {"rms_norm_eps": 1e-5}, only=_NO_BIAS | _SILU,
+    ),
+    "olmo3": Format(
+        "olmo3", "Olmo3ForCausalLM", "model.", (*_OLMO, HEAD),
+        keys=_KEYS | _WINDOW,
+        absent=_ROTARY_ABSENT | {
+            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        only=_NO_BIAS | _SILU | {"sliding_window_pattern": (None, 4)},
+        windows=PATTERN, rope_by_kind=True,
+    ),
+    "phi3": Format(
+        "phi3", "Phi3ForCausalLM", "model.", (*_PHI3, *_PRE_NORMS, HEAD),
+        keys=_KEYS | _WINDOW, only=_NO_BIAS | _SILU, windows=EVERYWHERE, rope_types=("default",),
+        absent=_ROTARY_ABSENT | {
+            "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0,
+        },
+    ),
+    "smollm3": Format(
+        "smollm3", "SmolLM3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD),
+        keys=_KEYS | _WINDOW, only=_NO_BIAS | _SILU | {"mlp_bias": (False,)}, windows=UNROTATED,
+        absent=_ROTARY_ABSENT | {
+            "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0,
+            "sliding_window": None, "use_sliding_window": False, "no_rope_layer_interval": 4,
+        },
     ),
     "mixtral": Format(
         "mixtral", "MixtralForCausalLM", "model.",
@@ -288,6 +394,7 @@ FORMATS = {
             "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "sliding_window": 128,
             "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window_pattern": 2,
         },
+        windows=PATTERN,
         only={
             "attention_bias": (True,), "hidden_act": ("silu",), "swiglu_limit": (7.0,),
             "swiglu_alpha": (1.702,), "quantization_config": (None,),
@@ -328,7 +435,7 @@ FORMATS = {
             "rope_theta": 10_000.0, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
         },
-        only=_GEMMA_ONLY,
+        only=_GEMMA_ONLY, windows=PATTERN,
     ),
     "gemma3": Format(
         "gemma3_text", "Gemma3ForCausalLM", "model.",
@@ -338,6 +445,6 @@ FORMATS = {
             "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
             "final_logit_softcapping": None, "sliding_window_pattern": 6,
         },
-        only=_GEMMA_ONLY | {"attn_logit_softcapping": (None,)},
+        only=_GEMMA_ONLY | {"attn_logit_softcapping": (None,)}, windows=PATTERN, rope_by_kind=True,
     ),
 }  # fmt: skip

@@ -224,9 +224,9 @@ class Apply:
         return x_BTD
 
     def rotations(self, positions_BT: Int[Array, "B T"]) -> dict:
-        """By kind of layer, the argument of `rope.rotate`; {} where positions are learned."""
-        kinds = self.kind_names if self.model.positions == "rope" else ()
+        """By kind of layer, the argument of `rope.rotate`: of kinds that are rotated."""
         model = self.model
+        kinds = filter(families.is_rotated, self.kind_names) if model.positions == "rope" else ()
 
         def of(kind: str):
             frequencies = rope.rope_frequencies(model, kind)
@@ -291,7 +291,7 @@ class Apply:
         [B/n, T, D] or [B, T/n, D], and `masks` has the mask and rotations of each. Of groups of
         positions the cache is None.
         """
-        window = self.model.window if kind == families.LOCAL else 0
+        window = self.model.window if families.is_local(kind) else 0
         several, by_positions = groups.number > 1, groups.of == turns.POSITIONS
         execution = dataclasses.replace(execution, recomputed=recomputed)
 

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from llmx.model import costs, remat_costs
-from llmx.model.families import LOCAL, ModelConfig
+from llmx.model.families import ModelConfig, is_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _beyond_half_windows(model: ModelConfig, length: int) -> float:
     """FLOPs of causal scores per token, forward, beyond those of W / 2 keys in windows."""
     keys = costs.keys_per_query(model, sequence_length=length, causal=True)
     half = min(model.window, length) / 2
-    more = [num - half for num, kind in zip(keys, model.layer_kinds, strict=True) if kind == LOCAL]
-    return costs.scores_per_key(model) * sum(more)
+    layers = zip(keys, model.layer_kinds, strict=True)
+    return costs.scores_per_key(model) * sum(num - half for num, kind in layers if is_local(kind))
 
 
 def by_figure(

@@ -13,7 +13,8 @@ Parameters, without biases:
     + D                                     final norm
     + V D                                   head, unless it is the embedding table
 
-A LayerNorm has a bias beside its scale. `bias` gives each projection of attention and MLP one.
+A LayerNorm has a bias beside its scale. `bias` gives each projection of attention and MLP one,
+`qkv_bias` those of queries, keys and values.
 Latent attention (of R numbers, Q for queries, P of a head's H rotated, V_h of a value) has in the
 place of D H (N + 2K) + N H D
 
@@ -47,7 +48,7 @@ head.
 from collections.abc import Sequence
 
 from llmx.model import families
-from llmx.model.families import ALL_HEADS, LOCAL, ModelConfig
+from llmx.model.families import ALL_HEADS, ModelConfig
 
 TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 
@@ -82,15 +83,22 @@ def _of_stack(model: ModelConfig) -> tuple[int, int, int]:
     """Parameters of attention, MLP and norms of equal layers."""
     D, H = model.width, model.head_dim
     attention, mlp = weights_of_block(model)
+    if model.bias or model.qkv_bias:
+        attention += H * (model.num_heads + 2 * model.num_kv_heads)
     if model.bias:
-        attention += H * (model.num_heads + 2 * model.num_kv_heads) + D
+        attention += D
         mlp += biases_of_mlp(model)
     attention += model.num_heads if model.attention_sinks else 0
     norm = 2 if model.norm == "layer" else 1
-    norms = (4 if model.post_norms else 2) * norm * D + _scales_of_heads(model)
+    norms = norms_of_block(model) * norm * D + _scales_of_heads(model)
     if model.kv_latent:
         norms += norm * (model.kv_latent + model.query_latent)
     return model.num_layers * attention, model.num_layers * mlp, model.num_layers * norms
+
+
+def norms_of_block(model: ModelConfig) -> int:
+    """Norms over the width in one block."""
+    return 2 * (model.pre_norms + model.post_norms)
 
 
 def products_of_attention(model: ModelConfig) -> dict[str, int]:
@@ -170,11 +178,11 @@ def keys_per_query(model: ModelConfig, *, sequence_length: int, causal: bool = T
     causal=False counts hidden keys too. Boundaries of packed documents are never taken off.
     """
     T, W = sequence_length, min(model.window, sequence_length)
-    seen = {kind: (T + 1) / 2 if causal else float(T) for kind in model.layer_kinds}
-    if LOCAL in seen and causal:
-        # Position t = 1..T sees min(t, W) keys.
-        seen[LOCAL] = (W * (W + 1) / 2 + (T - W) * W) / T
-    return [seen[kind] for kind in model.layer_kinds]
+    everything = (T + 1) / 2 if causal else float(T)
+    # Position t = 1..T sees min(t, W) keys.
+    in_window = (W * (W + 1) / 2 + (T - W) * W) / T if causal else float(T)
+    local = map(families.is_local, model.layer_kinds)
+    return [in_window if is_local else everything for is_local in local]
 
 
 def forward_flops_by_part(

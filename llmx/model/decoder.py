@@ -90,22 +90,35 @@ class Projection(nnx.Module):
         axes = tuple("norm" if axis == "embed" else axis for axis in axes[contracted:])
         self.bias = _constant(0.0, shape[contracted:], axes) if bias else None
 
-    def __call__(self, expression: str, x: Array, out: tuple, execution: Execution) -> Array:
+    def __call__(
+        self, expression: str, x: Array, out: tuple, execution: Execution, *,
+        fixed_from: int | None = None,
+    ) -> Array:  # fmt: skip
+        """`fixed_from`: the first number of the last dimension whose bias has no gradient."""
         to = execution.place.activation(out)
         y = dot.dot(
             expression, x, self.kernel.get_value(), out=to, policy=execution.policy,
             recomputed=execution.recomputed,
         )  # fmt: skip
         y = checkpoint_name(y, self.save)
-        return y if self.bias is None else dot.shifted(y, self.bias[...])
+        if self.bias is None:
+            return y
+        if fixed_from is None or fixed_from == y.shape[-1]:
+            return dot.shifted(y, self.bias[...])
+        fixed = dot.shifted(y, jax.lax.stop_gradient(self.bias[...]))
+        if not fixed_from:
+            return fixed
+        learned = dot.shifted(y, self.bias[...])
+        return jnp.concatenate([learned[..., :fixed_from], fixed[..., fixed_from:]], axis=-1)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary or learned positions."""
+    """Grouped-query attention (arXiv 2305.13245) with rotary or learned positions, or none."""
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
-        project = functools.partial(Projection, rngs, bias=model.bias)
+        biased = model.bias or model.qkv_bias
+        project = functools.partial(Projection, rngs, bias=biased)
         kv_heads = ("embed", "kv_heads", "head_dim")
         self.query = project(remat.QUERY, (D, N, H), ("embed", "heads", "head_dim"))
         self.key = project(remat.KEY, (D, K, H), kv_heads)
@@ -114,6 +127,7 @@ class Attention(nnx.Module):
             remat.ATTENTION_OUT,
             (N, H, D),
             ("heads", "head_dim", "embed"),
+            bias=model.bias,
             contracted=2,
             scale=_out_scale(model),
         )
@@ -128,9 +142,11 @@ class Attention(nnx.Module):
         self.sinks = _constant(0.0, (N,), ("heads",)) if model.attention_sinks else None
         self.scale, self.softcap = model.score_scale, model.attention_softcap
         self.interleaved = model.rope_interleaved
-        # Without rotation a bias on keys adds the same to all scores of a query, which the softmax
-        # ignores. Its gradient is exactly zero; Adam's division would magnify its rounding errors.
-        self.constant_key_bias = model.bias and model.positions == "learned" and not self.softcap
+        # A bias on numbers of keys that are not rotated adds the same to all scores of a query,
+        # which the softmax ignores. Its gradient is exactly zero; Adam's division would magnify its
+        # rounding errors.
+        linear = not (self.softcap or model.qk_norm or model.attention_sinks)
+        self.constant_key_bias = biased and linear
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
         """The output [B, T, D], and the cache: keys and values.
@@ -143,9 +159,11 @@ class Attention(nnx.Module):
         x_BTD = execution.place.constrain(x_BTD, INSIDE, multiplied_into=("heads",))
         x_BTD = checkpoint_name(x_BTD, remat.ATTENTION_NORM)
         query_BTNH = self.query("BTD,DNH->BTNH", x_BTD, attend.QUERY, execution)
-        if self.constant_key_bias:
-            self.key.bias[...] = jax.lax.stop_gradient(self.key.bias[...])
-        key_BTKH = self.key("BTD,DKH->BTKH", x_BTD, attend.KEY, execution)
+        rotated = 0 if rotation is None else rope.rotated_numbers(rotation)
+        key_BTKH = self.key(
+            "BTD,DKH->BTKH", x_BTD, attend.KEY, execution,
+            fixed_from=rotated if self.constant_key_bias else None,
+        )  # fmt: skip
         value_BTKH = self.value("BTD,DKH->BTKH", x_BTD, attend.KEY, execution)
         if self.query_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
@@ -364,7 +382,8 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each of a normalised input and added to the stream [B, T, D].
+    """Attention and MLP, each added to the stream [B, T, D]; what they take is normalised, or what
+    they return, or both.
 
     `routed`: with experts in the place of an MLP. `window`: positions back including itself, 0 =
     all. `cache` and `now`: see `Apply.apply_layers`; without `now`, `cache` has the keys and values
@@ -374,7 +393,8 @@ class Block(nnx.Module):
 
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs, *, routed: bool):
         norm = functools.partial(Norm, model, (model.width,))
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_norm = norm() if model.pre_norms else None
+        self.mlp_norm = norm() if model.pre_norms else None
         self.attention = (LatentAttention if model.kv_latent else Attention)(model, rngs)
         self.mlp = (Experts if routed else Mlp)(model, rngs)
         self.attention_post_norm = norm() if model.post_norms else None
@@ -385,12 +405,13 @@ class Block(nnx.Module):
         share_BT=None,
     ):  # fmt: skip
         # Between blocks positions are split over `tensor` too; inside, each device needs them all.
-        y_BTD = self.attention_norm(x_BTD)
+        y_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
         y_BTD, cache = self.attention(y_BTD, rotation, mask, window, execution, cache, now)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + y_BTD
-        y_BTD = self.mlp(self.mlp_norm(x_BTD), execution, share_BT)
+        y_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
+        y_BTD = self.mlp(y_BTD, execution, share_BT)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
         return x_BTD + y_BTD, cache

@@ -14,8 +14,11 @@ from typing import Any
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
-# Attention kinds of layers: all that precedes a token, or a sliding window.
+# Attention kinds of layers: all that precedes a token, or a sliding window; and both without rotary
+# positions (NoPE, arXiv 2305.19466).
 GLOBAL, LOCAL = "global", "local"
+GLOBAL_NOPE, LOCAL_NOPE = "global_nope", "local_nope"
+KINDS = (GLOBAL, LOCAL, GLOBAL_NOPE, LOCAL_NOPE)
 # What queries and keys are normalised over.
 EACH_HEAD, ALL_HEADS = "head", "all"
 # What a router makes of its logits.
@@ -60,14 +63,16 @@ class ModelConfig:
     norm: str = choice("rms", ("rms", "layer"))  # "rms" | "layer"
     norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
-    post_norms: bool = False  # also normalise what attention and MLP return (gemma)
-    qk_norm: bool = False  # RMS-normalise queries and keys (qwen3, gemma3, olmoe)
-    # over each "head", or over "all" heads together (olmoe)
+    pre_norms: bool = True  # normalise what attention and MLP take (all but olmo2, olmo3)
+    post_norms: bool = False  # normalise what attention and MLP return (gemma, olmo2, olmo3)
+    qk_norm: bool = False  # RMS-normalise queries and keys (qwen3, gemma3, olmoe, olmo2)
+    # over each "head", or over "all" heads together (olmoe, olmo2)
     qk_norm_over: str = choice(EACH_HEAD, (EACH_HEAD, ALL_HEADS))
     # Latent attention: keys and values of all heads are made of so many numbers; 0 = each of x
     kv_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE)
     query_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # queries too; 0 = of x
-    # the last of a head's H numbers: they alone are rotated, and all heads share those of the key
+    # Numbers of a head that are rotated: the first of H, 0 = all (phi3). Of latent attention the
+    # last, and all heads share those of the key
     rope_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)
     value_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # numbers of a head's value
     # "silu" | "gelu" (tanh form) | "clamped_silu" (gpt-oss: `activations.hidden`)
@@ -87,10 +92,13 @@ class ModelConfig:
     router_groups: int = bounded(1, at_least=1)  # groups of experts, of which a token chooses some
     router_groups_kept: int = bounded(1, at_least=1)  # as many
     bias: bool = False  # biases in every projection, router and experts too (gpt2, gpt-oss)
+    qkv_bias: bool = False  # biases of queries, keys and values, where `bias` is off (qwen2)
     tied_head: bool = False  # the output head is the embedding table
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
     query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
-    layer_pattern: tuple[str, ...] = (GLOBAL,)  # attention kinds, repeated along the depth
+    # attention kinds, repeated along the depth: "global", "local", and without rotary positions
+    # "global_nope", "local_nope" (smollm3)
+    layer_pattern: tuple[str, ...] = (GLOBAL,)
     window: int = bounded(0, at_least=0)  # local layers: positions back, the token itself counted
     # a learned logit of each head that joins the softmax, with nothing to attend to (gpt-oss)
     attention_sinks: bool = False
@@ -123,7 +131,7 @@ class ModelConfig:
     @property
     def rotated_dim(self) -> int:
         """Numbers of a head that positions rotate."""
-        return self.rope_dim if self.kv_latent else self.head_dim
+        return self.rope_dim or self.head_dim
 
     @property
     def num_first(self) -> int:
@@ -139,6 +147,16 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[str, ...]:
         """The attention kind of each of the L layers."""
         return tuple(itertools.islice(itertools.cycle(self.layer_pattern), self.num_layers))
+
+
+def is_local(kind: str) -> bool:
+    """Whether layers of this attention kind see a window."""
+    return kind in (LOCAL, LOCAL_NOPE)
+
+
+def is_rotated(kind: str) -> bool:
+    """Whether layers of this attention kind rotate queries and keys, where positions are rotary."""
+    return kind in (GLOBAL, LOCAL)
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
@@ -183,6 +201,23 @@ _GEMMA2 = dict(_GEMMA, family="gemma2", vocab_size=256000, rope_theta=10_000.0, 
 _GEMMA3 = dict(_GEMMA, family="gemma3", vocab_size=262144, rope_theta=1_000_000.0,
                rope_theta_local=10_000.0, max_positions=32768, qk_norm=True,
                layer_pattern=(LOCAL,) * 5 + (GLOBAL,), window=512, query_scale=256**-0.5)
+# Mistral (arXiv 2310.06825): Llama's shape, a sliding window in every layer.
+_MISTRAL = dict(family="mistral", vocab_size=32000, num_kv_heads=8, head_dim=128, norm_eps=1e-5,
+                rope_theta=10_000.0, max_positions=32768, layer_pattern=(LOCAL,), window=4096)
+# Qwen2.5 (arXiv 2412.15115): Llama's shape, biases on queries, keys and values.
+_QWEN2 = dict(family="qwen2", norm_eps=1e-6, rope_theta=1_000_000.0, qkv_bias=True)
+# OLMo 2 (arXiv 2501.00656): norms behind attention and MLP only, and of queries and keys.
+_OLMO2 = dict(family="olmo2", vocab_size=100352, norm_eps=1e-6, rope_theta=500_000.0,
+              pre_norms=False, post_norms=True, qk_norm=True, qk_norm_over=ALL_HEADS,
+              max_positions=4096)
+# OLMo 3 (Ai2, 2025): three local layers to one global, which alone are stretched.
+_OLMO3 = dict(_OLMO2, family="olmo3", rope_theta_local=500_000.0,
+              layer_pattern=(LOCAL,) * 3 + (GLOBAL,), window=4096)
+# Phi-3 (arXiv 2404.14219) and Phi-4 (arXiv 2412.08905): Llama's shape.
+_PHI3 = dict(family="phi3", norm_eps=1e-5)
+# SmolLM3 (huggingface.co/blog/smollm3): every fourth layer without rotary positions.
+_SMOLLM3 = dict(family="smollm3", vocab_size=128256, norm_eps=1e-6, rope_theta=5_000_000.0,
+                max_positions=65536, tied_head=True, layer_pattern=(GLOBAL,) * 3 + (GLOBAL_NOPE,))
 # Mixtral (arXiv 2401.04088): two of eight experts.
 _MIXTRAL = dict(family="mixtral", vocab_size=32000, num_kv_heads=8, head_dim=128, norm_eps=1e-5,
                 rope_theta=1_000_000.0, max_positions=32768, num_experts=8, experts_per_token=2)
@@ -216,6 +251,12 @@ FAMILIES = {
     "gemma3": dict(
         _GEMMA3, **_TINY | dict(num_layers=4), **_TINY_HEADS, window=16, query_scale=0.0,
         layer_pattern=(LOCAL, LOCAL, GLOBAL)),
+    "mistral": dict(_MISTRAL | _TINY | _TINY_HEADS, window=16),
+    "qwen2": dict(_QWEN2 | _TINY | _TINY_HEADS),
+    "olmo2": dict(_OLMO2 | _TINY | _TINY_HEADS),
+    "olmo3": dict(_OLMO3 | _TINY | _TINY_HEADS, num_layers=4, window=16),
+    "phi3": dict(_PHI3 | _TINY | _TINY_HEADS),
+    "smollm3": dict(_SMOLLM3 | _TINY | _TINY_HEADS, layer_pattern=(GLOBAL, GLOBAL_NOPE)),
     "mixtral": dict(_MIXTRAL, **_TINY, **_TINY_HEADS, expert_dim=96),
     "qwen3_moe": dict(
         _QWEN3_MOE, **_TINY, **_TINY_HEADS | dict(num_kv_heads=2), num_experts=8,
@@ -245,6 +286,25 @@ FAMILIES = {
     "qwen3_0.6b": dict(
         _QWEN3, width=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied_head=True),
     "qwen3_8b": dict(_QWEN3, width=4096, num_layers=36, num_heads=32, mlp_dim=12288),
+    "mistral_7b": dict(_MISTRAL, width=4096, num_layers=32, num_heads=32, mlp_dim=14336),
+    "qwen2.5_0.5b": dict(
+        _QWEN2, vocab_size=151936, width=896, num_layers=24, num_heads=14, num_kv_heads=2,
+        head_dim=64, mlp_dim=4864, max_positions=32768, tied_head=True),
+    "qwen2.5_7b": dict(
+        _QWEN2, vocab_size=152064, width=3584, num_layers=28, num_heads=28, num_kv_heads=4,
+        head_dim=128, mlp_dim=18944, max_positions=131072),
+    "olmo2_7b": dict(
+        _OLMO2, width=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
+        mlp_dim=11008),
+    "phi3_mini_4k": dict(
+        _PHI3, vocab_size=32064, width=3072, num_layers=32, num_heads=32, num_kv_heads=32,
+        head_dim=96, mlp_dim=8192, max_positions=4096, layer_pattern=(LOCAL,), window=2047),
+    "phi4_14b": dict(
+        _PHI3, vocab_size=100352, width=5120, num_layers=40, num_heads=40, num_kv_heads=10,
+        head_dim=128, mlp_dim=17920, max_positions=16384, rope_theta=250_000.0),
+    "smollm3_3b": dict(
+        _SMOLLM3, width=2048, num_layers=36, num_heads=16, num_kv_heads=4, head_dim=128,
+        mlp_dim=11008),
     "mixtral_8x7b": dict(
         _MIXTRAL, width=4096, num_layers=32, num_heads=32, mlp_dim=14336, expert_dim=14336),
     "mixtral_8x22b": dict(
@@ -319,7 +379,7 @@ def unused_of_experts(model: ModelConfig) -> tuple[str, ...]:
 
 def unused_of_attention(model: ModelConfig) -> tuple[str, ...]:
     """Fields of latent attention, or of the other, that have no effect on what a model computes."""
-    return () if model.kv_latent else ("query_latent", "rope_dim", "value_dim")
+    return () if model.kv_latent else ("query_latent", "value_dim")
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
@@ -328,7 +388,8 @@ def identity(model: ModelConfig) -> dict[str, Any]:
 
     Two models with the same parameters compute the same function if and only if these are equal.
     """
-    rope, kinds = model.positions == "rope", set(model.layer_kinds)
+    kinds = set(model.layer_kinds)
+    rope = model.positions == "rope" and any(map(is_rotated, kinds))
     # Local layers have a base of their own, or share that of global layers and its stretching.
     shared = rope and (GLOBAL in kinds or not model.rope_theta_local)
     stretched = shared and model.rope_scaling != "none" and model.rope_factor != 1
@@ -339,7 +400,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     depends = {
         "family": None,
         "vocab_multiple": None,  # padding has no probability
-        "max_positions": None if rope else model.max_positions,
+        "max_positions": model.max_positions if model.positions == "learned" else None,
         "rope_theta": model.rope_theta if shared else None,
         "rope_theta_local": local if rope and LOCAL in kinds else None,
         "rope_scaling": model.rope_scaling if stretched else None,
@@ -348,10 +409,12 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "rope_high_freq": model.rope_high_freq if blended else None,
         "rope_old_context": model.rope_old_context if blended or yarn else None,
         "rope_interleaved": model.rope_interleaved if rope else None,
+        "rope_dim": model.rotated_dim if rope else None,
         "query_scale": model.score_scale,
         "qk_norm_over": model.qk_norm_over if model.qk_norm else None,
         "layer_pattern": model.layer_kinds,
-        "window": model.window if LOCAL in kinds else None,
+        "window": model.window if any(map(is_local, kinds)) else None,
+        "qkv_bias": None if model.bias else model.qkv_bias,
     }
     depends |= {name: vars(model)[name] if yarn else None for name in OF_YARN}
     depends |= dict.fromkeys((*unused_of_experts(model), *unused_of_attention(model)))
@@ -368,26 +431,59 @@ def problems(model: ModelConfig) -> list[str]:
             f"model.num_kv_heads={model.num_kv_heads}: every K/V head serves the same number of "
             f"query heads; use num_kv_heads in {divisors}"
         )
-    if model.positions == "rope" and not model.kv_latent and model.head_dim % 2:
-        texts.append(
-            f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs of numbers"
-        )
     if model.activation == "clamped_silu" and not model.gated_mlp:
         texts.append(
             "model.activation='clamped_silu' is of gate and up: use gated_mlp=True, or 'silu'"
         )
-    texts += _problems_of_latents(model) if model.kv_latent else []
-    kinds = set(model.layer_pattern)
-    if not kinds or kinds - {GLOBAL, LOCAL}:
+    if not model.pre_norms and not model.post_norms:
+        texts.append(
+            "model.pre_norms=False with model.post_norms=False: layers without any norm do not "
+            "train; use one of them"
+        )
+    texts += _problems_of_latents(model) if model.kv_latent else _problems_of_rotation(model)
+    texts += _problems_of_kinds(model)
+    return texts + (_problems_of_experts(model) if model.num_experts > 0 else [])
+
+
+def _problems_of_rotation(model: ModelConfig) -> list[str]:
+    """All problems of rotary positions but those of latent attention, each with its remedy."""
+    H, P = model.head_dim, model.rope_dim
+    if model.positions != "rope" or not any(map(is_rotated, model.layer_pattern)):
+        return []
+    if P > H or P % 2:
+        return [
+            f"model.rope_dim={P} must be even and at most model.head_dim={H}: of a head's numbers "
+            "the first ones are rotated, in pairs; 0 = all"
+        ]
+    if H % 2 and not P:
+        return [f"model.head_dim={H} must be even: rotary positions turn pairs of numbers"]
+    return []
+
+
+def _problems_of_kinds(model: ModelConfig) -> list[str]:
+    """All problems of the attention kinds of layers, each with its remedy."""
+    texts, kinds = [], set(model.layer_pattern)
+    if not kinds or kinds - set(KINDS):
         texts.append(
             f"model.layer_pattern={model.layer_pattern} must be a non-empty tuple of "
-            f"{GLOBAL!r} and {LOCAL!r}"
+            f"{', '.join(map(repr, KINDS))}"
         )
-    if LOCAL in kinds and model.window == 0:
+    if (local := sorted(filter(is_local, kinds))) and model.window == 0:
         texts.append(
-            f"model.window={model.window} must be at least 1 where layer_pattern has {LOCAL!r}"
+            f"model.window={model.window} must be at least 1 where layer_pattern has {local[0]!r}"
         )
-    return texts + (_problems_of_experts(model) if model.num_experts > 0 else [])
+    if unrotated := sorted(kinds & {GLOBAL_NOPE, LOCAL_NOPE}):
+        why = ""
+        if model.positions != "rope":
+            why = f"model.positions={model.positions!r}, where no layer rotates"
+        elif model.kv_latent:
+            why = f"model.kv_latent={model.kv_latent}: latent attention rotates in every layer"
+        if why:
+            texts.append(
+                f"model.layer_pattern has {unrotated[0]!r} with {why}; use "
+                f"{unrotated[0].removesuffix('_nope')!r}"
+            )
+    return texts
 
 
 # What latent attention has.
@@ -395,6 +491,7 @@ OF_LATENTS = (
     ("positions", "rope"),
     ("qk_norm", False),
     ("bias", False),
+    ("qkv_bias", False),
     ("attention_sinks", False),
 )
 

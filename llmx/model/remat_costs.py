@@ -220,7 +220,8 @@ def bytes_of_saves(model: ModelConfig, compute_bytes: int) -> dict[str, int]:
         remat.ATTENTION_OUT: D, remat.MLP_NORM: D, remat.GATE: F * model.gated_mlp, remat.UP: F,
         remat.HIDDEN: F, remat.MLP_OUT: D,
     }  # fmt: skip
-    # And the log-sum-exp of scores, in fp32.
+    # And the log-sum-exp of scores, in fp32. Without norms before it attention takes the input of
+    # the layer, which then takes room of its own only where it is gathered.
     return {
         name: compute_bytes * size + 4 * N * (name == remat.ATTENTION)
         for name, size in sizes.items()
@@ -312,7 +313,7 @@ def _routing_bytes(model: ModelConfig) -> int:
 
 def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:
     D, F, H, N, K = model.width, mlp_dim(model), model.head_dim, model.num_heads, model.num_kv_heads
-    num_norms = 4 if model.post_norms else 2
+    num_norms = costs.norms_of_block(model)
     # Input, inputs and output of attention, inputs of the MLP's activation; a norm saves its input,
     # normalised and scaled.
     activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)

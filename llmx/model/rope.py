@@ -1,6 +1,6 @@
 """Rotary positions (arXiv 2104.09864), with the scalings of Llama 3, Gemma 3 and YaRN.
 
-Letters: B batch, T positions, N heads, H rotated numbers of a head, P = H/2 pairs of them.
+Letters: B batch, T positions, N heads, H numbers of a head, P pairs of those that are rotated.
 """
 
 import math
@@ -66,18 +66,28 @@ def amplitude(model: families.ModelConfig, kind: str) -> float:
 
 
 def rotation_of(positions_BT: Int[Array, "B T"], frequencies: np.ndarray, amplitude: float = 1.0):
-    """cos and sin, each [B, T, 1, H/2], fp32, times `amplitude`."""
+    """cos and sin, each [B, T, 1, P], fp32, times `amplitude`."""
     angles_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles_BT1P), jnp.sin(angles_BT1P)
     return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
 
 
-def rotate(x_BTNH: Array, rotation: tuple[Array, Array], *, interleaved: bool = False) -> Array:
-    """[B, T, N, H] with the pairs (i, i + H/2) of each head rotated, in the dtype of x.
+def rotated_numbers(rotation: tuple[Array, Array]) -> int:
+    """Numbers of a head that a rotation turns."""
+    return 2 * rotation[0].shape[-1]
 
-    `interleaved`: the pairs are (2i, 2i + 1), and lie at (i, i + H/2) of the result: scores of
+
+def rotate(x_BTNH: Array, rotation: tuple[Array, Array], *, interleaved: bool = False) -> Array:
+    """[B, T, N, H] with the pairs (i, i + P) of the first 2P numbers of each head rotated, in the
+    dtype of x.
+
+    `interleaved`: the pairs are (2i, 2i + 1), and lie at (i, i + P) of the result: scores of
     queries and keys do not depend on where.
     """
+    size = rotated_numbers(rotation)
+    if size < x_BTNH.shape[-1]:
+        turned = rotate(x_BTNH[..., :size], rotation, interleaved=interleaved)
+        return jnp.concatenate([turned, x_BTNH[..., size:]], axis=-1)
     (cos, sin), dtype = rotation, x_BTNH.dtype
     x_BTNH = x_BTNH.astype(jnp.float32)
     if interleaved:

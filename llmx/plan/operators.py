@@ -24,7 +24,7 @@ from typing import NamedTuple
 from llmx.config import utilization
 from llmx.model import costs, quantized, remat, remat_costs
 from llmx.model.attention import blockwise
-from llmx.model.families import LOCAL
+from llmx.model.families import is_local
 from llmx.plan import experts, gemm, memory
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
@@ -287,7 +287,7 @@ def _measured_attention(device: _Device, dtype: str) -> tuple[float, float]:
     length, model = run.batch.sequence_length, run.model
     rows = sizes.tokens * sizes.mesh["sequence"] / length * model.num_heads / sizes.mesh["tensor"]
     scores = rows / sizes.mesh["sequence"] * sum(
-        gemm.scores_of(length, model.window * (kind == LOCAL), in_blocks=device.moved.blocks)
+        gemm.scores_of(length, model.window * is_local(kind), in_blocks=device.moved.blocks)
         for kind in model.layer_kinds
     ) / model.num_layers  # fmt: skip
     return gemm.attended_seconds(scores, length, rows, model.head_dim, dtype, device.core)
@@ -322,7 +322,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
         yield "rows of experts", experts.moved_bytes(sizes, index), 1.0
     of_mlp = number * sizes.tokens * remat_costs.mlp_dim(model) / tensor
     yield "activation", moved.mlp[index] * of_mlp, 1.0
-    stream = moved.stream[index] * (2.0 if model.post_norms else 1.0)
+    stream = moved.stream[index] * costs.norms_of_block(model) / 2
     yield "norms and residuals", stream * number * sizes.tokens_between * model.width, 1.0
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
     weights = moved.weights[index] * number * of_layer + moved.shares[index] * FP32 * shares

@@ -30,7 +30,7 @@ from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
-from llmx.model.families import LOCAL
+from llmx.model.families import is_local
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
@@ -388,7 +388,7 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     for kind, policy in zip(model.layer_kinds, policies, strict=False):
         recomputed = policy.saved is not None
         again = recomputed and remat.ATTENTION not in policy.saved
-        window = model.window if kind == LOCAL else 0
+        window = model.window if is_local(kind) else 0
         steps = range(of.rings)  # without a window a device sees something of all others
         if window and of.rings > 1:
             steps = ring.tiling(of, run.batch.sequence_length, window).steps

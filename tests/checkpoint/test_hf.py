@@ -1,92 +1,76 @@
-"""Checkpoints of transformers against llmx: the same logits and gradients, and the same files back.
-
-The models are tiny, random and made here; nothing is downloaded.
-"""
+"""Checkpoints of transformers against llmx: the same logits, gradients, and files back."""
 
 import dataclasses
 import json
-import os
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from support import hf_models
+from support.hf_models import (
+    FULL,
+    LENGTH,
+    LLAMA3_ROPE,
+    SLIDING,
+    TINY,
+    YARN_ROPE,
+    assert_same_gradients,
+    our_apply,
+    our_logits,
+    their_logits,
+    tokens_of,
+)
 
-from llmx import sharding
 from llmx.checkpoint import hf, hf_formats
 from llmx.checkpoint.hf_reader import CONFIG, DTYPES, INDEX, WEIGHTS
-from llmx.model import apply, execution, families, precision, sampling
+from llmx.model import apply, families, sampling
 
 # fp32 in both, sums in different orders: the logits are of order 1 to 10.
 LOGITS = 5e-5
-# Gradients of a mean loss, relative to the largest of each tensor.
-GRADIENTS = 1e-4
-
-LENGTH = 48
 GENERATED = 24
-_TINY = {
-    "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
-    "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
-    "eos_token_id": None,
-}  # fmt: skip
-_LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-}
-_YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "beta_fast": 2.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 16,
 }
 _DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 1.0,
     "mscale": 1.0, "mscale_all_dim": 0.8, "original_max_position_embeddings": 16,
 }  # fmt: skip
-_LATENT = _TINY | {
+_LATENT = TINY | {
     "head_dim": 8,
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
-SLIDING, FULL = "sliding_attention", "full_attention"
 # What each model is made of: class of its config, values of it.
 CASES = {
     "gpt2": ("GPT2Config", {
         "vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
         "bos_token_id": None, "eos_token_id": None, "layer_norm_epsilon": 1e-3,
     }),
-    "llama3": ("LlamaConfig", _TINY | {"rope_parameters": _LLAMA3_ROPE, "rms_norm_eps": 1e-3}),
-    "llama3_tied": ("LlamaConfig", _TINY | {"tie_word_embeddings": True, "head_dim": 32}),
-    "qwen3": ("Qwen3Config", _TINY | {"head_dim": 32}),
-    "mixtral": ("MixtralConfig", _TINY | {
+    "llama3": ("LlamaConfig", TINY | {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-3}),
+    "llama3_tied": ("LlamaConfig", TINY | {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3": ("Qwen3Config", TINY | {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", TINY | {
         "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
     }),
-    "qwen3_moe": ("Qwen3MoeConfig", _TINY | {
+    "qwen3_moe": ("Qwen3MoeConfig", TINY | {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
         "norm_topk_prob": False,
     }),
-    "qwen3_moe_renormalized": ("Qwen3MoeConfig", _TINY | {
+    "qwen3_moe_renormalized": ("Qwen3MoeConfig", TINY | {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     }),
-    "olmoe": ("OlmoeConfig", {key: value for key, value in _TINY.items() if key != "head_dim"} | {
+    "olmoe": ("OlmoeConfig", {key: value for key, value in TINY.items() if key != "head_dim"} | {
         "num_experts": 6, "num_experts_per_tok": 3,
     }),
-    "gpt_oss": ("GptOssConfig", _TINY | {
+    "gpt_oss": ("GptOssConfig", TINY | {
         "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8,
-        "rope_parameters": _YARN_ROPE, "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": YARN_ROPE, "layer_types": [SLIDING, FULL, SLIDING],
     }),
     "deepseek_v3": ("DeepseekV3Config", _LATENT | {
         "num_hidden_layers": 4, "q_lora_rank": 20, "first_k_dense_replace": 2, "n_group": 2,
@@ -96,11 +80,11 @@ CASES = {
         "num_hidden_layers": 2, "q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1,
         "topk_group": 1, "n_shared_experts": 2, "rope_interleave": False,
     }),
-    "gemma2": ("Gemma2Config", _TINY | {
+    "gemma2": ("Gemma2Config", TINY | {
         "sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 3.0,
     }),
-    "gemma3": ("Gemma3TextConfig", _TINY | {
+    "gemma3": ("Gemma3TextConfig", TINY | {
         "num_hidden_layers": 4, "sliding_window": 8, "query_pre_attn_scalar": 24,
         "rope_parameters": _GEMMA3_ROPE, "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
     }),
@@ -108,80 +92,17 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def transformers():
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    pytest.importorskip("torch", reason="the models of transformers are in torch: extra `hf`")
-    return pytest.importorskip("transformers", reason="what llmx is compared with: extra `hf`")
-
-
-@pytest.fixture(scope="module")
 def saved(transformers, tmp_path_factory):
     """Each case as a model of transformers and the directory that it saved itself into."""
-    import torch
-
     made = {}
 
     def make(case: str):
         if case not in made:
-            name, values = CASES[case]
-            config = getattr(transformers, name)(**values)
-            theirs = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager"
-            ).eval()
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                # Weights that make every part matter: random norms and biases, uneven attention.
-                for parameter in theirs.parameters():
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_(noise * (0.15 if parameter.ndim > 1 else 0.3))
-                for name, buffer in theirs.named_buffers():
-                    if name.endswith("e_score_correction_bias"):
-                        buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
             directory = tmp_path_factory.mktemp(case)
-            theirs.save_pretrained(directory)
-            made[case] = theirs, directory
+            made[case] = hf_models.make(transformers, *CASES[case], directory), directory
         return made[case]
 
     return make
-
-
-def tokens_of(length: int = LENGTH) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 99, (2, length)).astype(np.int32)
-
-
-@pytest.fixture(scope="module")
-def run():
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), devices=jax.devices()[:1])
-    place = sharding.Placement(mesh, sharding.LAYOUTS["ddp"])
-    return execution.Execution(place=place, policy=precision.POLICIES["fp32"])
-
-
-def our_apply(config: families.ModelConfig, params: dict, run: execution.Execution):
-    """The decoder's functions, and its parameters on the mesh."""
-    shapes, _ = apply.abstract_parameters(config)
-    assert jax.tree.structure(shapes) == jax.tree.structure(params)
-    assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, params)
-    whole = jax.sharding.NamedSharding(run.place.mesh, jax.sharding.PartitionSpec())
-    return apply.Apply(config), jax.device_put(params, whole)
-
-
-def our_logits(config, params, run, tokens: np.ndarray) -> np.ndarray:
-    apply, params = our_apply(config, params, run)
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-
-    def logits(params, tokens, segments, positions):
-        return apply.logits(params, tokens, segments, positions, run)
-
-    with jax.set_mesh(run.place.mesh):
-        return np.asarray(jax.jit(logits)(params, tokens, np.zeros_like(tokens), positions))
-
-
-def their_logits(theirs, tokens: np.ndarray) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        return theirs(torch.from_numpy(tokens).long()).logits.numpy()
 
 
 # ------------------------------------------------------------------- the same numbers and files
@@ -225,39 +146,7 @@ def test_export_gives_the_file_back(case, saved, transformers, tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt2", "gemma3"])
 def test_gradients_are_those_of_transformers(case, saved, run, tmp_path):
-    import torch
-
-    theirs, directory = saved(case)
-    config, params = hf.load(directory)
-    apply, params = our_apply(config, params, run)
-    tokens, targets = tokens_of(), np.roll(tokens_of(), -1, axis=1)
-    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
-    batch = {
-        "tokens": tokens, "targets": targets, "positions": positions,
-        "segment_ids": np.zeros_like(tokens),
-    }  # fmt: skip
-
-    def loss(params, batch):
-        return jnp.mean(apply.losses(params, batch, run)[0])
-
-    with jax.set_mesh(run.place.mesh):
-        ours, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
-    theirs.zero_grad()
-    logits = theirs(torch.from_numpy(tokens).long()).logits
-    flat = torch.from_numpy(targets).long().reshape(-1)
-    expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 99), flat)
-    expected.backward()
-    np.testing.assert_allclose(float(ours), expected.item(), rtol=1e-5)
-    # Gradients have the shapes of parameters, so the same map names them.
-    hf.export(gradients, config, tmp_path / "gradients")
-    mapped = safetensors.numpy.load_file(tmp_path / "gradients" / WEIGHTS)
-    parameters = dict(theirs.named_parameters())
-    assert parameters.keys() == mapped.keys()
-    for name, parameter in parameters.items():
-        gradient = parameter.grad.numpy()
-        scale = np.abs(gradient).max()
-        assert scale > 0, name
-        np.testing.assert_allclose(mapped[name], gradient, atol=GRADIENTS * scale, err_msg=name)
+    assert_same_gradients(*saved(case), run, tmp_path)
 
 
 def test_an_untied_gpt2_and_a_bare_body_load(saved, run, tmp_path):
@@ -451,7 +340,7 @@ def change_config(directory, **changes):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*linear"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "add .'original_max_position"),
-        ({"rope_scaling": _YARN_ROPE | {"attention_factor": 1.2}}, "attention_factor=1.2.*leave"),
+        ({"rope_scaling": YARN_ROPE | {"attention_factor": 1.2}}, "attention_factor=1.2.*leave"),
         ({"rope_scaling": _DEEPSEEK_YARN}, r"mscale_all_dim=0.8.*only deepseek_v3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "add .'factor'"),
         ({"layer_types": ["full_attention"]}, "layer_types=.* for 3 layers"),

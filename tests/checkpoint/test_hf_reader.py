@@ -21,12 +21,14 @@ from llmx.sharding import trees
 
 DATA = types.SimpleNamespace(fingerprint="of the data")
 SMALL = dict(vocab_size=259, width=32, num_heads=4, num_layers=4, vocab_multiple=32)
-# Fused tensors, tied head; latent attention with first layers; experts in one tensor, biases.
+# Fused tensors, tied head; latent attention with first layers; experts in one tensor, biases; parts
+# of different sizes behind one another.
 FAMILIES = {
     "gpt2": dict(head_dim=8, mlp_dim=64, num_kv_heads=4, max_positions=32),
     "llama3": dict(num_kv_heads=2, head_dim=8, mlp_dim=48),
     "deepseek_v3": dict(num_kv_heads=4, head_dim=24, mlp_dim=48, expert_dim=16, shared_dim=16),
     "gpt_oss": dict(num_kv_heads=2, head_dim=8, expert_dim=16),
+    "phi3": dict(num_kv_heads=2, head_dim=8, mlp_dim=48),
 }
 
 

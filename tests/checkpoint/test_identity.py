@@ -31,6 +31,10 @@ MODELS = {
     ),
     "local": families.ModelConfig(**BASE, **LOCAL, rope_scaling="linear", rope_factor=4.0),
     "shared": families.ModelConfig(**BASE | LOCAL | dict(rope_theta_local=0.0)),
+    "unrotated": families.ModelConfig(
+        **BASE, layer_pattern=(families.GLOBAL_NOPE, families.LOCAL_NOPE), window=3, rope_dim=4
+    ),
+    "post_norms": families.ModelConfig(**BASE, post_norms=True),
     "yarn": families.ModelConfig(
         **BASE,
         rope_theta=50.0,
@@ -55,10 +59,11 @@ CHANGES = dict(
     num_kv_heads=1, head_dim=16, mlp_dim=32, max_positions=64, positions="learned",
     rope_theta=100.0, rope_theta_local=50.0, rope_scaling="linear", rope_factor=2.0,
     rope_low_freq=0.5, rope_high_freq=6.0, rope_old_context=64, norm="layer", norm_eps=0.1,
-    norm_plus_one=True, post_norms=True, qk_norm=True, activation="gelu", gated_mlp=False,
-    bias=True, tied_head=True, embedding_scale=True, query_scale=1.0, window=5,
-    layer_pattern=(families.LOCAL,), attention_softcap=0.5, logit_softcap=0.5,
-    rope_beta_fast=3.0, rope_beta_slow=0.25, qk_norm_over="all", attention_sinks=True,
+    norm_plus_one=True, pre_norms=False, post_norms=True, qk_norm=True, activation="gelu",
+    gated_mlp=False, bias=True, qkv_bias=True, tied_head=True, embedding_scale=True,
+    query_scale=1.0, window=5, layer_pattern=(families.LOCAL,), attention_softcap=0.5,
+    logit_softcap=0.5, rope_beta_fast=3.0, rope_beta_slow=0.25, qk_norm_over="all",
+    attention_sinks=True,
     rope_interleaved=True, rope_truncate=True, rope_mscale=1.0, rope_mscale_all=1.0, kv_latent=16,
     query_latent=4, rope_dim=2, value_dim=4, first_dense=1,
     num_experts=8, experts_per_token=3, expert_dim=24, shared_dim=8, router="sigmoid",
@@ -139,7 +144,10 @@ def test_refused_if_and_only_if_the_function_changes(base):
     """Each field of a model, changed: refused exactly where other losses come out."""
     wanted, params = outputs(MODELS[base])
     names = OF_EXPERTS if MODELS[base].num_experts else DEPENDENT
-    of_some = {"plain": CHANGES, "latent": OF_LATENTS, "normed": ["qk_norm", "qk_norm_over"]}
+    of_some = {
+        "plain": CHANGES, "latent": OF_LATENTS, "normed": ["qk_norm", "qk_norm_over"],
+        "post_norms": ["pre_norms", "post_norms"],
+    }  # fmt: skip
     names = of_some.get(base, names)
     for name, changed, refused in refusals(base, names):
         got, _ = outputs(changed, params)

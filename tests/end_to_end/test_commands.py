@@ -114,8 +114,9 @@ def test_an_export_that_fails_leaves_no_files(tmp_path, monkeypatch, capsys, err
     model = families.preset("llama3", num_layers=1, width=16, num_heads=1, num_kv_heads=1,
                             head_dim=16, mlp_dim=16, vocab_size=8, vocab_multiple=8)  # fmt: skip
     params = {
-        path: np.zeros(hf_formats.our_shape(row, model), np.float32)
-        for row in hf_formats.rows(model) for path in row.paths
+        path: np.zeros(shape, np.float32)
+        for row in hf_formats.rows(model)
+        for path, shape in hf_formats.our_shapes(row, model).items()
     }  # fmt: skip
     monkeypatch.setattr(safetensors.numpy, "save_file", torn)
     monkeypatch.setattr(convert, "to_hf", to_hf)

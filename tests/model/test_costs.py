@@ -41,6 +41,13 @@ PUBLISHED = {
     "llama3.2_3b": 3_212_749_824,
     "qwen3_0.6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
+    "mistral_7b": 7_241_732_096,
+    "qwen2.5_0.5b": 494_032_768,
+    "qwen2.5_7b": 7_615_616_512,
+    "olmo2_7b": 7_298_617_344,
+    "phi3_mini_4k": 3_821_079_552,
+    "phi4_14b": 14_659_507_200,
+    "smollm3_3b": 3_075_098_624,
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_630_071_296,
     "qwen3_30b_a3b": 30_532_122_624,
@@ -62,8 +69,10 @@ SHAPES = {
     "padded": dict(vocab_size=61, vocab_multiple=64),
     "padded_tied": dict(vocab_size=61, vocab_multiple=64, tied_head=True),
     "biased_gated": dict(bias=True),
+    "biased_queries": dict(qkv_bias=True),
     "biased_plain": dict(bias=True, gated_mlp=False, norm="layer", positions="learned"),
     "post_norms_layer": dict(norm="layer", post_norms=True, qk_norm=True),
+    "post_norms_alone": dict(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_over="all"),
     "all_heads_normed": dict(qk_norm=True, qk_norm_over="all"),
     "sinks": dict(attention_sinks=True),
     "biased_experts": dict(bias=True, num_experts=4, experts_per_token=2, expert_dim=24),
@@ -180,7 +189,7 @@ def losses_and_batch(
 
 
 # Without the experts, whose loops this walk does not count: with latent attention.
-FAMILY_NAMES = ["gpt2", "llama3", "qwen3", "gemma2", "gemma3", "deepseek_v3"]
+FAMILY_NAMES = ["gpt2", "llama3", "qwen3", "gemma2", "gemma3", "olmo2", "deepseek_v3"]
 
 
 def dense(family: str, **changes) -> ModelConfig:
@@ -384,6 +393,7 @@ COUNTED = {
     "one_kv_head": dict(num_kv_heads=1, head_dim=24),
     "tied_plain": dict(tied_head=True, gated_mlp=False),
     "long_window": dict(layer_pattern=("local",), window=100),
+    "unrotated": dict(num_layers=3, layer_pattern=("local_nope", "global_nope"), window=3),
 }
 
 
@@ -397,7 +407,7 @@ def walked_flops(model: ModelConfig, T: int, *, causal: bool) -> int:
     for kind in model.layer_kinds:
         for query in range(T):
             for key in range(T):
-                hidden = key > query or (kind == "local" and query - key >= model.window)
+                hidden = key > query or ("local" in kind and query - key >= model.window)
                 if not (causal and hidden):
                     flops += model.num_heads * (2 * model.head_dim + 2 * model.head_dim)
     return flops

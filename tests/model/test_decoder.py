@@ -412,6 +412,41 @@ def test_llama3_frequencies():
     np.testing.assert_allclose(frequencies[[0, -1]], [1, 500_000 ** (-62 / 64) / 32], rtol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_first_numbers_of_a_head_are_rotated(interleaved):
+    config = dataclasses.replace(built("llama3").config, head_dim=16, rope_dim=6)
+    alone = dataclasses.replace(config, head_dim=6, rope_dim=0)
+    frequencies = rope.rope_frequencies(config, GLOBAL)
+    np.testing.assert_array_equal(frequencies, rope.rope_frequencies(alone, GLOBAL))
+    x = np.random.default_rng(0).standard_normal((1, 5, 2, 16)).astype(np.float32)
+    rotation = rope.rotation_of(np.arange(5, dtype=np.int32)[None], frequencies)
+    got = rope.rotate(x, rotation, interleaved=interleaved)
+    want = rope.rotate(x[..., :6], rotation, interleaved=interleaved)
+    np.testing.assert_array_equal(got[..., :6], want)
+    np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "learned"),
+    [
+        (dict(rope_dim=4, qkv_bias=True), 4),
+        (dict(layer_pattern=("global_nope",), bias=True), 0),
+        (dict(positions="learned", qkv_bias=True), 0),
+        # Norms of keys, and sinks beside them, make a constant count.
+        (dict(layer_pattern=("global_nope",), qkv_bias=True, qk_norm=True), 8),
+        (dict(positions="learned", qkv_bias=True, attention_sinks=True), 8),
+    ],
+    ids=["partial", "unrotated", "learned", "normed", "sinks"],
+)
+def test_numbers_of_a_bias_that_no_score_depends_on_have_no_gradient(changes, learned):
+    """The others have one; Adam would divide rounding errors by themselves."""
+    decoder = make(dataclasses.replace(built("llama3").config, num_layers=1, **changes))
+    loss = mean_loss(decoder.apply, decoder.execution)
+    gradient = jax.jit(jax.grad(loss, has_aux=True))(decoder.params, a_batch(*row(10, 14)))[0]
+    bias_KH = np.asarray(gradient["blocks"]["attention"]["key"]["bias"][0])
+    assert (np.abs(bias_KH[:, :learned]) > 1e-7).all() and not bias_KH[:, learned:].any()
+
+
 def test_linear_frequencies_spare_local_layers():
     config = families.preset("gemma3_4b", head_dim=4)
     np.testing.assert_allclose(rope.rope_frequencies(config, GLOBAL), [1 / 8, 1e-3 / 8], rtol=1e-6)

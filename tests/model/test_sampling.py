@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.mixed_model import MIXED
 
 from llmx import config, generate, sharding
 from llmx.checkpoint import checkpointer
@@ -16,7 +17,7 @@ from llmx.data import tokenizers
 from llmx.model import apply, families, precision, sampling
 from llmx.model.execution import Execution
 
-FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+FAMILIES = ("gpt2", "llama3", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "smollm3")
 VOCAB = 257
 
 # fp32; the sums over a padded cache have another order than those over a row.
@@ -46,6 +47,8 @@ def built(family: str, mesh: tuple = (), *, replicate_kv: bool = False) -> Built
         changes |= dict(num_layers=3, window=5)
     if family == "deepseek_v3":
         changes |= dict(rope_dim=4, value_dim=6)
+    if family == "smollm3":
+        changes |= MIXED
     decoder = families.preset(family, **changes)
     sizes = dict.fromkeys(sharding.AXES, 1) | dict(mesh)
     devices = jax.devices()[: math.prod(sizes.values())]

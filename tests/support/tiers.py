@@ -30,7 +30,8 @@ _GROUP = re.compile(r"@[^\]]*$")  # of pytest-xdist, behind a name
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
     # These need packages that not every environment has, and so may not exist.
-    "tests/checkpoint/test_hf.py", "tests/pipeline/test_torch_orders.py",
+    "tests/checkpoint/test_hf.py", "tests/checkpoint/test_hf_layers.py",
+    "tests/pipeline/test_torch_orders.py",
 )  # fmt: skip
 
 
