@@ -60,7 +60,7 @@ def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[s
     """Logs a continuation of the config's prompt, at the end of a training run."""
     if not config.sample.prompt:
         return
-    prompt = tokenizer.encode(config.sample.prompt).tolist()
+    prompt = tokenizer.encode_prompt(config.sample.prompt).tolist()
     room = config.model.max_positions - len(prompt)
     if room < 1:
         log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
@@ -74,7 +74,7 @@ def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[s
         recipe.loss.apply, params, execution, [prompt],
         max_tokens=min(config.sample.max_tokens, room), temperature=config.sample.temperature,
         top_k=config.sample.top_k, top_p=config.sample.top_p, seed=config.seed,
-        stop_token=tokenizer.end_of_document,
+        stop_tokens=tokenizer.stop_tokens,
     )  # fmt: skip
     log(f"sample:\n{tokenizer.decode([*prompt, *added])}\n")
 
@@ -119,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
 def _continue(args: argparse.Namespace):
     config = config_lib.load_run(args.workdir)
     texts = _prompt_texts(args, config.sample.prompt)
-    coder = tokenizers.load(f"{args.workdir}/tokenizer.json")
-    prompts = [coder.encode(text).tolist() for text in texts for _ in range(args.samples)]
+    coder = tokenizers.of_run(args.workdir)
+    prompts = [coder.encode_prompt(text).tolist() for text in texts for _ in range(args.samples)]
     room = config.model.max_positions - max(len(prompt) for prompt in prompts)
     names = ("max_tokens", "temperature", "top_k", "top_p")
     settings = {name: getattr(config.sample, name) for name in names}
@@ -141,7 +141,7 @@ def _continue(args: argparse.Namespace):
     )
     added = sampling.generate(
         recipe.loss.apply, restored.state, recipe.loss.execution, prompts, **settings,
-        seed=args.seed, stop_token=coder.end_of_document,
+        seed=args.seed, stop_tokens=coder.stop_tokens,
     )  # fmt: skip
     launch.note(f"step {restored.step}, {sum(map(len, added))} tokens added")
     for number, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
