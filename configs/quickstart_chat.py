@@ -6,7 +6,7 @@
         --chat-template configs/quickstart_chat.jinja
     python -m llmx.aot --config configs/quickstart_chat.py --topology v5e:1x1
 
-Two minutes on two CPU cores are enough to know the answers by heart. An imported model brings
+After about two minutes on two CPU cores it knows the answers by heart. An imported model brings
 its own config, tokenizer and chat template, and is trained on conversations by
 
     python -m llmx.train --config runs/qwen3/config.json --workdir runs/tuned \
@@ -24,7 +24,7 @@ HERE = pathlib.Path(__file__).parent
 
 def get_config() -> config.Config:
     run = config.default()
-    run.steps, run.precision = 200, "fp32"
+    run.steps, run.precision = 150, "fp32"
     run.model = families.preset(
         "llama3", width=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384,
         max_positions=1024, vocab_multiple=8, tied_head=True,
@@ -33,5 +33,5 @@ def get_config() -> config.Config:
     run.data.sources, run.data.format = (str(HERE / "quickstart_chat.jsonl"),), "chat"
     run.data.chat_template, run.data.held_out = str(HERE / "quickstart_chat.jinja"), 0.0
     run.optimizer.learning_rate, run.optimizer.warmup_steps = 5e-3, 20
-    run.checkpoint.every, run.metrics.log_every = 100, 10
+    run.checkpoint.every, run.metrics.log_every = 50, 10
     return run

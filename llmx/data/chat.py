@@ -292,7 +292,10 @@ class Template:
     def end_of_turn(self) -> str:
         """The special token that closes an assistant's turn; "" if none does."""
         talk = [{"role": "user", "content": "1"}, {"role": ASSISTANT, "content": "2"}]
-        begin, end = self._turn(talk, 1, whole := self.render(talk))
+        try:
+            begin, end = self._turn(talk, 1, whole := self.render(talk))
+        except ValueError:  # the template takes other conversations only
+            return ""
         inside = [whole.text[a:b] for a, b in whole.special if begin <= a and b == end]
         return inside[0] if inside else ""
 
