@@ -75,6 +75,8 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     run.optimizer.ema_decay = 0.0
     file = pathlib.Path(directory, tokenizers.FILE_NAME)
     coder = tokenizers.load(tokenizer or file) if tokenizer or file.is_file() else None
+    files = hf_files.read(directory) | (coder.files if tokenizer and coder else {})
+    hf_files.special_ids(files, end_token=None)  # raises where they are none
     # Also without the file: no other tokenizer may take its place unasked.
     run.data.tokenizer = str(root / tokenizers.FILE_NAME)
     to = jax.tree.map(lambda leaf: leaf.sharding, _abstract_params(run))
@@ -86,7 +88,7 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
             meta = {"imported_from": str(directory), "config": config.to_json(run)}
             checkpoints.save(0, state, meta=meta, wait=True)
         if coder is not None:
-            coder.files = hf_files.read(directory)
+            coder.files = files
             coder.save(root / tokenizers.FILE_NAME)
         config.save_run(run)
     if coder is None:

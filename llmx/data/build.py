@@ -21,7 +21,7 @@ import numpy as np
 
 from llmx.data import chat as chat_lib
 from llmx.data import documents as documents_lib
-from llmx.data import json_files, tokenizers
+from llmx.data import json_files, tokenizer_files, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -30,8 +30,13 @@ _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 _REPORT_SECONDS = 10.0
 _POSITION = {field.name for field in dataclasses.fields(documents_lib.Position)}
-_JSON = "|".join(map(re.escape, ("index.json", "progress.json", *tokenizers.FILE_NAMES)))
-_OWN_FILES = re.compile(rf"({_JSON})|shard-\d+\.(tokens|documents|weights)|\.({_JSON})\.\d+")
+_OWN_FILES = re.compile(
+    r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents|weights)"
+    r"|\.(index|progress|tokenizer)\.json\.\d+"
+)
+_BESIDE = re.compile(
+    "|".join(rf"{name}|\.{name}\.\d+" for name in map(re.escape, tokenizer_files.NAMES))
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +122,19 @@ def make_recipe(
 
 def clear(folder: pathlib.Path, *, keep: Collection[str] = ()) -> None:
     """Removes what a build writes from the folder, but the names in `keep`, and nothing else."""
+    foreign = foreign_files(folder)
     for path in list(folder.iterdir()):
-        if _OWN_FILES.fullmatch(path.name) and path.name not in keep:
+        if path.name not in foreign and path.name not in keep:
             path.unlink()
 
 
 def foreign_files(folder: pathlib.Path) -> list[str]:
     """Names in the folder that no build wrote."""
-    return sorted(p.name for p in folder.iterdir() if not _OWN_FILES.fullmatch(p.name))
+    # The files of a tokenizer may also be those of a model that lies there.
+    built = any((folder / name).is_file() for name in (shards_lib.INDEX, shards_lib.PROGRESS))
+    ours = [_OWN_FILES, *([_BESIDE] if built else [])]
+    names = (path.name for path in folder.iterdir())
+    return sorted(name for name in names if not any(known.fullmatch(name) for known in ours))
 
 
 def _read_progress(path: pathlib.Path) -> dict:

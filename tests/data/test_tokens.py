@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support import small_tokenizers
 
+from llmx.data import __main__ as command
 from llmx.data import build, config, dataset, shards, tokenizers
 
 TEXTS = small_tokenizers.mixed_texts(1000)
@@ -188,3 +189,19 @@ def test_shards_keep_the_files_beside_the_tokenizer(tmp_path, folders):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"begin with the tokens \[500\], those of .* with \[\]"):
         dataset.open_dataset(mixed, sequence_length=4, seed=0, log=lambda _: None)
+
+
+def test_a_folder_with_a_model_is_not_cleared(tmp_path, folders):
+    """Also where no file of it but those of the tokenizer has a name that is none of ours."""
+    (tmp_path / "text.txt").write_text("words")
+    model = small_tokenizers.write(tmp_path / "model", "wordpiece", generation_config_json="{}")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    source = ["--source", str(tmp_path / "text.txt"), "--output", str(model)]
+    assert command.main(source) == 2
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    # What a build has written is its own, files beside the tokenizer included.
+    output = ["--source", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
+    assert command.main([*output, "--tokenizer", str(folders["byte_level"])]) == 0
+    assert (tmp_path / "out/tokenizer_config.json").is_file()
+    assert command.main([*output, "--overwrite"]) == 0
+    assert not (tmp_path / "out/tokenizer_config.json").exists()
