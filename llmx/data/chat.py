@@ -227,15 +227,16 @@ class Template:
         return [self._marked(one) for one in value] if isinstance(value, list) else value
 
     def _marked_text(self, text: str) -> str:
-        marked = self._special.sub(_marked_token, text)
-        tail, head = marked.rstrip(), marked.lstrip()
-        sizes = range(1, self._longest)
-        if any(tail[-size:] in self._beginnings for size in sizes):
-            marked = tail + _BREAK + marked[len(tail) :]
-        inside = len(head) < self._longest and head and any(tail in token for token in self._tokens)
-        if inside or any(head[:size] in self._endings for size in sizes):
+        # Spaces stay outside: a template may trim them.
+        kept = text.strip()
+        marked, sizes = self._special.sub(_marked_token, kept), range(1, self._longest)
+        inside = len(kept) < self._longest and any(kept in token for token in self._tokens)
+        if kept and (inside or any(marked[:size] in self._endings for size in sizes)):
             marked = _BREAK + marked
-        return marked
+        if any(marked[-size:] in self._beginnings for size in sizes):
+            marked += _BREAK
+        begin = len(text) - len(text.lstrip())
+        return text[:begin] + marked + text[begin + len(kept) :]
 
     def render_to_learn(self, talk: Conversation) -> Rendered:
         """The text of a whole conversation with what is learned of it. Raises ValueError."""

@@ -138,6 +138,29 @@ def test_no_message_writes_a_special_token(style, place, coders):
             assert len(only(ids[weights == 1].tolist())) == 2
 
 
+@pytest.mark.parametrize("spaces", ["", " "])
+def test_parts_of_a_special_token_do_not_join(spaces, coders):
+    """Over two messages, and with what the template writes around them."""
+    ours, token = tokenizers.load(coders["llama3"]), "<|eot_id|>"
+    joined = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    for size in range(1, len(token)):
+        parts = talk(f"a{token[:size]}{spaces}", f"{spaces}{token[size:]}b")
+        middle = talk(f"{spaces}{token[size : size + 4]}")
+        around = f"{token[:size]}{joined}{token[size + 4 :]}"
+        cases = [
+            (joined, parts), (around, middle), (f"{joined}{token[size:]}", parts[:1]),
+            (f"{token[:size]}{joined}", parts[1:]),
+        ]  # fmt: skip
+        for template, messages in cases:
+            rendered = chat.Template(template, ours).render(messages)
+            assert token in rendered.text and rendered.special == ()
+            assert ours.special[token] not in chat.encode(ours, rendered)[0]
+    rendered = chat.Template(f"{joined}{token}", ours).render(
+        talk("a <|", "eot", "|> b", token[:-1])
+    )
+    assert rendered.text == f"a <|eot|> b{token[:-1]}{token}" and len(rendered.special) == 1
+
+
 def test_other_keys_of_a_message_are_text_too(tmp_path):
     template = "{% for m in messages %}{{ m.tool_calls | tojson }}<|eot_id|>{% endfor %}"
     ours = tokenizers.load(
