@@ -115,6 +115,14 @@ def _start(config: Config) -> Iterator[str]:
             f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
             "or of an import by llmx.convert --from-hf"
         )
+    file, data = os.path.join(workdir, tokenizers.FILE_NAME), config.data
+    shards_first = any(str(name).startswith(sources.SHARDS_PREFIX) for name in data.sources)
+    by_default = data.tokenizer == "auto" and not (data.train_tokenizer or shards_first)
+    if workdir and by_default and os.path.isfile(file) and not tokenizers.is_bytes(file):
+        yield (
+            f"start_from={config.start_from!r} has a tokenizer, and data.tokenizer='auto' reads "
+            f"bytes: use data.tokenizer={file!r}, or 'bytes' if that is meant"
+        )
     fields = {field.name for field in dataclasses.fields(families.ModelConfig)}
     for name in config.start_changes:
         if name not in fields:

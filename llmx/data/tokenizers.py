@@ -398,6 +398,11 @@ def require(workdir: str | os.PathLike) -> None:
         )
 
 
+def is_bytes(path: str | os.PathLike) -> bool:
+    """Whether a tokenizer file is that of bytes, without loading another."""
+    return pathlib.Path(path).stat().st_size < 99 and load(path).fingerprint == "bytes"
+
+
 def problems(name: str) -> list[str]:
     """What is wrong with a tokenizer's name, without loading it."""
     path = pathlib.Path(os.path.expanduser(name))

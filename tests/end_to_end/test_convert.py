@@ -11,6 +11,7 @@ from support import small_tokenizers
 
 from llmx import config, convert, evaluate, generate
 from llmx.checkpoint import checkpointer, hf
+from llmx.config import checks
 from llmx.data import tokenizers
 from llmx.model import apply, families
 
@@ -185,3 +186,19 @@ def test_without_a_tokenizer_nothing_is_read_as_bytes(tmp_path, capsys):
     with pytest.raises(SystemExit):
         convert.main(["--workdir", "x", "--to-hf", "y", "--tokenizer", "bytes"])
     assert "--tokenizer goes with --from-hf" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_from_another_does_not_read_bytes_unasked(tmp_path):
+    for name, tokenizer in (("file", tokenizers.train([b"one two " * 9], vocab_size=300)),
+                            ("bytes", None)):  # fmt: skip
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, tokenizer=tokenizer)
+    run = config.default()
+    run.start_from = f"{tmp_path}/bytes"
+    checks.resolve(run, 1)
+    run.start_from = f"{tmp_path}/file"
+    with pytest.raises(ValueError, match=r"data\.tokenizer='auto' reads bytes: use data\.tok"):
+        checks.resolve(run, 1)
+    for named in ("bytes", f"{tmp_path}/file/tokenizer.json"):
+        run.data.tokenizer = named
+        checks.resolve(run, 1)
