@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import pathlib
-import shutil
 import sys
 import tempfile
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer, hf, hf_formats, hf_reader, streamed
+from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed
 from llmx.config import recipe
 from llmx.data import tokenizers
 from llmx.runtime import exits, launch, ownership
@@ -27,14 +26,15 @@ from llmx.runtime import exits, launch, ownership
 
 def to_hf(
     workdir: str, directory: str, *, at_step: int | None = None, ema: bool | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
 ) -> int:  # fmt: skip
     """Writes the parameters of a run into `directory`, new or empty; returns their step.
 
     Args:
       at_step: of the checkpoint; None = the newest.
       ema: whether to write the average of the parameters; None = if the run has one.
-      dtype: a name in `hf_reader.DTYPES`.
+      dtype: a name in `hf_reader.DTYPES`; None = that of the checkpoint the run comes from, or
+        float32.
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
@@ -56,18 +56,22 @@ def to_hf(
     )
     with tempfile.TemporaryDirectory() as scratch:
         file = pathlib.Path(scratch, tokenizers.FILE_NAME)
-        file.write_text(_tokenizer_text(coder), encoding="utf-8")
+        file.write_bytes(_tokenizer_file(coder))
         hf.export(
             restored.state, run.model, directory, tokenizer_file=file,
-            end_token=coder.end_of_document, dtype=dtype,
+            end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
+            dtype=dtype or hf_files.dtype(coder.files, hf_reader.DTYPES),
         )  # fmt: skip
     return restored.step
 
 
-def from_hf(directory: str, workdir: str):
+def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     """Creates the work directory of a run at step 0 from a Hugging Face checkpoint, in its dtype.
 
     Tensors are read and written in pieces: the model need not fit into memory.
+
+    Args:
+      tokenizer: "bytes", or a tokenizer.json; "" = that of `directory`.
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
@@ -80,9 +84,11 @@ def from_hf(directory: str, workdir: str):
     run.batch.sequence_length = min(run.batch.sequence_length, run.model.max_positions)
     run.optimizer.ema_decay = 0.0
     file = pathlib.Path(directory, tokenizers.FILE_NAME)
-    if file.is_file():
-        tokenizers.load(file)
-        run.data.tokenizer = str(root / tokenizers.FILE_NAME)
+    coder = tokenizers.load(tokenizer or file) if tokenizer or file.is_file() else None
+    files = hf_files.read(directory) | (coder.files if tokenizer and coder else {})
+    hf_files.special_ids(files, end_token=None)  # raises where they are none
+    # Also without the file: no other tokenizer may take its place unasked.
+    run.data.tokenizer = str(root / tokenizers.FILE_NAME)
     arrays = {
         f"params/{path}": streamed.Streamed(
             shape,
@@ -96,9 +102,23 @@ def from_hf(directory: str, workdir: str):
         _require_empty(root)
         meta = {"imported_from": str(directory), "config": config.to_json(run)}
         streamed.save(f"{workdir}/checkpoints", 0, arrays, meta)
-        if file.is_file():
-            shutil.copyfile(file, root / tokenizers.FILE_NAME)
+        if coder is not None:
+            coder.files = files
+            coder.save(root / tokenizers.FILE_NAME)
         config.save_run(run)
+    if coder is None:
+        launch.log(f"warning: {_no_tokenizer(directory)}; until then {_REFUSE}")
+
+
+_REFUSE = "llmx.generate and llmx.evaluate refuse the run"
+
+
+def _no_tokenizer(directory: str) -> str:
+    return (
+        f"{directory} has no {tokenizers.FILE_NAME}: write one there (in Python: "
+        f"transformers.AutoTokenizer.from_pretrained({directory!r}).save_pretrained({directory!r}))"
+        " and import again, or import with --tokenizer FILE"
+    )
 
 
 def _require_empty(root: pathlib.Path) -> None:
@@ -114,7 +134,7 @@ def _abstract_params(run: config.Config) -> Any:
     return recipe.make_recipe(whole, devices=jax.devices()[:1]).loss.params
 
 
-def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
+def _tokenizer_file(coder: tokenizers.Tokenizer) -> bytes:
     """A tokenizer.json: that of the file, or one equivalent to the byte tokenizer."""
     if isinstance(coder, tokenizers.FileTokenizer):
         return coder.dumps()
@@ -129,7 +149,7 @@ def _tokenizer_text(coder: tokenizers.Tokenizer) -> str:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, library.decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.END_TOKENS[0]])
     assert tokenizer.token_to_id(tokenizers.END_TOKENS[0]) == coder.end_of_document
-    return tokenizer.to_str()
+    return tokenizer.to_str().encode()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,21 +168,25 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
     average = "write the average of the parameters; by default if the run keeps one"
     command.add_argument("--ema", action=argparse.BooleanOptionalAction, help=average)
-    command.add_argument(
-        "--dtype", choices=sorted(hf_reader.DTYPES), help="to write; float32 by default"
-    )
+    dtypes = "to write; by default that of the imported checkpoint, or float32"
+    command.add_argument("--dtype", choices=sorted(hf_reader.DTYPES), help=dtypes)
+    named = '"bytes" or a tokenizer.json; by default that of the imported directory'
+    command.add_argument("--tokenizer", metavar="NAME", default="", help=named)
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")
+    if args.to_hf and args.tokenizer:
+        command.error("--tokenizer goes with --from-hf")
     # Nothing is computed, and the host has more memory than a device.
     jax.config.update("jax_platforms", "cpu")
     try:
         if args.from_hf:
-            from_hf(args.from_hf, args.workdir)
+            from_hf(args.from_hf, args.workdir, tokenizer=args.tokenizer)
             launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
         else:
-            dtype = args.dtype or "float32"
-            step = to_hf(args.workdir, args.to_hf, at_step=args.step, ema=args.ema, dtype=dtype)
+            step = to_hf(
+                args.workdir, args.to_hf, at_step=args.step, ema=args.ema, dtype=args.dtype
+            )
             launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
         return 0
     except hf.Unwritten as error:

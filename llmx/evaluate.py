@@ -20,6 +20,7 @@ from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import dataset as data_lib
+from llmx.data import tokenizers
 from llmx.runtime import launch
 from llmx.step.step import Recipe
 
@@ -132,6 +133,7 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float]]:
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
     run = config.load_run(args.workdir)
+    tokenizers.require(args.workdir)
     launch.start(launch.elsewhere(run.launch))
     if run.mesh.stage > 1:
         run.batch.accumulation = 1  # its own evaluations too take the batch of a step

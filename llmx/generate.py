@@ -1,13 +1,14 @@
 """Continues prompts: python -m llmx.generate --workdir W --prompt "..." [--prompt "..."]
 
-Lengths, sampling and the key/value cache are in `llmx.model.sampling`.
+With --chat it is a conversation, rendered by the chat template of the run's tokenizer. Lengths,
+sampling and the key/value cache are in `llmx.model.sampling`.
 """
 
 import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from llmx.runtime import exits
@@ -22,7 +23,7 @@ from llmx import sharding
 from llmx.checkpoint import checkpointer, reshard
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
-from llmx.data import tokenizers
+from llmx.data import chat, text_stream, tokenizers
 from llmx.model import sampling
 from llmx.model.execution import Execution
 from llmx.pipeline.permutation import IDENTITY
@@ -60,7 +61,7 @@ def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[s
     """Logs a continuation of the config's prompt, at the end of a training run."""
     if not config.sample.prompt:
         return
-    prompt = tokenizer.encode(config.sample.prompt).tolist()
+    prompt = tokenizer.encode_prompt(config.sample.prompt).tolist()
     room = config.model.max_positions - len(prompt)
     if room < 1:
         log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
@@ -74,20 +75,27 @@ def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[s
         recipe.loss.apply, params, execution, [prompt],
         max_tokens=min(config.sample.max_tokens, room), temperature=config.sample.temperature,
         top_k=config.sample.top_k, top_p=config.sample.top_p, seed=config.seed,
-        stop_token=tokenizer.end_of_document,
+        stop_tokens=tokenizer.stop_tokens,
     )  # fmt: skip
     log(f"sample:\n{tokenizer.decode([*prompt, *added])}\n")
 
 
 def _command() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
-        prog="python -m llmx.generate", description="Continues prompts with a trained run."
+        prog="python -m llmx.generate",
+        description="Continues prompts, or a conversation, with a trained run.",
     )
     command.add_argument("--workdir", required=True, help="where llmx.train wrote the run")
     command.add_argument(
         "--prompt", action="append", default=[], help="text to continue; repeatable"
     )
     command.add_argument("--prompt-file", help="a file with one prompt per line")
+    talk = "talk: turns are lines of standard input; /reset begins again, /exit ends"
+    command.add_argument("--chat", action="store_true", help=talk)
+    command.add_argument("--system", default="", help="system message of the conversation")
+    command.add_argument("--stream", action="store_true", help="print the text as it comes")
+    stop = "end a text before this string; repeatable"
+    command.add_argument("--stop", action="append", default=[], metavar="STRING", help=stop)
     command.add_argument("--samples", type=int, default=1, help="continuations of each prompt")
     command.add_argument("--max-tokens", type=int, help="most tokens to add")
     command.add_argument("--temperature", type=float, help="0 = always the likeliest token")
@@ -105,7 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     """Prints prompts with their continuations. Exit code: 0 done, 2 where the input is wrong."""
     args = _command().parse_args(argv)
     try:
-        _continue(args)
+        if args.system and not args.chat:
+            raise ValueError("--system goes with --chat: put it into the prompt")
+        _chat(args) if args.chat else _continue(args)
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = None  # the reader has seen enough
@@ -116,21 +126,85 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _continue(args: argparse.Namespace):
+def _continue(args: argparse.Namespace) -> None:
     config = config_lib.load_run(args.workdir)
     texts = _prompt_texts(args, config.sample.prompt)
-    coder = tokenizers.load(f"{args.workdir}/tokenizer.json")
-    prompts = [coder.encode(text).tolist() for text in texts for _ in range(args.samples)]
+    coder = tokenizers.of_run(args.workdir)
+    prompts = [coder.encode_prompt(text).tolist() for text in texts for _ in range(args.samples)]
     room = config.model.max_positions - max(len(prompt) for prompt in prompts)
-    names = ("max_tokens", "temperature", "top_k", "top_p")
-    settings = {name: getattr(config.sample, name) for name in names}
-    # A default gives way to the model's limit, an explicit value does not.
-    settings["max_tokens"] = max(1, min(settings["max_tokens"], room))
-    settings |= {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    settings = _settings(args, config, room)
     max_tokens, *how = settings.values()
     problems = sampling.prompt_problems(config.model, prompts, max_tokens)
     if problems := [*problems, *sampling.sampling_problems(*how)]:
         raise ValueError("\n".join(problems))
+    model = _restore(args, config)
+    settings |= {"seed": args.seed, "stop_tokens": coder.stop_tokens}
+    if args.stream or args.stop:
+        rows = [text_stream.TextStream(coder, prompt, stops=args.stop) for prompt in prompts]
+        shown = _Rows(rows, [_heading(args, prompts, row) for row in range(len(prompts))])
+        before = [coder.decode(prompt) for prompt in prompts]
+        for piece in shown.pieces(sampling.stream(*model, prompts, **settings), before):
+            print(piece, end="", flush=True)
+        return
+    added = sampling.generate(*model, prompts, **settings)
+    launch.note(f"{sum(map(len, added))} tokens added")
+    for row, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
+        print(_heading(args, prompts, row) + coder.decode([*prompt, *new]), flush=True)
+
+
+def _heading(args: argparse.Namespace, prompts: Sequence[Sequence[int]], row: int) -> str:
+    which, sample = divmod(row, args.samples)
+    return f"--- prompt {which + 1}, sample {sample + 1}\n" if len(prompts) > 1 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Texts that grow together, shown one after the other."""
+
+    rows: Sequence[text_stream.TextStream]
+    headings: Sequence[str]
+
+    def pieces(
+        self, blocks: Iterable[Sequence[Sequence[int]]], before: Sequence[str]
+    ) -> Iterator[str]:
+        """What to print, as tokens come; of later rows once those before have ended."""
+        at, ended = 0, [False] * len(self.rows)
+        waiting = [head + text for head, text in zip(self.headings, before, strict=True)]
+
+        def printable(last: bool) -> Iterator[str]:
+            nonlocal at
+            while at < len(self.rows):
+                yield waiting[at]
+                waiting[at] = ""
+                if not (last or ended[at]):
+                    return
+                yield "\n"
+                at += 1
+
+        yield from printable(last=False)
+        for parts in blocks:
+            for row, (stream, ids) in enumerate(zip(self.rows, parts, strict=True)):
+                waiting[row] += stream.add(ids)
+                ended[row] = stream.stopped
+            yield from printable(last=False)
+            if all(ended):
+                return
+        for row, stream in enumerate(self.rows):
+            waiting[row] += stream.end()
+        yield from printable(last=True)
+
+
+def _settings(args: argparse.Namespace, config: config_lib.Config, room: int) -> dict[str, Any]:
+    """Most tokens, temperature, top_k and top_p, by the flags and else by the config."""
+    names = ("max_tokens", "temperature", "top_k", "top_p")
+    settings = {name: getattr(config.sample, name) for name in names}
+    # A default gives way to the model's limit, an explicit value does not.
+    settings["max_tokens"] = max(1, min(settings["max_tokens"], room))
+    return settings | {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+
+
+def _restore(args: argparse.Namespace, config: config_lib.Config) -> tuple[Any, Any, Execution]:
+    """What `sampling` takes: the decoder, its parameters, and how it is executed."""
     # This process alone, on the best device here, wherever the run was trained.
     alone = launch.LaunchConfig(coordinator="none", compile_cache=config.launch.compile_cache)
     launch.start(alone)
@@ -139,16 +213,66 @@ def _continue(args: argparse.Namespace):
     restored = checkpointer.restore_params(
         args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
     )
-    added = sampling.generate(
-        recipe.loss.apply, restored.state, recipe.loss.execution, prompts, **settings,
-        seed=args.seed, stop_token=coder.end_of_document,
-    )  # fmt: skip
-    launch.note(f"step {restored.step}, {sum(map(len, added))} tokens added")
-    for number, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
-        if len(prompts) > 1:
-            which, sample = divmod(number, args.samples)
-            print(f"--- prompt {which + 1}, sample {sample + 1}")
-        print(coder.decode([*prompt, *new]), flush=True)
+    launch.note(f"step {restored.step} of {args.workdir}")
+    return recipe.loss.apply, restored.state, recipe.loss.execution
+
+
+def _chat(args: argparse.Namespace) -> None:
+    """A conversation, a line of standard input a turn."""
+    if args.prompt or args.prompt_file or args.samples != 1:
+        raise ValueError("--chat reads turns from standard input: leave out prompts and --samples")
+    config, coder = config_lib.load_run(args.workdir), tokenizers.of_run(args.workdir)
+    template = chat.template_of(coder)
+    _, *how = _settings(args, config, 1).values()
+    if problems := list(sampling.sampling_problems(*how)):
+        raise ValueError("\n".join(problems))
+    beginning = [{"role": "system", "content": args.system}] if args.system else []
+    end = coder.special.get(template.end_of_turn())
+    stops = {*coder.stop_tokens, *([] if end is None else [end])}
+    model, talk = _restore(args, config), list(beginning)
+    for line in _turns():
+        if line.strip() in ("/exit", "/quit"):
+            return
+        if line.strip() == "/reset":
+            talk = list(beginning)
+            continue
+        turn = [*talk, {"role": "user", "content": line}]
+        try:
+            prompt = _prompt_of(turn, coder, config)
+        except ValueError as error:  # of this turn, and not of the run
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        room = config.model.max_positions - len(prompt)
+        settings = _settings(args, config, room)
+        settings |= {"max_tokens": min(settings["max_tokens"], room), "seed": args.seed}
+        stream = text_stream.TextStream(coder, prompt, stops=args.stop)
+        blocks = sampling.stream(*model, [prompt], **settings, stop_tokens=sorted(stops))
+        for piece in _Rows([stream], [""]).pieces(blocks, [""]):
+            print(piece, end="", flush=True)
+        talk = [*turn, {"role": chat.ASSISTANT, "content": stream.text}]
+
+
+def _prompt_of(talk: chat.Messages, coder: tokenizers.Tokenizer, config) -> list[int]:
+    """Ids of a conversation that the assistant is to continue. Raises ValueError."""
+    rendered = chat.template_of(coder).render(talk, generation_prompt=True)
+    prompt = chat.encode(coder, rendered)[0].tolist()
+    if len(prompt) >= config.model.max_positions:
+        raise ValueError(
+            f"the conversation has {len(prompt)} tokens, and the model has "
+            f"max_positions={config.model.max_positions}: /reset begins another"
+        )
+    return prompt
+
+
+def _turns() -> Iterator[str]:
+    """Lines that a user writes, or that standard input holds, without blank ones."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
 
 
 def _prompt_texts(args: argparse.Namespace, default: str) -> list[str]:

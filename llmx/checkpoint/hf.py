@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.checkpoint import hf_formats, hf_reader, streamed, writer
+from llmx.checkpoint import hf_files, hf_formats, hf_reader, streamed, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
 from llmx.model.families import ModelConfig
@@ -42,6 +42,7 @@ class Unwritten(OSError):
 def export(
     params: Mapping[str, Any], model: ModelConfig, directory: str | pathlib.Path, *,
     tokenizer_file: str | pathlib.Path | None = None, end_token: int | None = None,
+    files: Mapping[str, bytes] | None = None, ids: Mapping[str, int] | None = None,
     dtype: str = "float32", shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:  # fmt: skip
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
@@ -51,6 +52,8 @@ def export(
       directory: new or empty. config.json is written last: an incomplete export has none.
       tokenizer_file: a tokenizer.json of Hugging Face `tokenizers`, to be copied.
       end_token: id of the token that ends a text.
+      files: what lay beside the tokenizer.json, to be written as it was; `hf_files.read`.
+      ids: of other special tokens, for config.json: {"bos_token_id": 1}.
       dtype: a name in `hf_reader.DTYPES`.
       shard_bytes: weights of more than this are split over several files.
 
@@ -61,14 +64,14 @@ def export(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not empty: export into a new directory")
     config = hf_formats.model_config_to_hf(model)
-    # Without these keys the defaults of some families end texts at token 1 or 2.
-    config |= dict.fromkeys(("bos_token_id", "pad_token_id")) | {"eos_token_id": end_token}
+    files = files or {}
+    config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
     config |= {"torch_dtype": dtype, "use_cache": True}
     arrays = _checked_params(params, model)
     directory.mkdir(parents=True, exist_ok=True)
     try:
         if tokenizer_file is not None:
-            _write_tokenizer(directory, pathlib.Path(tokenizer_file), model, end_token)
+            hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
         _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, KeyboardInterrupt) as error:
@@ -164,24 +167,6 @@ def _parts(
         return
     for start in range(0, model.vocab_size, ROWS):
         yield arrays[row.ours][start : min(start + ROWS, model.vocab_size)]
-
-
-def _write_tokenizer(
-    directory: pathlib.Path, file: pathlib.Path, model: ModelConfig, end_token: int | None
-):
-    """tokenizer.json as it is, and the tokenizer_config.json that makes transformers use it."""
-    text = file.read_text(encoding="utf-8")
-    content = json.loads(text)
-    if "model" not in content:
-        remedy = "give a tokenizer.json of that library, or none"
-        raise ValueError(f"{file} is not a tokenizer of Hugging Face `tokenizers`: {remedy}")
-    special = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions,
-        "clean_up_tokenization_spaces": False, "eos_token": special.get(end_token),
-    }  # fmt: skip
-    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load(

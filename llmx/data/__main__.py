@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmx.data import build, tokenizers
+from llmx.data import build, preview, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -34,6 +34,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--train-tokenizer", type=int, default=0, metavar="N",
         help="train a byte-level BPE of N tokens on the sources and use it")
     add("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)")
+    add("--format", choices=("text", "chat"), default="text",
+        help='"chat": JSONL of messages, of which the assistant\'s turns are learned')
+    add("--chat-template", default="", metavar="FILE",
+        help="Jinja file that renders conversations; by default the tokenizer's own")
+    add("--no-bos", action="store_true",
+        help="begin no document with the start token that the tokenizer adds to texts")
     add("--shard-tokens", type=int, default=build.SHARD_TOKENS, metavar="N",
         help=f"close a shard at this many tokens ({build.SHARD_TOKENS})")
     add("--skip-bad", action="store_true",
@@ -41,6 +47,15 @@ def make_parser() -> argparse.ArgumentParser:
     # fmt: on
     add("--overwrite", action="store_true", help="discard what an earlier run left in DIR")
     add("--verify", metavar="DIR", help="check every checksum of finished shards, write nothing")
+    add(
+        "--preview",
+        nargs="?",
+        type=int,
+        const=3,
+        default=0,
+        metavar="N",
+        help="show tokens of the first N documents (3), learned ones in green, and write nothing",
+    )
     return parser
 
 
@@ -59,7 +74,9 @@ def _make_bar(*, unit: str):
 def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
     if not arguments.source:
         yield '--source is missing: name text, such as --source stdlib or "docs/**/*.md"'
-    if not arguments.output:
+    if arguments.preview < 0:
+        yield f"--preview {arguments.preview} is below 1: give the number of documents to show"
+    if not (arguments.output or arguments.preview):
         yield "--output is missing: name the folder to write"
     for source in arguments.source:
         if source.startswith(sources_lib.SHARDS_PREFIX):
@@ -78,6 +95,10 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.tokenizer == "auto":
         yield '--tokenizer "auto" has no meaning here: give "bytes" or a file'
     yield from (f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
+    if size and (arguments.format == "chat" or arguments.preview):
+        yield "--train-tokenizer goes with text that is written: give a --tokenizer for the rest"
+    if arguments.chat_template and not os.path.isfile(os.path.expanduser(arguments.chat_template)):
+        yield f"--chat-template {arguments.chat_template!r} is no file: name a Jinja file"
     if arguments.shard_tokens < 1:
         yield f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1"
     if "://" in (arguments.output or ""):
@@ -125,16 +146,24 @@ def _already_complete(folder: pathlib.Path, recipe: build.Recipe) -> bool:
     return False
 
 
-def write(arguments: argparse.Namespace) -> None:
-    """Writes or continues the shards that the options describe."""
-    size = arguments.train_tokenizer
+def _make_recipe(arguments: argparse.Namespace) -> build.Recipe:
+    """What the options describe."""
+    tokenizer = arguments.train_tokenizer or tokenizers.load(arguments.tokenizer)
+    if arguments.chat_template:
+        tokenizer = tokenizer.with_template(tokenizers.read_template(arguments.chat_template))
     recipe = build.make_recipe(
-        arguments.source, tokenizer=size or tokenizers.load(arguments.tokenizer),
-        text_key=arguments.text_key, skip_bad=arguments.skip_bad,
-        shard_tokens=arguments.shard_tokens,
+        arguments.source, tokenizer=tokenizer, text_key=arguments.text_key,
+        skip_bad=arguments.skip_bad, shard_tokens=arguments.shard_tokens,
+        bos=not arguments.no_bos, chat=arguments.format == "chat",
     )  # fmt: skip
     if recipe.left_out:
         print(f"left out: {sources_lib.listed(recipe.left_out)}", file=sys.stderr)
+    return recipe
+
+
+def write(arguments: argparse.Namespace) -> None:
+    """Writes or continues the shards that the options describe."""
+    size, recipe = arguments.train_tokenizer, _make_recipe(arguments)
     folder = pathlib.Path(os.path.expanduser(arguments.output))
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -171,6 +200,12 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if problems := list(_argument_problems(arguments)):
             raise ValueError("\n".join(problems))
+        if arguments.preview:
+            for line in preview.lines(
+                _make_recipe(arguments), count=arguments.preview, color=preview.has_color()
+            ):
+                print(line)
+            return 0
         write(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,8 +19,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from llmx.data import chat as chat_lib
 from llmx.data import documents as documents_lib
-from llmx.data import json_files, tokenizers
+from llmx.data import json_files, tokenizer_files, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -30,8 +31,11 @@ _BATCH_DOCUMENTS = 4096
 _REPORT_SECONDS = 10.0
 _POSITION = {field.name for field in dataclasses.fields(documents_lib.Position)}
 _OWN_FILES = re.compile(
-    r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents)"
+    r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents|weights)"
     r"|\.(index|progress|tokenizer)\.json\.\d+"
+)
+_BESIDE = re.compile(
+    "|".join(rf"{name}|\.{name}\.\d+" for name in map(re.escape, tokenizer_files.NAMES))
 )
 
 
@@ -47,6 +51,8 @@ class Recipe:
     shard_tokens: int
     content: str  # `sources.content_hash` of the files
     left_out: Mapping[str, int]  # files of a folder or glob that are not read, by kind
+    bos: bool = True  # begin documents with what the tokenizer itself puts before a text
+    chat: bool = False  # read conversations, by the tokenizer's chat template
 
     def identity(self) -> str:
         """A hash that changes when the files (path, size, time, content) or a setting do."""
@@ -62,7 +68,21 @@ class Recipe:
             "train_bytes": tokenizers.TRAIN_BYTES,
             "version": shards_lib.VERSION,
         }
+        # Only what changes the shards is added, so that those of earlier versions stay good.
+        if start := self.start:
+            settings["start"] = start
+        if not trained and self.tokenizer.rules:
+            settings["rules"] = self.tokenizer.rules
+        if self.chat:
+            names = dict(self.tokenizer.names)
+            settings["chat"] = {"template": self.tokenizer.template, "names": names, "version": 1}
         return shards_lib.json_hash(settings)
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The tokens that each document begins with; a chat template writes its own."""
+        plain = isinstance(self.tokenizer, int) or self.chat or not self.bos
+        return () if plain else self.tokenizer.start
 
     @property
     def name(self) -> str:
@@ -77,34 +97,44 @@ class Recipe:
     ) -> Iterator[documents_lib.Document]:
         """The documents from a position on; `skipped` counts what was left out, by kind."""
         return documents_lib.read_documents(
-            self.files, text_key=self.text_key, skip_bad=self.skip_bad, start=start, skipped=skipped
-        )
+            self.files, text_key=self.text_key, skip_bad=self.skip_bad, start=start,
+            skipped=skipped, template=chat_lib.template_of(self.tokenizer) if self.chat else None,
+        )  # fmt: skip
 
 
 def make_recipe(
     sources: Sequence[str], *, tokenizer: tokenizers.Tokenizer | int,
-    text_key: str, skip_bad: bool, shard_tokens: int = SHARD_TOKENS,
+    text_key: str, skip_bad: bool, shard_tokens: int = SHARD_TOKENS, bos: bool = True,
+    chat: bool = False,
 ) -> Recipe:  # fmt: skip
-    """Lists the files of the sources. Raises ValueError when one of them names none."""
+    """Lists the files of the sources. Raises ValueError when one of them names none, and for
+    conversations without a chat template."""
+    if chat:
+        chat_lib.template_of(tokenizer)
     listings = [sources_lib.list_files(source, skip_bad=skip_bad) for source in sources]
     files = tuple(file for listing in listings for file in listing.files)
     left_out = sum((collections.Counter(one.left_out) for one in listings), collections.Counter())
     return Recipe(
         tuple(sources), files, tokenizer, text_key, skip_bad, shard_tokens,
-        sources_lib.content_hash(files), left_out,
+        sources_lib.content_hash(files), left_out, bos, chat,
     )  # fmt: skip
 
 
 def clear(folder: pathlib.Path, *, keep: Collection[str] = ()) -> None:
     """Removes what a build writes from the folder, but the names in `keep`, and nothing else."""
+    foreign = foreign_files(folder)
     for path in list(folder.iterdir()):
-        if _OWN_FILES.fullmatch(path.name) and path.name not in keep:
+        if path.name not in foreign and path.name not in keep:
             path.unlink()
 
 
 def foreign_files(folder: pathlib.Path) -> list[str]:
     """Names in the folder that no build wrote."""
-    return sorted(p.name for p in folder.iterdir() if not _OWN_FILES.fullmatch(p.name))
+    # The files of a tokenizer may also be those of a model that lies there.
+    built = any((folder / name).is_file() for name in (shards_lib.INDEX, shards_lib.PROGRESS))
+    ours = [_OWN_FILES, *([_BESIDE] if built else [])]
+    names = (path.name for path in folder.iterdir())
+    return sorted(name for name in names if not any(known.fullmatch(name) for known in ours))
 
 
 def _read_progress(path: pathlib.Path) -> dict:
@@ -148,7 +178,7 @@ def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
         progress = {"identity": identity, "shards": [], "position": position, "skipped": {}}
         shards_lib.write_json(folder / shards_lib.PROGRESS, shards_lib.seal(progress))
     known = {f"{e['name']}.{kind}" for e in progress["shards"] for kind in e["sha256"]}
-    clear(folder, keep={*known, shards_lib.PROGRESS, tokenizers.FILE_NAME})
+    clear(folder, keep={*known, shards_lib.PROGRESS, *tokenizers.FILE_NAMES})
     return progress
 
 
@@ -163,17 +193,33 @@ def _train_tokenizer(recipe: Recipe, folder: pathlib.Path) -> tokenizers.Tokeniz
     return tokenizers.load(path)
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:
-    """Ids of each text, checked against the vocabulary."""
-    encoded = tokenizer.encode_documents(texts)
-    for ids in encoded:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+def encode(
+    tokenizer: tokenizers.Tokenizer, recipe: Recipe, documents: Sequence[documents_lib.Document]
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Ids of each document with its end, checked against the vocabulary, and their weights."""
+    end, start = np.array([tokenizer.end_of_document]), np.array(recipe.start, int)
+    if recipe.chat:
+        pairs = [_closed(*chat_lib.encode(tokenizer, one.chat), end) for one in documents]
+    else:
+        plain = tokenizer.encode_documents([document.text for document in documents])
+        pairs = [(np.concatenate([start, ids, end]), None) for ids in plain]
+    for ids, _ in pairs:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             outside = ids[(ids >= tokenizer.vocab_size) | (ids < 0)]
             raise ValueError(
                 f"tokenizer {tokenizer.name} produced the token id {outside[0]}, outside its "
                 f"vocabulary of {tokenizer.vocab_size}: its file is inconsistent, give another"
             )
-    return encoded
+    return pairs
+
+
+def _closed(
+    ids: np.ndarray, weights: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """A conversation with an end of document, which is not learned where no template wrote it."""
+    if len(ids) and ids[-1] == end[0]:
+        return ids, weights
+    return np.concatenate([ids, end]), np.append(weights, np.uint8(0))
 
 
 def _batches(
@@ -207,7 +253,7 @@ def write_shards(
     if isinstance(tokenizer, int):
         tokenizer = _train_tokenizer(recipe, folder)
     else:
-        shards_lib.write_atomically(folder / tokenizers.FILE_NAME, tokenizer.dumps())
+        tokenizer.save(folder / tokenizers.FILE_NAME)
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     entries = progress["shards"]
     shards_lib.check_sizes(folder, entries, dtype=dtype)
@@ -218,12 +264,12 @@ def write_shards(
     writer = None
     try:
         for batch in _batches(documents, skipped):
-            encoded = _encode(tokenizer, [document.text for document, _ in batch])
-            for (document, skips), ids in zip(batch, encoded, strict=True):
+            encoded = encode(tokenizer, recipe, [document for document, _ in batch])
+            for (document, skips), (ids, weights) in zip(batch, encoded, strict=True):
                 writer = writer or shards_lib.ShardWriter(
-                    folder, len(entries), dtype, tokenizer.end_of_document
+                    folder, len(entries), dtype, weighted=recipe.chat
                 )
-                writer.add(ids, document.text)
+                writer.add(ids, weights, document.text)
                 if writer.num_tokens >= recipe.shard_tokens:
                     entries.append(writer.close())
                     writer = None
@@ -231,7 +277,7 @@ def write_shards(
                     progress |= {"position": position, "skipped": skips}
                     progress_file = folder / shards_lib.PROGRESS
                     shards_lib.write_json(progress_file, shards_lib.seal(progress))
-                num_tokens += len(ids) + 1
+                num_tokens += len(ids)
             report(int(sizes_before[document.end.file]) + document.end.offset, num_tokens)
         if writer:
             entries.append(writer.close())
@@ -261,9 +307,10 @@ def _finish(
         if now != (file.num_bytes, file.mtime_ns, file.ctime_ns):
             raise ValueError(f"{file.path} changed while it was read: run again")
     tokenizer_file = (folder / tokenizers.FILE_NAME).read_bytes()
+    beside = {name: hashlib.sha256(raw).hexdigest() for name, raw in tokenizer.files.items()}
     index = shards_lib.seal({
         "format": shards_lib.FORMAT,
-        "version": shards_lib.VERSION,
+        "version": shards_lib.WEIGHTED_VERSION if recipe.chat else shards_lib.VERSION,
         "identity": recipe.identity(),
         "sources": list(recipe.sources),
         "vocab_size": tokenizer.vocab_size,
@@ -273,6 +320,8 @@ def _finish(
         **_totals(entries),
         "skipped": dict(sorted(skipped.items())),
         "shards": entries,
+        **({"start": list(recipe.start)} if recipe.start else {}),
+        **({"tokenizer_files": beside} if beside else {}),
     })  # fmt: skip
     shards_lib.write_json(folder / shards_lib.INDEX, index)
     (folder / shards_lib.PROGRESS).unlink()

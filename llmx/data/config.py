@@ -33,6 +33,10 @@ class DataConfig:
         remedy="256 bytes and the end-of-document token are the least; 0 trains none",
     )  # fmt: skip
     text_key: str = "text"  # Field of a JSONL record, or column of a Parquet file, with the text
+    # "text", or "chat": JSONL of conversations, of which the assistant's turns are learned
+    format: str = dataclasses.field(default="text", metadata={"choices": ("text", "chat")})
+    chat_template: str = ""  # Jinja file that renders conversations; "" = the tokenizer's own
+    bos: bool = True  # Begin documents with the start token, where the tokenizer adds one itself
     held_out: float = _within(0.05, 0, 0.5)  # Share of each source kept for evaluation; 0 = none
     shuffle: bool = True  # Visit the windows of every epoch in a new pseudo-random order
     pack: bool = True  # Fill rows with several documents; otherwise each row is of one document
@@ -51,7 +55,7 @@ def problems(config: DataConfig) -> list[str]:
 
     Reads no data. Types and bounds of the values are checked with the rest of the config.
     """
-    found = [*_source_problems(config), *_tokenizer_problems(config)]
+    found = [*_source_problems(config), *_tokenizer_problems(config), *_chat_problems(config)]
     if not config.text_key:
         found.append(
             "data.text_key='' is not a field name: give the JSONL field or Parquet column that "
@@ -106,6 +110,17 @@ def _tokenizer_problems(config: DataConfig) -> Iterator[str]:
                 f"data.train_tokenizer={size} cannot be used with {source!r}, whose tokens are "
                 "already fixed: set data.train_tokenizer=0, or name the text itself"
             )
+
+
+def _chat_problems(config: DataConfig) -> Iterator[str]:
+    path = config.chat_template
+    if path and not os.path.isfile(os.path.expanduser(path)):
+        yield f"data.chat_template={path!r} is no file: name one, or '' for the tokenizer's own"
+    if config.format == "chat" and config.train_tokenizer:
+        yield (
+            f"data.train_tokenizer={config.train_tokenizer} cannot be trained on conversations: "
+            "train it on text first (python -m llmx.data), and set data.tokenizer"
+        )
 
 
 def integer_shares(weights: tuple[float, ...]) -> tuple[int, ...]:

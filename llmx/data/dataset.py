@@ -68,9 +68,10 @@ class Dataset:
 
     def __init__(
         self, config: config_lib.DataConfig, shards: Sequence[shards_lib.Shards],
-        splits: Sequence[split_lib.Split], *, sequence_length: int, seed: int,
+        splits: Sequence[split_lib.Split], *, tokenizer: tokenizers.Tokenizer,
+        sequence_length: int, seed: int,
     ):  # fmt: skip
-        self.sequence_length, self.tokenizer = sequence_length, shards[0].tokenizer
+        self.sequence_length, self.tokenizer = sequence_length, tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.num_threads, self.prefetch = config.num_threads, config.prefetch
         self._seed, self._shuffle = seed, config.shuffle
@@ -101,6 +102,8 @@ class Dataset:
             "sequence_length": sequence_length,
             "seed": seed,
         }
+        if any(source.weights for source in shards):
+            settings["learned"] = [source.num_weighted for source in shards]
         self.fingerprint = shards_lib.json_hash(settings)
 
     @functools.cached_property
@@ -185,7 +188,7 @@ def _choose_tokenizer(
         origin, first = next(iter(opened.items()))
         chosen = first.tokenizer
     else:
-        return tokenizers.ByteTokenizer()
+        return _with_template(config, tokenizers.ByteTokenizer())
     for name, shards in opened.items():
         if shards.tokenizer.fingerprint != chosen.fingerprint:
             raise ValueError(
@@ -193,7 +196,16 @@ def _choose_tokenizer(
                 f"{origin} ({chosen.vocab_size} tokens): write it again with the same --tokenizer, "
                 'or use data.tokenizer="auto" with sources of one tokenizer'
             )
-    return chosen
+    return _with_template(config, chosen)
+
+
+def _with_template(
+    config: config_lib.DataConfig, tokenizer: tokenizers.Tokenizer
+) -> tokenizers.Tokenizer:
+    """The tokenizer with the chat template of the config, if that names one."""
+    if not config.chat_template:
+        return tokenizer
+    return tokenizer.with_template(tokenizers.read_template(config.chat_template))
 
 
 def open_dataset(
@@ -211,7 +223,7 @@ def open_dataset(
     if found:
         raise ValueError("\n".join(found))
     cache = pathlib.Path(os.path.expanduser(config.cache_dir or cache_dir))
-    shards = _open_sources(config, cache, log)
+    shards, tokenizer = _open_sources(config, cache, log)
     tables = [(source.lengths, source.hashes) for source in shards]
     splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
@@ -225,15 +237,23 @@ def open_dataset(
         log(
             f"data: {name}: {source.num_tokens:,} tokens in {len(source.lengths):,} documents, "
             f"{source.tokenizer.name} vocabulary {source.vocab_size:,}; {_RULES[split.rule]}: "
-            f"{held:,} tokens ({held / source.num_tokens:.1%})"
+            f"{held:,} tokens ({held / source.num_tokens:.1%}){_learned(source)}"
         )
-    return Dataset(config, shards, splits, sequence_length=sequence_length, seed=seed)
+    return Dataset(
+        config, shards, splits, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed
+    )
+
+
+def _learned(source: shards_lib.Shards) -> str:
+    share = source.num_weighted / source.num_tokens
+    return f"; learned: {source.num_weighted:,} tokens ({share:.1%})" if source.weights else ""
 
 
 def _open_sources(
     config: config_lib.DataConfig, cache_dir: pathlib.Path, log: Callable[[str], None]
-) -> list[shards_lib.Shards]:
-    """The shards of each source, written to the cache first where the source is text."""
+) -> tuple[list[shards_lib.Shards], tokenizers.Tokenizer]:
+    """The shards of each source, written to the cache first where the source is text, and the
+    tokenizer of all of them."""
     prefix = sources_lib.SHARDS_PREFIX
     opened = {
         source: shards_lib.open_shards(source.removeprefix(prefix), verify=config.verify)
@@ -241,19 +261,31 @@ def _open_sources(
     }  # fmt: skip
     text_sources = [source for source in config.sources if source not in opened]
     make_recipe = functools.partial(
-        build.make_recipe, text_key=config.text_key, skip_bad=config.skip_bad
-    )
+        build.make_recipe, text_key=config.text_key, skip_bad=config.skip_bad, bos=config.bos,
+        chat=config.format == "chat",
+    )  # fmt: skip
     if config.train_tokenizer:
-        recipe = make_recipe(text_sources, tokenizer=config.train_tokenizer)
+        recipe = make_recipe(text_sources, tokenizer=config.train_tokenizer, chat=False)
         tokenizer = build.cached_tokenizer(recipe, cache_dir=cache_dir, log=log)
     else:
         tokenizer = _choose_tokenizer(config, opened)
     for source in text_sources:
         recipe = make_recipe((source,), tokenizer=tokenizer)
+        _check_start(recipe, opened)
         if recipe.left_out:
             log(f"data: {source}: left out: {sources_lib.listed(recipe.left_out)}")
         folder = build.cached_shards(recipe, cache_dir=cache_dir, log=log)
         if skipped := shards_lib.read_index(folder)["skipped"]:
             log(f"data: {source}: left out by data.skip_bad: {skipped}")
         opened[source] = shards_lib.open_shards(folder, verify=config.verify)
-    return [opened[source] for source in config.sources]
+    return [opened[source] for source in config.sources], tokenizer
+
+
+def _check_start(recipe: build.Recipe, opened: dict[str, shards_lib.Shards]) -> None:
+    """Raises ValueError where plain documents would begin in two ways."""
+    for name, shards in opened.items():
+        if not (recipe.chat or shards.weights) and shards.start != recipe.start:
+            raise ValueError(
+                f"the documents of {name!r} begin with the tokens {list(shards.start)}, those of "
+                f"{recipe.name} with {list(recipe.start)}: write the shards again, or set data.bos"
+            )

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from llmx.data import chat as chat_lib
 from llmx.data import json_files, parquet_pages
 from llmx.data.sources import InputFile
 
@@ -44,6 +45,7 @@ class Document:
 
     text: bytes
     end: Position
+    chat: chat_lib.Rendered | None = None  # where it is a conversation, which `text` identifies
 
 
 class _BadText(ValueError):
@@ -83,9 +85,12 @@ class _Skips:
 
 def read_documents(
     files: Sequence[InputFile], *, text_key: str, skip_bad: bool, start: Position = Position(),
-    skipped: collections.Counter,
+    skipped: collections.Counter, template: chat_lib.Template | None = None,
 ) -> Iterator[Document]:  # fmt: skip
-    """Documents from a position on. `skipped` counts what was left out, by kind."""
+    """Documents from a position on. `skipped` counts what was left out, by kind.
+
+    template: reads the records as conversations, of JSONL only.
+    """
     skips = _Skips(skip_bad, skipped)
     for index, file in enumerate(files[start.file :], start.file):
         begin = start if index == start.file else Position(file=index)
@@ -95,10 +100,15 @@ def read_documents(
                 continue
             if not os.path.isfile(file.path):
                 raise OSError("it is no regular file any more")
+            if template and file.kind != "jsonl":
+                raise ValueError(
+                    f"{file.path}: conversations are read from .jsonl and .ndjson only: write one "
+                    "a line, or name it as a source of a run with data.format='text'"
+                )
             if file.kind == "parquet":
                 yield from _parquet_documents(file.path, begin, text_key, skips)
             elif file.kind == "jsonl":
-                yield from _jsonl_documents(file.path, begin, text_key, skips)
+                yield from _jsonl_documents(file.path, begin, text_key, skips, template)
             else:
                 yield from _text_documents(file.path, begin, skips)
         except OSError as error:
@@ -191,9 +201,20 @@ def _text_documents(path: str, start: Position, skips: _Skips) -> Iterator[Docum
 
 
 def _jsonl_documents(
-    path: str, start: Position, text_key: str, skips: _Skips
+    path: str, start: Position, text_key: str, skips: _Skips, template: chat_lib.Template | None
 ) -> Iterator[Document]:
     offset, number = start.offset, start.record
+    rendered: list[chat_lib.Rendered] = []  # of the line, where it is a conversation
+
+    def read(record: dict, where: str) -> bytes:
+        if template is None:
+            return _text_of(record, where, text_key)
+        try:
+            text, *rendered[:] = chat_lib.read_record(record, template)
+        except ValueError as error:
+            raise _BadText("no conversation", f"{where}: {error}", "lines") from error
+        return text
+
     blank = offset == 0
     with open(path, "rb") as file:
         file.seek(offset)
@@ -208,17 +229,19 @@ def _jsonl_documents(
                     length += len(more)
                 text = b""
             else:
-                text = skips.text(_jsonl_text, path, raw, offset, number, text_key)
+                text = skips.text(_jsonl_text, path, raw, offset, number, read)
             blank = blank and not raw.strip()
             offset += length
             if text:
-                yield Document(text, Position(start.file, offset, number))
+                yield Document(text, Position(start.file, offset, number), *rendered)
     if blank:
         skips.empty(path, f"{number} blank lines, no record")
 
 
-def _jsonl_text(path: str, raw: bytes, offset: int, number: int, text_key: str) -> bytes:
-    """The text of one line, b"" for a blank one. Raises _BadText."""
+def _jsonl_text(
+    path: str, raw: bytes, offset: int, number: int, read: Callable[[dict, str], bytes]
+) -> bytes:
+    """What `read` makes of the record of one line, b"" for a blank one. Raises _BadText."""
     where = f"{path}: line {number}"
     if (nul := raw.find(0)) >= 0:
         message = (
@@ -239,8 +262,13 @@ def _jsonl_text(path: str, raw: bytes, offset: int, number: int, text_key: str) 
         raise _BadText("malformed", message, "lines") from error
     if not isinstance(record, dict):
         kind = type(record).__name__
-        message = f'{where}: a JSON {kind} in place of an object: write {{"{text_key}": "..."}}'
+        message = f"{where}: a JSON {kind} in place of an object: write one JSON object"
         raise _BadText("malformed", message, "lines")
+    return read(record, where)
+
+
+def _text_of(record: dict, where: str, text_key: str) -> bytes:
+    """The text of a record. Raises _BadText."""
     if text_key not in record:
         names = ", ".join(map(repr, list(record)[:10])) or "none"
         message = (

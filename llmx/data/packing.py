@@ -69,8 +69,10 @@ class Windows:
         lower = np.maximum(self._bounds[document], begin[row])
         upper = np.minimum(self._bounds[document + 1], end[row])
         column, size = lower - begin[row], upper - lower
-        ids = self._read(row, column, size, self._starts[document] + lower - self._bounds[document])
-        ids = ids.reshape(len(windows), T + 1)
+        source = self._starts[document] + lower - self._bounds[document]
+        ids, learned = (
+            array.reshape(len(windows), -1) for array in self._read(row, column, size, source)
+        )
 
         num_inputs = np.minimum(end - begin, T)
         size_in = np.minimum(column + size, T) - column
@@ -88,6 +90,8 @@ class Windows:
             segment, position = _spread(segment, real), _spread(position, real)
             weights = real.astype(np.float32)
         weights[row[is_last], (column + size - 1)[is_last]] = 0.0
+        if self._shards.weights:  # those of the targets
+            weights *= learned[:, 1:]
         batch["tokens"][rows] = ids[:, :T]
         batch["targets"][rows] = ids[:, 1:]
         batch["segment_ids"][rows] = segment
@@ -96,10 +100,13 @@ class Windows:
 
     def _read(
         self, row: np.ndarray, column: np.ndarray, size: np.ndarray, source: np.ndarray
-    ) -> np.ndarray:
-        """Tokens of the segments, flat [rows * (T + 1)]; what no segment covers is filler."""
-        width = self._length + 1
-        ids = np.full((int(row[-1]) + 1) * width, self._shards.tokenizer.end_of_document, np.int32)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the segments, and their weights if there are any, flat [rows * (T + 1)]; what
+        no segment covers is filler."""
+        width, arrays, weights = self._length + 1, self._shards.tokens, self._shards.weights
+        flat = (int(row[-1]) + 1) * width
+        ids = np.full(flat, self._shards.tokenizer.end_of_document, np.int32)
+        learned = np.zeros(flat if weights else 0, np.uint8)
         shard = np.searchsorted(self._shard_bounds, source, side="right") - 1
         # Neighbours in the file are copied together: one copy a window in the common case.
         joined = (np.diff(row) == 0) & (np.diff(shard) == 0) & (np.diff(source) == size[:-1])
@@ -107,14 +114,15 @@ class Windows:
         sizes = np.add.reduceat(size, heads).tolist()
         targets = (row * width + column)[heads].tolist()
         offsets = (source - self._shard_bounds[shard])[heads].tolist()
-        arrays = self._shards.tokens
         for target, number, offset, count in zip(
             targets, shard[heads].tolist(), offsets, sizes, strict=True
         ):
             ids[target : target + count] = arrays[number][offset : offset + count]
+            if weights:
+                learned[target : target + count] = weights[number][offset : offset + count]
         if ids.max() >= self._shards.vocab_size or ids.min() < 0:
             self._raise_outside(shard[heads], offsets, sizes)
-        return ids
+        return ids, learned
 
     def _raise_outside(self, shard: np.ndarray, offsets: list[int], sizes: list[int]) -> None:
         """Names the file and byte of a token that the vocabulary does not have."""

@@ -3,7 +3,8 @@
     index.json               what follows, with a SHA-256 of every file and of the index itself
     shard-00000.tokens       little-endian uint16 or uint32 ids of the documents, one after another
     shard-00000.documents    per document: number of tokens (uint64), hash of its text (uint64)
-    tokenizer.json           the tokenizer that made them
+    shard-00000.weights      of chats only: one byte per token, 1 where it is learned, else 0
+    tokenizer.json           the tokenizer that made them, with the files that lay beside it
 
 Each document ends in the end-of-document token, which its length counts; none spans two shards.
 """
@@ -19,13 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, tokenizers
+from llmx.data import json_files, tokenizer_files, tokenizers
 
 FORMAT = "llmx-token-shards"
 VERSION = 1
+WEIGHTED_VERSION = 2  # with weights; those without are still written as version 1
 INDEX = "index.json"
 PROGRESS = "progress.json"
 KINDS = ("tokens", "documents")  # the files of a shard
+WEIGHTS = "weights"  # the third, where not every token is learned
 DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8")])
 # A folder up to this size is checked against its checksums whenever it is opened.
 VERIFY_BYTES = 256 << 20
@@ -40,14 +43,14 @@ def json_hash(value: Mapping) -> str:
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:
     """Writes the file whole or not at all."""
-    write_atomically(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
     """Replaces the file by a complete one; a reader sees the old or the new, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(partial, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
@@ -60,30 +63,32 @@ def seal(index: Mapping) -> dict:
 
 
 class ShardWriter:
-    """Writes one shard's two files, hashing as it goes."""
+    """Writes one shard's two or three files, hashing as it goes."""
 
-    def __init__(self, folder: pathlib.Path, number: int, dtype: np.dtype, end_of_document: int):
+    def __init__(self, folder: pathlib.Path, number: int, dtype: np.dtype, *, weighted: bool):
         self.name = f"shard-{number:05d}"
-        self._dtype = dtype
-        self._end = np.array(end_of_document, dtype).tobytes()
+        self._dtype, self._kinds = dtype, (*KINDS, WEIGHTS) if weighted else KINDS
         self._files = {
-            kind: (folder / f"{self.name}.{kind}").open("wb", buffering=1 << 20) for kind in KINDS
+            kind: (folder / f"{self.name}.{kind}").open("wb", buffering=1 << 20)
+            for kind in self._kinds
         }
         self._hashes = {kind: hashlib.sha256() for kind in self._files}
-        self.num_tokens = self.num_documents = 0
+        self.num_tokens = self.num_documents = self.num_weighted = 0
 
-    def add(self, ids: np.ndarray, text: bytes) -> None:
+    def add(self, ids: np.ndarray, weights: np.ndarray | None, text: bytes) -> None:
         """Appends a document: its ids, closed by the end-of-document token, and its hash.
 
         64 bits of the text's hash decide on which side of the held-out split it lies.
         """
-        length = len(ids) + 1
-        record = length.to_bytes(8, "little") + hashlib.blake2b(text, digest_size=8).digest()
-        tokens = ids.astype(self._dtype).tobytes() + self._end
-        for kind, raw in (("tokens", tokens), ("documents", record)):
-            self._files[kind].write(raw)
-            self._hashes[kind].update(raw)
-        self.num_tokens += length
+        record = len(ids).to_bytes(8, "little") + hashlib.blake2b(text, digest_size=8).digest()
+        parts = {"tokens": ids.astype(self._dtype).tobytes(), "documents": record}
+        if weights is not None:
+            parts[WEIGHTS] = weights.astype(np.uint8).tobytes()
+            self.num_weighted += int(np.count_nonzero(weights))
+        for kind in self._kinds:
+            self._files[kind].write(parts[kind])
+            self._hashes[kind].update(parts[kind])
+        self.num_tokens += len(ids)
         self.num_documents += 1
 
     def close(self) -> dict:
@@ -92,12 +97,13 @@ class ShardWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        return {
+        entry = {
             "name": self.name,
             "tokens": self.num_tokens,
             "documents": self.num_documents,
             "sha256": {kind: digest.hexdigest() for kind, digest in self._hashes.items()},
         }
+        return entry | ({"weighted": self.num_weighted} if WEIGHTS in self._kinds else {})
 
     def abandon(self) -> None:
         """Closes the files of an unfinished shard; a later build removes them."""
@@ -116,6 +122,9 @@ class Shards:
     names: tuple[str, ...]
     lengths: np.ndarray  # tokens of each document, int64
     hashes: np.ndarray  # content hash of each document, uint64
+    weights: tuple[np.ndarray, ...] = ()  # uint8 of each token, one array per shard; () = all 1
+    num_weighted: int = 0  # tokens of weight 1, where there are weights
+    start: tuple[int, ...] = ()  # what each document begins with
 
     @property
     def num_tokens(self) -> int:
@@ -137,10 +146,10 @@ def read_index(folder: pathlib.Path) -> dict:
     index = json_files.read_object(path, remedy=_rebuild(folder))
     if index.get("format") != FORMAT:
         raise ValueError(f"{path} is no index of {FORMAT}: name a folder that llmx.data wrote")
-    if index.get("version") != VERSION:
+    if index.get("version") not in (VERSION, WEIGHTED_VERSION):
         raise ValueError(
-            f"{path} has format version {index.get('version')!r}, this llmx reads {VERSION}: "
-            f"{_rebuild(folder)}"
+            f"{path} has format version {index.get('version')!r}, this llmx reads {VERSION} and "
+            f"{WEIGHTED_VERSION}: {_rebuild(folder)}"
         )
     if index != seal(index):
         raise ValueError(f"{path}: the index does not match its own checksum: {_rebuild(folder)}")
@@ -160,15 +169,21 @@ def entry_problems(entries: Any) -> list[str]:
     ]
 
 
+def _kinds(entry: Mapping) -> tuple[str, ...]:
+    """The files of a shard of an index."""
+    return (*KINDS, WEIGHTS) if "weighted" in entry else KINDS
+
+
 def _is_entry(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
-        and entry.keys() == {"name", "tokens", "documents", "sha256"}
+        and entry.keys() - {"weighted"} == {"name", "tokens", "documents", "sha256"}
         and isinstance(entry["name"], str)
         and _SHARD_NAME.fullmatch(entry["name"]) is not None
         and all(json_files.is_whole(entry[kind], 0, _MAX_COUNT) for kind in KINDS)
+        and json_files.is_whole(entry.get("weighted", 0), 0, entry["tokens"])
         and isinstance(entry["sha256"], dict)
-        and entry["sha256"].keys() == set(KINDS)
+        and entry["sha256"].keys() == set(_kinds(entry))
         and all(isinstance(value, str) for value in entry["sha256"].values())
     )
 
@@ -184,6 +199,17 @@ def _index_problems(index: Mapping) -> list[str]:
     for key in ("identity", "tokenizer_sha256"):
         if not isinstance(value := index.get(key), str):
             found.append(f"{key} is {json_files.shown(value)}, not a text")
+    weighted = index.get("version") == WEIGHTED_VERSION
+    if not found and not all(("weighted" in entry) == weighted for entry in index["shards"]):
+        found.append(f"version {index['version']} does not fit its shards")
+    start = index.get("start", [])
+    if not isinstance(start, list) or not all(
+        json_files.is_whole(token, 0, tokenizers.MAX_VOCAB_SIZE) for token in start
+    ):
+        found.append(f"start is {json_files.shown(start)}, not token ids")
+    files = index.get("tokenizer_files", {})
+    if not isinstance(files, dict) or not files.keys() <= set(tokenizer_files.NAMES):
+        found.append(f"tokenizer_files is {json_files.shown(files)}, not files of a tokenizer")
     if not isinstance(value := index.get("skipped"), dict):
         found.append(f"skipped is {json_files.shown(value)}, not an object")
     if not found and index.get("dtype") != tokenizers.token_dtype(size).str:
@@ -204,8 +230,13 @@ def check_sizes(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.d
     """Compares every file's size with the index; returns their sum in bytes."""
     total = 0
     for entry in entries:
-        for kind, item in (("tokens", dtype), ("documents", DOCUMENT_DTYPE)):
-            path, expected = _path(folder, entry, kind), entry[kind] * item.itemsize
+        sizes = {
+            "tokens": entry["tokens"] * dtype.itemsize,
+            "documents": entry["documents"] * DOCUMENT_DTYPE.itemsize,
+            WEIGHTS: entry["tokens"],
+        }
+        for kind in _kinds(entry):
+            path, expected = _path(folder, entry, kind), sizes[kind]
             if not path.is_file():
                 raise ValueError(f"{path} is missing: {_rebuild(folder)}")
             actual = path.stat().st_size
@@ -219,9 +250,9 @@ def check_sizes(folder: pathlib.Path, entries: Sequence[Mapping], *, dtype: np.d
     return total
 
 
-def check_sums(folder: pathlib.Path, entry: Mapping, kinds: Sequence[str] = KINDS) -> None:
-    """Compares a shard's files with their checksums."""
-    for kind in kinds:
+def check_sums(folder: pathlib.Path, entry: Mapping, kinds: Sequence[str] = ()) -> None:
+    """Compares a shard's files, all by default, with their checksums."""
+    for kind in kinds or _kinds(entry):
         path, expected = _path(folder, entry, kind), entry["sha256"][kind]
         with open(path, "rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
@@ -238,6 +269,10 @@ def _load_tokenizer(folder: pathlib.Path, index: Mapping) -> tokenizers.Tokenize
         raise ValueError(f"{path} is missing: {_rebuild(folder)}")
     if hashlib.sha256(path.read_bytes()).hexdigest() != index["tokenizer_sha256"]:
         raise ValueError(f"{path}: checksum mismatch with {INDEX}: {_rebuild(folder)}")
+    for name, expected in index.get("tokenizer_files", {}).items():
+        beside = folder / name
+        if not beside.is_file() or hashlib.sha256(beside.read_bytes()).hexdigest() != expected:
+            raise ValueError(f"{beside} is missing or not what {INDEX} says: {_rebuild(folder)}")
     tokenizer = tokenizers.load(path)
     if tokenizer.end_of_document != index["end_of_document"]:
         raise ValueError(
@@ -262,7 +297,7 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
     index = read_index(folder)
     dtype, entries = np.dtype(index["dtype"]), index["shards"]
     total = check_sizes(folder, entries, dtype=dtype)
-    kinds = KINDS if verify or total <= VERIFY_BYTES else ("documents",)
+    kinds = () if verify or total <= VERIFY_BYTES else ("documents",)
     tables = []
     for entry in entries:
         check_sums(folder, entry, kinds)
@@ -277,7 +312,15 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
                 f"{_rebuild(folder)}"
             )
         tables.append(table)
-    paths = [_path(folder, entry, "tokens") for entry in entries]
+    maps = {"tokens": dtype, WEIGHTS: np.dtype(np.uint8)}
+    # np.asarray: slicing a plain view of the map costs a tenth of slicing np.memmap itself.
+    tokens, weights = (
+        tuple(
+            np.asarray(np.memmap(_path(folder, entry, kind), maps[kind], mode="r"))
+            for entry in entries if kind in _kinds(entry)
+        )
+        for kind in maps
+    )  # fmt: skip
     table = np.concatenate(tables) if tables else np.empty(0, DOCUMENT_DTYPE)
     if not len(table):
         raise ValueError(f"{folder} holds no document: {_rebuild(folder)} from sources with text")
@@ -285,9 +328,11 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
         folder=folder,
         tokenizer=_load_tokenizer(folder, index),
         vocab_size=index["vocab_size"],
-        # np.asarray: slicing a plain view of the map costs a tenth of slicing np.memmap itself.
-        tokens=tuple(np.asarray(np.memmap(path, dtype, mode="r")) for path in paths),
+        tokens=tokens,
         names=tuple(entry["name"] for entry in entries),
         lengths=np.ascontiguousarray(table["length"]).astype(np.int64),
         hashes=np.ascontiguousarray(table["hash"]),
+        weights=weights,
+        num_weighted=sum(entry.get("weighted", 0) for entry in entries),
+        start=tuple(index.get("start", ())),
     )

@@ -123,7 +123,7 @@ def _tempered(logits_BV, temperature):
 def generate(
     apply: Apply, params: dict, execution: Execution, prompts: Sequence[Sequence[int]], *,
     max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-    seed: int = 0, stop_token: int | None = None,
+    seed: int = 0, stop_tokens: Sequence[int] = (),
 ) -> list[list[int]]:  # fmt: skip
     """Continues each prompt by up to `max_tokens` tokens; the prompts themselves are not returned.
 
@@ -135,7 +135,7 @@ def generate(
       temperature: divides the logits; 0 = always the likeliest token.
       top_k: sample from the k likeliest tokens only; 0 = all.
       top_p: then only from the fewest of those whose probability reaches this; 1 = all.
-      stop_token: ends a row and is not returned; None = rows end at `max_tokens` only.
+      stop_tokens: each ends a row and is not returned; none = rows end at `max_tokens` only.
 
     Communicates over the mesh axes that split `params`. All processes call it alike.
 
@@ -144,23 +144,72 @@ def generate(
     problems = prompt_problems(apply.model, prompts, max_tokens)
     if problems := [*problems, *sampling_problems(temperature, top_k, top_p)]:
         raise ValueError("\n".join(problems))
-    inputs = _prompt_inputs(prompts) | {
+    settings = (max_tokens, temperature, top_k, top_p, seed, stop_tokens)
+    mesh, num_rows = execution.place.mesh, len(prompts)
+    program = _make_program(apply, execution, _splits_rows(execution, num_rows))
+    with jax.set_mesh(mesh):
+        inputs = jax.device_put(_inputs(prompts, *settings), _whole(mesh))
+        out = program(params, inputs, num_slots=_bucket(max_tokens))
+    texts_BM, counts_B = jax.device_get(out)
+    return [texts_BM[row, : counts_B[row]].tolist() for row in range(num_rows)]
+
+
+def stream(
+    apply: Apply, params: dict, execution: Execution, prompts: Sequence[Sequence[int]], *,
+    max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    seed: int = 0, stop_tokens: Sequence[int] = (), block: int = 4,
+) -> Iterator[list[list[int]]]:  # fmt: skip
+    """The tokens of `generate` as they come: what each row has gained, after every `block` steps.
+
+    A caller that has enough may leave the iterator. Arguments and errors are those of `generate`.
+    """
+    problems = prompt_problems(apply.model, prompts, max_tokens)
+    if problems := [*problems, *sampling_problems(temperature, top_k, top_p)]:
+        raise ValueError("\n".join(problems))
+    settings = (max_tokens, temperature, top_k, top_p, seed, stop_tokens)
+    mesh, num_rows = execution.place.mesh, len(prompts)
+    begin, go_on = _make_steps(apply, execution, _splits_rows(execution, num_rows))
+    with jax.set_mesh(mesh):
+        inputs = jax.device_put(_inputs(prompts, *settings), _whole(mesh))
+        carry = begin(params, inputs, num_slots=_bucket(max_tokens))
+    until, shown = 0, [0] * num_rows
+    while until < max_tokens:
+        until = min(until + block, max_tokens)
+        with jax.set_mesh(mesh):
+            limit = jax.device_put(np.array(until, np.int32), _whole(mesh))
+            carry = go_on(params, inputs, carry, limit)
+            done_B, texts_BM, counts_B = jax.device_get(carry[3:])
+        yield [texts_BM[row, shown[row] : counts_B[row]].tolist() for row in range(num_rows)]
+        shown = counts_B.tolist()
+        if done_B.all():
+            return
+
+
+def _whole(mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _splits_rows(execution: Execution, num_rows: int) -> bool:
+    """One sharding per program: batches that divide over the batch axes, and the others."""
+    axes = [axis for axis in sharding.BATCH_AXES if axis in execution.place.mesh.shape]
+    return num_rows % execution.place.size(axes) == 0
+
+
+def _inputs(
+    prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, top_k: int,
+    top_p: float, seed: int, stop_tokens: Sequence[int],
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Prompts and settings as arrays."""
+    stops = np.full(max(8, 1 << (len(stop_tokens) - 1).bit_length()), -1, np.int32)
+    stops[: len(stop_tokens)] = stop_tokens
+    return _prompt_inputs(prompts) | {
         "seed": np.array(seed % 2**32, np.uint32),
         "max_tokens": np.array(max_tokens, np.int32),
-        "stop_token": np.array(-1 if stop_token is None else stop_token, np.int32),
+        "stop_tokens": stops,
         "temperature": np.array(temperature, np.float32),
         "top_k": np.array(top_k, np.int32),
         "top_p": np.array(top_p, np.float32),
     }
-    mesh, num_rows = execution.place.mesh, len(prompts)
-    # One sharding per program: batches that divide over the batch axes, and the others.
-    ways = execution.place.size([a for a in sharding.BATCH_AXES if a in mesh.shape])
-    program = _make_program(apply, execution, num_rows % ways == 0)
-    with jax.set_mesh(mesh):
-        inputs = jax.device_put(inputs, NamedSharding(mesh, PartitionSpec()))
-        out = program(params, inputs, num_slots=_bucket(max_tokens))
-    texts_BM, counts_B = jax.device_get(out)
-    return [texts_BM[row, : counts_B[row]].tolist() for row in range(num_rows)]
 
 
 def _prompt_inputs(prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
@@ -241,6 +290,28 @@ def placement(place: sharding.Placement, *, split_batch: bool) -> sharding.Place
 @functools.lru_cache(maxsize=8)
 def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Callable:
     """The jitted (params, inputs, num_slots=) -> (tokens [B, num_slots], how many of them [B])."""
+    begin, go_on = _parts(apply, execution, split_batch)
+
+    def program(params, inputs, *, num_slots: int):
+        carry = begin(params, inputs, num_slots=num_slots)
+        *_, texts_BM, counts_B = go_on(params, inputs, carry, inputs["max_tokens"])
+        return texts_BM, counts_B
+
+    return jax.jit(program, static_argnames="num_slots")
+
+
+@functools.lru_cache(maxsize=8)
+def _make_steps(apply: Apply, execution: Execution, split_batch: bool) -> tuple[Callable, Callable]:
+    """The same in two programs, `_parts`, of which the second runs again and again."""
+    begin, go_on = _parts(apply, execution, split_batch)
+    return jax.jit(begin, static_argnames="num_slots"), jax.jit(go_on, donate_argnums=2)
+
+
+def _parts(apply: Apply, execution: Execution, split_batch: bool) -> tuple[Callable, Callable]:
+    """(params, inputs, num_slots=) -> carry, and (params, inputs, carry, until) -> carry.
+
+    The first reads the prompts, the second adds tokens up to number `until`.
+    """
     place = placement(execution.place, split_batch=split_batch)
     # What a token becomes must not depend on how many there are: nothing is dropped.
     routed = dataclasses.replace(execution.experts, dispatch=experts_config.DROPLESS)
@@ -254,7 +325,7 @@ def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Call
         # Padding is cut off: what does not exist cannot be picked.
         return logits_BTV[:, -1, : apply.model.vocab_size], cache
 
-    def program(params, inputs, *, num_slots: int):
+    def begin(params, inputs, *, num_slots: int):
         num_rows, num_prompt = inputs["tokens_BP"].shape
         lengths_B = inputs["lengths_B"]
         slots_BP = jnp.broadcast_to(jnp.arange(num_prompt), (num_rows, num_prompt))
@@ -265,12 +336,19 @@ def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Call
             params, cache, inputs["tokens_BP"], jnp.where(is_text_BP, TEXT, FILLING),
             jnp.where(is_text_BP, slots_BP, 0), 0,
         )  # fmt: skip
+        return (
+            jnp.zeros((), jnp.int32), cache, inputs["last_B"], jnp.zeros(num_rows, bool),
+            jnp.zeros((num_rows, num_slots), jnp.int32), jnp.zeros(num_rows, jnp.int32),
+        )  # fmt: skip
+
+    def go_on(params, inputs, carry, until):
+        (num_rows, num_prompt), lengths_B = inputs["tokens_BP"].shape, inputs["lengths_B"]
         seed_key = jax.random.key(inputs["seed"])
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(seed_key, inputs["copies_B"])
 
         def unfinished(carry):
             index, _, _, done_B, *_ = carry
-            return (index < inputs["max_tokens"]) & ~done_B.all()
+            return (index < until) & ~done_B.all()
 
         def step(carry):
             index, cache, token_B, done_B, texts_BM, counts_B = carry
@@ -281,16 +359,11 @@ def _make_program(apply: Apply, execution: Execution, split_batch: bool) -> Call
             step_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
             how = (inputs[name] for name in ("temperature", "top_k", "top_p"))
             token_B = pick(logits_BV, step_keys_B, *how)
-            done_B |= token_B == inputs["stop_token"]
+            done_B |= (token_B[:, None] == inputs["stop_tokens"]).any(axis=1)
             texts_BM = jax.lax.dynamic_update_index_in_dim(texts_BM, token_B, index, axis=1)
             counts_B += jnp.where(done_B, 0, 1)
             return index + 1, cache, token_B, done_B, texts_BM, counts_B
 
-        start = (
-            jnp.zeros((), jnp.int32), cache, inputs["last_B"], jnp.zeros(num_rows, bool),
-            jnp.zeros((num_rows, num_slots), jnp.int32), jnp.zeros(num_rows, jnp.int32),
-        )  # fmt: skip
-        *_, texts_BM, counts_B = jax.lax.while_loop(unfinished, step, start)
-        return texts_BM, counts_B
+        return jax.lax.while_loop(unfinished, step, carry)
 
-    return jax.jit(program, static_argnames="num_slots")
+    return begin, go_on

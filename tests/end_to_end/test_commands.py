@@ -13,6 +13,7 @@ import safetensors.numpy
 from llmx import config as config_lib
 from llmx import convert, evaluate, generate
 from llmx.checkpoint import checkpointer, hf, hf_formats
+from llmx.data import tokenizers
 from llmx.model import families
 from llmx.runtime import exits
 
@@ -47,6 +48,7 @@ def workdir(tmp_path):
     run.data.cache_dir = str(tmp_path / "cache")
     run.batch.sequence_length, run.mesh.data = 16, 1
     config_lib.save_run(run)
+    tokenizers.ByteTokenizer().save(tmp_path / "run/tokenizer.json")
     for folder in ("state", "meta"):
         (tmp_path / "run/checkpoints/3" / folder).mkdir(parents=True)
     (tmp_path / "run/checkpoints/3/meta/metadata").write_bytes(b"\x00" * 64)
@@ -76,7 +78,7 @@ def test_data_that_cannot_be_read(workdir):
 
 
 def test_an_import_onto_a_full_disk(tmp_path, capsys, monkeypatch):
-    def full(directory, workdir):
+    def full(directory, workdir, **_):
         raise checkpointer.Unsaved("the checkpoint of step 0 was not written: the disk is full")
 
     monkeypatch.setattr(convert, "from_hf", full)

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 import tokenizers as library
+from support import small_tokenizers
 
-from llmx import config, convert, generate
+from llmx import config, convert, evaluate, generate
 from llmx.checkpoint import checkpointer, hf, hf_reader
+from llmx.config import checks
 from llmx.data import tokenizers
 from llmx.model import apply, families
 
@@ -125,3 +127,76 @@ def test_bad_commands_are_refused(tmp_path, capsys):
     assert convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/x"]) == 2
     assert "cannot represent model.bias=True" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_what_lies_beside_the_tensors_comes_back_unchanged(tmp_path):
+    """Files byte for byte; ids and dtype in config.json; also by way of a run that trains on."""
+    ours = small_tokenizers.write(
+        tmp_path / "tokenizer", "byte_level", chat_template_jinja="{{ messages }}\r\n",
+        generation_config_json='{"eos_token_id": [501, 504], "temperature": 0.6}',
+        special_tokens_map_json='{"pad_token": "<|im_end|>"}', added_tokens_json="{}\n",
+    )  # fmt: skip
+    (ours / "tokenizer.model").write_bytes(bytes(range(256)))
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run", tokenizer=tokenizers.load(ours))
+    there = ["--workdir", f"{tmp_path}/run", "--to-hf", f"{tmp_path}/hf", "--dtype", "bfloat16"]
+    assert convert.main(there) == 0
+    stored = tmp_path / "hf" / hf_reader.CONFIG
+    stored_config = json.loads(stored.read_text())
+    begin, pad = stored_config["bos_token_id"], stored_config["pad_token_id"]
+    assert (begin, pad) == tuple(
+        tokenizers.load(ours).special[t] for t in ("<|begin_of_text|>", "<|im_end|>")
+    )
+    stored_config |= {"eos_token_id": [501, 504], "pad_token_id": 7, "bos_token_id": 500}
+    stored.write_text(json.dumps(stored_config))
+    back = ["--workdir", f"{tmp_path}/back", "--from-hf", f"{tmp_path}/hf"]
+    assert convert.main(back) == 0
+    kept = tokenizers.load(tmp_path / "back")
+    assert {501, 504} <= set(kept.stop_tokens) and kept.template == "{{ messages }}\r\n"
+    # A run that starts from it keeps its tokenizer, as `llmx.train` does.
+    write_run(tmp_path, tokenizer=kept)
+    for workdir in ("back", "."):
+        out = tmp_path / f"out-{workdir}"
+        assert convert.main(["--workdir", f"{tmp_path}/{workdir}", "--to-hf", f"{out}"]) == 0
+        names = {path.name for path in ours.iterdir()}
+        written = {path.name for path in out.iterdir()}
+        assert written == names | {hf_reader.CONFIG, hf_reader.WEIGHTS}
+        for name in names:
+            assert (out / name).read_bytes() == (ours / name).read_bytes(), name
+        again = json.loads((out / hf_reader.CONFIG).read_text())
+        for key in ("eos_token_id", "pad_token_id", "bos_token_id", "torch_dtype"):
+            assert again[key] == stored_config[key]
+    assert (tmp_path / "out-back" / hf_reader.WEIGHTS).stat().st_size == (
+        (tmp_path / "hf" / hf_reader.WEIGHTS).stat().st_size
+    )
+
+
+def test_without_a_tokenizer_nothing_is_read_as_bytes(tmp_path, capsys):
+    write_run(tmp_path)
+    assert convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/hf"]) == 0
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert convert.main(["--workdir", f"{tmp_path}/new", "--from-hf", f"{tmp_path}/hf"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "has no tokenizer.json: write one there" in said
+    for command, more in ((generate, ["--prompt", "a"]), (evaluate, [])):
+        assert command.main(["--workdir", f"{tmp_path}/new", *more]) == 2
+        assert "has no tokenizer.json, so that its tokens mean" in capsys.readouterr().err
+    named = ["--workdir", f"{tmp_path}/named", "--from-hf", f"{tmp_path}/hf"]
+    assert convert.main([*named, "--tokenizer", "bytes"]) == 0
+    assert tokenizers.load(tmp_path / "named").name == "bytes"
+    with pytest.raises(SystemExit):
+        convert.main(["--workdir", "x", "--to-hf", "y", "--tokenizer", "bytes"])
+    assert "--tokenizer goes with --from-hf" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_from_another_reads_with_its_tokenizer(tmp_path):
+    for name, tokenizer in (("file", tokenizers.train([b"one two " * 9], vocab_size=300)),
+                            ("bytes", None)):  # fmt: skip
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, tokenizer=tokenizer)
+    run = config.default()
+    for name in ("bytes", "file"):
+        run.start_from = f"{tmp_path}/{name}"
+        assert checks.resolve(run, 1).data.tokenizer == f"{tmp_path}/{name}/tokenizer.json"
+    run.data.tokenizer = "bytes"
+    assert checks.resolve(run, 1).data.tokenizer == "bytes"

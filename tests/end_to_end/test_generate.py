@@ -1,6 +1,7 @@
 """A run generates the same text whatever devices share its layers, or says why it cannot."""
 
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from llmx.checkpoint import checkpointer
 from llmx.config import ConfigError, checks
 from llmx.config import recipe as recipe_lib
 from llmx.data import tokenizers
-from llmx.model import apply, sampling
+from llmx.model import apply, families, sampling
 
 # By query heads and K/V heads, which of 2, 3, 4 and 6 devices may share them.
 SHARES = {(6, 3): (3, 6), (8, 2): (2, 4), (12, 4): (2, 4), (12, 2): (2, 4, 6), (6, 1): (2, 3, 6)}
@@ -108,3 +109,90 @@ def test_the_commands_refuse_what_training_refuses(trained, capsys):
 def test_a_run_with_parts_is_evaluated(trained, capsys):
     assert evaluate.main(["--workdir", trained.workdir, "--json"]) == 0
     assert np.isfinite(float(re.search(r'"loss": ([0-9.]+)', capsys.readouterr().out)[1]))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory) -> str:
+    """The work directory of a run with a chat template, whose text is noise."""
+    run = config_lib.default()
+    run.workdir = workdir = str(tmp_path_factory.mktemp("talking"))
+    run.model = families.preset("llama3", vocab_size=257, num_layers=1, max_positions=128)
+    run.launch.compile_cache = ""
+    config_lib.save_run(run)
+    tokenizers.ByteTokenizer().with_template(TEMPLATE).save(f"{workdir}/tokenizer.json")
+    rng = np.random.default_rng(0)
+    shapes, _ = apply.abstract_parameters(run.model)
+    draw = lambda leaf: jax.numpy.asarray(rng.normal(size=leaf.shape), np.float32)  # noqa: E731
+    state = {"params": jax.tree.map(draw, shapes)}
+    where = f"{workdir}/checkpoints"
+    with checkpointer.Checkpointer(where, run.checkpoint, log=print) as saver:
+        saver.save(3, state, meta={"step": 3}, wait=True)
+    return workdir
+
+
+def printed(capsys, workdir, *flags) -> str:
+    capsys.readouterr()
+    assert generate.main(["--workdir", workdir, "--max-tokens", "20", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_streamed_text_is_the_same(talking, capsys):
+    prompts = ["--prompt", "two", "--prompt", "a é", "--samples", "2", "--seed", "5"]
+    whole = printed(capsys, talking, *prompts)
+    parts = [part.partition("\n")[2] for part in whole.split("--- prompt")]
+    assert len(parts) == 5
+    stop = parts[2][len("two") + 4 : len("two") + 6]
+    assert printed(capsys, talking, *prompts, "--stream") == whole
+    # Of the second text nothing is shown from its stop string on.
+    said = printed(capsys, talking, *prompts, "--stop", stop).split("--- prompt")
+    assert said[2].partition("\n")[2] == parts[2][: parts[2].index(stop, 3)] + "\n"
+
+
+def converse(capsys, monkeypatch, workdir, *lines, flags=()) -> list[str]:
+    """What is said to the lines of a conversation, each between two marks of the reader."""
+    capsys.readouterr()
+    answers, left = [], iter(lines)
+
+    def read(_):
+        answers.append(capsys.readouterr().out)
+        if (line := next(left, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert generate.main(["--workdir", workdir, "--max-tokens", "20", "--chat", *flags]) == 0
+    return answers[1:]
+
+
+def test_a_conversation_is_its_rendered_prompt(talking, capsys, monkeypatch):
+    end, lines = "<|endoftext|>", ("hi", "and?", "/reset", "hi", "/exit", "x")
+    first, second, nothing, again = converse(
+        capsys, monkeypatch, talking, *lines, flags=["--system", "be kind"]
+    )
+    assert again == first and nothing == "" and len(first) > 5
+    prompt = f"system: be kind{end}user: hi{end}assistant: "
+    longer = f"{prompt}{first[:-1]}{end}user: and?{end}assistant: "
+    whole = printed(capsys, talking, "--prompt", prompt, "--prompt", longer)
+    _, one, two = whole.split("--- prompt")
+    assert one.endswith(f"user: hiassistant: {first}")
+    assert two.endswith(f"user: and?assistant: {second}")
+
+
+def test_what_goes_wrong_in_a_conversation(talking, capsys, monkeypatch, tmp_path):
+    assert generate.main(["--workdir", talking, "--chat", "--prompt", "a"]) == 2
+    assert "--chat reads turns from standard input" in capsys.readouterr().err
+    assert generate.main(["--workdir", talking, "--system", "a", "--prompt", "a"]) == 2
+    assert "--system goes with --chat" in capsys.readouterr().err
+    # Too long a turn is left out, and the conversation goes on.
+    answers = converse(capsys, monkeypatch, talking, "x" * 200, "hi", "/reset", "hi")
+    assert answers[0] == answers[2] == "" and answers[1] == answers[3] != ""
+    shutil.copytree(talking, tmp_path / "bare")
+    (tmp_path / "bare/chat_template.jinja").unlink()
+    assert generate.main(["--workdir", str(tmp_path / "bare"), "--chat"]) == 2
+    assert "has no chat template: set data.chat_template" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 
@@ -167,9 +168,26 @@ def test_repeated_use_compiles_once():
     before = program._cache_size()
     decoder.generate([[1], [2] * 40, [4], [5]], max_tokens=7, top_k=3, top_p=0.5, temperature=0.3)
     decoder.generate(
-        [[1] * 30, [2] * 34, [3], [4]], max_tokens=30, temperature=0.0, seed=9, stop_token=4
+        [[1] * 30, [2] * 34, [3], [4]], max_tokens=30, temperature=0.0, seed=9, stop_tokens=(4,)
     )
     assert program._cache_size() == before
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+def test_a_stream_has_the_same_tokens(block):
+    decoder = built("gpt2")
+    settings = dict(max_tokens=10, temperature=1.0, seed=3)
+    free = decoder.generate(PROMPTS)
+    stops = (free[2][4], free[0][7])
+    want = decoder.generate(PROMPTS, stop_tokens=stops)
+    how = decoder.apply, decoder.params, decoder.execution
+    for found, options in ((free, settings), (want, settings | {"stop_tokens": stops})):
+        blocks = list(sampling.stream(*how, PROMPTS, **options, block=block))
+        assert [list(itertools.chain(*parts)) for parts in zip(*blocks, strict=True)] == found
+        assert all(len(part) <= block for parts in blocks for part in parts)
+    assert len(blocks) <= -(-max(map(len, want)) // block) + 1
+    with pytest.raises(ValueError, match="top_k=-1 must not be negative"):
+        next(sampling.stream(*how, PROMPTS, **settings, top_k=-1))
 
 
 def test_stops_at_the_end_of_a_document():
@@ -177,7 +195,7 @@ def test_stops_at_the_end_of_a_document():
     free = decoder.generate(PROMPTS)
     stop = free[2][4]
     want = [row[: row.index(stop)] if stop in row else row for row in free]
-    assert decoder.generate(PROMPTS, stop_token=stop) == want
+    assert decoder.generate(PROMPTS, stop_tokens=(stop,)) == want
     assert len(want[2]) <= 4 and max(map(len, want)) == 10
 
 
@@ -356,7 +374,7 @@ def test_command_prints_prompt_and_continuation(workdir, capsys, tmp_path):
     assert code == 0, err
     assert "step 7" in err
     ids = [list(text.encode()) for text in ("one", "two", "three") for _ in range(2)]
-    want, coder = built("gpt2").generate(ids, stop_token=256), tokenizers.ByteTokenizer()
+    want, coder = built("gpt2").generate(ids, stop_tokens=(256,)), tokenizers.ByteTokenizer()
     texts = [coder.decode([*prompt, *added]) for prompt, added in zip(ids, want, strict=True)]
     shown = "".join(
         f"--- prompt {i // 2 + 1}, sample {i % 2 + 1}\n{text}\n" for i, text in enumerate(texts)
@@ -370,7 +388,7 @@ def test_command_on_a_mesh(workdir, capsys):
     out, err = capsys.readouterr()
     assert code == 0, err
     prompt = list(b"one")
-    settings = dict(max_tokens=61, temperature=0.8, top_p=0.95, seed=0, stop_token=256)
+    settings = dict(max_tokens=61, temperature=0.8, top_p=0.95, seed=0, stop_tokens=(256,))
     [added] = built("gpt2").generate([prompt], **settings)
     assert out == tokenizers.ByteTokenizer().decode([*prompt, *added]) + "\n"
 

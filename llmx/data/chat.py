@@ -1,0 +1,331 @@
+"""Conversations to tokens: a Jinja template writes them, and the assistant's turns are learned.
+
+What a message holds is never read as a special token. Before a template is run, marks that no text
+can hold are put before special tokens in messages, and where a message ends or begins with a part
+of one. Special tokens of the rendered text without a mark are the template's own.
+
+Learned is what the template puts into `{% generation %}`, or else what follows the text that the
+turns before render to with a generation prompt, up to the turn's last special token.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmx.data import tokenizers
+
+ROLES = (
+    "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
+)  # fmt: skip
+ASSISTANT = "assistant"
+MAX_BYTES = 4 << 20  # of a conversation; it is encoded whole
+# Digits stay what they are in whatever a template does to a text, but for cutting it.
+_MARK, _BREAK, _BEGIN, _END, _CONTENT_END = (f"{secrets.randbits(100):031d}" for _ in range(5))
+_NO_TEXT = ("role", "type")  # keys whose values templates compare
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the character ranges of special tokens and of what is learned."""
+
+    text: str
+    special: tuple[tuple[int, int], ...]
+    learned: tuple[tuple[int, int], ...] = ()
+    # Where the content of one message ended, if that was asked for.
+    content_end: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages, of which the assistant's are learned from number `first` on."""
+
+    messages: Messages
+    first: int = 0
+
+    def canonical(self) -> bytes:
+        """The same bytes for the same conversation, however it was written."""
+        found = [self.messages, self.first] if self.first else self.messages
+        text = json.dumps(found, ensure_ascii=False, sort_keys=True)
+        try:
+            return text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError("it has a lone surrogate, which is not valid UTF-8") from error
+
+
+def conversation(record: Mapping[str, Any]) -> Conversation:
+    """That of a record with `messages`, or with `prompt` and `completion`.
+
+    Raises ValueError where there is none, a role is unknown, or the assistant says nothing.
+    """
+    first = 0
+    if "messages" in record:
+        messages = record["messages"]
+    elif {"prompt", "completion"} <= record.keys():
+        prompt = _turns(record["prompt"], "user")
+        messages, first = [*prompt, *_turns(record["completion"], ASSISTANT)], len(prompt)
+    else:
+        names = ", ".join(map(repr, list(record)[:10])) or "none"
+        raise ValueError(
+            f"no messages in the record (its keys: {names}): write "
+            '{"messages": [{"role": "user", "content": "..."}, ...]}, or prompt and completion'
+        )
+    messages = checked(messages)
+    if not any(message["role"] == ASSISTANT for message in messages[first:]):
+        raise ValueError("no turn of the assistant, so that nothing is learned: remove the record")
+    return Conversation(messages, first)
+
+
+def _turns(value: Any, role: str) -> list:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def checked(messages: Any) -> Messages:
+    """Messages as templates take them, without keys that are null. Raises ValueError."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages is no list, or empty: write a list of objects, one a turn")
+    return [_message(number, message) for number, message in enumerate(messages, 1)]
+
+
+def _message(number: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        kind = type(message).__name__
+        raise ValueError(f"message {number} is a {kind}: write an object with role and content")
+    message = {key: value for key, value in message.items() if value is not None}
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"message {number} has the role {role!r}: use one of {', '.join(ROLES)}")
+    if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
+        kind = "nothing" if content is None else type(content).__name__
+        raise ValueError(f"message {number} has {kind} as its content: write a string")
+    return message
+
+
+def _marking_environment():
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}`: marks what the model itself writes."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def refuse(message: str):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # Jinja's own escapes HTML.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+            sort_keys=sort_keys,
+        )  # fmt: skip
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+class Template:
+    """A chat template with the special tokens of a tokenizer."""
+
+    def __init__(self, source: str, tokenizer: tokenizers.Tokenizer):
+        """Raises ValueError where the template is empty or no Jinja."""
+        import jinja2
+
+        if not source.strip():
+            raise ValueError(
+                f"tokenizer {tokenizer.name} has no chat template: set data.chat_template to a "
+                "Jinja file, or put a chat_template.jinja beside the tokenizer.json"
+            )
+        try:
+            self._compiled = _marking_environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template is no Jinja, line {error.lineno}: {error.message}: correct it"
+            ) from error
+        self.source, self._names = source, dict(tokenizer.names)
+        self._special, self._tokens = tokenizer.special_pattern, list(tokenizer.special)
+        tokens = tokenizer.special
+        self._beginnings = {token[:size] for token in tokens for size in range(1, len(token))}
+        self._endings = {token[size:] for token in tokens for size in range(1, len(token))}
+        self._longest = max(map(len, tokens), default=0)
+        token = self._special.pattern
+        self._found = re.compile(
+            f"{_MARK}(?P<plain>{token})|{_MARK}|{_BREAK}|(?P<begin>{_BEGIN})|(?P<end>{_END})"
+            f"|(?P<content>{_CONTENT_END})|(?P<special>{token})"
+        )
+
+    def render(self, messages: Messages, *, generation_prompt: bool = False) -> Rendered:
+        """The text of a conversation, with the beginning of an assistant's turn behind it if asked.
+
+        Raises ValueError where the template refuses it.
+        """
+        import jinja2
+
+        inputs = {"messages": self._marked(messages), "add_generation_prompt": generation_prompt}
+        try:
+            raw = self._compiled.render(self._names | inputs | {"tools": None, "documents": None})
+        # Whatever an expression of the template raises.
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
+                ArithmeticError, RecursionError) as error:  # fmt: skip
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return self._read(raw)
+
+    def _read(self, raw: str) -> Rendered:
+        """What the template wrote, without the marks."""
+        pieces, size, at, end = [], 0, 0, None
+        special, begins, learned = [], [], []
+        for found in self._found.finditer(raw):
+            kept = found["plain"] or found["special"] or ""
+            pieces += [raw[at : found.start()], kept]
+            size += found.start() - at
+            if found["special"]:
+                special.append((size, size + len(kept)))
+            elif found["begin"]:
+                begins.append(size)
+            elif found["end"] and begins:
+                learned.append((begins.pop(), size))
+            elif found["content"]:
+                end = size
+            size, at = size + len(kept), found.end()
+        text = "".join([*pieces, raw[at:]])
+        return Rendered(text, tuple(special), tuple(learned), end)
+
+    def _marked(self, value: Any) -> Any:
+        """The strings of messages with marks before special tokens and beside parts of them."""
+        if isinstance(value, str):
+            return self._marked_text(value)
+        if isinstance(value, dict):
+            return {
+                self._special.sub(_marked_token, key): (
+                    inner if key in _NO_TEXT else self._marked(inner)
+                )
+                for key, inner in value.items()
+            }
+        return [self._marked(one) for one in value] if isinstance(value, list) else value
+
+    def _marked_text(self, text: str) -> str:
+        # Spaces stay outside: a template may trim them.
+        kept = text.strip()
+        marked, sizes = self._special.sub(_marked_token, kept), range(1, self._longest)
+        inside = len(kept) < self._longest and any(kept in token for token in self._tokens)
+        if kept and (inside or any(marked[:size] in self._endings for size in sizes)):
+            marked = _BREAK + marked
+        if any(marked[-size:] in self._beginnings for size in sizes):
+            marked += _BREAK
+        begin = len(text) - len(text.lstrip())
+        return text[:begin] + marked + text[begin + len(kept) :]
+
+    def render_to_learn(self, talk: Conversation) -> Rendered:
+        """The text of a whole conversation with what is learned of it. Raises ValueError."""
+        whole = self.render(talk.messages)
+        # Those of the prompt are rendered first.
+        learned = whole.learned
+        if talk.first and learned:
+            learned = learned[len(self.render(talk.messages[: talk.first]).learned) :]
+        if not _GENERATION.search(self.source):
+            turns = (
+                number for number, message in enumerate(talk.messages)
+                if number >= talk.first and message["role"] == ASSISTANT
+            )  # fmt: skip
+            learned = tuple(self._turn(talk.messages, number, whole) for number in turns)
+        if not any(begin < end for begin, end in learned):
+            raise ValueError("the chat template renders nothing of the assistant's turns")
+        return dataclasses.replace(whole, learned=learned)
+
+    def _turn(self, messages: Messages, number: int, whole: Rendered) -> tuple[int, int]:
+        """The range of an assistant's turn in the text of the conversation."""
+        before = self.render(messages[:number], generation_prompt=True).text
+        if not whole.text.startswith(before):
+            raise ValueError(
+                f"the chat template renders what is before message {number + 1} in another way "
+                "once that message follows: cut the conversation behind an earlier turn of the "
+                "assistant, or use a template with {% generation %}"
+            )
+        begin = len(before)
+        after = self.render(messages[: number + 1]).text
+        if begin <= len(after) and whole.text.startswith(after):
+            inside = [end for _, end in whole.special if begin < end <= len(after)]
+            return begin, max(inside, default=len(after))
+        # The template drops what it wrote there, once other turns follow.
+        ended = self._content_end(messages, number, whole)
+        behind = [end for start, end in whole.special if start >= max(ended, begin)]
+        return begin, min(behind, default=len(whole.text))
+
+    def _content_end(self, messages: Messages, number: int, whole: Rendered) -> int:
+        """Where the content of a message ends in the text of the conversation."""
+        content = messages[number].get("content")
+        if isinstance(content, str):
+            kept = content.rstrip()
+            tagged = kept + _CONTENT_END + content[len(kept) :]
+            copy = [*messages]
+            copy[number] = {**messages[number], "content": tagged}
+            found = self.render(copy)
+            if found.content_end is not None and found.text == whole.text:
+                return found.content_end
+        raise ValueError(
+            f"the end of message {number + 1} cannot be found in what the chat template renders: "
+            "use a template with {% generation %}"
+        )
+
+    def end_of_turn(self) -> str:
+        """The special token that closes an assistant's turn; "" if none does."""
+        talk = [{"role": "user", "content": "1"}, {"role": ASSISTANT, "content": "2"}]
+        try:
+            begin, end = self._turn(talk, 1, whole := self.render(talk))
+        except ValueError:  # the template takes other conversations only
+            return ""
+        inside = [whole.text[a:b] for a, b in whole.special if begin <= a and b == end]
+        return inside[0] if inside else ""
+
+
+def _marked_token(found: re.Match) -> str:
+    return _MARK + found[0]
+
+
+def encode(
+    tokenizer: tokenizers.Tokenizer, rendered: Rendered
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Ids, int32, and which of them are learned, uint8: all that touch a learned range."""
+    found = tokenizer.encode_marked(rendered.text, rendered.special)
+    weights = np.zeros(len(found.ids), np.uint8)
+    for begin, end in rendered.learned:
+        weights |= (found.ends > begin) & (found.starts < end)
+    return found.ids, weights
+
+
+@functools.lru_cache(maxsize=4)
+def template_of(tokenizer: tokenizers.Tokenizer) -> Template:
+    """The chat template of a tokenizer. Raises ValueError if it has none."""
+    return Template(tokenizer.template, tokenizer)
+
+
+def read_record(record: Mapping[str, Any], template: Template) -> tuple[bytes, Rendered]:
+    """The canonical bytes of a record's conversation, and its text. Raises ValueError."""
+    talk = conversation(record)
+    raw = talk.canonical()
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"a conversation of more than {MAX_BYTES:,} bytes: write it as several")
+    return raw, template.render_to_learn(talk)

@@ -1,0 +1,130 @@
+"""The files beside a tokenizer.json: which are kept, and what they say.
+
+`tokenizer_config.json` and `special_tokens_map.json` name the special tokens and hold the chat
+template, as does `chat_template.jinja`; `generation_config.json` has the ids that end a generated
+text. `hf_config.json` is the config.json of the checkpoint that a run was imported from.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmx.data import json_files
+
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+GENERATION = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+IMPORTED_CONFIG = "hf_config.json"
+_OLD_TEMPLATE = "chat_template.json"
+NAMES = (
+    CONFIG, SPECIAL_TOKENS, "added_tokens.json", TEMPLATE, _OLD_TEMPLATE, GENERATION,
+    IMPORTED_CONFIG, "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
+)  # fmt: skip
+MAX_BYTES = 128 << 20
+NAMED_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_REMEDY = "download the file again, or remove it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the files beside a tokenizer.json say."""
+
+    names: Mapping[str, str]  # {"bos_token": "<s>", ...}
+    special: tuple[str, ...]  # further special tokens
+    stop_ids: tuple[int, ...]  # of generation_config.json, or of the checkpoint's config.json
+    template: str  # the chat template; "" = none
+
+
+def read(folder: str | os.PathLike) -> dict[str, bytes]:
+    """The content of those files of a folder that belong to its tokenizer."""
+    paths = [pathlib.Path(folder, name) for name in NAMES]
+    return {
+        path.name: json_files.read_bytes(path, remedy=_REMEDY, max_bytes=MAX_BYTES)
+        for path in paths if path.is_file()
+    }  # fmt: skip
+
+
+def parse(files: Mapping[str, bytes], where: str | os.PathLike) -> Settings:
+    """What files of a folder `where` say. Raises ValueError, naming the file, where one is bad."""
+    config, tokens, generation, imported, template = (
+        _object(files, name, where)
+        for name in (CONFIG, SPECIAL_TOKENS, GENERATION, IMPORTED_CONFIG, _OLD_TEMPLATE)
+    )
+    merged = tokens | config
+    names = {name: _content(merged[name]) for name in NAMED_TOKENS if merged.get(name) is not None}
+    extra = [merged.get("additional_special_tokens"), merged.get("extra_special_tokens")]
+    listed = (x.values() if isinstance(x, dict) else x for x in extra if isinstance(x, list | dict))
+    special = tuple(dict.fromkeys(_content(token) for tokens in listed for token in tokens))
+    stops = generation if generation.get("eos_token_id") is not None else imported
+    return Settings(
+        {name: text for name, text in names.items() if text}, tuple(filter(None, special)),
+        ids(stops, "eos_token_id", where), _template(files, config, template, where),
+    )  # fmt: skip
+
+
+def _object(files: Mapping[str, bytes], name: str, where: str | os.PathLike) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    path = pathlib.Path(where, name)
+    if problem := json_files.too_many_values(files[name]):
+        raise ValueError(f"{path}: {problem}: {_REMEDY}")
+    try:
+        value = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}): {_REMEDY}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON {type(value).__name__}, not an object: {_REMEDY}")
+    return value
+
+
+def imported_config(files: Mapping[str, bytes], where: str | os.PathLike = "") -> dict[str, Any]:
+    """The config.json of the checkpoint that the tokenizer came with; {} where there was none."""
+    return _object(files, IMPORTED_CONFIG, where)
+
+
+def _content(token: Any) -> str:
+    """The text of a token, which these files write as a string or as an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
+def ids(config: Mapping[str, Any], key: str, where: str | os.PathLike = "") -> tuple[int, ...]:
+    """One or several token ids of a config; none where it has no such key."""
+    value = config.get(key)
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if bad := [one for one in found if not json_files.is_whole(one, 0, 1 << 32)]:
+        raise ValueError(
+            f"{where}: {key} holds {json_files.shown(bad[0])}, which is no token id: write whole "
+            "numbers from 0"
+        )
+    return tuple(found)
+
+
+def _template(
+    files: Mapping[str, bytes], config: Mapping, old: Mapping, where: str | os.PathLike
+) -> str:
+    if TEMPLATE in files:
+        try:
+            return files[TEMPLATE].decode("utf-8")
+        except UnicodeDecodeError as error:
+            path = pathlib.Path(where, TEMPLATE)
+            raise ValueError(f"{path} is not valid UTF-8 ({error}): {_REMEDY}") from error
+    return next(
+        filter(None, map(_default, (old.get("chat_template"), config.get("chat_template")))), ""
+    )
+
+
+def _default(value: Any) -> str:
+    """A chat template, or the one named "default" of several."""
+    if isinstance(value, str):
+        return value
+    several: Iterator = (one for one in value or () if isinstance(one, dict))
+    named = {one.get("name"): one.get("template") for one in several}
+    return named.get("default") or ""
