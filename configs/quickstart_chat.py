@@ -29,7 +29,7 @@ def get_config() -> config.Config:
         "llama3", width=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384,
         max_positions=1024, vocab_multiple=8, tied_head=True,
     )  # fmt: skip
-    run.batch.size, run.batch.sequence_length = 8, 256
+    run.batch.size, run.batch.sequence_length, run.data.pack = 8, 384, False
     run.data.sources, run.data.format = (str(HERE / "quickstart_chat.jsonl"),), "chat"
     run.data.chat_template, run.data.held_out = str(HERE / "quickstart_chat.jinja"), 0.0
     run.optimizer.learning_rate, run.optimizer.warmup_steps = 5e-3, 20
