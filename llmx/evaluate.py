@@ -1,10 +1,16 @@
-"""Loss on held-out data: python -m llmx.evaluate --workdir W [--step N] [--batches N] [--json]"""
+"""What a trained run has learned: its loss on text, and its choices among given answers.
+
+python -m llmx.evaluate --workdir W                       # on what the run held out
+python -m llmx.evaluate --workdir W --data book.txt       # on all of other text
+python -m llmx.evaluate --workdir W --choices arc.jsonl   # multiple-choice questions
+"""
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmx.runtime import exits
@@ -13,14 +19,16 @@ if __name__ == "__main__":
     exits.silent_interrupts()
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import config, sharding
 from llmx.checkpoint import checkpointer
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
+from llmx.data import choices, tokenizers
 from llmx.data import dataset as data_lib
-from llmx.data import tokenizers
 from llmx.runtime import launch
 from llmx.step.step import Recipe
 
@@ -52,6 +60,48 @@ def held_out_loss(
         "loss": loss, "perplexity": perplexity, "num_tokens": num_tokens, "batches": batches,
         "split_batches": available,
     }  # fmt: skip
+
+
+def num_text_bytes(dataset: data_lib.Dataset, *, batch_size: int, batches: int) -> int:
+    """Bytes of the text that the tokens predicted in the first held-out batches stand for.
+
+    A character that a row cuts in two is counted as one of three bytes, twice.
+    """
+    total = 0
+    for index in range(batches):
+        rows = dataset.held_out_rows(index, range(batch_size), batch_size)
+        for targets, weights in zip(rows["targets"], rows["weights"], strict=True):
+            learned = targets[weights > 0]
+            ends = np.flatnonzero(learned == dataset.tokenizer.end_of_document) + 1
+            for text in np.split(learned, ends):
+                total += len(dataset.tokenizer.decode(text).encode())
+    return total
+
+
+def choice_nats(
+    recipe: Recipe, params: Any, several: Sequence[choices.Continuation], *, batch_size: int,
+    length: int, filler: int,
+) -> np.ndarray:  # fmt: skip
+    """The loss of each continuation behind its prompt in nats, summed over its tokens, [number].
+
+    Every process must call it; all get the same numbers. Communicates over all mesh axes.
+    """
+    to, whole = recipe.loss.batch_sharding, NamedSharding(recipe.mesh, PartitionSpec())
+    execution, found = recipe.loss.execution, []
+
+    def losses(params, batch):
+        return jax.sharding.reshard(recipe.loss.apply.losses(params, batch, execution)[0], whole)
+
+    of_tokens, rows = jax.jit(losses), sharding.process_rows(to, (batch_size, length))
+    for each in choices.packed(several, num_rows=batch_size, length=length, filler=filler):
+        batch = {
+            name: sharding.assemble(array[np.asarray(rows)], rows, to, batch_size)
+            for name, array in each.batch.items()
+        }
+        nats_BT = np.asarray(jax.device_get(of_tokens(params, batch)), np.float64)
+        for row, first, number in each.places:
+            found.append(nats_BT[row, first : first + number].sum())
+    return np.array(found)
 
 
 def batches_text(result: dict[str, float]) -> str:
@@ -96,30 +146,38 @@ class Evaluation:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the held-out loss of a trained run."""
+    """Prints the loss, or the share of right answers, of a trained run."""
     command = argparse.ArgumentParser(
-        prog="python -m llmx.evaluate", description="Loss of a trained run on its held-out split."
+        prog="python -m llmx.evaluate",
+        description="Loss of a trained run on its held-out split or other text; right answers.",
     )
     command.add_argument("--workdir", required=True, help="where llmx.train wrote the run")
     command.add_argument("--step", type=int, help="checkpoint to evaluate; the newest by default")
-    batches = "0 = the whole split; by default the config's evaluation.batches, as in training"
+    batches = "0 = all; by default the config's evaluation.batches, and all with --data"
     command.add_argument("--batches", type=int, help=batches)
+    command.add_argument(
+        "--data", action="append", default=[], metavar="SOURCE",
+        help="text in place of the run's: file, folder, glob or shards:DIR, as data.sources",
+    )  # fmt: skip
+    command.add_argument(
+        "--choices", metavar="FILE", help="JSONL of questions, as of HellaSwag, MMLU or ARC"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
+    if args.choices and (args.data or args.batches is not None):
+        command.error("--choices goes without --data and --batches")
     try:
-        step, result = _evaluate(args)
+        step, result, sentence = _evaluate(args)
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    sentence = (
-        f"step {step}: held-out loss {result['loss']:.4f} nats per token "
-        f"(perplexity {result['perplexity']:.2f}) {batches_text(result)}, "
-        f"{result['num_tokens']:,.0f} tokens"
-    )
     try:
         if jax.process_index() == 0:
-            print(json.dumps({**result, "step": step}) if args.json else sentence, flush=True)
+            shown = (
+                json.dumps({**result, "step": step}) if args.json else f"step {step}: {sentence}"
+            )
+            print(shown, flush=True)
     except BrokenPipeError:
         sys.stdout = None  # the reader has seen enough
     except OSError as error:
@@ -128,8 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float]]:
-    """The step of the checkpoint, and its held-out loss."""
+def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
+    """The step of the checkpoint, its result, and that as a sentence."""
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
     run = config.load_run(args.workdir)
@@ -139,23 +197,75 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float]]:
         run.batch.accumulation = 1  # its own evaluations too take the batch of a step
     # Whatever devices are here: the checkpoint fits any mesh, and a pass needs no stages.
     run.mesh = sharding.MeshConfig()
+    run.start_from = ""  # which may be gone
     checks.forget_training(run)
+    if args.data:
+        own = f"{args.workdir}/{tokenizers.FILE_NAME}"
+        run.data = dataclasses.replace(
+            run.data, sources=tuple(args.data), weights=(), tokenizer=own, train_tokenizer=0
+        )
     run = checks.resolve(run, jax.device_count())
-    recipe = recipe_lib.make_recipe(run)
-    dataset = data_lib.open_dataset(
-        run.data, sequence_length=run.batch.sequence_length, seed=run.seed, log=launch.note
-    )
+    of = _of_choices if args.choices else _of_text
+    return of(args, run, recipe_lib.make_recipe(run))
+
+
+def _params(args: argparse.Namespace, run: config.Config, recipe: Recipe) -> checkpointer.Restored:
     ema = run.optimizer.ema_decay > 0
-    restored = checkpointer.restore_params(
+    return checkpointer.restore_params(
         args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
     )
+
+
+def _of_text(
+    args: argparse.Namespace, run: config.Config, recipe: Recipe
+) -> tuple[int, dict[str, float], str]:
+    data, batches = run.data, args.batches
+    if args.data:
+        data, batches = dataclasses.replace(data, held_out=1.0), batches or 0
+    dataset = data_lib.open_dataset(
+        data, sequence_length=run.batch.sequence_length, seed=run.seed, log=launch.note
+    )
+    restored, rows = _params(args, run, recipe), batch_size(run)
     with jax.set_mesh(recipe.mesh):
         result = held_out_loss(
-            recipe, jax.jit(recipe.gradient.loss), restored.state, dataset,
-            batch_size=batch_size(run),
-            batches=run.evaluation.batches if args.batches is None else args.batches,
+            recipe, jax.jit(recipe.gradient.loss), restored.state, dataset, batch_size=rows,
+            batches=run.evaluation.batches if batches is None else batches,
         )  # fmt: skip
-    return restored.step, result
+    num_bytes = num_text_bytes(dataset, batch_size=rows, batches=result["batches"])
+    nats = result["loss"] * result["num_tokens"]
+    result["bits_per_byte"] = nats / math.log(2) / num_bytes if num_bytes else math.nan
+    sentence = (
+        f"held-out loss {result['loss']:.4f} nats per token "
+        f"(perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte) "
+        f"{batches_text(result)}, {result['num_tokens']:,.0f} tokens"
+    )
+    if args.data:
+        sentence = sentence.replace("held-out ", "").replace("split", "text")
+    return restored.step, result, sentence
+
+
+def _of_choices(
+    args: argparse.Namespace, run: config.Config, recipe: Recipe
+) -> tuple[int, dict[str, float], str]:
+    coder, questions = tokenizers.of_run(args.workdir), choices.read(args.choices)
+    length = run.batch.sequence_length
+    several = [
+        choices.shortened(one, length)
+        for question in questions for one in choices.continuations(question, coder)
+    ]  # fmt: skip
+    restored = _params(args, run, recipe)
+    with jax.set_mesh(recipe.mesh):
+        nats = choice_nats(
+            recipe, restored.state, several, batch_size=batch_size(run), length=length,
+            filler=coder.end_of_document,
+        )  # fmt: skip
+    result = choices.scores(questions, several, nats)
+    sentence = (
+        f"{result['accuracy']:.1%} of {result['questions']} questions right by likelihood, "
+        f"{result['accuracy_per_byte']:.1%} by likelihood per byte (guessing: "
+        f"{result['guessing']:.1%})"
+    )
+    return restored.step, result, sentence
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ _MAX_WINDOWS = 1 << 32  # grain's index shuffle is of 32 bits
 _HELD_OUT_SEED = 0
 _RULES = {
     "none": "nothing held out",
+    "all": "all of it to evaluate on",
     "documents": "held out by hash of document",
     "document": "held out one document of fitting size",
     "end": "held out the end of the longest document",
@@ -84,7 +85,9 @@ class Dataset:
         self.num_train_windows = int(self._train_bases[-1])
         self.num_held_out_windows = int(self._held_out_bases[-1])
         counts = tuple(windows.num_windows for windows in self._train)
-        self.shares = config_lib.integer_shares(config.weights or counts)
+        # Where all is held out, nothing is mixed.
+        counts_or_equal = counts if any(counts) else (1,) * len(counts)
+        self.shares = config_lib.integer_shares(config.weights or counts_or_equal)
         for name, count in zip(config.sources, counts, strict=True):
             if count > _MAX_WINDOWS:
                 raise ValueError(
@@ -227,7 +230,7 @@ def open_dataset(
     tables = [(source.lengths, source.hashes) for source in shards]
     splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
-        if split.train.num_tokens <= sequence_length:
+        if config.held_out < 1 and split.train.num_tokens <= sequence_length:
             raise ValueError(
                 f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
                 f"one window of sequence_length={sequence_length} and its next token: add text, "

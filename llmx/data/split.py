@@ -33,7 +33,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The two sides of a source and how they were chosen: "documents", "document" or "end"."""
+    """The two sides of a source and how they were chosen: "documents", "document" or "end"; "all"
+    or "none" is held out."""
 
     train: Part
     held_out: Part
@@ -81,10 +82,11 @@ def split_sources(
     tables: Sequence[tuple[np.ndarray, np.ndarray]], *, held_out: float, names: Sequence[str]
 ) -> list[Split]:
     """Splits sources given as (lengths, hashes) of their documents; never overlapping, also
-    between sources."""
-    if held_out == 0:
-        nothing = _Choice("none", np.empty(0, np.uint64))
-        return [_apply(lengths, hashes, nothing) for lengths, hashes in tables]
+    between sources. `held_out=1` leaves nothing to train on."""
+    if held_out in (0, 1):
+        rule = "all" if held_out else "none"
+        held = [_Choice(rule, hashes if held_out else hashes[:0]) for _, hashes in tables]
+        return [_apply(*table, choice) for table, choice in zip(tables, held, strict=True)]
     choices = [
         _choose(lengths, hashes, held_out, name)
         for (lengths, hashes), name in zip(tables, names, strict=True)

@@ -2,13 +2,16 @@
 
 import functools
 import math
+import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import runs
 
 from llmx import evaluate
+from llmx.data import choices, packing
 from llmx.data import dataset as data_lib
 
 
@@ -65,6 +68,47 @@ def test_batches_do_not_matter(text):
     picked = np.take_along_axis(log_p, rows["targets"][..., None], axis=-1)[..., 0]
     plain = -(picked * rows["weights"]).sum() / rows["weights"].sum()
     assert math.isclose(whole["loss"], plain, rel_tol=1e-5)
+
+
+def test_all_of_other_text_is_evaluated(text):
+    """With nothing left to train on, each token but a document's first is predicted once."""
+    _, _, dataset = opened(text)
+    config, recipe, _ = opened(text)
+    config.data.held_out = 1.0
+    whole = data_lib.open_dataset(
+        config.data, sequence_length=32, seed=0, cache_dir=text + "-cache", log=lambda text: None
+    )
+    assert whole.num_train_windows == 0 < dataset.num_train_windows
+    result = held_out(recipe, whole, recipe.init(0).params, 8)
+    size = sum(path.stat().st_size for path in pathlib.Path(text).iterdir())
+    # Bytes, and an end of each of twelve documents; their first bytes follow nothing.
+    assert result["num_tokens"] == size
+    batches = result["batches"]
+    assert evaluate.num_text_bytes(whole, batch_size=8, batches=batches) == size - 12
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 2, "sequence": 2, "tensor": 2}], ids=str)
+def test_choices_have_the_losses_of_their_tokens(text, mesh):
+    """On any mesh, several in a row, what each would have alone."""
+    _, recipe, _ = opened(text, mesh)
+    params, noise = recipe.init(0).params, np.random.default_rng(0)
+    several = [
+        choices.Continuation(noise.integers(0, 256, before), noise.integers(0, 256, after), 1)
+        for before, after in noise.integers(1, 9, (50, 2))
+    ]
+    with jax.set_mesh(recipe.mesh):
+        nats = evaluate.choice_nats(recipe, params, several, batch_size=8, length=32, filler=256)
+        logits = jax.jit(functools.partial(runs.logits, recipe))
+        for number, one in enumerate(several[:6]):
+            ids = np.concatenate([one.prompt, one.ids])
+            batch = packing.empty_batch(8, 32, 256)
+            batch["tokens"][0, : len(ids)], batch["segment_ids"][0, : len(ids)] = ids, 1
+            batch["positions"][0, : len(ids)] = np.arange(len(ids))
+            row_TV = jnp.asarray(jax.device_get(logits(params, runs.put_batch(recipe, batch)))[0])
+            log_p = jax.nn.log_softmax(row_TV)
+            follow = np.arange(len(one.prompt) - 1, len(ids) - 1)
+            plain = -np.asarray(log_p)[follow, one.ids].sum()
+            assert math.isclose(nats[number], plain, rel_tol=1e-5)
 
 
 def test_split_rows_do_not_matter(text):

@@ -1,0 +1,187 @@
+"""Multiple-choice questions from JSONL, and rows in which a model's loss of each is computed.
+
+A record is of one of three forms, as HellaSwag, MMLU and ARC have them:
+
+    {"ctx": "A man sits down", "endings": [" and ...", ...], "label": 2}
+    {"question": "...", "choices": ["...", ...], "answer": 0}                  (or "B")
+    {"question": "...", "choices": {"text": [...], "label": ["A", ...]}, "answerKey": "B"}
+
+Letters: B rows, T tokens.
+"""
+
+import dataclasses
+import itertools
+import json
+import string
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmx.data import json_files, packing
+from llmx.data.tokenizers import Tokenizer
+
+_REMEDY = "give one JSON object a line, with a question, its choices and the right one"
+MAX_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What stands before the choices, the choices as they follow it, and which is right."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """Ids of a prompt and of what follows it, and the bytes of the latter's text."""
+
+    prompt: np.ndarray
+    ids: np.ndarray
+    num_bytes: int
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + len(self.ids)
+
+
+def read(path: str) -> list[Question]:
+    """The questions of a file. Raises ValueError, naming file, line and remedy."""
+    raw = json_files.read_bytes(path, remedy=_REMEDY, max_bytes=MAX_BYTES)
+    found = []
+    for number, line in enumerate(raw.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            found.append(_question(record))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: line {number}: {error}: {_REMEDY}") from error
+    if not found:
+        raise ValueError(f"{path} has no questions: {_REMEDY}")
+    return found
+
+
+def _question(record: Any) -> Question:
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__} in place of an object")
+    if "endings" in record:
+        prompt, choices, answer = record.get("ctx"), record["endings"], record.get("label")
+        labels = []
+    elif isinstance(record.get("choices"), dict):
+        prompt, answer = record.get("question"), record.get("answerKey")
+        choices, labels = record["choices"].get("text"), record["choices"].get("label")
+    else:
+        prompt, choices, answer = (record.get(key) for key in ("question", "choices", "answer"))
+        labels = list(string.ascii_uppercase)
+    if not isinstance(prompt, str):
+        raise ValueError('no text under "question" or "ctx"')
+    texts = isinstance(choices, list) and all(isinstance(text, str) and text for text in choices)
+    if not texts or len(choices) < 2:
+        raise ValueError("the choices are no list of two texts or more, none of them empty")
+    labelled = isinstance(labels, list) and answer in labels
+    place = labels.index(answer) if labelled else answer
+    if isinstance(place, str) and place.isdecimal():
+        place = int(place)
+    if type(place) is not int or not 0 <= place < len(choices):
+        raise ValueError(f"the answer {str(answer)[:50]!r} is none of the {len(choices)} choices")
+    spaced = (text if text[0].isspace() else f" {text}" for text in choices)
+    return Question(prompt.rstrip(), tuple(spaced), place)
+
+
+def continuations(question: Question, tokenizer: Tokenizer) -> list[Continuation]:
+    """The choices of a question behind its prompt, each encoded as one text with it."""
+    start = np.array(tokenizer.start, np.int32)
+    prompt = tokenizer.encode(question.prompt)
+    found = []
+    for choice in question.choices:
+        whole = tokenizer.encode(question.prompt + choice)
+        # Tokens may join the end of the prompt with the choice: they belong to the choice.
+        same = min(len(prompt), len(whole) - 1)
+        differ = np.flatnonzero(whole[:same] != prompt[:same])
+        kept = int(differ[0]) if len(differ) else same
+        before = np.concatenate([start, whole[:kept]])
+        if not len(before):  # nothing to predict the first token from
+            before = np.array([tokenizer.end_of_document], np.int32)
+        found.append(Continuation(before, whole[kept:], len(choice.encode())))
+    return found
+
+
+def shortened(one: Continuation, most: int) -> Continuation:
+    """With at most so many tokens, and one to predict: the prompt loses its beginning."""
+    if one.size <= most + 1:
+        return one
+    kept = most + 1 - len(one.ids)
+    if kept < 1:
+        raise ValueError(
+            f"a choice has {len(one.ids)} tokens, above the {most} positions of the model: leave "
+            "the question out"
+        )
+    return dataclasses.replace(one, prompt=one.prompt[-kept:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A batch, and for each continuation in it (row, first column, columns) of its targets."""
+
+    batch: dict[str, np.ndarray]
+    places: list[tuple[int, int, int]]
+
+
+def packed(
+    several: Sequence[Continuation], *, num_rows: int, length: int, filler: int
+) -> Iterator[Rows]:
+    """Batches [B, T] of all continuations in their order, each a document of its own."""
+    rows = itertools.groupby(_rows_of(several, length), key=lambda place: place[0] // num_rows)
+    number = 0
+    for index, group in rows:
+        batch = packing.empty_batch(num_rows, length, filler)
+        places, segments = [], np.zeros(num_rows, int)
+        for of_all, column in group:
+            one, row = several[number], of_all - index * num_rows
+            number += 1
+            ids = np.concatenate([one.prompt, one.ids])
+            columns = slice(column, column + len(ids) - 1)
+            segments[row] += 1
+            batch["tokens"][row, columns] = ids[:-1]
+            batch["targets"][row, columns] = ids[1:]
+            batch["segment_ids"][row, columns] = segments[row]
+            batch["positions"][row, columns] = np.arange(len(ids) - 1)
+            first = column + len(one.prompt) - 1
+            batch["weights"][row, first : columns.stop] = 1
+            places.append((row, first, len(one.ids)))
+        yield Rows(batch, places)
+
+
+def _rows_of(several: Sequence[Continuation], length: int) -> Iterator[tuple[int, int]]:
+    """Row and first column of each continuation: the next that has room for its inputs."""
+    row = column = 0
+    for one in several:
+        if column + one.size - 1 > length:
+            row, column = row + 1, 0
+        yield row, column
+        column += one.size - 1
+
+
+def scores(
+    questions: Sequence[Question], several: Sequence[Continuation], nats: np.ndarray
+) -> dict[str, float]:
+    """Shares of right answers: the likeliest choice, and the likeliest per byte of its text.
+
+    `nats`: the loss of each continuation, summed over its tokens.
+    """
+    right = right_per_byte = at = 0
+    for question in questions:
+        of = slice(at, at + len(question.choices))
+        at = of.stop
+        lengths = np.array([one.num_bytes for one in several[of]])
+        right += int(np.argmin(nats[of])) == question.answer
+        right_per_byte += int(np.argmin(nats[of] / lengths)) == question.answer
+    number = len(questions)
+    return {
+        "accuracy": right / number, "accuracy_per_byte": right_per_byte / number,
+        "guessing": float(np.mean([1 / len(each.choices) for each in questions])),
+        "questions": number,
+    }  # fmt: skip
