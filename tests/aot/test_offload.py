@@ -12,8 +12,8 @@ from llmx.aot import compiler, hlo_text, peak_memory, topologies
 from llmx.aot.report import Memory
 from llmx.sharding import trees
 
-# Programs serve several tests: one worker has all.
-pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("offload")]
+# Programs serve several tests: one worker has all. Each compiles for a minute or more.
+pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("offload"), pytest.mark.full_grid]
 
 TOPOLOGY = topologies.parse("v5e:2x2")
 LAYERS, WIDTH, ROWS, LENGTH = 16, 512, 16, 1024
@@ -22,7 +22,6 @@ MODEL = dict(
     vocab_size=32768, max_positions=LENGTH,
 )  # fmt: skip
 INPUT = 2 * ROWS * LENGTH * WIDTH // TOPOLOGY.num_devices  # bytes of a layer's, in bf16
-LONG = pytest.mark.full_grid  # each compiles another program, for a minute or more
 HOST_MEMORY = "S(5)"  # in a layout
 ROUNDING = 1e-3  # of sizes: tiles, and scalars that nobody counts
 
@@ -85,7 +84,6 @@ def test_the_optimizers_state_is_on_the_device_layer_by_layer():
     assert found.memory.peak == found.peak
 
 
-@LONG
 def test_weights_are_on_the_device_layer_by_layer():
     plain = compiled(offload__optimizer=True)
     found = compiled(offload__optimizer=True, offload__parameters=True)
@@ -96,7 +94,6 @@ def test_weights_are_on_the_device_layer_by_layer():
     assert found.peak < plain.peak
 
 
-@LONG
 def test_weights_are_fetched_beside_products():
     """In the loops of both passes, from the start of each transfer to its end."""
     program = compiled(offload__optimizer=True, offload__parameters=True)
@@ -121,7 +118,6 @@ def test_transfers_run_beside_the_update():
         assert sum(found) >= len(in_blocks) - 2
 
 
-@LONG
 def test_inputs_of_layers_are_in_host_memory():
     plain, found = compiled(), compiled(offload__saves=("input",))
     assert plain.memory.host == 0
