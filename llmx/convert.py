@@ -8,7 +8,7 @@ parameters, which `llmx.generate` and `llmx.evaluate` accept as any other. No ac
 """
 
 import argparse
-import dataclasses
+import copy
 import functools
 import pathlib
 import sys
@@ -19,7 +19,7 @@ import jax
 
 from llmx import config, sharding
 from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed
-from llmx.config import recipe
+from llmx.config import checks, recipe
 from llmx.data import tokenizers
 from llmx.runtime import exits, launch, ownership
 
@@ -129,8 +129,9 @@ def _require_empty(root: pathlib.Path) -> None:
 
 def _abstract_params(run: config.Config) -> Any:
     """Shapes with shardings of the run's parameters, whole on one device."""
-    mesh, layout = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
-    whole = dataclasses.replace(run, mesh=mesh, sharding=layout)
+    whole = copy.deepcopy(run)
+    checks.forget_training(whole)
+    whole.mesh, whole.sharding = sharding.MeshConfig(data=1), sharding.ShardingConfig(layout="ddp")
     return recipe.make_recipe(whole, devices=jax.devices()[:1]).loss.params
 
 

@@ -257,6 +257,10 @@ def read_saved(path: str | pathlib.Path) -> Config:
 def _out_of_bounds(config: Config) -> list[str]:
     """What no run can have had, section by section."""
     found = bounds.problems(config, "") + families.problems(config.model)
+    # Its optimizer may be one that its config file has added, and is not here.
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, name="adamw")
+    )
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section) and name != "model":
             found += bounds.problems(section, f"{name}.")

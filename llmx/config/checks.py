@@ -80,8 +80,12 @@ def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
 
 
 def forget_training(run: Config) -> None:
-    """Leaves out, in place, what concerns backward passes, updates and stages."""
+    """Leaves out, in place, what concerns backward passes, updates and stages.
+
+    The optimizer may be one that a config file has added to `OPTIMIZERS`, and is not here.
+    """
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
+    run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
     run.remat, run.memory_budget = "full", 0.0
 
 

@@ -200,3 +200,21 @@ def test_a_run_that_starts_from_another_reads_with_its_tokenizer(tmp_path):
         assert checks.resolve(run, 1).data.tokenizer == f"{tmp_path}/{name}/tokenizer.json"
     run.data.tokenizer = "bytes"
     assert checks.resolve(run, 1).data.tokenizer == "bytes"
+
+
+def test_a_run_whose_optimizer_is_not_here_is_used_all_the_same(tmp_path, capsys):
+    """A config file had added it to `OPTIMIZERS`, which is of no matter to a pass forward."""
+    states = write_run(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["optimizer"]["name"] = "mine"
+    path.write_text(json.dumps(values))
+    command = ["--workdir", f"{tmp_path}", "--prompt", "a", "--max-tokens", "2"]
+    assert generate.main(command) == 0
+    assert capsys.readouterr().out.startswith("a")
+    assert convert.main(["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/new"]) == 0
+    assert_exported(tmp_path / "new", states[9]["params"])
+    text = tmp_path / "text.txt"
+    text.write_text("some text of a few words, " * 9)
+    assert evaluate.main(["--workdir", f"{tmp_path}", "--data", f"{text}"]) == 0
+    assert "bits per byte" in capsys.readouterr().out

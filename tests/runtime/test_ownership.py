@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 
@@ -419,8 +420,9 @@ def test_cloud_storage(tmp_path):
 def test_an_import_needs_the_directory_too(workdir, holder, monkeypatch, tmp_path):
     from llmx import convert
 
-    monkeypatch.setattr(convert.hf, "load", lambda _: (convert.config.default().model, {}))
-    monkeypatch.setattr(convert, "_abstract_params", lambda _: {})
+    source = types.SimpleNamespace(model=convert.config.default().model, shapes={})
+    monkeypatch.setattr(convert.hf_reader, "open_checkpoint", lambda _: source)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
         convert.from_hf(str(tmp_path), workdir)
     assert os.listdir(workdir) == [ownership.FILE]
