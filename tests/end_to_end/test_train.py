@@ -172,7 +172,7 @@ def test_evaluate_and_generate_a_run(scratch, undisturbed):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         if not launch.has_accelerator():
-            notes = ("data:", "attention:", "step 12, ")
+            notes = ("data:", "attention:", "step 12 of ", "9 tokens added")
             assert all(line.startswith(notes) for line in done.stderr.splitlines()), done.stderr
         return done
 

@@ -29,6 +29,7 @@ _GPU = re.compile(r"\[.*(gpu|[hab][12]00)")
 _GROUP = re.compile(r"@[^\]]*$")  # of pytest-xdist, behind a name
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
+    "tests/checkpoint/test_identity.py",  # each case is of other fields of a model
     # These need packages that not every environment has, and so may not exist.
     "tests/checkpoint/test_hf.py", "tests/checkpoint/test_hf_layers.py",
     "tests/pipeline/test_torch_orders.py",
