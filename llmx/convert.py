@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed
+from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed, writer
 from llmx.config import checks, recipe
 from llmx.data import tokenizers
 from llmx.runtime import exits, launch, ownership
@@ -54,13 +54,17 @@ def to_hf(
         log=launch.log,
         reader=streamed.FROM_FILES,
     )
+    steps = checkpointer.list_steps(f"{workdir}/checkpoints")
+    # The files beside a tokenizer may be of a model that this run has only borrowed it from.
+    known = hf_files.dtype(coder.files, hf_reader.DTYPES)
+    came_from = run.start_from or checkpointer.is_import(f"{workdir}/checkpoints", min(steps))
     with tempfile.TemporaryDirectory() as scratch:
         file = pathlib.Path(scratch, tokenizers.FILE_NAME)
         file.write_bytes(_tokenizer_file(coder))
         hf.export(
             restored.state, run.model, directory, tokenizer_file=file,
             end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
-            dtype=dtype or hf_files.dtype(coder.files, hf_reader.DTYPES),
+            dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
     return restored.step
 
@@ -190,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
         return 0
-    except hf.Unwritten as error:
+    except writer.Unwritten as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.UNSAVED
     # RuntimeError: no checkpoint of the run is good.

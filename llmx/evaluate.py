@@ -29,6 +29,7 @@ from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import choices, tokenizers
 from llmx.data import dataset as data_lib
+from llmx.data.config import DataConfig
 from llmx.runtime import launch
 from llmx.step.step import Recipe
 
@@ -65,13 +66,16 @@ def held_out_loss(
 def num_text_bytes(dataset: data_lib.Dataset, *, batch_size: int, batches: int) -> int:
     """Bytes of the text that the tokens predicted in the first held-out batches stand for.
 
-    A character that a row cuts in two is counted as one of three bytes, twice.
+    Exact where tokens are bytes. Else those that each row's tokens decode to by themselves.
     """
-    total = 0
+    total, are_bytes = 0, isinstance(dataset.tokenizer, tokenizers.ByteTokenizer)
     for index in range(batches):
         rows = dataset.held_out_rows(index, range(batch_size), batch_size)
         for targets, weights in zip(rows["targets"], rows["weights"], strict=True):
             learned = targets[weights > 0]
+            if are_bytes:
+                total += int((learned != dataset.tokenizer.end_of_document).sum())
+                continue
             ends = np.flatnonzero(learned == dataset.tokenizer.end_of_document) + 1
             for text in np.split(learned, ends):
                 total += len(dataset.tokenizer.decode(text).encode())
@@ -199,10 +203,11 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     run.mesh = sharding.MeshConfig()
     run.start_from = ""  # which may be gone
     checks.forget_training(run)
-    if args.data:
+    if args.data or args.choices:
         own = f"{args.workdir}/{tokenizers.FILE_NAME}"
+        of_text = DataConfig(tokenizer=own, cache_dir=run.data.cache_dir, bos=run.data.bos)
         run.data = dataclasses.replace(
-            run.data, sources=tuple(args.data), weights=(), tokenizer=own, train_tokenizer=0
+            of_text, sources=tuple(args.data) or of_text.sources, text_key=run.data.text_key
         )
     run = checks.resolve(run, jax.device_count())
     of = _of_choices if args.choices else _of_text
@@ -250,9 +255,10 @@ def _of_choices(
     coder, questions = tokenizers.of_run(args.workdir), choices.read(args.choices)
     length = run.batch.sequence_length
     several = [
-        choices.shortened(one, length)
-        for question in questions for one in choices.continuations(question, coder)
-    ]  # fmt: skip
+        one
+        for question in questions
+        for one in choices.shortened(choices.continuations(question, coder), length)
+    ]
     restored = _params(args, run, recipe)
     with jax.set_mesh(recipe.mesh):
         nats = choice_nats(

@@ -35,10 +35,6 @@ def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int
     return array.reshape(hf_formats.their_shape(row, sizes))
 
 
-class Unwritten(OSError):
-    """An export could not be written."""
-
-
 def export(
     params: Mapping[str, Any], model: ModelConfig, directory: str | pathlib.Path, *,
     tokenizer_file: str | pathlib.Path | None = None, end_token: int | None = None,
@@ -58,7 +54,7 @@ def export(
       shard_bytes: weights of more than this are split over several files.
 
     Raises ValueError if the format cannot represent `model`, or `params` is of another model, and
-    Unwritten where the disk takes no files: then none are left.
+    `writer.Unwritten` where the disk takes no files. Whatever it raises, no files are left.
     """
     directory, numpy_dtype = pathlib.Path(directory), hf_reader.numpy_dtype(dtype)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -74,13 +70,13 @@ def export(
             hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
         _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    except (OSError, KeyboardInterrupt) as error:
+    except BaseException as error:
         for path in directory.iterdir():  # it was empty
             path.unlink()
-        if isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, OSError):
             raise
         cause, remedy = writer.reason(error)
-        raise Unwritten(f"{directory} cannot be written: {cause}: {remedy}") from error
+        raise writer.Unwritten(f"{directory} cannot be written: {cause}: {remedy}") from error
     return directory
 
 

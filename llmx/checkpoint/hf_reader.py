@@ -71,7 +71,7 @@ class Source:
         return found
 
     def part(self, path: str, index: Sequence[slice], dtype: Any) -> np.ndarray:
-        """A slice of a parameter [layers, experts, ...], as far as it has these dimensions. Rows
+        """A slice of step 1 of a parameter [layers, experts, ...], as far as it has these. Rows
         that pad the vocabulary are zero, and so is a parameter that the family's files lack."""
         sizes = self.shapes[path]
         bounds = [one.indices(size)[:2] for one, size in zip(index, sizes, strict=True)]
@@ -260,7 +260,8 @@ def is_checkpoint(directory: str | pathlib.Path) -> bool:
     """Whether a directory looks like a Hugging Face checkpoint, and not like a work directory."""
     place = pathlib.Path(directory)
     has_weights = (place / WEIGHTS).is_file() or (place / INDEX).is_file()
-    return has_weights and (place / CONFIG).is_file()
+    is_run = (place / "checkpoints").is_dir()
+    return has_weights and (place / CONFIG).is_file() and not is_run
 
 
 def _check_tied(source: Source) -> None:

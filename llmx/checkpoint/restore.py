@@ -28,7 +28,8 @@ VERDICTS = (None, Corrupt, Mismatch, OutOfMemory, Unreadable)
 
 
 class Reader(NamedTuple):
-    """What makes arrays of a checkpoint's files, compares them, and orders their layers."""
+    """What makes arrays of a checkpoint's files, compares them with their checksums, and orders
+    their layers: see `read_arrays`, `checksums.differences` and `reshard.move`."""
 
     read: Callable[[Any, Mapping, Mapping], dict[str, Any]]
     differences: Callable[[Mapping, Mapping[str, int]], str]
@@ -116,12 +117,7 @@ def read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, j
             arrays = jax.block_until_ready({name: arrays[saved] for name, saved in on_disk.items()})
     # Torn files raise errors of tensorstore, JSON, Orbax or the file system.
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-            raise OutOfMemory(text) from error
-        if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
-            raise Unreadable(f"its arrays cannot be read ({text})") from error
-        raise Corrupt(f"its arrays cannot be read ({text})") from error
+        raise unread(error) from error
     for name, saved in on_disk.items():
         array, like = arrays[name], stored[saved]
         # With damaged metadata Orbax takes an array for something else, and leaves it out.
@@ -131,6 +127,16 @@ def read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, j
         ):
             raise Corrupt(f"its arrays cannot be read (leaf {name} is not on disk as it was saved)")
     return arrays
+
+
+def unread(error: Exception) -> OutOfMemory | Unreadable | Corrupt:
+    """What an error of Orbax or tensorstore says of a checkpoint's arrays."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return OutOfMemory(text)
+    if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
+        return Unreadable(f"its arrays cannot be read ({text})")
+    return Corrupt(f"its arrays cannot be read ({text})")
 
 
 ONTO_DEVICES = Reader(read_arrays, checksums.differences, reshard.move)

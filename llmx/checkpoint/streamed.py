@@ -43,13 +43,13 @@ class Streamed:
 def save(folder: str, step: int, arrays: Mapping[str, Streamed], meta: Mapping[str, Any]) -> None:
     """Writes the checkpoint `step` into a directory that has none of that step.
 
-    Raises OSError, in words, where it cannot be written, and what `part` raises; then nothing is
-    left.
+    Raises Unwritten where it cannot be written, and what `part` raises; then nothing is left.
     """
     import orbax.checkpoint as ocp
 
     quiet.silence_orbax()
     root = directory.root_of(folder)
+    had_root = root.exists()
     path = directory.unfinished_path(root, step)
     directory.remove(path)
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_registry())
@@ -71,13 +71,15 @@ def save(folder: str, step: int, arrays: Mapping[str, Streamed], meta: Mapping[s
         directory.commit(root, step)
     except BaseException as error:
         directory.remove(path)
+        if not had_root and root.exists() and not any(root.iterdir()):
+            directory.remove(root)
         for array in arrays.values():
             if array.error is not None:
                 raise array.error from None
         if not isinstance(error, Exception):
             raise
         cause, remedy = writer.reason(error)
-        raise OSError(f"{path} cannot be written: {cause}: {remedy}") from error
+        raise writer.Unwritten(f"{path} cannot be written: {cause}: {remedy}") from error
     finally:
         handler.close()
 
@@ -136,11 +138,14 @@ class Stored:
     rows: tuple[int, ...] | None = None  # of the store, for each row of this; None = the same
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As of an array; the first of several indices is a number where rows were moved."""
-        index = index if isinstance(index, tuple) else (index,)
-        if self.rows is not None and index:
-            index = self.rows[index[0]], *index[1:]
-        return self.store[index].read().result()
+        """As of an array: numbers and slices, or `...` for all of it."""
+        index = () if index is ... else index if isinstance(index, tuple) else (index,)
+        if self.rows is None or (index and isinstance(index[0], int | np.integer)):
+            if self.rows is not None:
+                index = self.rows[index[0]], *index[1:]
+            return self.store[index].read().result()
+        rows = self.rows[index[0]] if index else self.rows
+        return np.stack([self.store[row, *index[1:]].read().result() for row in rows])
 
 
 def _read(path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]) -> dict:
@@ -148,15 +153,14 @@ def _read(path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]) 
     import tensorstore
 
     found, place = {}, str(path)
-    base = place if "://" in place else f"file://{place}"
+    base = f"{place}/" if "://" in place else {"driver": "file", "path": f"{place}/"}
     for name, leaf in wanted.items():
         on_disk = saved_names.get(name, name).replace("/", ".")  # as Orbax names them
-        kvstore = {"driver": "ocdbt", "base": f"{base}/", "path": f"{on_disk}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{on_disk}/"}
         try:
             store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
         except Exception as error:  # tensorstore raises several types
-            text = " ".join(str(error).split())[:300]
-            raise Corrupt(f"its arrays cannot be read ({name}: {text})") from error
+            raise restore.unread(error) from error
         stored = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
         if stored != (tuple(leaf.shape), np.dtype(leaf.dtype)):
             raise Corrupt(f"its arrays cannot be read (leaf {name} is not on disk as it was saved)")
@@ -173,7 +177,10 @@ def _differences(arrays: Mapping[str, Stored], expected: Mapping[str, int]) -> s
             try:
                 part = array[index]
             except Exception as error:
-                return f"its arrays cannot be read ({name}: {' '.join(str(error).split())[:300]})"
+                problem = restore.unread(error)
+                if not isinstance(problem, Corrupt):
+                    raise ValueError(f"{name}: {problem}") from error
+                return str(problem)
             total += checksums.of_part(part, [each.start for each in index])
         if total % 2**32 != expected[name]:
             wrong.append(name)

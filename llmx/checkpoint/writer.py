@@ -55,6 +55,10 @@ class Verdict(NamedTuple):
     remedy: str = ""
 
 
+class Unwritten(OSError):
+    """An import or an export could not be written; the text says why, and what to do."""
+
+
 class Refused(Exception):
     """This process may not write here any more: another one owns the work directory."""
 

@@ -7,7 +7,7 @@ import os
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
-from llmx.data import tokenizers
+from llmx.data import sources, tokenizers
 from llmx.model.families import ModelConfig
 
 
@@ -20,7 +20,12 @@ def problem(config: Config) -> str:
     """Why a run cannot start from there; "" = it can, as far as the names of files tell."""
     from llmx.checkpoint import hf_reader
 
-    place = place_of(config)
+    place, step = identity.origin(config.start_from)
+    if hf_reader.is_checkpoint(place) and step is not None:
+        return (
+            f"start_from={config.start_from!r} names a step of a Hugging Face checkpoint, which "
+            f"has none: use {place!r}"
+        )
     is_run = os.path.isdir(os.path.join(place, "checkpoints"))
     if not place or is_run or hf_reader.is_checkpoint(place):
         return ""
@@ -44,7 +49,8 @@ def adopted(config: Config) -> Config:
     changes = {}
     if config.model == ModelConfig():
         changes["model"] = model_of(place)
-    if config.data.tokenizer == "auto" and not config.data.train_tokenizer:
+    of_shards = any(name.startswith(sources.SHARDS_PREFIX) for name in config.data.sources)
+    if config.data.tokenizer == "auto" and not (config.data.train_tokenizer or of_shards):
         file = os.path.join(place, tokenizers.FILE_NAME)
         if os.path.isfile(file):
             changes["data"] = dataclasses.replace(config.data, tokenizer=file)

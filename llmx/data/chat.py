@@ -29,7 +29,7 @@ MAX_BYTES = 4 << 20  # of a conversation; it is encoded whole
 # Digits stay what they are in whatever a template does to a text, but for cutting it.
 _MARK, _BREAK, _BEGIN, _END, _CONTENT_END = (f"{secrets.randbits(100):031d}" for _ in range(5))
 _NO_TEXT = ("role", "type")  # keys whose values templates compare
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, Any]]
 
@@ -268,7 +268,9 @@ class Template:
         after = self.render(messages[: number + 1]).text
         if begin <= len(after) and whole.text.startswith(after):
             inside = [end for _, end in whole.special if begin < end <= len(after)]
-            return begin, max(inside, default=len(after))
+            end = max(inside, default=len(after))
+            # What is said behind a token means that it does not close the turn.
+            return begin, len(after) if whole.text[end : len(after)].strip() else end
         # The template drops what it wrote there, once other turns follow.
         ended = self._content_end(messages, number, whole)
         behind = [end for start, end in whole.special if start >= max(ended, begin)]

@@ -109,17 +109,19 @@ def continuations(question: Question, tokenizer: Tokenizer) -> list[Continuation
     return found
 
 
-def shortened(one: Continuation, most: int) -> Continuation:
-    """With at most so many tokens, and one to predict: the prompt loses its beginning."""
-    if one.size <= most + 1:
-        return one
-    kept = most + 1 - len(one.ids)
-    if kept < 1:
-        raise ValueError(
-            f"a choice has {len(one.ids)} tokens, above the {most} positions of the model: leave "
-            "the question out"
-        )
-    return dataclasses.replace(one, prompt=one.prompt[-kept:])
+def shortened(of_one: Sequence[Continuation], most: int) -> list[Continuation]:
+    """The choices of a question with at most so many tokens before the last: where one has more,
+    the prompts of all lose as much of their beginning."""
+    surplus = max(one.size for one in of_one) - (most + 1)
+    if surplus <= 0:
+        return list(of_one)
+    for one in of_one:
+        if surplus >= len(one.prompt):
+            raise ValueError(
+                f"a choice has {len(one.ids)} tokens and its row {most} positions: leave the "
+                "question out"
+            )
+    return [dataclasses.replace(one, prompt=one.prompt[surplus:]) for one in of_one]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,12 +43,19 @@ class Settings:
 
 
 def read(folder: str | os.PathLike) -> dict[str, bytes]:
-    """The content of those files of a folder that belong to its tokenizer."""
-    paths = [pathlib.Path(folder, name) for name in NAMES]
-    return {
-        path.name: json_files.read_bytes(path, remedy=_REMEDY, max_bytes=MAX_BYTES)
-        for path in paths if path.is_file()
+    """The content of those files of a folder that belong to its tokenizer; of a Hugging Face
+    checkpoint config.json too, as `IMPORTED_CONFIG`."""
+    paths = {name: pathlib.Path(folder, name) for name in NAMES}
+    if not paths[IMPORTED_CONFIG].is_file():
+        paths[IMPORTED_CONFIG] = pathlib.Path(folder, "config.json")
+    found = {
+        name: json_files.read_bytes(path, remedy=_REMEDY, max_bytes=MAX_BYTES)
+        for name, path in paths.items() if path.is_file()
     }  # fmt: skip
+    own = paths[IMPORTED_CONFIG].name == "config.json" and IMPORTED_CONFIG in found
+    if own and b'"model_type"' not in found[IMPORTED_CONFIG]:  # that of a run
+        del found[IMPORTED_CONFIG]
+    return found
 
 
 def parse(files: Mapping[str, bytes], where: str | os.PathLike) -> Settings:

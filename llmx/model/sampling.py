@@ -62,7 +62,7 @@ def sampling_mask(
         limit_B1 = _largest_limit(
             lambda limit_B1: mass(keys_BV >= limit_B1) >= top_p, num_rows=len(keys_BV)
         )
-        above_BV, equal_BV = keys_BV > limit_B1, keys_BV == limit_B1
+        above_BV, equal_BV = keys_BV > limit_B1, first_BV & (keys_BV == limit_B1)
         # As many of the equal ones as the rest needs: at least one.
         each_B1 = mass(equal_BV) / jnp.maximum(equal_BV.sum(axis=-1, keepdims=True), 1)
         lacking_B1 = (top_p - mass(above_BV)) / jnp.where(each_B1 > 0, each_B1, 1)

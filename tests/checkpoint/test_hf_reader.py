@@ -1,6 +1,7 @@
 """Hugging Face checkpoints read part by part: the numbers of the whole, on every mesh."""
 
 import json
+import re
 import shutil
 import types
 
@@ -17,6 +18,7 @@ from llmx.checkpoint import checkpointer, hf, hf_reader, resume, streamed
 from llmx.config import checks
 from llmx.data import tokenizers
 from llmx.model import apply, families
+from llmx.runtime import exits
 from llmx.sharding import trees
 
 DATA = types.SimpleNamespace(fingerprint="of the data")
@@ -151,6 +153,8 @@ def test_what_cannot_be_started_from_is_said(written, tmp_path):
         run_from(directory, tmp_path)
     with pytest.raises(ValueError, match="holds no checkpoints"):
         run_from(tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="names a step of a Hugging Face checkpoint"):
+        run_from(f"{directory}@12", tmp_path)
     other = families.preset("llama3", **SMALL | FAMILIES["llama3"])
     bytes_ = dict(data__tokenizer="bytes")
     with pytest.raises(
@@ -229,14 +233,16 @@ def test_an_import_keeps_every_dtype_and_bit(written, tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.asarray(got[name], np.float32), array, err_msg=name)
 
 
-def test_an_import_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeypatch):
+def test_an_import_that_cannot_be_written_leaves_nothing(written, tmp_path, monkeypatch, capsys):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(streamed, "_chunks", full)
-    with pytest.raises(OSError, match=r"the disk is full .*: free space on it"):
-        convert.from_hf(str(written("llama3")), str(tmp_path / "run"))
-    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
+    command = ["--workdir", str(tmp_path / "run"), "--from-hf", str(written("llama3"))]
+    assert convert.main(command) == exits.UNSAVED
+    assert re.search("the disk is full .*: free space on it", capsys.readouterr().err)
+    monkeypatch.undo()
+    assert convert.main(command) == 0  # again
 
 
 def test_a_file_that_cannot_be_read_is_no_full_disk(written, tmp_path, monkeypatch):
@@ -246,4 +252,4 @@ def test_a_file_that_cannot_be_read_is_no_full_disk(written, tmp_path, monkeypat
     monkeypatch.setattr(hf_reader.Source, "part", unread)
     with pytest.raises(ValueError, match="cannot be read: download it again"):
         convert.from_hf(str(written("llama3")), str(tmp_path / "run"))
-    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]
+    assert not (tmp_path / "run" / "checkpoints").exists()

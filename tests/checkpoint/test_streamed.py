@@ -1,5 +1,7 @@
 """Checkpoints read from their files part by part are those that are restored as a whole."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -39,6 +41,37 @@ def test_any_index_reads_what_a_restore_gives(values, tmp_path):
     table = np.asarray(state.params["embedding"])
     np.testing.assert_array_equal(found["embedding"][3:9], table[3:9])
     np.testing.assert_array_equal(found["norm/scale"][...], state.params["norm"]["scale"])
+
+
+def test_layers_in_another_order_are_found_by_any_index(tmp_path):
+    resumes.save(tmp_path, 1, 1)
+    _, found = params_of(tmp_path, streamed.FROM_FILES)
+    array = found["blocks/mlp/gate/kernel"]
+    turned, whole = dataclasses.replace(array, rows=(1, 0)), array[...]
+    np.testing.assert_array_equal(turned[...], whole[::-1])
+    np.testing.assert_array_equal(turned[0:1, 3:5], whole[1:2, 3:5])
+    np.testing.assert_array_equal(turned[np.int64(1), 2], whole[0, 2])
+
+
+def test_what_may_not_be_read_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """An older checkpoint would take its place."""
+    import tensorstore
+
+    for step in (1, 2):
+        resumes.save(tmp_path, step, 1)
+
+    def denied(*args, **kwargs):
+        raise ValueError("PERMISSION_DENIED: no")
+
+    monkeypatch.setattr(tensorstore, "open", denied)
+    with pytest.raises(ValueError, match="permit this user to read it"):
+        params_of(tmp_path, streamed.FROM_FILES)
+
+
+def test_odd_names_of_folders(tmp_path):
+    for name in ("a#b", "a?b", "p%20q"):
+        resumes.save(tmp_path / name, 1, 1)
+        assert params_of(tmp_path / name, streamed.FROM_FILES)[0] == 1
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):

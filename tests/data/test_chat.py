@@ -98,6 +98,16 @@ def test_the_assistants_turns_alone_are_learned(style, coders):
     assert chat.template_of(ours).end_of_turn() == end
 
 
+def test_a_turn_without_a_token_behind_it_is_learned_as_a_whole(coders):
+    """A special token before what is said does not close the turn."""
+    ours = tokenizers.load(coders["chatml"]).with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
+    )
+    found = learned(ours, talk("hello", "hi there", "and", "bye"))
+    assert found == ["<|im_start|>assistant: hi there", "<|im_start|>assistant: bye"]
+    assert chat.template_of(ours).end_of_turn() == ""
+
+
 def test_marks_of_a_template_are_those_of_transformers(coders):
     transformers = pytest.importorskip("transformers")
     folder = coders["chatml_marked"]

@@ -107,10 +107,12 @@ def test_rows_hold_each_as_a_document_of_its_own():
 
 def test_too_long_prompts_lose_their_beginning():
     one = choices.Continuation(np.arange(10), np.arange(3), 3)
-    assert choices.shortened(one, 12) is one
-    assert choices.shortened(one, 5).prompt.tolist() == [7, 8, 9]
-    with pytest.raises(ValueError, match="a choice has 3 tokens, above the 2 positions"):
-        choices.shortened(one, 2)
+    other = choices.Continuation(np.arange(10), np.arange(2), 2)
+    assert choices.shortened([one, other], 12) == [one, other]
+    for each in choices.shortened([one, other], 5):  # the same for both
+        assert each.prompt.tolist() == [7, 8, 9]
+    with pytest.raises(ValueError, match="a choice has 3 tokens and its row 2 positions"):
+        choices.shortened([one, other], 2)
 
 
 def test_scores_by_likelihood_and_per_byte():

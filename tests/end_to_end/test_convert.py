@@ -155,6 +155,8 @@ def test_what_lies_beside_the_tensors_comes_back_unchanged(tmp_path):
     assert {501, 504} <= set(kept.stop_tokens) and kept.template == "{{ messages }}\r\n"
     # A run that starts from it keeps its tokenizer, as `llmx.train` does.
     write_run(tmp_path, tokenizer=kept)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"start_from": f"{tmp_path}/back"}))
     for workdir in ("back", "."):
         out = tmp_path / f"out-{workdir}"
         assert convert.main(["--workdir", f"{tmp_path}/{workdir}", "--to-hf", f"{out}"]) == 0

@@ -290,6 +290,11 @@ def arrays(temperature: float, top_k: int, top_p: float):
     return jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
 
 
+def test_equal_tokens_that_top_k_left_out_are_not_counted_in_the_nucleus():
+    mask = sampling.sampling_mask(jax.numpy.zeros((1, 4)), 1.0, 2, 0.4)
+    assert mask.tolist() == [[True, False, False, False]]  # each of the two has a half
+
+
 def test_equal_logits_are_cut_by_token_id():
     logits = np.zeros((1, 10), np.float32)
     assert np.flatnonzero(kept(logits, *arrays(1.0, 3, 1.0))).tolist() == [0, 1, 2]
