@@ -315,6 +315,7 @@ def test_fp16_skips_what_overflows_and_goes_on_from_there(scratch):
 
 
 @pytest.mark.slow
+@pytest.mark.full_grid  # trains twice for minutes
 def test_fp16_learns_the_quickstart_as_fp32_does(tmp_path):
     """The quickstart with a quarter of its rows and an eighth of its steps: held-out loss to 1%."""
     found = {}

@@ -390,6 +390,7 @@ def long_step(topology: str, ways: int, **kind) -> report.Result:
 
 
 @pytest.mark.aot
+@pytest.mark.full_grid  # compiles several large programs
 def test_memory_and_sends_of_split_rows():
     """Twice the devices hold half the activations, or less; a ring sends what the formula says,
     behind the kernels. scripts/bench_context.py does it at full size."""
