@@ -93,15 +93,7 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     hf_files.special_ids(files, end_token=None)  # raises where they are none
     # Also without the file: no other tokenizer may take its place unasked.
     run.data.tokenizer = str(root / tokenizers.FILE_NAME)
-    arrays = {
-        f"params/{path}": streamed.Streamed(
-            shape,
-            source.dtype(path),
-            path.startswith(("blocks/", "first/")),
-            functools.partial(source.part, path, dtype=source.dtype(path)),
-        )
-        for path, shape in source.shapes.items()
-    }
+    arrays = {f"params/{path}": _streamed(source, path) for path in source.shapes}
     with ownership.take(workdir, log=launch.log):
         _require_empty(root)
         meta = {"imported_from": str(directory), "config": config.to_json(run)}
@@ -112,6 +104,13 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
         config.save_run(run)
     if coder is None:
         launch.log(f"warning: {_no_tokenizer(directory)}; until then {_REFUSE}")
+
+
+def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
+    """A parameter, layer by layer where it has several."""
+    dtype, by_layer = source.dtype(path), path.startswith(("blocks/", "first/"))
+    part = functools.partial(source.part, path, dtype=dtype)
+    return streamed.Streamed(source.shapes[path], dtype, by_layer, part)
 
 
 _REFUSE = "llmx.generate and llmx.evaluate refuse the run"
@@ -201,9 +200,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except checkpointer.Halt as halt:  # a full disk
-        print(f"error: {halt}", file=sys.stderr)
-        return halt.code
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)
         return exits.INTERRUPTED

@@ -31,7 +31,12 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
 def differences(arrays: Mapping[str, jax.Array], expected: Mapping[str, int]) -> str:
     """The arrays with other fingerprints than expected, as text; "" if there are none."""
-    wrong = [name for name, actual in fingerprints(arrays).items() if actual != expected[name]]
+    return difference_text(fingerprints(arrays), expected)
+
+
+def difference_text(found: Mapping[str, int], expected: Mapping[str, int]) -> str:
+    """The names of fingerprints that are others than expected, as text; "" if there are none."""
+    wrong = [name for name, actual in found.items() if actual != expected[name]]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return f"checksum differs in leaf {', '.join(wrong[:3])}{more}" if wrong else ""
 

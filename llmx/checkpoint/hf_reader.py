@@ -24,7 +24,7 @@ from llmx.checkpoint import hf_formats, mxfp4
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.data import json_files
 from llmx.model.families import ModelConfig
-from llmx.pipeline.permutation import EMPTY, IDENTITY, LAYERS, LayerPermutation
+from llmx.pipeline.permutation import EMPTY, IDENTITY, LayerPermutation
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -172,10 +172,7 @@ def to_shards(
 
     Raises ValueError for parameters that are not those of the checkpoint.
     """
-    shapes = {
-        path: tuple(order.plain_shape(path, leaf.shape)) if _is_stacked(path) else leaf.shape
-        for path, leaf in wanted.items()
-    }
+    shapes = {path: tuple(order.plain_shape(path, leaf.shape)) for path, leaf in wanted.items()}
     if shapes != source.shapes:
         names = {path for path, _ in shapes.items() ^ source.shapes.items()}
         texts = [f"{path} {source.shapes.get(path)}, wanted {shapes.get(path)}" for path in names]
@@ -186,14 +183,10 @@ def to_shards(
     return {path: _placed(source, path, leaf, order) for path, leaf in wanted.items()}
 
 
-def _is_stacked(path: str) -> bool:
-    return LAYERS in path.split("/")
-
-
 def _placed(
     source: Source, path: str, leaf: jax.ShapeDtypeStruct, order: LayerPermutation
 ) -> jax.Array:
-    slots = order.slots if _is_stacked(path) and order != IDENTITY else None
+    slots = order.slots if order.moves(path, leaf.shape, IDENTITY) else None
     holders: dict[tuple, list[jax.Device]] = {}
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
     for device, index in indices.items():
@@ -239,8 +232,10 @@ def open_checkpoint(directory: str | pathlib.Path, model: ModelConfig | None = N
     shapes = {name: hf_formats.their_shape(row, sizes) for name, (row, _) in names.items()}
     packed = {name: shapes.pop(name) for name in names if name not in files}
     _check_headers(directory, files, shapes)
+    parts: dict[str, tuple[int, ...]] = {}
     for name, shape in packed.items():
-        _check_headers(directory, files, mxfp4.packed_shapes(name, shape), dtypes=("U8",))
+        parts |= mxfp4.packed_shapes(name, shape)
+    _check_headers(directory, files, parts, dtypes=("U8",))
     source = Source(directory, model, files, names, _Files(directory))
     _check_tied(source)
     return source

@@ -170,9 +170,8 @@ def _read(path: Any, wanted: Mapping[str, Any], saved_names: Mapping[str, str]) 
 
 def _differences(arrays: Mapping[str, Stored], expected: Mapping[str, int]) -> str:
     """See `checksums.differences`."""
-    wrong = []
+    totals = dict.fromkeys(arrays, 0)
     for name, array in arrays.items():
-        total = 0
         for index in _chunks(array.shape, array.store.chunk_layout.read_chunk.shape):
             try:
                 part = array[index]
@@ -181,11 +180,9 @@ def _differences(arrays: Mapping[str, Stored], expected: Mapping[str, int]) -> s
                 if not isinstance(problem, Corrupt):
                     raise ValueError(f"{name}: {problem}") from error
                 return str(problem)
-            total += checksums.of_part(part, [each.start for each in index])
-        if total % 2**32 != expected[name]:
-            wrong.append(name)
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return f"checksum differs in leaf {', '.join(wrong[:3])}{more}" if wrong else ""
+            sum_of_part = checksums.of_part(part, [each.start for each in index])
+            totals[name] = (totals[name] + sum_of_part) % 2**32
+    return checksums.difference_text(totals, expected)
 
 
 def _move(arrays: dict, wanted: Mapping, *, order: LayerPermutation, saved: LayerPermutation):

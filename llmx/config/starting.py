@@ -11,13 +11,10 @@ from llmx.data import sources, tokenizers
 from llmx.model.families import ModelConfig
 
 
-def place_of(config: Config) -> str:
-    """The directory in `start_from`; "" = none."""
-    return identity.origin(config.start_from)[0]
-
-
 def problem(config: Config) -> str:
     """Why a run cannot start from there; "" = it can, as far as the names of files tell."""
+    if not config.start_from:
+        return ""
     from llmx.checkpoint import hf_reader
 
     place, step = identity.origin(config.start_from)
@@ -27,7 +24,7 @@ def problem(config: Config) -> str:
             f"has none: use {place!r}"
         )
     is_run = os.path.isdir(os.path.join(place, "checkpoints"))
-    if not place or is_run or hf_reader.is_checkpoint(place):
+    if is_run or hf_reader.is_checkpoint(place):
         return ""
     return (
         f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
@@ -41,11 +38,11 @@ def adopted(config: Config) -> Config:
 
     Raises ValueError where the files there cannot be read, or the tokenizer is missing.
     """
+    if not config.start_from or problem(config):
+        return config
     from llmx.checkpoint import hf_reader
 
-    place = place_of(config)
-    if not place or problem(config):
-        return config
+    place, _ = identity.origin(config.start_from)
     changes = {}
     if config.model == ModelConfig():
         changes["model"] = model_of(place)

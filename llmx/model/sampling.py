@@ -141,14 +141,11 @@ def generate(
 
     Raises ValueError for the texts of `prompt_problems` and `sampling_problems`.
     """
-    problems = prompt_problems(apply.model, prompts, max_tokens)
-    if problems := [*problems, *sampling_problems(temperature, top_k, top_p)]:
-        raise ValueError("\n".join(problems))
     settings = (max_tokens, temperature, top_k, top_p, seed, stop_tokens)
     mesh, num_rows = execution.place.mesh, len(prompts)
     program = _make_program(apply, execution, _splits_rows(execution, num_rows))
     with jax.set_mesh(mesh):
-        inputs = jax.device_put(_inputs(prompts, *settings), _whole(mesh))
+        inputs = jax.device_put(_inputs(apply.model, prompts, *settings), _whole(mesh))
         out = program(params, inputs, num_slots=_bucket(max_tokens))
     texts_BM, counts_B = jax.device_get(out)
     return [texts_BM[row, : counts_B[row]].tolist() for row in range(num_rows)]
@@ -163,14 +160,11 @@ def stream(
 
     A caller that has enough may leave the iterator. Arguments and errors are those of `generate`.
     """
-    problems = prompt_problems(apply.model, prompts, max_tokens)
-    if problems := [*problems, *sampling_problems(temperature, top_k, top_p)]:
-        raise ValueError("\n".join(problems))
     settings = (max_tokens, temperature, top_k, top_p, seed, stop_tokens)
     mesh, num_rows = execution.place.mesh, len(prompts)
     begin, go_on = _make_steps(apply, execution, _splits_rows(execution, num_rows))
     with jax.set_mesh(mesh):
-        inputs = jax.device_put(_inputs(prompts, *settings), _whole(mesh))
+        inputs = jax.device_put(_inputs(apply.model, prompts, *settings), _whole(mesh))
         carry = begin(params, inputs, num_slots=_bucket(max_tokens))
     until, shown = 0, [0] * num_rows
     while until < max_tokens:
@@ -196,10 +190,13 @@ def _splits_rows(execution: Execution, num_rows: int) -> bool:
 
 
 def _inputs(
-    prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, top_k: int,
-    top_p: float, seed: int, stop_tokens: Sequence[int],
+    model: families.ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int,
+    temperature: float, top_k: int, top_p: float, seed: int, stop_tokens: Sequence[int],
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Prompts and settings as arrays."""
+    """Prompts and settings as arrays. Raises ValueError for what `generate` refuses."""
+    problems = prompt_problems(model, prompts, max_tokens)
+    if problems := [*problems, *sampling_problems(temperature, top_k, top_p)]:
+        raise ValueError("\n".join(problems))
     stops = np.full(max(8, 1 << (len(stop_tokens) - 1).bit_length()), -1, np.int32)
     stops[: len(stop_tokens)] = stop_tokens
     return _prompt_inputs(prompts) | {
