@@ -34,22 +34,30 @@ FAMILIES = {
 }
 
 
+def random_params(family: str) -> tuple[families.ModelConfig, dict]:
+    """fp32, zeros where files have nothing."""
+    model = families.preset(family, **SMALL | FAMILIES[family])
+    shapes, _ = apply.abstract_parameters(model)
+    noise = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = trees.path_name(path)
+        array = noise.normal(size=leaf.shape).astype(np.float32)
+        if name in ("embedding", "head"):
+            array[model.vocab_size :] = 0
+        return array * (name != "blocks/mlp/bias" or family != "gpt_oss")
+
+    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint of each family, with random numbers in fp32."""
+    """A checkpoint of each family, of its `random_params`."""
     made = {}
 
     def make(family: str, dtype: str = "float32"):
         if (family, dtype) not in made:
-            model = families.preset(family, **SMALL | FAMILIES[family])
-            shapes, _ = apply.abstract_parameters(model)
-            noise = np.random.default_rng(0)
-
-            def draw(path, leaf):
-                unwritten = trees.path_name(path) == "blocks/mlp/bias" and family == "gpt_oss"
-                return noise.normal(size=leaf.shape).astype(np.float32) * (not unwritten)
-
-            params = jax.tree_util.tree_map_with_path(draw, shapes)
+            model, params = random_params(family)
             folder = tmp_path_factory.mktemp(family) / "hf"
             made[family, dtype] = hf.export(params, model, folder, dtype=dtype, shard_bytes=30_000)
         return made[family, dtype]
@@ -68,7 +76,7 @@ MESHES = {
 def test_each_device_gets_its_part_of_the_whole(family, mesh, written, monkeypatch):
     """And the host holds no more than that of one parameter at a time."""
     directory = written(family)
-    model, whole = hf.load(directory)
+    model, whole = random_params(family)
     run = runs.make_config(
         model, model=None, batch__size=8, batch__sequence_length=16, **MESHES[mesh]
     )
