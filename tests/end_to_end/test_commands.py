@@ -11,7 +11,7 @@ import pytest
 
 from llmx import config as config_lib
 from llmx import convert, evaluate, generate
-from llmx.checkpoint import checkpointer, hf, hf_formats
+from llmx.checkpoint import hf, hf_formats
 from llmx.data import tokenizers
 from llmx.model import families
 from llmx.runtime import exits
@@ -74,16 +74,6 @@ def test_all_checkpoints_are_bad(workdir):
 def test_data_that_cannot_be_read(workdir):
     (workdir.parent / "text.jsonl").write_text('{"text": "good"}\n{"text": \n')
     assert "text.jsonl" in evaluated(workdir).splitlines()[-1]
-
-
-def test_an_import_onto_a_full_disk(tmp_path, capsys, monkeypatch):
-    def full(directory, workdir, **_):
-        raise checkpointer.Unsaved("the checkpoint of step 0 was not written: the disk is full")
-
-    monkeypatch.setattr(convert, "from_hf", full)
-    command = ["--workdir", str(tmp_path / "run"), "--from-hf", str(tmp_path)]
-    assert convert.main(command) == exits.UNSAVED
-    assert capsys.readouterr().err.startswith("error: the checkpoint of step 0 was not written")
 
 
 @pytest.mark.parametrize("module", ["evaluate", "generate", "checkpoint", "metrics", "aot"])
