@@ -29,6 +29,9 @@ class State(NamedTuple):
     sync: PyTree  # of the strategy
     in_flight: PyTree  # of the gradient
     extra: PyTree = ()  # of the transforms, by name; () = there are none
+    # parameters of the model that are not trained, in the compute dtype, where `params` are
+    # adapters beside them; () = all are trained
+    frozen: PyTree = ()
 
 
 class Gradients(NamedTuple):

@@ -18,7 +18,16 @@ from typing import Any
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed, writer
+from llmx.checkpoint import (
+    checkpointer,
+    hf,
+    hf_files,
+    hf_formats,
+    hf_reader,
+    model_params,
+    streamed,
+    writer,
+)
 from llmx.config import checks, recipe
 from llmx.data import tokenizers
 from llmx.runtime import exits, launch, ownership
@@ -46,7 +55,7 @@ def to_hf(
     hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     ema = averaged and ema is not False
-    restored = checkpointer.restore_params(
+    restored = model_params.restore_params(
         workdir,
         _abstract_params(run),
         ema=ema,

@@ -23,7 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import model_params
+from llmx.checkpoint.restore import Restored
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
@@ -117,7 +118,7 @@ def batches_text(result: dict[str, float]) -> str:
 
 
 def averaged(state: State) -> Any:
-    """The parameters to evaluate and sample with: their average where the run keeps one."""
+    """What is trained, to evaluate and sample with: its average where the run keeps one."""
     return state.params if state.ema == () else state.ema
 
 
@@ -142,8 +143,8 @@ class Evaluation:
         if not self._dataset.num_held_out_windows:
             return
         result = held_out_loss(
-            self._recipe, self._eval_step, averaged(state), self._dataset,
-            batch_size=batch_size(self._run), batches=self._run.evaluation.batches,
+            self._recipe, self._eval_step, self._recipe.loss.joined(averaged(state), state.frozen),
+            self._dataset, batch_size=batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
         scalars = {name: result[name] for name in ("loss", "perplexity")}
         self._reporter.eval(step, scalars, batches_text(result))
@@ -214,9 +215,9 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     return of(args, run, recipe_lib.make_recipe(run))
 
 
-def _params(args: argparse.Namespace, run: config.Config, recipe: Recipe) -> checkpointer.Restored:
+def _params(args: argparse.Namespace, run: config.Config, recipe: Recipe) -> Restored:
     ema = run.optimizer.ema_decay > 0
-    return checkpointer.restore_params(
+    return model_params.restore_params(
         args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
     )
 

@@ -20,7 +20,7 @@ import jax
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.checkpoint import checkpointer, reshard
+from llmx.checkpoint import model_params, reshard
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.data import chat, text_stream, tokenizers
@@ -48,9 +48,11 @@ def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
     layout = execution.place.layout
     split = {"embed": sharding.LAYOUTS["zero3"].parameters["embed"]}
     layout = dataclasses.replace(layout, parameters=dict(layout.parameters) | split)
-    wanted = reshard.stored(trees.named(recipe.loss.params), order=recipe.order, saved=IDENTITY)
+    wanted = reshard.stored(
+        trees.named(recipe.loss.model_params), order=recipe.order, saved=IDENTITY
+    )
     shapes = trees.unnamed(wanted, params)
-    to = sharding.shardings(shapes, mesh, layout, rules=recipe.loss.axes)
+    to = sharding.shardings(shapes, mesh, layout, rules=recipe.loss.model_axes)
     arrays = trees.named(params)
     reshard.move(arrays, wanted, order=IDENTITY, saved=recipe.order)
     execution = dataclasses.replace(execution, place=sharding.Placement(mesh, layout))
@@ -210,7 +212,7 @@ def _restore(args: argparse.Namespace, config: config_lib.Config) -> tuple[Any, 
     launch.start(alone)
     recipe = _make_recipe(config, tensor=args.tensor, fsdp=args.fsdp)
     ema = config.optimizer.ema_decay > 0
-    restored = checkpointer.restore_params(
+    restored = model_params.restore_params(
         args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
     )
     launch.note(f"step {restored.step} of {args.workdir}")

@@ -568,7 +568,8 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
         with job.progress("evaluation"):
             job.attempt("the final evaluation", code, evaluation, loop.step, loop.state)
     if loop.step == config.steps:
-        params, coder = evaluate.averaged(loop.state), loop.dataset.tokenizer
+        coder, trained = loop.dataset.tokenizer, evaluate.averaged(loop.state)
+        params = loop.recipe.loss.merged(trained, loop.state.frozen)
         with job.progress("sample"):
             show = generate.show_sample
             job.attempt("the sample", code, show, config, loop.recipe, params, coder, log)

@@ -428,7 +428,7 @@ def is_import(directory: str, step: int | None) -> bool:
 
 
 def restore_part(
-    directory: str, abstract: Any, *, prefix: str, order: LayerPermutation = IDENTITY,
+    directory: str, abstract: Any, *, prefix: restore.Prefix, order: LayerPermutation = IDENTITY,
     step: int | None = None, log: Callable[[str], None], reader: restore.Reader | None = None,
 ) -> Restored | None:  # fmt: skip
     """Restores only the subtree under `prefix` ("params", "opt/0/mu"), and changes no file.
@@ -440,24 +440,21 @@ def restore_part(
     return None if result is None else result[0]
 
 
-def restore_params(
-    workdir: str, abstract: Any, *, ema: bool = False, order: LayerPermutation = IDENTITY,
+def restore_saved(
+    workdir: str, abstract: Any, *, prefix: restore.Prefix, order: LayerPermutation = IDENTITY,
     step: int | None = None, log: Callable[[str], None], reader: restore.Reader | None = None,
 ) -> Restored:  # fmt: skip
-    """A run's parameters, or with `ema` their average, in the dtypes that they were saved in; with
-    `streamed.FROM_FILES` not in memory, but to be read part by part.
-
-    ValueError if it has no checkpoint yet.
-    """
-    directory, prefix = f"{workdir}/checkpoints", "ema" if ema else "params"
+    """`restore_part` of a run, in the dtypes that it was saved in. ValueError if it has no
+    checkpoint yet."""
 
     def as_saved(document):
         like = abstract(document) if callable(abstract) else abstract
-        return document.in_saved_dtypes(like, prefix=prefix)
+        return document.in_saved_dtypes(like, prefix=restore.prefix_of(prefix, document))
 
     restored = restore_part(
-        directory, as_saved, prefix=prefix, order=order, step=step, log=log, reader=reader
-    )
+        f"{workdir}/checkpoints", as_saved, prefix=prefix, order=order, step=step, log=log,
+        reader=reader,
+    )  # fmt: skip
     if restored is None:
         raise ValueError(f"{workdir} has no checkpoint yet: wait for its first one, or let it end")
     return restored

@@ -36,6 +36,14 @@ class Reader(NamedTuple):
     move: Callable[..., None]
 
 
+# What is restored of a state: the path of a subtree, or how that follows from the document.
+Prefix = str | Callable[[Document], str]
+
+
+def prefix_of(prefix: Prefix, document: Document) -> str:
+    return prefix(document) if callable(prefix) else prefix
+
+
 def read_document(root: Any, step: int) -> Document:
     return manifest.read(root / str(step) / directory.META / "metadata")
 
@@ -46,7 +54,7 @@ def require(root: Any, step: int) -> None:
 
 
 def newest(
-    root: Any, abstract: Any, prefix: str, order: LayerPermutation, step: int | None, *,
+    root: Any, abstract: Any, prefix: Prefix, order: LayerPermutation, step: int | None, *,
     log: Callable[[str], None], ignored: tuple[str, ...] = (), reader: Reader | None = None,
 ) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
     """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
@@ -63,7 +71,8 @@ def newest(
         try:
             document = read_document(root, candidate)
             like = abstract(document) if callable(abstract) else abstract
-            wanted = document.wanted(like, prefix=prefix, order=order, ignored=ignored)
+            place = prefix_of(prefix, document)
+            wanted = document.wanted(like, prefix=place, order=order, ignored=ignored)
             stored = reshard.stored(wanted, order=order, saved=document.order)
             tree = reader.read(
                 root / str(candidate) / directory.STATE, stored, document.saved_names
@@ -76,7 +85,7 @@ def newest(
             if not (reason := reader.differences(tree, saved)):
                 with jax.transfer_guard("allow"):
                     reader.move(tree, wanted, order=order, saved=document.order)
-                state = document.assemble(like, tree, prefix=prefix)
+                state = document.assemble(like, tree, prefix=place)
                 return Restored(state, document.meta, document.step), bad
         if verdict is Mismatch:
             raise ValueError(f"{root}: {reason}")

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer, hf_reader, identity, local_tier
+from llmx.checkpoint import checkpointer, hf_reader, identity, local_tier, model_params
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
 from llmx.model import precision
+from llmx.model.adapters import AdaptersConfig
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
@@ -196,7 +197,7 @@ def restore(
     state = state._replace(extra=_resumed_extra(recipe, state.extra))
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
-        state = state._replace(in_flight=recipe.init_in_flight(state.params))
+        state = state._replace(in_flight=recipe.init_in_flight(state))
         if saved.holds("in_flight"):
             log("the batch that was in flight in the pipeline when it was saved is taken again")
             first -= 1
@@ -286,12 +287,25 @@ def _same_run(config: Any, saved: Document):
             f"parameter changes its shape it can begin with --config.start_from={config.workdir} "
             "and --config.start_changes naming the fields"
         )
+    before, now = model_params.adapters_of(saved.meta), config.adapters
+    if before != now and (before.rank or now.rank):
+        raise Mismatch(
+            f"{config.workdir} was trained with {_adapters_text(before)}, and the config gives "
+            f"{_adapters_text(now)}: restore these values, or continue with its model in another "
+            f"workdir, --config.start_from={config.workdir}"
+        )
     if saved.step > config.steps:
         raise Mismatch(
             f"{config.workdir} is at step {saved.step}, which is after the last, "
             f"steps={config.steps}: set steps to at least {saved.step}, go back with "
             "--config.resume_step, or use another workdir"
         )
+
+
+def _adapters_text(section: AdaptersConfig) -> str:
+    if not section.rank:
+        return "adapters.rank=0"
+    return ", ".join(f"adapters.{name}={value!r}" for name, value in vars(section).items())
 
 
 def _same_format(config: Any, saved: Document):
@@ -354,27 +368,30 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
 
     def wanted(saved: Document) -> Any:
         require_same(saved.meta.get("config", {}))
-        return recipe.loss.params
+        return recipe.loss.model_params
 
     if hf_reader.is_checkpoint(place):
         params = _of_hugging_face(recipe, place, require_same)
         log(f"starting with the parameters of {place}")
     else:
-        restored = checkpointer.restore_params(
+        restored = model_params.restore_params(
             place, wanted, order=recipe.order, step=step, log=log
         )
         params = restored.state
         log(f"starting with the parameters of {place}, step {restored.step}")
 
     def copied(like: Any) -> Any:
-        """Its own copy: the step donates all of its state."""
+        """Its own copy, in these dtypes: the step donates all of its state."""
         to = jax.tree.map(lambda leaf: leaf.sharding, like)
         copy = lambda params: in_dtypes_of(like, jax.tree.map(lambda leaf: leaf + 0, params))  # noqa: E731
         return jax.jit(copy, out_shardings=to)(params)
 
-    ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
-    if _dtypes(params) != _dtypes(recipe.loss.params):
-        params = copied(recipe.loss.params)
+    like = recipe.loss.model_params
+    ema = copied(recipe.abstract.ema) if recipe.ema_decay and not recipe.loss.frozen else ()
+    if _dtypes(params) != _dtypes(like):
+        params = copied(like)
+    if recipe.loss.frozen:
+        return state._replace(frozen=params)
     # Replicas with local steps have parameters of their own.
     opt_state, sync = recipe.init_sync(params)
     return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync)
@@ -394,8 +411,9 @@ def _of_hugging_face(
         raise ValueError(str(error)) from error
     layout = dict(vocab_multiple=recipe.model.vocab_multiple)
     source = hf_reader.open_checkpoint(place, dataclasses.replace(stored, **layout))
-    named = hf_reader.to_shards(source, trees.named(recipe.loss.params), order=recipe.order)
-    return trees.unnamed(named, recipe.loss.params)
+    like = recipe.loss.model_params
+    named = hf_reader.to_shards(source, trees.named(like), order=recipe.order)
+    return trees.unnamed(named, like)
 
 
 def _dtypes(tree: Any) -> list:

@@ -17,6 +17,7 @@ from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.config import value_types
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
+from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
@@ -97,6 +98,7 @@ class Config:
     memory_budget: float = bounded(0.0, at_least=0, at_most=1e6)
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

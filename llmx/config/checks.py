@@ -14,6 +14,7 @@ from llmx.checkpoint import checkpointer
 from llmx.config import (
     Config,
     ConfigError,
+    adapter_checks,
     expert_checks,
     stage_memory,
     starting,
@@ -25,6 +26,7 @@ from llmx.config.axes import layout_of, replica_axes
 from llmx.data import config as data_config
 from llmx.data import shards, sources, tokenizers
 from llmx.model import families, precision, quantized, remat, remat_costs
+from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.pipeline import schedule, schedules
@@ -56,7 +58,7 @@ def resolve(
     except ValueError as error:
         raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
-    found += _start(config)
+    found += [*_start(config), *adapter_checks.problems(config)]
     if found:
         raise ConfigError(found)
     return config
@@ -87,6 +89,7 @@ def forget_training(run: Config) -> None:
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
     run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
     run.remat, run.memory_budget = "full", 0.0
+    run.adapters = AdaptersConfig()  # they are merged
 
 
 def rings_in_branches(run: Config) -> str:

@@ -1,6 +1,7 @@
 """A run in lines of text."""
 
 import glob
+import math
 import os
 from collections.abc import Iterator
 
@@ -9,10 +10,11 @@ import jax
 from llmx import sharding
 from llmx.checkpoint import identity, writer
 from llmx.config import Config, utilization
-from llmx.model import costs, precision, quantized
+from llmx.model import adapters, apply, costs, precision, quantized
 from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import hardware
+from llmx.sharding import trees
 from llmx.step.transforms import loss_scale
 
 
@@ -25,6 +27,7 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
     products = quantized.units_text(config.products, hardware.chip_of(device))
     return "\n".join([
         f"model: {model_text(config, costs.num_parameters(config.model))}",
+        *([f"adapters: {adapters_text(config)}"] if config.adapters.rank else []),
         f"mesh:  {sharding.mesh_text(mesh.shape)} ({device}{processes}), "
         f"layout {config.sharding.layout}",
         *([f"stages: {stages}"] if stages else []),
@@ -43,6 +46,11 @@ def oddities(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps={warmup} is not below steps={config.steps}: the learning rate "
             f"never reaches {rate:g}"
+        )
+    if config.adapters.rank and not config.start_from:
+        yield (
+            f"adapters.rank={config.adapters.rank} and no start_from: the parameters beside the "
+            "adapters are frozen as they are drawn, unless the workdir has a model already"
         )
 
 
@@ -81,6 +89,16 @@ def model_text(config: Config, num_parameters: int) -> str:
         f"{config.model.family}, {num_parameters:,} parameters, {config.model.num_layers} layers; "
         f"{precision_text(config)}, remat {config.remat}"
     )
+
+
+def adapters_text(config: Config) -> str:
+    """What is trained beside the frozen parameters, on a line."""
+    section, (shapes, _) = config.adapters, apply.abstract_parameters(config.model)
+    of_model = trees.named(shapes)
+    found = dict(adapters.named(section, of_model, lambda leaf: leaf.shape, section.rank))
+    trained, total = sum(map(math.prod, found.values())), costs.num_parameters(config.model)
+    share = f"{trained:,} parameters are trained, {trained / total:.2%} of the model's"
+    return f"rank {section.rank}, alpha {section.alpha:g}, of {len(found) // 2} products; {share}"
 
 
 def precision_text(config: Config) -> str:

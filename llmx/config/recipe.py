@@ -52,13 +52,13 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
-        in_host_memory=config.offload.parameters,
+        in_host_memory=config.offload.parameters, adapters=config.adapters,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
-        | expert_loads.transforms(
+        | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient
             config.model, config.experts, config.sync.strategy, in_order=order.inverse,
             delayed=config.pipeline.schedule == "pipedream_2bw",
-        ),
+        )),
     )  # fmt: skip
     return Recipe(
         model=config.model, loss=loss,

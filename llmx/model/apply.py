@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llmx import sharding
-from llmx.model import dot, embedding, families, layers, losses, remat, rope, turns
+from llmx.model import adapters, dot, embedding, families, layers, losses, remat, rope, turns
 from llmx.model.attention import split
 from llmx.model.attention.cache import CACHE, arrays_of, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
@@ -62,7 +62,8 @@ class Apply:
 
         `batch` has tokens, targets, segment_ids and positions, each int32 [B, T], and for routed
         experts "share", fp32 [B, T]: what a nat of each token's loss adds to what is minimized.
-        `grad_buffers` is a tree like `params`: see `sharding.accumulate_into`.
+        `grad_buffers` is a tree like `params`, without what is frozen: see
+        `sharding.accumulate_into`.
         """
         block_buffers = None
         if grad_buffers is not None:
@@ -87,7 +88,7 @@ class Apply:
         """`params`, with buffers for the gradients of those outside layers that `buffers` has."""
         names = [name for name in buffers if name not in ("blocks", "first")]
         outside = ({name: tree[name] for name in names} for tree in (params, buffers))
-        return params | execution.place.with_grad_buffers(*outside)
+        return params | dot.with_grad_buffers(execution.place, *outside)
 
     def last_losses(self, params: dict, x_BTD, targets_BT, execution: Execution):
         """Loss and log Z, [B, T] fp32, of the last layer's output; rows as in `execution.split`."""
@@ -208,7 +209,7 @@ class Apply:
             return x_BTD
         return self.first_layers.apply_layers(
             params["first"], x_BTD, mask, execution,
-            grad_buffers=None if grad_buffers is None else grad_buffers["first"],
+            grad_buffers=None if grad_buffers is None else grad_buffers.get("first"),
         )[0]  # fmt: skip
 
     def _looked_up(
@@ -330,9 +331,11 @@ class Apply:
         def one(weight, axes):
             if "embed" not in axes:
                 return weight
-            return dot.whole(weight, policy.compute, policy.numbers, axes[1:])  # of one layer
+            gather = lambda weight: dot.whole(weight, policy.compute, policy.numbers, axes[1:])  # noqa: E731
+            return adapters.on_base(gather, weight)  # of one layer
 
-        return jax.tree.map(one, weights, self._axes["blocks"])
+        axes = self._axes["blocks"]
+        return jax.tree.map(one, weights, axes, is_leaf=adapters.is_adapted)
 
     @property
     def kind_names(self) -> tuple[str, ...]:

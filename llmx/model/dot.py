@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.model import precision, quantized
+from llmx.model import adapters, precision, quantized
+from llmx.model.adapters import Adapted
 from llmx.model.quantized import Quantized, Ranges, WithRanges
 from llmx.sharding import mesh_axes
 
@@ -116,7 +117,7 @@ class DeferredWeight(NamedTuple):
 
 def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> Any:
     """`Placement.with_grad_buffers`, where buffers may also be `WeightGradOperands` or a record,
-    or have ranges."""
+    or have ranges. A parameter without a buffer is frozen: nothing differentiates it."""
 
     def one(array, buffer):
         if isinstance(buffer, WithRanges):
@@ -125,7 +126,7 @@ def with_grad_buffers(place: sharding.Placement, params: Any, buffers: Any) -> A
             return DeferredWeight(place.with_unreduced_grad(array), buffer)
         return place.with_grad_buffers(array, buffer)
 
-    return jax.tree.map(one, params, buffers)
+    return adapters.with_buffers(one, params, buffers)
 
 
 def deferred(buffers: Any) -> bool:
@@ -136,18 +137,21 @@ def deferred(buffers: Any) -> bool:
 
 
 def dot(
-    expression: str, x: jax.Array, weight: jax.Array | DeferredWeight | WithRanges, *,
+    expression: str, x: jax.Array, weight: jax.Array | DeferredWeight | WithRanges | Adapted, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """`einsum(expression, x, weight)` in the compute dtype of x, placed as `out`.
 
     Args:
       expression: e.g. "BTD,DNH->BTNH"; no letter may be summed within one operand.
-      x, weight: activations; a master parameter in any layout, or from `with_grad_buffers`.
+      x, weight: activations; a master parameter in any layout, or from `with_grad_buffers`, or
+        with an adapter, whose product is added.
       out, policy: PartitionSpec of the result, and the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
         gathered weight for it. Otherwise the gradient gathers for itself.
     """
+    if isinstance(weight, Adapted):
+        return _adapted(expression, x, weight, out=out, policy=policy, recomputed=recomputed)
     weight, ranges = weight if isinstance(weight, WithRanges) else (weight, Ranges())
     weight, buffer = weight if isinstance(weight, DeferredWeight) else (weight, None)
     product = _Product(
@@ -161,6 +165,21 @@ def dot(
         buffer.product, buffer.types = product, jax.eval_shape(operands, x, weight)
         weight, buffer = jax.lax.stop_gradient(weight), None
     return _dot(product, x, weight, buffer, ranges)
+
+
+def _adapted(
+    expression: str, x: jax.Array, weight: Adapted, *, out: PartitionSpec,
+    policy: precision.Policy, recomputed: bool,
+) -> jax.Array:  # fmt: skip
+    """`dot` of a weight with an adapter. What lies between its two products is split as `out` is,
+    and whole along the rank; neither product is rounded."""
+    exact = dataclasses.replace(policy, numbers=quantized.UNROUNDED)
+    product = functools.partial(dot, recomputed=recomputed)
+    down, up = adapters.factors(expression)
+    inner = PartitionSpec(*out.partitions[:2], None)
+    low = product(down, x, weight.down, out=inner, policy=exact)
+    added = product(up, low, weight.up, out=out, policy=exact)
+    return product(expression, x, weight.weight, out=out, policy=policy) + weight.scale * added
 
 
 def gathered(

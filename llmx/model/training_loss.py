@@ -15,8 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.contract import Batch, Transform
+from llmx.model import adapters as adapters_lib
 from llmx.model import apply as apply_lib
 from llmx.model import decoder, dot, families, quantized, remat
+from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
 from llmx.sharding.mesh import within
@@ -32,13 +34,42 @@ class TrainingLoss:
 
     apply: apply_lib.Apply
     execution: Execution
-    params: Any  # shapes with shardings
-    axes: Any  # logical axes of the parameters
+    params: Any  # of what is trained, shapes with shardings
+    axes: Any  # logical axes of `params`
     gradients: Any  # shardings of gradients
     updates: Any  # shardings of parameters while the optimizer updates them
     z_loss: float = 0.0  # factor of log(Z)^2
     gather: str = "layer"  # one of `sharding.GATHERS`
     transforms: Mapping[str, Transform] = dataclasses.field(default_factory=dict)
+    adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
+    frozen: Any = ()  # with adapters, the model's parameters, shapes with shardings; else ()
+    frozen_axes: Any = ()  # their logical axes
+
+    @property
+    def model_params(self) -> Any:
+        """Shapes with shardings of the model's parameters."""
+        return self.frozen or self.params
+
+    @property
+    def model_axes(self) -> Any:
+        """Logical axes of the model's parameters."""
+        return self.frozen_axes or self.axes
+
+    def joined(self, params: Any, frozen: Any) -> Any:
+        """Parameters with which the model is computed, of what is trained and what is not."""
+        if not self.adapters.rank:
+            return params
+        return adapters_lib.joined(frozen, params, self.adapters.scale)
+
+    def merged(self, params: Any, frozen: Any) -> Any:
+        """Parameters of the same model without adapters, fp32, split as the frozen ones."""
+        if not self.adapters.rank:
+            return params
+        to = jax.tree.map(lambda leaf: leaf.sharding, self.frozen)
+        merge = lambda *both: adapters_lib.merged(*both, self.adapters.scale)  # noqa: E731
+        with jax.set_mesh(self.mesh):
+            merge = jax.sharding.auto_axes(merge, out_sharding=to)
+            return jax.jit(merge, out_shardings=to)(frozen, params)
 
     @property
     def mesh(self) -> Mesh:
@@ -139,15 +170,18 @@ class TrainingLoss:
                 return leaf
             in_blocks = path[0].key in ("blocks", "first")
             numbers = policy.numbers if in_blocks else policy.numbers.of_head
-            return dot.whole(leaf, policy.compute, numbers, axes)
+            gather = lambda leaf: dot.whole(leaf, policy.compute, numbers, axes)  # noqa: E731
+            return adapters_lib.on_base(gather, leaf)
 
-        return jax.tree_util.tree_map_with_path(one, params, self.axes)
+        return jax.tree_util.tree_map_with_path(
+            one, params, self.model_axes, is_leaf=adapters_lib.is_adapted
+        )
 
     def gathered_bytes(self) -> int:
         """Bytes per device of the weights that gather="step" keeps whole."""
         with within(self.mesh):
-            gathered = jax.eval_shape(self.gathered, self.params)
-        pairs = zip(jax.tree.leaves(gathered), jax.tree.leaves(self.params), strict=True)
+            gathered = jax.eval_shape(self.gathered, self.model_params)
+        pairs = zip(jax.tree.leaves(gathered), jax.tree.leaves(self.model_params), strict=True)
         changed = [leaf for leaf, old in pairs if leaf.sharding.spec != old.sharding.spec]
         return sharding.device_bytes(changed)
 
@@ -167,33 +201,47 @@ def make(
     config: families.ModelConfig, execution: Execution, *,
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
+    adapters: AdaptersConfig | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
     `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.
-    `in_host_memory`: the blocks' matrices are kept there.
+    `in_host_memory`: the blocks' matrices are kept there. `adapters`: with a rank, they are what is
+    trained.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
-    place, dtype = execution.place, execution.policy.param
+    adapters = adapters or AdaptersConfig()
+    place, policy = execution.place, execution.policy
     shapes, axes = apply_lib.abstract_parameters(config)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
-    if arrange is not None:
-        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
-    parameters, gradients, updates = (
-        sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
-        for table in ("parameters", "gradients", "optimizer")
-    )
-    if in_host_memory:
-        parameters["blocks"] = jax.tree.map(
-            lambda to, names: to.with_memory_kind(remat.HOST_MEMORY) if "embed" in names else to,
-            parameters["blocks"], axes["blocks"],
-        )  # fmt: skip
-    params = jax.tree.map(placed, shapes, parameters)
-    apply = apply_lib.Apply(config)
+
+    def placed_by(table: str, shapes, axes):
+        return sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
+
+    def stored(shapes, axes, dtype) -> Any:
+        """Shapes with shardings of these parameters, in `dtype`."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+        if arrange is not None:
+            shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+        to = placed_by("parameters", shapes, axes)
+        if in_host_memory:
+            on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
+            to["blocks"] = jax.tree.map(
+                lambda to, names: on_host(to) if "embed" in names else to,
+                to["blocks"], axes["blocks"],
+            )  # fmt: skip
+        return jax.tree.map(placed, shapes, to)
+
+    frozen, frozen_axes = (), ()
+    if adapters.rank:
+        frozen, frozen_axes = stored(shapes, axes, policy.compute), axes
+        shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
+    params = stored(shapes, axes, policy.param)
+    gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
-        apply, execution, params, axes, gradients, updates, z_loss, gather, transforms or {}
-    )
+        apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
+        transforms or {}, adapters, frozen, frozen_axes,
+    )  # fmt: skip
 
 
 def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -251,7 +251,8 @@ class Context:
         return x_BTD
 
     def empty_outer(self, names) -> dict:
-        return {name: jax.tree.map(sharding.zeros, self.outer_buffers[name]) for name in names}
+        buffers = self.outer_buffers  # of what is trained
+        return {n: jax.tree.map(sharding.zeros, buffers[n]) for n in names if n in buffers}
 
     def differentiated(self, x_BTD, arguments: Arguments):
         """A chunk's output, and the function from its gradient to those of x and the buffers."""

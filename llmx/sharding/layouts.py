@@ -53,6 +53,7 @@ _MODEL = {
     "mlp": ("tensor",),
     "embed": (),
     "head_dim": (),
+    "rank": (),  # of adapters
     "latent": (),  # of latent attention; where products take it, it is split as the width is
 }
 _PARAMETERS = _MODEL | {

@@ -23,6 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx.contract import BY_LAYER, Batch, Gradient, State, Strategy
+from llmx.model import adapters
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss, placed, scaled
@@ -98,13 +99,14 @@ class Recipe:
         fp32 = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=to)  # noqa: E731
         average = jax.tree.map(fp32, self.loss.params, self.loss.updates)
         with within(self.mesh):
-            in_flight = jax.eval_shape(self.gradient.init, self.loss.params)
+            whole_params = self.loss.joined(self.loss.params, self.loss.frozen)
+            in_flight = jax.eval_shape(self.gradient.init, whole_params)
         in_flight = jax.tree.map(
             lambda leaf: placed(leaf, NamedSharding(self.mesh, leaf.sharding.spec)), in_flight
         )
         return State(
             step, self.loss.params, opt_state, average if self.ema_decay else (), guard, sync,
-            in_flight, self.loss.abstract_extra,
+            in_flight, self.loss.abstract_extra, self.loss.frozen,
         )  # fmt: skip
 
     @property
@@ -124,24 +126,33 @@ class Recipe:
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
             params["blocks"] = self.order.apply(params["blocks"])
-            params = in_dtypes_of(self.loss.params, params)
+            params, frozen = self._trained_and_frozen(params, seed)
             opt_state, sync = self.strategy.init(params)
             average = in_dtypes_of(abstract.ema, params) if self.ema_decay else ()
             return State(
                 jnp.zeros((), jnp.int32), params, opt_state, average, guards.init(), sync, (),
-                self.loss.init_extra(),
+                self.loss.init_extra(), frozen,
             )  # fmt: skip
 
         to = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(in_flight=()))
         # Auto axes: the compiler splits the random numbers as the results are split.
         with jax.set_mesh(self.mesh):
             state = jax.jit(jax.sharding.auto_axes(make, out_sharding=to), out_shardings=to)()
-        return state._replace(in_flight=self.init_in_flight(state.params))
+        return state._replace(in_flight=self.init_in_flight(state))
 
-    def init_in_flight(self, params: Any) -> Any:
+    def _trained_and_frozen(self, params: Any, seed: int) -> tuple[Any, Any]:
+        """Of new parameters of the model: (what is trained, what is not), in their dtypes."""
+        if not self.loss.adapters.rank:
+            return in_dtypes_of(self.loss.params, params), ()
+        new = adapters.init(self.loss.adapters, *apply_lib.abstract_parameters(self.model), seed)
+        if "blocks" in new:
+            new["blocks"] = self.order.apply(new["blocks"])
+        return in_dtypes_of(self.loss.params, new), in_dtypes_of(self.loss.frozen, params)
+
+    def init_in_flight(self, state: State) -> Any:
         """What is in flight before the first batch."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self.gradient.init)(params)
+            return jax.jit(self.gradient.init)(self.loss.joined(state.params, state.frozen))
 
     def init_sync(self, params: Any) -> tuple[Any, Any]:
         """New (opt_state, sync) of these parameters."""
@@ -168,7 +179,8 @@ def make_train_step(
     transforms = recipe.loss.transforms
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
-        found, in_flight = gradient.take(params_of(state), batch, state.in_flight, state.extra)
+        params = recipe.loss.joined(params_of(state), state.frozen)
+        found, in_flight = gradient.take(params, batch, state.in_flight, state.extra)
         found, sync = reduce(found, state.sync)
         verdict, guard = guards.check(recipe.guard, state.guard, found)
         to_clip = found._replace(factors=clip_factors(found.norms, recipe.clip_norm))

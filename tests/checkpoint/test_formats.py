@@ -9,7 +9,7 @@ from support.compare import assert_same
 from support.resumes import DATA, opened, resumed, run_of, save
 
 from llmx import config
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import model_params
 
 INT8 = dict(optimizer__moments="int8")
 PURE = dict(precision="pure_bf16")
@@ -104,7 +104,7 @@ def test_parameters_are_read_in_the_dtype_that_they_were_saved_in(tmp_path, ema)
     """As evaluation, generation and export do, which know no dtype of the average."""
     old = save(tmp_path, 3, 2, **PURE)
     _, recipe = run_of(tmp_path, 1, **PURE)
-    found = checkpointer.restore_params(str(tmp_path), recipe.loss.params, ema=ema, log=print)
+    found = model_params.restore_params(str(tmp_path), recipe.loss.params, ema=ema, log=print)
     assert_same(found.state, old.ema if ema else old.params)
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(found.state)}
     assert dtypes == {"float32" if ema else "bfloat16"}

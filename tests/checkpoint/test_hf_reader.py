@@ -14,7 +14,7 @@ from support import runs
 from support.resumes import opened
 
 from llmx import config, convert
-from llmx.checkpoint import checkpointer, hf, hf_reader, resume, streamed
+from llmx.checkpoint import hf, hf_reader, model_params, resume, streamed
 from llmx.config import checks
 from llmx.data import tokenizers
 from llmx.model import apply, families
@@ -232,7 +232,7 @@ def test_an_import_keeps_every_dtype_and_bit(written, tmp_path, monkeypatch):
     recipe = runs.make_recipe(
         runs.make_config(run.model, mesh=dict(fsdp=2), batch__size=2, batch__sequence_length=16)
     )
-    restored = checkpointer.restore_params(str(tmp_path / "run"), recipe.loss.params, log=print)
+    restored = model_params.restore_params(str(tmp_path / "run"), recipe.loss.params, log=print)
     got = trees.named(restored.state)
     _, whole = hf.load(directory)
     assert got["blocks/mlp/bias"].dtype == np.float32

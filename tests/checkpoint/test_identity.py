@@ -11,7 +11,7 @@ from support import runs
 from support.compare import assert_same
 from support.resumes import opened, resumed, run_of, save
 
-from llmx.checkpoint import checkpointer, directory, identity, restore, resume
+from llmx.checkpoint import checkpointer, directory, identity, model_params, restore, resume
 from llmx.config import Config, checks
 from llmx.model import families
 
@@ -300,7 +300,7 @@ def test_process_0_says_which_checkpoints_there_are(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "steps", lambda root: pytest.fail("a listing of its own"))
     monkeypatch.setattr(restore, "agree_on_steps", lambda steps: pytest.fail() if steps else [1])
     _, recipe = run_of(tmp_path, 1)
-    wanted = functools.partial(checkpointer.restore_params, str(tmp_path), recipe.loss.params,
+    wanted = functools.partial(model_params.restore_params, str(tmp_path), recipe.loss.params,
                                order=recipe.order, log=print)  # fmt: skip
     assert wanted().step == wanted(step=1).step == 1
     folder = f"{tmp_path}/checkpoints"

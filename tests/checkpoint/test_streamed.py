@@ -8,7 +8,7 @@ import pytest
 from support import resumes, runs
 
 from llmx import config, convert
-from llmx.checkpoint import checkpointer, hf, streamed
+from llmx.checkpoint import checkpointer, hf, model_params, streamed
 from llmx.data import tokenizers
 from llmx.sharding import trees
 
@@ -18,7 +18,7 @@ STAGES = dict(mesh__stage=2, pipeline__schedule="1f1b", batch__accumulation=2)
 def params_of(workdir, reader=None, step=None, said=print):
     """Of a run in `workdir`, by path."""
     _, recipe = resumes.run_of(workdir, 1)
-    restored = checkpointer.restore_params(
+    restored = model_params.restore_params(
         str(workdir), recipe.loss.params, step=step, log=said, reader=reader
     )
     return restored.step, trees.named(restored.state)

@@ -23,12 +23,15 @@ BF16_TOLERANCE = 1e-2  # bf16 has 8 bits: 4e-3 for one number
 
 def trained(row: dict, precision: str = "fp32"):
     """(of the row's program, of one device)."""
-    initial, wanted = parity_grid.reference(row["family"], parity_grid.num_layers(row))
+    adapters = row.get("adapters", False)
+    initial, wanted = parity_grid.reference(row["family"], parity_grid.num_layers(row), adapters)
     recipe = parity_grid.make_recipe(row, precision)
     initial = initial._replace(extra=jax.device_get(recipe.loss.init_extra()))
     if row["stage"] == 1:
         state = runs.put_state(recipe, initial)
-    elif row in parity_grid.quick():  # stages have their layers in another order: born so
+    elif (
+        adapters or row in parity_grid.quick()
+    ):  # stages have their layers in another order: born so
         state = recipe.init(0)
     else:  # or brought into it, which compiles nothing
         state = runs.put_state(
@@ -55,6 +58,9 @@ def pytest_generate_tests(metafunc):
     left = []  # those that others stand for
     if metafunc.function is test_bf16:
         quick, rows = [], quick[::3]
+    elif metafunc.function is test_adapters:
+        rows = parity_grid.with_adapters()
+        quick = [row for row in rows if row["turns"] > 1]  # of positions, and of rows in stages
     elif metafunc.function is test_sums_that_are_exchanged:
         rows = [row for row in (*parity_grid.EXTREMES, *quick) if scatters(row)]
         quick = [row for row in rows if row["layout"] == "hsdp"][:1]
@@ -70,7 +76,8 @@ def pytest_generate_tests(metafunc):
         return () if row in quick else (pytest.mark.slow,)
 
     def group(row):  # one worker has the rows that are compared with one reference
-        return pytest.mark.xdist_group(f"parity {row['family']} {parity_grid.num_layers(row)}")
+        of = (row["family"], parity_grid.num_layers(row), "adapters" * row.get("adapters", False))
+        return pytest.mark.xdist_group(f"parity {' '.join(map(str, of))}")
 
     cases = [
         pytest.param(row, id=parity_grid.name(row), marks=(group(row), *marks(row))) for row in rows
@@ -79,6 +86,11 @@ def pytest_generate_tests(metafunc):
 
 
 def test_parity(row):
+    compare.assert_trained_alike(*trained(row), TOLERANCE)
+
+
+def test_adapters(row):
+    """Beside a frozen model, which stays what it is."""
     compare.assert_trained_alike(*trained(row), TOLERANCE)
 
 

@@ -162,6 +162,8 @@ OFFLOAD = {
 }
 
 REFERENCE = dict(attention__implementation="reference")
+# Rows with "adapters": what is trained is beside a frozen model, whose routers learn no bias.
+ADAPTERS = dict(adapters__rank=4)
 
 
 # Beyond the cover: all eight devices on one axis, fewer microbatches than stages and many more;
@@ -256,6 +258,14 @@ def quick() -> list[dict]:
     return pairwise.every_value(rows, cost=lambda row: 2 if row["stage"] > 1 else 1)
 
 
+def with_adapters() -> list[dict]:
+    """Rows with adapters: those of the quick ones that split something, and parameters on the
+    host."""
+    rows = [row for row in quick() if row["family"] != "gpt_oss" and row["layout"] != "zero3"]
+    on_host = [row for row in EXTREMES if row["offload"] == "parameters"]
+    return [row | dict(adapters=True) for row in (*rows, *on_host[:1])]
+
+
 def num_layers(row: dict) -> int:
     """Layers that no number of stages divides, and one at least for each model chunk, beside the
     dense first ones; without stages as many as `sqrt` makes segments of."""
@@ -270,6 +280,8 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
     options |= OFFLOAD[row["offload"]]
     options |= EXPERTS if "num_experts" in model else {}
+    if row.get("adapters"):
+        options |= ADAPTERS | (dict(experts__bias_rate=0.0) if "num_experts" in model else {})
     return runs.make_config(
         row["family"],
         model=model,
@@ -303,9 +315,9 @@ def batches() -> list[dict]:
 
 
 @functools.cache
-def reference(family: str, num_layers: int):
+def reference(family: str, num_layers: int, adapters: bool = False):
     """What one device does: the initial state on the host, and three steps from it."""
-    row = PLAIN | dict(family=family)
+    row = PLAIN | dict(family=family, adapters=adapters)
     recipe = make_recipe(row, model=dict(num_layers=num_layers), **REFERENCE)
     state = recipe.init(0)
     return jax.device_get(state), runs.train(recipe, batches(), state)
@@ -315,7 +327,7 @@ def name(row: dict) -> str:
     """What a row has beside the plain values: "gpt2-ddp-data2-tensor4-remat_full"."""
     words = [row["family"], row["layout"]]
     for axis, value in row.items():
-        if axis in ("family", "layout") or value == PLAIN[axis]:
+        if axis in ("family", "layout") or value == PLAIN.get(axis):
             continue
         if axis in MESH_AXES:
             words.append(f"{axis}{value}")

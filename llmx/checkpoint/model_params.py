@@ -1,0 +1,108 @@
+"""A run's model as other commands use it: its parameters, with adapters merged into them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx.checkpoint import checkpointer, restore, streamed
+from llmx.checkpoint.manifest import Document
+from llmx.checkpoint.restore import Restored
+from llmx.model import adapters
+from llmx.model.adapters import AdaptersConfig
+from llmx.pipeline.permutation import IDENTITY, LayerPermutation
+from llmx.sharding import trees
+
+FROZEN = "frozen"  # in checkpoints, the parameters that are not trained
+
+
+def adapters_of(meta: Mapping[str, Any]) -> AdaptersConfig:
+    """Those of the run that wrote a checkpoint's meta; of older versions none."""
+    section = dict(meta.get("config", {}).get("adapters", {}))
+    known = {field.name for field in dataclasses.fields(AdaptersConfig)}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in section.items()}
+    return AdaptersConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def restore_params(
+    workdir: str, abstract: Any, *, ema: bool = False, order: LayerPermutation = IDENTITY,
+    step: int | None = None, log: Callable[[str], None], reader: restore.Reader | None = None,
+) -> Restored:  # fmt: skip
+    """The parameters of a run's model, or with `ema` their average, in the dtypes that they were
+    saved in; with `streamed.FROM_FILES` not in memory, but to be read part by part.
+
+    Args:
+      abstract: shapes with shardings of the model's parameters, or a function of the document.
+      order: in which the layers are wanted.
+
+    Weights with an adapter are merged, in fp32: W + scale A B. Raises ValueError if the run has no
+    checkpoint yet.
+    """
+    own = "ema" if ema else "params"
+
+    def prefix(document: Document) -> str:
+        return FROZEN if document.holds(FROZEN) else own
+
+    restored = checkpointer.restore_saved(
+        workdir, abstract, prefix=prefix, order=order, step=step, log=log, reader=reader
+    )
+    config = adapters_of(restored.meta)
+    if not config.rank:
+        return restored
+    of_model = trees.named(restored.state)
+    to = getattr(next(iter(of_model.values())), "sharding", None)
+    whole = NamedSharding(to.mesh, PartitionSpec()) if isinstance(to, NamedSharding) else to
+    wanted = trees.nest({
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
+        for name, shape in adapters.named(config, of_model, lambda leaf: leaf.shape, config.rank)
+    })  # fmt: skip
+    found = checkpointer.restore_saved(
+        workdir, wanted, prefix=own, order=order, step=restored.step, log=log
+    )
+    return restored._replace(state=_merged(restored.state, found.state, config.scale))
+
+
+def _merged(frozen: Any, own: Any, scale: float) -> Any:
+    def one(leaf):
+        if not isinstance(leaf, adapters.Adapted):
+            return leaf
+        if isinstance(leaf.weight, streamed.Stored):
+            return MergedStored.of(leaf)
+        merge = lambda *arrays: adapters.merged_weight(*arrays, scale)  # noqa: E731
+        to = leaf.weight.sharding
+        if isinstance(to, NamedSharding):
+            merge = jax.sharding.auto_axes(merge, out_sharding=to)
+            with jax.set_mesh(to.mesh):
+                return jax.jit(merge, out_shardings=to)(leaf.weight, leaf.down, leaf.up)
+        return jax.jit(merge)(leaf.weight, leaf.down, leaf.up)
+
+    both = adapters.joined(frozen, own, scale)
+    return jax.tree.map(one, both, is_leaf=adapters.is_adapted)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MergedStored(streamed.Stored):
+    """A weight in a checkpoint's files with an adapter in memory: an index reads W + scale A B."""
+
+    adapted: adapters.Adapted | None = None
+
+    @classmethod
+    def of(cls, adapted: adapters.Adapted) -> "MergedStored":
+        stored, host = adapted.weight, {n: np.asarray(vars(adapted)[n]) for n in ("down", "up")}
+        adapted = dataclasses.replace(adapted, **host)
+        return cls(stored.shape, np.dtype(np.float32), stored.store, stored.rows, adapted)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = () if index is ... else index if isinstance(index, tuple) else (index,)
+        weight = np.asarray(super().__getitem__(index), np.float32)
+        first = index[0] if index else slice(None)
+        layers = slice(first, first + 1) if isinstance(first, int | np.integer) else first
+        down, up = self.adapted.down[layers], self.adapted.up[layers]
+        into, out = "abc"[: down.ndim - 2], "xyz"[: up.ndim - 2]
+        added = np.einsum(f"l{into}r,lr{out}->l{into}{out}", down, up)
+        added = added[0] if layers is not first else added
+        rest = index[1:] if layers is not first else (slice(None), *index[1:])
+        return weight + self.adapted.scale * (added[rest] if rest else added)

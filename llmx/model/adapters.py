@@ -1,0 +1,221 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a product's weight stays, and what is trained is
+added to it:
+
+    y = x W + (alpha / rank) (x A) B        A [in, rank], B [rank, out]
+
+W is frozen, in the compute dtype, and has neither a gradient nor optimizer state. A and B are a
+tree of their own, which is what a run with adapters trains: `State.params`; the model's parameters
+are `State.frozen`. Where both are needed, `joined` puts `Adapted` in the place of a weight, and
+`llmx.model.dot` multiplies with it. B begins at zero, so that the first step is the model's own.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llmx.runtime.bounds import bounded
+from llmx.sharding import trees
+
+RANK = "rank"  # the logical axis
+DOWN, UP = "down", "up"  # A and B
+# Modules of a layer whose products can have adapters. Experts' own weights have none: they are one
+# array of all experts, multiplied by kernels of their own.
+MODULES = ("attention", "mlp")
+
+
+@dataclasses.dataclass
+class AdaptersConfig:
+    """What is trained beside frozen parameters."""
+
+    rank: int = bounded(0, at_least=0)  # of each adapter; 0 = none: all parameters are trained
+    alpha: float = bounded(16.0, above=0)  # adapters are added with the weight alpha / rank
+    # which products have one: a module, "attention", or a product, "attention/query"
+    products: tuple[str, ...] = MODULES
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return self.alpha / self.rank
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight with its adapter, [l, ...] of stacked layers, or of one layer."""
+
+    weight: Any
+    down: Any
+    up: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+
+def factors(expression: str) -> tuple[str, str]:
+    """The two products of an adapter beside "BTD,DNH->BTNH": "BTD,Dr->BTr" and "BTr,rNH->BTNH"."""
+    inputs, out = expression.split("->")
+    of_x, of_weight = inputs.split(",")
+    contracted = [letter for letter in of_weight if letter not in out]
+    rest = "".join(letter for letter in of_weight if letter in out)
+    inner = "".join(letter for letter in of_x if letter not in contracted) + "r"
+    return f"{of_x},{''.join(contracted)}r->{inner}", f"{inner},r{rest}->{out}"
+
+
+def products(names: Iterable[str]) -> list[str]:
+    """What `AdaptersConfig.products` can name beside whole modules, of parameters of these names:
+    "attention/query" of "blocks/attention/query/kernel"."""
+    return sorted({_product(name) for name in filter(_adaptable, names)})
+
+
+def _adaptable(name: str) -> bool:
+    return name.endswith("/kernel") and name.split("/")[1] in MODULES
+
+
+def problems(config: AdaptersConfig, shapes: Any) -> list[str]:
+    """All that is wrong with the section for a model with these parameters, with remedies."""
+    if not config.rank:
+        return []
+    of_model, found = trees.named(shapes), []
+    known = products(of_model)
+    for name in config.products:
+        if not any(_within(product, name) for product in known):
+            found.append(
+                f"adapters.products names {name!r}, which the model does not have: use some of "
+                f"{', '.join((*MODULES, *known))}"
+            )
+    if not config.products:
+        found.append("adapters.products=() leaves nothing to train: name products, or rank=0")
+    ranks = {}
+    for path in _chosen(config, of_model):
+        _, *sizes = of_model[path].shape
+        contracted = _contracted(path)
+        sides = math.prod(sizes[:contracted]), math.prod(sizes[contracted:])
+        ranks[_product(path)] = min(sides)
+    if ranks and config.rank > (least := min(ranks.values())):
+        product = min(ranks, key=ranks.get)
+        found.append(
+            f"adapters.rank={config.rank} is above {least}, which is the rank of {product}: use at "
+            f"most {least}"
+        )
+    return found
+
+
+def shapes_and_axes(config: AdaptersConfig, shapes: Any, axes: Any) -> tuple[dict, dict]:
+    """Shapes, in fp32, and logical axes of the adapters of a model with these parameters, whose
+    layers are stacked: {"blocks": {"attention": {"query": {"kernel": {"down": ..., "up": ...}}}}}.
+    """
+    leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    axes_of = dict(zip(trees.named(shapes), leaves, strict=True))
+    found = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in named(config, trees.named(shapes), lambda leaf: leaf.shape, config.rank)
+    }
+    names = dict(named(config, axes_of, lambda names: names, RANK))
+    return trees.nest(found), trees.nest(names)
+
+
+def named(
+    config: AdaptersConfig, of_model: Mapping[str, Any], dimensions: Callable, rank: Any
+) -> Iterator[tuple[str, tuple]]:
+    """("blocks/attention/query/kernel/down", (*dimensions, rank)) and so on of all adapters of a
+    model, of whose parameters `dimensions(leaf)` gives sizes, or names, one for each dimension."""
+    for path in _chosen(config, of_model):
+        layers, *rest = dimensions(of_model[path])
+        contracted = _contracted(path)
+        yield f"{path}/{DOWN}", (layers, *rest[:contracted], rank)
+        yield f"{path}/{UP}", (layers, rank, *rest[contracted:])
+
+
+def init(config: AdaptersConfig, shapes: Any, axes: Any, seed: int) -> Any:
+    """New adapters of a model with these parameters, fp32: A uniform within 1 / sqrt(inputs), as
+    PEFT has it, and B zero."""
+
+    def one(path, leaf):
+        name = trees.path_name(path)
+        if name.endswith(f"/{UP}"):
+            return jnp.zeros(leaf.shape, jnp.float32)
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+        most = 1 / math.sqrt(math.prod(leaf.shape[1:-1]))
+        return jax.random.uniform(key, leaf.shape, jnp.float32, -most, most)
+
+    return jax.tree_util.tree_map_with_path(one, shapes_and_axes(config, shapes, axes)[0])
+
+
+def joined(frozen: Any, adapters: Any, scale: float) -> Any:
+    """The model's parameters, with `Adapted` in the place of those that have an adapter."""
+    if not isinstance(frozen, Mapping):
+        return Adapted(frozen, adapters[DOWN], adapters[UP], scale)
+    return {
+        name: joined(leaf, adapters[name], scale) if name in adapters else leaf
+        for name, leaf in frozen.items()
+    }
+
+
+def merged(frozen: Any, adapters: Any, scale: float) -> Any:
+    """The parameters of the model that computes the same without adapters, fp32: W + scale A B."""
+
+    def one(weight):
+        if not isinstance(weight, Adapted):
+            return weight.astype(jnp.float32)
+        return merged_weight(weight.weight, weight.down, weight.up, scale)
+
+    both = joined(frozen, adapters, scale)
+    return jax.tree.map(one, both, is_leaf=lambda leaf: isinstance(leaf, Adapted))
+
+
+def merged_weight(weight: Any, down: Any, up: Any, scale: float) -> Any:
+    """W + scale A B in fp32, of stacked layers [l, ...]."""
+    into, out = "abc"[: down.ndim - 2], "xyz"[: up.ndim - 2]
+    expression = f"l{into}r,lr{out}->l{into}{out}"
+    product = jnp.einsum(expression, down, up, precision=jax.lax.Precision.HIGHEST)
+    return weight.astype(jnp.float32) + scale * product
+
+
+def on_base(function: Callable, weight: Any) -> Any:
+    """`function` of a weight; of one with an adapter, of what is frozen."""
+    if isinstance(weight, Adapted):
+        return dataclasses.replace(weight, weight=function(weight.weight))
+    return function(weight)
+
+
+def is_adapted(leaf: Any) -> bool:
+    return isinstance(leaf, Adapted)
+
+
+def with_buffers(function: Callable, params: Any, buffers: Any) -> Any:
+    """`function(array, buffer)` of parameters and their gradient buffers. What has no buffer is
+    frozen, and stays as it is; buffers of adapters are {"down": ..., "up": ...}."""
+    if isinstance(params, Adapted):
+        own = {name: function(vars(params)[name], buffers[name]) for name in (DOWN, UP)}
+        return dataclasses.replace(params, **own)
+    if not isinstance(params, Mapping):
+        return function(params, buffers)
+    return {
+        name: with_buffers(function, leaf, buffers[name]) if name in buffers else leaf
+        for name, leaf in params.items()
+    }
+
+
+def _chosen(config: AdaptersConfig, names: Iterable[str]) -> list[str]:
+    return [
+        path for path in filter(_adaptable, names)
+        if any(_within(_product(path), name) for name in config.products)
+    ]  # fmt: skip
+
+
+def _product(path: str) -> str:
+    """ "attention/query" of "blocks/attention/query/kernel"."""
+    return path.partition("/")[2].rpartition("/")[0]
+
+
+def _within(product: str, name: str) -> bool:
+    return product == name or product.startswith(f"{name}/")
+
+
+def _contracted(path: str) -> int:
+    """How many of a layer's dimensions its product contracts: heads and their size where the output
+    of attention is made, else one."""
+    return 2 if path.endswith("attention/out/kernel") else 1

@@ -1,0 +1,139 @@
+"""Adapters: the loss and its gradient are those of the model with merged weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import compare, packed, runs
+
+from llmx.config import ConfigError
+from llmx.model import adapters
+from llmx.sharding import trees
+
+MODEL = dict(num_layers=3, width=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=4,
+             vocab_size=261, vocab_multiple=1)  # fmt: skip
+LATENT = dict(num_kv_heads=4, rope_dim=2, num_experts=4, experts_per_token=2, expert_dim=8,
+              shared_dim=8, first_dense=1, router_groups=1, router_groups_kept=1)  # fmt: skip
+FAMILIES = {"llama3": {}, "gpt2": dict(num_kv_heads=4), "deepseek_v3": LATENT}
+KEYS = dict(batch__size=4, batch__sequence_length=12, adapters__rank=3, adapters__alpha=5.0)
+
+
+def recipe_of(family="llama3", **keys):
+    model = MODEL | FAMILIES[family]
+    return runs.make_recipe(runs.make_config(family, model=model, **KEYS | keys))
+
+
+def state_of(recipe):
+    """A state whose adapters add something, also in their first step."""
+    state = recipe.init(0)
+    random = np.random.default_rng(1)
+    draw = lambda leaf: random.normal(size=leaf.shape, scale=0.2).astype(leaf.dtype)  # noqa: E731
+    params = jax.tree.map(draw, jax.device_get(state.params))
+    return state._replace(
+        params=jax.device_put(params, jax.tree.map(lambda a: a.sharding, state.params))
+    )
+
+
+def plainly_merged(frozen, own, scale):
+    """W + scale A B by numpy's `tensordot`, layer by layer."""
+    whole, parts = dict(trees.named(jax.device_get(frozen))), trees.named(jax.device_get(own))
+    for path in [name for name in whole if f"{name}/down" in parts]:
+        pairs = zip(parts[f"{path}/down"], parts[f"{path}/up"], strict=True)
+        added = np.stack([np.tensordot(down, up, axes=1) for down, up in pairs])
+        whole[path] = whole[path] + np.float32(scale) * added
+    return trees.nest(whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradient_are_those_of_merged_weights(family):
+    # `summed` is without the losses of routers.
+    recipe = recipe_of(
+        family, **dict(experts__balance_weight=0.0) if "num_experts" in FAMILIES[family] else {}
+    )
+    state, loss = state_of(recipe), recipe.loss
+    scale = 5.0 / 3
+    batch = packed.batches(1, rows=4, length=12, vocab=261)[0]
+    plain = recipe_of(family, adapters__rank=0, adapters__alpha=16.0)
+
+    def nats(own, frozen):
+        sums, tokens = plain.loss.summed(adapters.merged(frozen, own, scale), batch)
+        return sums / tokens
+
+    with jax.set_mesh(recipe.mesh):
+        batch = runs.put_batch(recipe, batch)
+        merged = plainly_merged(state.frozen, state.params, scale)
+        by_us = loss.merged(state.params, state.frozen)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), by_us, merged
+        )
+        joined = loss.joined(state.params, state.frozen)
+        wanted, _ = jax.jit(plain.loss.summed)(jax.device_put(merged), batch)
+        got, _ = jax.jit(loss.summed)(joined, batch)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        frozen, _ = jax.jit(loss.summed)(state.frozen, batch)
+        assert abs(float(frozen - wanted)) > 1e-4 * float(wanted)  # they do add something
+        found, _ = jax.jit(recipe.gradient.take)(joined, batch, (), loss.init_extra())
+        wanted = jax.jit(jax.grad(nats))(state.params, state.frozen)
+    compare.assert_close(found.tree, wanted, 2e-5)
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
+
+
+def test_the_first_step_is_the_models_own_and_nothing_frozen_moves():
+    recipe = recipe_of(precision="bf16", optimizer__weight_decay=0.1)
+    state = recipe.init(0)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.frozen)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(np.float32)}
+    plain = recipe_of(precision="bf16", adapters__rank=0, adapters__alpha=16.0)
+    before, batch = jax.device_get(state.frozen), packed.batches(2, rows=4, length=12, vocab=261)
+    train_step, of_plain = runs.make_train_step(recipe), runs.make_evaluation(plain)
+    with jax.set_mesh(recipe.mesh):
+        nats, tokens = of_plain(state.frozen, runs.put_batch(recipe, batch[0]))
+        assert trees.named(state.opt_state).keys()  # moments of adapters only
+        for name, leaf in trees.named(state.opt_state).items():
+            assert leaf.ndim == 0 or name.rpartition("/")[2] in ("down", "up"), name
+        for one in batch:
+            state, report = train_step(state, runs.put_batch(recipe, one))
+            if int(state.step) == 1:
+                np.testing.assert_allclose(report.loss, nats / tokens, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), before)
+    assert all(np.abs(jax.device_get(leaf)).max() > 0 for leaf in jax.tree.leaves(state.params))
+
+
+def test_frozen_weights_cost_no_gradient():
+    """A step takes two thirds of the FLOPs of products, and a part of the state."""
+
+    def flops(recipe):
+        with jax.set_mesh(recipe.mesh):
+            return runs.lower(recipe).compile().cost_analysis()["flops"]
+
+    sizes = dict(width=128, mlp_dim=256, num_heads=4, head_dim=32, num_kv_heads=4, vocab_size=257)
+    make = lambda rank: runs.make_recipe(runs.make_config(  # noqa: E731
+        "llama3", model=MODEL | sizes | dict(num_layers=2), batch__size=4,
+        batch__sequence_length=64, adapters__rank=rank, attention__implementation="reference",
+    ))  # fmt: skip
+    trained, whole = make(1), make(0)
+    ratio = flops(trained) / flops(whole)
+    assert 0.6 < ratio < 0.75, ratio
+
+
+def test_chosen_products_only():
+    recipe = recipe_of(adapters__products=("attention/query", "mlp"))
+    names = {name.partition("/")[2] for name in trees.named(recipe.loss.params)}
+    kernels = ("attention/query", "mlp/down", "mlp/gate", "mlp/up")
+    assert names == {f"{kernel}/kernel/{part}" for kernel in kernels for part in ("down", "up")}
+
+
+@pytest.mark.parametrize(("keys", "said"), [
+    (dict(adapters__products=("attention/querry",)), "'attention/querry', which the model"),
+    (dict(adapters__products=()), "leaves nothing to train"),
+    (dict(adapters__rank=9), "adapters.rank=9 is above 8, which is the rank of attention/key"),
+    (dict(adapters__rank=-1), "adapters.rank=-1"),
+    (dict(adapters__alpha=0.0), "adapters.alpha=0.0"),
+    (dict(adapters__rank=0, adapters__alpha=3.0), "no effect with adapters.rank=0"),
+    (dict(mesh=dict(stage=2), batch__accumulation=4, pipeline__schedule="pipedream_2bw"),
+     "keeps two versions of all parameters"),
+    (dict(products__format="fp8", products__scaling="delayed"), "frozen weights have none"),
+])  # fmt: skip
+def test_what_cannot_be_is_said(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        recipe_of(**keys)
