@@ -24,7 +24,9 @@ from llmx.checkpoint import (
     hf_files,
     hf_formats,
     hf_reader,
+    identity,
     model_params,
+    peft,
     streamed,
     writer,
 )
@@ -48,13 +50,9 @@ def to_hf(
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
     run = config.load_run(workdir)
-    averaged = run.optimizer.ema_decay > 0
-    if ema and not averaged:
-        problem = f"the run in {workdir} has optimizer.ema_decay=0 and keeps no average"
-        raise ValueError(f"--ema: {problem}: leave the flag out")
+    ema = _average(run, ema)
     hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
-    ema = averaged and ema is not False
     restored = model_params.restore_params(
         workdir,
         _abstract_params(run),
@@ -76,6 +74,40 @@ def to_hf(
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
     return restored.step
+
+
+def to_peft(
+    workdir: str, directory: str, *, at_step: int | None = None, ema: bool | None = None
+) -> int:
+    """Writes a run's adapters as PEFT has them, and returns the checkpoint's step.
+
+    Args: as of `to_hf`.
+
+    Raises ValueError if the run has no adapters, or no such checkpoint.
+    """
+    run = config.load_run(workdir)
+    if not run.adapters.rank:
+        raise ValueError(
+            f"--to-peft: the run in {workdir} has no adapters (adapters.rank=0): export its model "
+            "with --to-hf"
+        )
+    restored = model_params.restore_adapters(
+        workdir, _abstract_params(run), run.adapters, ema=_average(run, ema), step=at_step,
+        log=launch.log,
+    )  # fmt: skip
+    base, _ = identity.origin(run.start_from)
+    base = str(pathlib.Path(base).resolve()) if hf_reader.is_checkpoint(base) else ""
+    peft.export(restored.state, run.adapters, run.model, directory, base=base)
+    return restored.step
+
+
+def _average(run: config.Config, ema: bool | None) -> bool:
+    """Whether the average is exported; None = if the run has one. ValueError if it has none."""
+    averaged = run.optimizer.ema_decay > 0
+    if ema and not averaged:
+        problem = f"the run in {run.workdir} has optimizer.ema_decay=0 and keeps no average"
+        raise ValueError(f"--ema: {problem}: leave the flag out")
+    return averaged and ema is not False
 
 
 def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
@@ -177,6 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--workdir", required=True, help="of the run, or to be created")
     way = command.add_mutually_exclusive_group(required=True)
     way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers")
+    adapters = "a new directory for peft: the adapters only"
+    way.add_argument("--to-peft", metavar="DIR", help=adapters)
     way.add_argument("--from-hf", metavar="DIR", help="a directory of config.json and safetensors")
     command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
     average = "write the average of the parameters; by default if the run keeps one"
@@ -188,7 +222,9 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")
-    if args.to_hf and args.tokenizer:
+    if args.to_peft and args.dtype:
+        command.error("--dtype goes with --to-hf: adapters are written in float32")
+    if args.tokenizer and not args.from_hf:
         command.error("--tokenizer goes with --from-hf")
     # Nothing is computed, and the host has more memory than a device.
     jax.config.update("jax_platforms", "cpu")
@@ -196,6 +232,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.from_hf:
             from_hf(args.from_hf, args.workdir, tokenizer=args.tokenizer)
             launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
+        elif args.to_peft:
+            step = to_peft(args.workdir, args.to_peft, at_step=args.step, ema=args.ema)
+            launch.log(f"the adapters of step {step} of {args.workdir} are now in {args.to_peft}")
         else:
             step = to_hf(
                 args.workdir, args.to_hf, at_step=args.step, ema=args.ema, dtype=args.dtype

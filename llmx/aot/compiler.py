@@ -259,7 +259,8 @@ def _state_bytes(recipe) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
     state = recipe.abstract
     parts = {
-        "parameters": state.params, "optimizer": state.opt_state, "average": state.ema,
+        "parameters": state.params, "frozen": state.frozen, "optimizer": state.opt_state,
+        "average": state.ema,
         "replicas": state.sync, "batch": recipe.abstract_batch,
     }  # fmt: skip
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
@@ -275,16 +276,18 @@ def _host_bytes(recipe, offloaded: OffloadConfig) -> int:
 
     from llmx.step import offload
 
-    params, found = recipe.abstract.params, []
+    params, loss, found = recipe.abstract.params, recipe.loss, []
     if offloaded.optimizer:
         found += offload.arrays_of_matrices(recipe.abstract.opt_state, params)
     if offloaded.parameters:
-        pairs = zip(
-            jax.tree.leaves(params["blocks"]),
-            jax.tree.leaves(recipe.loss.axes["blocks"], is_leaf=lambda one: isinstance(one, tuple)),
-            strict=True,
-        )
-        found += [leaf for leaf, names in pairs if "embed" in names]
+        trees = [(params, loss.axes)] + [(loss.frozen, loss.frozen_axes)] * bool(loss.frozen)
+        for arrays, axes in trees:
+            pairs = zip(
+                jax.tree.leaves(arrays["blocks"]),
+                jax.tree.leaves(axes["blocks"], is_leaf=lambda one: isinstance(one, tuple)),
+                strict=True,
+            )
+            found += [leaf for leaf, names in pairs if "embed" in names]
     return sharding.device_bytes(found)
 
 

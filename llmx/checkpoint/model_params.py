@@ -41,10 +41,9 @@ def restore_params(
     Weights with an adapter are merged, in fp32: W + scale A B. Raises ValueError if the run has no
     checkpoint yet.
     """
-    own = "ema" if ema else "params"
 
     def prefix(document: Document) -> str:
-        return FROZEN if document.holds(FROZEN) else own
+        return FROZEN if document.holds(FROZEN) else _own(ema)
 
     restored = checkpointer.restore_saved(
         workdir, abstract, prefix=prefix, order=order, step=step, log=log, reader=reader
@@ -52,17 +51,39 @@ def restore_params(
     config = adapters_of(restored.meta)
     if not config.rank:
         return restored
-    of_model = trees.named(restored.state)
+    found = _restore_own(
+        workdir, restored.state, config, ema=ema, order=order, step=restored.step, log=log
+    )
+    return restored._replace(state=_merged(restored.state, found.state, config.scale))
+
+
+def restore_adapters(
+    workdir: str, abstract: Any, config: AdaptersConfig, *, ema: bool = False,
+    step: int | None = None, log: Callable[[str], None],
+) -> Restored:  # fmt: skip
+    """The adapters of a run beside a model with parameters `abstract`, layers in its order.
+
+    Raises ValueError if the run has no checkpoint yet.
+    """
+    return _restore_own(workdir, abstract, config, ema=ema, order=IDENTITY, step=step, log=log)
+
+
+def _own(ema: bool) -> str:
+    """Where a checkpoint has what is trained, or its average."""
+    return "ema" if ema else "params"
+
+
+def _restore_own(workdir, model_params, config: AdaptersConfig, *, ema, order, step, log):
+    of_model = trees.named(model_params)
     to = getattr(next(iter(of_model.values())), "sharding", None)
     whole = NamedSharding(to.mesh, PartitionSpec()) if isinstance(to, NamedSharding) else to
     wanted = trees.nest({
         name: jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
         for name, shape in adapters.named(config, of_model, lambda leaf: leaf.shape, config.rank)
     })  # fmt: skip
-    found = checkpointer.restore_saved(
-        workdir, wanted, prefix=own, order=order, step=restored.step, log=log
+    return checkpointer.restore_saved(
+        workdir, wanted, prefix=_own(ema), order=order, step=step, log=log
     )
-    return restored._replace(state=_merged(restored.state, found.state, config.scale))
 
 
 def _merged(frozen: Any, own: Any, scale: float) -> Any:

@@ -4,7 +4,7 @@ import math
 
 from llmx import sharding
 from llmx.config import Config
-from llmx.model import conventions, losses, precision, quantized
+from llmx.model import conventions, costs, losses, precision, quantized
 from llmx.pipeline import schedules, stages
 from llmx.pipeline.schedule import Table
 from llmx.runtime.hardware import Chip
@@ -15,13 +15,20 @@ def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
     """For a resolved config on `num_devices` jax devices of a chip.
 
     HFU counts what `remat` repeats in each model chunk of a pipeline, and not what `offload.saves`
-    keeps. What stages compute in empty ticks is not counted. Raises ValueError where `remat` is
+    keeps. What stages compute in empty ticks is not counted. With adapters the frozen weights have
+    no gradient; the adapters' own products are left out. Raises ValueError where `remat` is
     "budget": choose first, by `llmx.aot.budget`.
     """
     flops = conventions.by_figure(
         config.model, sequence_length=config.batch.sequence_length, remat=config.remat,
         loss_chunks=loss_chunks(config), chunks=chunks_of(config), offloaded=config.offload.saves,
     )  # fmt: skip
+    if config.adapters.rank:
+        parts = costs.forward_flops_by_part(
+            config.model, sequence_length=config.batch.sequence_length, causal=True
+        )
+        weights = sum(parts.values()) - parts["scores"]
+        flops = {name: found - weights for name, found in flops.items()}
     return Utilization(flops, chip, compute_dtype(config), num_devices)
 
 

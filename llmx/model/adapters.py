@@ -58,10 +58,10 @@ def factors(expression: str) -> tuple[str, str]:
     """The two products of an adapter beside "BTD,DNH->BTNH": "BTD,Dr->BTr" and "BTr,rNH->BTNH"."""
     inputs, out = expression.split("->")
     of_x, of_weight = inputs.split(",")
-    contracted = [letter for letter in of_weight if letter not in out]
-    rest = "".join(letter for letter in of_weight if letter in out)
-    inner = "".join(letter for letter in of_x if letter not in contracted) + "r"
-    return f"{of_x},{''.join(contracted)}r->{inner}", f"{inner},r{rest}->{out}"
+    summed = "".join(letter for letter in of_weight if letter not in out)
+    made = "".join(letter for letter in of_weight if letter in out)
+    low = "".join(letter for letter in of_x if letter not in summed) + "r"
+    return f"{of_x},{summed}r->{low}", f"{low},r{made}->{out}"
 
 
 def products(names: Iterable[str]) -> list[str]:
@@ -91,8 +91,8 @@ def problems(config: AdaptersConfig, shapes: Any) -> list[str]:
     ranks = {}
     for path in _chosen(config, of_model):
         _, *sizes = of_model[path].shape
-        contracted = _contracted(path)
-        sides = math.prod(sizes[:contracted]), math.prod(sizes[contracted:])
+        inputs = contracted(path)
+        sides = math.prod(sizes[:inputs]), math.prod(sizes[inputs:])
         ranks[_product(path)] = min(sides)
     if ranks and config.rank > (least := min(ranks.values())):
         product = min(ranks, key=ranks.get)
@@ -124,9 +124,9 @@ def named(
     model, of whose parameters `dimensions(leaf)` gives sizes, or names, one for each dimension."""
     for path in _chosen(config, of_model):
         layers, *rest = dimensions(of_model[path])
-        contracted = _contracted(path)
-        yield f"{path}/{DOWN}", (layers, *rest[:contracted], rank)
-        yield f"{path}/{UP}", (layers, rank, *rest[contracted:])
+        inputs = contracted(path)
+        yield f"{path}/{DOWN}", (layers, *rest[:inputs], rank)
+        yield f"{path}/{UP}", (layers, rank, *rest[inputs:])
 
 
 def init(config: AdaptersConfig, shapes: Any, axes: Any, seed: int) -> Any:
@@ -215,7 +215,7 @@ def _within(product: str, name: str) -> bool:
     return product == name or product.startswith(f"{name}/")
 
 
-def _contracted(path: str) -> int:
+def contracted(path: str) -> int:
     """How many of a layer's dimensions its product contracts: heads and their size where the output
     of attention is made, else one."""
     return 2 if path.endswith("attention/out/kernel") else 1

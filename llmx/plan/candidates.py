@@ -378,7 +378,17 @@ def refusal(config: Config) -> str:
             "remat='budget' is chosen by compiling: run llmx.aot, which prints its choice, and "
             "give that as --config.remat"
         )
-    return ""
+    return of_adapters(config)
+
+
+def of_adapters(config: Config) -> str:
+    """Why a run with adapters is not counted, with the remedy; "" if it has none."""
+    if not config.adapters.rank:
+        return ""
+    return (
+        f"adapters.rank={config.adapters.rank}: the planner counts models that are trained whole; "
+        "run llmx.aot, which compiles the run, with a mesh of your choice"
+    )
 
 
 def of_latents(config: Config) -> str:

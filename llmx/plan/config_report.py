@@ -50,7 +50,7 @@ def show(
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
     config = checks.resolve(config, num_devices(args, config), problems=problems)
-    if why_not := candidates.of_latents(config):
+    if why_not := candidates.of_adapters(config) or candidates.of_latents(config):
         raise ValueError(why_not)
     if number := config.model.num_experts:
         raise ValueError(

@@ -47,7 +47,9 @@ def make(config: Config, machine: Machine) -> Search:
         machine.on_gpu,
     )  # fmt: skip
     if why_not := (
-        candidates.of_latents(space.base) or experts.refusal(space.base, topology.device_kind)
+        candidates.of_adapters(config)
+        or candidates.of_latents(space.base)
+        or experts.refusal(space.base, topology.device_kind)
     ):
         raise ValueError(why_not)
     own = candidates.own(config, topology)

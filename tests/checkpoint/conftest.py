@@ -1,11 +1,13 @@
-"""What the comparisons with transformers share."""
+"""What tests of checkpoints share: the comparisons with transformers, and files of ours."""
 
 import os
 
 import jax
 import pytest
+from support import hf_checkpoints
 
 from llmx import sharding
+from llmx.checkpoint import hf
 from llmx.model import execution, precision
 
 
@@ -22,3 +24,18 @@ def run():
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), devices=jax.devices()[:1])
     place = sharding.Placement(mesh, sharding.LAYOUTS["ddp"])
     return execution.Execution(place=place, policy=precision.POLICIES["fp32"])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint of each family, of its `hf_checkpoints.random_params`."""
+    made = {}
+
+    def make(family: str, dtype: str = "float32"):
+        if (family, dtype) not in made:
+            model, params = hf_checkpoints.random_params(family)
+            folder = tmp_path_factory.mktemp(family) / "hf"
+            made[family, dtype] = hf.export(params, model, folder, dtype=dtype, shard_bytes=30_000)
+        return made[family, dtype]
+
+    return make

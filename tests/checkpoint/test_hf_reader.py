@@ -10,61 +10,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from support import runs
+from support import hf_checkpoints, runs
+from support.hf_checkpoints import FAMILIES, SMALL
 from support.resumes import opened
 
 from llmx import config, convert
 from llmx.checkpoint import hf, hf_reader, model_params, resume, streamed
 from llmx.config import checks
 from llmx.data import tokenizers
-from llmx.model import apply, families
+from llmx.model import families
 from llmx.runtime import exits
 from llmx.sharding import trees
 
 DATA = types.SimpleNamespace(fingerprint="of the data")
-SMALL = dict(vocab_size=259, width=32, num_heads=4, num_layers=4, vocab_multiple=32)
-# Fused tensors, tied head; latent attention with first layers; experts in one tensor, biases; parts
-# of different sizes behind one another.
-FAMILIES = {
-    "gpt2": dict(head_dim=8, mlp_dim=64, num_kv_heads=4, max_positions=32),
-    "llama3": dict(num_kv_heads=2, head_dim=8, mlp_dim=48),
-    "deepseek_v3": dict(num_kv_heads=4, head_dim=24, mlp_dim=48, expert_dim=16, shared_dim=16),
-    "gpt_oss": dict(num_kv_heads=2, head_dim=8, expert_dim=16),
-    "phi3": dict(num_kv_heads=2, head_dim=8, mlp_dim=48),
-}
-
-
-def random_params(family: str) -> tuple[families.ModelConfig, dict]:
-    """fp32, zeros where files have nothing."""
-    model = families.preset(family, **SMALL | FAMILIES[family])
-    shapes, _ = apply.abstract_parameters(model)
-    noise = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        name = trees.path_name(path)
-        array = noise.normal(size=leaf.shape).astype(np.float32)
-        if name in ("embedding", "head"):
-            array[model.vocab_size :] = 0
-        return array * (name != "blocks/mlp/bias" or family != "gpt_oss")
-
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A checkpoint of each family, of its `random_params`."""
-    made = {}
-
-    def make(family: str, dtype: str = "float32"):
-        if (family, dtype) not in made:
-            model, params = random_params(family)
-            folder = tmp_path_factory.mktemp(family) / "hf"
-            made[family, dtype] = hf.export(params, model, folder, dtype=dtype, shard_bytes=30_000)
-        return made[family, dtype]
-
-    return make
-
-
 MESHES = {
     "fsdp2_tensor2": dict(mesh=dict(fsdp=2, tensor=2), batch__accumulation=1),
     "stage2_data2": dict(mesh=dict(stage=2, data=2), batch__accumulation=4),
@@ -76,7 +34,7 @@ MESHES = {
 def test_each_device_gets_its_part_of_the_whole(family, mesh, written, monkeypatch):
     """And the host holds no more than that of one parameter at a time."""
     directory = written(family)
-    model, whole = random_params(family)
+    model, whole = hf_checkpoints.random_params(family)
     run = runs.make_config(
         model, model=None, batch__size=8, batch__sequence_length=16, **MESHES[mesh]
     )
