@@ -27,13 +27,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     # fmt: off
     add("--source", nargs="+", action="extend", default=[], metavar="SOURCE",
-        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl .parquet')
+        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl (also .gz, .zst) '
+        ".parquet .arrow .array_record")
     add("--output", metavar="DIR", help="folder to write; new, or to continue")
     add("--tokenizer", default="bytes", metavar="NAME",
         help='"bytes" (default), or a tokenizer.json of Hugging Face tokenizers')
     add("--train-tokenizer", type=int, default=0, metavar="N",
         help="train a byte-level BPE of N tokens on the sources and use it")
-    add("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)")
+    add("--text-key", default="text", metavar="KEY", help="JSONL key, column or feature (text)")
     add("--format", choices=("text", "chat"), default="text",
         help='"chat": JSONL of messages, of which the assistant\'s turns are learned')
     add("--chat-template", default="", metavar="FILE",
