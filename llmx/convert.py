@@ -20,7 +20,7 @@ import jax
 from llmx import config, sharding
 from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed, writer
 from llmx.config import checks, recipe
-from llmx.data import tokenizers
+from llmx.data import remote, tokenizers
 from llmx.runtime import exits, launch, ownership
 
 
@@ -38,6 +38,7 @@ def to_hf(
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
+    remote.require_local("--to-hf=", directory, "export to a local folder, and copy it")
     run = config.load_run(workdir)
     averaged = run.optimizer.ema_decay > 0
     if ema and not averaged:
@@ -79,6 +80,8 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
+    remote.require_local("--from-hf=", directory, "copy it to a local folder first")
+    remote.require_local("--workdir=", workdir)
     root = pathlib.Path(workdir)
     _require_empty(root)
     run = config.default()

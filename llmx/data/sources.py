@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmx.data import opening, saved_datasets
+from llmx.data import opening, remote, saved_datasets
 
 STDLIB = "stdlib"
 SHARDS_PREFIX = "shards:"
@@ -144,6 +144,8 @@ def problems(source: str, *, skip_bad: bool = False) -> list[str]:
         root = sysconfig.get_path("stdlib")
         wrong = f"{STDLIB!r}: this Python keeps its library at {root}, which is no folder"
         return [] if os.path.isdir(root) else [wrong]
+    if text := remote.refusal("", source.removeprefix(SHARDS_PREFIX), "copy it to a local folder"):
+        return [text]
     if source.startswith(SHARDS_PREFIX):
         return _shards_problems(source)
     path = os.path.expanduser(source)
@@ -389,6 +391,7 @@ def list_files(source: str, *, skip_bad: bool = False) -> Listing:
 
     Other data in a folder or glob is an error too, unless `skip_bad` leaves it out.
     """
+    remote.require_local("", source, "copy it to a local folder")
     path, found = os.path.expanduser(source), _Found()
     if (
         source == STDLIB
