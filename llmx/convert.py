@@ -31,7 +31,7 @@ from llmx.checkpoint import (
     writer,
 )
 from llmx.config import checks, recipe
-from llmx.data import tokenizers
+from llmx.data import remote, tokenizers
 from llmx.runtime import exits, launch, ownership
 
 
@@ -49,6 +49,7 @@ def to_hf(
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
+    remote.require_local("--to-hf=", directory, "export to a local folder, and copy it")
     run = config.load_run(workdir)
     ema = _average(run, ema)
     hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
@@ -120,6 +121,8 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
+    remote.require_local("--from-hf=", directory, "copy it to a local folder first")
+    remote.require_local("--workdir=", workdir)
     root = pathlib.Path(workdir)
     _require_empty(root)
     run = config.default()

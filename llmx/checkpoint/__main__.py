@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llmx.data import remote
 from llmx.runtime import exits
 
 if __name__ == "__main__":
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _root(workdir: str) -> Any:
     from llmx.checkpoint import directory
 
+    remote.require_local("", workdir, "copy the run to a local folder first")
     root = directory.root_of(f"{workdir}/checkpoints")
     if not directory.root_of(workdir).is_dir():
         raise ValueError(f"{workdir} is not a directory: name the work directory of a run")

@@ -15,6 +15,7 @@ from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.config import value_types
+from llmx.data import remote
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
 from llmx.model.adapters import AdaptersConfig
@@ -228,6 +229,7 @@ def load_run(workdir: str) -> Config:
 
     Raises ValueError where there is none, or a damaged one.
     """
+    remote.require_local("--workdir=", workdir, "copy the run to a local folder first")
     path = pathlib.Path(workdir) / "config.json"
     if not path.is_file():
         raise ValueError(

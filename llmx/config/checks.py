@@ -24,7 +24,7 @@ from llmx.config import (
 )  # fmt: skip
 from llmx.config.axes import layout_of, replica_axes
 from llmx.data import config as data_config
-from llmx.data import shards, sources, tokenizers
+from llmx.data import remote, shards, sources, tokenizers
 from llmx.model import families, precision, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
@@ -119,7 +119,11 @@ def rings_in_branches(run: Config) -> str:
 
 
 def _start(config: Config) -> Iterator[str]:
-    """Where the run begins, before any file but directories is looked at."""
+    """Where the run begins and writes, before any file but directories is looked at."""
+    yield from filter(None, [
+        remote.refusal("workdir=", config.workdir, "name a local folder, or a mounted one"),
+        remote.refusal("data.cache_dir=", config.data.cache_dir),
+    ])  # fmt: skip
     if problem := starting.problem(config):
         yield problem
     fields = {field.name for field in dataclasses.fields(families.ModelConfig)}

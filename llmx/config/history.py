@@ -23,6 +23,7 @@ import llmx
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
+from llmx.data import remote
 from llmx.runtime import agreement, auxiliary
 
 FILE = "history.jsonl"
@@ -237,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argparse.ArgumentParser(prog="python -m llmx.config.history", description=FILE)
     command.add_argument("workdir", help="of the run")
     workdir = command.parse_args(argv).workdir
+    if text := remote.refusal("", workdir, "copy the run's files to a local folder first"):
+        print(text, file=sys.stderr)
+        return 2
     if not pathlib.Path(workdir, FILE).is_file():
         print(f"{workdir} holds no {FILE}: name the workdir of a run", file=sys.stderr)
         return 2

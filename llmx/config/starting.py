@@ -7,7 +7,7 @@ import os
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
-from llmx.data import sources, tokenizers
+from llmx.data import remote, sources, tokenizers
 from llmx.model.families import ModelConfig
 
 
@@ -17,6 +17,8 @@ def problem(config: Config) -> str:
         return ""
     from llmx.checkpoint import hf_reader
 
+    if text := remote.refusal("start_from=", config.start_from, "copy it to a local one first"):
+        return text
     place, step = identity.origin(config.start_from)
     if hf_reader.is_checkpoint(place) and step is not None:
         return (

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmx.data import build, preview, tokenizers
+from llmx.data import build, preview, remote, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -27,13 +27,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     # fmt: off
     add("--source", nargs="+", action="extend", default=[], metavar="SOURCE",
-        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl .parquet')
+        help='"stdlib", or a file, folder or quoted glob of .txt .md .py .jsonl (also .gz, .zst) '
+        ".parquet .arrow .array_record")
     add("--output", metavar="DIR", help="folder to write; new, or to continue")
     add("--tokenizer", default="bytes", metavar="NAME",
         help='"bytes" (default), or a tokenizer.json of Hugging Face tokenizers')
     add("--train-tokenizer", type=int, default=0, metavar="N",
         help="train a byte-level BPE of N tokens on the sources and use it")
-    add("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column (text)")
+    add("--text-key", default="text", metavar="KEY", help="JSONL key, column or feature (text)")
     add("--format", choices=("text", "chat"), default="text",
         help='"chat": JSONL of messages, of which the assistant\'s turns are learned')
     add("--chat-template", default="", metavar="FILE",
@@ -101,11 +102,8 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"--chat-template {arguments.chat_template!r} is no file: name a Jinja file"
     if arguments.shard_tokens < 1:
         yield f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1"
-    if "://" in (arguments.output or ""):
-        yield (
-            f"--output {arguments.output} is no local folder, and others are not written to: name "
-            "one, and copy it"
-        )
+    if text := remote.refusal("--output ", arguments.output or "", "name one, and copy it"):
+        yield text
     output = os.path.expanduser(arguments.output or ".")
     if os.path.exists(output) and not os.path.isdir(output):
         yield f"--output {output} is a file: name a folder"
@@ -196,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.verify:
+            remote.require_local("--verify ", arguments.verify, "copy it to a local folder first")
             verify(pathlib.Path(os.path.expanduser(arguments.verify)))
             return 0
         if problems := list(_argument_problems(arguments)):

@@ -278,7 +278,10 @@ def write_shards(
                     progress_file = folder / shards_lib.PROGRESS
                     shards_lib.write_json(progress_file, shards_lib.seal(progress))
                 num_tokens += len(ids)
-            report(int(sizes_before[document.end.file]) + document.end.offset, num_tokens)
+            # Rows of tables and bytes of decompressed text are no bytes of the file.
+            end = document.end
+            before, after = sizes_before[[end.file, min(end.file + 1, len(recipe.files))]]
+            report(int(min(before + end.offset, after)), num_tokens)
         if writer:
             entries.append(writer.close())
     finally:

@@ -22,7 +22,8 @@ def _within(default: float, low: float, high: float, **rules: Any) -> Any:
 class DataConfig:
     """What to train on, how it becomes tokens, and how rows are cut from it."""
 
-    # Each "stdlib", a file, folder or glob of text / JSONL / Parquet, or "shards:DIR".
+    # Each "stdlib", a file, folder or glob of text, JSONL (also .gz, .zst), Parquet, Arrow or
+    # ArrayRecord, or "shards:DIR".
     sources: tuple[str, ...] = ("stdlib",)
     # Share of each source in the mixture; () reads every window of every source once an epoch.
     weights: tuple[float, ...] = ()
@@ -32,7 +33,7 @@ class DataConfig:
         0, tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE, unless=0,
         remedy="256 bytes and the end-of-document token are the least; 0 trains none",
     )  # fmt: skip
-    text_key: str = "text"  # Field of a JSONL record, or column of a Parquet file, with the text
+    text_key: str = "text"  # Key of a JSONL record, column of a table or feature with the text
     # "text", or "chat": JSONL of conversations, of which the assistant's turns are learned
     format: str = dataclasses.field(default="text", metadata={"choices": ("text", "chat")})
     chat_template: str = ""  # Jinja file that renders conversations; "" = the tokenizer's own
@@ -58,7 +59,7 @@ def problems(config: DataConfig) -> list[str]:
     found = [*_source_problems(config), *_tokenizer_problems(config), *_chat_problems(config)]
     if not config.text_key:
         found.append(
-            "data.text_key='' is not a field name: give the JSONL field or Parquet column that "
+            "data.text_key='' is not a field name: give the JSONL key or column that "
             'holds the text, such as "text"'
         )
     if os.path.isfile(os.path.expanduser(config.cache_dir)):

@@ -1,8 +1,9 @@
 """The documents in the files of a source, in a fixed order, from any position on.
 
 A document is UTF-8 bytes: a text file, cut at line ends where it is longer than MAX_PIECE_BYTES, a
-JSONL record, or a Parquet row. Every error names the file and the line, byte or row. What a file
-makes this program hold in memory is bounded: see MAX_RECORD_BYTES.
+JSONL record, a row of Parquet or Arrow, or a record of ArrayRecord. Every error names the file and
+the line, byte or row; bytes of a compressed file are those of its text. What a file makes this
+program hold in memory is bounded: see MAX_RECORD_BYTES.
 """
 
 import bisect
@@ -14,8 +15,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from llmx.data import array_records, arrow_files, json_files, opening, parquet_pages
 from llmx.data import chat as chat_lib
-from llmx.data import json_files, parquet_pages
 from llmx.data.sources import InputFile
 
 MAX_PIECE_BYTES = 1 << 20
@@ -32,7 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where reading continues: a file, its byte (row in Parquet), and the records before it."""
+    """Where reading continues: a file, its byte (row in tables), and the records before it."""
 
     file: int = 0
     offset: int = 0
@@ -107,6 +108,10 @@ def read_documents(
                 )
             if file.kind == "parquet":
                 yield from _parquet_documents(file.path, begin, text_key, skips)
+            elif file.kind == "arrow":
+                yield from _arrow_documents(file.path, begin, text_key, skips)
+            elif file.kind == "array_record":
+                yield from _array_record_documents(file.path, begin, text_key, skips)
             elif file.kind == "jsonl":
                 yield from _jsonl_documents(file.path, begin, text_key, skips, template)
             else:
@@ -175,15 +180,17 @@ def _cut(raw: bytes) -> int:
 
 def _text_documents(path: str, start: Position, skips: _Skips) -> Iterator[Document]:
     offset, lines = start.offset, start.record
-    with open(path, "rb") as file:
-        if offset == 0 and (binary := _find_nul(path, file)):
-            skips.bad(binary)
-            return
-        file.seek(offset)
+    if offset == 0:
+        with opening.open_at(path) as file:
+            if binary := _find_nul(path, file):
+                return skips.bad(binary)
+    with opening.open_at(path, offset) as file:
         carried = b""
         while True:
             carried += file.read(MAX_PIECE_BYTES + 1 - len(carried))
             if not carried:
+                if offset == 0:
+                    skips.empty(path, "0 bytes when decompressed")
                 return
             last = len(carried) <= MAX_PIECE_BYTES
             end = len(carried) if last else _cut(carried[:MAX_PIECE_BYTES])
@@ -216,8 +223,7 @@ def _jsonl_documents(
         return text
 
     blank = offset == 0
-    with open(path, "rb") as file:
-        file.seek(offset)
+    with opening.open_at(path, offset) as file:
         while raw := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
             length = len(raw)
@@ -382,35 +388,72 @@ def _decoding(path: str, columns: Sequence[Any], num_rows: int) -> _Decoding:
 def _parquet_text(value: Any, where: str, text_key: str) -> bytes:
     """The text of one row, a pyarrow scalar. Raises _BadText."""
     value = value.as_py()
-    if isinstance(value, str | bytes) and len(value) > MAX_RECORD_BYTES:
-        raise _too_long(where, "text", "rows")
-    if isinstance(value, bytes):
-        try:
-            value = value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            message = f"{where}: byte {error.start} of the text is not valid UTF-8: fix the row"
-            raise _BadText("bad UTF-8", message, "rows") from error
-    return _record_text(value, f"{where}: column {text_key!r}")
+    if isinstance(value, str):  # its length in bytes is at least that
+        if len(value) > MAX_RECORD_BYTES:
+            raise _too_long(where, "text", "rows")
+        return _record_text(value, f"{where}: column {text_key!r}")
+    return _stored_text(value, where, f"column {text_key!r}", "rows")
 
 
 def _parquet_column(path: str, file: Any, text_key: str) -> int:
     """The number of the column with the text."""
-    from pyarrow import types
-
-    schema = file.schema_arrow
-    if schema.names.count(text_key) > 1:
-        raise ValueError(f"{path}: two columns are named {text_key!r}: write it with one")
-    if text_key not in schema.names:
-        raise ValueError(
-            f"{path}: no column {text_key!r} (its columns: {', '.join(map(repr, schema.names))}): "
-            "set data.text_key (--text-key) to the one that holds the text"
-        )
-    kind = schema.field(text_key).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    readable = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    if not any(check(kind) for check in readable):
-        raise ValueError(
-            f"{path}: column {text_key!r} is of type {kind}, not text: set data.text_key "
-            "(--text-key) to a string column"
-        )
+    arrow_files.check_text_column(path, file.schema_arrow, text_key)
     return next(i for i in range(len(file.schema)) if file.schema.column(i).path == text_key)
+
+
+def _arrow_documents(
+    path: str, start: Position, text_key: str, skips: _Skips
+) -> Iterator[Document]:
+    row = start.offset
+    for value in arrow_files.values(path, row, text_key):
+        row += 1
+        text = skips.text(_stored_text, value, f"{path}: row {row}", f"column {text_key!r}", "rows")
+        if text:
+            yield Document(text, Position(start.file, row, row))
+    if row == 0:
+        skips.empty(path, "0 rows")
+
+
+def _array_record_documents(
+    path: str, start: Position, text_key: str, skips: _Skips
+) -> Iterator[Document]:
+    number = start.offset
+    for record in array_records.values(path, number):
+        number += 1
+        where = f"{path}: record {number}"
+        text = skips.text(_array_record_text, record, where, text_key)
+        if text:
+            yield Document(text, Position(start.file, number, number))
+    if number == 0:
+        skips.empty(path, "0 records")
+
+
+def _array_record_text(record: bytes, where: str, text_key: str) -> bytes:
+    """The text of a record, which is text or a serialized example. Raises _BadText."""
+    features = array_records.features(record)
+    if features is None:
+        return _stored_text(record, where, "the text", "records")
+    values = features.get(text_key, [])
+    if len(values) != 1 or not isinstance(values[0], bytes):
+        names = ", ".join(map(repr, sorted(features)[:10]))
+        message = (
+            f"{where}: no feature {text_key!r} with one string in the example (its features: "
+            f"{names}): set data.text_key (--text-key) to the one that holds the text"
+        )
+        raise _BadText("without text", message, "records")
+    return _stored_text(values[0], where, f"feature {text_key!r}", "records")
+
+
+def _stored_text(
+    value: bytes | memoryview | None, where: str, what: str, unit: str
+) -> bytes:  # fmt: skip
+    """The text of one value of a table. Raises _BadText."""
+    if value is None:
+        return _record_text(None, f"{where}: {what}")
+    if len(value) > MAX_RECORD_BYTES:
+        raise _too_long(where, "text", unit)
+    try:
+        return _record_text(str(value, "utf-8"), f"{where}: {what}")
+    except UnicodeDecodeError as error:
+        message = f"{where}: byte {error.start} of the text is not valid UTF-8: fix the row"
+        raise _BadText("bad UTF-8", message, unit) from error

@@ -5,6 +5,7 @@ Nothing in a folder is left out without a word: other data is an error, other fi
 """
 
 import collections
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
@@ -12,10 +13,13 @@ import glob
 import hashlib
 import os
 import pathlib
+import re
 import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+
+from llmx.data import opening, remote, saved_datasets
 
 STDLIB = "stdlib"
 SHARDS_PREFIX = "shards:"
@@ -24,14 +28,24 @@ STDLIB_BYTES = 10_000_000
 HASH_BYTES = 256 << 20
 _SAMPLES, _SAMPLE_BYTES = 1024, 64 << 10
 
-KIND_BY_SUFFIX = {
+_KINDS_TO_COMPRESS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
-    ".parquet": "parquet",
 }
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".br", ".z", ".snappy")
+KIND_BY_SUFFIX = {
+    **_KINDS_TO_COMPRESS,
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    **dict.fromkeys((".array_record", ".arrayrecord"), "array_record"),
+    **{
+        inner + outer: kind
+        for inner, kind in _KINDS_TO_COMPRESS.items()
+        for outer in opening.COMPRESSIONS
+    },
+}
+_COMPRESSED = (".bz2", ".xz", ".lz4", ".lzma", ".br", ".z", ".snappy")
 _ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar")
-_TABLES = (".arrow", ".feather", ".orc", ".avro", ".csv", ".tsv", ".tfrecord", ".h5", ".hdf5")
+_TABLES = (".feather", ".orc", ".avro", ".csv", ".tsv", ".tfrecord", ".h5", ".hdf5")
 _UNREADABLE_SUFFIXES = {
     **dict.fromkeys(_COMPRESSED, "decompress it first"),
     **dict.fromkeys(_ARCHIVES, "unpack it first"),
@@ -39,10 +53,21 @@ _UNREADABLE_SUFFIXES = {
     **dict.fromkeys(_TABLES, "write it as .parquet or .jsonl"),
     **dict.fromkeys((".npy", ".npz", ".pkl", ".pickle"), "write the text as .txt or .jsonl"),
 }
+_UNREADABLE_SUFFIXES |= {
+    inner + outer: f"decompress it, and {remedy}"
+    for inner, remedy in {**_UNREADABLE_SUFFIXES, ".parquet": "name it .parquet"}.items()
+    for outer in opening.COMPRESSIONS
+}
+# Where the rest of the name does not say what is compressed.
+_UNREADABLE_SUFFIXES |= {
+    outer: f"name it .txt{outer} or .jsonl{outer}" for outer in opening.COMPRESSIONS
+}
+_SHARD = re.compile(r"-\d+-of-\d+$")  # behind the suffix, as in x.array_record-00000-of-00010
 _STDLIB_EXCLUDED = {
     "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib",
     "lib2to3", "turtledemo", "ensurepip", "lib-dynload",
 }  # fmt: skip
+_SAVED_DATASET = "saved dataset: "
 _SKIP = "set data.skip_bad=True (--skip-bad) to leave them out"
 
 
@@ -51,7 +76,7 @@ class InputFile:
     """One file of a source, with what tells whether it changes while it is read."""
 
     path: str
-    kind: str  # "text", "jsonl" or "parquet"
+    kind: str  # "text", "jsonl", "parquet", "arrow" or "array_record"
     num_bytes: int
     mtime_ns: int
     ctime_ns: int
@@ -73,13 +98,16 @@ class _Found:
     left_out: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     unreadable: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     broken: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)  # messages on saved datasets
 
     def add(self, path: str, what: str, *, any_kind: bool) -> None:
         """Adds a path of `_walk`; with `any_kind` files of unknown kinds are text."""
         suffix = _suffix(path)
-        if what in ("broken link", "folder that cannot be opened"):
+        if what.startswith(_SAVED_DATASET):
+            self.wrong.append(what.removeprefix(_SAVED_DATASET))
+        elif what in ("broken link", "folder that cannot be opened", "missing file of a dataset"):
             self.broken.append(f"{path} ({what})")
-        elif what == "file" and suffix in _UNREADABLE_SUFFIXES:
+        elif what == "file" and _is_unreadable(suffix, any_kind=any_kind):
             self.unreadable[suffix] += 1
         elif what == "file" and (any_kind or suffix in KIND_BY_SUFFIX):
             self.paths.append(path)
@@ -95,7 +123,16 @@ def listed(left_out: Mapping[str, int]) -> str:
 
 
 def _suffix(name: str) -> str:
-    return pathlib.PurePath(name).suffix.lower()
+    """What a file's name says of its content: ".txt", ".jsonl.gz"."""
+    path = pathlib.PurePath(_SHARD.sub("", name).lower())
+    both = pathlib.PurePath(path.stem).suffix + path.suffix
+    return both if both in KIND_BY_SUFFIX or both in _UNREADABLE_SUFFIXES else path.suffix
+
+
+def _is_unreadable(suffix: str, *, any_kind: bool) -> bool:
+    """Whether files of a suffix are data that is not read; `any_kind`: they were named."""
+    named = any_kind and suffix in opening.COMPRESSIONS  # then what is in it is text
+    return suffix in _UNREADABLE_SUFFIXES and not named
 
 
 def problems(source: str, *, skip_bad: bool = False) -> list[str]:
@@ -107,6 +144,8 @@ def problems(source: str, *, skip_bad: bool = False) -> list[str]:
         root = sysconfig.get_path("stdlib")
         wrong = f"{STDLIB!r}: this Python keeps its library at {root}, which is no folder"
         return [] if os.path.isdir(root) else [wrong]
+    if text := remote.refusal("", source.removeprefix(SHARDS_PREFIX), "copy it to a local folder"):
+        return [text]
     if source.startswith(SHARDS_PREFIX):
         return _shards_problems(source)
     path = os.path.expanduser(source)
@@ -116,7 +155,7 @@ def problems(source: str, *, skip_bad: bool = False) -> list[str]:
         return _file_problems(path)
     if glob.has_magic(source):
         found = _list_glob(path)
-        if found.paths or found.unreadable or found.broken:
+        if found.paths or found.unreadable or found.broken or found.wrong:
             return _found_problems(repr(source), found, skip_bad=skip_bad)
         return [
             f"{source!r} matches no file (from {os.getcwd()}): check the pattern; ** goes into "
@@ -154,7 +193,7 @@ def _file_problems(path: str) -> list[str]:
     suffix = _suffix(path)
     if not os.path.isfile(path):
         return [f"{path} is a device, pipe or socket: name a file, folder or glob of text"]
-    if suffix in _UNREADABLE_SUFFIXES:
+    if _is_unreadable(suffix, any_kind=True):
         return [f"{path}: files of kind {suffix} are not read: {_UNREADABLE_SUFFIXES[suffix]}"]
     return []
 
@@ -176,7 +215,7 @@ def _found_problems(name: str, found: _Found, *, skip_bad: bool) -> list[str]:
     """Data that would be left out."""
     if skip_bad:
         return []
-    wrong = []
+    wrong = [f"{text}, or {_SKIP}" for text in found.wrong]
     if found.broken:
         more = f" and {len(found.broken) - 3} more" if len(found.broken) > 3 else ""
         listed = ", ".join(found.broken[:3])
@@ -210,6 +249,9 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
             yield folder, "folder that cannot be opened"
             continue
         real_folder = os.path.realpath(folder)
+        if saved_datasets.is_saved({entry.name for entry in ordered}):
+            yield from _saved_files(folder, ordered, seen)
+            ordered = _splits(folder, ordered)
         for entry in ordered:
             path, hidden = entry.path, entry.name.startswith(".")
             linked = entry.is_symlink()
@@ -237,6 +279,40 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
         waiting += reversed(below)
 
 
+def _saved_files(
+    folder: str, entries: Sequence[os.DirEntry], seen: set[str]
+) -> Iterator[tuple[str, str]]:
+    """The same for the files of a folder that is a saved dataset."""
+    try:
+        names = saved_datasets.arrow_names(folder)
+    except ValueError as error:
+        yield folder, f"{_SAVED_DATASET}{error}"
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        seen.add(os.path.realpath(path))
+        yield path, "file" if os.path.isfile(path) else "missing file of a dataset"
+    for entry in entries:
+        if entry.name not in names and _suffix(entry.name) in KIND_BY_SUFFIX:
+            yield entry.path, "beside a saved dataset"
+
+
+def _splits(folder: str, entries: Sequence[os.DirEntry]) -> list[os.DirEntry]:
+    """The split's folder, where a dataset of splits has a single one."""
+    with contextlib.suppress(ValueError):
+        names = saved_datasets.split_names(folder)
+        return [entry for entry in entries if len(names) == 1 and entry.name in names]
+    return []
+
+
+def _is_dataset(folder: str) -> bool:
+    """Whether a folder that a glob matches is one dataset: saved, or named .parquet as by Spark."""
+    try:
+        return _suffix(folder) == ".parquet" or saved_datasets.is_saved(os.listdir(folder))
+    except OSError:
+        return False
+
+
 def _list_folder(root: str) -> _Found:
     found = _Found()
     for path, what in _walk(root):
@@ -253,6 +329,12 @@ def _list_glob(pattern: str) -> _Found:
         for path in sorted(glob.glob(pattern, recursive=True)):
             real = os.path.realpath(path)
             what = "file"
+            if os.path.isdir(path) and _is_dataset(path):
+                for inner, kind in _walk(path):
+                    twice = kind == "file" and os.path.realpath(inner) in seen
+                    found.add(inner, "linked twice" if twice else kind, any_kind=False)
+                    seen.add(os.path.realpath(inner))
+                continue
             if os.path.isdir(path):
                 what = "folder"
             elif not os.path.exists(path):
@@ -309,6 +391,7 @@ def list_files(source: str, *, skip_bad: bool = False) -> Listing:
 
     Other data in a folder or glob is an error too, unless `skip_bad` leaves it out.
     """
+    remote.require_local("", source, "copy it to a local folder")
     path, found = os.path.expanduser(source), _Found()
     if (
         source == STDLIB
@@ -325,7 +408,7 @@ def list_files(source: str, *, skip_bad: bool = False) -> Listing:
     else:
         found = _list_glob(path)
         wrong = _found_problems(repr(source), found, skip_bad=skip_bad)
-        if wrong or not (found.paths or found.unreadable or found.broken):
+        if wrong or not (found.paths or found.unreadable or found.broken or found.wrong):
             raise ValueError("\n".join(wrong or problems(source)))
     files = []
     for name in found.paths:
@@ -348,8 +431,8 @@ def list_files(source: str, *, skip_bad: bool = False) -> Listing:
             f"{source!r} gives no files (Python {version}): name a file, folder or glob of text"
         )
     left_out = found.left_out + found.unreadable
-    if found.broken:
-        left_out["broken links or folders"] = len(found.broken)
+    if found.broken or found.wrong:
+        left_out["broken links or folders"] = len(found.broken) + len(found.wrong)
     return Listing(tuple(files), dict(sorted(left_out.items())))
 
 

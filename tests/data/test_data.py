@@ -771,7 +771,7 @@ def test_command_end_to_end(tmp_path):
     [
         ([], "--source is missing"),
         (["--source", "stdlib"], "--output is missing"),
-        (["--source", "stdlib", "--output", "gs://b/x"], "--output gs://b/x is no local folder"),
+        (["--source", "stdlib", "--output", "gs://b/x"], "--output gs://b/x is a URL"),
         (["--source", "nowhere.txt", "--output", "{tmp}/o"], "'nowhere.txt' does not exist"),
         (["--source", "{tmp}/bad.jsonl", "--output", "{tmp}/o"], "bad.jsonl: line 2"),
         (["--source", "stdlib", "--output", "{tmp}"], "holds other files"),
