@@ -52,6 +52,7 @@ class Gradients(NamedTuple):
     # fp32 [], or [n] where each replica clips its own: the update multiplies the tree by them to
     # clip it, in the loop that reads it; None = it is not clipped
     factors: jax.Array | None = None
+    reported: PyTree = ()  # what else is reported of the batch, {"accuracy": fp32 []}
 
 
 class Gradient(NamedTuple):

@@ -142,9 +142,10 @@ class Evaluation:
         """Reports the loss, unless nothing is held out. Every process must call it."""
         if not self._dataset.num_held_out_windows:
             return
+        params = self._recipe.loss.evaluated(averaged(state), state.frozen)
         result = held_out_loss(
-            self._recipe, self._eval_step, self._recipe.loss.joined(averaged(state), state.frozen),
-            self._dataset, batch_size=batch_size(self._run), batches=self._run.evaluation.batches,
+            self._recipe, self._eval_step, params, self._dataset,
+            batch_size=batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
         scalars = {name: result[name] for name in ("loss", "perplexity")}
         self._reporter.eval(step, scalars, batches_text(result))

@@ -43,7 +43,7 @@ def restore_params(
     """
 
     def prefix(document: Document) -> str:
-        return FROZEN if document.holds(FROZEN) else _own(ema)
+        return FROZEN if adapters_of(document.meta).rank else _own(ema)
 
     restored = checkpointer.restore_saved(
         workdir, abstract, prefix=prefix, order=order, step=step, log=log, reader=reader

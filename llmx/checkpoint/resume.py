@@ -387,14 +387,16 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
         return jax.jit(copy, out_shardings=to)(params)
 
     like = recipe.loss.model_params
-    ema = copied(recipe.abstract.ema) if recipe.ema_decay and not recipe.loss.frozen else ()
+    if recipe.loss.adapters.rank:
+        params = params if _dtypes(params) == _dtypes(like) else copied(like)
+        return state._replace(frozen=params)
+    ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
+    frozen = copied(recipe.loss.frozen) if recipe.loss.frozen else ()
     if _dtypes(params) != _dtypes(like):
         params = copied(like)
-    if recipe.loss.frozen:
-        return state._replace(frozen=params)
     # Replicas with local steps have parameters of their own.
     opt_state, sync = recipe.init_sync(params)
-    return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync)
+    return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync, frozen=frozen)
 
 
 def _of_hugging_face(

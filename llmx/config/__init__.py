@@ -23,6 +23,7 @@ from llmx.model.attention.attend import AttentionConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import LossConfig
+from llmx.model.preference import PreferenceConfig
 from llmx.model.quantized import ProductsConfig
 from llmx.model.remat import OffloadConfig
 from llmx.pipeline.schedules import PipelineConfig
@@ -110,6 +111,7 @@ class Config:
     experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)

@@ -16,6 +16,7 @@ from llmx.config import (
     ConfigError,
     adapter_checks,
     expert_checks,
+    preference_checks,
     stage_memory,
     starting,
     state_memory,
@@ -25,10 +26,11 @@ from llmx.config import (
 from llmx.config.axes import layout_of, replica_axes
 from llmx.data import config as data_config
 from llmx.data import remote, shards, sources, tokenizers
-from llmx.model import families, precision, quantized, remat, remat_costs
+from llmx.model import families, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
+from llmx.model.preference import PreferenceConfig
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
@@ -59,6 +61,7 @@ def resolve(
         raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += [*_start(config), *adapter_checks.problems(config)]
+    found += preference_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -90,6 +93,7 @@ def forget_training(run: Config) -> None:
     run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
     run.remat, run.memory_budget = "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
+    run.preference = PreferenceConfig(loss=preference.NONE)
 
 
 def rings_in_branches(run: Config) -> str:

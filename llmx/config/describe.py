@@ -9,7 +9,7 @@ import jax
 
 from llmx import sharding
 from llmx.checkpoint import identity, writer
-from llmx.config import Config, utilization
+from llmx.config import Config, preference_checks, utilization
 from llmx.model import adapters, apply, costs, precision, quantized
 from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
@@ -51,6 +51,11 @@ def oddities(config: Config) -> Iterator[str]:
         yield (
             f"adapters.rank={config.adapters.rank} and no start_from: the parameters beside the "
             "adapters are frozen as they are drawn, unless the workdir has a model already"
+        )
+    if preference_checks.is_on(config) and not config.start_from:
+        yield (
+            "data.format='preference' and no start_from: the reference is the model as it is "
+            "drawn, unless the workdir has a model already"
         )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.config import checks, stage_memory, utilization
+from llmx.config import checks, preference_checks, stage_memory, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
 from llmx.model import precision, quantized, training_loss
@@ -53,6 +53,7 @@ def make_recipe(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
         in_host_memory=config.offload.parameters, adapters=config.adapters,
+        preferred=config.preference if preference_checks.is_on(config) else None,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
         | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient
@@ -71,6 +72,7 @@ def make_recipe(
         guard=config.guard, clip_norm=config.optimizer.clip_norm,
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
+        accumulation=config.batch.accumulation,
         compiler_options=functools.cache(
             lambda: compiler_options.options(
                 config.launch, tuple(mesh.devices.flat), mesh.shape

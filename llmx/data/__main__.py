@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmx.data import build, preview, remote, tokenizers
+from llmx.data import build, config, preview, remote, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -35,8 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--train-tokenizer", type=int, default=0, metavar="N",
         help="train a byte-level BPE of N tokens on the sources and use it")
     add("--text-key", default="text", metavar="KEY", help="JSONL key, column or feature (text)")
-    add("--format", choices=("text", "chat"), default="text",
-        help='"chat": JSONL of messages, of which the assistant\'s turns are learned')
+    add("--format", choices=config.FORMATS, default="text",
+        help='"chat": JSONL of messages, of which the assistant\'s turns are learned; '
+        '"preference": JSONL of pairs, a chosen and a rejected answer')
     add("--chat-template", default="", metavar="FILE",
         help="Jinja file that renders conversations; by default the tokenizer's own")
     add("--no-bos", action="store_true",
@@ -96,7 +97,7 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.tokenizer == "auto":
         yield '--tokenizer "auto" has no meaning here: give "bytes" or a file'
     yield from (f"--tokenizer: {text}" for text in tokenizers.problems(arguments.tokenizer))
-    if size and (arguments.format == "chat" or arguments.preview):
+    if size and (arguments.format != "text" or arguments.preview):
         yield "--train-tokenizer goes with text that is written: give a --tokenizer for the rest"
     if arguments.chat_template and not os.path.isfile(os.path.expanduser(arguments.chat_template)):
         yield f"--chat-template {arguments.chat_template!r} is no file: name a Jinja file"
@@ -152,7 +153,7 @@ def _make_recipe(arguments: argparse.Namespace) -> build.Recipe:
     recipe = build.make_recipe(
         arguments.source, tokenizer=tokenizer, text_key=arguments.text_key,
         skip_bad=arguments.skip_bad, shard_tokens=arguments.shard_tokens,
-        bos=not arguments.no_bos, chat=arguments.format == "chat",
+        bos=not arguments.no_bos, format=arguments.format,
     )  # fmt: skip
     if recipe.left_out:
         print(f"left out: {sources_lib.listed(recipe.left_out)}", file=sys.stderr)

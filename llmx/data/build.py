@@ -22,6 +22,7 @@ import numpy as np
 from llmx.data import chat as chat_lib
 from llmx.data import documents as documents_lib
 from llmx.data import json_files, tokenizer_files, tokenizers
+from llmx.data import pairs as pairs_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -52,7 +53,8 @@ class Recipe:
     content: str  # `sources.content_hash` of the files
     left_out: Mapping[str, int]  # files of a folder or glob that are not read, by kind
     bos: bool = True  # begin documents with what the tokenizer itself puts before a text
-    chat: bool = False  # read conversations, by the tokenizer's chat template
+    # "text"; by the tokenizer's chat template conversations, "chat", or pairs, "preference"
+    format: str = "text"
 
     def identity(self) -> str:
         """A hash that changes when the files (path, size, time, content) or a setting do."""
@@ -76,7 +78,19 @@ class Recipe:
         if self.chat:
             names = dict(self.tokenizer.names)
             settings["chat"] = {"template": self.tokenizer.template, "names": names, "version": 1}
+        if self.pairs:
+            settings["pairs"] = {"version": 1}
         return shards_lib.json_hash(settings)
+
+    @property
+    def chat(self) -> bool:
+        """Whether a template renders the documents, of which a part is learned."""
+        return self.format != "text"
+
+    @property
+    def pairs(self) -> bool:
+        """Whether each document is two texts of which one is preferred."""
+        return self.format == "preference"
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -98,25 +112,30 @@ class Recipe:
         """The documents from a position on; `skipped` counts what was left out, by kind."""
         return documents_lib.read_documents(
             self.files, text_key=self.text_key, skip_bad=self.skip_bad, start=start,
-            skipped=skipped, template=chat_lib.template_of(self.tokenizer) if self.chat else None,
+            skipped=skipped, render=self._render() if self.chat else None,
         )  # fmt: skip
+
+    def _render(self) -> documents_lib.Render:
+        of_format = pairs_lib if self.pairs else chat_lib
+        template = chat_lib.template_of(self.tokenizer)
+        return functools.partial(of_format.read_record, template=template)
 
 
 def make_recipe(
     sources: Sequence[str], *, tokenizer: tokenizers.Tokenizer | int,
     text_key: str, skip_bad: bool, shard_tokens: int = SHARD_TOKENS, bos: bool = True,
-    chat: bool = False,
+    format: str = "text",
 ) -> Recipe:  # fmt: skip
     """Lists the files of the sources. Raises ValueError when one of them names none, and for
     conversations without a chat template."""
-    if chat:
+    if format != "text":
         chat_lib.template_of(tokenizer)
     listings = [sources_lib.list_files(source, skip_bad=skip_bad) for source in sources]
     files = tuple(file for listing in listings for file in listing.files)
     left_out = sum((collections.Counter(one.left_out) for one in listings), collections.Counter())
     return Recipe(
         tuple(sources), files, tokenizer, text_key, skip_bad, shard_tokens,
-        sources_lib.content_hash(files), left_out, bos, chat,
+        sources_lib.content_hash(files), left_out, bos, format,
     )  # fmt: skip
 
 
@@ -199,7 +218,8 @@ def encode(
     """Ids of each document with its end, checked against the vocabulary, and their weights."""
     end, start = np.array([tokenizer.end_of_document]), np.array(recipe.start, int)
     if recipe.chat:
-        pairs = [_closed(*chat_lib.encode(tokenizer, one.chat), end) for one in documents]
+        encode_one = pairs_lib.encode if recipe.pairs else chat_lib.encode_closed
+        pairs = [encode_one(tokenizer, one.chat) for one in documents]
     else:
         plain = tokenizer.encode_documents([document.text for document in documents])
         pairs = [(np.concatenate([start, ids, end]), None) for ids in plain]
@@ -211,15 +231,6 @@ def encode(
                 f"vocabulary of {tokenizer.vocab_size}: its file is inconsistent, give another"
             )
     return pairs
-
-
-def _closed(
-    ids: np.ndarray, weights: np.ndarray, end: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """A conversation with an end of document, which is not learned where no template wrote it."""
-    if len(ids) and ids[-1] == end[0]:
-        return ids, weights
-    return np.concatenate([ids, end]), np.append(weights, np.uint8(0))
 
 
 def _batches(
@@ -313,7 +324,7 @@ def _finish(
     beside = {name: hashlib.sha256(raw).hexdigest() for name, raw in tokenizer.files.items()}
     index = shards_lib.seal({
         "format": shards_lib.FORMAT,
-        "version": shards_lib.WEIGHTED_VERSION if recipe.chat else shards_lib.VERSION,
+        "version": shards_lib.version_of(weighted=recipe.chat, pairs=recipe.pairs),
         "identity": recipe.identity(),
         "sources": list(recipe.sources),
         "vocab_size": tokenizer.vocab_size,

@@ -318,6 +318,16 @@ def encode(
     return found.ids, weights
 
 
+def encode_closed(
+    tokenizer: tokenizers.Tokenizer, rendered: Rendered
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """`encode`, with an end of document, which is not learned where no template wrote it."""
+    ids, weights = encode(tokenizer, rendered)
+    if len(ids) and ids[-1] == tokenizer.end_of_document:
+        return ids, weights
+    return np.append(ids, np.int32(tokenizer.end_of_document)), np.append(weights, np.uint8(0))
+
+
 @functools.lru_cache(maxsize=4)
 def template_of(tokenizer: tokenizers.Tokenizer) -> Template:
     """The chat template of a tokenizer. Raises ValueError if it has none."""

@@ -11,6 +11,8 @@ from typing import Any
 from llmx.data import sources as sources_lib
 from llmx.data import tokenizers
 
+FORMATS = ("text", "chat", "preference")
+
 
 def _within(default: float, low: float, high: float, **rules: Any) -> Any:
     """A field with a number from `low` to `high`; `llmx.runtime.bounds` knows the rules."""
@@ -34,8 +36,9 @@ class DataConfig:
         remedy="256 bytes and the end-of-document token are the least; 0 trains none",
     )  # fmt: skip
     text_key: str = "text"  # Key of a JSONL record, column of a table or feature with the text
-    # "text", or "chat": JSONL of conversations, of which the assistant's turns are learned
-    format: str = dataclasses.field(default="text", metadata={"choices": ("text", "chat")})
+    # "text", or "chat": JSONL of conversations, of which the assistant's turns are learned, or
+    # "preference": JSONL of pairs, of which one answer is to be preferred
+    format: str = dataclasses.field(default="text", metadata={"choices": FORMATS})
     chat_template: str = ""  # Jinja file that renders conversations; "" = the tokenizer's own
     bos: bool = True  # Begin documents with the start token, where the tokenizer adds one itself
     held_out: float = _within(0.05, 0, 0.5)  # Share of each source kept for evaluation; 0 = none
@@ -117,7 +120,12 @@ def _chat_problems(config: DataConfig) -> Iterator[str]:
     path = config.chat_template
     if path and not os.path.isfile(os.path.expanduser(path)):
         yield f"data.chat_template={path!r} is no file: name one, or '' for the tokenizer's own"
-    if config.format == "chat" and config.train_tokenizer:
+    if config.format == "preference" and config.pack:
+        yield (
+            "data.pack=True with data.format='preference': a row holds one pair; set "
+            "data.pack=False"
+        )
+    if config.format in FORMATS[1:] and config.train_tokenizer:
         yield (
             f"data.train_tokenizer={config.train_tokenizer} cannot be trained on conversations: "
             "train it on text first (python -m llmx.data), and set data.tokenizer"

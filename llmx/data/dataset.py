@@ -236,6 +236,13 @@ def open_dataset(
                 f"one window of sequence_length={sequence_length} and its next token: add text, "
                 f"or set the sequence length below {max(split.train.num_tokens, 2)}"
             )
+        if source.pairs and (longest := int(source.lengths.max())) > sequence_length + 1:
+            number = int((source.lengths > sequence_length + 1).sum())
+            raise ValueError(
+                f"source {name!r} has {number:,} pairs that are longer than a row of "
+                f"sequence_length={sequence_length}, the longest of {longest:,} tokens with both "
+                f"texts: set batch.sequence_length to at least {longest - 1}, or leave them out"
+            )
         held = split.held_out.num_tokens
         log(
             f"data: {name}: {source.num_tokens:,} tokens in {len(source.lengths):,} documents, "
@@ -265,10 +272,10 @@ def _open_sources(
     text_sources = [source for source in config.sources if source not in opened]
     make_recipe = functools.partial(
         build.make_recipe, text_key=config.text_key, skip_bad=config.skip_bad, bos=config.bos,
-        chat=config.format == "chat",
+        format=config.format,
     )  # fmt: skip
     if config.train_tokenizer:
-        recipe = make_recipe(text_sources, tokenizer=config.train_tokenizer, chat=False)
+        recipe = make_recipe(text_sources, tokenizer=config.train_tokenizer, format="text")
         tokenizer = build.cached_tokenizer(recipe, cache_dir=cache_dir, log=log)
     else:
         tokenizer = _choose_tokenizer(config, opened)
@@ -281,6 +288,14 @@ def _open_sources(
         if skipped := shards_lib.read_index(folder)["skipped"]:
             log(f"data: {source}: left out by data.skip_bad: {skipped}")
         opened[source] = shards_lib.open_shards(folder, verify=config.verify)
+    for source, shards in opened.items():
+        if shards.pairs != (config.format == "preference"):
+            kind = "pairs" if shards.pairs else "no pairs"
+            remedy = "'preference'" if shards.pairs else "'text', or a source of pairs"
+            raise ValueError(
+                f"source {source!r} holds {kind} and data.format={config.format!r}: use "
+                f"data.format={remedy}"
+            )
     return [opened[source] for source in config.sources], tokenizer
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from llmx.data import array_records, arrow_files, json_files, opening, parquet_pages
-from llmx.data import chat as chat_lib
 from llmx.data.sources import InputFile
 
 MAX_PIECE_BYTES = 1 << 20
@@ -40,13 +39,18 @@ class Position:
     record: int = 0
 
 
+# From a record to the bytes that identify it, and what is encoded of it. Raises ValueError.
+Render = Callable[[dict], tuple[bytes, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
     """The text of one document and the position after it."""
 
     text: bytes
     end: Position
-    chat: chat_lib.Rendered | None = None  # where it is a conversation, which `text` identifies
+    # `chat.Rendered` or `pairs.RenderedPair`, which `text` identifies; None = the text itself
+    chat: Any = None
 
 
 class _BadText(ValueError):
@@ -86,11 +90,11 @@ class _Skips:
 
 def read_documents(
     files: Sequence[InputFile], *, text_key: str, skip_bad: bool, start: Position = Position(),
-    skipped: collections.Counter, template: chat_lib.Template | None = None,
+    skipped: collections.Counter, render: Render | None = None,
 ) -> Iterator[Document]:  # fmt: skip
     """Documents from a position on. `skipped` counts what was left out, by kind.
 
-    template: reads the records as conversations, of JSONL only.
+    render: reads the records as conversations or pairs of them, of JSONL only.
     """
     skips = _Skips(skip_bad, skipped)
     for index, file in enumerate(files[start.file :], start.file):
@@ -101,7 +105,7 @@ def read_documents(
                 continue
             if not os.path.isfile(file.path):
                 raise OSError("it is no regular file any more")
-            if template and file.kind != "jsonl":
+            if render and file.kind != "jsonl":
                 raise ValueError(
                     f"{file.path}: conversations are read from .jsonl and .ndjson only: write one "
                     "a line, or name it as a source of a run with data.format='text'"
@@ -113,7 +117,7 @@ def read_documents(
             elif file.kind == "array_record":
                 yield from _array_record_documents(file.path, begin, text_key, skips)
             elif file.kind == "jsonl":
-                yield from _jsonl_documents(file.path, begin, text_key, skips, template)
+                yield from _jsonl_documents(file.path, begin, text_key, skips, render)
             else:
                 yield from _text_documents(file.path, begin, skips)
         except OSError as error:
@@ -208,16 +212,16 @@ def _text_documents(path: str, start: Position, skips: _Skips) -> Iterator[Docum
 
 
 def _jsonl_documents(
-    path: str, start: Position, text_key: str, skips: _Skips, template: chat_lib.Template | None
+    path: str, start: Position, text_key: str, skips: _Skips, render: Render | None
 ) -> Iterator[Document]:
     offset, number = start.offset, start.record
-    rendered: list[chat_lib.Rendered] = []  # of the line, where it is a conversation
+    rendered: list = []  # of the line, where it is a conversation or a pair
 
     def read(record: dict, where: str) -> bytes:
-        if template is None:
+        if render is None:
             return _text_of(record, where, text_key)
         try:
-            text, *rendered[:] = chat_lib.read_record(record, template)
+            text, *rendered[:] = render(record)
         except ValueError as error:
             raise _BadText("no conversation", f"{where}: {error}", "lines") from error
         return text

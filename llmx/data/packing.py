@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from llmx.data import pairs
 from llmx.data import shards as shards_lib
 from llmx.data import split as split_lib
 
@@ -91,12 +92,14 @@ class Windows:
             weights = real.astype(np.float32)
         weights[row[is_last], (column + size - 1)[is_last]] = 0.0
         if self._shards.weights:  # those of the targets
-            weights *= learned[:, 1:]
+            weights *= learned[:, 1:] & shards_lib.LEARNED
         batch["tokens"][rows] = ids[:, :T]
         batch["targets"][rows] = ids[:, 1:]
         batch["segment_ids"][rows] = segment
         batch["positions"][rows] = position
         batch["weights"][rows] = weights
+        if self._shards.pairs:
+            pairs.separate(batch, rows, learned[:, :T])
 
     def _read(
         self, row: np.ndarray, column: np.ndarray, size: np.ndarray, source: np.ndarray

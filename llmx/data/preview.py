@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmx.data import build, documents, tokenizers
+from llmx.data import build, documents, shards, tokenizers
 
 _LEARNED, _OTHER, _UNDERLINED, _OFF = "\x1b[32m", "\x1b[90m", "\x1b[4m", "\x1b[0m"
 
@@ -29,7 +29,7 @@ def lines(recipe: build.Recipe, *, count: int, color: bool) -> Iterator[str]:
     for number, document in enumerate(itertools.islice(found, count), 1):
         ((ids, weights),) = build.encode(recipe.tokenizer, recipe, [document])
         # As packed: of plain text all but the first token, which nothing comes before.
-        learned = np.arange(len(ids)) > 0 if weights is None else weights.astype(bool)
+        learned = np.arange(len(ids)) > 0 if weights is None else (weights & shards.LEARNED) > 0
         yield f"--- document {number}: {len(ids)} tokens, {int(learned.sum())} learned"
         show = _colored if color else _plain
         yield from show(recipe.tokenizer, ids.tolist(), learned.tolist())

@@ -25,6 +25,8 @@ from llmx.data import json_files, tokenizer_files, tokenizers
 FORMAT = "llmx-token-shards"
 VERSION = 1
 WEIGHTED_VERSION = 2  # with weights; those without are still written as version 1
+PAIRS_VERSION = 3  # with weights of pairs
+LEARNED = 1  # the bit of a token's weight that says so; others: see `llmx.data.pairs`
 INDEX = "index.json"
 PROGRESS = "progress.json"
 KINDS = ("tokens", "documents")  # the files of a shard
@@ -62,6 +64,11 @@ def seal(index: Mapping) -> dict:
     return {**content, "checksum": json_hash(content)}
 
 
+def version_of(*, weighted: bool, pairs: bool) -> int:
+    """That of the index of shards with or without weights, of pairs or not."""
+    return PAIRS_VERSION if pairs else WEIGHTED_VERSION if weighted else VERSION
+
+
 class ShardWriter:
     """Writes one shard's two or three files, hashing as it goes."""
 
@@ -84,7 +91,7 @@ class ShardWriter:
         parts = {"tokens": ids.astype(self._dtype).tobytes(), "documents": record}
         if weights is not None:
             parts[WEIGHTS] = weights.astype(np.uint8).tobytes()
-            self.num_weighted += int(np.count_nonzero(weights))
+            self.num_weighted += int(np.count_nonzero(weights & LEARNED))
         for kind in self._kinds:
             self._files[kind].write(parts[kind])
             self._hashes[kind].update(parts[kind])
@@ -125,6 +132,7 @@ class Shards:
     weights: tuple[np.ndarray, ...] = ()  # uint8 of each token, one array per shard; () = all 1
     num_weighted: int = 0  # tokens of weight 1, where there are weights
     start: tuple[int, ...] = ()  # what each document begins with
+    pairs: bool = False  # each document is two texts of which one is preferred
 
     @property
     def num_tokens(self) -> int:
@@ -146,10 +154,10 @@ def read_index(folder: pathlib.Path) -> dict:
     index = json_files.read_object(path, remedy=_rebuild(folder))
     if index.get("format") != FORMAT:
         raise ValueError(f"{path} is no index of {FORMAT}: name a folder that llmx.data wrote")
-    if index.get("version") not in (VERSION, WEIGHTED_VERSION):
+    if index.get("version") not in (VERSION, WEIGHTED_VERSION, PAIRS_VERSION):
         raise ValueError(
-            f"{path} has format version {index.get('version')!r}, this llmx reads {VERSION} and "
-            f"{WEIGHTED_VERSION}: {_rebuild(folder)}"
+            f"{path} has format version {index.get('version')!r}, this llmx reads {VERSION} to "
+            f"{PAIRS_VERSION}: {_rebuild(folder)}"
         )
     if index != seal(index):
         raise ValueError(f"{path}: the index does not match its own checksum: {_rebuild(folder)}")
@@ -199,7 +207,7 @@ def _index_problems(index: Mapping) -> list[str]:
     for key in ("identity", "tokenizer_sha256"):
         if not isinstance(value := index.get(key), str):
             found.append(f"{key} is {json_files.shown(value)}, not a text")
-    weighted = index.get("version") == WEIGHTED_VERSION
+    weighted = index.get("version") in (WEIGHTED_VERSION, PAIRS_VERSION)
     if not found and not all(("weighted" in entry) == weighted for entry in index["shards"]):
         found.append(f"version {index['version']} does not fit its shards")
     start = index.get("start", [])
@@ -335,4 +343,5 @@ def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> Shards:
         weights=weights,
         num_weighted=sum(entry.get("weighted", 0) for entry in entries),
         start=tuple(index.get("start", ())),
+        pairs=index["version"] == PAIRS_VERSION,
     )

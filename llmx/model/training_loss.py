@@ -17,10 +17,11 @@ from llmx import sharding
 from llmx.contract import Batch, Transform
 from llmx.model import adapters as adapters_lib
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, dot, families, quantized, remat
+from llmx.model import decoder, dot, families, preference, quantized, remat
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
+from llmx.model.preference import PreferenceConfig
 from llmx.sharding.mesh import within
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -42,18 +43,17 @@ class TrainingLoss:
     gather: str = "layer"  # one of `sharding.GATHERS`
     transforms: Mapping[str, Transform] = dataclasses.field(default_factory=dict)
     adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
-    frozen: Any = ()  # with adapters, the model's parameters, shapes with shardings; else ()
-    frozen_axes: Any = ()  # their logical axes
+    # The model's parameters that are not trained: those beside adapters, or of the reference of
+    # preferences. Shapes with shardings; () = there are none
+    frozen: Any = ()
+    model_axes: Any = ()  # logical axes of the model's parameters
+    # What pairs of answers cost; None = the loss is that of tokens
+    preference: PreferenceConfig | None = None
 
     @property
     def model_params(self) -> Any:
         """Shapes with shardings of the model's parameters."""
-        return self.frozen or self.params
-
-    @property
-    def model_axes(self) -> Any:
-        """Logical axes of the model's parameters."""
-        return self.frozen_axes or self.axes
+        return self.frozen if self.adapters.rank else self.params
 
     def joined(self, params: Any, frozen: Any) -> Any:
         """Parameters with which the model is computed, of what is trained and what is not."""
@@ -83,7 +83,43 @@ class TrainingLoss:
         `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count. `extra`:
         states of the transforms, which may change what is differentiated and nothing else.
         """
-        loss = jnp.sum(loss_BT * share_BT)
+        return self._with_z_loss(jnp.sum(loss_BT * share_BT), log_z_BT, share_BT, extra)
+
+    def of_rows(
+        self, loss_BT, log_z_BT, rows: Batch, extra: Mapping[str, Any] | tuple
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
+        """What is differentiated of these rows of a batch; and their loss, z-loss, and what else is
+        reported, by name. `rows` also have "share", see `weighted`, and what `prepared` adds."""
+        reported = {}
+        if self.preference is None:
+            loss = jnp.sum(loss_BT * rows["share"])
+        else:
+            loss, reported = preference.losses(self.preference, rows, loss_BT)
+        both, loss, z = self._with_z_loss(loss, log_z_BT, rows["share"], extra)
+        return both, (loss, z, reported)
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of what `of_rows` reports."""
+        return () if self.preference is None else preference.REPORTED
+
+    def prepared(self, batch: Batch, frozen: Any, *, accumulation: int = 1) -> Batch:
+        """A global batch with what else its loss depends on: for preferences what the reference
+        says of it, in `accumulation` microbatches. Communicates as a forward pass does."""
+        if self.preference is None:
+            return batch
+
+        def nats_of(rows):
+            return self.apply.losses(frozen, rows, self.execution)[0]
+
+        with self.execution.policy.products():
+            if accumulation == 1:
+                nats_BT = nats_of(batch)
+            else:
+                nats_BT = from_microbatches(jax.lax.map(nats_of, microbatches(batch, accumulation)))
+        return preference.with_reference(batch, nats_BT)
+
+    def _with_z_loss(self, loss, log_z_BT, share_BT, extra):
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
         return self._transformed(loss + z, extra), loss, z
 
@@ -108,10 +144,22 @@ class TrainingLoss:
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: placed(leaf, whole), jax.eval_shape(self.init_extra))
 
+    def evaluated(self, params: Any, frozen: Any) -> Any:
+        """What `summed` takes, of what is trained and what is not."""
+        joined = self.joined(params, frozen)
+        return joined if self.preference is None else (joined, frozen)
+
     def summed(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """(sum of losses in nats, number of tokens) of a global batch, for evaluation."""
+        """(sum of losses in nats, number of tokens) of a global batch, for evaluation; of
+        preferences the sum over pairs and their number."""
+        if self.preference is not None:
+            params, frozen = params
+            batch = self.prepared(batch, frozen)
         with self.execution.policy.products():
             loss_BT, _ = self.apply.losses(params, batch, self.execution)
+        if self.preference is not None:
+            num_pairs = preference.has_pair(batch).sum()
+            return preference.losses(self.preference, batch, loss_BT)[0] * num_pairs, num_pairs
         return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
 
     def per_replica(self, axes: tuple[str, ...]) -> "TrainingLoss":
@@ -201,13 +249,13 @@ def make(
     config: families.ModelConfig, execution: Execution, *,
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
-    adapters: AdaptersConfig | None = None,
+    adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
     `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.
     `in_host_memory`: the blocks' matrices are kept there. `adapters`: with a rank, they are what is
-    trained.
+    trained. `preferred`: the loss is that of pairs, and the model at the start the reference.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
@@ -232,15 +280,16 @@ def make(
             )  # fmt: skip
         return jax.tree.map(placed, shapes, to)
 
-    frozen, frozen_axes = (), ()
+    frozen, model_axes = (), axes
+    if adapters.rank or preferred is not None:
+        frozen = stored(shapes, axes, policy.compute)
     if adapters.rank:
-        frozen, frozen_axes = stored(shapes, axes, policy.compute), axes
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
     params = stored(shapes, axes, policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
         apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
-        transforms or {}, adapters, frozen, frozen_axes,
+        transforms or {}, adapters, frozen, model_axes, preferred,
     )  # fmt: skip
 
 
@@ -286,3 +335,11 @@ def microbatches(batch: Batch, num: int) -> Batch:
         return jnp.swapaxes(array, 0, 1)
 
     return jax.tree.map(split, batch)
+
+
+def from_microbatches(array_nBT: jax.Array) -> jax.Array:
+    """The reverse of `microbatches`, of one array."""
+    num, rows, *rest = array_nBT.shape
+    _, of_rows, *others = jax.typeof(array_nBT).sharding.spec
+    array = jnp.swapaxes(array_nBT, 0, 1)
+    return jnp.reshape(array, (num * rows, *rest), out_sharding=PartitionSpec(of_rows, *others))

@@ -25,9 +25,9 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
     def loss_of(buffers, params, batch, tokens, extra):
         share_BT = batch["weights"] / tokens
         batch = batch | {"share": loss.token_shares(share_BT, extra)}
+        rows = batch | {"share": share_BT}
         loss_BT, log_z_BT = loss.apply.losses(params, batch, loss.execution, buffers)
-        both, nats, z = loss.weighted(loss_BT, log_z_BT, share_BT, extra)
-        return both, (nats, z)
+        return loss.of_rows(loss_BT, log_z_BT, rows, extra)
 
     differentiate = jax.grad(loss_of, has_aux=True)
 
@@ -47,20 +47,23 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         # than 0.7, and so refuses explicit axes.
         none = jax.tree.map(jnp.zeros_like, extra)
         sums = loss.with_ranges(jax.tree.map(sharding.empty_sum, buffer_types), none)
-        zeros = sums, (jnp.zeros(()), jnp.zeros(()))
+        zero = jnp.zeros(())
+        zeros = sums, (zero, zero, dict.fromkeys(loss.reported, zero))
         return jax.lax.scan(add, zeros, microbatches(batch, accumulation))[0]
 
     def take(params, batch, in_flight, extra):
         num_tokens = jnp.sum(batch["weights"])
         with loss.execution.policy.products():
             tokens = jnp.maximum(num_tokens, 1.0)
-            grads, losses = accumulated(loss.gathered(params), batch, tokens, extra)
+            grads, (*losses, reported) = accumulated(loss.gathered(params), batch, tokens, extra)
         grads, amax = loss.without_ranges(grads, extra)
         finish = lambda leaf, buffer, to: jax.sharding.reshard(leaf.astype(buffer.dtype), to)  # noqa: E731
         tree = jax.tree.map(finish, grads, buffer_types, loss.gradients)
         squares = squared_norms(tree)
         norm = jnp.sqrt(squares.sum())
-        found = Gradients(*losses, num_tokens, tree, squares, norm, extra=extra, amax=amax)
+        found = Gradients(
+            *losses, num_tokens, tree, squares, norm, extra=extra, amax=amax, reported=reported
+        )
         return found, in_flight
 
     return Gradient(init=lambda params: (), take=take, loss=loss.summed)

@@ -81,6 +81,7 @@ class Recipe:
     clip_norm: float  # global norm that gradients are scaled down to; 0 = off
     ema_decay: float  # of the average of parameters; 0 = no average
     batch_shape: tuple[int, int]  # (sequences, tokens) of a global batch
+    accumulation: int  # microbatches of a step
     compiler_options: Callable[[], Mapping[str, Any]]  # of XLA, by name; tries them on TPU
     order: LayerPermutation = IDENTITY  # in which the state, and so its checkpoints, has the layers
 
@@ -142,12 +143,13 @@ class Recipe:
 
     def _trained_and_frozen(self, params: Any, seed: int) -> tuple[Any, Any]:
         """Of new parameters of the model: (what is trained, what is not), in their dtypes."""
+        frozen = in_dtypes_of(self.loss.frozen, params) if self.loss.frozen else ()
         if not self.loss.adapters.rank:
-            return in_dtypes_of(self.loss.params, params), ()
+            return in_dtypes_of(self.loss.params, params), frozen
         new = adapters.init(self.loss.adapters, *apply_lib.abstract_parameters(self.model), seed)
         if "blocks" in new:
             new["blocks"] = self.order.apply(new["blocks"])
-        return in_dtypes_of(self.loss.params, new), in_dtypes_of(self.loss.frozen, params)
+        return in_dtypes_of(self.loss.params, new), frozen
 
     def init_in_flight(self, state: State) -> Any:
         """What is in flight before the first batch."""
@@ -180,6 +182,7 @@ def make_train_step(
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         params = recipe.loss.joined(params_of(state), state.frozen)
+        batch = recipe.loss.prepared(batch, state.frozen, accumulation=recipe.accumulation)
         found, in_flight = gradient.take(params, batch, state.in_flight, state.extra)
         found, sync = reduce(found, state.sync)
         verdict, guard = guards.check(recipe.guard, state.guard, found)
@@ -193,7 +196,7 @@ def make_train_step(
         # it is in flight already.
         stays = guard.stopped & (not jax.tree.leaves(in_flight))
         advance = jnp.where(stays, 0, 1).astype(state.step.dtype)
-        scalars = recipe.strategy.scalars(new.sync)
+        scalars = recipe.strategy.scalars(new.sync) | dict(found.reported)
         for name, each in transforms.items():
             scalars = scalars | each.scalars(found, extra[name])
         report = Report(

@@ -1,0 +1,52 @@
+"""Whether pairs of answers are learned from, and what that cannot be combined with."""
+
+from collections.abc import Iterator
+
+from llmx.config import Config
+from llmx.model import preference
+from llmx.model.preference import PreferenceConfig
+from llmx.runtime import bounds
+
+FORMAT = "preference"  # of `data`
+
+
+def is_on(config: Config) -> bool:
+    """Whether the loss is that of pairs."""
+    return config.data.format == FORMAT and config.preference.loss != preference.NONE
+
+
+def problems(config: Config) -> Iterator[str]:
+    """All problems, each with its remedy."""
+    section = config.preference
+    if bounds.problems(section, "preference."):
+        return  # said already
+    idle = {}
+    if not is_on(config):
+        cause = f"data.format={config.data.format!r}"
+        if config.data.format == FORMAT:
+            cause = f"preference.loss={section.loss!r}"
+        idle = dict.fromkeys(("beta", "label_smoothing"), cause)
+        if config.data.format != FORMAT and section.loss != preference.NONE:
+            idle["loss"] = cause
+    elif section.loss != "dpo":
+        idle = {"label_smoothing": f"preference.loss={section.loss!r}"}
+    for key, cause in idle.items():
+        if (value := vars(section)[key]) != vars(PreferenceConfig())[key]:
+            yield f"preference.{key}={value!r} has no effect with {cause}: leave it out"
+    if not is_on(config):
+        return
+    if config.mesh.stage > 1:
+        yield (
+            f"data.format='preference' with mesh.stage={config.mesh.stage}: the reference is not "
+            "computed in stages; use mesh.stage=1, and fsdp or tensor"
+        )
+    if config.sync.strategy != "mean":
+        yield (
+            f"data.format='preference' with sync.strategy={config.sync.strategy!r}: replicas weigh "
+            "their gradients by tokens, not by pairs; use sync.strategy='mean'"
+        )
+    if config.loss.z_loss:
+        yield (
+            f"loss.z_loss={config.loss.z_loss} with data.format='preference': it is of tokens, and "
+            "the loss of pairs; use loss.z_loss=0"
+        )
