@@ -5,6 +5,7 @@
     python -m llmx.generate --workdir runs/quickstart_lora --chat --temperature 0
     python -m llmx.convert --workdir runs/quickstart_lora --to-hf exported/       # merged
     python -m llmx.convert --workdir runs/quickstart_lora --to-peft adapter/      # beside the base
+    python -m llmx.aot --config configs/quickstart_lora.py --topology v5e:1x1
 
 A Llama of Hugging Face is fine-tuned by the same lines with `start_from` its directory, which
 brings the model and the tokenizer, and without `chat_template`, which the tokenizer has.

@@ -582,7 +582,7 @@ BAD_CONFIGS = [
     ({"sources": ("/no/such/*.txt",)}, "matches no file .*check the pattern"),
     ({"sources": ("shards:/no/such",)}, "there is no folder '/no/such': write it with python -m"),
     ({"sources": ("{tmp}/none",)}, "has no file of a known kind .*only .bin"),
-    ({"sources": ("{tmp}/a.gz",)}, "of kind .gz are not read: decompress"),
+    ({"sources": ("{tmp}/a.gz",)}, "of kind .gz are not read: name it .txt.gz"),
     ({"sources": ("{tmp}/a.json",)}, "of kind .json are not read: write one JSON object per line"),
     ({"sources": ("shards:{tmp}/none",)}, "holds no index.json"),
     ({"sources": ("stdlib", "stdlib")}, "names 'stdlib' 2 times: .* data.weights"),
