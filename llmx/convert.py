@@ -13,6 +13,7 @@ import functools
 import pathlib
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +39,10 @@ def to_hf(
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
-    remote.require_local("--to-hf=", directory, "export to a local folder, and copy it")
+    if remote.is_url(directory):
+        return _to_store(
+            directory, functools.partial(to_hf, workdir, at_step=at_step, ema=ema, dtype=dtype)
+        )
     run = config.load_run(workdir)
     averaged = run.optimizer.ema_decay > 0
     if ema and not averaged:
@@ -70,6 +74,31 @@ def to_hf(
     return restored.step
 
 
+def _to_store(url: str, export: Callable[[str], int]) -> int:
+    """Exports into a local folder and uploads it, config.json last; returns the step."""
+    if found := remote.problems("--to-hf=", url):
+        raise ValueError(found[0])
+    if remote.kind_of(url):
+        raise ValueError(f"{url} exists and is not empty: export into a new directory")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch, "exported")
+        step = export(str(folder))
+        remote.upload_folder(folder, url, last=hf.CONFIG)
+    return step
+
+
+def _local_copy(directory: str) -> str:
+    """A local directory with the files of a checkpoint; those of a store are copied first."""
+    if not remote.is_url(str(directory)):
+        return directory
+    if found := remote.problems("--from-hf=", directory):
+        raise ValueError(found[0])
+    target = remote.local_place(directory, _COPIES)
+    launch.log(f"copying {directory} to {target}")
+    remote.fetch(directory, target)
+    return str(target)
+
+
 def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     """Creates the work directory of a run at step 0 from a Hugging Face checkpoint, in its dtype.
 
@@ -80,7 +109,7 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
-    remote.require_local("--from-hf=", directory, "copy it to a local folder first")
+    origin, directory = directory, _local_copy(directory)
     remote.require_local("--workdir=", workdir)
     root = pathlib.Path(workdir)
     _require_empty(root)
@@ -99,14 +128,14 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     arrays = {f"params/{path}": _streamed(source, path) for path in source.shapes}
     with ownership.take(workdir, log=launch.log):
         _require_empty(root)
-        meta = {"imported_from": str(directory), "config": config.to_json(run)}
+        meta = {"imported_from": str(origin), "config": config.to_json(run)}
         streamed.save(f"{workdir}/checkpoints", 0, arrays, meta)
         if coder is not None:
             coder.files = files
             coder.save(root / tokenizers.FILE_NAME)
         config.save_run(run)
     if coder is None:
-        launch.log(f"warning: {_no_tokenizer(directory)}; until then {_REFUSE}")
+        launch.log(f"warning: {_no_tokenizer(origin)}; until then {_REFUSE}")
 
 
 def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
@@ -116,6 +145,7 @@ def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
     return streamed.Streamed(source.shapes[path], dtype, by_layer, part)
 
 
+_COPIES = "~/.cache/llmx/checkpoints"  # of checkpoints in object stores
 _REFUSE = "llmx.generate and llmx.evaluate refuse the run"
 
 
