@@ -19,7 +19,16 @@ from typing import Any
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer, hf, hf_files, hf_formats, hf_reader, streamed, writer
+from llmx.checkpoint import (
+    checkpointer,
+    hf,
+    hf_files,
+    hf_formats,
+    hf_reader,
+    mirror,
+    streamed,
+    writer,
+)
 from llmx.config import checks, recipe
 from llmx.data import remote, tokenizers
 from llmx.runtime import exits, launch, ownership
@@ -43,6 +52,7 @@ def to_hf(
         return _to_store(
             directory, functools.partial(to_hf, workdir, at_step=at_step, ema=ema, dtype=dtype)
         )
+    workdir = mirror.reading(workdir)
     run = config.load_run(workdir)
     averaged = run.optimizer.ema_decay > 0
     if ema and not averaged:
@@ -93,6 +103,8 @@ def _local_copy(directory: str) -> str:
         return directory
     if found := remote.problems("--from-hf=", directory):
         raise ValueError(found[0])
+    if remote.kind_of(directory) != "folder":
+        raise ValueError(f"{directory} does not exist: check its name and the credentials")
     target = remote.local_place(directory, _COPIES)
     launch.log(f"copying {directory} to {target}")
     remote.fetch(directory, target)

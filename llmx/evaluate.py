@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import config, sharding
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import checkpointer, mirror
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
@@ -194,6 +194,7 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     """The step of the checkpoint, its result, and that as a sentence."""
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
+    args.workdir = mirror.reading(args.workdir)
     run = config.load_run(args.workdir)
     tokenizers.require(args.workdir)
     launch.start(launch.elsewhere(run.launch))

@@ -150,8 +150,12 @@ def has_magic(url: str) -> bool:
 
 
 def matches(pattern: str) -> list[tuple[str, str]]:
-    """(URL, "file" or "folder") of what a glob matches, in the order of the names."""
+    """(URL, "file" or "folder") of what a glob matches, in the order of the names.
+
+    Hidden ones match only a pattern that begins so, as on a disk.
+    """
     files, path = _of(pattern)
+    hidden = "/." in path
     with _as_os_error(pattern):
         files.invalidate_cache()
         found = files.glob(path, detail=True)
@@ -159,6 +163,7 @@ def matches(pattern: str) -> list[tuple[str, str]]:
         return [
             (f"{scheme}://{name.lstrip('/')}", "folder" if info["type"] == "directory" else "file")
             for name, info in sorted(found.items())
+            if hidden or "/." not in name
         ]
 
 

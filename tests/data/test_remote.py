@@ -1,7 +1,7 @@
 """URLs in place of local paths: what each command does with them, and what they need."""
 
 import collections
-import importlib
+import importlib.util
 import pathlib
 import re
 import sys
@@ -28,7 +28,9 @@ COMMANDS = {
     "metrics": ["metrics", "URL"],
     "history": ["config.history", "URL"],
 }
-UNSUPPORTED = COMMANDS.keys() - {"source", "output"}
+LOCAL = ("cache_dir", "convert", "start_from", "verify")
+WORKDIRS = ("checkpoint", "evaluate", "generate", "history", "metrics", "train")
+ABSENT = ("from_hf", "source")
 
 
 def run(arguments, tmp_path, monkeypatch, url):
@@ -50,14 +52,35 @@ def run(arguments, tmp_path, monkeypatch, url):
         return ended.code
 
 
-@pytest.mark.parametrize("command", sorted(UNSUPPORTED))
-def test_a_url_that_is_not_supported_is_refused_and_nothing_is_written(
-    tmp_path, monkeypatch, capsys, command
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_url_that_cannot_be_used_is_refused_and_nothing_is_written(
+    tmp_path, monkeypatch, capsys, name
 ):
-    assert run(COMMANDS[command], tmp_path, monkeypatch, "memory://bucket/key") == 2
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    url, message = "memory://bucket/key", "does not exist"
+    if name in LOCAL:
+        message = "is a URL, and this must be local"
+    elif name in WORKDIRS:
+        message = "a work directory is local, or in one of the stores s3://, gs://"
+    elif name not in ABSENT:
+        url, message = "nonsense://bucket/key", "nonsense is no kind of store that is known"
+    assert run(COMMANDS[name], tmp_path, monkeypatch, url) == 2
     said = capsys.readouterr().err
-    (line,) = [line for line in said.splitlines() if "memory://bucket/key" in line]
-    assert "must be local" in line
+    (line,) = [line for line in said.splitlines() if url in line]
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["source", "output", "from_hf", "to_hf", "train", "evaluate"])
+def test_a_url_whose_package_is_missing_is_refused_with_the_extra(
+    tmp_path, monkeypatch, capsys, name
+):
+    find = importlib.util.find_spec
+    absent = lambda module, *rest: None if module == "s3fs" else find(module, *rest)  # noqa: E731
+    monkeypatch.setattr(remote.importlib.util, "find_spec", absent)
+    assert run(COMMANDS[name], tmp_path, monkeypatch, "s3://bucket/key") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "s3://bucket" in line]
+    assert "needs s3fs, which is not installed: pip install 'llmx[s3]'" in line
     assert list(tmp_path.iterdir()) == []
 
 
