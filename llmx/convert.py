@@ -13,6 +13,7 @@ import functools
 import pathlib
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from llmx.checkpoint import (
     hf_formats,
     hf_reader,
     identity,
+    mirror,
     model_params,
     peft,
     streamed,
@@ -49,7 +51,13 @@ def to_hf(
 
     Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
     """
-    remote.require_local("--to-hf=", directory, "export to a local folder, and copy it")
+    if remote.is_url(directory):
+        return _to_store(
+            "--to-hf=", directory,
+            functools.partial(to_hf, workdir, at_step=at_step, ema=ema, dtype=dtype),
+            last=hf.CONFIG,
+        )  # fmt: skip
+    workdir = mirror.reading(workdir)
     run = config.load_run(workdir)
     ema = _average(run, ema)
     hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
@@ -86,6 +94,12 @@ def to_peft(
 
     Raises ValueError if the run has no adapters, or no such checkpoint.
     """
+    if remote.is_url(directory):
+        return _to_store(
+            "--to-peft=", directory, functools.partial(to_peft, workdir, at_step=at_step, ema=ema),
+            last=peft.CONFIG,
+        )  # fmt: skip
+    workdir = mirror.reading(workdir)
     run = config.load_run(workdir)
     if not run.adapters.rank:
         raise ValueError(
@@ -111,6 +125,33 @@ def _average(run: config.Config, ema: bool | None) -> bool:
     return averaged and ema is not False
 
 
+def _to_store(flag: str, url: str, export: Callable[[str], int], *, last: str) -> int:
+    """Exports into a local folder and uploads it, the file `last` last; returns the step."""
+    if found := remote.problems(flag, url):
+        raise ValueError(found[0])
+    if remote.kind_of(url):
+        raise ValueError(f"{url} exists and is not empty: export into a new directory")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch, "exported")
+        step = export(str(folder))
+        remote.upload_folder(folder, url, last=last)
+    return step
+
+
+def _local_copy(directory: str) -> str:
+    """A local directory with the files of a checkpoint; those of a store are copied first."""
+    if not remote.is_url(str(directory)):
+        return directory
+    if found := remote.problems("--from-hf=", directory):
+        raise ValueError(found[0])
+    if remote.kind_of(directory) != "folder":
+        raise ValueError(f"{directory} does not exist: check its name and the credentials")
+    target = remote.local_place(directory, _COPIES)
+    launch.log(f"copying {directory} to {target}")
+    remote.fetch(directory, target)
+    return str(target)
+
+
 def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     """Creates the work directory of a run at step 0 from a Hugging Face checkpoint, in its dtype.
 
@@ -121,7 +162,7 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
-    remote.require_local("--from-hf=", directory, "copy it to a local folder first")
+    origin, directory = directory, _local_copy(directory)
     remote.require_local("--workdir=", workdir)
     root = pathlib.Path(workdir)
     _require_empty(root)
@@ -140,14 +181,14 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     arrays = {f"params/{path}": _streamed(source, path) for path in source.shapes}
     with ownership.take(workdir, log=launch.log):
         _require_empty(root)
-        meta = {"imported_from": str(directory), "config": config.to_json(run)}
+        meta = {"imported_from": str(origin), "config": config.to_json(run)}
         streamed.save(f"{workdir}/checkpoints", 0, arrays, meta)
         if coder is not None:
             coder.files = files
             coder.save(root / tokenizers.FILE_NAME)
         config.save_run(run)
     if coder is None:
-        launch.log(f"warning: {_no_tokenizer(directory)}; until then {_REFUSE}")
+        launch.log(f"warning: {_no_tokenizer(origin)}; until then {_REFUSE}")
 
 
 def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
@@ -157,6 +198,7 @@ def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
     return streamed.Streamed(source.shapes[path], dtype, by_layer, part)
 
 
+_COPIES = "~/.cache/llmx/checkpoints"  # of checkpoints in object stores
 _REFUSE = "llmx.generate and llmx.evaluate refuse the run"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import config, sharding
-from llmx.checkpoint import model_params
+from llmx.checkpoint import mirror, model_params
 from llmx.checkpoint.restore import Restored
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
@@ -196,6 +196,7 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     """The step of the checkpoint, its result, and that as a sentence."""
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
+    args.workdir = mirror.reading(args.workdir)
     run = config.load_run(args.workdir)
     tokenizers.require(args.workdir)
     launch.start(launch.elsewhere(run.launch))

@@ -20,7 +20,7 @@ import jax
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.checkpoint import model_params, reshard
+from llmx.checkpoint import mirror, model_params, reshard
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.data import chat, text_stream, tokenizers
@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.system and not args.chat:
             raise ValueError("--system goes with --chat: put it into the prompt")
+        args.workdir = mirror.reading(args.workdir)
         _chat(args) if args.chat else _continue(args)
         sys.stdout.flush()
     except BrokenPipeError:

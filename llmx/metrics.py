@@ -8,7 +8,7 @@ from llmx.runtime import exits
 if __name__ == "__main__":
     exits.silent_interrupts()
 
-from llmx.data import remote
+from llmx.checkpoint import mirror
 from llmx.runtime import plot
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("workdir", help="the --workdir of the run; it may still be training")
     workdir = parser.parse_args().workdir
     try:
-        remote.require_local("", workdir, "copy the run's files to a local folder first")
+        workdir = mirror.reading(workdir)
         print(*plot.plot_all(workdir, log=lambda text: print(text, file=sys.stderr)), sep="\n")
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import jax
 
 from llmx import config as config_lib
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import checkpointer, mirror
 from llmx.config import Config, checks, describe, flags, history, value_types
 from llmx.contract import Batch, State, Strategy
 from llmx.model import remat
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 config = auto.on_these_devices(config, log)
             config = checks.resolve(config, num_devices, problems=problems)
+            config.workdir, store = mirror.begin(config.workdir, job, log=log)
             config = going_back_once(config, job)
             config = history.with_rollbacks(config, log, job.peers)
             same = {"--check-determinism": args.check_determinism}
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             begin_going_back(config)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
-                may_write=job.may_write,
+                may_write=job.may_write, after_save=store.push,
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
@@ -205,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
         finish(job, loop, evaluation, code)
+        code = store.end(code)
         log(farewell(config, loop.step, code, reason if code == exits.STOPPED else stop.reason))
     return code
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llmx.checkpoint import mirror
 from llmx.data import remote
 from llmx.runtime import exits
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _root(workdir: str) -> Any:
     from llmx.checkpoint import directory
 
-    remote.require_local("", workdir, "copy the run to a local folder first")
+    workdir = mirror.reading(workdir)
     root = directory.root_of(f"{workdir}/checkpoints")
     if not directory.root_of(workdir).is_dir():
         raise ValueError(f"{workdir} is not a directory: name the work directory of a run")
@@ -295,6 +296,7 @@ def rm(args: argparse.Namespace) -> int:
     from llmx.checkpoint import checkpointer, directory, restore
     from llmx.runtime import ownership
 
+    remote.require_local("", args.workdir, "a store is changed by its own tools")
     root = _root(args.workdir)
     for step in args.steps:
         restore.require(root, step)

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.checkpoint import checkpointer
+from llmx.checkpoint import checkpointer, mirror
 from llmx.config import (
     Config,
     ConfigError,
@@ -125,7 +125,7 @@ def rings_in_branches(run: Config) -> str:
 def _start(config: Config) -> Iterator[str]:
     """Where the run begins and writes, before any file but directories is looked at."""
     yield from filter(None, [
-        remote.refusal("workdir=", config.workdir, "name a local folder, or a mounted one"),
+        *mirror.problems("workdir=", config.workdir),
         remote.refusal("data.cache_dir=", config.data.cache_dir),
     ])  # fmt: skip
     if problem := starting.problem(config):

@@ -21,9 +21,8 @@ from typing import Any
 
 import llmx
 from llmx import config as config_lib
-from llmx.checkpoint import identity
+from llmx.checkpoint import identity, mirror
 from llmx.config import Config
-from llmx.data import remote
 from llmx.runtime import agreement, auxiliary
 
 FILE = "history.jsonl"
@@ -238,8 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argparse.ArgumentParser(prog="python -m llmx.config.history", description=FILE)
     command.add_argument("workdir", help="of the run")
     workdir = command.parse_args(argv).workdir
-    if text := remote.refusal("", workdir, "copy the run's files to a local folder first"):
-        print(text, file=sys.stderr)
+    try:
+        workdir = mirror.reading(workdir)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     if not pathlib.Path(workdir, FILE).is_file():
         print(f"{workdir} holds no {FILE}: name the workdir of a run", file=sys.stderr)

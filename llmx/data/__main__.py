@@ -7,11 +7,11 @@ import argparse
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from llmx.data import build, config, preview, remote, tokenizers
+from llmx.data import build, config, dataset, preview, publish, remote, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -103,10 +103,10 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"--chat-template {arguments.chat_template!r} is no file: name a Jinja file"
     if arguments.shard_tokens < 1:
         yield f"--shard-tokens {arguments.shard_tokens} is below 1: give at least 1"
-    if text := remote.refusal("--output ", arguments.output or "", "name one, and copy it"):
-        yield text
     output = os.path.expanduser(arguments.output or ".")
-    if os.path.exists(output) and not os.path.isdir(output):
+    if remote.is_url(output):
+        yield from remote.problems("--output ", output)
+    elif os.path.exists(output) and not os.path.isdir(output):
         yield f"--output {output} is a file: name a folder"
 
 
@@ -125,15 +125,19 @@ def verify(folder: pathlib.Path) -> None:
     )
 
 
+def _check_identity(folder: str | pathlib.Path, index: dict, recipe: build.Recipe) -> None:
+    if index["identity"] != recipe.identity():
+        raise ValueError(
+            f"{folder} holds the shards of other sources or settings (or the source files have "
+            "changed since): run with --overwrite, or choose another folder"
+        )
+
+
 def _already_complete(folder: pathlib.Path, recipe: build.Recipe) -> bool:
     """Whether an earlier run finished this very work. Raises where the folder holds another's."""
     if (folder / shards_lib.INDEX).is_file():
         index = shards_lib.read_index(folder)
-        if index["identity"] != recipe.identity():
-            raise ValueError(
-                f"{folder} holds the shards of other sources or settings (or the source files have "
-                "changed since): run with --overwrite, or choose another folder"
-            )
+        _check_identity(folder, index, recipe)
         shards_lib.open_shards(folder)
         (folder / shards_lib.PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is complete already: {index['tokens']:,} tokens; nothing to do")
@@ -162,7 +166,9 @@ def _make_recipe(arguments: argparse.Namespace) -> build.Recipe:
 
 def write(arguments: argparse.Namespace) -> None:
     """Writes or continues the shards that the options describe."""
-    size, recipe = arguments.train_tokenizer, _make_recipe(arguments)
+    recipe = _make_recipe(arguments)
+    if remote.is_url(arguments.output):
+        return _write_to_store(arguments, recipe)
     folder = pathlib.Path(os.path.expanduser(arguments.output))
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -172,17 +178,48 @@ def write(arguments: argparse.Namespace) -> None:
     with build.exclusive(folder, on_wait=refuse):
         if arguments.overwrite:
             build.clear(folder)
-        if _already_complete(folder, recipe):
+        if not _already_complete(folder, recipe):
+            _print_index(arguments.output, _build(folder, recipe))
+
+
+def _write_to_store(arguments: argparse.Namespace, recipe: build.Recipe) -> None:
+    """The same where --output is a URL."""
+    upload = publish.Upload(arguments.output, dataset.DATA_CACHE)
+    upload.folder.mkdir(parents=True, exist_ok=True)
+
+    def refuse() -> None:
+        raise ValueError(f"another process is writing {upload.url}: wait for it to end")
+
+    with build.exclusive(upload.folder, on_wait=refuse):
+        index = None if arguments.overwrite else upload.index()
+        if index is not None:
+            _check_identity(arguments.output, index, recipe)
+            tokens = f"{index['tokens']:,} tokens"
+            print(f"{arguments.output} is complete already: {tokens}; nothing to do")
             return
-        with _make_bar(unit="bytes") as bar:
-            task = bar.add_task(
-                "training the tokenizer" if size else "tokenising", total=recipe.num_bytes, note=""
-            )
+        upload.begin(overwrite=arguments.overwrite)
+        index = _build(upload.folder, recipe, closed=upload.send)
+        upload.end()
+    _print_index(arguments.output, index)
 
-            def report(num_bytes: int, num_tokens: int) -> None:
-                bar.update(task, completed=num_bytes, note=f"{num_tokens:,} tokens")
 
-            index = build.write_shards(folder, recipe, report=report)
+def _build(
+    folder: pathlib.Path, recipe: build.Recipe, *, closed: Callable[[], None] = lambda: None
+) -> dict:  # fmt: skip
+    """Writes the shards with a progress bar; returns the index."""
+    size = isinstance(recipe.tokenizer, int)
+    with _make_bar(unit="bytes") as bar:
+        task = bar.add_task(
+            "training the tokenizer" if size else "tokenising", total=recipe.num_bytes, note=""
+        )
+
+        def report(num_bytes: int, num_tokens: int) -> None:
+            bar.update(task, completed=num_bytes, note=f"{num_tokens:,} tokens")
+
+        return build.write_shards(folder, recipe, report=report, closed=closed)
+
+
+def _print_index(folder: str, index: dict) -> None:
     skipped = f"; left out: {index['skipped']}" if index["skipped"] else ""
     print(
         f"{folder}: {index['tokens']:,} tokens in {index['documents']:,} documents, "

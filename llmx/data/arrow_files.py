@@ -4,9 +4,10 @@ https://arrow.apache.org/docs/format/Columnar.html. Both forms hold the same mes
 a magic word before them and a footer behind them, which is not needed here.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
+
+from llmx.data import opening, remote
 
 _MAGIC = b"ARROW1"
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # ends a stream
@@ -43,7 +44,7 @@ def values(path: str, start: int, text_key: str) -> Iterator[memoryview | None]:
     import pyarrow
 
     try:
-        with pyarrow.memory_map(path) as file:
+        with _opened(path) as file:
             _check_messages(path, file)
             schema = _open(file, None).schema
             check_text_column(path, schema, text_key)
@@ -61,6 +62,15 @@ def values(path: str, start: int, text_key: str) -> Iterator[memoryview | None]:
             f"{path}: not readable as Arrow ({error}): the file is damaged or cut off; write it "
             "again"
         ) from error
+
+
+def _opened(path: str) -> Any:
+    """A local file mapped into memory, an object read in blocks."""
+    import pyarrow
+
+    if remote.is_url(path):
+        return pyarrow.PythonFile(opening.open_random(path), mode="r")
+    return pyarrow.memory_map(path)
 
 
 def _open(file: Any, fields: list[int] | None) -> Any:
@@ -86,7 +96,7 @@ def _check_messages(path: str, file: Any) -> None:
     file.seek(0)
     whole = file.read(len(_MAGIC)) == _MAGIC
     ending = _MAGIC if whole else _END
-    file.seek(max(os.path.getsize(path) - len(ending), 0))
+    file.seek(max(opening.status(path).num_bytes - len(ending), 0))
     if file.read(len(ending)) != ending:
         raise OSError("it has no end mark")
     _seek_messages(file)

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmx.data import chat as chat_lib
 from llmx.data import documents as documents_lib
-from llmx.data import json_files, tokenizer_files, tokenizers
+from llmx.data import json_files, opening, tokenizer_files, tokenizers
 from llmx.data import pairs as pairs_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -149,10 +149,14 @@ def clear(folder: pathlib.Path, *, keep: Collection[str] = ()) -> None:
 
 def foreign_files(folder: pathlib.Path) -> list[str]:
     """Names in the folder that no build wrote."""
+    return foreign_names([path.name for path in folder.iterdir()])
+
+
+def foreign_names(names: Collection[str]) -> list[str]:
+    """Those names of a folder's files that no build gives."""
     # The files of a tokenizer may also be those of a model that lies there.
-    built = any((folder / name).is_file() for name in (shards_lib.INDEX, shards_lib.PROGRESS))
+    built = any(name in names for name in (shards_lib.INDEX, shards_lib.PROGRESS))
     ours = [_OWN_FILES, *([_BESIDE] if built else [])]
-    names = (path.name for path in folder.iterdir())
     return sorted(name for name in names if not any(known.fullmatch(name) for known in ours))
 
 
@@ -253,11 +257,13 @@ def _totals(entries: Sequence[Mapping]) -> dict[str, int]:
 
 
 def write_shards(
-    folder: pathlib.Path, recipe: Recipe, *, report: Callable[[int, int], None]
-) -> dict:
+    folder: pathlib.Path, recipe: Recipe, *, report: Callable[[int, int], None],
+    closed: Callable[[], None] = lambda: None,
+) -> dict:  # fmt: skip
     """Writes or continues the shards of a recipe in an existing folder; returns the index.
 
-    `report` is called with the bytes of text read and the tokens written so far.
+    `report` is called with the bytes of text read and the tokens written so far, `closed` whenever
+    a shard is complete and recorded.
     """
     progress = _start(folder, recipe)
     tokenizer = recipe.tokenizer
@@ -288,6 +294,7 @@ def write_shards(
                     progress |= {"position": position, "skipped": skips}
                     progress_file = folder / shards_lib.PROGRESS
                     shards_lib.write_json(progress_file, shards_lib.seal(progress))
+                    closed()
                 num_tokens += len(ids)
             # Rows of tables and bytes of decompressed text are no bytes of the file.
             end = document.end
@@ -314,10 +321,10 @@ def _finish(
         )
     for file in recipe.files:
         try:
-            status = os.stat(file.path)
+            status = opening.status(file.path)
         except OSError as error:
             raise ValueError(f"{file.path} went away while it was read: run again") from error
-        now = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        now = status.num_bytes, status.mtime_ns, status.ctime_ns
         if now != (file.num_bytes, file.mtime_ns, file.ctime_ns):
             raise ValueError(f"{file.path} changed while it was read: run again")
     tokenizer_file = (folder / tokenizers.FILE_NAME).read_bytes()

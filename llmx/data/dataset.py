@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.data import build, packing, tokenizers
+from llmx.data import build, packing, remote, tokenizers
 from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -266,7 +266,9 @@ def _open_sources(
     tokenizer of all of them."""
     prefix = sources_lib.SHARDS_PREFIX
     opened = {
-        source: shards_lib.open_shards(source.removeprefix(prefix), verify=config.verify)
+        source: shards_lib.open_shards(
+            _local_shards(source.removeprefix(prefix), cache_dir), verify=config.verify
+        )
         for source in config.sources if source.startswith(prefix)
     }  # fmt: skip
     text_sources = [source for source in config.sources if source not in opened]
@@ -297,6 +299,20 @@ def _open_sources(
                 f"data.format={remedy}"
             )
     return [opened[source] for source in config.sources], tokenizer
+
+
+def _local_shards(folder: str, cache_dir: pathlib.Path) -> str | pathlib.Path:
+    """A local folder of shards; those of a store are copied into the cache, once."""
+    if not remote.is_url(folder):
+        return folder
+    target = remote.local_place(folder, cache_dir / "fetched")
+    try:
+        remote.fetch(folder, target)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be copied to {target} ({error}): check the credentials and the space"
+        ) from error
+    return target
 
 
 def _check_start(recipe: build.Recipe, opened: dict[str, shards_lib.Shards]) -> None:

@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -100,11 +99,9 @@ def read_documents(
     for index, file in enumerate(files[start.file :], start.file):
         begin = start if index == start.file else Position(file=index)
         try:
-            if os.stat(file.path).st_size == 0:
+            if opening.status(file.path).num_bytes == 0:
                 skips.empty(file.path, "0 bytes")
                 continue
-            if not os.path.isfile(file.path):
-                raise OSError("it is no regular file any more")
             if render and file.kind != "jsonl":
                 raise ValueError(
                     f"{file.path}: conversations are read from .jsonl and .ndjson only: write one "
@@ -324,12 +321,12 @@ def _parquet_documents(
     except ImportError as error:
         raise ValueError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
     try:
-        with parquet.ParquetFile(path) as file:
+        with opening.open_random(path) as raw, parquet.ParquetFile(raw) as file:
             metadata, column = file.metadata, _parquet_column(path, file, text_key)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         decoding = _decoding(path, [group.column(column) for group in groups], metadata.num_rows)
-        with parquet.ParquetFile(
-            path, metadata=metadata, buffer_size=1 << 20, pre_buffer=False,
+        with opening.open_random(path) as raw, parquet.ParquetFile(
+            raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False,
             read_dictionary=[text_key] if decoding.dictionary else None,
         ) as file:  # fmt: skip
             if file.metadata.num_rows == 0:
@@ -369,8 +366,8 @@ def _decoding(path: str, columns: Sequence[Any], num_rows: int) -> _Decoding:
     rows = max(min(1024, _BATCH_BYTES * num_rows // max(sum(sizes), 1)), 1)
     if max(sizes, default=0) <= _SMALL_CHUNK_BYTES:
         return _Decoding(rows, dictionary=True)
-    most = max(_MAX_PAGE_BYTES, 2 * os.path.getsize(path))
-    with open(path, "rb") as file:
+    most = max(_MAX_PAGE_BYTES, 2 * opening.status(path).num_bytes)
+    with opening.open_random(path) as file:
         for group, (column, size) in enumerate(zip(columns, sizes, strict=True)):
             pages = parquet_pages.sizes(file, column)
             try:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from llmx.data import remote
+
 MAX_BYTES = 64 << 20
 MAX_VALUES = 2_000_000  # lists, objects and what they hold; about 200 bytes each
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -38,11 +40,14 @@ def _count(raw: bytes) -> int:
 def read_bytes(path: str | os.PathLike, *, remedy: str, max_bytes: int = MAX_BYTES) -> bytes:
     """The bytes of a file. Raises ValueError, naming it, if it cannot be read or is too large."""
     try:
-        if not os.path.isfile(path):
+        if remote.is_url(os.fspath(path)):
+            raw = remote.read_bytes(os.fspath(path), most=max_bytes + 1)
+        elif not os.path.isfile(path):
             kind = "is not a file" if os.path.exists(path) else "does not exist"
             raise ValueError(f"{path} {kind}: {remedy}")
-        with open(path, "rb") as file:
-            raw = file.read(max_bytes + 1)
+        else:
+            with open(path, "rb") as file:
+                raw = file.read(max_bytes + 1)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}): {remedy}") from error
     if len(raw) > max_bytes:

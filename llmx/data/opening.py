@@ -3,11 +3,14 @@
 The decompressed content is never held whole. Damage is an error with the place where it lies.
 """
 
+import dataclasses
 import gzip
 import io
 import os
 import zlib
 from typing import Any, BinaryIO
+
+from llmx.data import remote
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _READ_BYTES = 16 << 10  # decompressed at once: what is lost of the text before damage
@@ -37,7 +40,32 @@ def open_at(path: str, offset: int = 0) -> BinaryIO:
 
 
 def _open(path: str) -> BinaryIO:
-    return open(path, "rb")
+    return remote.open_file(path, random=False) if remote.is_url(path) else open(path, "rb")
+
+
+def open_random(path: str) -> BinaryIO:
+    """A file for reads at several places. Raises OSError."""
+    return remote.open_file(path, random=True) if remote.is_url(path) else open(path, "rb")
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """The size of a file, and what changes when its content does."""
+
+    num_bytes: int
+    mtime_ns: int  # of an object: a number that is another for another content
+    ctime_ns: int
+
+
+def status(path: str) -> Status:
+    """The present state of a file. Raises OSError, also for what is no file."""
+    if remote.is_url(path):
+        found = remote.status(path)
+        return Status(found.num_bytes, found.version, 0)
+    if not os.path.isfile(path) and os.path.exists(path):
+        raise OSError("it is no regular file any more")
+    found = os.stat(path)
+    return Status(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class _Decompressed(io.RawIOBase):

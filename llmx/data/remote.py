@@ -1,11 +1,22 @@
-"""Paths that may be URLs of object stores: which are known, and what they need.
+"""Paths that may be URLs of object stores: what they need, and how their objects are used.
 
 A path with "://" in it is a URL, never a local file or folder. fsspec opens it; the extras of this
-package bring what it needs for a kind of store.
+package bring what it needs for a kind of store. An object is replaced at once and as a whole; a
+folder of objects is not, so that of several the one that makes them valid is written last.
 """
 
+import contextlib
+import dataclasses
+import hashlib
 import importlib.util
+import json
+import os
+import pathlib
 import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+_BLOCK_BYTES = 4 << 20  # that are read of an object at a time
 
 # Scheme: (module that fsspec needs, extra of this package that brings it).
 _NEEDS = {
@@ -66,3 +77,195 @@ def require_local(option: str, path: str, remedy: str = "") -> None:
     """Raises ValueError for a URL."""
     if text := refusal(option, path, remedy):
         raise ValueError(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """The size of an object, and a number that changes when the object does."""
+
+    num_bytes: int
+    version: int
+
+
+def _of(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    import fsspec
+
+    if found := problems("", url):
+        raise ValueError(found[0])
+    with _as_os_error(url):
+        return fsspec.core.url_to_fs(url)
+
+
+@contextlib.contextmanager
+def _as_os_error(url: str) -> Iterator[None]:
+    """Turns the errors of stores, which are of many types, into OSError with the cause."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None and not error.args[1:]:
+            raise
+        text = error.strerror or str(error)
+        raise type(error)(f"{text} ({url})") from error
+    except Exception as error:
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        raise OSError(f"{cause} ({url})") from error
+
+
+def status(url: str) -> Status:
+    """The present state of an object. Raises OSError."""
+    files, path = _of(url)
+    with _as_os_error(url):
+        files.invalidate_cache(path)
+        info = files.info(path)
+    return _status(info)
+
+
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "last_commit", "content_md5")
+_TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
+
+
+def _status(info: Mapping[str, Any]) -> Status:
+    # What names the content itself is enough; the size and times are not everywhere.
+    stated = [(key, str(info[key])) for key in _VERSIONS if info.get(key)]
+    stated = stated or [(key, str(info[key])) for key in _TIMES if info.get(key)]
+    text = f"{info.get('size')}/{stated}"
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return Status(int(info.get("size") or 0), int.from_bytes(digest, "little"))
+
+
+def kind_of(url: str) -> str:
+    """What a URL names now: "file", "folder", or "" for nothing. Raises OSError."""
+    files, path = _of(url)
+    with _as_os_error(url):
+        files.invalidate_cache()
+        if files.isfile(path):
+            return "file"
+        return "folder" if files.isdir(path) else ""
+
+
+def has_magic(url: str) -> bool:
+    """Whether a URL is a glob."""
+    return any(letter in url for letter in "*?[")
+
+
+def matches(pattern: str) -> list[tuple[str, str]]:
+    """(URL, "file" or "folder") of what a glob matches, in the order of the names.
+
+    Hidden ones match only a pattern that begins so, as on a disk.
+    """
+    files, path = _of(pattern)
+    hidden = "/." in path
+    with _as_os_error(pattern):
+        files.invalidate_cache()
+        found = files.glob(path, detail=True)
+        scheme = pattern.partition("://")[0]
+        return [
+            (f"{scheme}://{name.lstrip('/')}", "folder" if info["type"] == "directory" else "file")
+            for name, info in sorted(found.items())
+            if hidden or "/." not in name
+        ]
+
+
+def find(url: str) -> dict[str, Status]:
+    """The files below a folder, by their names in it: {"a/b.txt": ...}. Raises OSError."""
+    files, path = _of(url)
+    root = path.rstrip("/") + "/"
+    with _as_os_error(url):
+        files.invalidate_cache()
+        found = files.find(path, detail=True)
+    return {
+        name.removeprefix(root): _status(info)
+        for name, info in sorted(found.items())
+        if name.startswith(root) and info["type"] == "file" and not name.endswith("/")
+    }
+
+
+def open_file(url: str, *, random: bool) -> BinaryIO:
+    """An object for reading, in blocks. `random`: keeps several blocks, of different places.
+
+    Raises OSError.
+    """
+    files, path = _of(url)
+    with _as_os_error(url):
+        return files.open(
+            path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache" if random else "readahead"
+        )
+
+
+def read_bytes(url: str, *, most: int) -> bytes:
+    """The content of an object, at most that many bytes. Raises OSError."""
+    with open_file(url, random=False) as file, _as_os_error(url):
+        return file.read(most)
+
+
+def write_bytes(url: str, content: bytes) -> None:
+    """Replaces an object, which stores do at once and as a whole. Raises OSError."""
+    files, path = _of(url)
+    with _as_os_error(url):
+        files.pipe_file(path, content)
+
+
+def remove(url: str) -> None:
+    """Removes an object, if it is there. Raises OSError."""
+    files, path = _of(url)
+    with _as_os_error(url), contextlib.suppress(FileNotFoundError):
+        files.rm_file(path)
+
+
+def upload(file: str | os.PathLike, url: str) -> None:
+    """Writes a local file to an object, in parts where it is large. Raises OSError."""
+    files, path = _of(url)
+    with _as_os_error(url):
+        files.put_file(os.fspath(file), path)
+
+
+def upload_folder(folder: pathlib.Path, url: str, *, last: str = "") -> None:
+    """Uploads all files below a folder, the one named `last` after all others."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix() == last):
+        upload(path, f"{url.rstrip('/')}/{path.relative_to(folder).as_posix()}")
+
+
+def local_place(url: str, folder: str | os.PathLike) -> pathlib.Path:
+    """The folder below `folder` that stands for a URL."""
+    name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:24]
+    return pathlib.Path(os.path.expanduser(folder)) / name
+
+
+def fetch(
+    url: str, target: pathlib.Path, *, keep: Callable[[str], bool] = lambda name: True
+) -> None:  # fmt: skip
+    """Makes a local folder hold the files below a URL, those whose names `keep` takes.
+
+    Files that are there and have not changed are not read again; others are removed. Processes of
+    one machine may call it at once. Raises OSError, and FileNotFoundError where nothing is there.
+    """
+    import fcntl
+
+    target.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f"{target.name}.lock"), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        names = {name: state for name, state in find(url).items() if keep(name)}
+        if out := [name for name in names if ".." in pathlib.PurePosixPath(name).parts]:
+            raise OSError(f"{url} holds the name {out[0]!r}, which leads out of a folder")
+        if not names:
+            raise FileNotFoundError(f"{url} does not exist, or holds no files")
+        known_file = target.with_name(f"{target.name}.json")
+        known = json.loads(known_file.read_text()) if known_file.is_file() else {}
+        for path in target.rglob("*"):
+            name = path.relative_to(target).as_posix()
+            if path.is_file() and keep(name) and name not in names:
+                path.unlink()
+        for name, state in names.items():
+            path, stamp = target / name, [state.num_bytes, state.version]
+            if path.is_file() and known.get(name) == stamp:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            files, source = _of(f"{url.rstrip('/')}/{name}")
+            with _as_os_error(url):
+                files.get_file(source, str(partial))
+            os.replace(partial, path)
+            known[name] = stamp
+            known_file.write_text(json.dumps(known))

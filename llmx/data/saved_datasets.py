@@ -7,7 +7,7 @@ for each, named by dataset_dict.json.
 import os
 from collections.abc import Collection
 
-from llmx.data import json_files
+from llmx.data import json_files, remote
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _REMEDY = "save the dataset again (save_to_disk)"
@@ -21,7 +21,8 @@ def is_saved(names: Collection[str]) -> bool:
 def split_names(folder: str) -> list[str]:
     """The splits of a saved dataset, [] where it has none. Raises ValueError for a bad list."""
     path = os.path.join(folder, SPLITS)
-    if not os.path.isfile(path):
+    here = remote.kind_of(path) == "file" if remote.is_url(path) else os.path.isfile(path)
+    if not here:
         return []
     splits = json_files.read_object(path, remedy=_REMEDY).get("splits")
     if not isinstance(splits, list) or not splits or not all(map(json_files.is_plain_name, splits)):

@@ -48,6 +48,11 @@ def write_json(path: pathlib.Path, value: Mapping) -> None:
     write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
+def entries_of(path: pathlib.Path) -> list[dict]:
+    """The shards that an index or the progress lists, unchecked."""
+    return json.loads(path.read_bytes())["shards"]
+
+
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
     """Replaces the file by a complete one; a reader sees the old or the new, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmx.data import opening, remote, saved_datasets
+from llmx.data import opening, remote, remote_listing, saved_datasets
 
 STDLIB = "stdlib"
 SHARDS_PREFIX = "shards:"
@@ -67,7 +67,6 @@ _STDLIB_EXCLUDED = {
     "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib",
     "lib2to3", "turtledemo", "ensurepip", "lib-dynload",
 }  # fmt: skip
-_SAVED_DATASET = "saved dataset: "
 _SKIP = "set data.skip_bad=True (--skip-bad) to leave them out"
 
 
@@ -103,8 +102,8 @@ class _Found:
     def add(self, path: str, what: str, *, any_kind: bool) -> None:
         """Adds a path of `_walk`; with `any_kind` files of unknown kinds are text."""
         suffix = _suffix(path)
-        if what.startswith(_SAVED_DATASET):
-            self.wrong.append(what.removeprefix(_SAVED_DATASET))
+        if what.startswith(remote_listing.SAVED_DATASET):
+            self.wrong.append(what.removeprefix(remote_listing.SAVED_DATASET))
         elif what in ("broken link", "folder that cannot be opened", "missing file of a dataset"):
             self.broken.append(f"{path} ({what})")
         elif what == "file" and _is_unreadable(suffix, any_kind=any_kind):
@@ -144,10 +143,10 @@ def problems(source: str, *, skip_bad: bool = False) -> list[str]:
         root = sysconfig.get_path("stdlib")
         wrong = f"{STDLIB!r}: this Python keeps its library at {root}, which is no folder"
         return [] if os.path.isdir(root) else [wrong]
-    if text := remote.refusal("", source.removeprefix(SHARDS_PREFIX), "copy it to a local folder"):
-        return [text]
     if source.startswith(SHARDS_PREFIX):
         return _shards_problems(source)
+    if remote.is_url(source):
+        return _url_problems(source, skip_bad=skip_bad)
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         return _folder_problems(source, _list_folder(path), skip_bad=skip_bad)
@@ -164,6 +163,38 @@ def problems(source: str, *, skip_bad: bool = False) -> list[str]:
     return [_missing(source, path)]
 
 
+def _url_problems(source: str, *, skip_bad: bool) -> list[str]:
+    """The same of a URL. It asks the store."""
+    try:
+        return remote.problems("", source) or _list_url(source, skip_bad=skip_bad)[1]
+    except OSError as error:
+        return [f"{source!r} cannot be listed ({error}): check its name and the credentials"]
+
+
+def _list_url(source: str, *, skip_bad: bool) -> tuple[_Found, list[str]]:
+    """What a URL names, and what is wrong with it. Raises OSError."""
+    found, root = _Found(), source.rstrip("/")
+    kind = remote.kind_of(source)
+    if kind == "folder":
+        for path, what in remote_listing.walk(root):
+            found.add(path, what, any_kind=False)
+        return found, _folder_problems(source, found, skip_bad=skip_bad)
+    if kind == "file":
+        found.paths = [source]
+        return found, _suffix_problems(source)
+    if not remote.has_magic(source):
+        return found, [f"{source!r} does not exist: check its name and the credentials"]
+    for path, what in remote.matches(source):
+        if what == "folder" and _is_dataset(path):
+            for inner, kind in remote_listing.walk(path):
+                found.add(inner, kind, any_kind=False)
+        else:
+            found.add(path, what, any_kind=True)
+    if found.paths or found.unreadable or found.wrong:
+        return found, _found_problems(repr(source), found, skip_bad=skip_bad)
+    return found, [f"{source!r} matches no file: check the pattern; ** goes into subfolders"]
+
+
 def _missing(source: str, path: str) -> str:
     parent, name = os.path.split(path)
     siblings = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
@@ -178,6 +209,8 @@ def _missing(source: str, path: str) -> str:
 
 def _shards_problems(source: str) -> list[str]:
     folder = os.path.expanduser(source[len(SHARDS_PREFIX) :])
+    if remote.is_url(folder):
+        return _remote_shards_problems(source, folder)
     remedy = f"write it with python -m llmx.data --source ... --output {folder}"
     if not os.path.isdir(folder):
         return [f"{source!r}: there is no folder {folder!r}: {remedy}"]
@@ -188,11 +221,27 @@ def _shards_problems(source: str) -> list[str]:
     return [f"{source!r}: folder {folder!r} holds no index.json of token shards: {remedy}"]
 
 
+def _remote_shards_problems(source: str, folder: str) -> list[str]:
+    if found := remote.problems(SHARDS_PREFIX, folder):
+        return found
+    try:
+        if remote.kind_of(f"{folder.rstrip('/')}/index.json") == "file":
+            return []
+    except OSError as error:
+        return [f"{source!r} cannot be read ({error}): check its name and the credentials"]
+    remedy = f"write them with python -m llmx.data --source ... --output {folder}"
+    return [f"{source!r} holds no finished token shards (no index.json): {remedy}"]
+
+
 def _file_problems(path: str) -> list[str]:
     """What is wrong with a file that is named directly."""
-    suffix = _suffix(path)
     if not os.path.isfile(path):
         return [f"{path} is a device, pipe or socket: name a file, folder or glob of text"]
+    return _suffix_problems(path)
+
+
+def _suffix_problems(path: str) -> list[str]:
+    suffix = _suffix(path)
     if _is_unreadable(suffix, any_kind=True):
         return [f"{path}: files of kind {suffix} are not read: {_UNREADABLE_SUFFIXES[suffix]}"]
     return []
@@ -286,7 +335,7 @@ def _saved_files(
     try:
         names = saved_datasets.arrow_names(folder)
     except ValueError as error:
-        yield folder, f"{_SAVED_DATASET}{error}"
+        yield folder, f"{remote_listing.SAVED_DATASET}{error}"
         return
     for name in names:
         path = os.path.join(folder, name)
@@ -308,6 +357,9 @@ def _splits(folder: str, entries: Sequence[os.DirEntry]) -> list[os.DirEntry]:
 def _is_dataset(folder: str) -> bool:
     """Whether a folder that a glob matches is one dataset: saved, or named .parquet as by Spark."""
     try:
+        if remote.is_url(folder):
+            inside = {name for name in remote.find(folder) if "/" not in name}
+            return _suffix(folder) == ".parquet" or saved_datasets.is_saved(inside)
         return _suffix(folder) == ".parquet" or saved_datasets.is_saved(os.listdir(folder))
     except OSError:
         return False
@@ -386,14 +438,32 @@ def _stdlib_paths() -> list[str]:
     return [path for _, path in sorted(chosen)]
 
 
+def _input_file(name: str) -> InputFile:
+    kind = KIND_BY_SUFFIX.get(_suffix(name), "text")
+    if kind == "array_record":
+        remote.require_local("", name, "ArrayRecord is read from local files only: copy it")
+    try:
+        found = opening.status(name)
+    except OSError as error:
+        raise ValueError(
+            f"{name}: cannot be read ({error.strerror or error}): check that it exists and that "
+            "this user may read it"
+        ) from error
+    path = name if remote.is_url(name) else os.path.abspath(name)
+    return InputFile(path, kind, found.num_bytes, found.mtime_ns, found.ctime_ns)
+
+
 def list_files(source: str, *, skip_bad: bool = False) -> Listing:
     """The files of a text source in reading order. Raises ValueError when there are none.
 
     Other data in a folder or glob is an error too, unless `skip_bad` leaves it out.
     """
-    remote.require_local("", source, "copy it to a local folder")
     path, found = os.path.expanduser(source), _Found()
-    if (
+    if remote.is_url(source):
+        if wrong := _url_problems(source, skip_bad=skip_bad):
+            raise ValueError("\n".join(wrong))
+        found, _ = _list_url(source, skip_bad=skip_bad)
+    elif (
         source == STDLIB
         or os.path.isfile(path)
         or not (os.path.isdir(path) or glob.has_magic(path))
@@ -410,21 +480,7 @@ def list_files(source: str, *, skip_bad: bool = False) -> Listing:
         wrong = _found_problems(repr(source), found, skip_bad=skip_bad)
         if wrong or not (found.paths or found.unreadable or found.broken or found.wrong):
             raise ValueError("\n".join(wrong or problems(source)))
-    files = []
-    for name in found.paths:
-        try:
-            status = os.stat(name)
-        except OSError as error:
-            raise ValueError(
-                f"{name}: cannot be read ({error.strerror}): check that it exists and that this "
-                "user may read it"
-            ) from error
-        kind = KIND_BY_SUFFIX.get(_suffix(name), "text")
-        files.append(
-            InputFile(
-                os.path.abspath(name), kind, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-            )
-        )
+    files = [_input_file(name) for name in found.paths]
     if not files:
         version = ".".join(map(str, sys.version_info[:3]))
         raise ValueError(
@@ -440,9 +496,15 @@ def content_hash(files: Sequence[InputFile]) -> str:
     """A hash of what the files hold, so that a change with the same size and time is noticed.
 
     Up to HASH_BYTES in all every byte counts. Of more, samples do, spread evenly, and the times of
-    the last change to the file system's entries, which a program cannot set.
+    the last change to the file system's entries, which a program cannot set. Of objects of a store
+    the version that it states does, without reading them.
     """
-    total, digest = sum(file.num_bytes for file in files), hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        if remote.is_url(file.path):
+            digest.update(file.mtime_ns.to_bytes(16, "little"))
+    files = [file for file in files if not remote.is_url(file.path)]
+    total = sum(file.num_bytes for file in files)
     if total <= HASH_BYTES:
         for file in files:
             for block in _blocks(file.path, 0, file.num_bytes):

@@ -80,8 +80,10 @@ class Job(contextlib.ExitStack):
         """Takes the work directory for this run, until its end; see `ownership`.
 
         Every process must call it. Raises ValueError if a living run has the directory, or if it
-        cannot be written.
+        cannot be written. A run that has taken one already keeps that.
         """
+        if self._lease is not None:
+            return
 
         once = threading.Lock()  # of the lease's thread and the main one the second only waits
 

@@ -352,8 +352,20 @@ def open_store(workdir: str) -> Any:
     import tensorstore
 
     folder = {"driver": "file", "path": f"{Path(workdir).absolute()}/"}
-    spec = folder if is_local(workdir) else workdir.rstrip("/") + "/"
+    spec = folder if is_local(workdir) else _spec_of(workdir.rstrip("/") + "/")
     return _wait(lambda: tensorstore.KvStore.open(spec))
+
+
+def _spec_of(url: str) -> Any:
+    """What TensorStore opens; its driver of s3 does not look at the variables of a server's address
+    that other programs of AWS take."""
+    address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not (url.startswith("s3://") and address):
+        return url
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": address}
+    return {**spec, "aws_region": region}
 
 
 def read(store: Any) -> tuple[dict | None, bytes]:

@@ -582,7 +582,7 @@ BAD_CONFIGS = [
     ({"sources": ("/no/such/*.txt",)}, "matches no file .*check the pattern"),
     ({"sources": ("shards:/no/such",)}, "there is no folder '/no/such': write it with python -m"),
     ({"sources": ("{tmp}/none",)}, "has no file of a known kind .*only .bin"),
-    ({"sources": ("{tmp}/a.gz",)}, "of kind .gz are not read: name it .txt.gz"),
+    ({"sources": ("{tmp}/a.bz2",)}, "of kind .bz2 are not read: decompress"),
     ({"sources": ("{tmp}/a.json",)}, "of kind .json are not read: write one JSON object per line"),
     ({"sources": ("shards:{tmp}/none",)}, "holds no index.json"),
     ({"sources": ("stdlib", "stdlib")}, "names 'stdlib' 2 times: .* data.weights"),
@@ -608,7 +608,8 @@ def test_config_problems(tmp_path, settings, message):
 
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "x.bin").write_bytes(b"x")
-    (tmp_path / "a.gz").write_bytes(b"x")
+    for name in ("a.gz", "a.bz2"):
+        (tmp_path / name).write_bytes(b"x")
     (tmp_path / "a.json").write_bytes(b"[]")
 
     def place(value):
@@ -771,7 +772,7 @@ def test_command_end_to_end(tmp_path):
     [
         ([], "--source is missing"),
         (["--source", "stdlib"], "--output is missing"),
-        (["--source", "stdlib", "--output", "gs://b/x"], "--output gs://b/x is a URL"),
+        (["--source", "stdlib", "--output", "az://b/x"], "--output az://b/x is a URL"),
         (["--source", "nowhere.txt", "--output", "{tmp}/o"], "'nowhere.txt' does not exist"),
         (["--source", "{tmp}/bad.jsonl", "--output", "{tmp}/o"], "bad.jsonl: line 2"),
         (["--source", "stdlib", "--output", "{tmp}"], "holds other files"),

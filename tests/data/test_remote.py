@@ -1,12 +1,16 @@
 """URLs in place of local paths: what each command does with them, and what they need."""
 
-import importlib
+import collections
+import importlib.util
 import pathlib
+import re
 import sys
 
 import pytest
+from support import data_formats as formats
 
-from llmx.data import remote
+from llmx.data import __main__ as command
+from llmx.data import build, dataset, documents, remote, shards, sources, tokenizers
 
 COMMANDS = {
     "train": ["train", "--config", "configs/quickstart.py", "--workdir", "URL"],
@@ -24,7 +28,9 @@ COMMANDS = {
     "metrics": ["metrics", "URL"],
     "history": ["config.history", "URL"],
 }
-UNSUPPORTED = {"train", "cache_dir"} | COMMANDS.keys()
+LOCAL = ("cache_dir", "convert", "start_from", "verify")
+WORKDIRS = ("checkpoint", "evaluate", "generate", "history", "metrics", "train")
+ABSENT = ("from_hf", "source")
 
 
 def run(arguments, tmp_path, monkeypatch, url):
@@ -46,14 +52,35 @@ def run(arguments, tmp_path, monkeypatch, url):
         return ended.code
 
 
-@pytest.mark.parametrize("command", sorted(UNSUPPORTED))
-def test_a_url_that_is_not_supported_is_refused_and_nothing_is_written(
-    tmp_path, monkeypatch, capsys, command
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_url_that_cannot_be_used_is_refused_and_nothing_is_written(
+    tmp_path, monkeypatch, capsys, name
 ):
-    assert run(COMMANDS[command], tmp_path, monkeypatch, "memory://bucket/key") == 2
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    url, message = "memory://bucket/key", "does not exist"
+    if name in LOCAL:
+        message = "is a URL, and this must be local"
+    elif name in WORKDIRS:
+        message = "a work directory is local, or in one of the stores s3://, gs://"
+    elif name not in ABSENT:
+        url, message = "nonsense://bucket/key", "nonsense is no kind of store that is known"
+    assert run(COMMANDS[name], tmp_path, monkeypatch, url) == 2
     said = capsys.readouterr().err
-    (line,) = [line for line in said.splitlines() if "memory://bucket/key" in line]
-    assert "must be local" in line
+    (line,) = [line for line in said.splitlines() if url in line]
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["source", "output", "from_hf", "to_hf", "train", "evaluate"])
+def test_a_url_whose_package_is_missing_is_refused_with_the_extra(
+    tmp_path, monkeypatch, capsys, name
+):
+    find = importlib.util.find_spec
+    absent = lambda module, *rest: None if module == "s3fs" else find(module, *rest)  # noqa: E731
+    monkeypatch.setattr(remote.importlib.util, "find_spec", absent)
+    assert run(COMMANDS[name], tmp_path, monkeypatch, "s3://bucket/key") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "s3://bucket" in line]
+    assert "needs s3fs, which is not installed: pip install 'llmx[s3]'" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,3 +99,206 @@ def test_what_a_url_needs(monkeypatch):
         assert remedy in problem
     assert not remote.problems("", "memory://x/y") and not remote.problems("", "C:/x")
     assert remote.scheme_of("zip://a.txt::s3://b/k.zip") == "zip"
+
+
+# ---- data files ----
+
+
+@pytest.fixture
+def store():
+    """fsspec's store in memory, empty before and after."""
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+
+    def empty():
+        files.store.clear()
+        files.pseudo_dirs[:] = [""]
+
+    empty()
+    yield files
+    empty()
+
+
+def put(files, folder, url):
+    """Copies a local folder or file to a URL, hidden files included."""
+    if folder.is_file():
+        return files.pipe_file(url, folder.read_bytes())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            files.pipe_file(f"{url}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+
+def test_every_format_gives_the_rows_of_the_local_file(tmp_path, store):
+    names = [pathlib.Path(name) for name in formats.write_all(tmp_path / "c")]
+    plain = formats.open_source(tmp_path, str(tmp_path / "c" / "plain.jsonl"))
+    for name in names:
+        url = f"memory://bucket/c/{name.name}"
+        put(store, name, url)
+        if "array_record" in name.name:
+            with pytest.raises(ValueError, match="ArrayRecord is read from local files only"):
+                sources.list_files(url)
+            continue
+        opened = formats.open_source(tmp_path, url)
+        assert opened.fingerprint == plain.fingerprint, url
+        expected, found = (one.train_rows(3, range(4), 4) for one in (plain, opened))
+        assert all((found[key] == value).all() for key, value in expected.items()), url
+        whole, _ = formats.read(url)
+        for i in (0, 6, 19, 58):
+            assert formats.read(url, start=whole[i].end)[0] == whole[i + 1 :], (url, i)
+
+
+def test_folders_and_globs_list_as_local_ones_do(tmp_path, store):
+    folder = tmp_path / "c"
+    formats.write_all(folder / "data")
+    formats.write_records(folder / "a.html", [b"x"])
+    for name in ("b/z.txt", "b/a.txt", "b.txt", "a/x.md", ".h/x.txt", "b/.x.txt", "x", "b/p.html"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("text")
+    for name in folder.rglob("*array_record*"):
+        name.unlink()
+    put(store, folder, "memory://bucket/c")
+    for pattern in ("", "/data/*.arrow", "/b/*", "/data/t.parquet", "/data/saved", "/data/*ed"):
+        local = sources.list_files(f"{folder}{pattern}")
+        listing = sources.list_files(f"memory://bucket/c{pattern}")
+        local_names = [str(pathlib.Path(f.path).relative_to(folder)) for f in local.files]
+        assert [f.path.removeprefix("memory://bucket/c/") for f in listing.files] == local_names
+        assert listing.left_out == local.left_out or pattern == "/b/*"  # globs skip hidden files
+    deep = [f.path for f in sources.list_files("memory://bucket/c/**/*.txt").files]
+    assert {"memory://bucket/c/b/a.txt", "memory://bucket/c/b/z.txt"} <= set(deep)
+
+
+def test_urls_that_name_nothing_to_read(tmp_path, store):
+    put(store, (tmp_path / "x.csv").write_text("a") and tmp_path / "x.csv", "memory://b/c/x.csv")
+    for url, message in [
+        ("memory://b/none.txt", r"'memory://b/none.txt' does not exist: check its name"),
+        ("memory://b/*.txt", r"matches no file"),
+        ("memory://b/c", r"holds data of kinds that are not read: \.csv 1"),
+        ("memory://b/c/x.csv", r"files of kind \.csv are not read"),
+        ("s3n://b/c", r"s3n is no kind of store"),
+        ("shards:memory://b/c", r"holds no finished token shards"),
+    ]:
+        (problem,) = sources.problems(url)
+        assert re.search(message, problem), problem
+    (tmp_path / "d").mkdir()
+    for split in ("train", "test"):
+        formats.save_dataset(tmp_path / "d" / split, [[split]])
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    put(store, tmp_path / "d", "memory://b/d")
+    assert (
+        "name the one to read, such as 'memory://b/d/train'" in sources.problems("memory://b/d")[0]
+    )
+    assert [d.text for d in formats.read("memory://b/d/test")[0]] == [b"test"]
+
+
+def test_a_changed_object_is_read_again(tmp_path, store):
+    url = "memory://b/a.txt"
+    store.pipe_file(url, b"one text " * 30)
+    first = formats.open_source(tmp_path, url)
+    assert formats.open_source(tmp_path, url).fingerprint == first.fingerprint
+    store.pipe_file(url, b"two text " * 30)
+    assert formats.open_source(tmp_path, url).fingerprint != first.fingerprint
+    recipe = build.make_recipe(
+        [url], tokenizer=tokenizers.ByteTokenizer(), text_key="", skip_bad=False
+    )
+    store.pipe_file(url, b"three text " * 30)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"b/a\.txt changed while it was read: run again"):
+        build.write_shards(tmp_path / "out", recipe, report=lambda *_: None)
+    store.rm(url)
+    with pytest.raises(ValueError, match=r"b/a\.txt: cannot be read"):
+        list(recipe.documents(documents.Position(), collections.Counter()))
+
+
+def test_a_fetched_folder_follows_the_store(tmp_path, store):
+    put_all = {"a.txt": b"one", "b/c.txt": b"two"}
+    for name, raw in put_all.items():
+        store.pipe_file(f"memory://b/f/{name}", raw)
+    target = tmp_path / "t"
+    held = lambda: {  # noqa: E731
+        p.relative_to(target).as_posix(): p.read_bytes() for p in target.rglob("*") if p.is_file()
+    }
+    remote.fetch("memory://b/f", target)
+    assert held() == put_all
+    (target / "a.txt").write_bytes(b"own")  # unchanged in the store: not read again
+    store.rm("memory://b/f/b/c.txt")
+    store.pipe_file("memory://b/f/d.txt", b"new")
+    remote.fetch("memory://b/f", target)
+    assert held() == {"a.txt": b"own", "d.txt": b"new"}
+    store.pipe_file("memory://b/f/a.txt", b"changed")
+    remote.fetch("memory://b/f", target)
+    assert held()["a.txt"] == b"changed"
+    with pytest.raises(FileNotFoundError, match="does not exist, or holds no files"):
+        remote.fetch("memory://b/none", tmp_path / "n")
+
+
+# ---- token shards ----
+
+
+def objects(files, folder):
+    root = f"/{folder}/"
+    return {name.removeprefix(root): files.cat_file(name) for name in files.find(root)}
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """Calls `llmx.data` as on a machine of that name, each with its own disk."""
+
+    def call(machine, *arguments):
+        monkeypatch.setattr(dataset, "DATA_CACHE", str(tmp_path / machine))
+        return command.main([*map(str, arguments)])
+
+    return call
+
+
+def test_shards_in_a_store_are_those_of_a_local_folder(tmp_path, store, machines, capsys):
+    (tmp_path / "a.jsonl").write_bytes(formats.jsonl())
+    source = ["--source", tmp_path / "a.jsonl", "--shard-tokens", 300]
+    assert machines("a", *source, "--output", tmp_path / "local") == 0
+    assert machines("a", *source, "--output", "memory://b/out") == 0
+    local = {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
+    assert objects(store, "b/out") == local and len(local) > 10
+    assert not list((tmp_path / "a" / "uploads").glob("*/*"))  # nothing is left on the disk
+    assert machines("b", *source, "--output", "memory://b/out/") == 0
+    assert "is complete already" in capsys.readouterr().out
+    changed = [*source[:-1], 400, "--output", "memory://b/out"]
+    assert machines("a", *changed) == 2
+    assert "memory://b/out holds the shards of other sources" in capsys.readouterr().err
+    assert objects(store, "b/out") == local
+    assert machines("a", *changed, "--overwrite") == 0
+    assert len(objects(store, "b/out")) < len(local)
+    store.pipe_file("memory://b/mine/thesis.txt", b"x")
+    assert machines("a", *source, "--output", "memory://b/mine") == 2
+    assert "memory://b/mine holds other files (thesis.txt)" in capsys.readouterr().err
+    opened = [
+        formats.open_source(tmp_path, f"shards:{place}", num_threads=0)
+        for place in (tmp_path / "local", "memory://b/out")
+    ]
+    assert opened[0].fingerprint == opened[1].fingerprint  # it does not depend on their size
+    assert machines("a", *source, "--output", "memory://b/out", "--overwrite") == 0
+    again = formats.open_source(tmp_path, "shards:memory://b/out")
+    assert again.fingerprint == opened[0].fingerprint
+    (copied,) = (tmp_path / "cache" / "fetched").glob("*/")
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == local
+
+
+def test_another_machine_continues_shards_to_the_same_bytes(tmp_path, store, machines, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(formats.jsonl())
+    source = ["--source", tmp_path / "a.jsonl", "--shard-tokens", 300]
+    assert machines("a", *source, "--output", tmp_path / "local") == 0
+    local = {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
+    original, written = shards.ShardWriter.close, []
+
+    def close(writer):
+        written.append(writer.name)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        return original(writer)
+
+    monkeypatch.setattr(shards.ShardWriter, "close", close)
+    assert machines("a", *source, "--output", "memory://b/out") == 130
+    assert {"progress.json", "shard-00001.tokens"} < objects(store, "b/out").keys()
+    assert "shard-00002.tokens" not in objects(store, "b/out")
+    assert machines("b", *source, "--output", "memory://b/out") == 0
+    assert written[3] == "shard-00002"  # it went on, and did not begin again
+    assert objects(store, "b/out") == local

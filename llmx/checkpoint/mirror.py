@@ -1,0 +1,204 @@
+"""Work directories in object stores: a local folder that a run writes, and its copy in the store.
+
+Stores have neither renames nor appends, on which a work directory relies. So a run writes to a
+local folder as always, and after each checkpoint what is new there is uploaded: first the small
+files, then the checkpoint, of it `directory.MARKER` last. A checkpoint without it is unfinished,
+and is neither read nor copied. At the start the folder is made what the store holds, under the
+lease of the store's directory (`runtime.ownership`). One process writes.
+"""
+
+import contextlib
+import pathlib
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llmx.checkpoint import directory
+from llmx.data import remote
+from llmx.runtime import exits, ownership
+
+SCHEMES = ("s3", "gs")  # of which tensorstore has conditional writes, for the lease
+FOLDER, READ_FOLDER = "~/.cache/llmx/workdirs", "~/.cache/llmx/workdirs_read"
+_CHECKPOINTS = "checkpoints/"
+_ATTEMPTS, _PAUSE_SECONDS = 3, 2.0
+
+Log = Callable[[str], None]
+
+
+def problems(option: str, workdir: str) -> list[str]:
+    """Why a run cannot have its work directory there; [] for local ones. Opens no connection."""
+    if not remote.is_url(workdir):
+        return []
+    if remote.scheme_of(workdir) not in SCHEMES:
+        return [
+            f"{option}{workdir}: a work directory is local, or in one of the stores "
+            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}: name such a one"
+        ]
+    return remote.problems(option, workdir)
+
+
+def _committed(names: Any) -> set[str]:
+    """The steps, as text, of the complete checkpoints among names of files."""
+    found = set()
+    for name in names:
+        if name.startswith(_CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
+            found.add(name.split("/")[1])
+    return {step for step in found if step.isdecimal()}
+
+
+def _wanted(names: Any) -> Callable[[str], bool]:
+    """Which files are copied: all but the lease and those of unfinished checkpoints."""
+    steps = _committed(names)
+
+    def keep(name: str) -> bool:
+        if name.startswith(_CHECKPOINTS) and name.count("/") > 1:
+            return name.split("/")[1] in steps
+        return name not in (ownership.FILE, f"{ownership.FILE}.__lock")
+
+    return keep
+
+
+def pull(url: str, folder: pathlib.Path) -> None:
+    """Makes a local folder the work directory that the store holds now. Raises OSError."""
+    names = remote.find(url) if remote.kind_of(url) == "folder" else {}
+    keep, steps = _wanted(names), _committed(names)
+    for path in (folder / _CHECKPOINTS).glob("*/"):
+        if path.name not in steps:
+            shutil.rmtree(path)
+    if any(map(keep, names)):
+        remote.fetch(url, folder, keep=keep)
+    elif folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def reading(workdir: str) -> str:
+    """A local work directory to read: the same, or a copy of one in a store, without a lease.
+
+    Raises ValueError where there is none.
+    """
+    if not remote.is_url(workdir):
+        return workdir
+    if found := problems("--workdir=", workdir):
+        raise ValueError(found[0])
+    folder = remote.local_place(workdir, READ_FOLDER)
+    try:
+        pull(workdir, folder)
+    except OSError as error:
+        raise ValueError(f"--workdir={workdir} cannot be copied to {folder}: {error}") from error
+    return str(folder)
+
+
+class Mirror:
+    """The copy in a store of the local folder `folder`; with no URL it does nothing."""
+
+    def __init__(self, url: str, folder: pathlib.Path, *, log: Log):
+        self._url, self._folder, self._log = url.rstrip("/"), folder, log
+        self._sent: dict[str, tuple[int, int]] = {}  # sizes and times of what is uploaded
+        self._steps: set[str] = set()  # checkpoints that the store holds
+        self._failed = False
+
+    def pull(self) -> None:
+        """Begins with what the store holds. Raises ValueError where it cannot be read."""
+        try:
+            pull(self._url, self._folder)
+        except OSError as error:
+            raise ValueError(
+                f"workdir={self._url} cannot be copied to {self._folder}: {error}: check its name, "
+                "the credentials and the space on that disk"
+            ) from error
+        self._sent = {name: self._state(name) for name in self._small()}
+        self._steps = self._complete()
+
+    def push(self) -> None:
+        """Uploads what is new, if there is a URL. A failure is logged, and tried again later."""
+        if not self._url:
+            return
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._upload()
+                if self._failed:
+                    self._log(f"{self._url} can be written again")
+                self._failed = False
+                return
+            except OSError as error:
+                if attempt == _ATTEMPTS:
+                    self._failed = True
+                    cause = " ".join(str(error).split())[:300]
+                    self._log(
+                        f"warning: {self._url} is not up to date ({cause}): it is tried again "
+                        f"after the next checkpoint; all is in {self._folder}"
+                    )
+                else:
+                    time.sleep(_PAUSE_SECONDS)
+
+    def end(self, code: int) -> int:
+        """Uploads the rest; the exit code: `code`, or `exits.UNSAVED` where that failed."""
+        self.push()
+        if self._url and not self._failed:
+            self._log(f"uploaded to {self._url}")
+        return exits.UNSAVED if self._failed else code
+
+    def _upload(self) -> None:
+        for name in self._small():
+            with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
+                state = self._state(name)
+                if self._sent.get(name) != state:
+                    remote.upload(self._folder / name, f"{self._url}/{name}")
+                    self._sent[name] = state
+        for name in self._sent.keys() - {*self._small()}:
+            remote.remove(f"{self._url}/{name}")
+            del self._sent[name]
+        complete = self._complete()
+        for step in sorted(complete - self._steps, key=int):
+            remote.upload_folder(
+                self._folder / _CHECKPOINTS / step, f"{self._url}/{_CHECKPOINTS}{step}",
+                last=directory.MARKER,
+            )  # fmt: skip
+            self._steps.add(step)
+        for step in self._steps - complete:
+            _remove_checkpoint(f"{self._url}/{_CHECKPOINTS}{step}")
+            self._steps.remove(step)
+
+    def _complete(self) -> set[str]:
+        return {str(step) for step in directory.steps(self._folder / "checkpoints")}
+
+    def _small(self) -> list[str]:
+        """The files of the work directory besides its checkpoints."""
+        keep, found = _wanted(()), []
+        for path in sorted(self._folder.rglob("*")):
+            name = path.relative_to(self._folder).as_posix()
+            if keep(name) and not name.endswith(".tmp") and path.is_file():
+                found.append(name)
+        return found
+
+    def _state(self, name: str) -> tuple[int, int]:
+        status = (self._folder / name).stat()
+        return status.st_size, status.st_mtime_ns
+
+
+def _remove_checkpoint(url: str) -> None:
+    remote.remove(f"{url}/{directory.MARKER}")  # from here on it is unfinished
+    for name in remote.find(url):
+        remote.remove(f"{url}/{name}")
+
+
+def begin(workdir: str, job: Any, *, log: Log) -> tuple[str, Mirror]:
+    """The local work directory of a run, and its copy in a store, where `workdir` is there.
+
+    Takes the store's directory for this run. Raises ValueError where that is not possible.
+    """
+    if not remote.is_url(workdir):
+        return workdir, Mirror("", pathlib.Path(workdir), log=log)
+    if job.peers.many:
+        raise ValueError(
+            f"workdir={workdir}: in an object store a run has one process, and this one has "
+            f"{job.peers.count}: name a folder of a file system that all processes see"
+        )
+    job.own(workdir)
+    folder = remote.local_place(workdir, FOLDER)
+    mirror = Mirror(workdir, folder, log=log)
+    mirror.pull()
+    log(f"work: {workdir} is written in {folder} and uploaded after each checkpoint")
+    return str(folder), mirror

@@ -1,0 +1,112 @@
+"""A run whose work directory is in an object store (moto's S3 server), killed and continued."""
+
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from support import text_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 12
+SECONDS = 600.0
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """The variables of a process that uses a new, empty S3 with the bucket `bucket`."""
+    for module in ("s3fs", "moto", "flask"):
+        pytest.importorskip(module, reason=f"{module} is not installed (extras s3 and test)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path / "home"),
+    }  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    import s3fs
+
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
+            break
+        except OSError:
+            assert time.monotonic() < deadline and server.poll() is None
+            time.sleep(0.5)
+    yield dict(os.environ)
+    server.kill()
+    server.wait()
+
+
+def start(tmp_path, workdir, environment, **options):
+    command = [
+        sys.executable, "-m", "llmx.train", "--config", "configs/quickstart.py",
+        "--workdir", workdir, f"--config.data.sources=('{tmp_path}/text',)",
+        f"--config.data.cache_dir={tmp_path}/data", f"--config.steps={STEPS}",
+        "--config.checkpoint.every=4", "--config.evaluation.every=0", "--config.batch.size=2",
+        "--config.batch.sequence_length=32", "--config.model.num_layers=1",
+        "--config.metrics.log_every=1", "--config.sample.max_tokens=4",
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, **options,
+    )  # fmt: skip
+
+
+def ended(process):
+    said, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, said
+
+
+def test_a_killed_run_continues_from_the_store_with_the_same_losses(tmp_path, environment):
+    import s3fs
+
+    text_runs.write_corpus(tmp_path, files=3, words=400)
+    code, said = ended(start(tmp_path, str(tmp_path / "local"), environment))
+    assert code == 0, said
+    url, files = "s3://bucket/runs/a", s3fs.S3FileSystem()
+    first = start(tmp_path, url, environment)
+    marker, deadline = "bucket/runs/a/checkpoints/4/commit_success.txt", time.monotonic() + SECONDS
+    while True:
+        files.invalidate_cache()
+        if files.exists(marker):
+            break
+        assert first.poll() is None and time.monotonic() < deadline, ended(first)
+        time.sleep(0.1)
+    # While it lives no other run may have the directory.
+    first.send_signal(signal.SIGSTOP)
+    refused, said = ended(start(tmp_path, url, environment))
+    assert refused == 2 and f"{url} is in use by process {first.pid}" in said, said
+    first.kill()
+    assert ended(first)[0] == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "home" / ".cache" / "llmx" / "workdirs")  # as on another machine
+    code, said = ended(start(tmp_path, url, environment))
+    assert code == 0, said
+    assert f"resumed from checkpoint {4}" in said or "resumed from checkpoint 8" in said, said
+    assert f"uploaded to {url}" in said
+    shutil.rmtree(tmp_path / "home" / ".cache" / "llmx" / "workdirs")
+    files.invalidate_cache()
+    files.get("bucket/runs/a/metrics.jsonl", str(tmp_path / "copy" / "metrics.jsonl"))
+    whole = text_runs.losses(tmp_path / "local", steps=STEPS)
+    assert text_runs.losses(tmp_path / "copy", steps=STEPS) == whole
+    assert not files.exists("bucket/runs/a/owner.json")
+    shown = subprocess.run(
+        [sys.executable, "-m", "llmx.checkpoint", "verify", url, "--all"], cwd=ROOT,
+        env=environment, capture_output=True, text=True, check=False, timeout=SECONDS,
+    )  # fmt: skip
+    assert shown.returncode == 0 and f"{STEPS}" in shown.stdout, shown.stderr
