@@ -772,7 +772,7 @@ def test_command_end_to_end(tmp_path):
     [
         ([], "--source is missing"),
         (["--source", "stdlib"], "--output is missing"),
-        (["--source", "stdlib", "--output", "az://b/x"], "--output az://b/x is a URL"),
+        (["--source", "stdlib", "--output", "az://b/x"], "--output az://b/x needs adlfs, which is not installed"),
         (["--source", "nowhere.txt", "--output", "{tmp}/o"], "'nowhere.txt' does not exist"),
         (["--source", "{tmp}/bad.jsonl", "--output", "{tmp}/o"], "bad.jsonl: line 2"),
         (["--source", "stdlib", "--output", "{tmp}"], "holds other files"),
