@@ -54,7 +54,7 @@ def restore_params(
     found = _restore_own(
         workdir, restored.state, config, ema=ema, order=order, step=restored.step, log=log
     )
-    return restored._replace(state=_merged(restored.state, found.state, config.scale))
+    return restored._replace(state=_merged(restored.state, found.state, config))
 
 
 def restore_adapters(
@@ -86,13 +86,13 @@ def _restore_own(workdir, model_params, config: AdaptersConfig, *, ema, order, s
     )
 
 
-def _merged(frozen: Any, own: Any, scale: float) -> Any:
+def _merged(frozen: Any, own: Any, config: AdaptersConfig) -> Any:
     def one(leaf):
         if not isinstance(leaf, adapters.Adapted):
             return leaf
         if isinstance(leaf.weight, streamed.Stored):
             return MergedStored.of(leaf)
-        merge = lambda *arrays: adapters.merged_weight(*arrays, scale)  # noqa: E731
+        merge = lambda *arrays: adapters.merged_weight(*arrays, config.scale)  # noqa: E731
         to = leaf.weight.sharding
         if isinstance(to, NamedSharding):
             merge = jax.sharding.auto_axes(merge, out_sharding=to)
@@ -100,7 +100,7 @@ def _merged(frozen: Any, own: Any, scale: float) -> Any:
                 return jax.jit(merge, out_shardings=to)(leaf.weight, leaf.down, leaf.up)
         return jax.jit(merge)(leaf.weight, leaf.down, leaf.up)
 
-    both = adapters.joined(frozen, own, scale)
+    both = adapters.joined(frozen, own, config)
     return jax.tree.map(one, both, is_leaf=adapters.is_adapted)
 
 
@@ -126,4 +126,4 @@ class MergedStored(streamed.Stored):
         added = np.einsum(f"l{into}r,lr{out}->l{into}{out}", down, up)
         added = added[0] if layers is not first else added
         rest = index[1:] if layers is not first else (slice(None), *index[1:])
-        return weight + self.adapted.scale * (added[rest] if rest else added)
+        return weight + self.adapted.config.scale * (added[rest] if rest else added)

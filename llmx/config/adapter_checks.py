@@ -15,7 +15,7 @@ def problems(config: Config) -> Iterator[str]:
     if bounds.problems(section, "adapters."):
         return  # said already
     if not section.rank:
-        for key in ("alpha", "products"):
+        for key in ("alpha", "dropout", "products"):
             if (value := vars(section)[key]) != vars(default)[key]:
                 yield (
                     f"adapters.{key}={value!r} has no effect with adapters.rank=0: set a rank, or "
@@ -28,6 +28,11 @@ def problems(config: Config) -> Iterator[str]:
         yield (
             f"adapters.rank={section.rank} with pipeline.schedule='pipedream_2bw', which keeps two "
             "versions of all parameters, frozen ones too: use another schedule"
+        )
+    if section.dropout and config.sharding.turns > 1:
+        yield (
+            f"adapters.dropout={section.dropout} with sharding.turns={config.sharding.turns}: what "
+            "is dropped is drawn for all tokens of a device; use sharding.turns=1"
         )
     if config.products.scaling == "delayed":
         yield (

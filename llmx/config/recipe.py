@@ -54,6 +54,7 @@ def make_recipe(
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
+        seed=config.seed,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
         | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient
@@ -135,7 +136,7 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
     chip = hardware.DEVICE_KINDS.get(device_kind, "")
     if config.sharding.turns or mesh.tensor == 1 or chip not in MOST_TURNS:
         return config.sharding.turns or 1
-    if config.model.num_experts:  # loads are of all tokens
+    if config.model.num_experts or config.adapters.dropout:  # loads, noise: of all tokens
         return 1
     if mesh.stage > 1:
         table = utilization.table_of(config)

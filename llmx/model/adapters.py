@@ -1,12 +1,15 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a product's weight stays, and what is trained is
 added to it:
 
-    y = x W + (alpha / rank) (x A) B        A [in, rank], B [rank, out]
+    y = x W + (alpha / rank) (dropout(x) A) B        A [in, rank], B [rank, out]
 
 W is frozen, in the compute dtype, and has neither a gradient nor optimizer state. A and B are a
 tree of their own, which is what a run with adapters trains: `State.params`; the model's parameters
 are `State.frozen`. Where both are needed, `joined` puts `Adapted` in the place of a weight, and
 `llmx.model.dot` multiplies with it. B begins at zero, so that the first step is the model's own.
+
+Dropout's random numbers are hashes of (seed, step, row, position, layer, product, number of x): the
+same on every mesh, in every microbatch and in a pass that is repeated.
 """
 
 import dataclasses
@@ -17,7 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from llmx import sharding
 from llmx.runtime.bounds import bounded
 from llmx.sharding import trees
 
@@ -28,12 +33,14 @@ DOWN, UP = "down", "up"  # A and B
 MODULES = ("attention", "mlp")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class AdaptersConfig:
     """What is trained beside frozen parameters."""
 
     rank: int = bounded(0, at_least=0)  # of each adapter; 0 = none: all parameters are trained
     alpha: float = bounded(16.0, above=0)  # adapters are added with the weight alpha / rank
+    # share of each adapter's inputs that a training step leaves out
+    dropout: float = bounded(0.0, at_least=0, below=1)
     # which products have one: a module, "attention", or a product, "attention/query"
     products: tuple[str, ...] = MODULES
 
@@ -51,7 +58,9 @@ class Adapted:
     weight: Any
     down: Any
     up: Any
-    scale: float = dataclasses.field(metadata={"static": True})
+    # With dropout: uint32 [l] of each layer and product, then in a layer uint32 [B, T]
+    noise: Any
+    config: AdaptersConfig = dataclasses.field(metadata={"static": True})
 
 
 def factors(expression: str) -> tuple[str, str]:
@@ -144,26 +153,86 @@ def init(config: AdaptersConfig, shapes: Any, axes: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(one, shapes_and_axes(config, shapes, axes)[0])
 
 
-def joined(frozen: Any, adapters: Any, scale: float) -> Any:
-    """The model's parameters, with `Adapted` in the place of those that have an adapter."""
+def joined(
+    frozen: Any, adapters: Any, config: AdaptersConfig, *,
+    layers: Mapping[str, Any] | None = None, path: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """The model's parameters, with `Adapted` in the place of those that have an adapter.
+
+    `layers`: the numbers of the layers in each stack, int32 [l]: then inputs are dropped.
+    """
     if not isinstance(frozen, Mapping):
-        return Adapted(frozen, adapters[DOWN], adapters[UP], scale)
+        noise = None
+        if layers is not None and config.dropout:
+            product = np.uint32(zlib.crc32("/".join(path).encode()))
+            noise = _mixed(layers[path[0]].astype(jnp.uint32) * np.uint32(0x9E3779B1) + product)
+            of_layers = jax.typeof(adapters[DOWN]).sharding.spec.partitions[0]
+            noise = jax.sharding.reshard(noise, jax.P(of_layers))
+        return Adapted(frozen, adapters[DOWN], adapters[UP], noise, config)
     return {
-        name: joined(leaf, adapters[name], scale) if name in adapters else leaf
+        name: joined(leaf, adapters[name], config, layers=layers, path=(*path, name))
+        if name in adapters else leaf
         for name, leaf in frozen.items()
-    }
+    }  # fmt: skip
 
 
-def merged(frozen: Any, adapters: Any, scale: float) -> Any:
+def noise_of_rows(shape: tuple[int, int], to: Any, step: Any, seed: int) -> Any:
+    """Random numbers of the positions of a global batch, uint32 [B, T], placed as `to`."""
+    row, column = (
+        jax.lax.broadcasted_iota(jnp.uint32, shape, dim, out_sharding=to) for dim in (0, 1)
+    )
+    of_step = _mixed(jnp.uint32(seed) ^ _mixed(jnp.asarray(step).astype(jnp.uint32)))
+    return _mixed(_mixed(row ^ of_step) + column)
+
+
+def with_noise(weights: Any, noise_BT: Any) -> Any:
+    """A layer's weights, whose adapters that drop inputs know the noise of the positions."""
+
+    def one(weight):
+        if not isinstance(weight, Adapted) or weight.noise is None:
+            return weight
+        return dataclasses.replace(weight, noise=_mixed(noise_BT ^ weight.noise))
+
+    return jax.tree.map(one, weights, is_leaf=is_adapted)
+
+
+def dropped(x: Any, weight: Adapted) -> Any:
+    """x [B, T, ...] without a random share of its numbers, the others larger for it."""
+    if weight.noise is None:
+        return x
+    to = jax.typeof(x).sharding.spec
+    plain = sharding.split_only(to)
+    noise = jax.sharding.reshard(weight.noise, jax.P(*plain.partitions[:2]))
+    number, size = jnp.zeros(x.shape[2:], jnp.uint32), 1
+    inner = jax.P(*plain.partitions[2:])
+    for dim in reversed(range(x.ndim - 2)):
+        iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape[2:], dim, out_sharding=inner)
+        number, size = number + iota * np.uint32(size), size * x.shape[2 + dim]
+    number = jnp.broadcast_to(number, x.shape, out_sharding=plain)
+    noise = jnp.broadcast_to(
+        jnp.expand_dims(noise, tuple(range(2, x.ndim))), x.shape, out_sharding=plain
+    )
+    keep = 1 - weight.config.dropout
+    kept = _mixed(noise + number * np.uint32(0x85EBCA77)) < np.uint32(keep * 2**32)
+    return jnp.where(kept, jax.sharding.reshard(x, plain) * jnp.asarray(1 / keep, x.dtype), 0)
+
+
+def _mixed(bits: Any) -> Any:
+    """uint32 of which each bit depends on each bit of `bits` (finalizer of MurmurHash3)."""
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def merged(frozen: Any, adapters: Any, config: AdaptersConfig) -> Any:
     """The parameters of the model that computes the same without adapters, fp32: W + scale A B."""
 
     def one(weight):
         if not isinstance(weight, Adapted):
             return weight.astype(jnp.float32)
-        return merged_weight(weight.weight, weight.down, weight.up, scale)
+        return merged_weight(weight.weight, weight.down, weight.up, config.scale)
 
-    both = joined(frozen, adapters, scale)
-    return jax.tree.map(one, both, is_leaf=lambda leaf: isinstance(leaf, Adapted))
+    return jax.tree.map(one, joined(frozen, adapters, config), is_leaf=is_adapted)
 
 
 def merged_weight(weight: Any, down: Any, up: Any, scale: float) -> Any:

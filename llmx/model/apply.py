@@ -61,7 +61,8 @@ class Apply:
         """Loss of each token, and log Z, in nats, fp32.
 
         `batch` has tokens, targets, segment_ids and positions, each int32 [B, T], and for routed
-        experts "share", fp32 [B, T]: what a nat of each token's loss adds to what is minimized.
+        experts "share", fp32 [B, T]: what a nat of each token's loss adds to what is minimized;
+        where adapters drop inputs "noise", see `adapters.noise_of_rows`.
         `grad_buffers` is a tree like `params`, without what is frozen: see
         `sharding.accumulate_into`.
         """
@@ -70,18 +71,21 @@ class Apply:
             # The blocks have theirs inside the scan, so that each gradient is done with its layer.
             block_buffers = grad_buffers["blocks"]
             params = self.with_grad_buffers(params, grad_buffers, execution)
-        names = ("tokens", "targets", "segment_ids", "positions")
-        if self.model.num_experts and "share" in batch:
-            names = (*names, "share")
-        rows = self.split_rows([batch[name] for name in names], execution)
-        tokens_BT, targets_BT, segments_BT, positions_BT, *share = rows
-        mask = self_mask(segments_BT, positions_BT, execution)
-        x_BTD = self.embedded(params, tokens_BT, mask, execution, grad_buffers=grad_buffers)
+        names = ["tokens", "targets", "segment_ids", "positions"]
+        names += ["share"] * (self.model.num_experts > 0 and "share" in batch)
+        names += ["noise"] * ("noise" in batch)
+        split = self.split_rows([batch[name] for name in names], execution)
+        rows = dict(zip(names, split, strict=True))
+        mask = self_mask(rows["segment_ids"], rows["positions"], execution)
+        x_BTD = self.embedded(
+            params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
+            noise_BT=rows.get("noise"),
+        )  # fmt: skip
         x_BTD, _ = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
-            share_BT=share[0] if share else None,
+            share_BT=rows.get("share"), noise_BT=rows.get("noise"),
         )  # fmt: skip
-        loss_and_log_z = self.last_losses(params, x_BTD, targets_BT, execution)
+        loss_and_log_z = self.last_losses(params, x_BTD, rows["targets"], execution)
         return tuple(self.split_rows(loss_and_log_z, execution, back=True))
 
     def with_grad_buffers(self, params: dict, buffers: dict, execution: Execution) -> dict:
@@ -200,16 +204,18 @@ class Apply:
 
     def embedded(
         self, params: dict, tokens_BT, mask: Mask, execution: Execution, *,
-        grad_buffers: dict | None = None,
+        grad_buffers: dict | None = None, noise_BT: Array | None = None,
     ) -> Float[Array, "B T D"]:  # fmt: skip
         """The input of the first of the blocks, in the compute dtype: of tokens looked up, and gone
-        through first layers, if there are any, whose `grad_buffers` are as in `losses`."""
+        through first layers, if there are any, whose `grad_buffers` and noise are as in `losses`.
+        """
         x_BTD = self._looked_up(params, tokens_BT, mask.positions_BT, execution)
         if not self.model.num_first:
             return x_BTD
         return self.first_layers.apply_layers(
             params["first"], x_BTD, mask, execution,
             grad_buffers=None if grad_buffers is None else grad_buffers.get("first"),
+            noise_BT=noise_BT,
         )[0]  # fmt: skip
 
     def _looked_up(
@@ -240,7 +246,7 @@ class Apply:
         kinds: tuple[str, ...] | Array | None = None, grad_buffers: dict | None = None,
         rotations: dict | None = None, cache: tuple[Array, Array] | None = None,
         now: Array | int | None = None, row: Array | None = None, first: int = 0,
-        share_BT: Array | None = None,
+        share_BT: Array | None = None, noise_BT: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
@@ -257,6 +263,7 @@ class Apply:
           row: int32 [], see `blocks`.
           first: the number of the first layer, by which the rules of `execution.remat` count.
           share_BT: see `losses`; None = losses of routed experts are left out.
+          noise_BT: see `losses`; None = adapters drop nothing.
         """
         kinds = self.model.block_kinds if kinds is None else kinds
         rules = remat.parse(execution.remat, self.kind_names)
@@ -268,7 +275,9 @@ class Apply:
         masks = groups.split_masks(mask, rotations)
         if share_BT is not None:
             share_BT = place.constrain(share_BT, ("batch", "block_sequence"))
-        layer_of = functools.partial(self._layer, masks, groups, execution, now, row, share_BT)
+        layer_of = functools.partial(
+            self._layer, masks, groups, execution, now, row, share_BT, noise_BT
+        )
         is_layer = None if isinstance(kinds, tuple) else kinds >= 0
         others = (grad_buffers, cache, is_layer)
         with execution.policy.products():
@@ -281,7 +290,8 @@ class Apply:
 
     def _layer(
         self, masks: list, groups: turns.Groups, execution: Execution, now, row: Array | None,
-        share_BT: Array | None, kind: str, *, recomputed: bool, stack: dict | None,
+        share_BT: Array | None, noise_BT: Array | None, kind: str, *, recomputed: bool,
+        stack: dict | None,
     ) -> Callable:  # fmt: skip
         """(x, (weights, (gradient buffers, cache, is_layer)) of one layer) -> (x, its cache).
 
@@ -305,6 +315,8 @@ class Apply:
                 index = own if row is None else row + own
                 weights = jax.tree.map(lambda leaf: _row(leaf, index), stack)
             weights = jax.tree.map(_on_device, weights)
+            if noise_BT is not None:
+                weights = adapters.with_noise(weights, noise_BT)
             if several and execution.recomputed:
                 weights = self._gathered(weights, execution)
             out, keys_and_values = [], () if by_positions else cache

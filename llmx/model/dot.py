@@ -177,9 +177,11 @@ def _adapted(
     product = functools.partial(dot, recomputed=recomputed)
     down, up = adapters.factors(expression)
     inner = PartitionSpec(*out.partitions[:2], None)
-    low = product(down, x, weight.down, out=inner, policy=exact)
+    low = product(down, adapters.dropped(x, weight), weight.down, out=inner, policy=exact)
     added = product(up, low, weight.up, out=out, policy=exact)
-    return product(expression, x, weight.weight, out=out, policy=policy) + weight.scale * added
+    return (
+        product(expression, x, weight.weight, out=out, policy=policy) + weight.config.scale * added
+    )
 
 
 def gathered(

@@ -49,24 +49,35 @@ class TrainingLoss:
     model_axes: Any = ()  # logical axes of the model's parameters
     # What pairs of answers cost; None = the loss is that of tokens
     preference: PreferenceConfig | None = None
+    seed: int = 0  # of dropout
+    # from the blocks' parameters [L, ...] to those of the stages of a pipeline
+    arrange: Callable[[Any], Any] = lambda blocks: blocks
 
     @property
     def model_params(self) -> Any:
         """Shapes with shardings of the model's parameters."""
         return self.frozen if self.adapters.rank else self.params
 
-    def joined(self, params: Any, frozen: Any) -> Any:
-        """Parameters with which the model is computed, of what is trained and what is not."""
+    def joined(self, params: Any, frozen: Any, *, training: bool = False) -> Any:
+        """Parameters with which the model is computed, of what is trained and what is not.
+
+        `training`: of a batch that is `prepared`: adapters drop a part of their inputs.
+        """
         if not self.adapters.rank:
             return params
-        return adapters_lib.joined(frozen, params, self.adapters.scale)
+        layers = None
+        if training and self.adapters.dropout:
+            model = self.apply.model
+            numbers = jnp.arange(model.num_first, model.num_layers, dtype=jnp.int32)
+            layers = {"first": jnp.arange(model.num_first), "blocks": self.arrange(numbers)}
+        return adapters_lib.joined(frozen, params, self.adapters, layers=layers)
 
     def merged(self, params: Any, frozen: Any) -> Any:
         """Parameters of the same model without adapters, fp32, split as the frozen ones."""
         if not self.adapters.rank:
             return params
         to = jax.tree.map(lambda leaf: leaf.sharding, self.frozen)
-        merge = lambda *both: adapters_lib.merged(*both, self.adapters.scale)  # noqa: E731
+        merge = lambda *both: adapters_lib.merged(*both, self.adapters)  # noqa: E731
         with jax.set_mesh(self.mesh):
             merge = jax.sharding.auto_axes(merge, out_sharding=to)
             return jax.jit(merge, out_shardings=to)(frozen, params)
@@ -103,9 +114,16 @@ class TrainingLoss:
         """Names of what `of_rows` reports."""
         return () if self.preference is None else preference.REPORTED
 
-    def prepared(self, batch: Batch, frozen: Any, *, accumulation: int = 1) -> Batch:
-        """A global batch with what else its loss depends on: for preferences what the reference
-        says of it, in `accumulation` microbatches. Communicates as a forward pass does."""
+    def prepared(
+        self, batch: Batch, frozen: Any, *, step: Any = None, accumulation: int = 1
+    ) -> Batch:  # fmt: skip
+        """A global batch with what else its loss depends on: the noise of dropout, at a step of
+        training; for preferences what the reference says of it, in `accumulation` microbatches.
+        Communicates as a forward pass does."""
+        if step is not None and self.adapters.dropout:
+            to = self.batch_sharding
+            noise_BT = adapters_lib.noise_of_rows(batch["tokens"].shape, to, step, self.seed)
+            batch = batch | {"noise": noise_BT}
         if self.preference is None:
             return batch
 
@@ -250,6 +268,7 @@ def make(
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
+    seed: int = 0,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
@@ -289,7 +308,8 @@ def make(
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
         apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
-        transforms or {}, adapters, frozen, model_axes, preferred,
+        transforms or {}, adapters, frozen, model_axes, preferred, seed,
+        *([] if arrange is None else [arrange]),
     )  # fmt: skip
 
 

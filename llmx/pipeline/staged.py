@@ -210,8 +210,9 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
     def embed(outer, buffers, rows):
         mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
         return apply.embedded(
-            with_buffers(outer, buffers), rows["tokens"], mask, execution, grad_buffers=buffers
-        )
+            with_buffers(outer, buffers), rows["tokens"], mask, execution, grad_buffers=buffers,
+            noise_BT=rows.get("noise"),
+        )  # fmt: skip
 
     def side_inputs(rows, works):
         mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
@@ -219,13 +220,13 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
         if model.num_experts:
             # Without an operation no loss of the routers is minimized.
             share_BT = loss.token_shares(jnp.where(works, rows["share"], 0), rows["extra"])
-        return mask, apply.rotations(rows["positions"]), share_BT
+        return mask, apply.rotations(rows["positions"]), share_BT, rows.get("noise")
 
     def apply_layers(weights, buffers, x_BTD, side_inputs, kinds, *, row=None, first=0):
-        mask, rotations, share_BT = side_inputs
+        mask, rotations, share_BT, noise_BT = side_inputs
         return apply.apply_layers(
             weights, x_BTD, mask, inside, kinds=kinds, grad_buffers=buffers, rotations=rotations,
-            row=row, first=first, share_BT=share_BT,
+            row=row, first=first, share_BT=share_BT, noise_BT=noise_BT,
         )[0]  # fmt: skip
 
     def losses(outer, buffers, x_BTD, rows):

@@ -181,8 +181,10 @@ def make_train_step(
     transforms = recipe.loss.transforms
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
-        params = recipe.loss.joined(params_of(state), state.frozen)
-        batch = recipe.loss.prepared(batch, state.frozen, accumulation=recipe.accumulation)
+        params = recipe.loss.joined(params_of(state), state.frozen, training=True)
+        batch = recipe.loss.prepared(
+            batch, state.frozen, step=state.step, accumulation=recipe.accumulation
+        )
         found, in_flight = gradient.take(params, batch, state.in_flight, state.extra)
         found, sync = reduce(found, state.sync)
         verdict, guard = guards.check(recipe.guard, state.guard, found)

@@ -18,6 +18,7 @@ from llmx.data import tokenizers
 from llmx.model import adapters, families
 from llmx.sharding import trees
 
+LIKE = adapters.AdaptersConfig(rank=2, alpha=6.0)
 LORA = dict(adapters__rank=2, adapters__alpha=6.0, optimizer__ema_decay=0.5)
 
 
@@ -120,7 +121,7 @@ def test_other_commands_get_the_merged_model(tuned):
     for ema, own in ((False, state.params), (True, state.ema)):
         restored = model_params.restore_params(run.workdir, plain.loss.params, ema=ema, log=print)
         assert restored.step == 4
-        wanted = jax.device_get(adapters.merged(state.frozen, own, 3.0))
+        wanted = jax.device_get(adapters.merged(state.frozen, own, LIKE))
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(np.asarray(a, "f4"), b, rtol=1e-6, atol=1e-6),
             restored.state, wanted,
@@ -131,7 +132,7 @@ def test_evaluation_in_training_is_that_of_the_merged_model(tuned, tmp_path):
     """To fp32's rounding, where both compute in it."""
     run, _, state = tuned
     _, recipe = run_of(tmp_path / "fp32", run.start_from)
-    merged = adapters.merged(state.frozen, state.params, 3.0)
+    merged = adapters.merged(state.frozen, state.params, LIKE)
     plain = runs.make_recipe(plain_model(run, precision="fp32"))
     put = lambda tree, like: jax.tree.map(  # noqa: E731
         lambda a, b: jax.device_put(np.asarray(a, b.dtype), b.sharding), tree, like
@@ -151,7 +152,7 @@ def test_exports(tuned, tmp_path, capsys):
     command = ["--workdir", run.workdir]
     assert convert.main([*command, "--to-hf", f"{tmp_path}/merged", "--dtype", "float32"]) == 0
     _, read = hf.load(tmp_path / "merged")
-    wanted = jax.device_get(adapters.merged(state.frozen, state.ema, 3.0))
+    wanted = jax.device_get(adapters.merged(state.frozen, state.ema, LIKE))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), read, wanted)
     assert convert.main([*command, "--to-peft", f"{tmp_path}/adapter", "--no-ema"]) == 0
     assert "the adapters of step 4" in "".join(capsys.readouterr())
@@ -173,7 +174,7 @@ def test_exports(tuned, tmp_path, capsys):
 def test_a_run_starts_from_one_with_adapters(tuned, tmp_path):
     """With its merged model, whole or under adapters of its own."""
     run, _, state = tuned
-    wanted = jax.device_get(adapters.merged(state.frozen, state.params, 3.0))
+    wanted = jax.device_get(adapters.merged(state.frozen, state.params, LIKE))
     whole = dict(adapters__rank=0, adapters__alpha=16.0)
     for place, values in (("whole", whole), ("more", dict(adapters__rank=4))):
         next_run, recipe = run_of(tmp_path / place, run.workdir, **values)

@@ -61,7 +61,7 @@ def test_logits_are_those_of_peft(case, transformers, run, tmp_path):
     assert len(stored) == len(json_names(tmp_path / "adapter"))
     expected = hf_models.their_logits(loaded, tokens)
     assert np.abs(expected - before).max() > 0.1
-    merged = jax.device_get(adapters.merged(params, own, config.scale))
+    merged = jax.device_get(adapters.merged(params, own, config))
     np.testing.assert_allclose(
         hf_models.our_logits(model, merged, run, tokens)[..., :99], expected, atol=LOGITS, rtol=0
     )

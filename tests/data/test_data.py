@@ -772,7 +772,10 @@ def test_command_end_to_end(tmp_path):
     [
         ([], "--source is missing"),
         (["--source", "stdlib"], "--output is missing"),
-        (["--source", "stdlib", "--output", "az://b/x"], "--output az://b/x needs adlfs, which is not installed"),
+        (
+            ["--source", "stdlib", "--output", "az://b/x"],
+            "az://b/x needs adlfs, which is not",
+        ),
         (["--source", "nowhere.txt", "--output", "{tmp}/o"], "'nowhere.txt' does not exist"),
         (["--source", "{tmp}/bad.jsonl", "--output", "{tmp}/o"], "bad.jsonl: line 2"),
         (["--source", "stdlib", "--output", "{tmp}"], "holds other files"),

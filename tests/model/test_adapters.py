@@ -11,7 +11,7 @@ from llmx.model import adapters
 from llmx.sharding import trees
 
 MODEL = dict(num_layers=3, width=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=4,
-             vocab_size=261, vocab_multiple=1)  # fmt: skip
+             vocab_size=261, vocab_multiple=2)  # fmt: skip
 LATENT = dict(num_kv_heads=4, rope_dim=2, num_experts=4, experts_per_token=2, expert_dim=8,
               shared_dim=8, first_dense=1, router_groups=1, router_groups_kept=1)  # fmt: skip
 FAMILIES = {"llama3": {}, "gpt2": dict(num_kv_heads=4), "deepseek_v3": LATENT}
@@ -56,7 +56,7 @@ def test_loss_and_gradient_are_those_of_merged_weights(family):
     plain = recipe_of(family, adapters__rank=0, adapters__alpha=16.0)
 
     def nats(own, frozen):
-        sums, tokens = plain.loss.summed(adapters.merged(frozen, own, scale), batch)
+        sums, tokens = plain.loss.summed(adapters.merged(frozen, own, recipe.loss.adapters), batch)
         return sums / tokens
 
     with jax.set_mesh(recipe.mesh):
@@ -137,3 +137,67 @@ def test_chosen_products_only():
 def test_what_cannot_be_is_said(keys, said):
     with pytest.raises(ConfigError, match=said):
         recipe_of(**keys)
+
+
+DROPOUT = dict(adapters__dropout=0.4)
+
+
+def test_dropout_leaves_out_a_share_and_keeps_the_mean():
+    """Of every product and layer another one, drawn anew for each step, row and position."""
+    recipe = recipe_of(**DROPOUT)
+    with jax.set_mesh(recipe.mesh):
+        state = state_of(recipe)
+        joined = recipe.loss.joined(state.params, state.frozen, training=True)
+        joined = joined["blocks"]["attention"]
+    of = lambda name, number: jax.tree.map(lambda leaf: leaf[number], joined[name]["kernel"])  # noqa: E731
+    x = jnp.ones((4, 12, 16))
+
+    def kept(weight, step):
+        noise = adapters.noise_of_rows((4, 12), recipe.loss.batch_sharding, step, 0)
+        weights = adapters.with_noise({"kernel": weight}, noise)
+        return np.asarray(adapters.dropped(x, weights["kernel"]))
+
+    with jax.set_mesh(recipe.mesh):
+        first, other, key = kept(of("query", 0), 0), kept(of("query", 1), 0), kept(of("key", 0), 0)
+        assert set(np.unique(first)) == {0, np.float32(1 / 0.6)}
+        many = np.stack([kept(of("query", 0), step) for step in range(40)])
+    assert abs(many.mean() - 1) < 0.02
+    # Each number, row, position and step by itself: within five deviations.
+    for axis, deviation in (((0, 1, 2), 0.019), ((0, 2, 3), 0.016), ((0, 1, 3), 0.016)):
+        assert np.abs(many.mean(axis) - 1).max() < 5 * deviation
+    assert 0.4 < (many[0] == many[1]).mean() < 0.64  # 0.6^2 + 0.4^2 = 0.52
+    for another in (other, key):
+        assert 0.42 < (first == another).mean() < 0.62
+
+
+def test_dropout_changes_training_and_not_evaluation():
+    batch = packed.batches(1, rows=4, length=12, vocab=261)[0]
+    losses = {}
+    for share in (0.0, 0.4):
+        recipe = recipe_of(adapters__dropout=share)
+        with jax.set_mesh(recipe.mesh):
+            state, rows = state_of(recipe), runs.put_batch(recipe, batch)
+            whole = recipe.loss.evaluated(state.params, state.frozen)
+            evaluated = runs.make_evaluation(recipe)(whole, rows)[0]
+            _, report = runs.make_train_step(recipe)(state, rows)
+        losses[share] = float(evaluated), float(report.loss)
+    assert losses[0.0][0] == losses[0.4][0]
+    assert abs(losses[0.0][1] - losses[0.4][1]) > 1e-3
+
+
+MESHES = {
+    "accumulation": dict(mesh=dict(data=2), batch__accumulation=2),
+    "tensor-sequence": dict(mesh=dict(tensor=2, sequence=2), remat="full"),
+    "stages": dict(mesh=dict(stage=2, fsdp=2), batch__accumulation=2, pipeline__schedule="zb_h1"),
+    "replicas": dict(mesh=dict(data=2), sync__strategy="int8", sync__warmup_steps=10),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_dropout_is_the_same_on_every_mesh(mesh):
+    batches = packed.batches(3, rows=4, length=12, vocab=261)
+    keys = runs.PARITY_OPTIMIZER | DROPOUT
+    wanted = runs.train(recipe_of(**keys), batches)
+    compare.assert_trained_alike(
+        runs.train(recipe_of(**MESHES[mesh], **keys), batches), wanted, 1e-5
+    )
