@@ -124,11 +124,16 @@ def test_a_checkpoint_is_there_only_with_its_marker(tmp_path, store, monkeypatch
 def test_the_store_counts_not_what_a_machine_has_left(tmp_path, store):
     run = started(tmp_path / "a")
     checkpoint(tmp_path / "a", 4)
+    (tmp_path / "a" / "metrics.jsonl").write_text("of step 4")
     run.push()
     checkpoint(tmp_path / "a", 8)  # was not uploaded when the run was killed
     (tmp_path / "a" / "metrics.jsonl").write_text("of step 8")
     again = started(tmp_path / "a")
     assert directory.steps(tmp_path / "a" / "checkpoints") == [4]
+    assert held(tmp_path / "a") == objects(store)
+    assert objects(store)["metrics.jsonl"] == b"of step 4"
+    (tmp_path / "a" / "metrics.jsonl").write_text("of step 9")
+    again = started(tmp_path / "a")
     assert held(tmp_path / "a") == objects(store)
     assert not list((tmp_path / "a" / "checkpoints").glob("8*"))
     checkpoint(tmp_path / "a", 8)

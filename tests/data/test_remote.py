@@ -220,14 +220,22 @@ def test_a_fetched_folder_follows_the_store(tmp_path, store):
     }
     remote.fetch("memory://b/f", target)
     assert held() == put_all
-    (target / "a.txt").write_bytes(b"own")  # unchanged in the store: not read again
+    (target / "d.txt").write_bytes(b"left here")
+    before = (target / "a.txt").stat().st_ino
     store.rm("memory://b/f/b/c.txt")
     store.pipe_file("memory://b/f/d.txt", b"new")
     remote.fetch("memory://b/f", target)
-    assert held() == {"a.txt": b"own", "d.txt": b"new"}
+    assert held() == {"a.txt": b"one", "d.txt": b"new"}
+    assert (target / "a.txt").stat().st_ino == before  # not read again
+    (target / "a.txt").write_bytes(b"own")
+    remote.fetch("memory://b/f", target)
+    assert held()["a.txt"] == b"one"
     store.pipe_file("memory://b/f/a.txt", b"changed")
     remote.fetch("memory://b/f", target)
     assert held()["a.txt"] == b"changed"
+    store.store["/b/f//x/y"] = store.store["/b/f/a.txt"]  # a key that a store may hold
+    with pytest.raises(OSError, match="holds the name '/x/y', which leads out of a folder"):
+        remote.fetch("memory://b/f", target)
     with pytest.raises(FileNotFoundError, match="does not exist, or holds no files"):
         remote.fetch("memory://b/none", tmp_path / "n")
 
