@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support import memory_store
 
 from llmx.checkpoint import directory, mirror
 from llmx.data import remote
@@ -13,22 +14,12 @@ URL = "memory://bucket/run"
 
 @pytest.fixture
 def store():
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-
-    def empty():
-        files.store.clear()
-        files.pseudo_dirs[:] = [""]
-
-    empty()
-    yield files
-    empty()
+    with memory_store.emptied() as files:
+        yield files
 
 
 def objects(files):
-    root = "/bucket/run/"
-    return {name.removeprefix(root): files.cat_file(name) for name in files.find(root)}
+    return memory_store.objects(files, "bucket/run")
 
 
 def held(folder):

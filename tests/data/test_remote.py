@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support import data_formats as formats
+from support import memory_store
 
 from llmx.data import __main__ as command
 from llmx.data import build, dataset, documents, remote, shards, sources, tokenizers
@@ -106,18 +107,8 @@ def test_what_a_url_needs(monkeypatch):
 
 @pytest.fixture
 def store():
-    """fsspec's store in memory, empty before and after."""
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-
-    def empty():
-        files.store.clear()
-        files.pseudo_dirs[:] = [""]
-
-    empty()
-    yield files
-    empty()
+    with memory_store.emptied() as files:
+        yield files
 
 
 def put(files, folder, url):
@@ -243,11 +234,6 @@ def test_a_fetched_folder_follows_the_store(tmp_path, store):
 # ---- token shards ----
 
 
-def objects(files, folder):
-    root = f"/{folder}/"
-    return {name.removeprefix(root): files.cat_file(name) for name in files.find(root)}
-
-
 @pytest.fixture
 def machines(tmp_path, monkeypatch):
     """Calls `llmx.data` as on a machine of that name, each with its own disk."""
@@ -265,16 +251,16 @@ def test_shards_in_a_store_are_those_of_a_local_folder(tmp_path, store, machines
     assert machines("a", *source, "--output", tmp_path / "local") == 0
     assert machines("a", *source, "--output", "memory://b/out") == 0
     local = {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
-    assert objects(store, "b/out") == local and len(local) > 10
+    assert memory_store.objects(store, "b/out") == local and len(local) > 10
     assert not list((tmp_path / "a" / "uploads").glob("*/*"))  # nothing is left on the disk
     assert machines("b", *source, "--output", "memory://b/out/") == 0
     assert "is complete already" in capsys.readouterr().out
     changed = [*source[:-1], 400, "--output", "memory://b/out"]
     assert machines("a", *changed) == 2
     assert "memory://b/out holds the shards of other sources" in capsys.readouterr().err
-    assert objects(store, "b/out") == local
+    assert memory_store.objects(store, "b/out") == local
     assert machines("a", *changed, "--overwrite") == 0
-    assert len(objects(store, "b/out")) < len(local)
+    assert len(memory_store.objects(store, "b/out")) < len(local)
     store.pipe_file("memory://b/mine/thesis.txt", b"x")
     assert machines("a", *source, "--output", "memory://b/mine") == 2
     assert "memory://b/mine holds other files (thesis.txt)" in capsys.readouterr().err
@@ -305,8 +291,8 @@ def test_another_machine_continues_shards_to_the_same_bytes(tmp_path, store, mac
 
     monkeypatch.setattr(shards.ShardWriter, "close", close)
     assert machines("a", *source, "--output", "memory://b/out") == 130
-    assert {"progress.json", "shard-00001.tokens"} < objects(store, "b/out").keys()
-    assert "shard-00002.tokens" not in objects(store, "b/out")
+    assert {"progress.json", "shard-00001.tokens"} < memory_store.objects(store, "b/out").keys()
+    assert "shard-00002.tokens" not in memory_store.objects(store, "b/out")
     assert machines("b", *source, "--output", "memory://b/out") == 0
     assert written[3] == "shard-00002"  # it went on, and did not begin again
-    assert objects(store, "b/out") == local
+    assert memory_store.objects(store, "b/out") == local
