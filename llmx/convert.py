@@ -253,10 +253,12 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     command.add_argument("--workdir", required=True, help="of the run, or to be created")
     way = command.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers")
-    adapters = "a new directory for peft: the adapters only"
+    way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers, or a URL")
+    adapters = "a new directory for peft, or a URL: the adapters only"
     way.add_argument("--to-peft", metavar="DIR", help=adapters)
-    way.add_argument("--from-hf", metavar="DIR", help="a directory of config.json and safetensors")
+    way.add_argument(
+        "--from-hf", metavar="DIR", help="a directory of config.json and safetensors, or a URL"
+    )
     command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
     average = "write the average of the parameters; by default if the run keeps one"
     command.add_argument("--ema", action=argparse.BooleanOptionalAction, help=average)

@@ -122,7 +122,7 @@ class Mirror:
                     self._log(f"{self._url} can be written again")
                 self._failed = False
                 return
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: of the local folder
                 if attempt == _ATTEMPTS:
                     self._failed = True
                     cause = " ".join(str(error).split())[:300]

@@ -233,13 +233,25 @@ def local_place(url: str, folder: str | os.PathLike) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(folder)) / name
 
 
+def _is_inside(name: str) -> bool:
+    path = pathlib.PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _stamp(path: pathlib.Path) -> list[int]:
+    """What changes when a local file does."""
+    state = path.stat()
+    return [state.st_size, state.st_mtime_ns]
+
+
 def fetch(
     url: str, target: pathlib.Path, *, keep: Callable[[str], bool] = lambda name: True
 ) -> None:  # fmt: skip
     """Makes a local folder hold the files below a URL, those whose names `keep` takes.
 
-    Files that are there and have not changed are not read again; others are removed. Processes of
-    one machine may call it at once. Raises OSError, and FileNotFoundError where nothing is there.
+    Files that have changed neither here nor there are not read again; others are removed.
+    Processes of one machine may call it at once. Raises OSError, and FileNotFoundError where
+    nothing is there.
     """
     import fcntl
 
@@ -247,7 +259,7 @@ def fetch(
     with open(target.with_name(f"{target.name}.lock"), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         names = {name: state for name, state in find(url).items() if keep(name)}
-        if out := [name for name in names if ".." in pathlib.PurePosixPath(name).parts]:
+        if out := [name for name in names if not _is_inside(name)]:
             raise OSError(f"{url} holds the name {out[0]!r}, which leads out of a folder")
         if not names:
             raise FileNotFoundError(f"{url} does not exist, or holds no files")
@@ -258,8 +270,8 @@ def fetch(
             if path.is_file() and keep(name) and name not in names:
                 path.unlink()
         for name, state in names.items():
-            path, stamp = target / name, [state.num_bytes, state.version]
-            if path.is_file() and known.get(name) == stamp:
+            path, there = target / name, [state.num_bytes, state.version]
+            if path.is_file() and known.get(name) == there + _stamp(path):
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
@@ -267,5 +279,5 @@ def fetch(
             with _as_os_error(url):
                 files.get_file(source, str(partial))
             os.replace(partial, path)
-            known[name] = stamp
+            known[name] = there + _stamp(path)
             known_file.write_text(json.dumps(known))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support import memory_store
 
 from llmx.checkpoint import directory, mirror
 from llmx.data import remote
@@ -13,22 +14,12 @@ URL = "memory://bucket/run"
 
 @pytest.fixture
 def store():
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-
-    def empty():
-        files.store.clear()
-        files.pseudo_dirs[:] = [""]
-
-    empty()
-    yield files
-    empty()
+    with memory_store.emptied() as files:
+        yield files
 
 
 def objects(files):
-    root = "/bucket/run/"
-    return {name.removeprefix(root): files.cat_file(name) for name in files.find(root)}
+    return memory_store.objects(files, "bucket/run")
 
 
 def held(folder):
@@ -124,11 +115,16 @@ def test_a_checkpoint_is_there_only_with_its_marker(tmp_path, store, monkeypatch
 def test_the_store_counts_not_what_a_machine_has_left(tmp_path, store):
     run = started(tmp_path / "a")
     checkpoint(tmp_path / "a", 4)
+    (tmp_path / "a" / "metrics.jsonl").write_text("of step 4")
     run.push()
     checkpoint(tmp_path / "a", 8)  # was not uploaded when the run was killed
     (tmp_path / "a" / "metrics.jsonl").write_text("of step 8")
     again = started(tmp_path / "a")
     assert directory.steps(tmp_path / "a" / "checkpoints") == [4]
+    assert held(tmp_path / "a") == objects(store)
+    assert objects(store)["metrics.jsonl"] == b"of step 4"
+    (tmp_path / "a" / "metrics.jsonl").write_text("of step 9")
+    again = started(tmp_path / "a")
     assert held(tmp_path / "a") == objects(store)
     assert not list((tmp_path / "a" / "checkpoints").glob("8*"))
     checkpoint(tmp_path / "a", 8)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support import data_formats as formats
+from support import memory_store
 
 from llmx.data import __main__ as command
 from llmx.data import build, dataset, documents, remote, shards, sources, tokenizers
@@ -106,18 +107,8 @@ def test_what_a_url_needs(monkeypatch):
 
 @pytest.fixture
 def store():
-    """fsspec's store in memory, empty before and after."""
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-
-    def empty():
-        files.store.clear()
-        files.pseudo_dirs[:] = [""]
-
-    empty()
-    yield files
-    empty()
+    with memory_store.emptied() as files:
+        yield files
 
 
 def put(files, folder, url):
@@ -220,24 +211,27 @@ def test_a_fetched_folder_follows_the_store(tmp_path, store):
     }
     remote.fetch("memory://b/f", target)
     assert held() == put_all
-    (target / "a.txt").write_bytes(b"own")  # unchanged in the store: not read again
+    (target / "d.txt").write_bytes(b"left here")
+    before = (target / "a.txt").stat().st_ino
     store.rm("memory://b/f/b/c.txt")
     store.pipe_file("memory://b/f/d.txt", b"new")
     remote.fetch("memory://b/f", target)
-    assert held() == {"a.txt": b"own", "d.txt": b"new"}
+    assert held() == {"a.txt": b"one", "d.txt": b"new"}
+    assert (target / "a.txt").stat().st_ino == before  # not read again
+    (target / "a.txt").write_bytes(b"own")
+    remote.fetch("memory://b/f", target)
+    assert held()["a.txt"] == b"one"
     store.pipe_file("memory://b/f/a.txt", b"changed")
     remote.fetch("memory://b/f", target)
     assert held()["a.txt"] == b"changed"
+    store.store["/b/f//x/y"] = store.store["/b/f/a.txt"]  # a key that a store may hold
+    with pytest.raises(OSError, match="holds the name '/x/y', which leads out of a folder"):
+        remote.fetch("memory://b/f", target)
     with pytest.raises(FileNotFoundError, match="does not exist, or holds no files"):
         remote.fetch("memory://b/none", tmp_path / "n")
 
 
 # ---- token shards ----
-
-
-def objects(files, folder):
-    root = f"/{folder}/"
-    return {name.removeprefix(root): files.cat_file(name) for name in files.find(root)}
 
 
 @pytest.fixture
@@ -257,16 +251,16 @@ def test_shards_in_a_store_are_those_of_a_local_folder(tmp_path, store, machines
     assert machines("a", *source, "--output", tmp_path / "local") == 0
     assert machines("a", *source, "--output", "memory://b/out") == 0
     local = {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
-    assert objects(store, "b/out") == local and len(local) > 10
+    assert memory_store.objects(store, "b/out") == local and len(local) > 10
     assert not list((tmp_path / "a" / "uploads").glob("*/*"))  # nothing is left on the disk
     assert machines("b", *source, "--output", "memory://b/out/") == 0
     assert "is complete already" in capsys.readouterr().out
     changed = [*source[:-1], 400, "--output", "memory://b/out"]
     assert machines("a", *changed) == 2
     assert "memory://b/out holds the shards of other sources" in capsys.readouterr().err
-    assert objects(store, "b/out") == local
+    assert memory_store.objects(store, "b/out") == local
     assert machines("a", *changed, "--overwrite") == 0
-    assert len(objects(store, "b/out")) < len(local)
+    assert len(memory_store.objects(store, "b/out")) < len(local)
     store.pipe_file("memory://b/mine/thesis.txt", b"x")
     assert machines("a", *source, "--output", "memory://b/mine") == 2
     assert "memory://b/mine holds other files (thesis.txt)" in capsys.readouterr().err
@@ -297,8 +291,8 @@ def test_another_machine_continues_shards_to_the_same_bytes(tmp_path, store, mac
 
     monkeypatch.setattr(shards.ShardWriter, "close", close)
     assert machines("a", *source, "--output", "memory://b/out") == 130
-    assert {"progress.json", "shard-00001.tokens"} < objects(store, "b/out").keys()
-    assert "shard-00002.tokens" not in objects(store, "b/out")
+    assert {"progress.json", "shard-00001.tokens"} < memory_store.objects(store, "b/out").keys()
+    assert "shard-00002.tokens" not in memory_store.objects(store, "b/out")
     assert machines("b", *source, "--output", "memory://b/out") == 0
     assert written[3] == "shard-00002"  # it went on, and did not begin again
-    assert objects(store, "b/out") == local
+    assert memory_store.objects(store, "b/out") == local

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers as library
-from support import small_tokenizers
+from support import memory_store, small_tokenizers
 
 from llmx import config, convert, evaluate, generate
 from llmx.checkpoint import checkpointer, hf, hf_reader
@@ -112,6 +112,27 @@ def test_a_checkpoint_becomes_a_run(tmp_path, capsys):
     assert said[0] == said[1] != ""
     assert convert.main(back) == 2
     assert "not empty: import into a new directory" in capsys.readouterr().err
+
+
+def test_exports_to_and_imports_from_a_store(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run")
+    there = ["--workdir", f"{tmp_path}/run", "--to-hf"]
+    with memory_store.emptied() as files:
+        for place in (f"{tmp_path}/hf", "memory://bucket/hf"):
+            assert convert.main([*there, place]) == 0
+        local = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        assert memory_store.objects(files, "bucket/hf") == local
+        assert convert.main([*there, "memory://bucket/hf"]) == 2
+        assert "memory://bucket/hf exists and is not empty" in capsys.readouterr().err
+        back = ["--workdir", f"{tmp_path}/back", "--from-hf", "memory://bucket/hf"]
+        assert convert.main(back) == 0
+    again = ["--workdir", f"{tmp_path}/back", "--to-hf", f"{tmp_path}/again"]
+    assert convert.main(again) == 0
+    assert local == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    meta = checkpointer.read_meta(f"{tmp_path}/back/checkpoints", 0)
+    assert meta["imported_from"] == "memory://bucket/hf"
 
 
 def test_bad_commands_are_refused(tmp_path, capsys):

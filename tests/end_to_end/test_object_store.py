@@ -1,5 +1,6 @@
 """A run whose work directory is in an object store (moto's S3 server), killed and continued."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -38,19 +39,20 @@ def environment(tmp_path, monkeypatch):
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    import s3fs
+    try:
+        import s3fs
 
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
-            break
-        except OSError:
+        deadline = time.monotonic() + 120
+        while True:
             assert time.monotonic() < deadline and server.poll() is None
-            time.sleep(0.5)
-    yield dict(os.environ)
-    server.kill()
-    server.wait()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.2)
+        s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
+        yield dict(os.environ)
+    finally:
+        server.kill()
+        server.wait()
 
 
 def start(tmp_path, workdir, environment, **options):
