@@ -267,7 +267,7 @@ def test_where_nothing_fits_the_report_says_so(how, config, batch, capsys, tmp_p
     printed = capsys.readouterr()
     report = json.loads(printed.out)
     found = report["search"]
-    assert code == 1 and found["best"] is None and not report["memory"]["fits"]
+    assert code == 1 and found["best"] is found["bound"] is None and not report["memory"]["fits"]
     assert "configurations fits into" in found["nothing_fits"]
     least = min(one["memory"] for one in found["configurations"])
     assert found["least"] == least > 0.95 * report["memory"]["limit"]
