@@ -74,15 +74,15 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         # What a branch returns is beside the slots, once the other layers are differentiated.
         share = deferred / size
         working = max(working, factors + _working(held, chunks, layers_weights, share))
-    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
-    working = max(working, loss_memory.of(run, on_gpu=on_gpu))
-    if on_gpu:
-        working += _more_on_gpu(run) + per_stage * size * _copied(run)
-    if on_gpu and any(length > 1 for _, length, _ in program.loops):
-        # With FORWARD and BACKWARD in one loop XLA:GPU has a microbatch's saved activations twice.
-        working += _kept(run, remat.inside(run.remat), chunks)
     # And the gradients of embedding and head of one microbatch.
-    working += GRADIENT_BYTES * outside
+    working += GRADIENT_BYTES * outside + on_gpu * _more_on_gpu(run)
+    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
+    working = max(working, _of_loss(run, program, on_gpu, GRADIENT_BYTES * outside))
+    if on_gpu:
+        working += per_stage * size * _copied(run)
+        if _joined(program) and size > 1:
+            # XLA:GPU has a microbatch's saved activations twice then.
+            working += _kept(run, remat.inside(run.remat), chunks)
     in_flight = 0.0
     if table.periodic and not run.pipeline.predict:  # gradients of the batch in flight
         in_flight = policy.reduce.itemsize * held_gradients
@@ -101,6 +101,22 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         factors=program.slots["deferred"] * factors,
         working=math.ceil(working),
     )
+
+
+def _joined(program: Program) -> bool:
+    """Whether the body of a loop has several ticks, of FORWARD and of BACKWARD."""
+    return any(length > 1 for _, length, _ in program.loops)
+
+
+def _of_loss(run: Config, program: Program, on_gpu: bool, of_outside: float) -> float:
+    """What is there while a head's logits are. XLA:GPU begins other ticks of a loop's body then;
+    of one layer, which is no loop, weights are gathered once for the ticks of a body."""
+    found = loss_memory.of(run, on_gpu=on_gpu)
+    if on_gpu and _joined(program):
+        found += of_outside + _more_on_gpu(run)
+    if max(utilization.chunks_of(run)) == 1 and _joined(program) and _ways(run, "parameters") > 1:
+        found += _gathered(Held(run), 1)
+    return found
 
 
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
@@ -187,21 +203,31 @@ def _copied(run: Config) -> float:
     return COPIED_BYTES * numbers / run.mesh.tensor / _ways(run, "parameters")
 
 
+def _of_layers(held: Held, count: int, table: str, whole: tuple[str, ...] = ()) -> float:
+    """Numbers of some layers' parameters on a device."""
+    blocks = (leaf for leaf in leaves(held.run.model) if leaf.in_blocks)
+    numbers = sum(held.numbers(leaf, table, whole=whole) for leaf in blocks)
+    return count * numbers * held.run.mesh.stage / held.slots
+
+
+def _gathered(held: Held, count: int) -> float:
+    """Bytes of some layers' weights, gathered."""
+    policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
+    return policy.compute.itemsize * _of_layers(held, count, "parameters", ("embed",))
+
+
 def _working(held: Held, chunks: tuple[int, ...], layers_weights: int, share: float = 1.0) -> float:
     """A microbatch's saved activations, read, or made again for a share of a chunk's layers; the
     gradients of a chunk's weights; some layers' weights, gathered, and one layer's activations."""
     run, size = held.run, max(chunks)
     policy = precision.policy_of(run.precision, run.reduce_dtype)
-    blocks = [leaf for leaf in leaves(run.model) if leaf.in_blocks]
-    of_layers = lambda count, table, whole=(): (  # noqa: E731
-        count * sum(held.numbers(leaf, table, whole=whole) for leaf in blocks)
-        * run.mesh.stage / held.slots
-    )  # fmt: skip
-    gradients = policy.reduce.itemsize * of_layers(size, "gradients")
-    gathered = policy.compute.itemsize * of_layers(layers_weights, "parameters", ("embed",))
+    gradients = policy.reduce.itemsize * _of_layers(held, size, "gradients")
+    gathered = _gathered(held, layers_weights)
     of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
     tokens = utilization.tokens_of(run) / run.mesh.sequence
     layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)
     saved = _kept(run, remat.inside(run.remat), chunks)
     saved *= share if remat.keeps_input(run.remat) else 1.0
+    if size == 1 and not remat.keeps_input(run.remat):
+        saved = 0.0  # read from the slots where it is used, without a loop over layers
     return saved + gradients + gathered + layer
