@@ -77,6 +77,7 @@ class Passes:
     unread: int = 0  # of these in the last iterations of loops, where no stage stores what arrives
     alike: int = 0  # passes forward and backward in ticks in which all stages do the same
     first: int = 0  # of `layers`, the dense first ones
+    steps: int = 1  # whose gradients are added up over replicas together
 
     @property
     def blocks(self) -> int:
@@ -96,6 +97,7 @@ def passes_of(run: Config) -> Passes:
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
+        steps=2 if table.periodic else 1,
     )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator
         elif leaf == sizes.head:
             yield from _of_head(sizes, passes, leaf, on_gpu)
         else:
-            yield from _of_table(sizes, leaf)
+            yield from _of_table(sizes, passes, leaf)
         if leaf.is_matrix:
             yield from _updated(sizes, leaf)
 
@@ -218,7 +220,7 @@ def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     `tensor` too, behind each pass over its layer."""
     num_bytes = FP32 * sizes.local(leaf, "parameters")
     over = _summed_over(sizes, leaf)
-    yield _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
+    yield _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
     if "norm" not in leaf.axes or not sizes.splits_positions:
         return
     count = 1
@@ -235,12 +237,12 @@ def _summed_over(sizes: Sizes, leaf: Leaf) -> list[str]:
     return [axis for axis in sizes.token_axes if axis not in of_experts]
 
 
-def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
+def _added_up(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
     split_by = sizes.axes_of("embed", "gradients")
     over = [axis for axis in _summed_over(sizes, leaf) if axis not in split_by]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
-    return _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
+    return _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
 
 
 def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator[Message]:
@@ -259,7 +261,7 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
         sizes, "gradients", "reduce-scatter", sizes.axes_of("embed", "gradients"),
         sizes.reduce_bytes * numbers, passes.backward * layers * turns, leaf.name,
     )  # fmt: skip
-    yield _added_up(sizes, leaf)
+    yield _added_up(sizes, passes, leaf)
 
 
 def _layers_again(run: Config) -> int:
@@ -287,21 +289,31 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / chunks
     over, count = sizes.axes_of("embed", "gradients"), chunks * passes.heads
     yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
-    yield _added_up(sizes, leaf)
+    yield _added_up(sizes, passes, leaf)
+    if sizes.mesh["stage"] > 1 and sizes.run.model.tied_head:
+        yield _of_lookups(sizes, passes, leaf)
 
 
-def _of_table(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
-    """Of rows that are looked up: where the width is split, each device has all terms."""
+def _of_lookups(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
+    """Of rows that are looked up: where the width is split, each device has all terms. A pipeline
+    adds them to its sums in each tick, other runs once a step."""
     kept = sizes.axes_of("embed", "parameters")
     over = [axis for axis in sizes.axes_of("embed", "gradients") if axis not in kept]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(kept)
-    yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, 1, leaf.name)
-    yield _added_up(sizes, leaf)
+    count = passes.lookup_gradients if sizes.mesh["stage"] > 1 else 1
+    return _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
+
+
+def _of_table(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
+    """Of a table that is only looked up."""
+    yield _of_lookups(sizes, passes, leaf)
+    yield _added_up(sizes, passes, leaf)
     if "positions" in leaf.axes and sizes.splits_positions:
         # In a pipeline as they were added up over microbatches.
         number = FP32 if sizes.mesh["stage"] > 1 else sizes.reduce_bytes
         num_bytes = number * sizes.local(leaf, "gradients")
-        yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, 1, leaf.name)
+        count = passes.steps
+        yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
 
 
 def _updated(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
