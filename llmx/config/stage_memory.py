@@ -69,7 +69,11 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     deferred = size if deferred_layers is None else min(deferred_layers, size)
     factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
     layers_weights = GATHERED_ON_GPU if on_gpu else 1
+    # A loop over one layer is written out, into the body of the loop over ticks.
+    alone = size == 1 and _joined(program)
     working = _working(held, chunks, layers_weights)
+    if alone and not remat.keeps_input(run.remat):  # read from slots where it is used
+        working -= _kept(run, remat.inside(run.remat), chunks)
     if table.mixes_kinds:
         # What a branch returns is beside the slots, once the other layers are differentiated.
         share = deferred / size
@@ -77,10 +81,13 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     # And the gradients of embedding and head of one microbatch.
     working += GRADIENT_BYTES * outside + on_gpu * _more_on_gpu(run)
     # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
-    working = max(working, _of_loss(run, program, on_gpu, GRADIENT_BYTES * outside))
+    of_loss = _of_loss(run, program, on_gpu)
+    if _joined(program) if on_gpu else not alone:
+        of_loss += GRADIENT_BYTES * outside
+    working = max(working, of_loss)
     if on_gpu:
         working += per_stage * size * _copied(run)
-        if _joined(program) and size > 1:
+        if _joined(program) and not alone:
             # XLA:GPU has a microbatch's saved activations twice then.
             working += _kept(run, remat.inside(run.remat), chunks)
     in_flight = 0.0
@@ -108,14 +115,14 @@ def _joined(program: Program) -> bool:
     return any(length > 1 for _, length, _ in program.loops)
 
 
-def _of_loss(run: Config, program: Program, on_gpu: bool, of_outside: float) -> float:
+def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:
     """What is there while a head's logits are. XLA:GPU begins other ticks of a loop's body then;
-    of one layer, which is no loop, weights are gathered once for the ticks of a body."""
+    of one layer, which is no loop, the MLP's weights are gathered once for the ticks of a body."""
     found = loss_memory.of(run, on_gpu=on_gpu)
     if on_gpu and _joined(program):
-        found += of_outside + _more_on_gpu(run)
+        found += _more_on_gpu(run)
     if max(utilization.chunks_of(run)) == 1 and _joined(program) and _ways(run, "parameters") > 1:
-        found += _gathered(Held(run), 1)
+        found += _gathered(Held(run), 1, "/mlp/")
     return found
 
 
@@ -203,17 +210,19 @@ def _copied(run: Config) -> float:
     return COPIED_BYTES * numbers / run.mesh.tensor / _ways(run, "parameters")
 
 
-def _of_layers(held: Held, count: int, table: str, whole: tuple[str, ...] = ()) -> float:
-    """Numbers of some layers' parameters on a device."""
-    blocks = (leaf for leaf in leaves(held.run.model) if leaf.in_blocks)
+def _of_layers(
+    held: Held, count: int, table: str, whole: tuple[str, ...] = (), part: str = ""
+) -> float:
+    """Numbers of some layers' parameters on a device; `part`: of those with this in their names."""
+    blocks = (leaf for leaf in leaves(held.run.model) if leaf.in_blocks and part in leaf.name)
     numbers = sum(held.numbers(leaf, table, whole=whole) for leaf in blocks)
     return count * numbers * held.run.mesh.stage / held.slots
 
 
-def _gathered(held: Held, count: int) -> float:
+def _gathered(held: Held, count: int, part: str = "") -> float:
     """Bytes of some layers' weights, gathered."""
     policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
-    return policy.compute.itemsize * _of_layers(held, count, "parameters", ("embed",))
+    return policy.compute.itemsize * _of_layers(held, count, "parameters", ("embed",), part)
 
 
 def _working(held: Held, chunks: tuple[int, ...], layers_weights: int, share: float = 1.0) -> float:
@@ -228,6 +237,4 @@ def _working(held: Held, chunks: tuple[int, ...], layers_weights: int, share: fl
     layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)
     saved = _kept(run, remat.inside(run.remat), chunks)
     saved *= share if remat.keeps_input(run.remat) else 1.0
-    if size == 1 and not remat.keeps_input(run.remat):
-        saved = 0.0  # read from the slots where it is used, without a loop over layers
     return saved + gradients + gathered + layer

@@ -78,6 +78,7 @@ class Passes:
     alike: int = 0  # passes forward and backward in ticks in which all stages do the same
     first: int = 0  # of `layers`, the dense first ones
     steps: int = 1  # whose gradients are added up over replicas together
+    shared: int = 0  # passes of one layer, forward and backward, that gather its weights together
 
     @property
     def blocks(self) -> int:
@@ -94,10 +95,13 @@ def passes_of(run: Config) -> Passes:
         )  # fmt: skip
     table = utilization.table_of(run)
     counts = _of_schedule(table)
+    chunks = utilization.chunks_of(run)
+    # A loop over one layer is written out; with one chunk of each stage all passes read the same.
+    alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
     return Passes(
-        counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
+        counts[FORWARD], counts[BACKWARD], max(chunks),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
-        steps=2 if table.periodic else 1,
+        steps=2 if table.periodic else 1, shared=counts["joined"] * alone,
     )  # fmt: skip
 
 
@@ -107,9 +111,13 @@ def _of_schedule(table: Table) -> collections.Counter:
     program = ticks.program(table)
     counts = collections.Counter()
     for first, length, times in program.loops:
+        body = collections.Counter()
         for tick in range(length):
             at = slice(first + tick, first + length * times, length)
-            counts += _counted(jax.tree.map(lambda a: a[at], program.rows), times)  # noqa: B023
+            rows = jax.tree.map(lambda a: a[at], program.rows)  # noqa: B023
+            counts += _counted(rows, times)
+            body[executor.body_of(rows).kinds] += 1
+        counts["joined"] += times * min(body[frozenset({kind})] for kind in (FORWARD, BACKWARD))
     return counts
 
 
@@ -250,7 +258,10 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
     of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
     numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
     again = _layers_again(sizes.stacks[-1 if leaf.in_blocks else 0].run)
-    gathered = (passes.forward + passes.backward) * layers + passes.backward * again
+    # Weights of attention, in heads, have another layout in each pass.
+    shared = passes.shared * ("/mlp/" in leaf.name)
+    gathered = (passes.forward + passes.backward - shared) * layers
+    gathered += passes.backward * again
     if run.sharding.gather == "step":
         gathered = layers
     yield _message(

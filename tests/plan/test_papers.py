@@ -122,7 +122,7 @@ def daly(interval, save, restart, mtbf):
 
 @pytest.mark.parametrize(
     ("step", "save", "restart", "hours"),
-    [(0.5, 30, 300, 2000), (2.0, 60, 600, 50), (1.0, 120, 900, 24), (0.2, 5, 0, 100_000)],
+    [(0.5, 30, 300, 2000), (2.0, 60, 600, 50), (1.0, 120, 900, 24), (0.3, 5, 0, 100_000)],
 )
 def test_checkpoints_and_failures_are_those_of_young_and_daly(step, save, restart, hours, capsys):
     tokens, devices = 1e12, 8
