@@ -119,9 +119,13 @@ def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:
     """What is there while a head's logits are. XLA:GPU begins other ticks of a loop's body then;
     of one layer, which is no loop, the MLP's weights are gathered once for the ticks of a body."""
     found = loss_memory.of(run, on_gpu=on_gpu)
-    if on_gpu and _joined(program):
+    if not _joined(program):
+        return found
+    alone = max(utilization.chunks_of(run)) == 1
+    saves = not alone or remat.inside(run.remat) == "none"
+    if on_gpu and saves:
         found += _more_on_gpu(run)
-    if max(utilization.chunks_of(run)) == 1 and _joined(program) and _ways(run, "parameters") > 1:
+    if alone and saves and _ways(run, "parameters") > 1:
         found += _gathered(Held(run), 1, "/mlp/")
     return found
 

@@ -79,6 +79,9 @@ class Passes:
     first: int = 0  # of `layers`, the dense first ones
     steps: int = 1  # whose gradients are added up over replicas together
     shared: int = 0  # passes of one layer, forward and backward, that gather its weights together
+    idle: int = (
+        0  # of the lookups of one layer's passes in the last iterations of loops, of nothing
+    )
 
     @property
     def blocks(self) -> int:
@@ -96,12 +99,16 @@ def passes_of(run: Config) -> Passes:
     table = utilization.table_of(run)
     counts = _of_schedule(table)
     chunks = utilization.chunks_of(run)
-    # A loop over one layer is written out; with one chunk of each stage all passes read the same.
+    # A loop over one layer is written out; with one chunk of each stage all passes read the same
+    # weights, and where nothing is run again those of the backward pass are not kept apart.
     alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
+    policies = remat_costs.policies(run.model, run.remat)
+    joined = counts["joined"] * all(policy.saved is None for policy in policies)
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(chunks),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
-        steps=2 if table.periodic else 1, shared=counts["joined"] * alone,
+        steps=2 if table.periodic else 1, shared=joined * alone,
+        idle=counts["idle"] * (max(chunks) == 1),
     )  # fmt: skip
 
 
@@ -133,6 +140,8 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
         counts["alike"] = times * len(kinds & {FORWARD, BACKWARD})
     else:
         counts.update({kind: int((rows.kind == kind).sum(axis=0).max()) for kind in kinds})
+    if len(kinds) == 1 and when.embedding is When.ALWAYS:
+        counts["idle"] = int(rows.embedding[-1] < 0)
     for name in _ENDS:
         always = getattr(when, name) is When.ALWAYS
         counts[name] = times if always else int((getattr(rows, name) >= 0).sum())
@@ -156,7 +165,9 @@ def of(
     """
     passes = passes_of(sizes.run)
     if on_gpu and gathers_ahead(sizes.run):
-        passes = dataclasses.replace(passes, sends=passes.sends - passes.unread)
+        passes = dataclasses.replace(
+            passes, sends=passes.sends - passes.unread, lookups=passes.lookups - passes.idle
+        )
     found = [
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
