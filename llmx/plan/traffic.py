@@ -317,24 +317,25 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
 
 
 def _of_lookups(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
-    """Of rows that are looked up: where the width is split, each device has all terms. A pipeline
-    adds them to its sums in each tick, other runs once a step."""
+    """Of rows that are looked up: where the width is split, each device has all terms. Where only
+    gradients are split, those of each microbatch are, in a pipeline of each tick."""
     kept = sizes.axes_of("embed", "parameters")
     over = [axis for axis in sizes.axes_of("embed", "gradients") if axis not in kept]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(kept)
-    count = passes.lookup_gradients if sizes.mesh["stage"] > 1 else 1
+    count = passes.lookup_gradients
     return _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
 
 
 def _of_table(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     """Of a table that is only looked up."""
-    yield _of_lookups(sizes, passes, leaf)
+    yield (lookups := _of_lookups(sizes, passes, leaf))
     yield _added_up(sizes, passes, leaf)
     if "positions" in leaf.axes and sizes.splits_positions:
         # In a pipeline as they were added up over microbatches.
         number = FP32 if sizes.mesh["stage"] > 1 else sizes.reduce_bytes
-        num_bytes = number * sizes.local(leaf, "gradients")
-        count = passes.steps
+        num_bytes, count = number * sizes.local(leaf, "gradients"), passes.steps
+        if lookups.size > 1 and sizes.mesh["stage"] == 1:  # before each of these, whole
+            num_bytes, count = lookups.bytes, lookups.count
         yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
 
 
