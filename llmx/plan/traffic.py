@@ -30,7 +30,7 @@ from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
-from llmx.model.families import is_local
+from llmx.model.families import ModelConfig, is_local
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
@@ -371,7 +371,7 @@ def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     halves = (passes.forward + passes.backward) * HALVES * passes.layers
     halves += passes.backward * HALVES * _layers_again(run)
     gathered = halves + passes.backward * sum(map(_gathered_again, policies))
-    summed = halves + passes.backward * sum(map(_summed_again, policies))
+    summed = halves + passes.backward * sum(_summed_again(run.model, of) for of in policies)
     x_bytes = sizes.compute_bytes * sizes.tokens * run.model.width
     kinds = {
         "all-gather": gathered + passes.lookup_gradients + passes.heads,
@@ -392,11 +392,12 @@ def _gathered_again(policy: remat.Policy) -> int:
     return HALVES - len(policy.saved & {remat.ATTENTION_NORM, remat.MLP_NORM})
 
 
-def _summed_again(policy: remat.Policy) -> int:
-    """Attention's output is, to give the MLP its input; nothing needs the MLP's again."""
+def _summed_again(model: ModelConfig, policy: remat.Policy) -> int:
+    """Attention's output is, to give the MLP its input; the MLP's where a norm follows it."""
     if policy.saved is None:
         return 0
-    return int(remat.ATTENTION_OUT not in policy.saved)
+    needed = {remat.ATTENTION_OUT} | ({remat.MLP_OUT} if model.post_norms else set())
+    return len(needed - policy.saved)
 
 
 def _replicated_heads(sizes: Sizes, passes: Passes) -> Iterator[Message]:
