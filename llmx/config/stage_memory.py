@@ -61,35 +61,11 @@ def _program(run: Config) -> Program:
 def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool) -> StageMemory:
     model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
     table, chunks = program.table, utilization.chunks_of(run)
-    size, per_stage = max(chunks), len(chunks) // run.mesh.stage
+    size = max(chunks)
     state, held = state_memory.of(run), state_memory.Held(run)
-    numbers = [(leaf, held.numbers(leaf, "gradients")) for leaf in leaves(model)]
-    held_gradients = sum(of_leaf for _, of_leaf in numbers)
-    outside = sum(of_leaf for leaf, of_leaf in numbers if not leaf.in_blocks)
+    held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(model))
     deferred = size if deferred_layers is None else min(deferred_layers, size)
     factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
-    layers_weights = GATHERED_ON_GPU if on_gpu else 1
-    # A loop over one layer is written out, into the body of the loop over ticks.
-    alone = size == 1 and _joined(program)
-    working = _working(held, chunks, layers_weights)
-    if alone and not remat.keeps_input(run.remat):  # read from slots where it is used
-        working -= _kept(run, remat.inside(run.remat), chunks)
-    if table.mixes_kinds:
-        # What a branch returns is beside the slots, once the other layers are differentiated.
-        share = deferred / size
-        working = max(working, factors + _working(held, chunks, layers_weights, share))
-    # And the gradients of embedding and head of one microbatch.
-    working += GRADIENT_BYTES * outside + on_gpu * _more_on_gpu(run)
-    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
-    of_loss = _of_loss(run, program, on_gpu)
-    if _joined(program) if on_gpu else not alone:
-        of_loss += GRADIENT_BYTES * outside
-    working = max(working, of_loss)
-    if on_gpu:
-        working += per_stage * size * _copied(run)
-        if _joined(program) and not alone:
-            # XLA:GPU has a microbatch's saved activations twice then.
-            working += _kept(run, remat.inside(run.remat), chunks)
     in_flight = 0.0
     if table.periodic and not run.pipeline.predict:  # gradients of the batch in flight
         in_flight = policy.reduce.itemsize * held_gradients
@@ -106,8 +82,40 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
         factors=program.slots["deferred"] * factors,
-        working=math.ceil(working),
+        working=math.ceil(_comes_and_goes(run, program, deferred, on_gpu)),
     )
+
+
+def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) -> float:
+    """Bytes of a BACKWARD, or of the loss, whichever are more."""
+    chunks, held = utilization.chunks_of(run), Held(run)
+    size, per_stage = max(chunks), len(chunks) // run.mesh.stage
+    layers_weights = GATHERED_ON_GPU if on_gpu else 1
+    # A loop over one layer is written out, into the body of the loop over ticks.
+    alone = size == 1 and _joined(program)
+    working = _working(held, chunks, layers_weights)
+    if alone and not remat.keeps_input(run.remat):  # read from slots where it is used
+        working -= _kept(run, remat.inside(run.remat), chunks)
+    if program.table.mixes_kinds:
+        # What a branch returns is beside the slots, once the other layers are differentiated.
+        factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
+        working = max(working, factors + _working(held, chunks, layers_weights, deferred / size))
+    # And the gradients of embedding and head of one microbatch.
+    outside = GRADIENT_BYTES * sum(
+        held.numbers(leaf, "gradients") for leaf in leaves(run.model) if not leaf.in_blocks
+    )
+    working += outside + on_gpu * _more_on_gpu(run)
+    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
+    of_loss = _of_loss(run, program, on_gpu)
+    if _joined(program) if on_gpu else not alone:
+        of_loss += outside
+    working = max(working, of_loss)
+    if on_gpu:
+        working += per_stage * size * _copied(run)
+        if _joined(program) and not alone:
+            # XLA:GPU has a microbatch's saved activations twice then.
+            working += _kept(run, remat.inside(run.remat), chunks)
+    return working
 
 
 def _joined(program: Program) -> bool:
