@@ -15,7 +15,7 @@ import pathlib
 import random
 
 from llmx.aot import topologies
-from llmx.plan import compiled_programs, run_report
+from llmx.plan import candidates, compiled_programs, experts, run_report
 from llmx.plan.compiled_programs import Program
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
@@ -49,10 +49,11 @@ def main() -> None:
 def is_counted(program: Program) -> bool:
     try:
         run, topology = compiled_programs.resolved(program, CONFIGS)
+        refused = candidates.refusal(run) or experts.refusal(run, topology.device_kind)
         run_report.count(run, topology, phase=program.phase)
     except ValueError:
         return False
-    return True
+    return not refused
 
 
 def draw(rng: random.Random) -> Program:
