@@ -97,8 +97,9 @@ WHOLE = dict(mesh__data=8, sharding__layout="ddp", remat="none")
     ],
 )  # fmt: skip
 def test_weights_are_saved_as_they_are_gathered_or_rounded(keys, number):
-    """Bytes of a number of the layers on a device, beside norms; none of those that are multiplied as
-    they are."""
+    """Bytes of a number of the layers on a device; none of those that are multiplied as they are.
+
+    Norms come beside them."""
     counted = sizes.of(_run(**keys))
     layers = sum(leaf.numbers for leaf in counted.weights)
     assert memory.saved(counted, memory.GPU)["saved weights"] == pytest.approx(
