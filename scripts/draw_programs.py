@@ -25,7 +25,7 @@ MACHINES = (
 )  # fmt: skip
 FAMILIES = ("gpt2_124m", "qwen3_0.6b", "llama3_8b", "gemma3_1b", "mixtral_8x7b")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream_2bw", "zb_h1")
-OFFLOADS = ("saves", "optimizer", "parameters")
+OFFLOADS = ("optimizer", "parameters")
 STRATEGIES = ("int8", "power_sgd", "top_k", "local_sgd", "diloco", "stale")
 
 

@@ -72,7 +72,7 @@ def show(
         if (devices := args.devices // group) > (most := math.isqrt(MOST_NUMBERS // len(layers))):
             raise ValueError(
                 f"--devices={args.devices} with --replicate: of {len(layers) - 2} layers a plan is "
-                f"found for at most {most * group} devices; use fewer, or --devices of one replica"
+                f"found for at most {most * group} devices; use fewer"
             )
         planned, equal = stage_costs.replicated(
             config, layers, devices, bandwidth=bandwidth, num_stages=args.stages,

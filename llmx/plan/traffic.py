@@ -79,9 +79,7 @@ class Passes:
     first: int = 0  # of `layers`, the dense first ones
     steps: int = 1  # whose gradients are added up over replicas together
     shared: int = 0  # passes of one layer, forward and backward, that gather its weights together
-    idle: int = (
-        0  # of the lookups of one layer's passes in the last iterations of loops, of nothing
-    )
+    idle: int = 0  # lookups of nothing in the last iterations of loops, with chunks of one layer
 
     @property
     def blocks(self) -> int:
@@ -102,12 +100,13 @@ def passes_of(run: Config) -> Passes:
     # A loop over one layer is written out; with one chunk of each stage all passes read the same
     # weights, and where nothing is run again those of the backward pass are not kept apart.
     alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
-    policies = remat_costs.policies(run.model, run.remat)
-    joined = counts["joined"] * all(policy.saved is None for policy in policies)
+    joined = 0
+    if alone and all(of.saved is None for of in remat_costs.policies(run.model, run.remat)):
+        joined = counts["joined"]
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(chunks),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
-        steps=2 if table.periodic else 1, shared=joined * alone,
+        steps=2 if table.periodic else 1, shared=joined,
         idle=counts["idle"] * (max(chunks) == 1),
     )  # fmt: skip
 
