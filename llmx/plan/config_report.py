@@ -69,11 +69,9 @@ def show(
     if args.replicate:
         layers = stage_costs.chain(config, clock)
         group = config.mesh.sequence * config.mesh.tensor
-        if (devices := args.devices // group) > (most := math.isqrt(MOST_NUMBERS // len(layers))):
-            raise ValueError(
-                f"--devices={args.devices} with --replicate: of {len(layers) - 2} layers a plan is "
-                f"found for at most {most * group} devices; use fewer"
-            )
+        most = math.isqrt(MOST_NUMBERS // len(layers))
+        if (devices := args.devices // group) > most:
+            raise ValueError(_too_many(args, config, most * group))
         planned, equal = stage_costs.replicated(
             config, layers, devices, bandwidth=bandwidth, num_stages=args.stages,
             memory_bytes=memory_bytes, versions=args.versions,
@@ -103,6 +101,13 @@ def show(
     report, lines = _show_cuts(head, report, comparison, shares_of(args, config, devices))
     advice = recommend.recommend(config, profile, on)
     return report | advice.to_json(), "\n".join([lines, "", advice.text()])
+
+
+def _too_many(args: argparse.Namespace, config: Config, most: int) -> str:
+    return (
+        f"--devices={args.devices} with --replicate: of {config.model.num_layers} layers a plan is "
+        f"found for at most {most} devices; use fewer"
+    )
 
 
 def shares_of(args: argparse.Namespace, config: Config, num_devices: int) -> Shares:
