@@ -4,8 +4,9 @@
     python scripts/validate_planner.py --programs drawn.jsonl --compile
 
 Machines, families, sizes (heads, widths, vocabulary, sequences; odd ones too), meshes, layouts,
-schedules, `remat`, precision, optimizer, strategies of `sync`. Models have few layers, so that one
-compiles in a minute or two. What `llmx.config` refuses, or what the planner does not count, is
+schedules, rings and Ulysses, `remat`, precision, offload, optimizer, strategies of `sync`. Models
+have few layers, so that one compiles in a minute or two. `--axis stage` draws those with more than
+one device along that mesh axis. What `llmx.config` refuses, or what the planner does not count, is
 drawn again; whether it fits is not asked.
 """
 
@@ -14,7 +15,7 @@ import pathlib
 import random
 
 from llmx.aot import topologies
-from llmx.plan import compiled_programs, run_report
+from llmx.plan import candidates, compiled_programs, experts, run_report
 from llmx.plan.compiled_programs import Program
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
@@ -22,8 +23,9 @@ MACHINES = (
     "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "h100:4", "h100:6",
     "h100:8", "h100:2x8", "h100:4x8", "h100:8x8",
 )  # fmt: skip
-FAMILIES = ("gpt2_124m", "qwen3_0.6b", "llama3_8b", "gemma3_1b")
+FAMILIES = ("gpt2_124m", "qwen3_0.6b", "llama3_8b", "gemma3_1b", "mixtral_8x7b")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream_2bw", "zb_h1")
+OFFLOADS = ("optimizer", "parameters")
 STRATEGIES = ("int8", "power_sgd", "top_k", "local_sgd", "diloco", "stale")
 
 
@@ -33,11 +35,13 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--axis", help="a mesh axis that has more than one device")
     flags = parser.parse_args()
     rng, found = random.Random(flags.seed), 0
     while found < flags.count:
         program = draw(rng)
-        if is_counted(program):
+        split = not flags.axis or f"mesh.{flags.axis}=1" not in program.flags
+        if split and is_counted(program):
             print(compiled_programs.to_line(program), flush=True)
             found += 1
 
@@ -45,24 +49,27 @@ def main() -> None:
 def is_counted(program: Program) -> bool:
     try:
         run, topology = compiled_programs.resolved(program, CONFIGS)
+        refused = candidates.refusal(run) or experts.refusal(run, topology.device_kind)
         run_report.count(run, topology, phase=program.phase)
     except ValueError:
         return False
-    return True
+    return not refused
 
 
 def draw(rng: random.Random) -> Program:
     """One, which may be none that a config allows."""
     machine, family = rng.choice(MACHINES), rng.choice(FAMILIES)
     topology = topologies.parse(machine)
-    keys = {"mesh.across_slices": ()} | model(rng, family) | mesh(rng, topology.num_devices)
+    keys = {"mesh.across_slices": ()} | model(rng, family)
+    keys |= mesh(rng, topology.num_devices, experts=family == "mixtral_8x7b")
     of_mesh = {axis: keys[f"mesh.{axis}"] for axis in ("stage", "data", "fsdp")}
     microbatches = rng.choice((1, 1, 2, 4))
     if of_mesh["stage"] > 1:
+        keys["model.num_layers"] = of_mesh["stage"] * rng.choice((1, 1, 2, 3))
         keys["pipeline.schedule"] = rng.choice(SCHEDULES)
         microbatches = of_mesh["stage"] * rng.choice((1, 2))
     keys["batch.accumulation"] = microbatches
-    rows = of_mesh["data"] * of_mesh["fsdp"] * microbatches
+    rows = of_mesh["data"] * of_mesh["fsdp"] * keys["mesh.expert"] * microbatches
     keys["batch.size"] = rows * rng.choice((1, 1, 2, 4))
     lengths = (512, 1024) if family == "gpt2_124m" else (1024, 1536, 2048, 4096, 8192)
     keys["batch.sequence_length"] = rng.choice(lengths)
@@ -73,6 +80,10 @@ def draw(rng: random.Random) -> Program:
     if rng.random() < 0.2:
         keys["products.format"] = "int8" if topology.platform == "tpu" else "fp8"
     keys["optimizer.name"] = rng.choice(("adamw", "adamw", "lion"))
+    if keys["mesh.sequence"] > 1:
+        keys["attention.ulysses"] = rng.random() < 0.4
+    if rng.random() < 0.15:
+        keys[f"offload.{rng.choice(OFFLOADS)}"] = True
     if rng.random() < 0.2 and of_mesh["data"] > 1 and microbatches == of_mesh["fsdp"] == 1:
         keys |= {"sync.strategy": rng.choice(STRATEGIES), "sharding.layout": "ddp"}
     phase = "local" if keys.get("sync.strategy") in ("local_sgd", "diloco") else ""
@@ -82,6 +93,8 @@ def draw(rng: random.Random) -> Program:
 def model(rng: random.Random, family: str) -> dict[str, object]:
     """Sizes: those of the family, or others."""
     keys: dict[str, object] = {"model.num_layers": rng.choice((2, 3, 4, 6))}
+    if family == "mixtral_8x7b":
+        return keys | {"model.num_experts": rng.choice((4, 8))}
     if rng.random() < 0.5:
         return keys
     heads = rng.choice((4, 6, 8, 12, 20))
@@ -94,10 +107,11 @@ def model(rng: random.Random, family: str) -> dict[str, object]:
     return keys | {"model.mlp_dim": 128 * rng.randint(10, 80)}
 
 
-def mesh(rng: random.Random, num_devices: int) -> dict[str, object]:
-    """Every prime of the number of devices goes to one of three axes of the five."""
-    axes = ["data", "fsdp", rng.choice(("stage", "sequence", "tensor"))]
-    sizes = dict.fromkeys(("stage", "data", "fsdp", "sequence", "tensor"), 1)
+def mesh(rng: random.Random, num_devices: int, *, experts: bool) -> dict[str, object]:
+    """Every prime of the number of devices goes to one of three axes of the five, or six."""
+    third = ("expert", "tensor") if experts else ("stage", "sequence", "tensor")
+    axes = ["data", "fsdp", rng.choice(third)]
+    sizes = dict.fromkeys(("stage", "data", "fsdp", "expert", "sequence", "tensor"), 1)
     while num_devices > 1:
         prime = next(one for one in range(2, num_devices + 1) if num_devices % one == 0)
         sizes[rng.choice(axes)] *= prime

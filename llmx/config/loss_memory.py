@@ -49,6 +49,8 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head
+    if on_gpu:  # in the parameters' dtype
+        of_head *= policy.param.itemsize / FP32
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
     name = "embedding" if run.model.tied_head else "head"
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)

@@ -61,28 +61,11 @@ def _program(run: Config) -> Program:
 def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool) -> StageMemory:
     model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
     table, chunks = program.table, utilization.chunks_of(run)
-    size, per_stage = max(chunks), len(chunks) // run.mesh.stage
+    size = max(chunks)
     state, held = state_memory.of(run), state_memory.Held(run)
-    numbers = [(leaf, held.numbers(leaf, "gradients")) for leaf in leaves(model)]
-    held_gradients = sum(of_leaf for _, of_leaf in numbers)
-    outside = sum(of_leaf for leaf, of_leaf in numbers if not leaf.in_blocks)
+    held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(model))
     deferred = size if deferred_layers is None else min(deferred_layers, size)
     factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
-    layers_weights = GATHERED_ON_GPU if on_gpu else 1
-    working = _working(held, chunks, layers_weights)
-    if table.mixes_kinds:
-        # What a branch returns is beside the slots, once the other layers are differentiated.
-        share = deferred / size
-        working = max(working, factors + _working(held, chunks, layers_weights, share))
-    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
-    working = max(working, loss_memory.of(run, on_gpu=on_gpu))
-    if on_gpu:
-        working += _more_on_gpu(run) + per_stage * size * _copied(run)
-    if on_gpu and any(length > 1 for _, length, _ in program.loops):
-        # With FORWARD and BACKWARD in one loop XLA:GPU has a microbatch's saved activations twice.
-        working += _kept(run, remat.inside(run.remat), chunks)
-    # And the gradients of embedding and head of one microbatch.
-    working += GRADIENT_BYTES * outside
     in_flight = 0.0
     if table.periodic and not run.pipeline.predict:  # gradients of the batch in flight
         in_flight = policy.reduce.itemsize * held_gradients
@@ -99,8 +82,60 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
         factors=program.slots["deferred"] * factors,
-        working=math.ceil(working),
+        working=math.ceil(_comes_and_goes(run, program, deferred, on_gpu)),
     )
+
+
+def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) -> float:
+    """Bytes of a BACKWARD, or of the loss, whichever are more."""
+    chunks, held = utilization.chunks_of(run), Held(run)
+    size, per_stage = max(chunks), len(chunks) // run.mesh.stage
+    layers_weights = GATHERED_ON_GPU if on_gpu else 1
+    # A loop over one layer is written out, into the body of the loop over ticks.
+    alone = size == 1 and _joined(program)
+    working = _working(held, chunks, layers_weights)
+    if alone and not remat.keeps_input(run.remat):  # read from slots where it is used
+        working -= _kept(run, remat.inside(run.remat), chunks)
+    if program.table.mixes_kinds:
+        # What a branch returns is beside the slots, once the other layers are differentiated.
+        factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
+        working = max(working, factors + _working(held, chunks, layers_weights, deferred / size))
+    # And the gradients of embedding and head of one microbatch.
+    outside = GRADIENT_BYTES * sum(
+        held.numbers(leaf, "gradients") for leaf in leaves(run.model) if not leaf.in_blocks
+    )
+    working += outside + on_gpu * _more_on_gpu(run)
+    # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
+    of_loss = _of_loss(run, program, on_gpu)
+    if _joined(program) if on_gpu else not alone:
+        of_loss += outside
+    working = max(working, of_loss)
+    if on_gpu:
+        working += per_stage * size * _copied(run)
+        if _joined(program) and not alone:
+            # XLA:GPU has a microbatch's saved activations twice then.
+            working += _kept(run, remat.inside(run.remat), chunks)
+    return working
+
+
+def _joined(program: Program) -> bool:
+    """Whether the body of a loop has several ticks, of FORWARD and of BACKWARD."""
+    return any(length > 1 for _, length, _ in program.loops)
+
+
+def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:
+    """What is there while a head's logits are. XLA:GPU begins other ticks of a loop's body then;
+    of one layer, which is no loop, the MLP's weights are gathered once for the ticks of a body."""
+    found = loss_memory.of(run, on_gpu=on_gpu)
+    if not _joined(program):
+        return found
+    alone = max(utilization.chunks_of(run)) == 1
+    saves = not alone or remat.inside(run.remat) == "none"
+    if on_gpu and saves:
+        found += _more_on_gpu(run)
+    if alone and saves and _ways(run, "parameters") > 1:
+        found += _gathered(Held(run), 1, "/mlp/")
+    return found
 
 
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
@@ -187,18 +222,28 @@ def _copied(run: Config) -> float:
     return COPIED_BYTES * numbers / run.mesh.tensor / _ways(run, "parameters")
 
 
+def _of_layers(
+    held: Held, count: int, table: str, whole: tuple[str, ...] = (), part: str = ""
+) -> float:
+    """Numbers of some layers' parameters on a device; `part`: of those with this in their names."""
+    blocks = (leaf for leaf in leaves(held.run.model) if leaf.in_blocks and part in leaf.name)
+    numbers = sum(held.numbers(leaf, table, whole=whole) for leaf in blocks)
+    return count * numbers * held.run.mesh.stage / held.slots
+
+
+def _gathered(held: Held, count: int, part: str = "") -> float:
+    """Bytes of some layers' weights, gathered."""
+    policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
+    return policy.compute.itemsize * _of_layers(held, count, "parameters", ("embed",), part)
+
+
 def _working(held: Held, chunks: tuple[int, ...], layers_weights: int, share: float = 1.0) -> float:
     """A microbatch's saved activations, read, or made again for a share of a chunk's layers; the
     gradients of a chunk's weights; some layers' weights, gathered, and one layer's activations."""
     run, size = held.run, max(chunks)
     policy = precision.policy_of(run.precision, run.reduce_dtype)
-    blocks = [leaf for leaf in leaves(run.model) if leaf.in_blocks]
-    of_layers = lambda count, table, whole=(): (  # noqa: E731
-        count * sum(held.numbers(leaf, table, whole=whole) for leaf in blocks)
-        * run.mesh.stage / held.slots
-    )  # fmt: skip
-    gradients = policy.reduce.itemsize * of_layers(size, "gradients")
-    gathered = policy.compute.itemsize * of_layers(layers_weights, "parameters", ("embed",))
+    gradients = policy.reduce.itemsize * _of_layers(held, size, "gradients")
+    gathered = _gathered(held, layers_weights)
     of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
     tokens = utilization.tokens_of(run) / run.mesh.sequence
     layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)

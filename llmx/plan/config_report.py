@@ -32,6 +32,11 @@ KEYS = {
     "virtual_stages": "pipeline.virtual_stages", "microbatches": "batch.accumulation",
 }  # fmt: skip
 
+# Of flags, in their units: less or more is a slip of units.
+LIMITS = {"memory": (1e-3, 1e6), "bandwidth": (1e-6, 1e6), "utilization": (1e-3, 1.0)}
+# Of the arrays, layers x devices^2, in which PipeDream's plan is found.
+MOST_NUMBERS = 2**27
+
 Report = tuple[dict[str, Any], str]  # as JSON and as text
 Shares = Callable[..., dict[str, float]]  # of `shares_of`
 
@@ -64,8 +69,11 @@ def show(
     if args.replicate:
         layers = stage_costs.chain(config, clock)
         group = config.mesh.sequence * config.mesh.tensor
+        most = math.isqrt(MOST_NUMBERS // len(layers))
+        if (devices := args.devices // group) > most:
+            raise ValueError(_too_many(args, config, most * group))
         planned, equal = stage_costs.replicated(
-            config, layers, args.devices // group, bandwidth=bandwidth, num_stages=args.stages,
+            config, layers, devices, bandwidth=bandwidth, num_stages=args.stages,
             memory_bytes=memory_bytes, versions=args.versions,
         )  # fmt: skip
         shares = shares_of(args, config, planned.num_devices * group)
@@ -95,6 +103,13 @@ def show(
     return report | advice.to_json(), "\n".join([lines, "", advice.text()])
 
 
+def _too_many(args: argparse.Namespace, config: Config, most: int) -> str:
+    return (
+        f"--devices={args.devices} with --replicate: of {config.model.num_layers} layers a plan is "
+        f"found for at most {most} devices; use fewer"
+    )
+
+
 def shares_of(args: argparse.Namespace, config: Config, num_devices: int) -> Shares:
     """MFU and HFU by the seconds of a step, and perhaps the layers of its model chunks; none where
     `--chip` does not say what runs it."""
@@ -122,9 +137,11 @@ def apply_flags(args: argparse.Namespace, config: Config) -> list[str]:
     for name in ("stages", "devices", "microbatches", "versions"):
         if values.get(name, 1) < 1:
             problems.append(f"--{name}={values[name]} must be at least 1")
-    for name in ("memory", "bandwidth", "utilization"):
-        if not values.get(name, 1) > 0:
-            problems.append(f"--{name}={values[name]:g} must be above 0")
+    for name, (least, most) in LIMITS.items():
+        if not least <= values.get(name, least) <= most:
+            problems.append(
+                f"--{name}={values[name]:g} must be at least {least:g} and at most {most:g}"
+            )
     for name, key in KEYS.items():
         if name in values:
             config_lib.set_value(config, key, values[name])

@@ -19,6 +19,7 @@ from llmx.runtime.hardware import Chip
 # Llama 3 (arXiv 2407.21783, 3.3.4): 419 unexpected interruptions in 54 days of 16,384 GPUs.
 DEVICE_MTBF = 54 * 24 * 16_384 / 419
 NEVER, MOST_TOKENS = 1e-6, 1e18  # goodput; tokens
+MOST_DOLLARS = 1e6  # of a chip and hour
 SAVE_SECONDS, RESTART_SECONDS = 10.0, 600.0
 
 
@@ -67,8 +68,11 @@ def check(
     if restart_seconds:
         _check("seconds", restart_seconds=restart_seconds)
     _check("hours", device_mtbf=device_mtbf)
-    if price is not None and not 0 <= price < math.inf:
-        raise ValueError(f"price={price:g} must be a number of dollars, at least 0")
+    if price is not None and not 0 <= price <= MOST_DOLLARS:
+        raise ValueError(
+            f"price={price:g} must be a number of dollars of a chip and hour, at least 0 and at "
+            f"most {MOST_DOLLARS:g}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,8 @@ _SHARES = ("products", "memory", "attention", "links", "network", "share")
 _FLOPS = sorted({name for chip in hardware.CHIPS.values() for name in chip.flops})
 # Per second, of any device: less is in another unit.
 _RATES, _LEAST_RATE = ("flops", "hbm_bandwidth", "link_bandwidth", "network_bandwidth"), 1e6
+# Of memory: less is in GB, not in bytes.
+_BYTES, _LEAST_BYTES = ("hbm_bytes", "usable_bytes"), 2**20
 _MAY_BE_ZERO = ("start", "host", "collective", "hop", "network_hop", "num_links", "link_bandwidth",
                 "fresh", "units")  # fmt: skip
 
@@ -68,6 +70,8 @@ class Hardware:
 
 def read(path: str | pathlib.Path) -> Hardware:
     """The hardware of a file. ValueError, naming the file and the value, for what is wrong."""
+    if not str(path):
+        raise ValueError("hardware file '': name a file")
     path = pathlib.Path(path)
     try:
         text = path.read_text()
@@ -268,5 +272,7 @@ def _check(name: str, value: Any, hint: Any, key: str = "") -> None:
         raise ValueError(f"{name}={value!r}: use {'0 or more' if least == 0 else 'more than 0'}")
     if key in _RATES and 0 < value < _LEAST_RATE:
         raise ValueError(f"{name}={value!r}: use at least {_LEAST_RATE:g} in a second")
+    if (key or name) in _BYTES and value < _LEAST_BYTES:
+        raise ValueError(f"{name}={value!r}: write bytes, at least {_LEAST_BYTES:,}")
     if key in _SHARES and value > 1 and "rates" not in name:
         raise ValueError(f"{name}={value!r} is a share: use at most 1")

@@ -174,7 +174,7 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
         found["saved activations"] += (
             2 * model.num_layers * sizes.compute_bytes * more * model.width
         )
-        found["saved weights"] = _weights_of_layers(sizes)
+        found["saved weights"] = _saved_weights(sizes)
     return found
 
 
@@ -197,9 +197,18 @@ def _segment(sizes: Sizes) -> float:
 
 
 def _weights_of_layers(sizes: Sizes) -> float:
-    """A device's share of the layers' parameters in fp32."""
+    """A device's share of the layers' parameters."""
     of_layers = (leaf for leaf in leaves(sizes.run.model) if leaf.of_layers)
-    return sum(FP32 * sizes.local(leaf, "parameters") for leaf in of_layers)
+    return sum(sizes.param_bytes * sizes.local(leaf, "parameters") for leaf in of_layers)
+
+
+def _saved_weights(sizes: Sizes) -> float:
+    """Of all layers: what their gathers read, or where nothing is gathered, what they are rounded
+    to; those that are neither are not copied."""
+    if sizes.axes_of("embed", "parameters"):
+        return _weights_of_layers(sizes)
+    rounded = sizes.compute_bytes if sizes.compute_bytes != sizes.param_bytes else 0
+    return rounded / sizes.param_bytes * _weights_of_layers(sizes)
 
 
 def _keeps_all(sizes: Sizes) -> bool:
@@ -329,11 +338,12 @@ def _whole_head(sizes: Sizes) -> float:
 
 
 def _tied_head(sizes: Sizes) -> float:
-    """XLA:GPU keeps a tied head's gradient in fp32 until the lookups' is added to it: what that
-    takes beyond the reduce dtype."""
-    if not sizes.run.model.tied_head:
+    """XLA:GPU keeps a tied head's gradient in the parameters' dtype until the lookups' is added to
+    it: what that takes beyond the reduce dtype."""
+    more = sizes.param_bytes - sizes.reduce_bytes
+    if not sizes.run.model.tied_head or more <= 0:
         return 0.0
-    return (FP32 - sizes.reduce_bytes) * sizes.local(sizes.head, "gradients")
+    return more * sizes.local(sizes.head, "gradients")
 
 
 def _padding(sizes: Sizes, program: Program) -> float:

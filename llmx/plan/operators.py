@@ -25,7 +25,7 @@ from llmx.config import utilization
 from llmx.model import costs, quantized, remat, remat_costs
 from llmx.model.attention import blockwise
 from llmx.model.families import is_local
-from llmx.plan import experts, gemm, memory
+from llmx.plan import experts, gemm, memory, traffic
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
 from llmx.step import moments, optimizers
@@ -71,9 +71,17 @@ class Moved:
     shares: tuple[float, float]  # of a device's share of them, in fp32
     gradients: float  # of a device's share of a layer's gradients
     saves: tuple[float, float]  # of what a layer saves
+    slots: tuple[float, float]  # the same where layers are no loop, so that ticks share a body
     rounded: float  # bytes for each number that fp8 or int8 products round
     launches: tuple[float, float]  # operators
     logits: float  # bytes per logit and microbatch
+    # Arrays of a device's share of the table of lookups, and of its head, in a microbatch: zeros,
+    # rows added to them, in fp32; with a tied head its gradient added; chunks of a head that is not
+    # gathered, cut out and put together.
+    lookups: float
+    tied: float
+    cuts: float
+    norms: float  # gradients that are read once more, for their norm
     update: float  # of AdamW, arrays in fp32 of a device's share: `OF_ADAMW` are read and written
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
@@ -85,19 +93,22 @@ class Moved:
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
-    weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0, saves=(2.2, 0.2), rounded=20.0,
-    launches=(25.0, 45.0), logits=14.0, update=6.5, sums=2.0, attention_backward=3.5,
+    weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0, saves=(2.2, 0.2), slots=(2.2, 0.2),
+    rounded=20.0, launches=(25.0, 45.0), logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
+    update=6.5, sums=2.0, attention_backward=3.5,
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
-    weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), rounded=10.0,
-    launches=(0.0, 0.0), logits=11.0, update=7.0, sums=3.0, attention_backward=2.5,
+    weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), slots=(2.0, 0.0),
+    rounded=10.0, launches=(0.0, 0.0), logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
+    update=7.0, sums=3.0, attention_backward=2.5,
 )  # fmt: skip
 
 CPU = Moved(
     mlp=(2.0, 4.0), stream=(8.0, 8.0), heads=(4.0, 8.0), normed=(4.0, 6.0), ring=0.0,
-    weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0, saves=(2.0, 1.0), rounded=20.0,
-    launches=(30.0, 60.0), logits=12.0, update=7.0, sums=2.0, attention_backward=2.5,
+    weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0, saves=(2.0, 1.0), slots=(2.0, 1.0),
+    rounded=20.0, launches=(30.0, 60.0), logits=12.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
+    update=7.0, sums=2.0, attention_backward=2.5,
     blocks=True, copies=2.0, fresh=True,
 )  # fmt: skip
 
@@ -331,7 +342,8 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     if steps > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
-    yield "saves", moved.saves[index] * device.saved, 1.0
+    passes = moved.slots if traffic.passes_of(sizes.run).shared else moved.saves
+    yield "saves", passes[index] * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
         gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers
@@ -365,6 +377,17 @@ def _loss(device: _Device) -> Iterator[Operator]:
     yield device.product("head", HEAD, LOSS, shape, dtype, each, "weight gradient")
     moved = device.moved.logits * tokens * rows
     yield device.move("logits", LOSS, moved, part=HEAD, launches=8.0 * chunks)
+    yield device.move("tables", LOSS, _of_tables(device, chunks), part=HEAD)
+
+
+def _of_tables(device: _Device, chunks: int) -> float:
+    """Bytes of a microbatch's gradient of the table of lookups, and of a head's chunks."""
+    sizes, moved, run = device.sizes, device.moved, device.sizes.run
+    fp32 = moved.lookups + moved.tied * run.model.tied_head
+    found = FP32 * fp32 * sizes.local(sizes.head, "parameters")
+    if chunks > 1 and not sizes.axes_of("embed", "parameters"):
+        found += moved.cuts * sizes.compute_bytes * sizes.whole(sizes.head)
+    return found
 
 
 def _ends(device: _Device) -> Iterator[Operator]:
@@ -376,6 +399,8 @@ def _ends(device: _Device) -> Iterator[Operator]:
     gradients = sum(sizes.local(leaf, "gradients") for leaf in leaves)
     if (several := sizes.run.batch.accumulation) > 1:
         yield device.move("sums of gradients", ENDS, several * moved.sums * FP32 * gradients)
+    norms = moved.norms * sizes.reduce_bytes * gradients
+    yield device.move("norms of gradients", ENDS, norms)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
     num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
     yield device.move("update", ENDS, num_bytes, part=UPDATE)

@@ -93,6 +93,12 @@ class Bounds:
     def _moved(self) -> operators.Moved:
         return step_time.MOVED[self.machine.topology.platform]
 
+    def _of_slots(self, group: Group) -> operators.Moved:
+        """Of stages of one layer, whose ticks may share the body of a loop."""
+        if group.stage == 1 or self._layers_of_a_chunk(group) > 1:
+            return self._moved
+        return dataclasses.replace(self._moved, saves=self._moved.slots)
+
     @functools.cached_property
     def _flops(self) -> float:
         run = self.space.base
@@ -108,7 +114,10 @@ class Bounds:
     def _with_ring(self, rows: int, group: Group, text: str) -> Layer:
         """Tokens are computed alike, whether they are rows or parts of one: but for the ring."""
         both = math.gcd(rows, group.sequence)
-        one = self._of(rows // both, group.tensor, group.sequence // both, text, group.expert)
+        moved = self._of_slots(group)
+        one = self._of(
+            rows // both, group.tensor, group.sequence // both, text, group.expert, moved
+        )
         forward = self._of_ring(rows, group) / 3
         return one._replace(
             forward=one.forward + forward, backward=one.backward + 2 * forward,
@@ -126,11 +135,17 @@ class Bounds:
         return self._moved.ring * steps * num_bytes / self.machine.core.bandwidth
 
     @functools.cache  # noqa: B019 - lives as long as the search
-    def _of(self, rows: int, tensor: int, sequence: int, text: str, expert: int = 1) -> Layer:
+    def _of(
+        self, rows: int, tensor: int, sequence: int, text: str, expert: int,
+        moved: operators.Moved,
+    ) -> Layer:  # fmt: skip
         run = self._run(rows, tensor, sequence, sequence, text, expert)
         counted, core = sizes.of(run), self.machine.core
         program = memory.GPU if self.machine.on_gpu else memory.TPU
-        listed = operators.of(counted, core, self._moved)
+        listed = operators.of(counted, core, moved)
+        saved = memory.saved(counted, program)
+        if counted.compute_bytes == counted.param_bytes:
+            saved.pop("saved weights", None)  # other layouts save none
         weight = sum(
             one.seconds * one.count
             for one in listed
@@ -140,7 +155,7 @@ class Bounds:
         return Layer(
             operators.seconds(listed, FORWARD), operators.seconds(listed, BACKWARD), weight,
             products / self._peak, 0.0,
-            sum(memory.saved(counted, program).values()),
+            sum(saved.values()),
         )  # fmt: skip
 
     def _run(

@@ -136,7 +136,8 @@ def show(
     seconds = time.perf_counter() - begun
     section = {
         "candidates": found.candidates, "fit": found.fit, "counted": found.counted,
-        "seconds": seconds, "best": 0 if found.best else None, "bound": found.bound,
+        "seconds": seconds, "best": 0 if found.best else None,
+        "bound": found.bound if found.best else None,
         "configurations": [_json(one, config) for one in (*found.options, *found.too_large)],
         "runner_up": _runner_up(found.options, config), "what_if": what_if,
     }  # fmt: skip

@@ -278,8 +278,8 @@ class _Waits:
         """What the first and the last layer of a pass wait for."""
         passes = self.passes.forward + self.passes.backward
         one_layer = seconds / max(1, passes * self.passes.layers)
-        if self.counted.run.mesh.stage == 1:
-            return 2 * self.overlap.edge * one_layer
+        if self.counted.run.mesh.stage == 1 or self.passes.shared:
+            return 2 * self.overlap.edge * one_layer  # without a loop over layers, no ends of it
         alike = self.passes.alike
         if not (self.overlap.ahead and gathers_ahead(self.counted.run)):
             alike = 0

@@ -30,7 +30,7 @@ from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
-from llmx.model.families import is_local
+from llmx.model.families import ModelConfig, is_local
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
 from llmx.pipeline.tick import When
@@ -77,6 +77,9 @@ class Passes:
     unread: int = 0  # of these in the last iterations of loops, where no stage stores what arrives
     alike: int = 0  # passes forward and backward in ticks in which all stages do the same
     first: int = 0  # of `layers`, the dense first ones
+    steps: int = 1  # whose gradients are added up over replicas together
+    shared: int = 0  # passes of one layer, forward and backward, that gather its weights together
+    idle: int = 0  # lookups of nothing in the last iterations of loops, with chunks of one layer
 
     @property
     def blocks(self) -> int:
@@ -93,9 +96,18 @@ def passes_of(run: Config) -> Passes:
         )  # fmt: skip
     table = utilization.table_of(run)
     counts = _of_schedule(table)
+    chunks = utilization.chunks_of(run)
+    # A loop over one layer is written out; with one chunk of each stage all passes read the same
+    # weights, and where nothing is run again those of the backward pass are not kept apart.
+    alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
+    joined = 0
+    if alone and all(of.saved is None for of in remat_costs.policies(run.model, run.remat)):
+        joined = counts["joined"]
     return Passes(
-        counts[FORWARD], counts[BACKWARD], max(utilization.chunks_of(run)),
+        counts[FORWARD], counts[BACKWARD], max(chunks),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
+        steps=2 if table.periodic else 1, shared=joined,
+        idle=counts["idle"] * (max(chunks) == 1),
     )  # fmt: skip
 
 
@@ -105,9 +117,13 @@ def _of_schedule(table: Table) -> collections.Counter:
     program = ticks.program(table)
     counts = collections.Counter()
     for first, length, times in program.loops:
+        body = collections.Counter()
         for tick in range(length):
             at = slice(first + tick, first + length * times, length)
-            counts += _counted(jax.tree.map(lambda a: a[at], program.rows), times)  # noqa: B023
+            rows = jax.tree.map(lambda a: a[at], program.rows)  # noqa: B023
+            counts += _counted(rows, times)
+            body[executor.body_of(rows).kinds] += 1
+        counts["joined"] += times * min(body[frozenset({kind})] for kind in (FORWARD, BACKWARD))
     return counts
 
 
@@ -123,6 +139,8 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
         counts["alike"] = times * len(kinds & {FORWARD, BACKWARD})
     else:
         counts.update({kind: int((rows.kind == kind).sum(axis=0).max()) for kind in kinds})
+    if len(kinds) == 1 and when.embedding is When.ALWAYS:
+        counts["idle"] = int(rows.embedding[-1] < 0)
     for name in _ENDS:
         always = getattr(when, name) is When.ALWAYS
         counts[name] = times if always else int((getattr(rows, name) >= 0).sum())
@@ -146,7 +164,9 @@ def of(
     """
     passes = passes_of(sizes.run)
     if on_gpu and gathers_ahead(sizes.run):
-        passes = dataclasses.replace(passes, sends=passes.sends - passes.unread)
+        passes = dataclasses.replace(
+            passes, sends=passes.sends - passes.unread, lookups=passes.lookups - passes.idle
+        )
     found = [
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
@@ -208,7 +228,7 @@ def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator
         elif leaf == sizes.head:
             yield from _of_head(sizes, passes, leaf, on_gpu)
         else:
-            yield from _of_table(sizes, leaf)
+            yield from _of_table(sizes, passes, leaf)
         if leaf.is_matrix:
             yield from _updated(sizes, leaf)
 
@@ -218,7 +238,7 @@ def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     `tensor` too, behind each pass over its layer."""
     num_bytes = FP32 * sizes.local(leaf, "parameters")
     over = _summed_over(sizes, leaf)
-    yield _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
+    yield _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
     if "norm" not in leaf.axes or not sizes.splits_positions:
         return
     count = 1
@@ -235,12 +255,12 @@ def _summed_over(sizes: Sizes, leaf: Leaf) -> list[str]:
     return [axis for axis in sizes.token_axes if axis not in of_experts]
 
 
-def _added_up(sizes: Sizes, leaf: Leaf) -> Message:
+def _added_up(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
     split_by = sizes.axes_of("embed", "gradients")
     over = [axis for axis in _summed_over(sizes, leaf) if axis not in split_by]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
-    return _message(sizes, "gradients", "all-reduce", over, num_bytes, 1, leaf.name)
+    return _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
 
 
 def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator[Message]:
@@ -248,7 +268,10 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
     of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
     numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
     again = _layers_again(sizes.stacks[-1 if leaf.in_blocks else 0].run)
-    gathered = (passes.forward + passes.backward) * layers + passes.backward * again
+    # Weights of attention, in heads, have another layout in each pass.
+    shared = passes.shared * ("/mlp/" in leaf.name)
+    gathered = (passes.forward + passes.backward - shared) * layers
+    gathered += passes.backward * again
     if run.sharding.gather == "step":
         gathered = layers
     yield _message(
@@ -259,7 +282,7 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
         sizes, "gradients", "reduce-scatter", sizes.axes_of("embed", "gradients"),
         sizes.reduce_bytes * numbers, passes.backward * layers * turns, leaf.name,
     )  # fmt: skip
-    yield _added_up(sizes, leaf)
+    yield _added_up(sizes, passes, leaf)
 
 
 def _layers_again(run: Config) -> int:
@@ -287,21 +310,32 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / chunks
     over, count = sizes.axes_of("embed", "gradients"), chunks * passes.heads
     yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
-    yield _added_up(sizes, leaf)
+    yield _added_up(sizes, passes, leaf)
+    if sizes.mesh["stage"] > 1 and sizes.run.model.tied_head:
+        yield _of_lookups(sizes, passes, leaf)
 
 
-def _of_table(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
-    """Of rows that are looked up: where the width is split, each device has all terms."""
+def _of_lookups(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
+    """Of rows that are looked up: where the width is split, each device has all terms. Where only
+    gradients are split, those of each microbatch are, in a pipeline of each tick."""
     kept = sizes.axes_of("embed", "parameters")
     over = [axis for axis in sizes.axes_of("embed", "gradients") if axis not in kept]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(kept)
-    yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, 1, leaf.name)
-    yield _added_up(sizes, leaf)
+    count = passes.lookup_gradients
+    return _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
+
+
+def _of_table(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
+    """Of a table that is only looked up."""
+    yield (lookups := _of_lookups(sizes, passes, leaf))
+    yield _added_up(sizes, passes, leaf)
     if "positions" in leaf.axes and sizes.splits_positions:
         # In a pipeline as they were added up over microbatches.
         number = FP32 if sizes.mesh["stage"] > 1 else sizes.reduce_bytes
-        num_bytes = number * sizes.local(leaf, "gradients")
-        yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, 1, leaf.name)
+        num_bytes, count = number * sizes.local(leaf, "gradients"), passes.steps
+        if lookups.size > 1 and sizes.mesh["stage"] == 1:  # before each of these, whole
+            num_bytes, count = lookups.bytes, lookups.count
+        yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
 
 
 def _updated(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
@@ -336,7 +370,7 @@ def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     halves = (passes.forward + passes.backward) * HALVES * passes.layers
     halves += passes.backward * HALVES * _layers_again(run)
     gathered = halves + passes.backward * sum(map(_gathered_again, policies))
-    summed = halves + passes.backward * sum(map(_summed_again, policies))
+    summed = halves + passes.backward * sum(_summed_again(run.model, of) for of in policies)
     x_bytes = sizes.compute_bytes * sizes.tokens * run.model.width
     kinds = {
         "all-gather": gathered + passes.lookup_gradients + passes.heads,
@@ -357,11 +391,12 @@ def _gathered_again(policy: remat.Policy) -> int:
     return HALVES - len(policy.saved & {remat.ATTENTION_NORM, remat.MLP_NORM})
 
 
-def _summed_again(policy: remat.Policy) -> int:
-    """Attention's output is, to give the MLP its input; nothing needs the MLP's again."""
+def _summed_again(model: ModelConfig, policy: remat.Policy) -> int:
+    """Attention's output is, to give the MLP its input; the MLP's where a norm follows it."""
     if policy.saved is None:
         return 0
-    return int(remat.ATTENTION_OUT not in policy.saved)
+    needed = {remat.ATTENTION_OUT} | ({remat.MLP_OUT} if model.post_norms else set())
+    return len(needed - policy.saved)
 
 
 def _replicated_heads(sizes: Sizes, passes: Passes) -> Iterator[Message]:

@@ -54,9 +54,6 @@ def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Ite
 
 def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
     if max(utilization.chunks_of(run)) == 1:
-        yield (
-            "stages of one layer: memory and time up to a third less, and bytes up to half more "
-            "where gradients are split and parameters are not"
-        )
+        yield "stages of one layer: memory a tenth more or less, time up to a seventh more"
     if utilization.table_of(run).splits_backward and topology.platform == "gpu":
         yield "the time of schedules that split the backward pass: up to a quarter more"

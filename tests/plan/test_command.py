@@ -362,7 +362,15 @@ def test_layers_are_timed_on_this_machine(tmp_path, capsys):
         (["--chip=v5p", "--memory=1"], ["--memory=1 GiB is too little", "use more stages"]),
         (["--chip=v5p", "--versions=2"], ["--versions without --replicate: the schedule says"]),
         (["--chip=v5p", "--forward=1"], ["--forward with --config: times come from the layers"]),
-        (["--chip=v5p", "--bandwidth=0"], ["--bandwidth=0 must be above 0"]),
+        (["--chip=v5p", "--bandwidth=0"], ["--bandwidth=0 must be at least 1e-06 and at most"]),
+        (["--chip=v5p", "--memory=inf"], ["--memory=inf must be at least 0.001 and at most 1e+06"]),
+        (["--chip=v5p", "--memory=1e300"], ["--memory=1e+300 must be at least 0.001"]),
+        (["--chip=v5p", "--utilization=50"], ["--utilization=50 must be at least 0.001 and at m"]),
+        (["--chip=v5p", "--utilization=1e-300"], ["--utilization=1e-300 must be at least 0.001"]),
+        (
+            ["--chip=v5p", "--replicate", "--devices=100000"],
+            ["--devices=100000 with --replicate: of 32 layers a plan is found for at most 1986"],
+        ),
         (
             ["--chip=v5p", "--schedule=zb_v", "--memory=1"],
             ["one deferred layer take", "remat='part'"],

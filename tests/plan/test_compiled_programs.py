@@ -69,6 +69,18 @@ def test_bytes_sent(name):
         assert abs(error) <= allowed, axes
 
 
+DRAWN = compiled_programs.read(ROOT / "tests" / "golden" / "drawn_programs.jsonl")
+
+
+@pytest.mark.parametrize("program", DRAWN, ids=lambda program: program.name)
+def test_programs_that_were_drawn(program):
+    """Small and odd ones, whose memory is further off (docs/plan.md); their bytes are not."""
+    found = compiled_programs.errors(program, ROOT / "configs")
+    assert abs(found.peak) <= 0.11
+    if "zb_" not in program.name:
+        assert max(map(abs, found.sent.values())) <= 0.02, found.sent
+
+
 @pytest.mark.parametrize(
     ("keys", "unread"), [({}, 2), (dict(mesh__fsdp=2, mesh__tensor=2), 0)], ids=["fsdp", "tensor"]
 )

@@ -7,7 +7,7 @@ import pytest
 from llmx import config
 from llmx.aot import topologies
 from llmx.config import checks, loss_memory
-from llmx.plan import exchange, memory, sizes, uncertain
+from llmx.plan import exchange, machines, memory, operators, sizes, uncertain
 
 V5E, V5P, H100 = (topologies.parse(name) for name in ("v5e:2x4", "v5p:2x2x2", "h100:8"))
 
@@ -83,6 +83,47 @@ def test_a_head_that_is_summed_in_fp32_is_its_own_gradient():
     }
     head = sizes.of(_run(**keys)).head.numbers
     assert found["bf16"] - found["bf16_fp32_reduce"] == pytest.approx(4 * head)
+
+
+WHOLE = dict(mesh__data=8, sharding__layout="ddp", remat="none")
+
+
+@pytest.mark.parametrize(
+    ("keys", "number"),
+    [
+        (dict(mesh__fsdp=8, remat="none"), 4 / 8),
+        (dict(mesh__fsdp=8, remat="none", precision="pure_bf16"), 2 / 8),
+        (WHOLE, 2), (WHOLE | dict(precision="pure_bf16"), 0), (WHOLE | dict(precision="fp32"), 0),
+    ],
+)  # fmt: skip
+def test_weights_are_saved_as_they_are_gathered_or_rounded(keys, number):
+    """Bytes of a number of the layers on a device; none of those that are multiplied as they are.
+
+    Norms come beside them."""
+    counted = sizes.of(_run(**keys))
+    layers = sum(leaf.numbers for leaf in counted.weights)
+    assert memory.saved(counted, memory.GPU)["saved weights"] == pytest.approx(
+        number * layers, rel=5e-3, abs=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "number"),
+    [
+        (dict(mesh__fsdp=8), 12 / 8), (dict(mesh__fsdp=8, loss__chunks=4), 12 / 8),
+        (dict(mesh__data=8, sharding__layout="ddp"), 12),
+        (dict(mesh__data=8, sharding__layout="ddp", loss__chunks=4), 12 + 12),
+        (dict(mesh__data=8, sharding__layout="ddp", model__tied_head=True), 12 + 8),
+    ],
+)  # fmt: skip
+def test_tables_are_read_and_written_on_gpus(keys, number):
+    """Of a number of the table: zeros, rows added; a head's gradient added; its chunks."""
+    counted = sizes.of(_run(**({"loss__chunks": 1} | keys)))
+    core = machines.parse("h100:8").core
+    (found,) = (one for one in operators.of(counted, core, operators.GPU) if one.name == "tables")
+    assert found.bytes == pytest.approx(number * counted.head.numbers)
+    on_tpu = operators.of(counted, core, operators.TPU)
+    assert not any(one.bytes for one in on_tpu if one.name == "tables")
 
 
 def test_what_is_uncertain_is_said():

@@ -126,6 +126,7 @@ def test_an_interval_of_ones_own_costs_what_it_costs():
         (("--step-seconds=1", "--save-seconds=inf"), "save_seconds=inf"),
         (("--step-seconds=1", "--price=-1"), "price=-1"),
         (("--step-seconds=1", "--price=inf"), "price=inf"),
+        (("--step-seconds=1", "--price=1e308"), "price=1e+308 must be a number of dollars"),
         (("--step-seconds=1", "--tokens=1e300"), "tokens=1e+300"),
         (("--step-seconds=0.2",), "no step is shorter than 0.5"),
     ],

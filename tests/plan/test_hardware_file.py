@@ -82,6 +82,8 @@ def test_the_whole_report_works_for_it(values, name, tmp_path, capsys):
         ({"flops": {"bfloat16": 1e-300}}, "flops['bfloat16']=1e-300: use at least 1e+06"),
         ({"link_bandwidth": 0}, "num_links=18, link_bandwidth=0: devices of topology 'switch'"),
         ({"num_links": 0}, 'would send nothing; use more than 0, or give "rates"'),
+        ({"hbm_bytes": 80}, "hbm_bytes=80: write bytes, at least 1,048,576"),
+        ({"usable_bytes": 75}, "usable_bytes=75: write bytes, at least 1,048,576"),
         ({"hbm_bytes": True}, "hbm_bytes=True is a bool: write a whole number"),
         ({"flops": {"bfloat16": 0}}, "flops['bfloat16']=0: use more than 0"),
         ({"flops": 2e15}, "is a float: write an object"),
@@ -119,6 +121,8 @@ def test_wrong_machines_are_named(name, values, words, tmp_path):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ValueError, match="hardware file '': name a file"):
+        machines.parse("h300:8", "")
     with pytest.raises(ValueError, match="No such file"):
         machines.parse("h300:8", tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")

@@ -84,12 +84,15 @@ def test_the_best_mixture_is_that_of_a_full_enumeration():
     assert experts == {1, 2}
 
 
-@pytest.mark.parametrize("name", ["h100:2x4", "v5e:2x4", "cpu:8"])
-def test_bounds_are_bounds(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("h100:2x4", "bf16"), ("v5e:2x4", "bf16"), ("v5e:2x4", "pure_bf16"), ("cpu:8", "bf16")],
+)
+def test_bounds_are_bounds(name, precision, tmp_path):
     path = tmp_path / "cpu.json"
     path.write_text(json.dumps(CPU | {"hbm_bandwidth": 1e10}))  # moves of memory decide
     machine = machines.parse(name, path if name == "cpu:8" else None)
-    space = _space(_config(), machine)
+    space = _space(_config(precision=precision), machine)
     bounds = search_bounds.Bounds(space, machine)
     counted = search.Search(space, machine)
     checked = 0
@@ -267,7 +270,7 @@ def test_where_nothing_fits_the_report_says_so(how, config, batch, capsys, tmp_p
     printed = capsys.readouterr()
     report = json.loads(printed.out)
     found = report["search"]
-    assert code == 1 and found["best"] is None and not report["memory"]["fits"]
+    assert code == 1 and found["best"] is found["bound"] is None and not report["memory"]["fits"]
     assert "configurations fits into" in found["nothing_fits"]
     least = min(one["memory"] for one in found["configurations"])
     assert found["least"] == least > 0.95 * report["memory"]["limit"]
