@@ -21,11 +21,11 @@ HERE = pathlib.Path(__file__).parent
 def get_config() -> config.Config:
     run = config.default()
     run.start_from = "runs/quickstart_chat"
-    run.adapters.rank = 8
+    run.adapters.rank, run.preference.chosen_weight = 8, 1.0
     run.steps, run.precision = 60, "fp32"
-    run.batch.size, run.batch.sequence_length, run.data.pack = 12, 384, False
+    run.batch.size, run.batch.sequence_length, run.data.pack = 12, 256, False
     run.data.sources, run.data.format = (str(HERE / "quickstart_dpo.jsonl"),), "preference"
     run.data.chat_template, run.data.held_out = str(HERE / "quickstart_chat.jinja"), 0.0
-    run.optimizer.learning_rate, run.optimizer.warmup_steps = 1e-3, 5
-    run.checkpoint.every, run.metrics.log_every = 30, 5
+    run.optimizer.learning_rate, run.optimizer.warmup_steps = 6e-4, 5
+    run.checkpoint.every, run.metrics.log_every = 20, 5
     return run

@@ -25,7 +25,7 @@ def problems(config: Config) -> Iterator[str]:
         cause = f"data.format={config.data.format!r}"
         if config.data.format == FORMAT:
             cause = f"preference.loss={section.loss!r}"
-        idle = dict.fromkeys(("beta", "label_smoothing"), cause)
+        idle = dict.fromkeys(("beta", "label_smoothing", "chosen_weight"), cause)
         if config.data.format != FORMAT and section.loss != preference.NONE:
             idle["loss"] = cause
     elif section.loss != "dpo":

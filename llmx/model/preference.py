@@ -36,6 +36,8 @@ class PreferenceConfig:
     # dpo: the share of pairs that are taken to be labelled the wrong way round (arXiv 2305.18290,
     # cDPO)
     label_smoothing: float = bounded(0.0, at_least=0, at_most=0.5)
+    # beside it: of the chosen text's loss in nats per token, so that it stays likely (2404.19733)
+    chosen_weight: float = bounded(0.0, at_least=0)
 
 
 def _dpo(config: PreferenceConfig, margin_B: Array) -> Array:
@@ -92,4 +94,9 @@ def losses(
         "accuracy": mean((margin_B > 0).astype(jnp.float32)),
         "margin": mean(config.beta * margin_B),
     }
-    return mean(LOSSES[config.loss](config, margin_B)), jax.lax.stop_gradient(reported)
+    loss_B = LOSSES[config.loss](config, margin_B)
+    if config.chosen_weight:
+        chosen_BT = jnp.where(batch["segment_ids"] == CHOSEN, batch["weights"], 0)
+        tokens_B = jnp.maximum(chosen_BT.sum(axis=1), 1)
+        loss_B += config.chosen_weight * jnp.sum(chosen_BT * nats_BT, axis=1) / tokens_B
+    return mean(loss_B), jax.lax.stop_gradient(reported)

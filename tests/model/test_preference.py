@@ -46,7 +46,7 @@ def states(recipe):
     return state._replace(params=jax.device_put(jax.tree.map(np.float32, moved), to))
 
 
-def plain(name, logits, reference, batch, *, beta, smoothing=0.0):
+def plain(name, logits, reference, batch, *, beta, smoothing=0.0, chosen_weight=0.0):
     """The loss, accuracy and margin, and the gradient by the logits [B, T, V], in float64."""
     log_p = []
     for values in (np.float64(logits), np.float64(reference)):
@@ -66,12 +66,15 @@ def plain(name, logits, reference, batch, *, beta, smoothing=0.0):
         else:
             loss = (margin - 1 / (2 * beta)) ** 2
             slope = 2 * (margin - 1 / (2 * beta))
-        losses.append(loss)
+        chosen = (segment == 1) * batch["weights"][row]
+        own = log_p[0][rows[row], columns[row], batch["targets"][row]]
+        losses.append(loss - chosen_weight * (chosen * own).sum() / chosen.sum())
         margins.append(margin)
         for t in np.flatnonzero(batch["weights"][row]):
             sign = 1 if segment[t] == 1 else -1
             one_hot = np.arange(logits.shape[-1]) == batch["targets"][row, t]
-            gradient[row, t] = slope * sign * (one_hot - np.exp(log_p[0][row, t])) / len(pairs)
+            by_log_p = slope * sign - chosen_weight * chosen[t] / chosen.sum()
+            gradient[row, t] = by_log_p * (one_hot - np.exp(log_p[0][row, t])) / len(pairs)
     margins = np.array(margins)
     return np.mean(losses), np.mean(margins > 0), beta * margins.mean(), gradient
 
@@ -80,6 +83,7 @@ CASES = {
     "dpo": dict(preference__beta=0.3),
     "smoothed": dict(preference__beta=0.5, preference__label_smoothing=0.2),
     "ipo": dict(preference__loss="ipo", preference__beta=0.4),
+    "chosen": dict(preference__beta=0.3, preference__chosen_weight=0.7),
     "adapters": dict(preference__beta=0.3, **LORA),
 }
 
@@ -96,6 +100,7 @@ def test_loss_and_gradient_are_those_of_numpy(case):
         wanted, accuracy, margin, by_logits = plain(
             keys.get("preference__loss", "dpo"), np.asarray(mine), np.asarray(of_reference), batch,
             beta=keys["preference__beta"], smoothing=keys.get("preference__label_smoothing", 0.0),
+            chosen_weight=keys.get("preference__chosen_weight", 0.0),
         )  # fmt: skip
         _, pull = jax.vjp(logits, state.params)
         (gradient,) = pull(jax.device_put(np.float32(by_logits), mine.sharding))
