@@ -121,13 +121,15 @@ class Checkpointer(contextlib.AbstractContextManager):
     def __init__(
         self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None],
         may_write: Callable[[], None] = lambda: None,
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:  # fmt: skip
+        """on_saved: called on process 0, in a thread, with the step of each complete checkpoint."""
         if found := problems(config):
             raise ValueError("\n".join(found))
         self._root = directories.root_of(directory)
         self._config = config
         self._log = log
-        self._may_write = may_write
+        self._may_write, self._on_saved = may_write, on_saved
         self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
@@ -305,6 +307,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         """In the thread of the save."""
         if save.verdict.kind == writer.SAVED:
             if self._board.rank == 0:
+                self._on_saved(save.step)
                 try:
                     self._prune()
                 except (OSError, ValueError, writer.Refused) as error:

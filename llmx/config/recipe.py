@@ -16,7 +16,7 @@ from llmx import sharding
 from llmx.config import checks, stage_memory, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
-from llmx.model import precision, quantized, training_loss
+from llmx.model import losses, precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
@@ -52,6 +52,7 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
+        of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)

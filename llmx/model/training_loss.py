@@ -39,6 +39,7 @@ class TrainingLoss:
     z_loss: float = 0.0  # factor of log(Z)^2
     gather: str = "layer"  # one of `sharding.GATHERS`
     transforms: Mapping[str, Transform] = dataclasses.field(default_factory=dict)
+    of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # see `losses.OF_TOKENS`
 
     @property
     def mesh(self) -> Mesh:
@@ -52,9 +53,11 @@ class TrainingLoss:
         `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count. `extra`:
         states of the transforms, which may change what is differentiated and nothing else.
         """
-        loss = jnp.sum(loss_BT * share_BT)
+        loss = minimized = jnp.sum(loss_BT * share_BT)
+        if self.of_tokens is not None:
+            minimized = jnp.sum(self.of_tokens(loss_BT, log_z_BT) * share_BT)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
-        return self._transformed(loss + z, extra), loss, z
+        return self._transformed(minimized + z, extra), loss, z
 
     def token_shares(self, share_BT: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
         """What a nat of each token's loss adds to what is differentiated; `share_BT` as above."""
@@ -167,6 +170,7 @@ def make(
     config: families.ModelConfig, execution: Execution, *,
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
+    of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
@@ -192,8 +196,9 @@ def make(
     params = jax.tree.map(placed, shapes, parameters)
     apply = apply_lib.Apply(config)
     return TrainingLoss(
-        apply, execution, params, axes, gradients, updates, z_loss, gather, transforms or {}
-    )
+        apply, execution, params, axes, gradients, updates, z_loss, gather, transforms or {},
+        of_tokens,
+    )  # fmt: skip
 
 
 def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
