@@ -1,4 +1,4 @@
-"""The style of the planner's page: light or dark as the reader's system is, light on paper."""
+"""The style of HTML pages: light or dark as the reader's system is, light on paper."""
 
 CSS = """
 :root { color-scheme: light; --ink: #1c2733; --soft: #56636f; --line: #dde3e8; --paper: #ffffff;
