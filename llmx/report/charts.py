@@ -45,6 +45,7 @@ def loss(runs: Sequence[Run], x: str) -> str:
                 )  # fmt: skip
                 settled += _settled(held_out, largest)
         _limit(axes, settled)
+        axes.set_xlim(0, 1.01 * largest)
         return figure
 
     return svg(f"loss-{x}", make, f"Training and held-out loss over {x}")
@@ -71,6 +72,7 @@ def number(runs: Sequence[Run], name: str, label: str, *, smooth: bool) -> str:
         else:
             axes.set_ylim(0, 1.08 * most or 1)
         axes.yaxis.set_major_formatter(_short)
+        axes.set_xlim(0, 1.01 * max(run.num_steps for run in runs))
         return figure
 
     return svg(name.replace("_", "-"), make, f"{label} over steps")
@@ -107,7 +109,7 @@ def _smooth(
     at, values = _finite(series, x)
     smooth = np.array(smoothed(values.tolist()))
     whole = np.full(len(series.values), np.nan)
-    if not np.array_equal(smooth, values):
+    if len(values) >= 100:  # with fewer, smoothing leaves them as they are
         axes.plot(
             *thinned(getattr(series, x), series.values), color=color(index), lw=0.7, alpha=0.3
         )
@@ -134,7 +136,7 @@ def _last(values: np.ndarray) -> int:
 def _settled(line: tuple[np.ndarray, np.ndarray], largest: float) -> list[float]:
     """Values that must be seen: those behind the steep first steps, the last one in any case."""
     x, y = line
-    return [*y[x >= largest / 50].tolist(), *y[-1:].tolist()]
+    return [*y[x >= largest / 20].tolist(), *y[-1:].tolist()]
 
 
 def _limit(axes: Axes, values: list[float]) -> None:
@@ -159,7 +161,6 @@ def _axes(x: str, label: str) -> tuple[Figure, Axes]:
     axes.set_axisbelow(True)
     axes.set_xlabel(x)
     axes.set_ylabel(label)
-    axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(_short)
     axes.tick_params(color=INK)

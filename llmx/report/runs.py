@@ -6,6 +6,7 @@ more than once, as after files were joined, counts as the last launch took it.
 
 import array
 import bisect
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from llmx.checkpoint import identity
-from llmx.config import history
 from llmx.runtime import goodput, ownership, records
 
 TRAIN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "data_share")
 HELD_OUT = "held-out"  # the series of the loss of evaluations
+HISTORY = "history.jsonl"  # `llmx.config.history` writes it
+ABSENT = "(no such key)"  # in a config of another version
 UNKNOWN = "unknown"  # values of a config that cannot be read
 ALIVE_SECONDS = 60.0  # since the owner of a work directory gave a sign of life
 
@@ -163,7 +164,8 @@ def _series(path: pathlib.Path) -> tuple[dict[str, Series], Series, list[str], f
         elif record["kind"] in kinds:
             kinds[record["kind"]].add(record)
             moment = records.number(record.get("time"))
-            times = [*times[:1], moment] if math.isfinite(moment) else times
+            if math.isfinite(moment):
+                times = [min([moment, *times[:1]]), max([moment, *times[1:]])]
     train, notes = kinds["train"], []
     if num_damaged:
         notes.append(f"{records.damaged_text(num_damaged, path)}: left out")
@@ -186,18 +188,30 @@ def _config(workdir: str) -> tuple[dict[str, Any], str]:
         values = json.loads(path.read_bytes().decode())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        return identity.flat(values), ""
+        return _flat(values), ""
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"{path} cannot be read ({error}): its values are left out"
 
 
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"batch.size": 8, ...} of nested objects."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
 def _launches(workdir: str) -> tuple[int, int]:
-    """Starts and rollbacks in the history."""
-    try:
-        kinds = [record["kind"] for record in history.read(workdir)]
-    except OSError:
-        return 0, 0
-    return kinds.count(history.START), kinds.count(history.ROLLBACK)
+    """Starts and rollbacks in the history; lines that are no records count as none."""
+    kinds: list[Any] = []
+    with contextlib.suppress(OSError), open(pathlib.Path(workdir, HISTORY), "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError, AttributeError):
+                kinds.append(json.loads(line).get("kind"))
+    return kinds.count("start"), kinds.count("rollback")
 
 
 def _alive(workdir: str) -> bool:
@@ -211,7 +225,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """{key: its value in each run} of the keys whose values differ."""
     known = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in known for key in run.config if key != "workdir")
-    value = lambda run, key: run.config.get(key, identity.ABSENT)  # noqa: E731
+    value = lambda run, key: run.config.get(key, ABSENT)  # noqa: E731
     return {
         key: [value(run, key) if run.config else UNKNOWN for run in runs]
         for key in keys

@@ -15,6 +15,7 @@ import llmx
 from llmx import config as config_lib
 from llmx import evaluate, generate
 from llmx.config import recipe as recipe_lib
+from llmx.config import state_memory
 from llmx.data import objects
 from llmx.model import families, losses
 from llmx.runtime import exits
@@ -284,6 +285,14 @@ def test_a_loss_of_tokens_is_what_is_differentiated(monkeypatch):
         assert along == pytest.approx((above - below) / (2 * STEP_OF_DIFFERENCE), rel=OF_DIFFERENCE)
         reported.append(loss)
     assert reported[0] == pytest.approx(reported[1], rel=1e-6)
+
+
+def test_the_memory_of_an_added_optimizer_is_that_of_two_moments():
+    config = small()
+    config.model.vocab_size, config.mesh.data = 64, 1
+    of_adam = state_memory.of(config)
+    config.optimizer.name = "object:momentum"
+    assert state_memory.of(config) == of_adam
 
 
 def test_importing_llmx_imports_nothing_else():

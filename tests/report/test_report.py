@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-from llmx import config as config_lib
 from llmx.report import __main__ as command
 from llmx.report import charts, page, runs
 
@@ -62,16 +61,19 @@ def held_out(step, loss):
     return {"kind": "eval", "step": step, "tokens": 100 * step, "time": 10.0 * step, "loss": loss}
 
 
-def write(folder, lines, *, steps=None, launches=1, **config):
+def write(folder, lines, *, launches=1, **config):
     """A work directory with these records; texts stand there as they are."""
     folder.mkdir(parents=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
-    made = config_lib.default()
-    made.workdir, made.steps = str(folder), steps or 20
+    made = {
+        "workdir": str(folder), "steps": 20, "seed": 0, "optimizer": {"learning_rate": 0.0003},
+        "data": {"tokenizer": "auto"}, "sample": {"prompt": ""},
+    }  # fmt: skip
     for key, value in config.items():
-        config_lib.set_value(made, key.replace("__", "."), value)
-    (folder / "config.json").write_text(json.dumps(config_lib.to_json(made)))
+        section, _, name = key.rpartition("__")
+        (made[section] if section else made)[name] = value
+    (folder / "config.json").write_text(json.dumps(made))
     starts = [json.dumps({"kind": "start"}) for _ in range(launches)]
     (folder / "history.jsonl").write_text("".join(f"{start}\n" for start in starts))
     return folder
@@ -116,11 +118,11 @@ def test_one_run(tmp_path, capsys):
 
 
 def test_names_are_escaped(tmp_path, capsys):
-    name = '<b>x</b> & "y" $z_1$'
+    name = '<u>x & "y" $z_1$'
     first = write(tmp_path / name, [train(1, 2.0)], sample__prompt="<script>alert(1)</script>")
     second = write(tmp_path / "_hidden", [train(1, 2.0)])
     found, _ = report(capsys, tmp_path, first, second)
-    assert "b" not in found.tags and "script" not in found.tags
+    assert "u" not in found.tags and "script" not in found.tags
     assert name in found.text and "<script>alert(1)</script>" in found.text
 
 
@@ -225,6 +227,27 @@ def test_losses_of_other_tokens_are_said_to_be(tmp_path):
     second = write(tmp_path / "b", [train(1, 2.0)], data__tokenizer="my.json")
     text = Page(page.render([of(first, "a"), of(second, "b")])).text
     assert "The runs differ in data.tokenizer: their losses may be of other tokens" in text
+
+
+def test_all_of_a_run_is_in_its_charts(tmp_path, monkeypatch):
+    lines = [train(step, 9 / step, grad_norm=100.0 / step) for step in range(1, 301)]
+    lines += [held_out(300, 0.5)]
+    found = [of(write(tmp_path / "a", lines), "a"), of(write(tmp_path / "b", lines[:40]), "b")]
+    monkeypatch.setattr(charts, "svg", lambda name, make, label: make().axes[0])
+    for x in ("steps", "tokens"):
+        axes = charts.loss(found, x)
+        last = 300 * (100 if x == "tokens" else 1)
+        assert axes.get_xlim() == pytest.approx((0, 1.01 * last))
+        faint, smooth, dots, of_short = axes.lines  # few records are not smoothed
+        assert [line.get_xdata()[-1] for line in axes.lines] == [last, last, last, last * 40 // 300]
+        assert (faint.get_alpha(), smooth.get_alpha()) == (0.3, None)
+        assert smooth.get_color() == dots.get_color() != of_short.get_color()
+        low, high = axes.get_ylim()
+        assert low < min(smooth.get_ydata()) and high < 1  # the steep beginning may leave the frame
+    axes = charts.number(found, "grad_norm", "gradient norm", smooth=True)
+    assert axes.get_yscale() == "log" and axes.get_xlim()[1] == pytest.approx(303)
+    axes = charts.number(found, "learning_rate", "learning rate", smooth=False)
+    assert axes.get_yscale() == "linear" and axes.get_ylim() == pytest.approx((0, 1.08e-3))
 
 
 def test_lines_have_few_points():
