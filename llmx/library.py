@@ -68,7 +68,7 @@ def fit(
       config: as `get_config()` of a config file returns it; it is not changed.
       callbacks: functions of a record, see `llmx.runtime.caller`. An error in one becomes a
         warning, and `Run.callback_errors` has it; KeyboardInterrupt of one stops the run after the
-        step.
+        step that is under way.
       workdir: goes before that of the config.
       optimizer: (OptimizerConfig, schedule, axes) -> optax transformation, a row of `OPTIMIZERS`.
       loss: what a token adds to what is minimized, a row of `losses.OF_TOKENS`.

@@ -43,7 +43,7 @@ class Caller:
     def record(self, record: Mapping[str, Any], note: Callable[[str], None]) -> None:
         """Calls every callback; an error in one becomes a warning, and training goes on.
 
-        KeyboardInterrupt of a callback stops the run after this step, as Ctrl-C does.
+        KeyboardInterrupt of a callback stops the run after the step under way, as Ctrl-C does.
         """
         for callback in self.callbacks:
             name = name_of(callback)
