@@ -132,6 +132,7 @@ def test_an_error_in_a_callback_is_a_warning_and_all_is_saved(fitted, tmp_path, 
     assert printed.count("warning: callback stops: ") == 1 and where in printed
 
 
+@pytest.mark.slow  # trains twice
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
     config, found = small(tmp_path / "run"), []
 
@@ -149,11 +150,12 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
 
 
 class Interrupting(Counting):
-    """Presses Ctrl-C before the first step."""
+    """Presses Ctrl-C when the data are opened."""
 
-    def train_rows(self, step, rows, batch_size):
+    @property
+    def fingerprint(self):
         os.kill(os.getpid(), signal.SIGINT)
-        return super().train_rows(step, rows, batch_size)
+        return "another"
 
 
 def test_ctrl_c_before_the_first_step_is_an_exception(tmp_path):
@@ -241,6 +243,7 @@ def test_rows_are_completed(monkeypatch):
     assert held_out["tokens"][0, 0] == 10 and held_out["weights"].sum(axis=1).tolist() == [16, 0]
 
 
+@pytest.mark.slow  # compiles four programs
 def test_a_loss_of_tokens_is_what_is_differentiated(monkeypatch):
     """Its derivative along a direction is the difference of its values; reports stay in nats."""
     monkeypatch.setitem(losses.OF_TOKENS, "focal", focal)
