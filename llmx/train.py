@@ -40,6 +40,7 @@ from llmx.runtime import (
     profiling,
 )
 from llmx.runtime import job as job_lib
+from llmx.runtime.caller import Caller
 
 # What a mistake in the config does not need is imported where it is used.
 if typing.TYPE_CHECKING:
@@ -48,17 +49,17 @@ if typing.TYPE_CHECKING:
 Log = Callable[[str], None]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the config says. Returns one of the exit codes of `runtime.exits`."""
-    begun, log = time.perf_counter(), launch.log
+def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int:
+    """Trains as the command line says, or a `caller`. Returns a code of `runtime.exits`."""
+    begun, log, caller = time.perf_counter(), launch.log, caller or Caller()
     host_memory.limit_arenas()
     with contextlib.ExitStack() as resources:
-        job = resources.enter_context(job_lib.Job(log=log))
+        job = resources.enter_context(job_lib.Job(log=log, caller=caller))
         resources.push(job.tell_crash)
         progress, stop = job.progress, job.stop
         try:
             # 1. The config: all its problems are reported before anything heavy is imported.
-            args, config, problems = read_config(job, argv)
+            args, config, problems = (caller.settings or read_config)(job, argv)
             num_devices = None
             if not can_launch(config):
                 job.join_by_environment()  # to tell the others what is wrong
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             begin_going_back(config)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
-                may_write=job.may_write, after_save=store.push,
+                may_write=job.may_write,
+                on_saved=store.pushing(functools.partial(caller.saved, config.workdir)),
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return job.refuse(describe.failure_text(config, error))
 
         # 5. Compile the step, explicitly: a program for each phase that is still to come.
-        loop = Loop(config, recipe, dataset, restored, progress)
+        loop = Loop(config, recipe, dataset, restored, job)
 
         # 6. The loop.
         from llmx import evaluate
@@ -184,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return job.refuse(error)
             except OSError as error:
                 return job.refuse(describe.failure_text(config, error))
-            loop = Loop(config, recipe, dataset, restored, progress)
+            loop = Loop(config, recipe, dataset, restored, job)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
             evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
@@ -207,7 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = stop.code
         finish(job, loop, evaluation, code)
         code = store.end(code)
-        log(farewell(config, loop.step, code, reason if code == exits.STOPPED else stop.reason))
+        why = reason if code == exits.STOPPED else stop.reason
+        caller.end(log, config=config, state=loop.state, step=loop.step, why=why)
+        log(farewell(config, loop.step, code, why))
     return code
 
 
@@ -360,14 +364,14 @@ def compile_step(config: Config, recipe: "Recipe", log: Log, phase: str = "mean"
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(self, config: Config, recipe, dataset, restored, progress):
+    def __init__(self, config: Config, recipe, dataset, restored, job: job_lib.Job):
         from llmx import sharding
         from llmx.config import utilization
         from llmx.data import loader
         from llmx.runtime import hardware
 
         self.config, self.recipe, self.first = config, recipe, (first := restored.step)
-        self.dataset = dataset
+        self.dataset, progress = dataset, job.progress
         with progress("compile"):
             self.programs = compile_programs(config, recipe, restored.state, first, launch.log)
         self.state, self.step = restored.state, first  # after all steps that were started
@@ -391,7 +395,7 @@ class Loop:
             launch.log(f"peak:  {reached.peak_text()}, for MFU and HFU")
         self.reporter = metrics.Reporter(
             config.workdir, config.metrics, total_steps=config.steps, start_step=first,
-            tokens_per_step=shape[0] * shape[1], reached=reached, log=launch.log,
+            tokens_per_step=shape[0] * shape[1], reached=reached, log=launch.log, caller=job.caller,
         )  # fmt: skip
         phases = lambda: progress.seconds  # noqa: E731
         self.goodput = goodput.Meter(config.workdir, phases, self.reporter, start_step=first)

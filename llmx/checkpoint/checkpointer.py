@@ -116,19 +116,20 @@ class Checkpointer(contextlib.AbstractContextManager):
     Every process makes the same calls. A context manager: its end waits for the save in progress.
     `may_write` is called on process 0 before anything is written, renamed or deleted, and before a
     checkpoint is committed; it raises where this process does not own the directory any more.
-    `after_save` is called there in the background, once a checkpoint is committed.
     """
 
     def __init__(
         self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None],
-        may_write: Callable[[], None] = lambda: None, after_save: Callable[[], None] = lambda: None,
+        may_write: Callable[[], None] = lambda: None,
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:  # fmt: skip
+        """on_saved: called on process 0, in a thread, with the step of each complete checkpoint."""
         if found := problems(config):
             raise ValueError("\n".join(found))
         self._root = directories.root_of(directory)
         self._config = config
         self._log = log
-        self._may_write, self._after_save = may_write, after_save
+        self._may_write, self._on_saved = may_write, on_saved
         self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
@@ -310,7 +311,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                     self._prune()
                 except (OSError, ValueError, writer.Refused) as error:
                     self._log(f"old checkpoints could not be deleted: {error}")
-                self._after_save()
+                self._on_saved(save.step)
             return
         text, remedy = save.verdict.text, save.verdict.remedy
         if self._board.rank == 0 and save.verdict.kind == writer.FAILED:

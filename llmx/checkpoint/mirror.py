@@ -111,6 +111,15 @@ class Mirror:
         self._sent = {name: self._state(name) for name in self._small()}
         self._steps = self._complete()
 
+    def pushing(self, first: Callable[[int], None]) -> Callable[[int], None]:
+        """What is called after each complete checkpoint, with its step: `first`, and an upload."""
+
+        def saved(step: int) -> None:
+            first(step)
+            self.push()
+
+        return saved
+
     def push(self) -> None:
         """Uploads what is new, if there is a URL. A failure is logged, and tried again later."""
         if not self._url:

@@ -22,7 +22,7 @@ from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
-from llmx.model.losses import LossConfig
+from llmx.model.losses import NATS, LossConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.model.quantized import ProductsConfig
 from llmx.model.remat import OffloadConfig
@@ -263,10 +263,11 @@ def read_saved(path: str | pathlib.Path) -> Config:
 def _out_of_bounds(config: Config) -> list[str]:
     """What no run can have had, section by section."""
     found = bounds.problems(config, "") + families.problems(config.model)
-    # Its optimizer may be one that its config file has added, and is not here.
+    # Its optimizer and loss may be some that its config file has added, and are not here.
     config = dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, name="adamw")
-    )
+        config, optimizer=dataclasses.replace(config.optimizer, name="adamw"),
+        loss=dataclasses.replace(config.loss, of_tokens=NATS),
+    )  # fmt: skip
     for name, section in vars(config).items():
         if dataclasses.is_dataclass(section) and name != "model":
             found += bounds.problems(section, f"{name}.")

@@ -25,8 +25,8 @@ from llmx.config import (
 )  # fmt: skip
 from llmx.config.axes import layout_of, replica_axes
 from llmx.data import config as data_config
-from llmx.data import remote, shards, sources, tokenizers
-from llmx.model import families, precision, preference, quantized, remat, remat_costs
+from llmx.data import objects, remote, shards, sources, tokenizers
+from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
@@ -87,10 +87,11 @@ def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
 def forget_training(run: Config) -> None:
     """Leaves out, in place, what concerns backward passes, updates and stages.
 
-    The optimizer may be one that a config file has added to `OPTIMIZERS`, and is not here.
+    Optimizer and loss may be some that a config file has added to their tables, and are not here.
     """
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
     run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
+    run.loss.of_tokens = losses.NATS
     run.remat, run.memory_budget = "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
     run.preference = PreferenceConfig(loss=preference.NONE)
@@ -217,6 +218,8 @@ def _vocab_size(data: data_config.DataConfig) -> int:
     written = [name.removeprefix(prefix) for name in data.sources if name.startswith(prefix)]
     if data.train_tokenizer:
         return data.train_tokenizer
+    if data.sources[0].startswith(objects.PREFIX):
+        return objects.tokenizer_of(data.sources[0]).vocab_size
     if data.tokenizer == "auto" and written:
         return shards.read_index(pathlib.Path(written[0]))["vocab_size"]
     return tokenizers.load("bytes" if data.tokenizer == "auto" else data.tokenizer).vocab_size

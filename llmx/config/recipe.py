@@ -16,7 +16,7 @@ from llmx import sharding
 from llmx.config import checks, preference_checks, stage_memory, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
-from llmx.model import precision, quantized, training_loss
+from llmx.model import losses, precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
@@ -52,6 +52,7 @@ def make_recipe(
     loss = training_loss.make(
         config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
+        of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
         seed=config.seed,

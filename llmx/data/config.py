@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from llmx.data import objects, tokenizers
 from llmx.data import sources as sources_lib
-from llmx.data import tokenizers
 
 FORMATS = ("text", "chat", "preference")
 
@@ -25,7 +25,7 @@ class DataConfig:
     """What to train on, how it becomes tokens, and how rows are cut from it."""
 
     # Each "stdlib", a file, folder or glob of text, JSONL (also .gz, .zst), Parquet, Arrow or
-    # ArrayRecord, or "shards:DIR".
+    # ArrayRecord, or "shards:DIR"; or one "object:NAME" of a program.
     sources: tuple[str, ...] = ("stdlib",)
     # Share of each source in the mixture; () reads every window of every source once an epoch.
     weights: tuple[float, ...] = ()
@@ -71,6 +71,11 @@ def problems(config: DataConfig) -> list[str]:
 
 
 def _source_problems(config: DataConfig) -> Iterator[str]:
+    if any(source.startswith(objects.PREFIX) for source in config.sources):
+        yield from objects.problems(
+            config.sources, tokenizer=config.tokenizer, weights=config.weights
+        )
+        return
     if not config.sources:
         yield 'data.sources is empty: name at least one, such as ("stdlib",)'
     for source in config.sources:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.data import build, packing, remote, tokenizers
+from llmx.data import build, objects, packing, remote, tokenizers
 from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -214,7 +214,7 @@ def _with_template(
 def open_dataset(
     config: config_lib.DataConfig, *, sequence_length: int, seed: int,
     cache_dir: str | pathlib.Path = DATA_CACHE, log: Callable[[str], None] = print,
-) -> Dataset:  # fmt: skip
+) -> Dataset | objects.ObjectDataset:  # fmt: skip
     """Opens the sources of a config; the first call tokenises text into shards in the cache.
 
     `config.cache_dir` goes before `cache_dir`. Raises ValueError for everything wrong with the
@@ -225,6 +225,12 @@ def open_dataset(
         found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")
     if found:
         raise ValueError("\n".join(found))
+    if config.sources[0].startswith(objects.PREFIX):
+        log(f"data: {config.sources[0]}")
+        return objects.ObjectDataset(
+            config.sources[0], sequence_length=sequence_length, num_threads=config.num_threads,
+            prefetch=config.prefetch,
+        )  # fmt: skip
     cache = pathlib.Path(os.path.expanduser(config.cache_dir or cache_dir))
     shards, tokenizer = _open_sources(config, cache, log)
     tables = [(source.lengths, source.hashes) for source in shards]

@@ -14,6 +14,7 @@ one chunk.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from llmx import sharding
 from llmx.model import dot, precision, quantized
 from llmx.model.embedding import SplitTable
-from llmx.runtime.bounds import bounded
+from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import mesh_axes
 
 # Automatic chunks: local logits of a chunk stay under this many bytes and rows.
@@ -31,10 +32,18 @@ CHUNK_BYTES = 512 * 2**20
 CHUNK_ROWS = 32 * 1024
 
 
+NATS = "nats"
+# What a token adds to what training minimizes: (nats_BT, log_z_BT) -> fp32 [B, T], differentiable
+# and of each token by itself. Reports and evaluations stay in nats. Config files may add rows.
+# None: the nats themselves.
+OF_TOKENS: dict[str, Callable[[jax.Array, jax.Array], jax.Array] | None] = {NATS: None}
+
+
 @dataclasses.dataclass
 class LossConfig:
     """The training loss."""
 
+    of_tokens: str = choice(NATS, lambda: OF_TOKENS)  # what is minimized: a name in OF_TOKENS
     z_loss: float = bounded(0.0, at_least=0)  # times log(Z)^2, against drift; 1e-4 is common
     chunks: int = bounded(0, at_least=0)  # of the vocabulary, to make logits in; 0 = by their size
 

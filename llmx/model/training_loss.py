@@ -42,6 +42,7 @@ class TrainingLoss:
     z_loss: float = 0.0  # factor of log(Z)^2
     gather: str = "layer"  # one of `sharding.GATHERS`
     transforms: Mapping[str, Transform] = dataclasses.field(default_factory=dict)
+    of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # see `losses.OF_TOKENS`
     adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
     # The model's parameters that are not trained: those beside adapters, or of the reference of
     # preferences. Shapes with shardings; () = there are none
@@ -94,19 +95,21 @@ class TrainingLoss:
         `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count. `extra`:
         states of the transforms, which may change what is differentiated and nothing else.
         """
-        return self._with_z_loss(jnp.sum(loss_BT * share_BT), log_z_BT, share_BT, extra)
+        loss, minimized = self._of_tokens(loss_BT, log_z_BT, share_BT)
+        return self._with_z_loss(loss, minimized, log_z_BT, share_BT, extra)
 
     def of_rows(
         self, loss_BT, log_z_BT, rows: Batch, extra: Mapping[str, Any] | tuple
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
         """What is differentiated of these rows of a batch; and their loss, z-loss, and what else is
         reported, by name. `rows` also have "share", see `weighted`, and what `prepared` adds."""
-        reported = {}
+        share_BT, reported = rows["share"], {}
         if self.preference is None:
-            loss = jnp.sum(loss_BT * rows["share"])
+            loss, minimized = self._of_tokens(loss_BT, log_z_BT, share_BT)
         else:
             loss, reported = preference.losses(self.preference, rows, loss_BT)
-        both, loss, z = self._with_z_loss(loss, log_z_BT, rows["share"], extra)
+            minimized = loss
+        both, loss, z = self._with_z_loss(loss, minimized, log_z_BT, share_BT, extra)
         return both, (loss, z, reported)
 
     @property
@@ -137,9 +140,16 @@ class TrainingLoss:
                 nats_BT = from_microbatches(jax.lax.map(nats_of, microbatches(batch, accumulation)))
         return preference.with_reference(batch, nats_BT)
 
-    def _with_z_loss(self, loss, log_z_BT, share_BT, extra):
+    def _of_tokens(self, loss_BT, log_z_BT, share_BT):
+        """The loss of tokens, and what is minimized in its place."""
+        loss = jnp.sum(loss_BT * share_BT)
+        if self.of_tokens is None:
+            return loss, loss
+        return loss, jnp.sum(self.of_tokens(loss_BT, log_z_BT) * share_BT)
+
+    def _with_z_loss(self, loss, minimized, log_z_BT, share_BT, extra):
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
-        return self._transformed(loss + z, extra), loss, z
+        return self._transformed(minimized + z, extra), loss, z
 
     def token_shares(self, share_BT: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
         """What a nat of each token's loss adds to what is differentiated; `share_BT` as above."""
@@ -267,6 +277,7 @@ def make(
     config: families.ModelConfig, execution: Execution, *,
     arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
+    of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
     seed: int = 0,
 ) -> TrainingLoss:  # fmt: skip
@@ -308,7 +319,7 @@ def make(
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
         apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
-        transforms or {}, adapters, frozen, model_axes, preferred, seed,
+        transforms or {}, of_tokens, adapters, frozen, model_axes, preferred, seed,
         *([] if arrange is None else [arrange]),
     )  # fmt: skip
 

@@ -14,8 +14,9 @@ from typing import Any
 import llmx
 from llmx.pipeline.schedule import Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import advice, page_style, page_text, pictures
-from llmx.plan.page_text import Markup, escaped
+from llmx.plan import advice, page_text, pictures
+from llmx.runtime import page_html
+from llmx.runtime.page_html import Markup, escaped
 
 Report = Mapping[str, Any]
 
@@ -34,33 +35,12 @@ def render(report: Report, pipeline: tuple[Table, Timeline] | None = None) -> st
         _search(report), _sent(report), _duration(report), _rests_on(report),
     ]  # fmt: skip
     body = "\n".join([_head(report), *(section for section in sections if section)])
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escaped(_title(report))}</title>\n<style>{page_style.CSS}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n{_foot(report)}\n</main>\n</body>\n</html>\n"
-    )
+    return page_html.page(_title(report), f"{body}\n{_foot(report)}")
 
 
 def _title(report: Report) -> str:
     config = pathlib.PurePath(report.get("run", {}).get("config", "").split(":")[0]).stem
     return f"{config} on {report['machine']}" if config else report["machine"]
-
-
-def _section(title: str, *content: str, name: str = "", long: bool = False) -> str:
-    kind = ' class="long"' if long else ""
-    inside = "\n".join(part for part in content if part)
-    start = f'<section id="{name or title.lower()}"{kind}>'
-    return f"{start}\n<h2>{escaped(title)}</h2>\n{inside}\n</section>"
-
-
-def _figure(picture: str, caption: str = "", *, wide: bool = False) -> str:
-    picture = f'<div class="wide">{picture}</div>' if wide else picture
-    return f"<figure>{picture}<figcaption>{escaped(caption)}</figcaption></figure>"
-
-
-def _columns(*parts: str) -> str:
-    return f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
 # --------------------------------------------------------------------------------- the first screen
@@ -72,20 +52,12 @@ def _head(report: Report) -> str:
     named = [(name, run[name]) for name in ("model", "machine", "mesh", "stages", "batch")
              if run.get(name)]  # fmt: skip
     cards = [_memory_card(report), _step_card(report), _run_card(report)]
-    advised = page_text.bullets(map(_code_flags, advice.of(report)))
+    advised = page_html.bullets(map(_code_flags, advice.of(report)))
     return "\n".join([
-        f"<header>\n<h1>{escaped(_title(report))}</h1>\n{page_text.facts(named)}\n</header>",
+        f"<header>\n<h1>{escaped(_title(report))}</h1>\n{page_html.facts(named)}\n</header>",
         f'<div class="cards">{"".join(card for card in cards if card)}</div>',
-        _section("What to change", advised, name="advice"),
+        page_html.section("What to change", advised, name="advice"),
     ])  # fmt: skip
-
-
-def _card(question: str, answer: object, *lines: str, kind: str = "") -> str:
-    kind = f' class="{kind}"' if kind else ""
-    return (
-        f'<div class="card"><h3>{escaped(question)}</h3><b{kind}>{escaped(answer)}</b>'
-        f"{''.join(lines)}</div>"
-    )
 
 
 def _line(text: object) -> str:
@@ -112,7 +84,7 @@ def _memory_card(report: Report) -> str:
     bar = {name: (num / scale, pictures.BYTES.get(name, pictures.GRAY))
            for name, num in held.items()}  # fmt: skip
     answer = "It fits" if memory["fits"] else "It does not fit"
-    return _card(
+    return page_html.card(
         "Does it fit?", answer, _bar(bar, memory["limit"] / scale),
         _line(f"{page_text.memory(memory['peak'])} of {page_text.memory(memory['limit'])} of a "
               f"device, {share:.0%}; the peak is {memory['moment']}"),
@@ -127,9 +99,9 @@ def _step_card(report: Report) -> str:
     bar = {name: (of / time["step"], colors[name]) for name, of in time["parts"].items()}
     most = sorted(time["parts"].items(), key=lambda item: -item[1])[:MOST_WORDS]
     words = " ".join(
-        page_text.named(f"{name} {of / time['step']:.0%}", colors[name]) for name, of in most
+        page_html.named(f"{name} {of / time['step']:.0%}", colors[name]) for name, of in most
     )
-    return _card(
+    return page_html.card(
         "How long is a step?", page_text.duration(time["step"]), _bar(bar), _line(Markup(words)),
         _line(f"{time['tokens_per_second']:,.0f} tokens/s, MFU {time['mfu']:.1%}, HFU "
               f"{time['hfu']:.1%}"),
@@ -140,7 +112,7 @@ def _run_card(report: Report) -> str:
     if (run := report.get("duration")) is None:
         return ""
     cost = "" if run.get("dollars") is None else f", {run['dollars']:,.0f} dollars"
-    return _card(
+    return page_html.card(
         "And the whole run?", f"{run['seconds'] / 86400:,.2f} days",
         _line(f"{page_text.count(run['tokens'])} tokens in {run['steps']:,} steps; "
               f"{run['device_hours']:,.0f} device hours{cost}"),
@@ -173,8 +145,10 @@ def _time(report: Report) -> str:
             ("mfu", "MFU"), ("mfu_full", "MFU with all scores"), ("hfu", "HFU"),
             ("mfu_of_bfloat16", "MFU of bfloat16's peak")) if name in time),
     ]  # fmt: skip
-    picture = _figure(pictures.waterfall(time), f"{waits}.".capitalize())
-    return _section("Where the time goes", _columns(picture, page_text.facts(rows)), name="time")
+    picture = page_html.figure(pictures.waterfall(time), f"{waits}.".capitalize())
+    return page_html.section(
+        "Where the time goes", page_html.columns(picture, page_html.facts(rows)), name="time"
+    )
 
 
 def _operators(report: Report) -> str:
@@ -187,7 +161,7 @@ def _operators(report: Report) -> str:
     for number, one in enumerate(listed[:MOST_OPERATORS], 1):
         shape = " × ".join(f"{one[letter]:,}" for letter in "mnk") if one.get("m") else "–"
         rows.append((
-            number, page_text.named(one["name"], colors.get(one.get("part"), pictures.BLUE)),
+            number, page_html.named(one["name"], colors.get(one.get("part"), pictures.BLUE)),
             page_text.share(_spent(one) / time["step"]), _reached(one),
             page_text.share(one["share"]) if one["flops"] else "–", f"{one['count']:,.4g}",
             page_text.duration(one["seconds"]), shape,
@@ -202,10 +176,12 @@ def _operators(report: Report) -> str:
         "that only move bytes: they stand at 1 FLOP per byte, as high as the bytes per second that "
         "they reach."
     )
-    picture = _figure(pictures.roofline(time | {"operators": listed}, MOST_OPERATORS), caption)
-    return _section(
-        "Operators", _columns(picture, _parts_table(time, listed, colors)),
-        page_text.table(header, rows, left=2), long=True,
+    picture = page_html.figure(
+        pictures.roofline(time | {"operators": listed}, MOST_OPERATORS), caption
+    )
+    return page_html.section(
+        "Operators", page_html.columns(picture, _parts_table(time, listed, colors)),
+        page_html.table(header, rows, left=2), long=True,
     )  # fmt: skip
 
 
@@ -219,11 +195,11 @@ def _parts_table(time: Report, listed: Sequence[Report], colors: Mapping[str, st
             sum(one["count"] * one[of] for one in some) for of in ("flops", "bytes")
         )
         rows.append((
-            page_text.named(part, colors.get(part, pictures.BLUE)), page_text.duration(seconds),
+            page_html.named(part, colors.get(part, pictures.BLUE)), page_text.duration(seconds),
             page_text.share(flops / seconds / time["peak_flops"]) if flops else "–",
             page_text.share(num_bytes / seconds / time["bandwidth"]),
         ))  # fmt: skip
-    return page_text.table(("part", "takes", "of peak FLOP/s", "of bandwidth"), rows)
+    return page_html.table(("part", "takes", "of peak FLOP/s", "of bandwidth"), rows)
 
 
 def _spent(one: Report) -> float:
@@ -259,7 +235,7 @@ def _memory(report: Report) -> str:
     names = list(dict.fromkeys([*state, *(name for peak in peaks.values() for name in peak)]))
     columns = [state | peak for peak in peaks.values()]
     rows = [
-        (page_text.named(name, pictures.BYTES.get(name, pictures.GRAY)),
+        (page_html.named(name, pictures.BYTES.get(name, pictures.GRAY)),
          *(page_text.memory(column.get(name, 0)) for column in columns))
         for name in names
     ]  # fmt: skip
@@ -272,10 +248,10 @@ def _memory(report: Report) -> str:
         f"{page_text.memory(memory['limit'])}, {memory['peak'] / memory['limit']:.0%}; up to "
         f"{admitted:.0%} is admitted.{host}"
     )
-    return _section(
+    return page_html.section(
         "Memory of a device",
-        _columns(_figure(pictures.memory(memory, admitted), caption),
-                 page_text.table(("holds", *peaks), rows, total=total)),
+        page_html.columns(page_html.figure(pictures.memory(memory, admitted), caption),
+                 page_html.table(("holds", *peaks), rows, total=total)),
         name="memory",
     )  # fmt: skip
 
@@ -285,13 +261,15 @@ def _schedule(report: Report, pipeline: tuple[Table, Timeline] | None) -> str:
         return ""
     table, _ = pipeline
     if not pictures.is_drawn(table):
-        return _section(
+        return page_html.section(
             "Schedule",
             _line(f"{table.name} on {table.num_stages} stages with {table.num_microbatches} "
                   "microbatches has too many operations for a picture."),
         )  # fmt: skip
     caption = "A box is an operation of a stage on a microbatch, in lockstep; below, what it keeps."
-    return _section("Schedule", _figure(pictures.gantt(*pipeline), caption, wide=True))
+    return page_html.section(
+        "Schedule", page_html.figure(pictures.gantt(*pipeline), caption, wide=True)
+    )
 
 
 def _search(report: Report) -> str:
@@ -304,7 +282,7 @@ def _search(report: Report) -> str:
         f"{page_text.duration(search['seconds'])}."
     )
     if not found:
-        return _section("Search", _line(said))
+        return page_html.section("Search", _line(said))
     best = None if search["best"] is None else found[search["best"]]
     ranked = sorted(found, key=lambda one: (one is not best, not one["fits"], one["step"]))
     first = ranked[0]
@@ -319,10 +297,12 @@ def _search(report: Report) -> str:
     header = ("#", "flags", "step", "to the first", "memory", "fits")
     told = [line for line in (said, search.get("runner_up")) if line]
     beside = "".join(_line(_code_flags(line)) for line in told)
-    return _section(
+    return page_html.section(
         "Search",
-        _columns(_figure(picture, "Lines: memory that is admitted, and the limit."), beside),
-        page_text.table(header, rows, left=2), long=True,
+        page_html.columns(
+            page_html.figure(picture, "Lines: memory that is admitted, and the limit."), beside
+        ),
+        page_html.table(header, rows, left=2), long=True,
     )  # fmt: skip
 
 
@@ -334,7 +314,7 @@ def _sent(report: Report) -> str:
     if "messages" not in report:
         return ""
     if not groups:
-        return _section(title, _line("It sends nothing."), name="sent")
+        return page_html.section(title, _line("It sends nothing."), name="sent")
     total = lambda some: sum(one["sent"] for one in some)  # noqa: E731
     whole = sum(map(total, groups.values()))
     rows = [
@@ -344,13 +324,15 @@ def _sent(report: Report) -> str:
     ]  # fmt: skip
     together = ("together", "", "", "", page_text.memory(whole), "")
     header = ("mesh axes", "kind", "of", "times", "sent", "share")
-    return _section(title, page_text.table(header, rows, left=3, total=together), name="sent")
+    return page_html.section(
+        title, page_html.table(header, rows, left=3, total=together), name="sent"
+    )
 
 
 def _duration(report: Report) -> str:
     if (run := report.get("duration")) is None:
         why = report.get("no_duration")
-        return _section("The whole run", _line(why), name="duration") if why else ""
+        return page_html.section("The whole run", _line(why), name="duration") if why else ""
     days = lambda of: f"{of['seconds'] / 86400:,.2f} days, goodput {of['goodput']:.1%}"  # noqa: E731
     rows = [
         ("tokens", f"{page_text.count(run['tokens'])} in {run['steps']:,} steps"),
@@ -368,12 +350,12 @@ def _duration(report: Report) -> str:
             rows.append((label, f"{run[name]:,.0f} {unit}"))
     if flops := run.get("flops"):
         rows.append(("FLOPs", f"{flops['6PD']:.3g} by 6PD, {flops['exact']:.3g} with attention"))
-    return _section("The whole run", page_text.facts(rows), name="duration")
+    return page_html.section("The whole run", page_html.facts(rows), name="duration")
 
 
 def _rests_on(report: Report) -> str:
     lines = list(_assumptions(report))
-    return _section("What this rests on", page_text.bullets(lines), name="assumptions")
+    return page_html.section("What this rests on", page_html.bullets(lines), name="assumptions")
 
 
 def _assumptions(report: Report) -> Iterator[str]:

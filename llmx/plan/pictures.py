@@ -4,14 +4,10 @@ Each takes a section of the report (`run_report.show`) and returns one <svg> ele
 background are CSS variables of the page, so that a picture is dark where the page is.
 """
 
-import html
-import io
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
@@ -21,20 +17,32 @@ from llmx.pipeline import schedule
 from llmx.pipeline.schedule import Table
 from llmx.pipeline.simulate import Timeline
 from llmx.plan import draw, page_text
+from llmx.runtime.svg import (
+    BLUE,
+    BROWN,
+    GRAY,
+    GREEN,
+    INK,
+    LINE,
+    NAVY,
+    ORANGE,
+    PALE_BLUE,
+    PALE_GREEN,
+    PALE_ORANGE,
+    PALE_PURPLE,
+    PAPER,
+    PURPLE,
+    RED,
+    SKY,
+    SLATE,
+    YELLOW,
+    svg,
+)
 
 Report = Mapping[str, Any]
 
 GIB = 2**30
 WIDTH = 4.8  # inches: a column of the page, or a telephone
-# Stand for the page's variables until the picture is text.
-INK, LINE, PAPER = "#010203", "#040506", "#070809"
-VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", PAPER: "var(--paper)"}
-
-# Okabe and Ito's, and lighter ones beside them.
-BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
-RED, PURPLE, YELLOW, GRAY = "#d55e00", "#cc79a7", "#e5d629", "#999999"
-PALE_BLUE, PALE_GREEN, PALE_ORANGE, PALE_PURPLE = "#b5daf2", "#8fd6c2", "#f5cf85", "#ebc6da"
-NAVY, SLATE, BROWN = "#003f63", "#5b7083", "#8a4b08"
 TIMES = {
     "products of layers": BLUE, "attention": GREEN, "elementwise": SKY, "head and loss": PURPLE,
     "optimizer": YELLOW, "bubble": GRAY,
@@ -96,7 +104,7 @@ def memory(report: Report, admitted: float) -> str:
         axes.set_xlabel("memory of a device, GiB")
         return figure
 
-    return _svg("memory", make, "Memory of a device at each peak, beside its limit")
+    return svg("memory", make, "Memory of a device at each peak, beside its limit")
 
 
 def waterfall(report: Report) -> str:
@@ -129,7 +137,7 @@ def waterfall(report: Report) -> str:
         axes.set_xlabel(f"time, {unit}")
         return figure
 
-    return _svg("waterfall", make, "Where the time of a step goes, part behind part")
+    return svg("waterfall", make, "Where the time of a step goes, part behind part")
 
 
 def _place(left: float, right: float) -> tuple[float, dict[str, Any]]:
@@ -179,7 +187,7 @@ def roofline(report: Report, numbered: int) -> str:
         return figure
 
     titles = {f"operator{index}": _operator_text(one) for index, one in enumerate(found)}
-    return _svg("roofline", make, "Roofline: FLOP/s of operators against the chip's", titles)
+    return svg("roofline", make, "Roofline: FLOP/s of operators against the chip's", titles)
 
 
 def _name_roof(axes: Axes, peak: float, bandwidth: float) -> None:
@@ -263,7 +271,7 @@ def gantt(table: Table, timeline: Timeline) -> str:
             axes.set_title(title, loc="left", fontsize=9.5)
         return figure
 
-    return _svg("gantt", make, "The pipeline's schedule, stages by time")
+    return svg("gantt", make, "The pipeline's schedule, stages by time")
 
 
 def is_drawn(table: Table) -> bool:
@@ -318,7 +326,7 @@ def search(report: Report, limit: float, admitted: float, now: tuple[float, floa
         figure.legend(loc="outside upper left", ncols=4, frameon=False, handletextpad=0.2)
         return figure
 
-    return _svg("search", make, "Configurations of the search by memory and time of a step")
+    return svg("search", make, "Configurations of the search by memory and time of a step")
 
 
 def _bars(num_rows: int) -> tuple[Figure, Axes]:
@@ -331,43 +339,3 @@ def _bars(num_rows: int) -> tuple[Figure, Axes]:
     axes.grid(axis="x", color=LINE, lw=0.6)
     axes.set_axisbelow(True)
     return figure, axes
-
-
-_STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "llmx", "text.parse_math": False, "font.size": 9.5,
-    "axes.labelsize": 9.5, "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.facecolor": "none", "figure.facecolor": "none", "axes.linewidth": 0.8,
-}  # fmt: skip
-
-
-def _svg(
-    name: str, make: Callable[[], Figure], label: str, titles: Mapping[str, str] | None = None
-) -> str:
-    """The element for a page. `titles`: what is shown at groups, by their id."""
-    written = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
-        figure = make()
-        # Without a date the same report gives the same page.
-        empty = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(written, format="svg", metadata=empty, transparent=True)
-    width = round(float(figure.get_figwidth()) * 96)
-    text = written.getvalue()
-    text = text[text.index("<svg") :].strip()
-    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = text.replace("xlink:href", "href")
-    # Several pictures of a page must not share names.
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    for group, what in (titles or {}).items():
-        start = f'<g id="{name}-{group}">'
-        text = text.replace(start, f"{start}<title>{html.escape(what)}</title>")
-    for stand_in, variable in VARIABLES.items():
-        text = text.replace(stand_in, variable)
-    box = re.search(r'viewBox="[^"]*"', text).group()
-    body = text[text.index(">") + 1 :]
-    return (
-        f'<svg class="picture" role="img" aria-label="{html.escape(label)}" {box} '
-        f'style="--width:{width}px">{body}'
-    )

@@ -64,7 +64,7 @@ class Goodput:
         self._marks: list[tuple[int, float]] = [(start_step, 0.0)]
         self._seconds, self._step, self._written = {}, start_step, began
         self.launches, self._is_first = 1, True
-        earlier = _read(self._path)
+        earlier = read(self._path)
         if earlier is not None and (start_step > 0 or not earlier["seconds"]["checkpoint"]):
             self._continue(earlier, start_step)
 
@@ -186,7 +186,7 @@ class Meter:
             self._auxiliary(self._count.write)
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def read(path: pathlib.Path) -> dict[str, Any] | None:
     """What an earlier launch wrote; None where there is nothing, or nothing that makes sense."""
     try:
         document = json.loads(path.read_text())

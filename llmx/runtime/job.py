@@ -16,6 +16,7 @@ from collections.abc import Callable
 from llmx.runtime import agreement, bounds, exits, launch, ownership, stragglers
 from llmx.runtime.agreement import Peers
 from llmx.runtime.auxiliary import Auxiliary
+from llmx.runtime.caller import Caller
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.progress import Progress
 from llmx.runtime.signals import StopSignal
@@ -30,10 +31,14 @@ class Job(contextlib.ExitStack):
     A context manager: enter it in the main thread before anything slow.
     """
 
-    def __init__(self, *, log: Callable[[str], None]):
+    def __init__(self, *, log: Callable[[str], None], caller: Caller | None = None):
+        """caller: who asks for the run; None: a command."""
         super().__init__()
+        self.caller = caller or Caller()
         self.progress, self.peers = Progress(), Peers()
-        self.stop = StopSignal(log=log, progress=self.progress, peers=self.peers)
+        self.stop = self.caller.stop = StopSignal(
+            log=log, progress=self.progress, peers=self.peers, raises=self.caller.is_program
+        )
         self._log, self._joined = log, False
         self._lease: ownership.Lease | None = None  # in process 0 only
 
@@ -111,10 +116,12 @@ class Job(contextlib.ExitStack):
     def refuse(self, error: BaseException | str, code: int = exits.REFUSED) -> int:
         """Prints why the run ends and tells the other processes; returns the exit code.
 
+        A program that asked for the run gets the error instead, see `caller`.
         With many processes it does not return: this process ends here, as the others do.
         """
-        text = str(error)
-        _say(text)
+        text, self.caller.refused = str(error), error
+        if not self.caller.is_program or self.peers.many:
+            _say(text)
         if self.peers.many:
             self.peers.refuse(text, code)
             self.peers.end(code)

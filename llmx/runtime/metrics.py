@@ -33,6 +33,7 @@ from typing import Any
 from llmx.runtime import plot, spikes, utilization
 from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.caller import Caller
 from llmx.runtime.records import EVENTS, RECORDS, EventFile, RecordFile
 from llmx.runtime.utilization import Utilization
 
@@ -100,14 +101,17 @@ class Reporter(contextlib.ExitStack):
         self, workdir: str | os.PathLike, config: MetricsConfig, *,
         total_steps: int, tokens_per_step: int, reached: Utilization | None = None,
         start_step: int = 0, log: Callable[[str], None] | None = None,
+        caller: Caller | None = None,
     ):  # fmt: skip
         """Open the files; records after `start_step`, left by a killed run, are dropped.
 
         reached: gives MFU and HFU for a rate of tokens; None: an unknown chip, neither is shown.
         start_step: updates that the restored state has behind it; 0 begins the files afresh.
         log: prints one line. Default: print to stdout.
+        caller: whose callbacks get each record.
         """
         super().__init__()
+        self._caller = caller or Caller()
         self._config, self._workdir = config, pathlib.Path(workdir)
         self._total_steps, self._tokens_per_step = total_steps, tokens_per_step
         self._reached = reached
@@ -179,6 +183,7 @@ class Reporter(contextlib.ExitStack):
             progress = step / max(self._total_steps, 1)
             shown += self._pieces(step)
             self._show(self._display.refresh, progress, self._position(step), shown)
+        self._caller.deliver(self.note)
         if found := self._spikes.look(step, scalars):
             self._record("spike", step, found.scalars)
             if found.text:
@@ -221,7 +226,10 @@ class Reporter(contextlib.ExitStack):
         scalars = {name: _plain_numbers(value) for name, value in scalars.items()}
         now = round(time.time(), 3)
         head = {"kind": kind, "step": step, "tokens": step * self._tokens_per_step, "time": now}
-        if not self._records.write(head | scalars) or not self._config.tensorboard:
+        if not self._records.write(head | scalars):
+            return
+        self._caller.record(head | scalars, self.note)
+        if not self._config.tensorboard:
             return
         self._events.add(kind, step, now, scalars)
         if self._writing is None or self._writing.done():  # else the next one takes this as well

@@ -218,7 +218,7 @@ def _draw(train: Curve, held_out: Curve, *, title: str):
     units = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
     unit, name = next((unit for unit in units if largest >= unit[0]), (1, ""))
     x, eval_x = [t / unit for t in train.tokens], [t / unit for t in held_out.tokens]
-    smooth = _smoothed(train.means)
+    smooth = smoothed(train.means)
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.add_subplot()
@@ -252,7 +252,7 @@ def _draw(train: Curve, held_out: Curve, *, title: str):
     return figure
 
 
-def _smoothed(values: list[float]) -> list[float]:
+def smoothed(values: list[float]) -> list[float]:
     """Mean over a fiftieth of the values around each: no lag, but for the last ones; few: as is."""
     reach = len(values) // 100
     sums = [0.0, *itertools.accumulate(values)]

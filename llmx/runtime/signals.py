@@ -27,8 +27,11 @@ class StopSignal:
 
     def __init__(
         self, *, log: Callable[[str], None], progress: Progress | None = None,
-        peers: Peers | None = None,
+        peers: Peers | None = None, raises: bool = False,
     ) -> None:  # fmt: skip
+        """raises: where Ctrl-C would end the process, it raises KeyboardInterrupt instead: for a
+        program that goes on after the run."""
+        self._raises, self._presses = raises, 0
         self._log, self._progress, self._peers = log, progress, peers or Peers()
         self._changed = threading.Condition()
         self._step, self._limit, self._target = 0, None, None
@@ -45,7 +48,7 @@ class StopSignal:
         # wakeup descriptor is written at once, and a thread reads it.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in CODES}
+        self._previous = {number: signal.signal(number, self._handle) for number in CODES}
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, daemon=True, name="signals")
         self._thread.start()
@@ -150,6 +153,12 @@ class StopSignal:
                 self._target = max(map(int, steps.values())) + AHEAD
                 self._changed.notify_all()
 
+    def _handle(self, number: int, _frame: object) -> None:
+        """In the main thread; `_listen` does the rest."""
+        self._presses += number == signal.SIGINT
+        if self._raises and number == signal.SIGINT and (not self._started or self._presses > 1):
+            raise KeyboardInterrupt
+
     def _listen(self) -> None:
         while numbers := self._reader.recv(64):
             for number in numbers:
@@ -159,6 +168,8 @@ class StopSignal:
     def _received(self, number: int) -> None:
         name = signal.Signals(number).name
         self._interrupts += number == signal.SIGINT
+        if self._raises and number == signal.SIGINT and (not self._started or self._interrupts > 1):
+            return  # `_handle` raises
         if self._interrupts > 1:
             self._peers.end(exits.INTERRUPTED, f"{name} again: exit at once")
         if not self._started:

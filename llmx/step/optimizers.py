@@ -183,6 +183,7 @@ def _behind_adam(tail: Callable) -> Callable[..., optax.GradientTransformation]:
 # Arrays as large as the parameters that an optimizer keeps, for matrices of the blocks and for the
 # other parameters. Factored ones count as none.
 MOMENTS = {"adamw": (2, 2), "adafactor": (0, 0), "lion": (1, 1), "muon": (1, 2), "lamb": (2, 2)}
+OTHER_MOMENTS = (2, 2)  # of optimizers that a config file adds: as many as few exceed
 
 # What follows Adam's direction.
 TAILS = {"adamw": _adamw_tail, "lamb": _lamb_tail}

@@ -25,10 +25,10 @@ from llmx.runtime.plot import (
     MOST_POINTS,
     Columns,
     Curve,
-    _smoothed,
     plot_all,
     plot_layers,
     plot_loss,
+    smoothed,
 )
 from llmx.runtime.records import read_records
 from llmx.runtime.utilization import Utilization
@@ -543,10 +543,10 @@ def test_plot_says_what_is_missing(tmp_path):
 
 def test_smoothing_has_no_lag():
     line = [float(i) for i in range(1000)]
-    smooth = _smoothed(line)
+    smooth = smoothed(line)
     assert smooth[:990] == pytest.approx(line[:990])  # symmetric: a straight line stays
     assert smooth[-1] == pytest.approx(sum(line[-11:]) / 11)
-    assert _smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
+    assert smoothed([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
 
 
 def test_durations():

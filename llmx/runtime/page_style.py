@@ -1,4 +1,4 @@
-"""The style of the planner's page: light or dark as the reader's system is, light on paper."""
+"""The style of HTML pages: light or dark as the reader's system is, light on paper."""
 
 CSS = """
 :root { color-scheme: light; --ink: #1c2733; --soft: #56636f; --line: #dde3e8; --paper: #ffffff;
@@ -44,9 +44,11 @@ th, td { text-align: right; padding: 4px 0 4px 14px; border-bottom: 1px solid va
   white-space: nowrap; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { padding-left: 0; }
+.wide + p, p + ul { margin-top: 10px; }
 .word { text-align: left; white-space: normal; }
 .total td { font-weight: 600; border-top: 2px solid var(--soft); }
 .named { display: inline-flex; align-items: baseline; margin-right: .5em; }
+td .named { min-width: 7em; }
 .swatch { flex: none; width: .75em; height: .75em; margin-right: .45em; border-radius: 2px; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 16px; margin: 0;
   font-size: .92rem; }

@@ -1,0 +1,1 @@
+"""Comparison of runs on one HTML page: python -m llmx.report WORKDIR WORKDIR ..."""

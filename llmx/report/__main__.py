@@ -1,0 +1,58 @@
+"""Compares runs on one HTML page that loads nothing:
+
+    python -m llmx.report runs/a runs/b --output report.html
+
+The runs may still be training, and may be of unequal length. Exit codes: 0, or 2 where a work
+directory or the output is wrong.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from llmx.runtime import exits
+
+if __name__ == "__main__":
+    exits.silent_interrupts()
+
+from llmx.report import page, runs
+from llmx.runtime import auxiliary, output_paths
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page and prints its path; returns the exit code."""
+    command = argparse.ArgumentParser(
+        prog="python -m llmx.report",
+        description="Compare runs on one HTML page: loss, throughput, gradient norm, learning "
+        "rate, and what differs between their configs.",
+    )
+    command.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="of a run")
+    command.add_argument("--output", default="report.html", help="the page (default report.html)")
+    args = command.parse_args(argv)
+    problems = [*runs.problems(args.workdirs), *output_paths.file_problems("--output", args.output)]
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return exits.REFUSED
+    try:
+        found = [
+            runs.read(workdir, name)
+            for workdir, name in zip(args.workdirs, runs.names(args.workdirs), strict=True)
+        ]
+        if not any(run.num_steps for run in found):
+            raise ValueError(
+                f"{', '.join(args.workdirs)}: no step is recorded yet: nothing to show"
+            )
+        pathlib.Path(args.output).write_text(page.render(found), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        text = auxiliary.cause(error) if isinstance(error, OSError) else error
+        print(f"error: {text}", file=sys.stderr)
+        return exits.REFUSED
+    for note in (note for run in found for note in run.notes):
+        print(f"warning: {note}", file=sys.stderr)
+    exits.show(args.output)
+    return exits.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
