@@ -136,7 +136,7 @@ def _last(values: np.ndarray) -> int:
 def _settled(line: tuple[np.ndarray, np.ndarray], largest: float) -> list[float]:
     """Values that must be seen: those behind the steep first steps, the last one in any case."""
     x, y = line
-    return [*y[x >= largest / 20].tolist(), *y[-1:].tolist()]
+    return [*y[x >= largest / 10].tolist(), *y[-1:].tolist()]
 
 
 def _limit(axes: Axes, values: list[float]) -> None:
@@ -161,7 +161,7 @@ def _axes(x: str, label: str) -> tuple[Figure, Axes]:
     axes.set_axisbelow(True)
     axes.set_xlabel(x)
     axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(_short)
     axes.tick_params(color=INK)
     return figure, axes

@@ -46,7 +46,7 @@ def _cards(runs: Sequence[Run]) -> str:
             cards.append(page_html.card(question, text(best), _name(runs, best)))
     finished = sum(run.state == "finished" for run in runs)
     state = f"{finished} of {len(runs)}" if several else runs[0].state
-    going = sum(run.alive for run in runs)
+    going = sum(run.state.startswith("going on") for run in runs)
     line = f"{going} going on" if several and going else ""
     cards.append(page_html.card("Finished" if several else "State", state, line))
     return f'<div class="cards">{"".join(cards)}</div>'

@@ -157,6 +157,10 @@ def test_a_run_that_is_going_on(tmp_path):
     assert of(folder).state == "stopped at 25%"
     (folder / "owner.json").write_text("{}")
     assert of(folder).state == "going on at 25%"
+    done = write(tmp_path / "done", [train(20, 2.0)])  # it saves, after its last step
+    (done / "owner.json").write_text("{}")
+    text = Page(page.render([of(folder, "a"), of(done, "b")])).text
+    assert "1 of 2 1 going on" in text
     old = time.time() - runs.ALIVE_SECONDS - 1
     os.utime(folder / "owner.json", (old, old))
     assert of(folder).state == "stopped at 25%"
