@@ -33,6 +33,11 @@ class State(NamedTuple):
     # adapters beside them; () = all are trained
     frozen: PyTree = ()
 
+    @property
+    def averaged(self) -> PyTree:
+        """What is trained, to evaluate and sample with: its average where the run keeps one."""
+        return self.params if self.ema == () else self.ema
+
 
 class Gradients(NamedTuple):
     """Gradients of one batch, with what the guard, clipping and the report look at."""

@@ -117,11 +117,6 @@ def batches_text(result: dict[str, float]) -> str:
     return f"over the whole held-out split, {available} batches"
 
 
-def averaged(state: State) -> Any:
-    """What is trained, to evaluate and sample with: its average where the run keeps one."""
-    return state.params if state.ema == () else state.ema
-
-
 def batch_size(run: config.Config) -> int:
     """Rows of an evaluation's batch: a microbatch, or all of a step's, which stages need."""
     return run.batch.size // (run.batch.accumulation if run.mesh.stage == 1 else 1)
@@ -142,7 +137,7 @@ class Evaluation:
         """Reports the loss, unless nothing is held out. Every process must call it."""
         if not self._dataset.num_held_out_windows:
             return
-        params = self._recipe.loss.evaluated(averaged(state), state.frozen)
+        params = self._recipe.loss.evaluated(state.averaged, state.frozen)
         result = held_out_loss(
             self._recipe, self._eval_step, params, self._dataset,
             batch_size=batch_size(self._run), batches=self._run.evaluation.batches,

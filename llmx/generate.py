@@ -23,6 +23,7 @@ from llmx import sharding
 from llmx.checkpoint import mirror, model_params, reshard
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
+from llmx.contract import State
 from llmx.data import chat, text_stream, tokenizers
 from llmx.model import sampling
 from llmx.model.execution import Execution
@@ -59,7 +60,9 @@ def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
     return execution, jax.device_put(trees.unnamed(arrays, params), to)
 
 
-def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[str], None]) -> None:
+def show_sample(
+    config, recipe: Recipe, state: State, tokenizer, log: Callable[[str], None]
+) -> None:  # fmt: skip
     """Logs a continuation of the config's prompt, at the end of a training run."""
     if not config.sample.prompt:
         return
@@ -69,6 +72,7 @@ def show_sample(config, recipe: Recipe, params: Any, tokenizer, log: Callable[[s
         log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
         return
     try:
+        params = recipe.loss.merged(state.averaged, state.frozen)
         execution, params = without_stages(recipe, params)
     except ValueError as error:
         log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")

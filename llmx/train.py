@@ -544,9 +544,9 @@ def end_in_time(config: Config, job: job_lib.Job, checkpoints, tier):
     """After SIGTERM this process ends within `checkpoint.grace_seconds`, saved or not."""
     from llmx.checkpoint import grace
 
+    newest = lambda: grace.newest_text(checkpoints, tier, config.checkpoint.local_directory)  # noqa: E731
     limit = grace.GraceLimit(
-        config.checkpoint.grace_seconds, process=job.peers.index,
-        newest=lambda: grace.newest_text(checkpoints, tier, config.checkpoint.local_directory),
+        config.checkpoint.grace_seconds, process=job.peers.index, newest=newest,
         end=lambda text: job.peers.end(exits.AGAIN, text),
     )  # fmt: skip
     job.stop.noticed.append(lambda: job.stop.code == exits.AGAIN and limit.start())
@@ -567,21 +567,19 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
     """Shows what came of the run; where that fails, nothing is lost."""
-    from llmx import evaluate, generate
+    from llmx import generate
 
     config, log = loop.config, launch.log
     if loop.first < loop.step == config.steps:
         with job.progress("evaluation"):
             job.attempt("the final evaluation", code, evaluation, loop.step, loop.state)
     if loop.step == config.steps:
-        coder, trained = loop.dataset.tokenizer, evaluate.averaged(loop.state)
-        params = loop.recipe.loss.merged(trained, loop.state.frozen)
         with job.progress("sample"):
-            show = generate.show_sample
-            job.attempt("the sample", code, show, config, loop.recipe, params, coder, log)
+            show, coder = generate.show_sample, loop.dataset.tokenizer
+            job.attempt("the sample", code, show, config, loop.recipe, loop.state, coder, log)
     loop.goodput.end(loop.step)
-    told_to_stop = code not in (exits.DONE, exits.STOPPED)  # time may be short
-    if jax.process_index() == 0 and loop.step > 0 and not told_to_stop:
+    in_time = code in (exits.DONE, exits.STOPPED)  # else time may be short
+    if jax.process_index() == 0 and loop.step > 0 and in_time:
         draw = lambda: log(f"drawn: {', '.join(map(str, plot.plot_all(config.workdir)))}")  # noqa: E731
         with job.progress("sample"):  # no step: neither useful time nor a hang
             auxiliary.Auxiliary(plot.PLOT, log=log)(draw, last=True)
