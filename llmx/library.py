@@ -18,7 +18,7 @@ from llmx import train
 from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
-from llmx.model import losses
+from llmx.model import adapters, losses
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
 from llmx.step import optimizers
@@ -42,8 +42,12 @@ class Run:
 
     @property
     def params(self) -> Any:
-        """The parameters as a nested dict of arrays; their average where the run keeps one."""
-        return self.state.params if self.state.ema == () else self.state.ema
+        """The parameters as a nested dict of arrays; their average where the run keeps one, and
+        merged with adapters where these are what is trained."""
+        state, config = self.state, self.config.adapters
+        if not config.rank:
+            return state.averaged
+        return adapters.merged_on_mesh(state.frozen, state.averaged, config)
 
     @property
     def history(self) -> list[Record]:

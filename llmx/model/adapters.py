@@ -235,6 +235,15 @@ def merged(frozen: Any, adapters: Any, config: AdaptersConfig) -> Any:
     return jax.tree.map(one, joined(frozen, adapters, config), is_leaf=is_adapted)
 
 
+def merged_on_mesh(frozen: Any, adapters: Any, config: AdaptersConfig) -> Any:
+    """`merged` of arrays on a mesh, split as the frozen ones. Communicates."""
+    to = jax.tree.map(lambda leaf: leaf.sharding, frozen)
+    merge = lambda *both: merged(*both, config)  # noqa: E731
+    with jax.set_mesh(jax.tree.leaves(to)[0].mesh):
+        merge = jax.sharding.auto_axes(merge, out_sharding=to)
+        return jax.jit(merge, out_shardings=to)(frozen, adapters)
+
+
 def merged_weight(weight: Any, down: Any, up: Any, scale: float) -> Any:
     """W + scale A B in fp32, of stacked layers [l, ...]."""
     into, out = "abc"[: down.ndim - 2], "xyz"[: up.ndim - 2]

@@ -77,11 +77,7 @@ class TrainingLoss:
         """Parameters of the same model without adapters, fp32, split as the frozen ones."""
         if not self.adapters.rank:
             return params
-        to = jax.tree.map(lambda leaf: leaf.sharding, self.frozen)
-        merge = lambda *both: adapters_lib.merged(*both, self.adapters)  # noqa: E731
-        with jax.set_mesh(self.mesh):
-            merge = jax.sharding.auto_axes(merge, out_sharding=to)
-            return jax.jit(merge, out_shardings=to)(frozen, params)
+        return adapters_lib.merged_on_mesh(frozen, params, self.adapters)
 
     @property
     def mesh(self) -> Mesh:

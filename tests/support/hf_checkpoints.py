@@ -18,9 +18,9 @@ FAMILIES = {
 }
 
 
-def random_params(family: str) -> tuple[families.ModelConfig, dict]:
-    """fp32, zeros where files have nothing."""
-    model = families.preset(family, **SMALL | FAMILIES[family])
+def random_params(family: str, **values) -> tuple[families.ModelConfig, dict]:
+    """fp32, zeros where files have nothing; `values`: other ones of the model."""
+    model = families.preset(family, **SMALL | FAMILIES[family] | values)
     shapes, _ = apply.abstract_parameters(model)
     noise = np.random.default_rng(0)
 
