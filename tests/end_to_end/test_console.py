@@ -59,8 +59,8 @@ def test_an_unknown_command(capsys, name, words):
 
 
 def test_arguments_and_exit_codes_are_those_of_the_module(tmp_path):
-    for words in (["x y", "--z"], [str(tmp_path)], []):
-        own, forwarded = run("llmx.config.history", *words), run("llmx", "history", *words)
+    for words in (["x y", "--z"], [str(tmp_path)]):  # of a command without JAX
+        own, forwarded = run("llmx.report", *words), run("llmx", "report", *words)
         assert own.returncode == forwarded.returncode == exits.REFUSED
         assert own.stderr == forwarded.stderr and own.stderr
 
