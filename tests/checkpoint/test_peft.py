@@ -42,7 +42,7 @@ def with_adapters(directory, products):
     config = AdaptersConfig(rank=3, alpha=7.0, products=products)
     shapes, _ = adapters.shapes_and_axes(config, *apply.abstract_parameters(model))
     noise = np.random.default_rng(0)
-    draw = lambda leaf: (0.2 * noise.normal(size=leaf.shape)).astype(np.float32)  # noqa: E731
+    draw = lambda leaf: (0.1 * noise.normal(size=leaf.shape)).astype(np.float32)  # noqa: E731
     return model, params, jax.tree.map(draw, shapes), config
 
 

@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
         (folder / "texts" / f"{number}.txt").write_text(" ".join(random.choice(words, 3000)))
     (folder / "book.txt").write_text(" ".join(random.choice(words, 300)))
     template = chat_templates.CHATML
-    small_tokenizers.write(folder / "Llama", "bpe", chat_template_jinja=template)
+    small_tokenizers.write(folder / "Llama", "byte_level", chat_template_jinja=template)
     size = tokenizers.load(folder / "Llama" / "tokenizer.json").vocab_size
     model, params = hf_checkpoints.random_params("llama3", vocab_size=size, max_positions=512)
     made = hf.export(jax.tree.map(lambda leaf: 0.05 * leaf, params), model, folder / "made")

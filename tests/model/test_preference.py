@@ -7,6 +7,7 @@ import pytest
 from support import compare, runs
 
 from llmx.config import ConfigError
+from llmx.model import preference
 
 MODEL = dict(num_layers=2, width=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=4,
              vocab_size=257, vocab_multiple=2)  # fmt: skip
@@ -117,6 +118,31 @@ def test_loss_and_gradient_are_those_of_numpy(case):
     np.testing.assert_allclose(found.reported["accuracy"], accuracy, rtol=1e-6)
     np.testing.assert_allclose(found.reported["margin"], margin, rtol=1e-4)
     compare.assert_close(found.tree, gradient, 3e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_of_rows_are_those_of_numpy(case):
+    """Of every kind of loss, by the losses of tokens: without a model."""
+    keys = {name.partition("__")[2]: v for name, v in CASES[case].items() if "preference" in name}
+    config, batch = preference.PreferenceConfig(**keys), batch_of_pairs()
+    random = np.random.default_rng(4)
+    logits, reference = random.normal(size=(2, 8, 16, 257))
+    wanted, accuracy, margin, by_logits = plain(
+        keys.get("loss", "dpo"), logits, reference, batch, beta=keys["beta"],
+        smoothing=keys.get("label_smoothing", 0.0), chosen_weight=keys.get("chosen_weight", 0.0),
+    )  # fmt: skip
+
+    def nats(logits):
+        log_p = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_p, batch["targets"][..., None], axis=-1)[..., 0]
+
+    rows = preference.with_reference(jax.tree.map(jnp.asarray, batch), nats(jnp.float32(reference)))
+    loss_of = lambda logits: preference.losses(config, rows, nats(logits))  # noqa: E731
+    (loss, reported), gradient = jax.value_and_grad(loss_of, has_aux=True)(jnp.float32(logits))
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    np.testing.assert_allclose(reported["accuracy"], accuracy, rtol=1e-6)
+    np.testing.assert_allclose(reported["margin"], margin, rtol=1e-4)
+    compare.assert_close(gradient, by_logits, 1e-5)
 
 
 MESHES = {

@@ -193,12 +193,18 @@ def test_blocks_of_attention_are_counted():
 
 
 def test_the_stopwatch_measures_more_for_more_work():
-    small, large = (stopwatch.product(8, size, size, "float32", "forward") for size in (32, 512))
+    # The least of several times: what else runs on the machine only adds to each.
+    least = lambda measure, *given: min(measure(*given) for _ in range(3))  # noqa: E731
+    small, large = (
+        least(stopwatch.product, 8, size, size, "float32", "forward") for size in (32, 512)
+    )
     assert 0 < small < large
     # Long enough for the backward pass, 2.5 forward ones, to be more than what else runs here.
-    once, both = (stopwatch.attention(1, 512, 2, 1, 8, "float32", passes) for passes in (1, 2))
+    once, both = (
+        least(stopwatch.attention, 1, 512, 2, 1, 8, "float32", passes) for passes in (1, 2)
+    )
     assert 0 < once < both
-    assert 0 < stopwatch.move(2**10) < stopwatch.move(2**22)
+    assert 0 < least(stopwatch.move, 2**10) < least(stopwatch.move, 2**22)
     assert stopwatch.first_touch(2**22) > 0
 
 
