@@ -29,8 +29,8 @@ class State(NamedTuple):
     sync: PyTree  # of the strategy
     in_flight: PyTree  # of the gradient
     extra: PyTree = ()  # of the transforms, by name; () = there are none
-    # parameters of the model that are not trained, in the compute dtype, where `params` are
-    # adapters beside them; () = all are trained
+    # parameters of the model that are not trained, weights of products in the compute dtype: those
+    # beside adapters, or of the reference of preferences; () = there are none
     frozen: PyTree = ()
 
     @property

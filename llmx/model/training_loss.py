@@ -292,9 +292,11 @@ def make(
     def placed_by(table: str, shapes, axes):
         return sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
 
-    def stored(shapes, axes, dtype) -> Any:
-        """Shapes with shardings of these parameters, in `dtype`."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    def stored(shapes, axes, dtype_of: Callable[[tuple], jnp.dtype]) -> Any:
+        """Shapes with shardings of these parameters, in `dtype_of` their axes."""
+        shapes = jax.tree.map(
+            lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype_of(axes)), shapes, axes
+        )
         if arrange is not None:
             shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
@@ -308,10 +310,14 @@ def make(
 
     frozen, model_axes = (), axes
     if adapters.rank or preferred is not None:
-        frozen = stored(shapes, axes, policy.compute)
+        # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
+        rounded = lambda axes: "embed" in axes and "router" not in axes  # noqa: E731
+        frozen = stored(
+            shapes, axes, lambda axes: policy.compute if rounded(axes) else policy.param
+        )
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
-    params = stored(shapes, axes, policy.param)
+    params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
         apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,

@@ -180,6 +180,26 @@ def test_training_prefers_the_chosen_texts():
     assert "accuracy" in reports[0].numbers(z_loss=False)[0]
 
 
+def test_the_first_loss_is_exact_in_bf16():
+    """The reference is computed as the model is: its norms are not rounded."""
+    recipe = recipe_of(precision="bf16")
+    random = np.random.default_rng(0)
+    put = lambda tree, like: jax.tree.map(  # noqa: E731
+        lambda a, b: jax.device_put(np.asarray(a, b.dtype), b.sharding), tree, like
+    )
+    with jax.set_mesh(recipe.mesh):
+        state = recipe.init(0)
+        drawn = jax.tree.map(
+            lambda leaf: leaf + 0.1 * random.normal(size=leaf.shape), jax.device_get(state.params)
+        )
+        params, frozen = put(drawn, recipe.loss.params), put(drawn, recipe.loss.frozen)
+        state = state._replace(params=params, frozen=frozen)
+        rows = runs.put_batch(recipe, batch_of_pairs())
+        _, report = runs.make_train_step(recipe)(state, rows)
+    assert float(report.scalars["margin"]) == 0
+    np.testing.assert_allclose(report.loss, np.log(2), rtol=1e-6)
+
+
 def test_padding_alone_is_no_update():
     recipe = recipe_of()
     nothing = {name: jnp.zeros_like(array) for name, array in batch_of_pairs().items()}
