@@ -142,7 +142,9 @@ class Evaluation:
             self._recipe, self._eval_step, params, self._dataset,
             batch_size=batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
-        scalars = {name: result[name] for name in ("loss", "perplexity")}
+        # The loss of pairs is not one of tokens.
+        names = ("loss",) if self._recipe.loss.preference else ("loss", "perplexity")
+        scalars = {name: result[name] for name in names}
         self._reporter.eval(step, scalars, batches_text(result))
 
 
@@ -228,6 +230,11 @@ def _of_text(
     dataset = data_lib.open_dataset(
         data, sequence_length=run.batch.sequence_length, seed=run.seed, log=launch.note
     )
+    if not dataset.num_held_out_windows:
+        raise ValueError(
+            f"the run in {args.workdir} holds nothing out (data.held_out={run.data.held_out}): "
+            "name a text to evaluate on, --data FILE"
+        )
     restored, rows = _params(args, run, recipe), batch_size(run)
     with jax.set_mesh(recipe.mesh):
         result = held_out_loss(

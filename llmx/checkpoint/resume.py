@@ -288,11 +288,22 @@ def _same_run(config: Any, saved: Document):
             "and --config.start_changes naming the fields"
         )
     before, now = model_params.adapters_of(saved.meta), config.adapters
+    before = dataclasses.replace(before, dropout=now.dropout)  # which changes no parameter
     if before != now and (before.rank or now.rank):
         raise Mismatch(
             f"{config.workdir} was trained with {_adapters_text(before)}, and the config gives "
             f"{_adapters_text(now)}: restore these values, or continue with its model in another "
             f"workdir, --config.start_from={config.workdir}"
+        )
+    were_pairs, are_pairs = map(
+        _has_reference, (saved.meta.get("config", {}), identity.as_json(config))
+    )
+    if were_pairs != are_pairs and not now.rank:
+        kept, given = ("keeps a", "has none") if were_pairs else ("keeps no", "needs one")
+        raise Mismatch(
+            f"{config.workdir} {kept} reference of preferences, and the config {given} "
+            "(data.format, preference.loss): restore these values, or continue with its model in "
+            f"another workdir, --config.start_from={config.workdir}"
         )
     if saved.step > config.steps:
         raise Mismatch(
@@ -300,6 +311,12 @@ def _same_run(config: Any, saved: Document):
             f"steps={config.steps}: set steps to at least {saved.step}, go back with "
             "--config.resume_step, or use another workdir"
         )
+
+
+def _has_reference(run: Mapping[str, Any]) -> bool:
+    """Whether a config, as JSON, is of preferences."""
+    pairs = run.get("data", {}).get("format") == "preference"
+    return pairs and run.get("preference", {}).get("loss", "none") != "none"
 
 
 def _adapters_text(section: AdaptersConfig) -> str:

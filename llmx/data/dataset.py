@@ -236,7 +236,13 @@ def open_dataset(
     tables = [(source.lengths, source.hashes) for source in shards]
     splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
-        if config.held_out < 1 and split.train.num_tokens <= sequence_length:
+        if source.pairs and split.rule == "end":
+            raise ValueError(
+                f"source {name!r} has {len(source.lengths)} pairs, of which data.held_out="
+                f"{config.held_out} holds out none as a whole: set data.held_out=0, or add pairs"
+            )
+        short = split.train.num_tokens <= sequence_length and not source.pairs
+        if config.held_out < 1 and short:
             raise ValueError(
                 f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
                 f"one window of sequence_length={sequence_length} and its next token: add text, "

@@ -59,7 +59,7 @@ def _conversations(record: Mapping[str, Any]) -> list[chat.Conversation]:
             break
         shared += 1
     if not shared:
-        raise ValueError("chosen and rejected begin with no common message: answers of one prompt")
+        raise ValueError("chosen and rejected have no common message: write answers to one prompt")
     return [
         chat.conversation({"prompt": one[:shared], "completion": one[shared:]}) for one in sides
     ]

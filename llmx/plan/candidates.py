@@ -26,7 +26,7 @@ from typing import NamedTuple
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.aot.topologies import Topology
-from llmx.config import Config, ConfigError, checks
+from llmx.config import Config, ConfigError, checks, preference_checks
 from llmx.model import remat
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.plan import experts
@@ -382,13 +382,14 @@ def refusal(config: Config) -> str:
 
 
 def of_adapters(config: Config) -> str:
-    """Why a run with adapters is not counted, with the remedy; "" if it has none."""
-    if not config.adapters.rank:
-        return ""
-    return (
-        f"adapters.rank={config.adapters.rank}: the planner counts models that are trained whole; "
-        "run llmx.aot, which compiles the run, with a mesh of your choice"
-    )
+    """Why a run with adapters, or of preferences, is not counted, with the remedy; "" if it is."""
+    what = ""
+    if config.adapters.rank:
+        what = f"adapters.rank={config.adapters.rank}: the planner counts models trained whole"
+    elif preference_checks.is_on(config):
+        what = "data.format='preference': the planner does not count the reference"
+    remedy = "run llmx.aot, which compiles the run, with a mesh of your choice"
+    return f"{what}; {remedy}" if what else ""
 
 
 def of_latents(config: Config) -> str:

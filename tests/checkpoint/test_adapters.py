@@ -115,6 +115,28 @@ def test_other_adapters_are_refused(tuned, values, said):
         begun(again, recipe)
 
 
+def test_another_dropout_goes_on(tuned):
+    run, _, _ = tuned
+    again, recipe = run_of(
+        run.workdir, run.start_from, precision="bf16", adapters__dropout=0.3,
+    )  # fmt: skip
+    assert begun(again, recipe)[0].step == 4
+
+
+def test_a_reference_that_was_not_kept_is_said(tmp_path):
+    """And one that is not wanted any more."""
+    pairs = dict(data__format="preference", data__pack=False)
+    plain = dict(adapters__rank=0, adapters__alpha=16.0, model__vocab_size=257)
+    for first, then, said in (
+        (plain, plain | pairs, "keeps no reference"), (plain | pairs, plain, "keeps a reference"),
+    ):  # fmt: skip
+        workdir = tmp_path / said.split()[1]
+        run, recipe = run_of(workdir, **first)
+        saved(run, recipe, recipe.init(0))
+        with pytest.raises(ValueError, match=f"{said} of preferences, and the .*preference.loss"):
+            begun(*run_of(workdir, **then))
+
+
 def test_other_commands_get_the_merged_model(tuned):
     run, _, state = tuned
     plain = runs.make_recipe(plain_model(run))

@@ -103,7 +103,7 @@ def test_shards_of_pairs(tmp_path, capsys):
     (record("q", "same", "same"), "chosen and rejected are the same"),
     ({"chosen": "a", "rejected": "b"}, "are lists of messages: add a prompt"),
     ({"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
-     "begin with no common message"),
+     "have no common message"),
     (record("q", [], "b"), "no turn of the assistant"),
     (record("q", 5, "b"), "has int as its content"),
 ])  # fmt: skip
@@ -125,3 +125,24 @@ def test_a_tokenizer_without_a_template(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="has no chat template"):
         dataset.open_dataset(values, sequence_length=32, seed=0, log=lambda line: None)
+
+
+def test_pairs_are_held_out_whole(tmp_path):
+    """Or it is said that there are too few: no pair is cut."""
+    for records in (RECORDS[:1], RECORDS[:2], [RECORDS[0]] * 6):
+        with pytest.raises(ValueError, match=r"holds out none as a whole: set data.held_out=0"):
+            opened(tmp_path, records, held_out=0.05)
+    many = [record(f"question {number}", "yes", "no") for number in range(40)]
+    found = opened(tmp_path, many, length=64, held_out=0.3)
+    assert found.num_held_out_windows + found.num_train_windows == 40
+    assert found.num_held_out_windows > 3
+    for rows in (found.held_out_rows(0, range(4), 4), found.train_rows(0, range(4), 4)):
+        for segment in (1, 2):
+            learned = (rows["segment_ids"] == segment) & (rows["weights"] > 0)
+            assert learned.any(axis=1).all()
+
+
+def test_one_pair_is_enough(tmp_path):
+    """Its row is padding else, however long."""
+    batch = opened(tmp_path, RECORDS[:1], length=200).train_rows(0, range(2), 2)
+    assert (batch["segment_ids"] == 2).any(axis=1).all()
