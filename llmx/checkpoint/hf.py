@@ -57,26 +57,17 @@ def export(
     `writer.Unwritten` where the disk takes no files. Whatever it raises, no files are left.
     """
     directory, numpy_dtype = pathlib.Path(directory), hf_reader.numpy_dtype(dtype)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not empty: export into a new directory")
+    writer.require_new(directory)
     config = hf_formats.model_config_to_hf(model)
     files = files or {}
     config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
     config |= {"torch_dtype": dtype, "use_cache": True}
     arrays = _checked_params(params, model)
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
+    with writer.filling(directory):
         if tokenizer_file is not None:
             hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
         _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    except BaseException as error:
-        for path in directory.iterdir():  # it was empty
-            path.unlink()
-        if not isinstance(error, OSError):
-            raise
-        cause, remedy = writer.reason(error)
-        raise writer.Unwritten(f"{directory} cannot be written: {cause}: {remedy}") from error
     return directory
 
 

@@ -39,8 +39,7 @@ def export(
     from safetensors.numpy import save_file
 
     directory = pathlib.Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not empty: export into a new directory")
+    writer.require_new(directory)
     if model.family not in FORMATS:
         raise ValueError(
             f"model.family={model.family!r} has no Hugging Face format: use one of {tuple(FORMATS)}"
@@ -52,18 +51,10 @@ def export(
             "export the merged model with --to-hf, or train with adapters.products=('attention',)"
         )
     tensors = dict(_tensors(arrays, config, model))
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
+    with writer.filling(directory):
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(_config(arrays, config, model, base), indent=2)
         (directory / CONFIG).write_text(f"{text}\n")
-    except BaseException as error:
-        for path in directory.iterdir():  # it was empty
-            path.unlink()
-        if not isinstance(error, OSError):
-            raise
-        cause, remedy = writer.reason(error)
-        raise writer.Unwritten(f"{directory} cannot be written: {cause}: {remedy}") from error
     return directory
 
 

@@ -20,7 +20,7 @@ from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
-from llmx.model import precision
+from llmx.model import precision, preference
 from llmx.model.adapters import AdaptersConfig
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
@@ -315,8 +315,8 @@ def _same_run(config: Any, saved: Document):
 
 def _has_reference(run: Mapping[str, Any]) -> bool:
     """Whether a config, as JSON, is of preferences."""
-    pairs = run.get("data", {}).get("format") == "preference"
-    return pairs and run.get("preference", {}).get("loss", "none") != "none"
+    loss = run.get("preference", {}).get("loss", preference.NONE)
+    return preference.is_minimized(run.get("data", {}).get("format", ""), loss)
 
 
 def _adapters_text(section: AdaptersConfig) -> str:

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import itertools
 import json
+import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +58,30 @@ class Verdict(NamedTuple):
 
 class Unwritten(OSError):
     """An import or an export could not be written; the text says why, and what to do."""
+
+
+def require_new(folder: pathlib.Path) -> None:
+    """Raises ValueError where something is in a directory that an export is to make."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: export into a new directory")
+
+
+@contextlib.contextmanager
+def filling(folder: pathlib.Path) -> Iterator[None]:
+    """Makes a directory, which is new or empty, for files that the block writes.
+
+    Whatever the block raises, no files are left; an OSError becomes `Unwritten`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        for path in folder.iterdir():  # it was empty
+            path.unlink()
+        if not isinstance(error, OSError):
+            raise
+        cause, remedy = reason(error)
+        raise Unwritten(f"{folder} cannot be written: {cause}: {remedy}") from error
 
 
 class Refused(Exception):

@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 
 from llmx.config import Config
+from llmx.data import pairs
 from llmx.model import preference
 from llmx.model.preference import PreferenceConfig
 from llmx.runtime import bounds
 
-FORMAT = "preference"  # of `data`
-
 
 def is_on(config: Config) -> bool:
     """Whether the loss is that of pairs."""
-    return config.data.format == FORMAT and config.preference.loss != preference.NONE
+    return preference.is_minimized(config.data.format, config.preference.loss)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -23,10 +22,10 @@ def problems(config: Config) -> Iterator[str]:
     idle = {}
     if not is_on(config):
         cause = f"data.format={config.data.format!r}"
-        if config.data.format == FORMAT:
+        if config.data.format == pairs.FORMAT:
             cause = f"preference.loss={section.loss!r}"
         idle = dict.fromkeys(("beta", "label_smoothing", "chosen_weight"), cause)
-        if config.data.format != FORMAT and section.loss != preference.NONE:
+        if config.data.format != pairs.FORMAT and section.loss != preference.NONE:
             idle["loss"] = cause
     elif section.loss != "dpo":
         idle = {"label_smoothing": f"preference.loss={section.loss!r}"}

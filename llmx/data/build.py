@@ -90,7 +90,7 @@ class Recipe:
     @property
     def pairs(self) -> bool:
         """Whether each document is two texts of which one is preferred."""
-        return self.format == "preference"
+        return self.format == pairs_lib.FORMAT
 
     @property
     def start(self) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from llmx.data import objects, tokenizers
+from llmx.data import objects, pairs, tokenizers
 from llmx.data import sources as sources_lib
 
-FORMATS = ("text", "chat", "preference")
+FORMATS = ("text", "chat", pairs.FORMAT)
 
 
 def _within(default: float, low: float, high: float, **rules: Any) -> Any:
@@ -125,7 +125,7 @@ def _chat_problems(config: DataConfig) -> Iterator[str]:
     path = config.chat_template
     if path and not os.path.isfile(os.path.expanduser(path)):
         yield f"data.chat_template={path!r} is no file: name one, or '' for the tokenizer's own"
-    if config.format == "preference" and config.pack:
+    if config.format == pairs.FORMAT and config.pack:
         yield (
             "data.pack=True with data.format='preference': a row holds one pair; set "
             "data.pack=False"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.data import build, objects, packing, remote, tokenizers
+from llmx.data import build, objects, packing, pairs, remote, tokenizers
 from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -303,7 +303,7 @@ def _open_sources(
             log(f"data: {source}: left out by data.skip_bad: {skipped}")
         opened[source] = shards_lib.open_shards(folder, verify=config.verify)
     for source, shards in opened.items():
-        if shards.pairs != (config.format == "preference"):
+        if shards.pairs != (config.format == pairs.FORMAT):
             kind = "pairs" if shards.pairs else "no pairs"
             remedy = "'preference'" if shards.pairs else "'text', or a source of pairs"
             raise ValueError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmx.data import chat, tokenizers
 
+FORMAT = "preference"  # `DataConfig.format`
 REJECTED = 2  # the bit of a token's weight in shards, beside `shards.LEARNED`
 # Segments of a row that holds a pair.
 CHOSEN_SEGMENT, REJECTED_SEGMENT = 1, 2

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from llmx.data import pairs
+from llmx.data.pairs import CHOSEN_SEGMENT as CHOSEN
+from llmx.data.pairs import REJECTED_SEGMENT as REJECTED
 from llmx.runtime.bounds import bounded, choice
 
 NONE = "none"
-CHOSEN, REJECTED = 1, 2  # segments, as `llmx.data.pairs` makes them
 REFERENCE, PAIR = "reference", "pair"  # in a batch, fp32 [B, T]
 REPORTED = ("accuracy", "margin")
 
@@ -38,6 +40,11 @@ class PreferenceConfig:
     label_smoothing: float = bounded(0.0, at_least=0, at_most=0.5)
     # beside it: of the chosen text's loss in nats per token, so that it stays likely (2404.19733)
     chosen_weight: float = bounded(0.0, at_least=0)
+
+
+def is_minimized(data_format: str, loss: str) -> bool:
+    """Whether a run with these `data.format` and `preference.loss` minimizes a loss of pairs."""
+    return data_format == pairs.FORMAT and loss != NONE
 
 
 def _dpo(config: PreferenceConfig, margin_B: Array) -> Array:

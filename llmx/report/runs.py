@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from llmx.checkpoint import identity
 from llmx.runtime import goodput, ownership, records
 
 TRAIN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "data_share")
 HELD_OUT = "held-out"  # the series of the loss of evaluations
 HISTORY = "history.jsonl"  # `llmx.config.history` writes it
-ABSENT = "(no such key)"  # in a config of another version
 UNKNOWN = "unknown"  # values of a config that cannot be read
 ALIVE_SECONDS = 60.0  # since the owner of a work directory gave a sign of life
 
@@ -188,20 +188,9 @@ def _config(workdir: str) -> tuple[dict[str, Any], str]:
         values = json.loads(path.read_bytes().decode())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        return _flat(values), ""
+        return identity.flat(values), ""
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"{path} cannot be read ({error}): its values are left out"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"batch.size": 8, ...} of nested objects."""
-    found = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
 
 
 def _launches(workdir: str) -> tuple[int, int]:
@@ -225,7 +214,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """{key: its value in each run} of the keys whose values differ."""
     known = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in known for key in run.config if key != "workdir")
-    value = lambda run, key: run.config.get(key, ABSENT)  # noqa: E731
+    value = lambda run, key: run.config.get(key, identity.ABSENT)  # noqa: E731
     return {
         key: [value(run, key) if run.config else UNKNOWN for run in runs]
         for key in keys

@@ -94,7 +94,7 @@ def test_what_a_url_needs(monkeypatch):
         ("hf://datasets/o/n", "pip install 'llmx[hub]'"),
         ("nonsense://b", "nonsense is no kind of store that is known"),
         ("://b", "this is no kind of store"),
-        ("file:///tmp/x", "without file://"),
+        ("file:///data/x", "without file://"),
     ]:
         (problem,) = remote.problems("--output ", url)
         assert remedy in problem

@@ -1,6 +1,5 @@
 """`python -m llmx.report`: one HTML page that compares runs and loads nothing."""
 
-import html.parser
 import json
 import math
 import os
@@ -8,46 +7,24 @@ import time
 
 import numpy as np
 import pytest
+from support import html_page
 
 from llmx.report import __main__ as command
 from llmx.report import charts, page, runs
 
-VOID = {"meta", "br", "img", "link", "input", "hr"}
 
-
-class Page(html.parser.HTMLParser):
-    """The page as a browser has it; tags must match, and nothing is loaded or run."""
+class Page(html_page.Page):
+    """The report: it refers to places of its own only, and loads nothing."""
 
     def __init__(self, text):
-        super().__init__()
-        self.open, self.words, self.ids, self.tags = [], [], [], set()
-        self.feed(text)
-        self.close()
-        assert not self.open
-        assert len(self.ids) == len(set(self.ids))
-        assert not self.tags & {"script", "link", "img", "iframe", "object", "embed"}
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
+        super().__init__(text)
+        assert not self.tags & {*html_page.LOADING, "embed"}
 
     def handle_startendtag(self, tag, attrs):
-        self.tags.add(tag)
+        super().handle_startendtag(tag, attrs)
         for name, value in attrs:
-            self.ids += [value] if name == "id" else []
-            assert not name.startswith("on") and name not in ("src", "srcset", "action")
+            assert name not in ("src", "srcset", "action")
             assert name not in ("href", "xlink:href") or value.startswith("#")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.words).split())
 
 
 def train(step, loss=None, **numbers):
