@@ -47,7 +47,8 @@ class Run:
         state, config = self.state, self.config.adapters
         if not config.rank:
             return state.averaged
-        return adapters.merged_on_mesh(state.frozen, state.averaged, config)
+        merge = adapters.merged_on_mesh
+        return adapters.merged(state.frozen, state.averaged, config, merge=merge)
 
     @property
     def history(self) -> list[Record]:

@@ -54,7 +54,8 @@ def restore_params(
     found = _restore_own(
         workdir, restored.state, config, ema=ema, order=order, step=restored.step, log=log
     )
-    return restored._replace(state=_merged(restored.state, found.state, config))
+    state = adapters.merged(restored.state, found.state, config, merge=_merge)
+    return restored._replace(state=state)
 
 
 def restore_adapters(
@@ -86,44 +87,33 @@ def _restore_own(workdir, model_params, config: AdaptersConfig, *, ema, order, s
     )
 
 
-def _merged(frozen: Any, own: Any, config: AdaptersConfig) -> Any:
-    def one(leaf):
-        if not isinstance(leaf, adapters.Adapted):
-            return leaf
-        if isinstance(leaf.weight, streamed.Stored):
-            return MergedStored.of(leaf)
-        merge = lambda *arrays: adapters.merged_weight(*arrays, config.scale)  # noqa: E731
-        to = leaf.weight.sharding
-        if isinstance(to, NamedSharding):
-            merge = jax.sharding.auto_axes(merge, out_sharding=to)
-            with jax.set_mesh(to.mesh):
-                return jax.jit(merge, out_shardings=to)(leaf.weight, leaf.down, leaf.up)
-        return jax.jit(merge)(leaf.weight, leaf.down, leaf.up)
-
-    both = adapters.joined(frozen, own, config)
-    return jax.tree.map(one, both, is_leaf=adapters.is_adapted)
+def _merge(weight: Any, down: Any, up: Any, scale: float) -> Any:
+    """W + scale A B in fp32, on the weight's mesh, or of what is read part by part."""
+    if isinstance(weight, streamed.Stored):
+        return MergedStored.of(weight, down, up, scale)
+    return adapters.merged_on_mesh(weight, down, up, scale)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MergedStored(streamed.Stored):
     """A weight in a checkpoint's files with an adapter in memory: an index reads W + scale A B."""
 
-    adapted: adapters.Adapted | None = None
+    down: np.ndarray | None = None
+    up: np.ndarray | None = None
+    scale: float = 0.0
 
     @classmethod
-    def of(cls, adapted: adapters.Adapted) -> "MergedStored":
-        stored, host = adapted.weight, {n: np.asarray(vars(adapted)[n]) for n in ("down", "up")}
-        adapted = dataclasses.replace(adapted, **host)
-        return cls(stored.shape, np.dtype(np.float32), stored.store, stored.rows, adapted)
+    def of(cls, stored: streamed.Stored, down: Any, up: Any, scale: float) -> "MergedStored":
+        own = np.asarray(down), np.asarray(up), scale
+        return cls(stored.shape, np.dtype(np.float32), stored.store, stored.rows, *own)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = () if index is ... else index if isinstance(index, tuple) else (index,)
         weight = np.asarray(super().__getitem__(index), np.float32)
-        first = index[0] if index else slice(None)
-        layers = slice(first, first + 1) if isinstance(first, int | np.integer) else first
-        down, up = self.adapted.down[layers], self.adapted.up[layers]
-        into, out = "abc"[: down.ndim - 2], "xyz"[: up.ndim - 2]
-        added = np.einsum(f"l{into}r,lr{out}->l{into}{out}", down, up)
-        added = added[0] if layers is not first else added
-        rest = index[1:] if layers is not first else (slice(None), *index[1:])
-        return weight + self.adapted.config.scale * (added[rest] if rest else added)
+        layers, *rest = index or (slice(None),)
+        if isinstance(layers, int | np.integer):
+            layers, rest = slice(layers, layers + 1), (0, *rest)
+        else:
+            rest = (slice(None), *rest)
+        added = adapters.low_rank(self.down[layers], self.up[layers], einsum=np.einsum)
+        return weight + self.scale * added[tuple(rest)]

@@ -60,8 +60,8 @@ def resolve(
     except ValueError as error:
         raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
-    found += [*_start(config), *adapter_checks.problems(config)]
-    found += preference_checks.problems(config)
+    found += _start(config)
+    found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
     if found:
         raise ConfigError(found)
     return config

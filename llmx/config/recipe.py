@@ -50,7 +50,7 @@ def make_recipe(
     make_gradient, chunks = _gradient_maker(config, kind_of(mesh))
     order = IDENTITY if chunks is None else chunks.permutation
     loss = training_loss.make(
-        config.model, execution, arrange=None if chunks is None else chunks.permutation.apply,
+        config.model, execution, arrange=order.apply,
         z_loss=config.loss.z_loss, gather=config.sharding.gather,
         of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters, adapters=config.adapters,

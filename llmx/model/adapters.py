@@ -13,6 +13,7 @@ same on every mesh, in every microbatch and in a pass that is repeated.
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,9 @@ DOWN, UP = "down", "up"  # A and B
 # Modules of a layer whose products can have adapters. Experts' own weights have none: they are one
 # array of all experts, multiplied by kernels of their own.
 MODULES = ("attention", "mlp")
+
+
+_exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -97,8 +101,13 @@ def problems(config: AdaptersConfig, shapes: Any) -> list[str]:
             )
     if not config.products:
         found.append("adapters.products=() leaves nothing to train: name products, or rank=0")
-    ranks = {}
-    for path in _chosen(config, of_model):
+    chosen, ranks = _chosen(config, of_model), {}
+    if chosen and not any(path.startswith("blocks/") for path in chosen):
+        found.append(
+            f"adapters.products={config.products!r} are of the dense first layers only: name "
+            "products of the other layers too"
+        )
+    for path in chosen:
         _, *sizes = of_model[path].shape
         inputs = contracted(path)
         sides = math.prod(sizes[:inputs]), math.prod(sizes[inputs:])
@@ -224,32 +233,36 @@ def _mixed(bits: Any) -> Any:
     return bits ^ (bits >> 16)
 
 
-def merged(frozen: Any, adapters: Any, config: AdaptersConfig) -> Any:
-    """The parameters of the model that computes the same without adapters, fp32: W + scale A B."""
+def merged(
+    frozen: Any, adapters: Any, config: AdaptersConfig, *, merge: Callable | None = None
+) -> Any:  # fmt: skip
+    """The parameters of the model that computes the same without adapters: W + scale A B in fp32;
+    those without an adapter as they are. `merge`: in the place of `merged_weight`."""
+    merge = merge or merged_weight
 
-    def one(weight):
-        if not isinstance(weight, Adapted):
-            return weight.astype(jnp.float32)
-        return merged_weight(weight.weight, weight.down, weight.up, config.scale)
+    def one(leaf):
+        return merge(leaf.weight, leaf.down, leaf.up, config.scale) if is_adapted(leaf) else leaf
 
     return jax.tree.map(one, joined(frozen, adapters, config), is_leaf=is_adapted)
 
 
-def merged_on_mesh(frozen: Any, adapters: Any, config: AdaptersConfig) -> Any:
-    """`merged` of arrays on a mesh, split as the frozen ones. Communicates."""
-    to = jax.tree.map(lambda leaf: leaf.sharding, frozen)
-    merge = lambda *both: merged(*both, config)  # noqa: E731
-    with jax.set_mesh(jax.tree.leaves(to)[0].mesh):
-        merge = jax.sharding.auto_axes(merge, out_sharding=to)
-        return jax.jit(merge, out_shardings=to)(frozen, adapters)
-
-
 def merged_weight(weight: Any, down: Any, up: Any, scale: float) -> Any:
     """W + scale A B in fp32, of stacked layers [l, ...]."""
+    return weight.astype(jnp.float32) + scale * low_rank(down, up)
+
+
+def merged_on_mesh(weight: Any, down: Any, up: Any, scale: float) -> Any:
+    """`merged_weight` of arrays on a mesh, split as the weight. Communicates."""
+    to = weight.sharding
+    with jax.set_mesh(to.mesh):
+        merge = jax.sharding.auto_axes(merged_weight, out_sharding=to)
+        return jax.jit(merge, static_argnums=3, out_shardings=to)(weight, down, up, scale)
+
+
+def low_rank(down: Any, up: Any, einsum: Callable = _exact_einsum) -> Any:
+    """A B of stacked layers, [l, ...] as their weight."""
     into, out = "abc"[: down.ndim - 2], "xyz"[: up.ndim - 2]
-    expression = f"l{into}r,lr{out}->l{into}{out}"
-    product = jnp.einsum(expression, down, up, precision=jax.lax.Precision.HIGHEST)
-    return weight.astype(jnp.float32) + scale * product
+    return einsum(f"l{into}r,lr{out}->l{into}{out}", down, up)
 
 
 def on_base(function: Callable, weight: Any) -> Any:

@@ -74,10 +74,11 @@ class TrainingLoss:
         return adapters_lib.joined(frozen, params, self.adapters, layers=layers)
 
     def merged(self, params: Any, frozen: Any) -> Any:
-        """Parameters of the same model without adapters, fp32, split as the frozen ones."""
+        """Parameters of the same model without adapters, split as the frozen ones."""
         if not self.adapters.rank:
             return params
-        return adapters_lib.merged_on_mesh(frozen, params, self.adapters)
+        merge = adapters_lib.merged_on_mesh
+        return adapters_lib.merged(frozen, params, self.adapters, merge=merge)
 
     @property
     def mesh(self) -> Mesh:
@@ -91,22 +92,22 @@ class TrainingLoss:
         `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count. `extra`:
         states of the transforms, which may change what is differentiated and nothing else.
         """
-        loss, minimized = self._of_tokens(loss_BT, log_z_BT, share_BT)
-        return self._with_z_loss(loss, minimized, log_z_BT, share_BT, extra)
+        loss = minimized = jnp.sum(loss_BT * share_BT)
+        if self.of_tokens is not None:
+            minimized = jnp.sum(self.of_tokens(loss_BT, log_z_BT) * share_BT)
+        z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
+        return self._transformed(minimized + z, extra), loss, z
 
     def of_rows(
         self, loss_BT, log_z_BT, rows: Batch, extra: Mapping[str, Any] | tuple
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
         """What is differentiated of these rows of a batch; and their loss, z-loss, and what else is
         reported, by name. `rows` also have "share", see `weighted`, and what `prepared` adds."""
-        share_BT, reported = rows["share"], {}
         if self.preference is None:
-            loss, minimized = self._of_tokens(loss_BT, log_z_BT, share_BT)
-        else:
-            loss, reported = preference.losses(self.preference, rows, loss_BT)
-            minimized = loss
-        both, loss, z = self._with_z_loss(loss, minimized, log_z_BT, share_BT, extra)
-        return both, (loss, z, reported)
+            both, loss, z = self.weighted(loss_BT, log_z_BT, rows["share"], extra)
+            return both, (loss, z, {})
+        loss, reported = preference.losses(self.preference, rows, loss_BT)
+        return self._transformed(loss, extra), (loss, jnp.zeros(()), reported)
 
     @property
     def reported(self) -> tuple[str, ...]:
@@ -135,17 +136,6 @@ class TrainingLoss:
             else:
                 nats_BT = from_microbatches(jax.lax.map(nats_of, microbatches(batch, accumulation)))
         return preference.with_reference(batch, nats_BT)
-
-    def _of_tokens(self, loss_BT, log_z_BT, share_BT):
-        """The loss of tokens, and what is minimized in its place."""
-        loss = jnp.sum(loss_BT * share_BT)
-        if self.of_tokens is None:
-            return loss, loss
-        return loss, jnp.sum(self.of_tokens(loss_BT, log_z_BT) * share_BT)
-
-    def _with_z_loss(self, loss, minimized, log_z_BT, share_BT, extra):
-        z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
-        return self._transformed(minimized + z, extra), loss, z
 
     def token_shares(self, share_BT: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
         """What a nat of each token's loss adds to what is differentiated; `share_BT` as above."""
@@ -271,7 +261,8 @@ class TrainingLoss:
 
 def make(
     config: families.ModelConfig, execution: Execution, *,
-    arrange: Callable[[Any], Any] | None = None, z_loss: float = 0.0, gather: str = "layer",
+    arrange: Callable[[Any], Any] = lambda blocks: blocks, z_loss: float = 0.0,
+    gather: str = "layer",
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
@@ -297,8 +288,7 @@ def make(
         shapes = jax.tree.map(
             lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype_of(axes)), shapes, axes
         )
-        if arrange is not None:
-            shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
         if in_host_memory:
             on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
@@ -321,8 +311,7 @@ def make(
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
         apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
-        transforms or {}, of_tokens, adapters, frozen, model_axes, preferred, seed,
-        *([] if arrange is None else [arrange]),
+        transforms or {}, of_tokens, adapters, frozen, model_axes, preferred, seed, arrange,
     )  # fmt: skip
 
 

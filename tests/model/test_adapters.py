@@ -141,6 +141,11 @@ def test_what_cannot_be_is_said(keys, said):
         recipe_of(**keys)
 
 
+def test_first_layers_alone_are_refused():
+    with pytest.raises(ConfigError, match="are of the dense first layers only: name"):
+        recipe_of("deepseek_v3", adapters__products=("mlp/gate",))
+
+
 DROPOUT = dict(adapters__dropout=0.4)
 
 
