@@ -81,7 +81,7 @@ def draw(rng: random.Random) -> Program:
         keys["products.format"] = "int8" if topology.platform == "tpu" else "fp8"
     keys["optimizer.name"] = rng.choice(("adamw", "adamw", "lion"))
     if keys["mesh.sequence"] > 1:
-        keys["attention.ulysses"] = rng.random() < 0.4
+        keys["attention.ulysses"] = keys["mesh.sequence"] if rng.random() < 0.4 else 1
     if rng.random() < 0.15:
         keys[f"offload.{rng.choice(OFFLOADS)}"] = True
     if rng.random() < 0.2 and of_mesh["data"] > 1 and microbatches == of_mesh["fsdp"] == 1:
