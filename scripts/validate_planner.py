@@ -103,6 +103,9 @@ def compile_again(path: pathlib.Path) -> None:
 
 def print_programs(programs: list[Program]) -> None:
     """What is counted of each program, and the errors; beside them those of one constant."""
+    for program in (one for one in programs if not one.peak):
+        print(f"not compiled: {program.name}")
+    programs = [program for program in programs if program.peak]
     print(
         f"{'step s':>8} {'counted':>8} {'peak GiB':>9} {'counted':>8} {'bytes sent':>11}  program"
     )

@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -428,6 +429,21 @@ def expected_trips(loop: Instruction) -> int | None:
     "expected_trips_3"."""
     said = re.search(r"expected_trips_(\d+)/while$", loop.quoted("op_name") or "")
     return int(said.group(1)) if said else None
+
+
+def expected_branches(conditional: Instruction) -> tuple[list[Fraction], list[Fraction]] | None:
+    """How often a conditional in a loop takes each branch, as shares of the iterations: on average
+    over the devices, and where it is the longest of any device. None: the program, traced in a
+    scope "expected_branches_4_12_longest_1_7", does not say it."""
+    scope = r"expected_branches_([\d_]+)_longest_([\d_]+)/[^/]+$"
+    said = re.search(scope, conditional.quoted("op_name") or "")
+    if not said:
+        return None
+    taken, longest = ([int(one) for one in group.split("_")] for group in said.groups())
+    if conditional.attribute("true_computation"):  # `called` has it first
+        taken, longest = taken[::-1], longest[::-1]
+    shares = lambda counts: [Fraction(count, sum(counts)) for count in counts]  # noqa: E731
+    return shares(taken), shares(longest)
 
 
 def _counted_trips(module: Module, frame: Frame, loop: Instruction) -> int | None:

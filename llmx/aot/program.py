@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from fractions import Fraction
 
 from llmx.aot import collectives, hlo_text, instruction_costs
 from llmx.aot.collectives import Analysis, Axes, Collective
@@ -75,7 +76,18 @@ def read(text: str, mesh: Axes, *, across_slices: Sequence[str] = ()) -> CostRep
     if silent:
         unknown.append(f"FLOPs of kernels without an estimate: {', '.join(silent)}")
     cycles = report.estimated_cycles if "estimated_cycles" in text else None
-    return dataclasses.replace(report, estimated_cycles=cycles, unknown=tuple(unknown))
+    report = dataclasses.replace(report, estimated_cycles=cycles, unknown=tuple(unknown))
+    return _in_numbers(report)
+
+
+def _in_numbers(report: CostReport) -> CostReport:
+    """The same without fractions, which branches have that are taken now and then."""
+    replace, known = dataclasses.replace, lambda value: None if value is None else whole(value)
+    return replace(
+        report, **{name: known(getattr(report, name)) for name in _NUMBERS},
+        collectives=tuple(replace(one, count=known(one.count)) for one in report.collectives),
+        kernels=tuple(replace(one, count=known(one.count)) for one in report.kernels),
+    )  # fmt: skip
 
 
 def _not_visited(analysis: Analysis) -> list[str]:
@@ -102,6 +114,11 @@ def times(count: float | None, value: float | None) -> float | None:
     if value == 0:
         return 0
     return None if count is None or value is None else count * value
+
+
+def whole(count: Fraction | float) -> int | float:
+    """The same as an int if it is one, else to a hundredth."""
+    return int(count) if count == int(count) else round(float(count), 2)
 
 
 def total(values: Iterable[float | None]) -> float | None:
@@ -141,15 +158,20 @@ def _sum(reports: Sequence[CostReport]) -> CostReport:
 
 def _repeated(report: CostReport, trips: int | None) -> CostReport:
     """The costs of the body of a loop; `trips` None: unknown."""
+    inside = [dataclasses.replace(one, in_loop=one.in_loop + 1) for one in report.collectives]
+    return _times(trips, dataclasses.replace(report, collectives=tuple(inside)))
+
+
+def _times(count: float | None, report: CostReport) -> CostReport:
+    """The costs of what happens `count` times, on average."""
     replace = dataclasses.replace
     return replace(
         report,
         collectives=tuple(
-            replace(one, count=times(trips, one.count), in_loop=one.in_loop + 1)
-            for one in report.collectives
+            replace(one, count=times(count, one.count)) for one in report.collectives
         ),
-        kernels=tuple(replace(one, count=times(trips, one.count)) for one in report.kernels),
-        **{name: times(trips, getattr(report, name)) for name in _NUMBERS},
+        kernels=tuple(replace(one, count=times(count, one.count)) for one in report.kernels),
+        **{name: times(count, getattr(report, name)) for name in _NUMBERS},
     )
 
 
@@ -241,11 +263,14 @@ def _loop(analysis: Analysis, frame: Frame, loop: Instruction) -> CostReport:
 
 
 def _branches(analysis: Analysis, frame: Frame, conditional: Instruction) -> CostReport:
-    """The largest costs of a conditional's branches: which one is taken depends on data."""
+    """The largest costs of a conditional's branches: which one is taken depends on data. Or those
+    of all branches, each as often as the program expects."""
     reports = [
         _computation(analysis, Frame(computation, conditional, frame))
         for computation in analysis.module.called(conditional)
     ]
+    if expected := hlo_text.expected_branches(conditional):
+        return _sum(list(map(_times, expected[0], reports)))
     wires = [wire_bytes(report.collectives) for report in reports]
     numbers = {name: [getattr(report, name) for report in reports] for name in _NUMBERS}
     calls = [len(report.kernels) for report in reports]

@@ -62,7 +62,15 @@ class Loop:
     trips: int
 
 
-Step = Work | Start | Wait | Hosted | Loop
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branches:
+    """A conditional in a loop, of which each branch is taken in a share of the iterations."""
+
+    shares: tuple[float, ...]  # add up to 1
+    branches: tuple[tuple["Step", ...], ...]
+
+
+Step = Work | Start | Wait | Hosted | Loop | Branches
 
 # Rows of transfers that are not communication.
 COPIES, STREAM = "copies", "second stream"
@@ -135,6 +143,8 @@ def _nested(plan: Plan, frame: Frame, instruction: Instruction) -> Sequence[Step
         branches = [
             steps_of(plan, Frame(one, instruction, frame)) for one in module.called(instruction)
         ]
+        if expected := hlo_text.expected_branches(instruction):
+            return [Branches(tuple(expected[1]), tuple(branches))]
         seconds = [serial_seconds(steps) for steps in branches]
         if max(seconds) > 1.1 * min(seconds) and max(seconds) > 1e-6:
             plan.unknown.append(f"branch that {instruction.label} takes: the longest is timed")
@@ -157,6 +167,9 @@ def serial_seconds(steps: Sequence[Step], bandwidth: float = 1.0) -> float:
             total += sum(one.route.duration(bandwidth) for one in step.ends)
         elif isinstance(step, Loop):
             total += step.trips * serial_seconds(step.body, bandwidth)
+        elif isinstance(step, Branches):
+            for share, steps in zip(step.shares, step.branches, strict=True):
+                total += share * serial_seconds(steps, bandwidth)
     return total
 
 

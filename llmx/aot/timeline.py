@@ -17,13 +17,14 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
-from llmx.aot import hlo_text, peak_memory, schedule
+from llmx.aot import hlo_text, peak_memory, program, schedule
 from llmx.aot.collectives import Analysis, Axes, sliced_mesh
 from llmx.aot.core_times import Core
 from llmx.aot.hlo_text import Frame
 from llmx.aot.links import Machine
-from llmx.aot.schedule import Hosted, Loop, Plan, Start, Step, Transfer, Wait, Work
+from llmx.aot.schedule import Branches, Hosted, Loop, Plan, Start, Step, Transfer, Wait, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def of_steps(
         communication=communication,
         nothing_hidden=_seconds(steps, overlap=False), half_bandwidth=_seconds(steps, 0.5),
         infinite_bandwidth=_seconds(steps, math.inf),
-        kernel_flops=sum(work.flops * count for work, (_, count) in run.worked.items()),
+        kernel_flops=sum(work.flops * float(count) for work, (_, count) in run.worked.items()),
         operations=_operations(run), exchanges=_exchanges(run),
         assumptions=tuple(assumptions), unknown=tuple(unknown), events=tuple(run.events),
     )  # fmt: skip
@@ -144,7 +145,7 @@ def _seconds(steps: Sequence[Step], bandwidth: float = 1.0, *, overlap: bool = T
 
 def _operations(run: "_Run") -> tuple[Operation, ...]:
     made = [
-        Operation(work.name, work.source, work.line, seconds, count, work.basis)
+        Operation(work.name, work.source, work.line, seconds, program.whole(count), work.basis)
         for work, (seconds, count) in run.worked.items()
     ]
     return tuple(sorted(made, key=lambda one: -one.seconds))
@@ -155,7 +156,7 @@ def _exchanges(run: "_Run") -> tuple[Exchange, ...]:
     for transfer, seconds in run.taken.items():
         if (one := transfer.collective) is None:
             continue
-        count = run.counts[transfer]
+        count = program.whole(run.counts[transfer])
         made.append(Exchange(
             transfer.name, one.kind, one.axes, transfer.source, transfer.line,
             tuple(transfer.route.seconds), seconds, run.exposed[transfer],
@@ -179,7 +180,7 @@ class _Run:
         self._free: dict[str, float] = {}  # by link: when its last transfer ends
         self._ends: dict[Transfer, float] = {}  # of those under way
         self._left: dict[Transfer, float] = {}  # seconds of those that fusions carry on
-        self._weight = 1  # iterations that the present one stands for
+        self._weight = Fraction(1)  # iterations that the present one stands for
         self.worked: dict[Work, tuple[float, int]] = {}
         self.taken: dict[Transfer, float] = collections.defaultdict(float)
         self.exposed: dict[Transfer, float] = collections.defaultdict(float)
@@ -199,10 +200,13 @@ class _Run:
                     self._hosted(step)
                 case Loop():
                     self._loop(step)
+                case Branches(shares, branches):
+                    for share, steps in zip(shares, branches, strict=True):
+                        self._branch(share, steps)
 
     def _work(self, work: Work) -> None:
         seconds, count = self.worked.get(work, (0.0, 0))
-        self.worked[work] = seconds + self._weight * work.seconds, count + self._weight
+        self.worked[work] = seconds + float(self._weight) * work.seconds, count + self._weight
         self._event("core", work.name, work.source, self.now, work.seconds)
         self.now += work.seconds
 
@@ -211,7 +215,7 @@ class _Run:
         duration = transfer.route.duration(self._bandwidth)
         if transfer.collective is None:
             duration = transfer.route.duration()
-        self.taken[transfer] += self._weight * duration
+        self.taken[transfer] += float(self._weight) * duration
         self.counts[transfer] += self._weight
         return duration
 
@@ -224,7 +228,7 @@ class _Run:
 
     def _wait(self, transfer: Transfer, end: float) -> None:
         waited = max(0.0, end - self.now)
-        self.exposed[transfer] += self._weight * waited
+        self.exposed[transfer] += float(self._weight) * waited
         self._event("core", f"wait for {transfer.name}", transfer.source, self.now, waited)
         self.now += waited
 
@@ -262,13 +266,27 @@ class _Run:
                 self._weight = weight * remaining
             began = self.now
             self.all(loop.body)
-            done += self._weight // weight
-            skipped = (self._weight // weight - 1) * (self.now - began)
+            stands_for = round(self._weight / weight)
+            done += stands_for
+            skipped = (stands_for - 1) * (self.now - began)
             self._weight, before = weight, state
             if skipped:
                 more = f"{remaining - 1} more iterations of {loop.name}"
                 self._event("core", more, "", self.now, skipped)
                 self._shift(skipped, *earlier)
+
+    def _branch(self, share: float, steps: Sequence[Step]) -> None:
+        """What is done in a share of the iterations takes as large a share of its time in each."""
+        if share:
+            weight, began, earlier = self._weight, self.now, (set(self._ends), dict(self._free))
+            shown = len(self.events)
+            self._weight = weight * share
+            self.all(steps)
+            self._weight = weight
+            self._shift((share - 1) * (self.now - began), *earlier)
+            for number, event in enumerate(self.events[shown:], shown):
+                start, seconds = began + share * (event.start - began), share * event.seconds
+                self.events[number] = dataclasses.replace(event, start=start, seconds=seconds)
 
     def _state(self, earlier: set[Transfer]) -> dict:
         """What a next iteration finds, relative to now; without what began before the loop."""

@@ -11,7 +11,7 @@ the gradient itself where that is.
 import dataclasses
 
 from llmx.config import Config, utilization
-from llmx.config.axes import gathers_ahead
+from llmx.config.axes import gathers_ahead, replica_axes
 from llmx.config.state_memory import FP32, Held, leaves
 from llmx.model import precision
 
@@ -55,10 +55,14 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     name = "embedding" if run.model.tied_head else "head"
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
     gradients = arrays.gradients[kind] * compute * tokens * rows
+    copied = arrays.rows[kind]
+    split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
+    if on_gpu and kind == 0 and compute == policy.param.itemsize and not split:
+        copied = 0  # the head itself is read
     return (
         arrays.logits[kind] * FP32 * tokens * rows
         + (gradients if gradients > arrays.core_bytes else 0.0)
-        + arrays.rows[kind] * compute * rows * width
+        + copied * compute * rows * width
         + FP32 * tokens * width
         + of_head * Held(run).numbers(head, "parameters")
     )

@@ -138,6 +138,16 @@ def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:
     return found
 
 
+def deferred_share(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> float:
+    """The share of a chunk's layers whose weight gradients are deferred, 0 to 1; of one layer where
+    not one layer's fit."""
+    try:
+        layers = deferred_layers(run, device_bytes, on_gpu=on_gpu)
+    except ValueError:
+        layers = 1
+    return 1.0 if layers is None else layers / max(utilization.chunks_of(run))
+
+
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
     """The layers of each chunk whose weight gradients are deferred: as many as fit.
 

@@ -160,7 +160,7 @@ def body_of(rows: Row) -> Body:
     for name in ("embedding", "embedding_gradient"):
         if len(kinds) == 1 and getattr(found, name) is When.SOMETIMES:
             found = found._replace(**{name: When.ALWAYS})
-    return Body(kinds, found)
+    return Body(kinds, found, rows)
 
 
 def _saves(context: Context) -> saves_lib.Saves:

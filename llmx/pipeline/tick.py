@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +92,12 @@ class Body(NamedTuple):
 
     kinds: frozenset[int]  # of operations
     when: Row  # of `When`: in which ticks an entry is not -1
+    rows: Row  # of the loop, known before it runs
+
+
+# The scope of a conditional, which tells `llmx.aot` what it cannot know: for each branch, how often
+# devices take it, and in how many iterations it is the longest that any device takes.
+EXPECTED_BRANCHES = "expected_branches_{}_longest_{}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +284,7 @@ def run_tick(context: Context, body: Body, carry: Carry, row: Row) -> Carry:
     embedded = None
     if body.when.embedding is not When.NEVER:
         embedded = _if(
-            row.embedding, body.when.embedding is When.ALWAYS, links.ordered,
+            body, "embedding", row.embedding, links.ordered,
             lambda: context.embedded(None, row.embedding),
             lambda: sharding.zeros(context.x_type),
         )  # fmt: skip
@@ -291,12 +297,13 @@ def run_tick(context: Context, body: Body, carry: Carry, row: Row) -> Carry:
         results = next(iter(operations.values()))()
     else:
         branch = jnp.searchsorted(np.array([IDLE, *operations]), mine(row.kind))
-        results = _switch(branch, list(operations.values()))
+        with jax.named_scope(_expected(body.rows.kind, [IDLE, *operations])):
+            results = _switch(branch, list(operations.values()))
     carry = _stored(context, carry, row, chunk, microbatch, results)
     if results.sent is None:
         return carry
     carry = carry._replace(token=links.completed(carry.token, results.sent))
-    carry, row = _ends(context, body.when, carry, row, results.sent)
+    carry, row = _ends(context, body, carry, row, results.sent)
     return _exchanged(context, body.when, carry, row, results.sent)
 
 
@@ -416,20 +423,18 @@ def _stored(context: Context, carry: Carry, row: Row, chunk, microbatch, results
     return carry
 
 
-def _ends(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Array):
+def _ends(context: Context, body: Body, carry: Carry, row: Row, sent: jax.Array):
     """`carry` and `row` after the head and the embedding's gradient, which all stages share."""
     links, stage_of = context.links, context.program.table.stage_of
     for name, function, stage in (
         ("head", _head, stage_of[-1]),
         ("embedding_gradient", _embedding_gradient, stage_of[0]),
     ):
-        if getattr(when, name) is not When.NEVER:
+        if getattr(body.when, name) is not When.NEVER:
             row = links.after(carry.token, row)
             apply = functools.partial(function, context, stage, row, sent)
-            always = getattr(when, name) is When.ALWAYS
-            carry = _if(
-                getattr(row, name), always, links.ordered, apply, lambda carry: carry, carry
-            )
+            microbatch, otherwise = getattr(row, name), lambda carry: carry
+            carry = _if(body, name, microbatch, links.ordered, apply, otherwise, carry)
     return carry, row
 
 
@@ -489,15 +494,29 @@ def _exchanged(context: Context, when: Row, carry: Carry, row: Row, sent: jax.Ar
 
 
 def _if(
-    microbatch, always: bool, ordered: bool, function: Callable, otherwise: Callable, *arguments
-):
-    """`function` if there is a microbatch, or `always`.
+    body: Body, name: str, microbatch, ordered: bool, function: Callable, otherwise: Callable,
+    *arguments,
+):  # fmt: skip
+    """`function` if there is a microbatch in the row's entry `name`, or if the body says always.
 
     `ordered`: in a conditional also then, with a condition that the compiler does not know.
     """
+    always = getattr(body.when, name) is When.ALWAYS
     if always and not ordered:
         return function(*arguments)
-    return jax.lax.cond(microbatch >= (-1 if always else 0), function, otherwise, *arguments)
+    takes = np.minimum(getattr(body.rows, name), 0)[:, None]
+    with jax.named_scope(_expected(takes, [-1, 0])):
+        return jax.lax.cond(microbatch >= (-1 if always else 0), function, otherwise, *arguments)
+
+
+def _expected(taken: np.ndarray, branches: Sequence[int]) -> str:
+    """The scope of a conditional. `taken`: int [ticks, stages], values of `branches`; of these
+    BACKWARD takes longer than FORWARD, and this than WEIGHT and IDLE."""
+    order = [IDLE, WEIGHT, FORWARD, BACKWARD] if IDLE in branches[:1] else list(branches)
+    longest = np.vectorize(order.index)(taken).max(axis=1)
+    times = [(taken == branch).sum() for branch in branches]
+    ticks = [(longest == order.index(branch)).sum() for branch in branches]
+    return EXPECTED_BRANCHES.format("_".join(map(str, times)), "_".join(map(str, ticks)))
 
 
 def _summed(context: Context, total: Any, new: Any, microbatch) -> Any:

@@ -12,7 +12,7 @@ import jax
 
 from llmx import sharding
 from llmx.aot.topologies import Topology
-from llmx.config import Config, recipe
+from llmx.config import Config, recipe, stage_memory
 from llmx.plan import network, traffic
 from llmx.plan.network import StepGroup
 from llmx.plan.sizes import Sizes
@@ -39,9 +39,10 @@ _KIND = jax.sharding.AbstractDevice("", None, "gpu")
 
 def on(sizes: Sizes, topology: Topology, *, phase: str = "") -> list[Message]:
     """All messages of a step of a resolved run on a machine."""
+    on_gpu, memory = topology.platform == "gpu", topology.chip.device_hbm_bytes
     return messages(
-        sizes, turns=recipe.turns_of(sizes.run, topology.device_kind),
-        on_gpu=topology.platform == "gpu", phase=phase,
+        sizes, turns=recipe.turns_of(sizes.run, topology.device_kind), on_gpu=on_gpu, phase=phase,
+        deferred=stage_memory.deferred_share(sizes.run, memory, on_gpu=on_gpu),
         exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
     )  # fmt: skip
 

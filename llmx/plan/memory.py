@@ -116,7 +116,7 @@ def of(
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
-        END_OF_FORWARD: common | {
+        END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
             "loss": loss_memory.of(sizes.run, on_gpu=on_gpu),
             "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
         },
@@ -245,6 +245,14 @@ def _gradients(sizes: Sizes) -> dict[str, float]:
     return found
 
 
+def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
+    """Gradients at the peak of the loss: with one chunk, XLA:GPU makes the head's after it."""
+    held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
+    if not held or program is not GPU or chunks > 1:
+        return {}
+    return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
+
+
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
     """Of weights in another layout, of the head's gradient in fp32, of a microbatch's gradients."""
     found, split = 0.0, sizes.axes_of("embed", "parameters")
@@ -348,7 +356,9 @@ def _tied_head(sizes: Sizes) -> float:
 
 def _padding(sizes: Sizes, program: Program) -> float:
     """By how much rows of a device's columns of the width grow where XLA:TPU fills them up to whole
-    lanes; 1 = they are whole."""
+    lanes; 1 = they are whole, or sums over microbatches keep their layout."""
+    if sizes.run.batch.accumulation > 1:
+        return 1.0
     columns = sizes.run.model.width // sizes.size(sizes.axes_of("embed", "parameters"))
     return -(-columns // program.lanes) * program.lanes / columns
 

@@ -99,7 +99,7 @@ def show(
     lines += [f"not counted: {what}" for what in uncounted(run)]
     lines += [f"uncertain: {what}" for what in report["uncertain"]]
     if args.html:
-        pipeline = step_time.pipeline_of(sizes.of(run), time.operators)
+        pipeline = step_time.pipeline_of(sizes.of(run), time.operators, machine)
         _write(args.html, page.render(report, pipeline))
         lines.append(f"page: {args.html}")
     return report, "\n".join(lines)
@@ -124,7 +124,7 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
     of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
     exchanges = sharding.exchanges(topology.device_kind, topology.num_devices)
     held = memory.of(
-        of_run, on_gpu=on_gpu, exchanges=exchanges, device_bytes=topology.hbm_bytes
+        of_run, on_gpu=on_gpu, exchanges=exchanges, device_bytes=topology.chip.device_hbm_bytes
     )  # fmt: skip
     return held, exchange.on(of_run, topology, phase=phase)
 

@@ -52,7 +52,9 @@ class Bounds(Protocol):
 def held(run: Config, machine: Machine) -> int:
     """Bytes of a device at the peak of a resolved run."""
     of_run, topology = sizes.of(run), machine.topology
-    found = memory_lib.of(of_run, on_gpu=machine.on_gpu, device_bytes=topology.hbm_bytes)
+    found = memory_lib.of(
+        of_run, on_gpu=machine.on_gpu, device_bytes=topology.chip.device_hbm_bytes
+    )
     return found.peak
 
 

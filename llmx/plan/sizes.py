@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +79,17 @@ class Sizes:
             over = vars(self.layout)[table][name]
             self._known[name, table] = tuple(axis for axis in over if self.mesh[axis] > 1)
         return self._known[name, table]
+
+    def splitting(self, leaf: Leaf, table: str) -> tuple[str, ...]:
+        """The mesh axes that are to split the width, and do split this parameter: the width, or
+        another dimension where that does not divide."""
+        key = "splitting", leaf.name, table
+        if key not in self._known:
+            over = vars(self.layout)[table]
+            found = itertools.chain(*sharding.split_axes(leaf.axes, over, self.mesh, leaf.shape))
+            over = [axis for axis in self.axes_of("embed", table) if axis in found]
+            self._known[key] = tuple(over)
+        return self._known[key]
 
     def local(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
         """Numbers of a parameter on a device, without splitting the logical axes `whole`."""

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from llmx.config import Config, recipe, utilization
+from llmx.config import Config, recipe, stage_memory, utilization
 from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
@@ -136,9 +136,16 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
     """
     listed = operators.of(counted, machine.core, MOVED[machine.topology.platform])
     parts = _computed(counted, listed)
-    if (idle := _idle(counted, listed)) > 0:
+    if (idle := _idle(counted, listed, _deferred(counted.run, machine))) > 0:
         parts[BUBBLE] = idle
     return parts, listed
+
+
+def _deferred(run: Config, machine: Machine) -> float:
+    """The share of layers whose weight gradients a pipeline defers."""
+    topology = machine.topology
+    on_gpu = topology.platform == "gpu"
+    return stage_memory.deferred_share(run, topology.chip.device_hbm_bytes, on_gpu=on_gpu)
 
 
 def _rounds(counted: Sizes) -> tuple[int, int]:
@@ -168,23 +175,26 @@ def _computed(counted: Sizes, listed: list[Operator]) -> dict[str, float]:
     return parts
 
 
-def pipeline_of(counted: Sizes, listed: Sequence[Operator]) -> tuple[Table, Timeline] | None:
+def pipeline_of(
+    counted: Sizes, listed: Sequence[Operator], machine: Machine
+) -> tuple[Table, Timeline] | None:
     """The schedule of a run and when its operations take place, in lockstep; None: no pipeline."""
     run = counted.run
     if run.mesh.stage == 1:
         return None
     table = utilization.table_of(run)
     _, layers = _rounds(counted)
-    times = {kind: layers * seconds for kind, seconds in _operations(table, listed).items()}
+    of_layer = _operations(table, listed, _deferred(run, machine))
+    times = {kind: layers * seconds for kind, seconds in of_layer.items()}
     return table, simulate.simulate(table, **times)
 
 
-def _operations(table: Table, listed: Sequence[Operator]) -> dict[str, float]:
-    """Seconds of a layer in each kind of operation of a schedule."""
+def _operations(table: Table, listed: Sequence[Operator], deferred: float) -> dict[str, float]:
+    """Seconds of a layer in each kind of operation of a schedule, the mean over a chunk's."""
     forward, backward = (operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
     weight = 0.0
     if table.splits_backward:
-        weight = sum(
+        weight = deferred * sum(
             one.seconds * one.count
             for one in listed
             if one.moment == BACKWARD and one.name.endswith("weight gradient")
@@ -192,13 +202,13 @@ def _operations(table: Table, listed: Sequence[Operator]) -> dict[str, float]:
     return {"forward": forward, "backward": backward - weight, "weight": weight}
 
 
-def _idle(counted: Sizes, listed: Sequence[Operator]) -> float:
+def _idle(counted: Sizes, listed: Sequence[Operator], deferred: float) -> float:
     """What a pipeline's step takes beyond the work of one stage, in lockstep."""
     if counted.run.mesh.stage == 1:
         return 0.0
     table = utilization.table_of(counted.run)
     rounds, layers = _rounds(counted)
-    times = {KINDS[schedule.IDLE]: 0.0} | _operations(table, listed)
+    times = {KINDS[schedule.IDLE]: 0.0} | _operations(table, listed, deferred)
     lockstep = sum(
         number * max(times[KINDS[kind]] for kind in kinds)
         for kinds, number in _ticks(table).items()

@@ -32,7 +32,7 @@ from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
 from llmx.model.families import ModelConfig, is_local
 from llmx.pipeline import executor, ticks
-from llmx.pipeline.schedule import BACKWARD, FORWARD, Table
+from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Table
 from llmx.pipeline.tick import When
 from llmx.plan import experts
 from llmx.plan.sizes import Sizes
@@ -67,8 +67,8 @@ class Message:
 class Passes:
     """How often a device does what in a step. A pass is over `layers` layers of one microbatch."""
 
-    forward: int
-    backward: int
+    forward: float  # on average over stages
+    backward: float
     layers: int  # of a pass: empty slots of a pipeline are computed too
     lookups: int  # of a microbatch's tokens
     lookup_gradients: int
@@ -80,6 +80,7 @@ class Passes:
     steps: int = 1  # whose gradients are added up over replicas together
     shared: int = 0  # passes of one layer, forward and backward, that gather its weights together
     idle: int = 0  # lookups of nothing in the last iterations of loops, with chunks of one layer
+    weight: float = 0  # passes that make deferred weight gradients
 
     @property
     def blocks(self) -> int:
@@ -107,7 +108,7 @@ def passes_of(run: Config) -> Passes:
         counts[FORWARD], counts[BACKWARD], max(chunks),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
         steps=2 if table.periodic else 1, shared=joined,
-        idle=counts["idle"] * (max(chunks) == 1),
+        idle=counts["idle"] * (max(chunks) == 1), weight=counts[WEIGHT],
     )  # fmt: skip
 
 
@@ -132,13 +133,14 @@ _ENDS = ("embedding", "embedding_gradient", "head")
 
 def _counted(rows: ticks.Row, times: int) -> collections.Counter:
     """What happens in the ticks of a loop at one place of its body, each of `times`."""
-    kinds, when = executor.body_of(rows)
+    kinds, when, _ = executor.body_of(rows)
     counts = collections.Counter()
     if len(kinds) == 1:  # all stages compute, whether their results are used or not
         counts.update(dict.fromkeys(kinds, times))
         counts["alike"] = times * len(kinds & {FORWARD, BACKWARD})
     else:
-        counts.update({kind: int((rows.kind == kind).sum(axis=0).max()) for kind in kinds})
+        stages = rows.kind.shape[1]
+        counts.update({kind: (rows.kind == kind).sum() / stages for kind in kinds})
     if len(kinds) == 1 and when.embedding is When.ALWAYS:
         counts["idle"] = int(rows.embedding[-1] < 0)
     for name in _ENDS:
@@ -149,20 +151,26 @@ def _counted(rows: ticks.Row, times: int) -> collections.Counter:
     counts["send"] = times * len(distances)
     arrived = (rows.input_arrivals, rows.gradient_arrivals)
     last = {at for entries in arrived for at, slots in entries.items() if (slots[-1] >= 0).any()}
-    counts["unread"] = len(distances - last)
+    if len(kinds) == 1:  # loops with branches are left as they are
+        counts["unread"] = len(distances - last)
     return counts
 
 
 def of(
-    sizes: Sizes, *, turns: int = 1, on_gpu: bool = False, exchanges: bool = False
+    sizes: Sizes, *, turns: int = 1, on_gpu: bool = False, exchanges: bool = False,
+    deferred: float = 1.0,
 ) -> list[Message]:  # fmt: skip
     """All messages of a resolved run's step.
 
     `turns`: groups of tokens that take turns in a layer (`config.recipe.turns_of`), each with a
     gradient of its own. `on_gpu`: in a program of XLA:GPU. `exchanges`: sums of which each device
-    keeps a part are exchanges (`sharding.exchanges`), axis by axis.
+    keeps a part are exchanges (`sharding.exchanges`), axis by axis. `deferred`: the share of layers
+    whose weight gradients a schedule of zero bubble defers.
     """
     passes = passes_of(sizes.run)
+    if passes.weight:
+        weight = passes.backward + deferred * (passes.weight - passes.backward)
+        passes = dataclasses.replace(passes, weight=weight)
     if on_gpu and gathers_ahead(sizes.run):
         passes = dataclasses.replace(
             passes, sends=passes.sends - passes.unread, lookups=passes.lookups - passes.idle
@@ -176,7 +184,20 @@ def of(
         found = [part for one in found for part in _exchanged(sizes, one)]
     elif not on_gpu:
         found = [_padded(sizes, one) for one in found]
-    return [one for one in found if one.size > 1 and one.count and one.bytes]
+    found = [one for one in found if one.size > 1 and one.count and one.bytes]
+    joins = on_gpu and sizes.run.batch.accumulation == 1
+    return _joined(sizes, found, "positions") if joins else found
+
+
+def _joined(sizes: Sizes, found: list[Message], name: str) -> list[Message]:
+    """With one microbatch XLA:GPU sums the gradient of learned positions over all devices at once,
+    where it is whole on each."""
+    sums = [one for one in found if one.name == name and one.purpose == "gradients"]
+    if [one.kind for one in sums] != ["all-reduce"] * 2:
+        return found
+    axes = tuple(axis for one in sums for axis in one.axes)
+    whole = dataclasses.replace(sums[0], axes=axes, size=sizes.size(axes))
+    return [one for one in found if one not in sums] + [whole]
 
 
 def _padded(sizes: Sizes, one: Message) -> Message:
@@ -257,7 +278,7 @@ def _summed_over(sizes: Sizes, leaf: Leaf) -> list[str]:
 
 def _added_up(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
-    split_by = sizes.axes_of("embed", "gradients")
+    split_by = sizes.splitting(leaf, "gradients")
     over = [axis for axis in _summed_over(sizes, leaf) if axis not in split_by]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
     return _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
@@ -279,8 +300,9 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
         sizes.gathered_bytes(leaf) * numbers, gathered, leaf.name,
     )  # fmt: skip
     yield _message(
-        sizes, "gradients", "reduce-scatter", sizes.axes_of("embed", "gradients"),
-        sizes.reduce_bytes * numbers, passes.backward * layers * turns, leaf.name,
+        sizes, "gradients", "reduce-scatter", sizes.splitting(leaf, "gradients"),
+        sizes.reduce_bytes * numbers, (passes.weight or passes.backward) * layers * turns,
+        leaf.name,
     )  # fmt: skip
     yield _added_up(sizes, passes, leaf)
 
@@ -308,7 +330,7 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
     over = sizes.axes_of("embed", "parameters")
     yield _message(sizes, "weights", "all-gather", over, num_bytes, count, leaf.name)
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / chunks
-    over, count = sizes.axes_of("embed", "gradients"), chunks * passes.heads
+    over, count = sizes.splitting(leaf, "gradients"), chunks * passes.heads
     yield _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
     yield _added_up(sizes, passes, leaf)
     if sizes.mesh["stage"] > 1 and sizes.run.model.tied_head:
@@ -319,7 +341,7 @@ def _of_lookups(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
     """Of rows that are looked up: where the width is split, each device has all terms. Where only
     gradients are split, those of each microbatch are, in a pipeline of each tick."""
     kept = sizes.axes_of("embed", "parameters")
-    over = [axis for axis in sizes.axes_of("embed", "gradients") if axis not in kept]
+    over = [axis for axis in sizes.splitting(leaf, "gradients") if axis not in kept]
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(kept)
     count = passes.lookup_gradients
     return _message(sizes, "gradients", "reduce-scatter", over, num_bytes, count, leaf.name)
@@ -341,7 +363,7 @@ def _of_table(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
 def _updated(sizes: Sizes, leaf: Leaf) -> Iterator[Message]:
     """Where each device updates a share of what it keeps whole."""
     kept = sizes.axes_of("embed", "parameters")
-    over = [axis for axis in sizes.axes_of("embed", "optimizer") if axis not in kept]
+    over = [axis for axis in sizes.splitting(leaf, "optimizer") if axis not in kept]
     num_bytes = sizes.param_bytes * sizes.whole(leaf) / sizes.size(kept)
     yield _message(sizes, "updated parameters", "all-gather", over, num_bytes, 1, leaf.name)
 

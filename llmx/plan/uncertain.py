@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
-from llmx.config import Config, utilization
-from llmx.plan import sizes
+from llmx.config import Config, state_memory, utilization
+from llmx.plan import sizes, traffic
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import Message
 
 SHORT = 0.05  # seconds of a step
+SMALL = 2.5e8  # parameters: vocabulary and loss are most of what a device holds
 FEW = 12  # layers; those of the mixtures that were compared are 32 and more
 # Of the steps that are compared in docs/plan.md; their times were off by 11%.
 _STRATEGIES = ("top_k", "diloco", "zero_one")
@@ -23,12 +24,19 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
     counted = sizes.of(run)
     found = list(_of_head(counted, topology, sent))
     if run.mesh.stage > 1:
-        found += _of_stages(run, topology)
+        found += _of_stages(run)
     if run.model.num_experts and run.model.num_layers < FEW:
         found.append(
             "a mixture of few layers, of which experts are most: memory up to an eighth more, time "
             "up to a fifth more"
         )
+    if run.products.format == "fp8" and topology.platform == "gpu":
+        found.append(
+            "memory with fp8 on GPUs: copies of activations in fp32, of a layer, are left out"
+        )
+    numbers = sum(leaf.numbers for leaf in state_memory.leaves(run.model))
+    if numbers < SMALL and run.model.num_layers < FEW:
+        found.append("memory of a model this small: a quarter more or less")
     if step < SHORT:
         found.append("the time of a step this short: often a fifth more, once two thirds")
     if run.sync.strategy in _STRATEGIES:
@@ -44,6 +52,16 @@ def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Ite
         one.sent for one in sent
         if one.kind == "reduce-scatter" and one.name == counted.head.name
     )  # fmt: skip
+    less = sum(
+        one.sent / 2 for one in sent
+        if one.kind == "all-reduce" and one.name == counted.head.name
+        and traffic.sums_whole(counted, one.size)
+    )  # fmt: skip
+    if less:
+        yield (
+            f"the gradient of the head: in some shapes XLA:TPU scatters it where it is counted as "
+            f"summed on every device, {size(less)} less"
+        )
     if more:
         axes = ",".join(counted.axes_of("embed", "gradients"))
         yield (
@@ -52,8 +70,6 @@ def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Ite
         )
 
 
-def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
+def _of_stages(run: Config) -> Iterator[str]:
     if max(utilization.chunks_of(run)) == 1:
         yield "stages of one layer: memory a tenth more or less, time up to a seventh more"
-    if utilization.table_of(run).splits_backward and topology.platform == "gpu":
-        yield "the time of schedules that split the backward pass: up to a quarter more"

@@ -329,6 +329,31 @@ def test_the_larger_branch_counts_and_is_reported(platform):
     assert "branch that" in note and f"{2 * B * D * D:,}" in note and f"{4 * B * D * D:,}" in note
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_branches_count_as_often_as_the_program_expects(platform):
+    """Twelve iterations on eight devices: three of four times the second."""
+    mesh = make_mesh(platform, {"x": 8})
+
+    def run(flags, w_DD, x_BD):
+        def body(x_BD, flag):
+            with jax.named_scope("expected_branches_24_72_longest_3_9"):
+                return jax.lax.cond(
+                    flag > 0, lambda x: jnp.tanh(x @ w_DD @ w_DD), lambda x: jax.lax.psum(x, "x"),
+                    x_BD,
+                ), None  # fmt: skip
+
+        return jax.lax.scan(body, x_BD, flags)[0]
+
+    text = compile_text(
+        mesh, run, shape(mesh, (12,), dtype=jnp.int32), shape(mesh, (D, D)),
+        shape(mesh, (8 * B, D), "x"), manual=((P(), P(), P("x")), P("x")),
+    )  # fmt: skip
+    program = read(text, mesh)
+    assert moved(program) == {("all-reduce", ("x",)): (3, 3 * B * D * 4)}
+    assert program.flops == 9 * 2 * 2 * B * D * D
+    assert not [note for note in program.unknown if "branch" in note]
+
+
 def test_equal_branches_are_known():
     mesh = make_mesh("cpu", {"x": 8})
 

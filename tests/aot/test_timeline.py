@@ -221,6 +221,11 @@ def test_the_longest_branch_is_timed():
     ]
     times = read(program(lines, others=others))
     assert times.step == 7 and times.unknown == ("branch that c takes: the longest is timed",)
+    # Of four iterations the longer one is what some device takes in three.
+    lines[-1] += ', metadata={op_name="jit(f)/expected_branches_10_6_longest_1_3/cond"}'
+    times = read(program(lines, others=others))
+    assert times.step == (1 * 3 + 3 * 7) / 4 and not times.unknown
+    assert {one.name: one.count for one in times.operations} == {"shortf": 0.25, "longf": 0.75}
 
 
 @pytest.mark.parametrize(

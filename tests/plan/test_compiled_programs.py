@@ -15,7 +15,7 @@ from llmx import config
 from llmx.config import checks, state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
-from llmx.plan import compiled_programs, memory, sizes, traffic
+from llmx.plan import compiled_programs, exchange, memory, sizes, traffic
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = compiled_programs.read(ROOT / "tests" / "golden" / "programs.jsonl")
@@ -44,7 +44,7 @@ def test_peak_memory_on_average():
 
 def test_step_time():
     """Beside the timelines of the programs, operators and overlap by `llmx.aot`."""
-    found = {name: abs(errors(name).step) for name in BY_NAME if "zb_" not in name}
+    found = {name: abs(errors(name).step) for name in BY_NAME}
     assert np.mean(list(found.values())) <= 0.06
     assert sum(error <= 0.1 for error in found.values()) >= 0.85 * len(found)
 
@@ -59,8 +59,6 @@ def test_state(name):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bytes_sent(name):
-    if "zb_" in name:
-        pytest.skip("llmx.aot adds up all branches of the conditionals that stages take")
     for axes, error in errors(name).sent.items():
         allowed = 0.02
         if "width=3000" in name:
@@ -74,11 +72,21 @@ DRAWN = compiled_programs.read(ROOT / "tests" / "golden" / "drawn_programs.jsonl
 
 @pytest.mark.parametrize("program", DRAWN, ids=lambda program: program.name)
 def test_programs_that_were_drawn(program):
-    """Small and odd ones, whose memory is further off (docs/plan.md); their bytes are not."""
+    """Small and odd ones, whose memory is further off (docs/plan.md), but little of a device's, or
+    of what is needed where that is more; their bytes are not."""
     found = compiled_programs.errors(program, ROOT / "configs")
-    assert abs(found.peak) <= 0.11
-    if "zb_" not in program.name:
-        assert max(map(abs, found.sent.values())) <= 0.02, found.sent
+    run, topology = compiled_programs.resolved(program, ROOT / "configs")
+    whole = max(topology.hbm_bytes, program.peak)
+    assert abs(found.peak) * program.peak <= (0.03 if program.peak < whole else 0.08) * whole
+    # XLA:TPU may scatter what is counted as summed of the head's gradient, see `plan.uncertain`.
+    head = sizes.of(run).head.name
+    half = {
+        ",".join(one.axes): one.sent / 2 for one in exchange.on(sizes.of(run), topology)
+        if topology.platform == "tpu" and (one.name, one.kind) == (head, "all-reduce")
+    }  # fmt: skip
+    for axes, error in found.sent.items():
+        sent = program.sent.get(axes, 1.0)
+        assert abs(error) <= 0.02 or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
 
 
 @pytest.mark.parametrize(
