@@ -19,45 +19,15 @@ if __name__ == "__main__":
 import jax
 
 from llmx import config as config_lib
-from llmx import sharding
-from llmx.checkpoint import mirror, model_params, reshard
+from llmx.checkpoint import mirror, model_params
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import chat, text_stream, tokenizers
 from llmx.model import sampling
 from llmx.model.execution import Execution
-from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import launch
-from llmx.sharding import trees
 from llmx.step.step import Recipe
-
-
-def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
-    """How and with what the devices of a mesh with stages generate: as ZeRO-3 replicas.
-
-    The layers are put in the order of depth. Communicates over all mesh axes.
-
-    Raises ValueError where the width does not divide over so many replicas.
-    """
-    execution, mesh = recipe.loss.execution, recipe.mesh
-    if recipe.mesh.shape["stage"] == 1:
-        return execution, params
-    assert mesh.axis_names[:2] == ("stage", "data")  # so that devices stay in their order
-    devices = mesh.devices.reshape(1, -1, *mesh.devices.shape[2:])
-    mesh = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-    layout = execution.place.layout
-    split = {"embed": sharding.LAYOUTS["zero3"].parameters["embed"]}
-    layout = dataclasses.replace(layout, parameters=dict(layout.parameters) | split)
-    wanted = reshard.stored(
-        trees.named(recipe.loss.model_params), order=recipe.order, saved=IDENTITY
-    )
-    shapes = trees.unnamed(wanted, params)
-    to = sharding.shardings(shapes, mesh, layout, rules=recipe.loss.model_axes)
-    arrays = trees.named(params)
-    reshard.move(arrays, wanted, order=IDENTITY, saved=recipe.order)
-    execution = dataclasses.replace(execution, place=sharding.Placement(mesh, layout))
-    return execution, jax.device_put(trees.unnamed(arrays, params), to)
 
 
 def show_sample(
@@ -73,7 +43,7 @@ def show_sample(
         return
     try:
         params = recipe.loss.merged(state.averaged, state.frozen)
-        execution, params = without_stages(recipe, params)
+        execution, params = model_params.without_stages(recipe, params)
     except ValueError as error:
         log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
         return

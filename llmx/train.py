@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             # 2. Mesh and shapes: nothing is allocated.
             from llmx.checkpoint import local_tier
             from llmx.config import recipe as recipe_lib
+            from llmx.evaluate import during_training
 
             if config.remat == remat.BUDGET:
                 from llmx.aot import budget
@@ -102,7 +103,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             # 3. Data: text is tokenised once, each process then reads its rows of every batch.
             with progress("data"):
                 dataset = open_data(config, log)
-                job.peers.agree("data", {"fingerprint": dataset.fingerprint})
+                asked = during_training.EvaluationData(config, recipe, dataset)
+                job.peers.agree("data", asked.fingerprints)
 
             # 4. State: restored onto this mesh, whatever it was saved on, or born split.
             tier = local_tier.LocalTier(config.checkpoint, config.workdir, job.peers, log=log)
@@ -117,13 +119,11 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         loop = Loop(config, recipe, dataset, restored, job)
 
         # 6. The loop.
-        from llmx import evaluate
-
         code = exits.DONE
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(recipe.mesh))
         resources.callback(lambda: loop.close())  # noqa: PLW0108 (of the loop at the end)
-        evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
+        evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter)
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
         resources.push(job.tell_crash)  # before anything above waits for other processes
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             loop = Loop(config, recipe, dataset, restored, job)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
-            evaluation = evaluate.Evaluation(config, recipe, dataset, loop.reporter)
+            evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter)
             if stop.asked_anywhere():
                 break
         with progress("save"):

@@ -8,13 +8,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmx.checkpoint import checkpointer, restore, streamed
+from llmx import sharding
+from llmx.checkpoint import checkpointer, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
 from llmx.model import adapters
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.execution import Execution
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
+from llmx.step.step import Recipe
 
 FROZEN = "frozen"  # in checkpoints, the parameters that are not trained
 
@@ -56,6 +59,16 @@ def restore_params(
     )
     state = adapters.merged(restored.state, found.state, config, merge=_merge)
     return restored._replace(state=state)
+
+
+def restore_reference(
+    workdir: str, abstract: Any, *, step: int | None = None, log: Callable[[str], None]
+) -> Restored:  # fmt: skip
+    """The parameters with which a run began that learns from preferences.
+
+    Raises ValueError if the run has no checkpoint yet.
+    """
+    return checkpointer.restore_saved(workdir, abstract, prefix=FROZEN, step=step, log=log)
 
 
 def restore_adapters(
@@ -117,3 +130,38 @@ class MergedStored(streamed.Stored):
             rest = (slice(None), *rest)
         added = adapters.low_rank(self.down[layers], self.up[layers], einsum=np.einsum)
         return weight + self.scale * added[tuple(rest)]
+
+
+def stageless(recipe: Recipe) -> tuple[Execution, Any, Any]:
+    """How the devices of a mesh with stages compute a whole model: as ZeRO-3 replicas.
+
+    Returns the execution, and of the parameters, layers in the order of depth, the shapes by name
+    and the shardings. Nothing is allocated.
+
+    Raises ValueError where the width does not divide over so many replicas.
+    """
+    execution, mesh = recipe.loss.execution, recipe.mesh
+    assert mesh.axis_names[:2] == ("stage", "data")  # so that devices stay in their order
+    devices = mesh.devices.reshape(1, -1, *mesh.devices.shape[2:])
+    mesh = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    layout = execution.place.layout
+    split = {"embed": sharding.LAYOUTS["zero3"].parameters["embed"]}
+    layout = dataclasses.replace(layout, parameters=dict(layout.parameters) | split)
+    wanted = reshard.stored(
+        trees.named(recipe.loss.model_params), order=recipe.order, saved=IDENTITY
+    )
+    shapes = trees.unnamed(wanted, recipe.loss.model_params)
+    to = sharding.shardings(shapes, mesh, layout, rules=recipe.loss.model_axes)
+    execution = dataclasses.replace(execution, place=sharding.Placement(mesh, layout))
+    return execution, wanted, to
+
+
+def without_stages(recipe: Recipe, params: Any) -> tuple[Execution, Any]:
+    """How and with what the devices of a mesh with stages compute a whole model, see `stageless`;
+    where there are no stages, as they are. Communicates over all mesh axes."""
+    if recipe.mesh.shape["stage"] == 1:
+        return recipe.loss.execution, params
+    execution, wanted, to = stageless(recipe)
+    arrays = trees.named(params)
+    reshard.move(arrays, wanted, order=IDENTITY, saved=recipe.order)
+    return execution, jax.device_put(trees.unnamed(arrays, params), to)

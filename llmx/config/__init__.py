@@ -52,10 +52,11 @@ class BatchConfig:
 
 @dataclasses.dataclass
 class EvaluationConfig:
-    """Loss on the held-out split."""
+    """Loss on the held-out split, and questions."""
 
     every: int = bounded(0, at_least=0)  # steps between evaluations; 0 = only at the end
     batches: int = bounded(8, at_least=0)  # microbatches, of stages whole batches; 0 = all held out
+    choices: tuple[str, ...] = ()  # JSONL files of multiple-choice questions to answer as well
 
 
 @dataclasses.dataclass

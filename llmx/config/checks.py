@@ -24,8 +24,8 @@ from llmx.config import (
     value_types,
 )  # fmt: skip
 from llmx.config.axes import layout_of, replica_axes
+from llmx.data import choices, objects, remote, shards, sources, tokenizers
 from llmx.data import config as data_config
-from llmx.data import objects, remote, shards, sources, tokenizers
 from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
@@ -95,6 +95,7 @@ def forget_training(run: Config) -> None:
     run.remat, run.memory_budget = "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
     run.preference = PreferenceConfig(loss=preference.NONE)
+    run.evaluation.choices = ()  # which may be gone
 
 
 def rings_in_branches(run: Config) -> str:
@@ -153,6 +154,10 @@ def _sections(config: Config) -> list[str]:
     # Sections whose values must also fit each other; of the others only the bounds are checked.
     checked = {
         "data": _data(config), "model": families.problems(config.model),
+        "evaluation": [
+            *bounds.problems(config.evaluation, "evaluation."),
+            *choices.problems(config.evaluation.choices),
+        ],
         "sync": strategy.conflicts(config), "launch": launch.problems(config.launch),
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),

@@ -9,18 +9,22 @@ A record is of one of three forms, as HellaSwag, MMLU and ARC have them:
 Letters: B rows, T tokens.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
+import os
+import pathlib
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, packing
+from llmx.data import json_files, packing, remote
 from llmx.data.tokenizers import Tokenizer
 
+_REMEDY_OF_NAMES = "name JSONL files of questions, or () for none"
 _REMEDY = "give one JSON object a line, with a question, its choices and the right one"
 MAX_BYTES = 256 << 20
 
@@ -45,6 +49,27 @@ class Continuation:
     @property
     def size(self) -> int:
         return len(self.prompt) + len(self.ids)
+
+
+def name_of(path: str) -> str:
+    """What the figures of a file of questions are reported as: the file's name without its end."""
+    return pathlib.PurePosixPath(path).stem
+
+
+def problems(paths: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the files that a run is to be asked, each with its remedy; reads none."""
+    for path in paths:
+        if not path:
+            yield f"evaluation.choices has an empty name: {_REMEDY_OF_NAMES}"
+        elif not remote.is_url(path) and not os.path.isfile(path):
+            kind = "is not a file" if os.path.exists(path) else "does not exist"
+            yield f"evaluation.choices: {path!r} {kind}: {_REMEDY_OF_NAMES}"
+    for name, number in collections.Counter(map(name_of, paths)).items():
+        if name and number > 1:
+            yield (
+                f"evaluation.choices has {number} files of the name {name!r}, by which figures are "
+                "reported: rename them"
+            )
 
 
 def read(path: str) -> list[Question]:
@@ -87,8 +112,18 @@ def _question(record: Any) -> Question:
         place = int(place)
     if type(place) is not int or not 0 <= place < len(choices):
         raise ValueError(f"the answer {str(answer)[:50]!r} is none of the {len(choices)} choices")
+    _require_text([prompt, *choices])
     spaced = (text if text[0].isspace() else f" {text}" for text in choices)
     return Question(prompt.rstrip(), tuple(spaced), place)
+
+
+def _require_text(texts: Sequence[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = text[error.start : error.end]
+            raise ValueError(f"half a character, {lone!a}, in a text") from error
 
 
 def continuations(question: Question, tokenizer: Tokenizer) -> list[Continuation]:

@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from llmx import sharding
 from llmx.model import adapters, dot, embedding, families, layers, losses, remat, rope, turns
@@ -88,6 +89,22 @@ class Apply:
         loss_and_log_z = self.last_losses(params, x_BTD, rows["targets"], execution)
         return tuple(self.split_rows(loss_and_log_z, execution, back=True))
 
+    def scores(
+        self, params: dict, batch: dict, execution: Execution
+    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+        """Loss of each token in nats, fp32, and whether the model finds no token likelier. Of a
+        batch as for `losses`; without a gradient."""
+        names = ("tokens", "targets", "segment_ids", "positions")
+        tokens_BT, targets_BT, *rows = self.split_rows([batch[name] for name in names], execution)
+        mask = self_mask(*rows, execution)
+        x_BTD = self.embedded(params, tokens_BT, mask, execution)
+        x_BTD, _ = self.apply_layers(params["blocks"], x_BTD, mask, execution)
+        with execution.policy.products():
+            found = losses.token_scores(
+                *self._of_head(params, x_BTD), targets_BT, **self._head_settings(execution)
+            )
+        return tuple(self.split_rows(found, execution, back=True))
+
     def with_grad_buffers(self, params: dict, buffers: dict, execution: Execution) -> dict:
         """`params`, with buffers for the gradients of those outside layers that `buffers` has."""
         names = [name for name in buffers if name not in ("blocks", "first")]
@@ -97,7 +114,15 @@ class Apply:
     def last_losses(self, params: dict, x_BTD, targets_BT, execution: Execution):
         """Loss and log Z, [B, T] fp32, of the last layer's output; rows as in `execution.split`."""
         return losses.token_losses(
-            self._normed(params, x_BTD), self._head_weight(params), targets_BT,
+            *self._of_head(params, x_BTD), targets_BT, **self._head_settings(execution)
+        )
+
+    def _of_head(self, params: dict, x_BTD) -> tuple[Array, Array]:
+        """What the head multiplies, and its weight."""
+        return self._normed(params, x_BTD), self._head_weight(params)
+
+    def _head_settings(self, execution: Execution) -> dict[str, Any]:
+        return dict(
             num_real=self.model.vocab_size, softcap=self.model.logit_softcap,
             chunks=execution.loss_chunks, place=execution.place, policy=execution.policy,
         )  # fmt: skip

@@ -15,11 +15,12 @@ one chunk.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from llmx import sharding
 from llmx.model import dot, precision, quantized
@@ -92,6 +93,37 @@ def token_losses(
 
     Raises ValueError where `chunks` does not divide.
     """
+    settings = dict(num_real=num_real, softcap=softcap, chunks=chunks, place=place, policy=policy)
+    loss = _head_loss(x_BTD, head_VD, targets_BT, **settings)
+    return _token_losses(loss, x_BTD, head_VD, targets_BT)
+
+
+def token_scores(
+    x_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"], targets_BT: Int[Array, "B T"],
+    **settings: Any,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:  # fmt: skip
+    """Per-token -log p(target) in nats, and whether no token is likelier; without a gradient.
+
+    Arguments, communication and errors are those of `token_losses`.
+    """
+    loss = _head_loss(x_BTD, head_VD, targets_BT, **settings)
+
+    def local(x_BTD, head_VD, targets_BT):
+        (top_n, total_n, hit_n), _ = _folded(loss, x_BTD, head_VD, targets_BT)
+        nats_n, likeliest_n = top_n + jnp.log(total_n) - hit_n, hit_n >= top_n
+        return nats_n.reshape(targets_BT.shape), likeliest_n.reshape(targets_BT.shape)
+
+    split = loss.split
+    return jax.shard_map(
+        local, mesh=split.mesh, in_specs=(loss.x, split.table, split.tokens),
+        out_specs=(split.tokens, split.tokens), check_vma=False,
+    )(x_BTD, head_VD, targets_BT)  # fmt: skip
+
+
+def _head_loss(
+    x_BTD: Array, head_VD: Array, targets_BT: Array, *, num_real: int, softcap: float, chunks: int,
+    place: sharding.Placement, policy: precision.Policy,
+) -> _HeadLoss:  # fmt: skip
     head = jax.typeof(head_VD).sharding.spec
     tokens = place.activation(("batch", "sequence"))
     local_rows = head_VD.shape[0] // place.size(mesh_axes(head.partitions[0]))
@@ -106,7 +138,7 @@ def token_losses(
             f"loss.chunks={chunks} does not divide the {local_rows} rows of the head on each "
             "device: use a divisor, or 0 to have one chosen"
         )
-    return _token_losses(loss, x_BTD, head_VD, targets_BT)
+    return loss
 
 
 def num_chunks(num_tokens: int, num_rows: int) -> int:
@@ -208,6 +240,15 @@ def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
 
 
 def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+    (top_n, total_n, hit_n), logits_BTV = _folded(loss, x_BTD, head_VD, targets_BT)
+    log_z_n = top_n + jnp.log(total_n)
+    loss_BT, log_z_BT = (array.reshape(targets_BT.shape) for array in (log_z_n - hit_n, log_z_n))
+    return loss_BT, log_z_BT, logits_BTV
+
+
+def _folded(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+    """The largest logit of each token, the sum of exp(logit - largest), and the target's logit, [n]
+    each; and all logits where there is one chunk, else None."""
     split, x_nD = loss.split, _whole_positions(loss, x_BTD)
     targets_n = targets_BT.reshape(-1)
 
@@ -236,9 +277,7 @@ def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
         all_top_n = jax.lax.pmax(top_n, split.vocab)
         total_n = jax.lax.psum(total_n * jnp.exp(top_n - all_top_n), split.vocab)
         hit_n, top_n = jax.lax.psum(hit_n, split.vocab), all_top_n
-    log_z_n = top_n + jnp.log(total_n)
-    loss_BT, log_z_BT = (array.reshape(targets_BT.shape) for array in (log_z_n - hit_n, log_z_n))
-    return loss_BT, log_z_BT, logits_BTV
+    return (top_n, total_n, hit_n), logits_BTV
 
 
 def _backward_local(

@@ -167,14 +167,24 @@ class TrainingLoss:
         """(sum of losses in nats, number of tokens) of a global batch, for evaluation; of
         preferences the sum over pairs and their number."""
         if self.preference is not None:
-            params, frozen = params
-            batch = self.prepared(batch, frozen)
+            sums, num_pairs = self.summed_pairs(params, batch)
+            return sums["loss"], num_pairs
         with self.execution.policy.products():
             loss_BT, _ = self.apply.losses(params, batch, self.execution)
-        if self.preference is not None:
-            num_pairs = preference.has_pair(batch).sum()
-            return preference.losses(self.preference, batch, loss_BT)[0] * num_pairs, num_pairs
         return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
+
+    def summed_pairs(self, params: Any, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Of preferences: sums over the pairs of a global batch, of their loss and of all that is
+        `reported`, by name, and the number of pairs. `params` are those of `evaluated`."""
+        params, frozen = params
+        batch = self.prepared(batch, frozen)
+        with self.execution.policy.products():
+            nats_BT, _ = self.apply.losses(params, batch, self.execution)
+        loss, reported = preference.losses(self.preference, batch, nats_BT)
+        num_pairs = preference.has_pair(batch).sum()
+        return {
+            name: mean * num_pairs for name, mean in {"loss": loss, **reported}.items()
+        }, num_pairs
 
     def per_replica(self, axes: tuple[str, ...]) -> "TrainingLoss":
         """The same of one of the replicas along `axes`: nothing communicates over these."""

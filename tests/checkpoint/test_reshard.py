@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import runs
 
-from llmx import config, convert, generate
-from llmx.checkpoint import checkpointer, reshard, resume
+from llmx import config, convert
+from llmx.checkpoint import checkpointer, model_params, reshard, resume
 from llmx.data import tokenizers
 from llmx.model import sampling
 from llmx.pipeline import schedule, schedules
@@ -330,7 +330,7 @@ def test_a_staged_state_is_sampled_from(alone, name):
     texts = []
     for each in (alone, name):
         recipe = recipe_of(each)
-        execution, params = generate.without_stages(recipe, new_state(each, 0).ema)
+        execution, params = model_params.without_stages(recipe, new_state(each, 0).ema)
         assert execution.place.mesh.shape["stage"] == 1
         texts += sampling.generate(
             recipe.loss.apply, params, execution, [[1, 2, 3]], max_tokens=5, temperature=0.0

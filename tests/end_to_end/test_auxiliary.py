@@ -31,19 +31,20 @@ def get_config():
 # As llmx.train, but the sample fails, and the evaluation after the last save.
 PROGRAM = """
 import sys
-from llmx import evaluate, generate, train
+from llmx import generate, train
+from llmx.evaluate import held_out
 
 def fails(*args):
     raise RuntimeError("no memory for it")
 
-held_out_loss, calls = evaluate.held_out_loss, []
+held_out_loss, calls = held_out.losses, []
 
 def fails_at_the_end(*args, **options):
     calls.append(1)
     return held_out_loss(*args, **options) if len(calls) == 1 else fails()
 
 if sys.argv.pop(1) == "disturbed":
-    generate.show_sample, evaluate.held_out_loss = fails, fails_at_the_end
+    generate.show_sample, held_out.losses = fails, fails_at_the_end
 sys.exit(train.main())
 """
 

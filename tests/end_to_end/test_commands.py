@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from llmx import config as config_lib
-from llmx import convert, evaluate, generate
+from llmx import convert, generate
 from llmx.checkpoint import hf, hf_formats
 from llmx.data import tokenizers
+from llmx.evaluate import __main__ as evaluate
 from llmx.model import families
 from llmx.runtime import exits
 

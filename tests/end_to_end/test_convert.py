@@ -9,10 +9,11 @@ import pytest
 import tokenizers as library
 from support import memory_store, small_tokenizers
 
-from llmx import config, convert, evaluate, generate
+from llmx import config, convert, generate
 from llmx.checkpoint import checkpointer, hf, hf_reader
 from llmx.config import checks
 from llmx.data import tokenizers
+from llmx.evaluate import __main__ as evaluate
 from llmx.model import apply, families
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support import runs
 
-from llmx import evaluate
 from llmx.data import choices, packing
 from llmx.data import dataset as data_lib
+from llmx.evaluate import held_out as held_out_lib
+from llmx.evaluate import multiple_choice
 
 
 @pytest.fixture
@@ -43,11 +44,9 @@ def opened(text: str, mesh: dict | None = None, num_layers: int = 1, **keys):
 
 
 def held_out(recipe, dataset, params, batch_size: int, **options) -> dict:
-    evaluation = runs.make_evaluation(recipe)
+    step = held_out_lib.make_step(recipe)
     with jax.set_mesh(recipe.mesh):
-        return evaluate.held_out_loss(
-            recipe, evaluation, params, dataset, batch_size=batch_size, **options
-        )
+        return held_out_lib.losses(recipe, step, params, dataset, batch_size=batch_size, **options)
 
 
 def test_batches_do_not_matter(text):
@@ -84,31 +83,54 @@ def test_all_of_other_text_is_evaluated(text):
     # Bytes, and an end of each of twelve documents; their first bytes follow nothing.
     assert result["num_tokens"] == size
     batches = result["batches"]
-    assert evaluate.num_text_bytes(whole, batch_size=8, batches=batches) == size - 12
+    assert held_out_lib.num_text_bytes(whole, batch_size=8, batches=batches) == size - 12
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 2, "sequence": 2, "tensor": 2}], ids=str)
-def test_choices_have_the_losses_of_their_tokens(text, mesh):
+MESHES = [{"data": 8}, {"fsdp": 2, "sequence": 2, "tensor": 2}, {"data": 3}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_continuations_have_the_scores_of_their_tokens(text, mesh):
     """On any mesh, several in a row, what each would have alone."""
-    _, recipe, _ = opened(text, mesh)
-    params, noise = recipe.init(0).params, np.random.default_rng(0)
+    _, recipe, _ = opened(text, mesh, batch__size=24, sharding__layout="ddp")
+    params, noise = jax.tree.map(lambda leaf: 3 * leaf, recipe.init(0).params), random_of(0)
     several = [
         choices.Continuation(noise.integers(0, 256, before), noise.integers(0, 256, after), 1)
         for before, after in noise.integers(1, 9, (50, 2))
     ]
+    # Rows that the mesh does not divide, and one that the model itself would write.
+    scorer = multiple_choice.Scorer(
+        recipe.loss.apply, recipe.loss.execution, batch_size=7, length=32, filler=256
+    )
     with jax.set_mesh(recipe.mesh):
-        nats = evaluate.choice_nats(recipe, params, several, batch_size=8, length=32, filler=256)
         logits = jax.jit(functools.partial(runs.logits, recipe))
-        for number, one in enumerate(several[:6]):
-            ids = np.concatenate([one.prompt, one.ids])
-            batch = packing.empty_batch(8, 32, 256)
+
+        def log_p_of(ids) -> np.ndarray:
+            batch = packing.empty_batch(24, 32, 256)
             batch["tokens"][0, : len(ids)], batch["segment_ids"][0, : len(ids)] = ids, 1
             batch["positions"][0, : len(ids)] = np.arange(len(ids))
             row_TV = jnp.asarray(jax.device_get(logits(params, runs.put_batch(recipe, batch)))[0])
-            log_p = jax.nn.log_softmax(row_TV)
+            return np.asarray(jax.nn.log_softmax(row_TV))
+
+        own = several[2].prompt
+        for _ in range(2):
+            own = np.append(own, log_p_of(own)[len(own) - 1].argmax())
+        several[2] = choices.Continuation(own[:-2], own[-2:], 1)
+        # The next, but for its last token.
+        several[3] = choices.Continuation(own[:-2], (own[-2:] + [0, 1]) % 256, 1)
+        found = scorer(params, several)
+        for number, one in enumerate(several[:6]):
+            ids = np.concatenate([one.prompt, one.ids])
             follow = np.arange(len(one.prompt) - 1, len(ids) - 1)
-            plain = -np.asarray(log_p)[follow, one.ids].sum()
-            assert math.isclose(nats[number], plain, rel_tol=1e-5)
+            log_p = log_p_of(ids)[follow]
+            plain = -log_p[np.arange(len(follow)), one.ids].sum()
+            assert math.isclose(found.nats[number], plain, rel_tol=1e-5)
+            assert found.greedy[number] == (log_p.argmax(axis=1) == one.ids).all() == (number == 2)
+    assert len(found.nats) == len(found.greedy) == 50
+
+
+def random_of(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
 
 
 def test_split_rows_do_not_matter(text):
@@ -127,7 +149,7 @@ def test_stages_do_not_matter(text):
             text, {"stage": stage, "fsdp": 2}, num_layers=5, pipeline__schedule=schedule,
             batch__size=16, batch__accumulation=4,
         )  # fmt: skip
-        size = evaluate.batch_size(config)
+        size = held_out_lib.batch_size(config)
         assert size == (4 if stage == 1 else 16)
         losses.append(held_out(recipe, dataset, recipe.init(0).params, size)["loss"])
     assert math.isclose(losses[0], losses[1], rel_tol=1e-6)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from llmx import config as config_lib
-from llmx import evaluate, generate
+from llmx import generate
 from llmx.checkpoint import checkpointer
 from llmx.config import ConfigError, checks
 from llmx.config import recipe as recipe_lib
 from llmx.data import tokenizers
+from llmx.evaluate import __main__ as evaluate
 from llmx.model import apply, families, sampling
 
 # By query heads and K/V heads, which of 2, 3, 4 and 6 devices may share them.

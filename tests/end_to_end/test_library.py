@@ -13,10 +13,11 @@ import pytest
 
 import llmx
 from llmx import config as config_lib
-from llmx import evaluate, generate
+from llmx import generate
 from llmx.config import recipe as recipe_lib
 from llmx.config import state_memory
 from llmx.data import objects
+from llmx.evaluate import __main__ as evaluate
 from llmx.model import families, losses
 from llmx.runtime import exits
 from llmx.runtime.signals import StopSignal

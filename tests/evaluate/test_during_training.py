@@ -1,0 +1,90 @@
+"""A run that trains reports what `llmx.evaluate` finds in its checkpoints."""
+
+import json
+
+import numpy as np
+import pytest
+
+import llmx
+from llmx import config as config_lib
+from llmx.data import choices
+from llmx.evaluate import __main__ as evaluate
+from llmx.model import families
+
+# The same parameters on another mesh, adapters merged: sums in another order, in fp32.
+OTHERWISE = 2e-5
+WORDS = ["red", "green", "blue", "one", "two", "three", "café", "日本"]
+
+
+def questions(path, number: int = 21) -> str:
+    noise = np.random.default_rng(0)
+    with open(path, "w") as file:
+        for _ in range(number):
+            # No two alike, of which rounding would choose one.
+            texts = [f"{word} {noise.choice(WORDS)}" for word in noise.permutation(WORDS)[:4]]
+            prompt = " ".join(noise.choice(WORDS, noise.integers(0, 9)))
+            record = {"question": prompt, "choices": texts, "answer": int(noise.integers(4))}
+            file.write(json.dumps(record) + "\n")
+    return str(path)
+
+
+def small(folder, **keys) -> config_lib.Config:
+    noise = np.random.default_rng(1)
+    (folder / "text.txt").write_text(" ".join(noise.choice(WORDS, 4000)))
+    run = config_lib.default()
+    run.workdir, run.steps, run.precision = str(folder / "run"), 4, "fp32"
+    sizes = dict(width=16, num_layers=4, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
+    run.model = families.preset("llama3", **sizes | {"vocab_multiple": 8})
+    run.data.sources, run.data.cache_dir = (str(folder / "text.txt"),), str(folder / "cache")
+    run.batch.size, run.batch.sequence_length, run.data.held_out = 8, 64, 0.1
+    run.optimizer.warmup_steps, run.optimizer.learning_rate = 1, 0.02
+    run.checkpoint.every, run.evaluation.every, run.metrics.log_every = 2, 2, 1
+    run.metrics.progress, run.metrics.tensorboard, run.launch.compile_cache = "plain", False, ""
+    run.data.num_threads, run.evaluation.batches = 0, 1
+    run.evaluation.choices = (questions(folder / "colors.jsonl"),)
+    for key, value in keys.items():
+        config_lib.set_value(run, key.replace("__", "."), value)
+    return run
+
+
+SETUPS = {
+    "fsdp-tensor": dict(mesh__fsdp=2, mesh__tensor=2),
+    "sequence-ema": dict(mesh__sequence=2, optimizer__ema_decay=0.5),
+    "adapters": dict(adapters__rank=2, mesh__fsdp=2, optimizer__learning_rate=0.1),
+    "diloco": dict(sync__strategy="diloco", sync__every=2, mesh__data=2, mesh__fsdp=4),
+    "stages": dict(mesh__stage=2, batch__accumulation=2, pipeline__schedule="zb_v"),
+    "stages-adapters": dict(
+        mesh__stage=2, mesh__data=2, mesh__fsdp=2, batch__accumulation=2, adapters__rank=2
+    ),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_shares_are_those_of_the_command(setup, tmp_path, monkeypatch, capsys):
+    losses, scores = [], choices.scores
+
+    def noting(questions, several, nats):
+        losses.append(nats)
+        return scores(questions, several, nats)
+
+    monkeypatch.setattr(choices, "scores", noting)
+    run = small(tmp_path, **SETUPS[setup])
+    seen = []
+    fitted = llmx.fit(run, callbacks=[seen.append])
+    assert fitted.done
+    assert "colors/accuracy 0." in capsys.readouterr().out
+    records = [record for record in fitted.history if record["kind"] == "eval"]
+    assert [record["step"] for record in records] == [2, 4]
+    assert records == [record for record in seen if record["kind"] == "eval"]
+
+    for number, record in enumerate(records):
+        flags = ["--workdir", run.workdir, "--step", str(record["step"]), "--json"]
+        assert evaluate.main([*flags, "--choices", run.evaluation.choices[0]]) == 0
+        said = json.loads(capsys.readouterr().out.splitlines()[-1])
+        np.testing.assert_allclose(losses[number], losses[2 + number], rtol=OTHERWISE)
+        for name in ("accuracy", "accuracy_per_byte"):
+            assert record[f"colors/{name}"] == said[name]
+        assert np.ptp(losses[number]) > 1
+        assert evaluate.main(flags) == 0
+        said = json.loads(capsys.readouterr().out.splitlines()[-1])
+        np.testing.assert_allclose(record["loss"], said["loss"], rtol=OTHERWISE)
