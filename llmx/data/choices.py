@@ -150,12 +150,11 @@ def shortened(of_one: Sequence[Continuation], most: int) -> list[Continuation]:
     surplus = max(one.size for one in of_one) - (most + 1)
     if surplus <= 0:
         return list(of_one)
-    for one in of_one:
-        if surplus >= len(one.prompt):
-            raise ValueError(
-                f"a choice has {len(one.ids)} tokens and its row {most} positions: leave the "
-                "question out"
-            )
+    if surplus >= min(len(one.prompt) for one in of_one):
+        longest = max(len(one.ids) for one in of_one)
+        raise ValueError(
+            f"a choice has {longest} tokens and its row {most} positions: leave the question out"
+        )
     return [dataclasses.replace(one, prompt=one.prompt[surplus:]) for one in of_one]
 
 

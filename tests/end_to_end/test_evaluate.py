@@ -117,7 +117,7 @@ def test_continuations_have_the_scores_of_their_tokens(text, mesh):
             own = np.append(own, log_p_of(own)[len(own) - 1].argmax())
         several[2] = choices.Continuation(own[:-2], own[-2:], 1)
         # The next, but for its last token.
-        several[3] = choices.Continuation(own[:-2], (own[-2:] + [0, 1]) % 256, 1)
+        several[3] = choices.Continuation(own[:-2], (own[-2:] + np.array([0, 1])) % 256, 1)
         found = scorer(params, several)
         for number, one in enumerate(several[:6]):
             ids = np.concatenate([one.prompt, one.ids])

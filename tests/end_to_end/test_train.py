@@ -484,10 +484,21 @@ def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers):
         np.testing.assert_allclose(losses(workdir), three_layers, rtol=RESUME_ELSEWHERE)
         return said
 
-    stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4")
+    asked, texts = scratch / "asked.jsonl", ["x", "yes", "return x"]
+    asked.write_text("".join(
+        json.dumps({"question": f"def f{n}", "choices": texts, "answer": n % 3}) + "\n"
+        for n in range(6)
+    ))  # fmt: skip
+    stages = ("--config.mesh.stage=2", "--config.batch.accumulation=4",
+              f"--config.evaluation.choices={(str(asked),)}")  # fmt: skip
     assert "sample:" in go_on(0, *stages, *EVERYTHING[1:])
-    said = run(command(scratch, workdir, module="llmx.evaluate"))
-    assert f"loss {records(workdir, 'eval')[12]['loss']:.4f} nats" in said
+    said, found = run(command(scratch, workdir, module="llmx.evaluate")), records(workdir, "eval")
+    assert f"loss {found[12]['loss']:.4f} nats" in said
+    flags = ("--choices", str(asked), "--json")
+    said = run(command(scratch, workdir, *flags, module="llmx.evaluate"))
+    result = json.loads(said[said.index('{"acc') :].splitlines()[0])
+    assert result["accuracy_per_byte"] == found[12]["asked/accuracy_per_byte"]
+    assert result["accuracy"] == found[12]["asked/accuracy"] and result["questions"] == 6
     said = run(command(scratch, workdir, "--prompt", "return x", module="llmx.generate"))
     assert "return x" in said
     go_on(8, "--config.mesh.fsdp=2")
