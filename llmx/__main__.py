@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("llmx.train", "train a model, or continue a run"),
     "generate": ("llmx.generate", "continue a prompt, or a conversation, with a run"),
     "evaluate": ("llmx.evaluate", "loss of a run on held-out or other text; right answers"),
+    "harness": ("llmx.evaluate.harness", "tasks of lm-evaluation-harness, of a run"),
     "data": ("llmx.data", "make token shards of text; train a tokenizer"),
     "convert": ("llmx.convert", "import from and export to Hugging Face"),
     "report": ("llmx.report", "compare runs on one HTML page"),

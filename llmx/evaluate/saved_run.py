@@ -11,6 +11,7 @@ from llmx.checkpoint.restore import Restored
 from llmx.config import checks, preference_checks
 from llmx.data import tokenizers
 from llmx.data.config import DataConfig
+from llmx.evaluate import held_out
 from llmx.runtime import launch
 from llmx.step.step import Recipe
 
@@ -40,6 +41,9 @@ def config_of(
     if of_pairs is not None:
         run.preference = of_pairs
     if not own_data:
+        # Any rows will do, and so those that the devices divide.
+        rows, ways = held_out.batch_size(run), max(jax.device_count() // tensor, 1)
+        run.batch.size, run.batch.accumulation = -(-rows // ways) * ways, 1
         own = f"{workdir}/{tokenizers.FILE_NAME}"
         of_text = DataConfig(tokenizer=own, cache_dir=run.data.cache_dir, bos=run.data.bos)
         run.data = dataclasses.replace(
