@@ -32,6 +32,11 @@ def problems(config: Config) -> Iterator[str]:
     for key, cause in idle.items():
         if (value := vars(section)[key]) != vars(PreferenceConfig())[key]:
             yield f"preference.{key}={value!r} has no effect with {cause}: leave it out"
+    if config.data.format == pairs.FORMAT and config.attention.implementation == "cudnn":
+        yield (
+            "attention.implementation='cudnn' with data.format='preference': it does not tell the "
+            "two texts of a row apart; use 'auto'"
+        )
     if not is_on(config):
         return
     if config.mesh.stage > 1:

@@ -16,6 +16,7 @@ from llmx import sharding
 from llmx.config import checks, preference_checks, stage_memory, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
+from llmx.data import pairs
 from llmx.model import losses, precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
@@ -96,7 +97,9 @@ def make_execution(
         place=sharding.Placement(mesh, layout_of(config)), policy=policy_of(config),
         remat=config.remat, offloaded=config.offload.saves, attention=config.attention,
         experts=config.experts,
-        packed=config.data.pack, loss_chunks=config.loss.chunks,
+        # A row of pairs holds two texts.
+        packed=config.data.pack or config.data.format == pairs.FORMAT,
+        loss_chunks=config.loss.chunks,
         turns=turns_of(config, kind.device_kind),
     )  # fmt: skip
 

@@ -61,8 +61,8 @@ def problems(paths: Sequence[str]) -> Iterator[str]:
     for path in paths:
         if not path:
             yield f"evaluation.choices has an empty name: {_REMEDY_OF_NAMES}"
-        elif not remote.is_url(path) and not os.path.isfile(path):
-            kind = "is not a file" if os.path.exists(path) else "does not exist"
+        elif not remote.is_url(path) and not os.path.isfile(os.path.expanduser(path)):
+            kind = "is not a file" if os.path.exists(os.path.expanduser(path)) else "does not exist"
             yield f"evaluation.choices: {path!r} {kind}: {_REMEDY_OF_NAMES}"
     for name, number in collections.Counter(map(name_of, paths)).items():
         if name and number > 1:
@@ -74,7 +74,8 @@ def problems(paths: Sequence[str]) -> Iterator[str]:
 
 def read(path: str) -> list[Question]:
     """The questions of a file. Raises ValueError, naming file, line and remedy."""
-    raw = json_files.read_bytes(path, remedy=_REMEDY, max_bytes=MAX_BYTES)
+    given = os.path.expanduser(path)
+    raw = json_files.read_bytes(given, remedy=_REMEDY, max_bytes=MAX_BYTES)
     found = []
     for number, line in enumerate(raw.splitlines(), 1):
         if not line.strip():

@@ -44,10 +44,7 @@ class Scorer:
     ):  # fmt: skip
         """`batch_size`: rows of a batch at least; as many more as the mesh divides them. `length`:
         of a row. `filler`: the token of positions that hold nothing."""
-        experts = execution.experts
-        if experts.dispatch == experts_config.CAPACITY:
-            experts = dataclasses.replace(experts, dispatch=experts_config.DROPLESS)
-        execution = dataclasses.replace(execution, turns=1, experts=experts)
+        self.execution = execution = _of_packed_rows(execution)
         place = execution.place
         self._mesh, self._length, self._filler = place.mesh, length, filler
         self._to = NamedSharding(place.mesh, place.activation(TOKEN_AXES))
@@ -81,6 +78,18 @@ class Scorer:
                     nats.append(np.asarray(nats_BT[of], np.float64).sum())
                     greedy.append(bool(likeliest_BT[of].all()))
         return Scores(np.array(nats), np.array(greedy, bool))
+
+
+def _of_packed_rows(execution: Execution) -> Execution:
+    """The same of rows with several documents, each computed as it would be alone."""
+    experts, attention = execution.experts, execution.attention
+    if experts.dispatch == experts_config.CAPACITY:
+        experts = dataclasses.replace(experts, dispatch=experts_config.DROPLESS)
+    if attention.implementation == "cudnn":  # which takes rows of one document
+        attention = dataclasses.replace(attention, implementation="auto")
+    return dataclasses.replace(
+        execution, packed=True, turns=1, experts=experts, attention=attention
+    )
 
 
 @dataclasses.dataclass(frozen=True)

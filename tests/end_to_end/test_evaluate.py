@@ -129,6 +129,17 @@ def test_continuations_have_the_scores_of_their_tokens(text, mesh):
     assert len(found.nats) == len(found.greedy) == 50
 
 
+def test_rows_with_several_documents_are_told_so(text):
+    """Also in runs that train on one in a row, whose kernel may know no more of them."""
+    config, recipe, _ = opened(
+        text, data__pack=False, attention__implementation="cudnn", data__held_out=0.3
+    )
+    execution = recipe.loss.execution
+    assert not execution.packed and execution.attention.implementation == "cudnn"
+    scorer = multiple_choice.scorer_of(config, recipe, execution, 256)
+    assert scorer.execution.packed and scorer.execution.attention.implementation == "auto"
+
+
 def random_of(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 

@@ -200,6 +200,10 @@ def test_the_first_loss_is_exact_in_bf16():
     np.testing.assert_allclose(report.loss, np.log(2), rtol=1e-6)
 
 
+def test_kernels_are_told_that_a_row_has_two_texts():
+    assert recipe_of().loss.execution.packed
+
+
 def test_padding_alone_is_no_update():
     recipe = recipe_of()
     nothing = {name: jnp.zeros_like(array) for name, array in batch_of_pairs().items()}
@@ -216,6 +220,7 @@ def test_padding_alone_is_no_update():
     (dict(mesh=dict(stage=2), batch__accumulation=2), "reference is not computed in stages"),
     (dict(mesh=dict(data=2), sync__strategy="int8"), "by tokens, not by pairs"),
     (dict(loss__z_loss=1e-4), "use loss.z_loss=0"),
+    (dict(attention__implementation="cudnn"), "does not tell the two texts of a row apart"),
     (dict(preference__beta=0.0), "preference.beta=0.0"),
     (dict(preference__label_smoothing=0.7), "preference.label_smoothing=0.7"),
     (dict(preference__loss="kto"), "'kto'"),
