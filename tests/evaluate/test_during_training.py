@@ -57,6 +57,8 @@ SETUPS = {
     "sequence-ema": dict(mesh__sequence=2, optimizer__ema_decay=0.5),
     "adapters": dict(adapters__rank=2, mesh__fsdp=2, optimizer__learning_rate=0.1),
     "diloco": dict(sync__strategy="diloco", sync__every=2, mesh__data=2, mesh__fsdp=4),
+}
+STAGED = {
     "stages": dict(mesh__stage=2, batch__accumulation=2, pipeline__schedule="zb_v"),
     "stages-adapters": dict(
         mesh__stage=2, mesh__data=2, mesh__fsdp=2, batch__accumulation=2, adapters__rank=2
@@ -66,6 +68,16 @@ SETUPS = {
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_shares_are_those_of_the_command(setup, tmp_path, monkeypatch, capsys):
+    assert_as_the_command(small(tmp_path, **SETUPS[setup]), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("setup", STAGED)
+def test_the_shares_of_a_pipeline_are_those_of_the_command(setup, tmp_path, monkeypatch, capsys):
+    assert_as_the_command(small(tmp_path, **STAGED[setup]), monkeypatch, capsys)
+
+
+def assert_as_the_command(run, monkeypatch, capsys):
+    """At each evaluation the losses of choices, both shares, and the held-out loss."""
     losses, scores = [], choices.scores
 
     def noting(questions, several, nats):
@@ -73,7 +85,6 @@ def test_the_shares_are_those_of_the_command(setup, tmp_path, monkeypatch, capsy
         return scores(questions, several, nats)
 
     monkeypatch.setattr(choices, "scores", noting)
-    run = small(tmp_path, **SETUPS[setup])
     seen = []
     fitted = llmx.fit(run, callbacks=[seen.append])
     assert fitted.done
