@@ -42,10 +42,10 @@ class LlmxLM(TemplateLM):
     """The model of a work directory, on all devices of this machine, in this process alone."""
 
     def __init__(
-        self, workdir: str, *, step: int | None = None, max_length: int | None = None,
+        self, workdir: str = "", *, step: int | None = None, max_length: int | None = None,
         max_gen_toks: int = 256, batch_size: int | str = "auto", precision: str = "",
         tensor: int = 1, seed: int = 0, max_batch_size: int | None = None,
-        device: str | None = None,
+        device: str | None = None, **unknown: Any,
     ):  # fmt: skip
         """Args:
           workdir: of a run, or of a model that `llmx.convert --from-hf` imported.
@@ -58,9 +58,16 @@ class LlmxLM(TemplateLM):
           seed: of texts that are sampled.
           max_batch_size, device: of other models; JAX chooses the devices.
 
-        Raises Refused for a work directory without a run, and for a mesh that does not fit.
+        Raises Refused for a work directory without a run, for other arguments, and for a mesh that
+        does not fit.
         """
         super().__init__()
+        if unknown or not workdir:
+            wrong = f"has no {sorted(unknown)}" if unknown else "names no run"
+            raise Refused(
+                f"--model_args {wrong}: give workdir=RUN, and if need be step, max_length, "
+                "max_gen_toks, precision, tensor and seed"
+            )
         try:
             workdir = mirror.reading(workdir)
             run = config.load_run(workdir)

@@ -174,6 +174,8 @@ def test_chat_templates(both):
 
 REFUSED = {
     "no run": (dict(workdir="/nowhere"), "--workdir=/nowhere holds no run"),
+    "nothing": (dict(workdir=""), "--model_args names no run: give workdir=RUN"),
+    "unknown": (dict(pretrained="gpt2"), r"--model_args has no \['pretrained'\]: give workdir=RUN"),
     "long": (dict(max_length=65), "max_length=65 must be 1 to 64, the max_positions of the model"),
     "rows": (dict(batch_size=0), "batch_size=0 must be at least 1"),
     "tensor": (dict(tensor=3), "tensor"),
