@@ -59,10 +59,13 @@ def name_of(path: str) -> str:
 def problems(paths: Sequence[str]) -> Iterator[str]:
     """What is wrong with the files that a run is to be asked, each with its remedy; reads none."""
     for path in paths:
+        local = os.path.expanduser(path)
         if not path:
             yield f"evaluation.choices has an empty name: {_REMEDY_OF_NAMES}"
-        elif not remote.is_url(path) and not os.path.isfile(os.path.expanduser(path)):
-            kind = "is not a file" if os.path.exists(os.path.expanduser(path)) else "does not exist"
+        elif remote.is_url(path):
+            yield from remote.problems("evaluation.choices: ", path)
+        elif not os.path.isfile(local):
+            kind = "is not a file" if os.path.exists(local) else "does not exist"
             yield f"evaluation.choices: {path!r} {kind}: {_REMEDY_OF_NAMES}"
     for name, number in collections.Counter(map(name_of, paths)).items():
         if name and number > 1:

@@ -129,3 +129,15 @@ def test_scores_by_likelihood_and_per_byte():
     assert choices.scores(questions, several, nats) == {
         "accuracy": 0.5, "accuracy_per_byte": 1.0, "guessing": (1 / 2 + 1 / 3) / 2, "questions": 2
     }  # fmt: skip
+
+
+def test_names_of_files_that_cannot_be_asked(tmp_path):
+    path = written(tmp_path, MMLU)
+    assert not list(choices.problems(())) and not list(choices.problems((path,)))
+    said = "\n".join(
+        choices.problems((path, str(tmp_path), "x://a/b.jsonl", "c/questions.txt", ""))
+    )
+    for words in ("is not a file", "x is no kind of store", "'c/questions.txt' does not exist",
+                  "an empty name", "2 files of the name 'questions'"):  # fmt: skip
+        assert words in said
+    assert choices.name_of("s3://b/x/arc.easy.jsonl") == "arc.easy"

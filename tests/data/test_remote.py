@@ -45,7 +45,7 @@ def run(arguments, tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *rest])
     package = f"llmx.{name}"
-    with_main = name in ("data", "checkpoint")
+    with_main = name in ("data", "checkpoint", "evaluate")
     module = importlib.import_module(f"{package}.__main__" if with_main else package)
     try:
         return module.main() if name == "metrics" else module.main(rest)

@@ -48,7 +48,7 @@ def test_the_package_names_it():
     ("name", "words"),
     [
         ("trian", "'trian' is not a command: did you mean train?"),
-        ("xyz", "'xyz' is not a command: use one of train, generate, evaluate, data"),
+        ("xyz", "'xyz' is not a command: use one of train, generate, evaluate, harness"),
         ("--config", "'--config' is not a command: "),
     ],
 )
