@@ -20,7 +20,7 @@ from llmx.runtime import exits, ownership
 
 SCHEMES = ("s3", "gs")  # of which tensorstore has conditional writes, for the lease
 FOLDER, READ_FOLDER = "~/.cache/llmx/workdirs", "~/.cache/llmx/workdirs_read"
-_CHECKPOINTS = "checkpoints/"
+CHECKPOINTS = "checkpoints/"
 _ATTEMPTS, _PAUSE_SECONDS = 3, 2.0
 
 Log = Callable[[str], None]
@@ -38,21 +38,21 @@ def problems(option: str, workdir: str) -> list[str]:
     return remote.problems(option, workdir)
 
 
-def _committed(names: Any) -> set[str]:
+def committed(names: Any) -> set[str]:
     """The steps, as text, of the complete checkpoints among names of files."""
     found = set()
     for name in names:
-        if name.startswith(_CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
+        if name.startswith(CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
             found.add(name.split("/")[1])
     return {step for step in found if step.isdecimal()}
 
 
 def _wanted(names: Any) -> Callable[[str], bool]:
     """Which files are copied: all but the lease and those of unfinished checkpoints."""
-    steps = _committed(names)
+    steps = committed(names)
 
     def keep(name: str) -> bool:
-        if name.startswith(_CHECKPOINTS) and name.count("/") > 1:
+        if name.startswith(CHECKPOINTS) and name.count("/") > 1:
             return name.split("/")[1] in steps
         return name not in (ownership.FILE, f"{ownership.FILE}.__lock")
 
@@ -62,8 +62,8 @@ def _wanted(names: Any) -> Callable[[str], bool]:
 def pull(url: str, folder: pathlib.Path) -> None:
     """Makes a local folder the work directory that the store holds now. Raises OSError."""
     names = remote.find(url) if remote.kind_of(url) == "folder" else {}
-    keep, steps = _wanted(names), _committed(names)
-    for path in (folder / _CHECKPOINTS).glob("*/"):
+    keep, steps = _wanted(names), committed(names)
+    for path in (folder / CHECKPOINTS).glob("*/"):
         if path.name not in steps:
             shutil.rmtree(path)
     if any(map(keep, names)):
@@ -162,12 +162,12 @@ class Mirror:
         complete = self._complete()
         for step in sorted(complete - self._steps, key=int):
             remote.upload_folder(
-                self._folder / _CHECKPOINTS / step, f"{self._url}/{_CHECKPOINTS}{step}",
+                self._folder / CHECKPOINTS / step, f"{self._url}/{CHECKPOINTS}{step}",
                 last=directory.MARKER,
             )  # fmt: skip
             self._steps.add(step)
         for step in self._steps - complete:
-            _remove_checkpoint(f"{self._url}/{_CHECKPOINTS}{step}")
+            _remove_checkpoint(f"{self._url}/{CHECKPOINTS}{step}")
             self._steps.remove(step)
 
     def _complete(self) -> set[str]:

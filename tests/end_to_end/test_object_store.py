@@ -55,14 +55,14 @@ def environment(tmp_path, monkeypatch):
         server.wait()
 
 
-def start(tmp_path, workdir, environment, **options):
+def start(tmp_path, workdir, environment, flags=(), **options):
     command = [
         sys.executable, "-m", "llmx.train", "--config", "configs/quickstart.py",
         "--workdir", workdir, f"--config.data.sources=('{tmp_path}/text',)",
         f"--config.data.cache_dir={tmp_path}/data", f"--config.steps={STEPS}",
         "--config.checkpoint.every=4", "--config.evaluation.every=0", "--config.batch.size=2",
         "--config.batch.sequence_length=32", "--config.model.num_layers=1",
-        "--config.metrics.log_every=1", "--config.sample.max_tokens=4",
+        "--config.metrics.log_every=1", "--config.sample.max_tokens=4", *flags,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
@@ -112,3 +112,41 @@ def test_a_killed_run_continues_from_the_store_with_the_same_losses(tmp_path, en
         env=environment, capture_output=True, text=True, check=False, timeout=SECONDS,
     )  # fmt: skip
     assert shown.returncode == 0 and f"{STEPS}" in shown.stdout, shown.stderr
+
+
+def test_a_run_starts_from_a_store_as_from_local_folders(tmp_path, environment):
+    """A work directory, one checkpoint of it, and its export to Hugging Face."""
+    import s3fs
+
+    text_runs.write_corpus(tmp_path, files=3, words=400)
+    old, exported = tmp_path / "old", tmp_path / "exported"
+    code, said = ended(start(tmp_path, str(old), environment))
+    assert code == 0, said
+    command = [sys.executable, "-m", "llmx.convert", "--workdir", old, "--to-hf", exported]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=SECONDS)
+    files = s3fs.S3FileSystem()
+    files.put(f"{old}/", "bucket/old/", recursive=True)
+    files.put(f"{exported}/", "bucket/exported/", recursive=True)
+    for place in ("old", "old@4", "exported"):
+        found = []
+        for lead in (f"{tmp_path}/", "s3://bucket/"):
+            workdir = tmp_path / f"new{len(list(tmp_path.iterdir()))}"
+            process = start(
+                tmp_path, str(workdir), environment,
+                flags=(f"--config.start_from={lead}{place}", "--config.steps=2"),
+            )  # fmt: skip
+            code, said = ended(process)
+            assert code == 0 and f"starting with the parameters of {lead}" in said, said
+            found.append(text_runs.losses(workdir, steps=2))
+        assert found[0] == found[1], place
+    code, said = ended(
+        start(tmp_path, str(tmp_path / "none"), environment,
+              flags=("--config.start_from=s3://bucket/missing",))
+    )  # fmt: skip
+    assert code == 2 and "start_from=s3://bucket/missing does not exist" in said, said
+    wrong = environment | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    code, said = ended(
+        start(tmp_path, str(tmp_path / "none"), wrong,
+              flags=("--config.start_from=s3://bucket/old",))
+    )  # fmt: skip
+    assert code == 2 and "start_from=s3://bucket/old cannot be listed: " in said, said
