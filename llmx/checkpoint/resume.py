@@ -55,7 +55,9 @@ def restore_or_init(
         restored = restore(config, recipe, checkpoints, log, tier, step=back_to)
     if restored is None:
         state = recipe.init(config.seed)
-        state = start_with(config, recipe, state, start_from, log) if start_from else state
+        if start_from:
+            reader = checkpoints.reader if imported else None
+            state = start_with(config, recipe, state, start_from, log, reader=reader)
         _forget_after(back_to, checkpoints, tier)
         return Restored(state, {}, 0)
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
@@ -366,7 +368,9 @@ def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=to))(saved)
 
 
-def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: Log) -> State:
+def start_with(
+    config: Any, recipe: Recipe, state: State, start_from: str, log: Log, *, reader: Any = None
+) -> State:
     """A new state with the parameters of another run, of an import, or of a Hugging Face
     checkpoint, which are read straight to their shards.
 
@@ -393,7 +397,7 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
         log(f"starting with the parameters of {named}")
     else:
         restored = model_params.restore_params(
-            place, wanted, order=recipe.order, step=step, log=log
+            place, wanted, order=recipe.order, step=step, log=log, reader=reader
         )
         params = restored.state
         log(f"starting with the parameters of {named}, step {restored.step}")
