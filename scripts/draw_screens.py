@@ -4,7 +4,7 @@
     python scripts/draw_screens.py tensorboard runs/quickstart        # docs/tensorboard.png
 
 `preview` runs `python -m llmx.data --preview` in a pseudo terminal; rich turns its colors into
-HTML. `tensorboard` serves a run's event files with TensorBoard (pip install tensorboard). A
+HTML. `tensorboard` serves the event files below the folder of a run with TensorBoard (pip install tensorboard). A
 Chromium without a window shows each page (apt-get install chromium), and its picture is reduced to
 256 colors.
 """
@@ -35,6 +35,8 @@ PREVIEW = (
     "--format", "chat", "--chat-template", "configs/quickstart_chat.jinja",
 )  # fmt: skip
 COLUMNS = 100
+# Without smoothing, of the tags that have such names.
+TAGS = "#scalars&_smoothingWeight=0&tagFilter=loss%7Cgrad_norm%7Clearning_rate"
 BACKGROUND = (24, 24, 24)
 GRAY, GREEN, LIGHT = (150, 150, 150), (120, 220, 90), (235, 235, 235)
 # Of the eight colors and their bright forms; the preview has green and bright black.
@@ -64,7 +66,7 @@ def main() -> None:
         parser.error("tensorboard WORKDIR: name the work directory of a run")
     else:
         with served(pathlib.Path(options.workdir)) as url:
-            take(f"{url}/#timeseries", DOCS / "tensorboard.png", height=900)
+            take(f"{url}/{TAGS}", DOCS / "tensorboard.png", height=770)
 
 
 def in_terminal(command: tuple[str, ...]) -> str:
@@ -90,11 +92,11 @@ def as_html(text: str) -> str:
 
 @contextlib.contextmanager
 def served(workdir: pathlib.Path) -> Iterator[str]:
-    """The address of a TensorBoard that shows a run."""
+    """The address of a TensorBoard that shows the folder of a run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    logs = ["--logdir", str(workdir / "tensorboard"), "--port", str(port)]
+    logs = ["--logdir", str(workdir.parent), "--port", str(port)]
     server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *logs])
     try:
         deadline = time.monotonic() + 60
