@@ -4,9 +4,9 @@
     python scripts/draw_screens.py tensorboard runs/quickstart        # docs/tensorboard.png
 
 `preview` runs `python -m llmx.data --preview` in a pseudo terminal; rich turns its colors into
-HTML. `tensorboard` serves the event files below the folder of a run with TensorBoard (pip install tensorboard). A
-Chromium without a window shows each page (apt-get install chromium), and its picture is reduced to
-256 colors.
+HTML. `tensorboard` serves the event files below the folder of a run with TensorBoard (pip install
+tensorboard). A Chromium without a window shows each page (apt-get install chromium), and its
+picture is reduced to 256 colors.
 """
 
 import argparse
