@@ -21,6 +21,7 @@ import jax
 from llmx import config, sharding
 from llmx.checkpoint import (
     checkpointer,
+    copies,
     hf,
     hf_files,
     hf_formats,
@@ -111,7 +112,8 @@ def to_peft(
         log=launch.log,
     )  # fmt: skip
     base, _ = identity.origin(run.start_from)
-    base = str(pathlib.Path(base).resolve()) if hf_reader.is_checkpoint(base) else ""
+    local = str(pathlib.Path(base).resolve()) if hf_reader.is_checkpoint(base) else ""
+    base = local or copies.name_on_hub(base)
     peft.export(restored.state, run.adapters, run.model, directory, base=base)
     return restored.step
 
@@ -138,20 +140,6 @@ def _to_store(flag: str, url: str, export: Callable[[str], int], *, last: str) -
     return step
 
 
-def _local_copy(directory: str) -> str:
-    """A local directory with the files of a checkpoint; those of a store are copied first."""
-    if not remote.is_url(str(directory)):
-        return directory
-    if found := remote.problems("--from-hf=", directory):
-        raise ValueError(found[0])
-    if remote.kind_of(directory) != "folder":
-        raise ValueError(f"{directory} does not exist: check its name and the credentials")
-    target = remote.local_place(directory, _COPIES)
-    launch.log(f"copying {directory} to {target}")
-    remote.fetch(directory, target)
-    return str(target)
-
-
 def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     """Creates the work directory of a run at step 0 from a Hugging Face checkpoint, in its dtype.
 
@@ -162,7 +150,9 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
 
     Raises ValueError if `workdir` is not empty or `directory` has no checkpoint of a known family.
     """
-    origin, directory = directory, _local_copy(directory)
+    origin = directory
+    if remote.is_url(str(directory)):
+        directory, _ = copies.local("--from-hf=", directory, launch.log)
     remote.require_local("--workdir=", workdir)
     root = pathlib.Path(workdir)
     _require_empty(root)
@@ -198,7 +188,6 @@ def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
     return streamed.Streamed(source.shapes[path], dtype, by_layer, part)
 
 
-_COPIES = "~/.cache/llmx/checkpoints"  # of checkpoints in object stores
 _REFUSE = "llmx.generate and llmx.evaluate refuse the run"
 
 

@@ -76,13 +76,15 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             config.workdir, store = mirror.begin(config.workdir, job, log=log)
             config = going_back_once(config, job)
             config = history.with_rollbacks(config, log, job.peers)
-            same = {"--check-determinism": args.check_determinism}
+            same = {"--check-determinism": args.check_determinism, "workdir": store.named}
             job.peers.agree("start", launch_values(config) | same)
             job.own(config.workdir)
-            begin_going_back(config)
+            from llmx.checkpoint import resume
+
+            resume.begin_going_back(config)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
-                may_write=job.may_write,
+                may_write=job.may_write, place=store.place,
                 on_saved=store.pushing(functools.partial(caller.saved, config.workdir)),
             )  # fmt: skip
 
@@ -107,7 +109,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
                 job.peers.agree("data", asked.fingerprints)
 
             # 4. State: restored onto this mesh, whatever it was saved on, or born split.
-            tier = local_tier.LocalTier(config.checkpoint, config.workdir, job.peers, log=log)
+            tier = local_tier.LocalTier(
+                config.checkpoint, config.workdir, job.peers, log=log, named=store.named
+            )
             resources.enter_context(tier)
             restored = restore(config, recipe, checkpoints, dataset, job, tier)
         except ValueError as error:
@@ -251,12 +255,6 @@ def going_back_once(config: Config, job: job_lib.Job) -> Config:
     from llmx.checkpoint import resume
 
     return resume.going_back_once(config, job.peers, launch.log)
-
-
-def begin_going_back(config: Config):
-    from llmx.checkpoint import resume
-
-    resume.begin_going_back(config)
 
 
 def launch_values(config: Config) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from llmx.checkpoint import directory as directories
-from llmx.checkpoint import manifest, restore, writer
+from llmx.checkpoint import manifest, places, restore, writer
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
-from llmx.checkpoint.restore import Restored
+from llmx.checkpoint.restore import Reader, Restored
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import bounds, exits
 from llmx.runtime.bounds import bounded, choice
@@ -121,7 +121,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def __init__(
         self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None],
         may_write: Callable[[], None] = lambda: None,
-        on_saved: Callable[[int], None] = lambda step: None,
+        on_saved: Callable[[int], None] = lambda step: None, place: places.Place = places.SHARED,
     ) -> None:  # fmt: skip
         """on_saved: called on process 0, in a thread, with the step of each complete checkpoint."""
         if found := problems(config):
@@ -129,7 +129,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._root = directories.root_of(directory)
         self._config = config
         self._log = log
-        self._may_write, self._on_saved = may_write, on_saved
+        self._may_write, self._on_saved, self._place = may_write, on_saved, place
         self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
@@ -186,7 +186,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._save = writer.Save(
             step, arrays, document, root=self._root, board=self._board, number=self._num_saves,
             prepare=functools.partial(self._prepare, step), may_commit=self._permitted,
-            on_end=self._on_end,
+            on_end=self._on_end, place=self._place,
         )  # fmt: skip
         if wait:
             self._end_save(step, final=True)
@@ -226,8 +226,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         self.wait()
         result = restore.newest(
-            self._root, abstract_state, "", order, step, log=self._log, ignored=ignored
-        )
+            self._root, abstract_state, "", order, step, log=self._log, ignored=ignored,
+            reader=self.reader,
+        )  # fmt: skip
         if result is None:
             return None
         restored, bad = result
@@ -235,6 +236,11 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._set_aside(bad_step, "corrupt", reason)
         self._current = restored.step
         return restored
+
+    @property
+    def reader(self) -> Reader:
+        """Of the arrays of its checkpoints."""
+        return self._place.reader
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, good or not, oldest first."""
@@ -258,7 +264,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def document(self, step: int) -> Document:
         """The document of checkpoint `step`; raises `manifest.Corrupt`."""
-        return restore.read_document(self._root, step)
+        return self.reader.document(self._root, step)
 
     def wait(self) -> None:
         """Waits until the save in progress has ended. Raises Halt, by policy, if it ended badly."""
@@ -334,6 +340,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         return 1 + max(int(self._board.get(key, seconds=60.0)) for key in keys)
 
     def _newest_text(self) -> str:
+        if self._board.rank and self._place is not places.SHARED:  # its folder does not tell
+            return "process 0 says which checkpoint is the newest"
         try:
             newest = self.latest_step()
         except ValueError as error:
@@ -374,6 +382,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._rename(step, "replaced", "this run comes from another checkpoint")
         path = directories.unfinished_path(self._root, step) / directories.STATE
         path.mkdir(parents=True, exist_ok=True)
+        self._place.prepare(step)
 
     def _prune(self) -> None:
         """Deletes old checkpoints. `keep_last` that can be restored stay, as far as a look at their

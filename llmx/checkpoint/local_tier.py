@@ -45,7 +45,10 @@ class LocalTier(contextlib.AbstractContextManager):
     a warning: training goes on, and the local checkpoint before it stays.
     """
 
-    def __init__(self, config: CheckpointConfig, workdir: str, peers: Any, *, log: Log) -> None:
+    def __init__(
+        self, config: CheckpointConfig, workdir: str, peers: Any, *, log: Log, named: str = ""
+    ) -> None:  # fmt: skip
+        """named: what names the run in all processes; by default `workdir`."""
         self._config, self._peers, self._log = config, peers, log
         self._folders: list[Path] = []
         self._listing: list[dict[str, list[str]]] = []  # of each process: step -> its files
@@ -61,7 +64,7 @@ class LocalTier(contextlib.AbstractContextManager):
         if not self.is_on:
             return
         try:
-            self._open(workdir)
+            self._open(workdir, named or workdir)
         except OSError as error:
             raise ValueError(
                 f"checkpoint.local_directory={config.local_directory!r}: {error}; make the folder "
@@ -175,9 +178,9 @@ class LocalTier(contextlib.AbstractContextManager):
 
     # ---------------------------------------------------------------------------------- beginning
 
-    def _open(self, workdir: str) -> None:
+    def _open(self, workdir: str, named: str) -> None:
         index, count = self._peers.index, self._peers.count
-        root = local_places.private_folder(self._config.local_directory, workdir)
+        root = local_places.private_folder(self._config.local_directory, named)
         own = root / f"process-{index}"
         own.mkdir(exist_ok=True)
         disk = os.stat(root)

@@ -4,24 +4,27 @@ Stores have neither renames nor appends, on which a work directory relies. So a 
 local folder as always, and after each checkpoint what is new there is uploaded: first the small
 files, then the checkpoint, of it `directory.MARKER` last. A checkpoint without it is unfinished,
 and is neither read nor copied. At the start the folder is made what the store holds, under the
-lease of the store's directory (`runtime.ownership`). One process writes.
+lease of the store's directory (`runtime.ownership`).
+
+Of several processes each uploads the shards that it has written, and process 0 the rest
+(`places.in_store`); its local folder has the files beside the arrays.
 """
 
 import contextlib
 import pathlib
 import shutil
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
-from llmx.checkpoint import directory
+from llmx.checkpoint import directory, places
+from llmx.checkpoint.places import ATTEMPTS, CHECKPOINTS
 from llmx.data import remote
 from llmx.runtime import exits, ownership
 
 SCHEMES = ("s3", "gs")  # of which tensorstore has conditional writes, for the lease
 FOLDER, READ_FOLDER = "~/.cache/llmx/workdirs", "~/.cache/llmx/workdirs_read"
-_CHECKPOINTS = "checkpoints/"
-_ATTEMPTS, _PAUSE_SECONDS = 3, 2.0
 
 Log = Callable[[str], None]
 
@@ -38,32 +41,43 @@ def problems(option: str, workdir: str) -> list[str]:
     return remote.problems(option, workdir)
 
 
-def _committed(names: Any) -> set[str]:
+def committed(names: Any) -> set[str]:
     """The steps, as text, of the complete checkpoints among names of files."""
     found = set()
     for name in names:
-        if name.startswith(_CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
+        if name.startswith(CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
             found.add(name.split("/")[1])
     return {step for step in found if step.isdecimal()}
 
 
 def _wanted(names: Any) -> Callable[[str], bool]:
     """Which files are copied: all but the lease and those of unfinished checkpoints."""
-    steps = _committed(names)
+    steps = committed(names)
 
     def keep(name: str) -> bool:
-        if name.startswith(_CHECKPOINTS) and name.count("/") > 1:
+        if name.startswith(CHECKPOINTS) and name.count("/") > 1:
             return name.split("/")[1] in steps
         return name not in (ownership.FILE, f"{ownership.FILE}.__lock")
 
     return keep
 
 
-def pull(url: str, folder: pathlib.Path) -> None:
-    """Makes a local folder the work directory that the store holds now. Raises OSError."""
+def _beside_arrays(name: str) -> bool:
+    return not (name.startswith(CHECKPOINTS) and f"/{directory.STATE}/" in name)
+
+
+def pull(url: str, folder: pathlib.Path, *, arrays: bool = True) -> None:
+    """Makes a local folder the work directory that the store holds now. Raises OSError.
+
+    Args:
+      arrays: whether those of the checkpoints are copied; else their folders are empty.
+    """
     names = remote.find(url) if remote.kind_of(url) == "folder" else {}
-    keep, steps = _wanted(names), _committed(names)
-    for path in (folder / _CHECKPOINTS).glob("*/"):
+    wanted, steps = _wanted(names), committed(names)
+    keep = wanted if arrays else lambda name: wanted(name) and _beside_arrays(name)
+    if not arrays and (folder / CHECKPOINTS).exists():
+        shutil.rmtree(folder / CHECKPOINTS)
+    for path in (folder / CHECKPOINTS).glob("*/"):
         if path.name not in steps:
             shutil.rmtree(path)
     if any(map(keep, names)):
@@ -71,6 +85,8 @@ def pull(url: str, folder: pathlib.Path) -> None:
     elif folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for step in steps if not arrays else ():
+        (folder / CHECKPOINTS / step / directory.STATE).mkdir()
 
 
 def reading(workdir: str) -> str:
@@ -91,18 +107,38 @@ def reading(workdir: str) -> str:
 
 
 class Mirror:
-    """The copy in a store of the local folder `folder`; with no URL it does nothing."""
+    """The copy in a store of the local folder `folder`; with no URL it does nothing.
 
-    def __init__(self, url: str, folder: pathlib.Path, *, log: Log):
+    Args:
+      launch: of several processes, see `places.in_store`; "" = one process.
+      rank: of this process. Only the first copies anything but its shards.
+    """
+
+    def __init__(
+        self, url: str, folder: pathlib.Path, *, log: Log, launch: str = "", rank: int = 0
+    ) -> None:  # fmt: skip
         self._url, self._folder, self._log = url.rstrip("/"), folder, log
+        self.named = self._url or str(folder)  # as the user named it, the same in all processes
+        self.place = places.SHARED
+        if launch:
+            self.place = places.in_store(
+                self._url, launch, rank, before=self._upload_small,
+                published=lambda step: self._steps.add(str(step)),
+            )  # fmt: skip
+        if rank:
+            self._url = ""
         self._sent: dict[str, tuple[int, int]] = {}  # sizes and times of what is uploaded
         self._steps: set[str] = set()  # checkpoints that the store holds
         self._failed = False
 
     def pull(self) -> None:
         """Begins with what the store holds. Raises ValueError where it cannot be read."""
+        if not self._url:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            return
         try:
-            pull(self._url, self._folder)
+            pull(self._url, self._folder, arrays=self.place is places.SHARED)
         except OSError as error:
             raise ValueError(
                 f"workdir={self._url} cannot be copied to {self._folder}: {error}: check its name, "
@@ -124,7 +160,7 @@ class Mirror:
         """Uploads what is new, if there is a URL. A failure is logged, and tried again later."""
         if not self._url:
             return
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._upload()
                 if self._failed:
@@ -132,7 +168,7 @@ class Mirror:
                 self._failed = False
                 return
             except (OSError, ValueError) as error:  # ValueError: of the local folder
-                if attempt == _ATTEMPTS:
+                if attempt == ATTEMPTS:
                     self._failed = True
                     cause = " ".join(str(error).split())[:300]
                     self._log(
@@ -140,7 +176,7 @@ class Mirror:
                         f"after the next checkpoint; all is in {self._folder}"
                     )
                 else:
-                    time.sleep(_PAUSE_SECONDS)
+                    time.sleep(places.PAUSE_SECONDS)
 
     def end(self, code: int) -> int:
         """Uploads the rest; the exit code: `code`, or `exits.UNSAVED` where that failed."""
@@ -149,7 +185,7 @@ class Mirror:
             self._log(f"uploaded to {self._url}")
         return exits.UNSAVED if self._failed else code
 
-    def _upload(self) -> None:
+    def _upload_small(self) -> None:
         for name in self._small():
             with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
                 state = self._state(name)
@@ -159,15 +195,18 @@ class Mirror:
         for name in self._sent.keys() - {*self._small()}:
             remote.remove(f"{self._url}/{name}")
             del self._sent[name]
+
+    def _upload(self) -> None:
+        self._upload_small()
         complete = self._complete()
         for step in sorted(complete - self._steps, key=int):
             remote.upload_folder(
-                self._folder / _CHECKPOINTS / step, f"{self._url}/{_CHECKPOINTS}{step}",
+                self._folder / CHECKPOINTS / step, f"{self._url}/{CHECKPOINTS}{step}",
                 last=directory.MARKER,
             )  # fmt: skip
             self._steps.add(step)
         for step in self._steps - complete:
-            _remove_checkpoint(f"{self._url}/{_CHECKPOINTS}{step}")
+            _remove_checkpoint(f"{self._url}/{CHECKPOINTS}{step}")
             self._steps.remove(step)
 
     def _complete(self) -> set[str]:
@@ -200,14 +239,12 @@ def begin(workdir: str, job: Any, *, log: Log) -> tuple[str, Mirror]:
     """
     if not remote.is_url(workdir):
         return workdir, Mirror("", pathlib.Path(workdir), log=log)
-    if job.peers.many:
-        raise ValueError(
-            f"workdir={workdir}: in an object store a run has one process, and this one has "
-            f"{job.peers.count}: name a folder of a file system that all processes see"
-        )
     job.own(workdir)
-    folder = remote.local_place(workdir, FOLDER)
-    mirror = Mirror(workdir, folder, log=log)
+    folder, rank = remote.local_place(workdir, FOLDER), job.peers.index
+    launch = job.peers.broadcast("launch", uuid.uuid4().hex) if job.peers.many else ""
+    if rank:  # its host may be that of others
+        folder = folder.with_name(f"{folder.name}-{rank}")
+    mirror = Mirror(workdir, folder, log=log, launch=launch, rank=rank)
     mirror.pull()
     log(f"work: {workdir} is written in {folder} and uploaded after each checkpoint")
     return str(folder), mirror

@@ -28,12 +28,14 @@ VERDICTS = (None, Corrupt, Mismatch, OutOfMemory, Unreadable)
 
 
 class Reader(NamedTuple):
-    """What makes arrays of a checkpoint's files, compares them with their checksums, and orders
-    their layers: see `read_arrays`, `checksums.differences` and `reshard.move`."""
+    """What makes arrays of a checkpoint's files, compares them with their checksums, orders their
+    layers, and reads its document: see `read_arrays`, `checksums.differences`, `reshard.move` and
+    `read_document`."""
 
     read: Callable[[Any, Mapping, Mapping], dict[str, Any]]
     differences: Callable[[Mapping, Mapping[str, int]], str]
     move: Callable[..., None]
+    document: Callable[[Any, int], Document]
 
 
 # What is restored of a state: the path of a subtree, or how that follows from the document.
@@ -69,7 +71,7 @@ def newest(
     for candidate in agree_on_steps(steps):
         verdict, reason, tree, document = None, "", None, None
         try:
-            document = read_document(root, candidate)
+            document = reader.document(root, candidate)
             like = abstract(document) if callable(abstract) else abstract
             place = prefix_of(prefix, document)
             wanted = document.wanted(like, prefix=place, order=order, ignored=ignored)
@@ -148,7 +150,7 @@ def unread(error: Exception) -> OutOfMemory | Unreadable | Corrupt:
     return Corrupt(f"its arrays cannot be read ({text})")
 
 
-ONTO_DEVICES = Reader(read_arrays, checksums.differences, reshard.move)
+ONTO_DEVICES = Reader(read_arrays, checksums.differences, reshard.move, read_document)
 
 
 def agree_on_steps(steps: list[int]) -> list[int]:

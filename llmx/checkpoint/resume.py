@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer, hf_reader, identity, local_tier, model_params
+from llmx.checkpoint import checkpointer, copies, hf_reader, identity, local_tier, model_params
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
@@ -55,7 +55,9 @@ def restore_or_init(
         restored = restore(config, recipe, checkpoints, log, tier, step=back_to)
     if restored is None:
         state = recipe.init(config.seed)
-        state = start_with(config, recipe, state, start_from, log) if start_from else state
+        if start_from:
+            reader = checkpoints.reader if imported else None
+            state = start_with(config, recipe, state, start_from, log, reader=reader)
         _forget_after(back_to, checkpoints, tier)
         return Restored(state, {}, 0)
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
@@ -366,13 +368,16 @@ def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=to))(saved)
 
 
-def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: Log) -> State:
+def start_with(
+    config: Any, recipe: Recipe, state: State, start_from: str, log: Log, *, reader: Any = None
+) -> State:
     """A new state with the parameters of another run, of an import, or of a Hugging Face
     checkpoint, which are read straight to their shards.
 
     Raises ValueError where they are of a model of another function.
     """
-    place, step = identity.origin(start_from)
+    named, _ = identity.origin(start_from)
+    place, step = copies.local("start_from=", start_from, log)
 
     def require_same(saved: Mapping[str, Any]) -> None:
         if changes := identity.refusal_of_model(saved, config.model, allowed=config.start_changes):
@@ -389,13 +394,13 @@ def start_with(config: Any, recipe: Recipe, state: State, start_from: str, log: 
 
     if hf_reader.is_checkpoint(place):
         params = _of_hugging_face(recipe, place, require_same)
-        log(f"starting with the parameters of {place}")
+        log(f"starting with the parameters of {named}")
     else:
         restored = model_params.restore_params(
-            place, wanted, order=recipe.order, step=step, log=log
+            place, wanted, order=recipe.order, step=step, log=log, reader=reader
         )
         params = restored.state
-        log(f"starting with the parameters of {place}, step {restored.step}")
+        log(f"starting with the parameters of {named}, step {restored.step}")
 
     def copied(like: Any) -> Any:
         """Its own copy, in these dtypes: the step donates all of its state."""

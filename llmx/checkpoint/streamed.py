@@ -67,7 +67,7 @@ def save(folder: str, step: int, arrays: Mapping[str, Streamed], meta: Mapping[s
             for name, array in arrays.items()
         }
         sums = {name: array.checksum for name, array in arrays.items()}
-        writer.complete(path, handler, Document(step, leaves, dict(meta)).sealed(sums))
+        writer.complete(path, Document(step, leaves, dict(meta)).sealed(sums), handler)
         directory.commit(root, step)
     except BaseException as error:
         directory.remove(path)
@@ -193,4 +193,4 @@ def _move(arrays: dict, wanted: Mapping, *, order: LayerPermutation, saved: Laye
             arrays[name] = dataclasses.replace(arrays[name], shape=tuple(leaf.shape), rows=rows)
 
 
-FROM_FILES = restore.Reader(_read, _differences, _move)
+FROM_FILES = restore.Reader(_read, _differences, _move, restore.read_document)

@@ -159,17 +159,18 @@ class Save:
       prepare: called on process 0 before anything is written; what it raises is the verdict.
       may_commit: called on process 0 before the commit; what it raises is the verdict.
       on_end: called with this, in a thread, once the verdict is known.
+      place: where it is written, `places.Place`.
     """
 
     def __init__(
         self, step: int, arrays: Mapping[str, jax.Array], document: Document, *, root: Any,
         board: Board, number: int, prepare: Callable[[], None], may_commit: Callable[[], None],
-        on_end: Callable[["Save"], None],
+        on_end: Callable[["Save"], None], place: Any,
     ) -> None:  # fmt: skip
         self.step, self.number = step, number
         self.verdict: Verdict | None = None
         self._document, self._root, self._board = document, root, board
-        self._may_commit, self._on_end = may_commit, on_end
+        self._may_commit, self._on_end, self._place = may_commit, on_end, place
         self._abstract = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             for name, x in arrays.items()
@@ -182,6 +183,8 @@ class Save:
         verdict = Verdict(*json.loads(board.share(f"{number}/prepared", json.dumps(verdict))))
         if verdict.kind == SAVED:
             try:
+                if board.rank:
+                    place.begin(self._path)
                 self._start(arrays)
             except Exception as error:  # told to the others by the thread
                 self._error = error
@@ -228,6 +231,9 @@ class Save:
                 self._handler.close()  # its threads
         self._futures, self._sums, self._handler = [], {}, None
         host_memory.release()
+        with contextlib.suppress(OSError):
+            saved = self._root / str(self.step)
+            self._place.end(saved if saved.exists() and not self._board.rank else self._path)
         self.verdict = verdict
         try:
             self._on_end(self)
@@ -243,7 +249,8 @@ class Save:
                 raise self._error
             for future in self._futures:
                 future.result()
-            return {"sums": checksums.fetch(self._sums)}
+            name = self._place.written(self._path, self.step, self.number)
+            return {"sums": checksums.fetch(self._sums), "name": name}
         # Orbax and tensorstore raise many types.
         except Exception as error:
             return {"failed": reason(error)}
@@ -258,7 +265,7 @@ class Save:
     def _lead(self, report: dict) -> Verdict:
         board, number = self._board, self.number
         verdict = self._failure_of(report)
-        sums = report.get("sums", {})
+        sums, names = report.get("sums", {}), [report.get("name", "")]
         for rank in range(1, board.count):
             if verdict is not None:
                 break
@@ -270,7 +277,8 @@ class Save:
             verdict = self._failure_of(other, rank)
             for name, by_device in other.get("sums", {}).items():
                 sums[name] |= {int(device): value for device, value in by_device.items()}
-        return verdict or _attempt(lambda: self._commit(sums))
+            names.append(other.get("name", ""))
+        return verdict or _attempt(lambda: self._commit(sums, names))
 
     def _first_failure(self) -> dict:
         for rank in range(1, self._board.count):
@@ -289,12 +297,14 @@ class Save:
         named = self._board.count > 1 and not cause.startswith("process ")
         return Verdict(FAILED, f"process {rank}: {cause}" if named else cause, remedy)
 
-    def _commit(self, sums: checksums.DeviceSums) -> None:
+    def _commit(self, sums: checksums.DeviceSums, names: list[str]) -> None:
         totals, differences = checksums.combine(sums, self._abstract)
         if differences:
             raise _Differs(differences)
-        complete(self._path, self._handler, self._document.sealed(totals))
+        sealed = self._document.sealed(totals)
+        self._place.finish(self._path, self.step, self._handler, sealed, names)
         self._may_commit()
+        self._place.publish(self.step)
         directory.commit(self._root, self.step)
 
     def _clean_up(self) -> None:
@@ -311,9 +321,11 @@ class Save:
         directory.remove(self._path)
 
 
-def complete(path: Any, handler: Any, sealed: dict) -> None:
-    """Ends the writing of arrays by an Orbax handler, and writes what else a checkpoint has."""
-    handler.finalize(path / directory.STATE)
+def complete(path: Any, sealed: dict, handler: Any = None) -> None:
+    """Ends the writing of arrays by an Orbax handler, if that is to merge what the processes have
+    written, and writes what else a checkpoint has."""
+    if handler is not None:
+        handler.finalize(path / directory.STATE)
     meta = path / directory.META
     meta.mkdir(exist_ok=True)
     (meta / "metadata").write_text(json.dumps(sealed))

@@ -84,7 +84,8 @@ class Config:
     """One run."""
 
     workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
-    # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face directory
+    # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face
+    # directory, each local or a URL
     start_from: str = ""
     # fields of `model` that may differ from start_from's: ("rope_theta",)
     start_changes: tuple[str, ...] = ()

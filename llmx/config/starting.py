@@ -15,10 +15,13 @@ def problem(config: Config) -> str:
     """Why a run cannot start from there; "" = it can, as far as the names of files tell."""
     if not config.start_from:
         return ""
-    from llmx.checkpoint import hf_reader
+    from llmx.checkpoint import copies, hf_reader
 
-    if text := remote.refusal("start_from=", config.start_from, "copy it to a local one first"):
-        return text
+    if remote.is_url(config.start_from):
+        try:
+            return copies.find("start_from=", config.start_from).problem()
+        except ValueError as error:
+            return str(error)
     place, step = identity.origin(config.start_from)
     if hf_reader.is_checkpoint(place) and step is not None:
         return (
@@ -42,18 +45,22 @@ def adopted(config: Config) -> Config:
     """
     if not config.start_from or problem(config):
         return config
-    from llmx.checkpoint import hf_reader
-
-    place, _ = identity.origin(config.start_from)
-    changes = {}
-    if config.model == ModelConfig():
-        changes["model"] = model_of(place)
     of_shards = any(name.startswith(sources.SHARDS_PREFIX) for name in config.data.sources)
-    if config.data.tokenizer == "auto" and not (config.data.train_tokenizer or of_shards):
+    takes_tokenizer = config.data.tokenizer == "auto" and not (
+        config.data.train_tokenizer or of_shards
+    )
+    takes_model = config.model == ModelConfig()
+    if not (takes_model or takes_tokenizer):
+        return config
+    place, is_hugging_face = _readable(config.start_from)
+    changes = {}
+    if takes_model:
+        changes["model"] = _model_of(place, is_hugging_face)
+    if takes_tokenizer:
         file = os.path.join(place, tokenizers.FILE_NAME)
         if os.path.isfile(file):
             changes["data"] = dataclasses.replace(config.data, tokenizer=file)
-        elif hf_reader.is_checkpoint(place):
+        elif is_hugging_face:
             raise ValueError(
                 f"start_from={config.start_from!r} has no {tokenizers.FILE_NAME}, and "
                 "data.tokenizer='auto' would choose another tokenizer than its model was trained "
@@ -62,10 +69,19 @@ def adopted(config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-def model_of(place: str) -> ModelConfig:
+def _readable(start_from: str) -> tuple[str, bool]:
+    """A local folder with the config and tokenizer, and whether they are of Hugging Face."""
+    from llmx.checkpoint import copies, hf_reader
+
+    if remote.is_url(start_from):
+        found = copies.find("start_from=", start_from)
+        return found.small(), found.is_hugging_face
+    place, _ = identity.origin(start_from)
+    return place, hf_reader.is_checkpoint(place)
+
+
+def _model_of(place: str, is_hugging_face: bool) -> ModelConfig:
     """The model of a work directory, or of a Hugging Face checkpoint. Raises ValueError."""
     from llmx.checkpoint import hf_reader
 
-    if hf_reader.is_checkpoint(place):
-        return hf_reader.read_model(place)
-    return config_lib.load_run(place).model
+    return hf_reader.read_model(place) if is_hugging_face else config_lib.load_run(place).model

@@ -7,12 +7,14 @@ folder of objects is not, so that of several the one that makes them valid is wr
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import importlib.util
 import json
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -269,15 +271,29 @@ def fetch(
             name = path.relative_to(target).as_posix()
             if path.is_file() and keep(name) and name not in names:
                 path.unlink()
-        for name, state in names.items():
-            path, there = target / name, [state.num_bytes, state.version]
-            if path.is_file() and known.get(name) == there + _stamp(path):
-                continue
+        stale = {
+            name: state for name, state in names.items()
+            if not (path := target / name).is_file()
+            or known.get(name) != [state.num_bytes, state.version, *_stamp(path)]
+        }  # fmt: skip
+        _require_room(url, target, sum(state.num_bytes for state in stale.values()))
+        for name, state in stale.items():
+            path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
             files, source = _of(f"{url.rstrip('/')}/{name}")
             with _as_os_error(url):
                 files.get_file(source, str(partial))
             os.replace(partial, path)
-            known[name] = there + _stamp(path)
+            known[name] = [state.num_bytes, state.version, *_stamp(path)]
             known_file.write_text(json.dumps(known))
+
+
+def _require_room(url: str, target: pathlib.Path, num_bytes: int) -> None:
+    """Raises OSError where a copy does not fit on the disk, before it is begun."""
+    if num_bytes > (free := shutil.disk_usage(target).free):
+        raise OSError(
+            errno.ENOSPC,
+            f"{num_bytes / 2**30:,.2f} GiB of {url} are to be copied, and the disk of {target} has "
+            f"{free / 2**30:,.2f} GiB free",
+        )

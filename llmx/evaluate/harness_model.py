@@ -314,10 +314,3 @@ class LlmxLM(TemplateLM):
             "model_num_parameters": sum(int(np.prod(leaf.shape)) for leaf in shapes),
             "model_revision": f"step {self._step}",
         }
-
-
-def _before(stops: Iterable[str], text: str) -> str:
-    """What stands before the first of the stop strings."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text

@@ -41,6 +41,7 @@ class Job(contextlib.ExitStack):
         )
         self._log, self._joined = log, False
         self._lease: ownership.Lease | None = None  # in process 0 only
+        self._owns = False  # whether all processes have called `own`
 
     def __enter__(self) -> "Job":
         super().__enter__()
@@ -87,9 +88,9 @@ class Job(contextlib.ExitStack):
         Every process must call it. Raises ValueError if a living run has the directory, or if it
         cannot be written. A run that has taken one already keeps that.
         """
-        if self._lease is not None:
+        if self._owns:
             return
-
+        self._owns = True
         once = threading.Lock()  # of the lease's thread and the main one the second only waits
 
         def lost(error: ownership.Lost) -> None:

@@ -352,11 +352,11 @@ def open_store(workdir: str) -> Any:
     import tensorstore
 
     folder = {"driver": "file", "path": f"{Path(workdir).absolute()}/"}
-    spec = folder if is_local(workdir) else _spec_of(workdir.rstrip("/") + "/")
+    spec = folder if is_local(workdir) else kvstore_spec(workdir.rstrip("/") + "/")
     return _wait(lambda: tensorstore.KvStore.open(spec))
 
 
-def _spec_of(url: str) -> Any:
+def kvstore_spec(url: str) -> Any:
     """What TensorStore opens; its driver of s3 does not look at the variables of a server's address
     that other programs of AWS take."""
     address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

@@ -29,9 +29,9 @@ COMMANDS = {
     "metrics": ["metrics", "URL"],
     "history": ["config.history", "URL"],
 }
-LOCAL = ("cache_dir", "convert", "start_from", "verify")
+LOCAL = ("cache_dir", "convert", "verify")
 WORKDIRS = ("checkpoint", "evaluate", "generate", "history", "metrics", "train")
-ABSENT = ("from_hf", "source")
+ABSENT = ("from_hf", "source", "start_from")
 
 
 def run(arguments, tmp_path, monkeypatch, url):
@@ -72,7 +72,9 @@ def test_a_url_that_cannot_be_used_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["source", "output", "from_hf", "to_hf", "train", "evaluate"])
+@pytest.mark.parametrize(
+    "name", ["source", "output", "from_hf", "start_from", "to_hf", "train", "evaluate"]
+)
 def test_a_url_whose_package_is_missing_is_refused_with_the_extra(
     tmp_path, monkeypatch, capsys, name
 ):
