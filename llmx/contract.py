@@ -46,7 +46,9 @@ class Gradients(NamedTuple):
     z_loss: jax.Array  # fp32 [], what the z-loss adds
     tokens: jax.Array  # fp32 [], predicted tokens of the global batch; 0: there is no gradient yet
     tree: PyTree  # as the parameters, in the gradient shardings; [n, ...] if one per replica
-    squares: jax.Array  # fp32 [leaves], squared norm of each leaf
+    # fp32 [leaves], squared norm of each leaf; of replicas the mean, weighted with their squared
+    # shares of the tokens
+    squares: jax.Array
     norms: jax.Array  # fp32 [], the global norm; [n] where each replica clips its own gradient
     shares: PyTree = ()  # fp32 [n], each replica's share of the tokens, if there is one per replica
     extra: PyTree = ()  # states of the transforms with which the batch was taken

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from llmx.contract import Gradients, Phase, State, Strategy
-from llmx.model.training_loss import scaled
 from llmx.sharding import trees
-from llmx.sync import phases, reshard
+from llmx.sync import phases, reshard, sketch
 from llmx.sync.compressors import Residuals
 from llmx.sync.replicas import COMPRESSED, MEAN, WHOLE, StrategyInputs
 
@@ -51,7 +50,7 @@ def make(inputs: StrategyInputs) -> Strategy:
         nu = trees.named(head.nu)
         fresh = {name: nu[name] + 0 for name in sync.fresh}
         sync = sync._replace(num_updates=head.count + 0, fresh=fresh)
-        return inputs.forget_norms(state._replace(sync=sync))
+        return state._replace(sync=sync)
 
     def resharded(saved: OneBit, layers: reshard.Layers) -> OneBit:
         return saved._replace(
@@ -60,8 +59,8 @@ def make(inputs: StrategyInputs) -> Strategy:
         )
 
     mean = _watched(inputs) if config.warmup_steps < 0 else phases.mean_phase(inputs)
-    update = functools.partial(_update, inputs)
-    compressed = Phase(phases.shared_params, inputs.replica_gradient, _shares, update)
+    shares, update = functools.partial(_shares, inputs), functools.partial(_update, inputs)
+    compressed = Phase(phases.shared_params, inputs.replica_gradient, shares, update)
     return Strategy(
         abstract=(inputs.opt_state, abstract), init=init,
         phases={MEAN: mean, COMPRESSED: compressed}, timetable=inputs.timetable,
@@ -83,10 +82,15 @@ def _watched(inputs: StrategyInputs) -> Phase:
     return mean._replace(update=update)
 
 
-def _shares(found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
-    """Shares of the gradient; the momentum that they make is exchanged in the update."""
-    norm = jnp.sqrt(found.squares.sum())
-    return found._replace(tree=scaled(found.tree, found.shares), norms=norm), sync
+def _shares(inputs: StrategyInputs, found: Gradients, sync: OneBit) -> tuple[Gradients, OneBit]:
+    """Shares of the gradient; the momentum that they make is exchanged in the update.
+
+    The norm is an estimate of that of their sum, which no device has: one `optimizer.clip_norm`
+    serves all strategies and any number of replicas.
+    """
+    shares = inputs.replicas.shares(found)
+    norm = sketch.norm_of_sum(inputs.replicas, shares)
+    return found._replace(tree=trees.unnamed(shares, found.tree), norms=norm), sync
 
 
 def _update(inputs: StrategyInputs, found: Gradients, state: State, sync: OneBit, accepted):

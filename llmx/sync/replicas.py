@@ -75,10 +75,11 @@ class Replicas:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of a parameter."""
-        ways = [sharding.ways(self.mesh, entry) for entry in self._entries(name)]
+        ways = [sharding.ways(self.mesh, entry) for entry in self.entries(name)]
         return tuple(dim * n for dim, n in zip(self.tensors[name].shape, ways, strict=True))
 
-    def _entries(self, name: str) -> tuple:
+    def entries(self, name: str) -> tuple:
+        """The mesh axes that split each dimension of a parameter while it is updated."""
         entries = self.specs[name].partitions
         return (*entries, *(None,) * (len(self.tensors[name].shape) - len(entries)))
 
@@ -111,7 +112,7 @@ class Replicas:
 
         Its shape says how the parameter was split, which is what a restore has to know.
         """
-        tensor, entries = self.tensors[name], self._entries(name)
+        tensor, entries = self.tensors[name], self.entries(name)
         first, rest = (entries[0], entries[1:]) if tensor.layered else (None, entries)
         rows = tensor.rows * sharding.ways(self.mesh, first)
         shape = (

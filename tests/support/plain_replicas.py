@@ -20,6 +20,7 @@ from llmx.sync.replicas import VARIANCE
 
 BATCH, LENGTH, STEPS, WARMUP = 16, 16, 6, 2
 UNUSED = 80  # tokens from here on never occur: their rows have no gradient
+ESTIMATE = 0.05  # relative: three standard deviations of an estimated norm (`sync.sketch`)
 CLIP = 0.5  # gradients are longer, so that it matters who clips what
 
 # Learning rates that halve within the six steps; see `runs.PARITY_OPTIMIZER` for eps.
@@ -213,8 +214,11 @@ def decayed(update, params, config: optimizers.OptimizerConfig = OPTIMIZER):
     return jax.tree.map(decay, update, params, optimizers.decay_mask(AXES))
 
 
-def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig):
-    """1-bit Adam or LAMB: (losses, parameters, momentum, the exchange)."""
+def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[float]):
+    """1-bit Adam or LAMB: (losses, parameters, momentum, the exchange).
+
+    `norms`: of the compressed steps, by which they clip: estimates of the mean's.
+    """
     b1, b2 = np.float32(config.b1), np.float32(config.b2)
     losses, params, state = plain_mean(plain, WARMUP, config.name)
     mu, nu = state[0].mu, state[0].nu
@@ -226,8 +230,8 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig):
     for number, batch in list(enumerate(batches()))[WARMUP:]:
         made = plain.of_rows(params, batch, 4)
         losses.append(loss_of(made))
-        norm = np.sqrt(np.mean([norm_of(grads) ** 2 for _, _, grads in made]))
-        terms = []
+        norm, terms = norms[number - WARMUP], []
+        assert abs(norm / norm_of(added(shares_of(made))) - 1) < ESTIMATE
         for share in shares_of(made):
             g = times(share, CLIP / max(norm, CLIP))
             m = jax.tree.map(lambda g, m: b1 * m / 4 + (1 - b1) * g, g, mu)
