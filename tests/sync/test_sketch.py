@@ -44,7 +44,7 @@ def norm(terms: dict, n: int, sizes: dict, split: str) -> float:
     }
     found = replicas_lib.make(
         SyncConfig("one_bit"), mesh, COMPRESSORS["signs"],
-        shapes={name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in SHAPES.items()},
+        shapes={name: jax.ShapeDtypeStruct(dims, "float32") for name, (dims, _) in SHAPES.items()},
         axes={name: axes for name, (_, axes) in SHAPES.items()},
         updates={name: NamedSharding(mesh, spec) for name, spec in specs.items()},
     )  # fmt: skip
