@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 PyTree = Any
@@ -92,7 +93,23 @@ class Optimizer(NamedTuple):
 
     whole: optax.GradientTransformation
     tail: optax.GradientTransformationExtraArgs | None  # None: it has no such parts
-    schedule: optax.Schedule  # learning rate by number of updates
+    schedule: optax.Schedule  # learning rate by step, from 0
+
+
+def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
+    """The optimizer's state with its schedules at `step`.
+
+    A schedule goes by steps, those without an update included, so that it ends with the run and its
+    rate is the one that is reported. Counters of Adam's bias count updates and stay as they are.
+    """
+    is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+
+    def one(node):
+        if not is_schedule(node):
+            return node
+        return node._replace(count=jnp.broadcast_to(step, node.count.shape).astype(jnp.int32))
+
+    return jax.tree.map(one, opt_state, is_leaf=is_schedule)
 
 
 class Phase(NamedTuple):

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.contract import Gradients, Phase, State, Strategy, Timetable, at_step
 from llmx.sharding import trees
 from llmx.sync import phases, reshard
 from llmx.sync.compressors import Compressor, Tensor
@@ -42,7 +42,7 @@ def make(inputs: StrategyInputs) -> Strategy:
         return (), Local(*copies(inputs, params), reshard.zeros(abstract.outer))
 
     def update(found: Gradients, state: State, sync: Local, accepted: jax.Array) -> State:
-        params, opt_state = advanced(inputs, sync, phases.clipped(found).tree, accepted)
+        params, opt_state = advanced(inputs, state, phases.clipped(found).tree, accepted)
         return state._replace(sync=sync._replace(params=params, opt_state=opt_state))
 
     def resharded(saved: Local, layers: reshard.Layers) -> Local:
@@ -163,7 +163,7 @@ def forget_after_mean(inputs: StrategyInputs) -> Callable[[State, str, str], Sta
 
 
 def advanced(
-    inputs: StrategyInputs, sync: Any, gradients: Any, accepted: jax.Array, **extra: Any
+    inputs: StrategyInputs, state: State, gradients: Any, accepted: jax.Array, **extra: Any
 ) -> tuple[Any, Any]:
     """All replicas' parameters and optimizer states after an update by gradients [n, ...].
 
@@ -174,18 +174,20 @@ def advanced(
     abstract_params, abstract_opt_state = of_all_replicas(inputs)
     to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
 
-    def update(accepted, gradients, params, opt_state, extra):
+    def update(accepted, gradients, params, opt_state, extra, step):
         def one(gradient, params, opt_state, extra):
+            opt_state = at_step(opt_state, step)
             updates, new = inputs.optimizer.whole.update(gradient, opt_state, params, **extra)
             return optax.apply_updates(params, updates), new
 
         new = jax.vmap(one)(gradients, params, opt_state, extra)
         return phases.keep(accepted, new, (params, opt_state))
 
+    sync = state.sync
     params = jax.tree.map(jax.sharding.reshard, sync.params, shares)
     params, opt_state = jax.sharding.auto_axes(
         update, out_sharding=(shares, to(abstract_opt_state))
-    )(accepted, gradients, params, sync.opt_state, extra)
+    )(accepted, gradients, params, sync.opt_state, extra, state.step)
     return jax.tree.map(jax.sharding.reshard, params, to(abstract_params)), opt_state
 
 

@@ -170,7 +170,7 @@ def _exchanged_direction(
     Communicates over `data`, and over the axes that split a replica the sizes of compressed rows.
     """
     replicas, config = inputs.replicas, inputs.optimizer_config
-    adam = frozen_adam(config.b1, config.b2, config.eps)
+    adam = frozen_adam(config.b1, config.beta2, config.eps)
 
     def region(shares, head, residuals, frozen_at):
         own, after = {name: share[0] for name, share in shares.items()}, []
@@ -204,7 +204,7 @@ def _exchanged_direction(
 def _freshness(config: Any, old, new, sync: OneBit):
     """The variance that the exchanged momentum shows, and per layer the largest ratio of the frozen
     standard deviation to it (arXiv 2104.06069, algorithm 1)."""
-    b1, b2, eps = config.b1, config.b2, config.eps
+    b1, b2, eps = config.b1, config.beta2, config.eps
     fresh, freshness = {}, {}
     for name, before in sync.fresh.items():
         gradient = (new.mu[name] - b1 * old.mu[name]) / (1 - b1)
@@ -223,7 +223,7 @@ def with_freeze_step(inputs: StrategyInputs, step: jax.Array, nu: Any, sync: One
     it was, and is to be within 4% (arXiv 2102.02888, section 7.1), after the learning rate's
     warm-up."""
     config = inputs.optimizer_config
-    every = max(1, round(1 / (1 - config.b2)))
+    every = max(1, round(1 / (1 - config.beta2)))
     norm = sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(nu))
     due = (step + 1) % every == 0
     ratio = jnp.minimum(norm, sync.variance) / jnp.maximum(norm, sync.variance)

@@ -41,7 +41,7 @@ class ZeroOne(NamedTuple):
 
 def make(inputs: StrategyInputs) -> Strategy:
     replicas, config = inputs.replicas, inputs.optimizer_config
-    inputs = inputs.with_head(zero_one_adam(config.b1, config.b2, config.eps))
+    inputs = inputs.with_head(zero_one_adam(config.b1, config.beta2, config.eps))
     abstract = ZeroOne(
         *local.of_all_replicas(inputs), replicas.placed((), WHOLE, jnp.int32),
         replicas.placed((2,), WHOLE), replicas.abstract_residuals(),
@@ -175,13 +175,13 @@ def _update(inputs: StrategyInputs, phase: str, found: Gradients, state, sync: Z
         shared = found.tree
     elif phase == VARIANCE:
         shared = local.for_all(inputs, inputs.replicas.summed(found))
-    rate = jnp.asarray(inputs.optimizer.schedule(sync.num_updates), jnp.float32)
+    rate = jnp.asarray(inputs.optimizer.schedule(state.step), jnp.float32)
     count = sync.num_updates + 1
     corrected = 1 - inputs.optimizer_config.b1 ** count.astype(jnp.float32)
     rates = sync.rates + jnp.stack([rate, rate / corrected])
     # Replicas that share every gradient are never apart.
     rates = rates * 0 if phase == MEAN else rates
-    params, opt_state = local.advanced(inputs, sync, found.tree, accepted, shared=shared)
+    params, opt_state = local.advanced(inputs, state, found.tree, accepted, shared=shared)
     sync = sync._replace(
         params=params, opt_state=opt_state,
         num_updates=jnp.where(accepted, count, sync.num_updates),
@@ -240,7 +240,7 @@ def _exchanged(inputs, params, own, residuals, count, mu, nu, rates):
     }
 
     def momentum(name):
-        size = denominator(nu[name], count, b2=config.b2, eps=config.eps)
+        size = denominator(nu[name], count, b2=config.beta2, eps=config.eps)
         shared = moved[name] * size / jnp.maximum(rates[1], 1e-30)
         # Where no update was accepted since the last exchange, only errors have moved.
         return jnp.where(live[name] & (rates[1] > 0), shared, mu[name])[None]

@@ -201,7 +201,7 @@ class PlainSigns:
 
 def size_of(nu, count: int):
     """What Adam divides by."""
-    b2 = OPTIMIZER.b2
+    b2 = OPTIMIZER.beta2
     return jax.tree.map(lambda v: np.sqrt(v / np.float32(1 - b2**count)) + np.float32(1e-3), nu)
 
 
@@ -219,7 +219,7 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[
 
     `norms`: of the compressed steps, by which they clip: estimates of the mean's.
     """
-    b1, b2 = np.float32(config.b1), np.float32(config.b2)
+    b1, b2 = np.float32(config.b1), np.float32(config.beta2)
     losses, params, state = plain_mean(plain, WARMUP, config.name)
     mu, nu = state[0].mu, state[0].nu
     fresh, signs = nu, PlainSigns(plain.params)
@@ -258,7 +258,7 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[
 
 def plain_zero_one(plain: Plain, recipe):
     """0/1 Adam: (losses, parameters, each replica's momentum)."""
-    b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.b2)
+    b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.beta2)
     zeros = times(plain.params, 0)
     anchor, own, mus, nu = plain.params, [plain.params] * 4, [zeros] * 4, zeros
     signs, losses, moments, sums = PlainSigns(plain.params), [], 0, np.zeros(2)

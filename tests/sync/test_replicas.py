@@ -399,10 +399,40 @@ def spoilt(batch: dict) -> dict:
     return batch | {"weights": weights}
 
 
+@pytest.mark.parametrize("strategy", ["one_bit", "zero_one", "diloco", "int8"])
+def test_the_rate_in_the_report_is_the_one_of_the_update(plain, strategy):
+    """After skipped steps too: the decay of rows without a gradient shows it."""
+    values = dict(sync=dict(warmup_steps=2)) if strategy == "one_bit" else {}
+    config = dataclasses.replace(OPTIMIZER, weight_decay=100.0)
+    recipe = make_recipe(strategy, optimizer=config, **values)
+    state = begun(recipe, plain.params)
+
+    def seen(state):
+        own = state.sync.params if strategy in ("zero_one", "diloco") else state.params
+        rows = np.asarray(own["embedding"], "f8").reshape(-1, *plain.params["embedding"].shape)
+        return np.abs(rows[0, UNUSED:]).sum()
+
+    programs = runs.make_programs(recipe)
+    with jax.set_mesh(recipe.mesh):
+        for number, good in enumerate(batches()[:-1]):  # an outer step follows the last one
+            before, bad = seen(state), number in (0, 3)
+            given = runs.put_batch(recipe, spoilt(good) if bad else good)
+            state, report = programs(number, state, given)
+            rate = 0.0 if bad else float(report.learning_rate)
+            used = (1 - seen(state) / before) / config.weight_decay
+            assert used == pytest.approx(rate, rel=1e-3, abs=1e-7)
+            assert float(report.learning_rate) == pytest.approx(learning_rate(config, number))
+
+
 def unchanged(state: State):
     """All but the counters that go on."""
     state = jax.device_get(state)
     return state.params, state.opt_state, state.sync._replace(num_updates=None)
+
+
+def at(state: State, step: int) -> State:
+    """At another step, and so at another learning rate."""
+    return state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
 
 
 @pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
@@ -413,7 +443,8 @@ def test_a_bad_batch_leaves_all_as_it_was(plain, request, strategy):
     _, params, opt_state = plain_mean(plain, WARMUP, name)
     good = batches()[WARMUP:]
     start = lambda: begun(trained.recipe, params, opt_state)  # noqa: E731
-    wanted = trained(start(), good[:2], WARMUP)
+    wanted = trained(at(start(), 1), good[:1], WARMUP)
+    wanted = trained(at(wanted, 3), good[1:2], WARMUP + 1)  # of two batches at these rates
     state, before = start(), jax.device_get(start())
     state = trained(state, [spoilt(good[0])], WARMUP)
     for got, was in zip(
