@@ -156,7 +156,7 @@ class Strategy(NamedTuple):
     timetable: Timetable
     enter: Callable  # (State, previous phase, phase) -> State; on the host, at a change of phase
     outer: Mapping[tuple, Callable]  # model fragments -> (State -> State) between steps; {} = none
-    scalars: Callable  # sync -> {"freeze_step": ...} for the report
+    scalars: Callable  # State -> {"freeze_step": ..., "masked": ...} for the report
     reshard: Callable  # (saved sync, how its layers lay) -> sync of these replicas
     # Tensors that are compressed, and bytes of each message of one device that they are fused into.
     messages: tuple[int, tuple[int, ...]] = (0, ())

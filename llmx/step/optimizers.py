@@ -150,9 +150,10 @@ def _adamw_tail(config, schedule, axes):
 
 
 def _lamb_tail(config, schedule, axes):
+    decays = decay_mask(axes)
     return (
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
-        trust_ratio.scale_by_trust_ratio(axes),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
+        trust_ratio.scale_by_trust_ratio(axes, decays, config.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
 

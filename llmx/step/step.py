@@ -198,7 +198,7 @@ def make_train_step(
         # it is in flight already.
         stays = guard.stopped & (not jax.tree.leaves(in_flight))
         advance = jnp.where(stays, 0, 1).astype(state.step.dtype)
-        scalars = recipe.strategy.scalars(new.sync) | dict(found.reported)
+        scalars = recipe.strategy.scalars(new) | dict(found.reported)
         for name, each in transforms.items():
             scalars = scalars | each.scalars(found, extra[name])
         report = Report(
