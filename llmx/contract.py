@@ -113,7 +113,7 @@ def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
 
 
 class Phase(NamedTuple):
-    """One compiled train step. A strategy has one to three."""
+    """One compiled train step. A strategy has one to three, and one for each step of a ramp."""
 
     params: Callable  # State -> the parameters to differentiate at
     gradient: Gradient
