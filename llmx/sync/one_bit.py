@@ -243,8 +243,13 @@ def _exchanged_direction(
 
 
 def _freshness(config: Any, old, new, sync: OneBit, least: dict):
-    """The variance that the exchanged momentum shows, and per layer the largest ratio of the frozen
-    standard deviation to it (arXiv 2104.06069, algorithm 1)."""
+    """The variance that the exchanged momentum shows, and per layer the mean ratio of the frozen
+    standard deviation to it.
+
+    The paper takes the largest ratio (arXiv 2104.06069, algorithm 1), with b2 = 0.999. At 0.95 a
+    variance is that of 20 steps, in some number of thousands it is always a small part of the
+    frozen one, and the factor stays at its limit.
+    """
     b1, b2, eps = config.b1, config.beta2, config.eps
     fresh, freshness = {}, {}
     for name, before in sync.fresh.items():
@@ -254,8 +259,9 @@ def _freshness(config: Any, old, new, sync: OneBit, least: dict):
         then, now = size(old.nu[name], sync.num_updates), size(fresh[name], new.count)
         ratio = jnp.where(old.nu[name] > 0, then / now, 0)
         first = 1 if name.startswith("blocks/") else 0
-        largest = jnp.max(ratio, axis=tuple(range(first, ratio.ndim)))
-        freshness[name] = jnp.where(largest > 0, largest, 1.0)
+        inner = tuple(range(first, ratio.ndim))
+        mean = ratio.sum(inner) / jnp.maximum((old.nu[name] > 0).sum(inner), 1)
+        freshness[name] = jnp.where(mean > 0, mean, 1.0)
     return fresh, freshness
 
 

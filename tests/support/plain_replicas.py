@@ -267,9 +267,9 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[
             bare = trees.named(times(direction, 1 / (1 - b1 ** (number + 1))))
             for name, u in trees.named(update).items():
                 inner = tuple(range(average[name].ndim, u.ndim))
-                most = np.max(np.where(lives[name], ratios[name], 0), axis=inner)
+                aged = np.mean(ratios[name], axis=inner, where=lives[name])
                 own = np.sqrt(np.sum(bare[name] ** 2, inner) / np.sum(u**2, inner)).clip(0, 1)
-                wanted = (own * most + 1 - own).clip(0.5, 4)
+                wanted = (own * aged + 1 - own).clip(0.5, 4)
                 factor[name] = np.clip(wanted, 0.9 * factor[name], 1.1 * factor[name])
                 scale = average[name] * factor[name]
                 scaled[name] = u * scale.reshape(*scale.shape, *(1,) * len(inner))

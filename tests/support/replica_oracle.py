@@ -345,7 +345,7 @@ def one_bit(problem: Problem, s: Settings, kind: str) -> tuple[list[dict], int]:
                 fresh[k] = b2 * fresh[k] + (1 - b2) * seen**2
                 now = np.sqrt(fresh[k] / (1 - b2**adam.count))
                 now = np.maximum(now, low[k]) + s.eps
-                aged = rows(k, np.where(live[k], size[k] / now, 0)).max(1)
+                aged = rows(k, size[k] / now).mean(1, where=rows(k, live[k]))
                 norms = [np.sqrt((rows(k, tree[k]) ** 2).sum(1)) for tree in (bare, update)]
                 share = np.minimum(norms[0] / norms[1], 1)
                 wanted = (share * aged + 1 - share).clip(0.5, 4)
