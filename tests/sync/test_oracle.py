@@ -16,7 +16,9 @@ from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import VARIANCE
 
 CLOSE = 1e-4  # of the largest parameter: 50 steps in fp32
-REPLICAS = pytest.mark.parametrize("n", [2, 3, 6])
+REPLICAS = pytest.mark.parametrize(
+    "n", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
+)
 SETTINGS = Settings()
 # Seeds of problems on which a power iteration does not enlarge rounding: where singular values are
 # close, the oracle itself moves by 1e-3 if its inputs are moved by 6e-8.
