@@ -33,6 +33,7 @@ class Settings:
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     scale: str = "rms"
+    least: float = 0.1  # of a frozen variance's root, of its row's root mean square
     fraction: float = 0.1
     momentum: float = 0.5
     ramp: int = 8
@@ -308,11 +309,11 @@ def stale(problem: Problem, s: Settings, delays: np.ndarray, staleness: int) -> 
     return found
 
 
-def least(v: dict, bias: float) -> dict:
+def least(v: dict, bias: float, share: float) -> dict:
     found = {}
     for k, each in v.items():
         of_rows = [row[row > 0].mean() for row in rows(k, each)]
-        found[k] = per_row(k, 0.1 * np.sqrt(np.array(of_rows) / bias), each)
+        found[k] = per_row(k, share * np.sqrt(np.array(of_rows) / bias), each)
     return found
 
 
@@ -330,7 +331,7 @@ def one_bit(problem: Problem, s: Settings, kind: str) -> tuple[list[dict], int]:
             found.append(x)
             continue
         fresh = fresh or dict(adam.v)
-        low = least(adam.v, bias)
+        low = least(adam.v, bias, s.least)
         size = {k: np.maximum(np.sqrt(v / bias), low[k]) + s.eps for k, v in adam.v.items()}
         live = {k: v > 0 for k, v in adam.v.items()}
         momenta = [{k: (b1 * adam.m[k] / n + (1 - b1) * g[k]) / size[k] for k in g} for g in terms]
@@ -372,7 +373,7 @@ def zero_one(problem: Problem, s: Settings, variance, exchanges) -> tuple[list[d
             mean = total([scaled(g[i], problem.shares(step)[i]) for i in range(n)])
             v, moments = {k: b2 * v[k] + (1 - b2) * mean[k] ** 2 for k in v}, moments + 1
         bias = 1 - b2**moments
-        low, rate, c1 = least(v, bias), s.rate_at(step), 1 - b1 ** (step + 1)
+        low, rate, c1 = least(v, bias, s.least), s.rate_at(step), 1 - b1 ** (step + 1)
         size = {k: np.maximum(np.sqrt(v[k] / bias), low[k]) + s.eps for k in v}
         for i in range(n):
             m[i] = {k: b1 * m[i][k] + (1 - b1) * g[i][k] for k in v}
