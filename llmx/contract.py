@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 PyTree = Any
@@ -46,7 +47,9 @@ class Gradients(NamedTuple):
     z_loss: jax.Array  # fp32 [], what the z-loss adds
     tokens: jax.Array  # fp32 [], predicted tokens of the global batch; 0: there is no gradient yet
     tree: PyTree  # as the parameters, in the gradient shardings; [n, ...] if one per replica
-    squares: jax.Array  # fp32 [leaves], squared norm of each leaf
+    # fp32 [leaves], squared norm of each leaf; of replicas the mean, weighted with their squared
+    # shares of the tokens
+    squares: jax.Array
     norms: jax.Array  # fp32 [], the global norm; [n] where each replica clips its own gradient
     shares: PyTree = ()  # fp32 [n], each replica's share of the tokens, if there is one per replica
     extra: PyTree = ()  # states of the transforms with which the batch was taken
@@ -90,11 +93,27 @@ class Optimizer(NamedTuple):
 
     whole: optax.GradientTransformation
     tail: optax.GradientTransformationExtraArgs | None  # None: it has no such parts
-    schedule: optax.Schedule  # learning rate by number of updates
+    schedule: optax.Schedule  # learning rate by step, from 0
+
+
+def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
+    """The optimizer's state with its schedules at `step`.
+
+    A schedule goes by steps, those without an update included, so that it ends with the run and its
+    rate is the one that is reported. Counters of Adam's bias count updates and stay as they are.
+    """
+    is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+
+    def one(node):
+        if not is_schedule(node):
+            return node
+        return node._replace(count=jnp.broadcast_to(step, node.count.shape).astype(jnp.int32))
+
+    return jax.tree.map(one, opt_state, is_leaf=is_schedule)
 
 
 class Phase(NamedTuple):
-    """One compiled train step. A strategy has one to three."""
+    """One compiled train step. A strategy has one to three, and one for each step of a ramp."""
 
     params: Callable  # State -> the parameters to differentiate at
     gradient: Gradient
@@ -137,7 +156,7 @@ class Strategy(NamedTuple):
     timetable: Timetable
     enter: Callable  # (State, previous phase, phase) -> State; on the host, at a change of phase
     outer: Mapping[tuple, Callable]  # model fragments -> (State -> State) between steps; {} = none
-    scalars: Callable  # sync -> {"freeze_step": ...} for the report
+    scalars: Callable  # State -> {"freeze_step": ..., "masked": ...} for the report
     reshard: Callable  # (saved sync, how its layers lay) -> sync of these replicas
     # Tensors that are compressed, and bytes of each message of one device that they are fused into.
     messages: tuple[int, tuple[int, ...]] = (0, ())

@@ -298,7 +298,7 @@ def compile_programs(
 ) -> "Programs":
     """The compiled programs of the steps from `first` on, and which of them runs when."""
     strategy, timetable = recipe.strategy, recipe.strategy.timetable
-    freeze_step = int(jax.device_get(strategy.scalars(state.sync).get("freeze_step", -1)))
+    freeze_step = int(jax.jit(strategy.scalars)(state).get("freeze_step", -1))
     phases = timetable.phases_from(first, freeze_step)
     steps = {phase: compile_step(config, recipe, log, phase) for phase in phases}
     wanted = {timetable.fragments_after(number) for number in range(first, config.steps)}

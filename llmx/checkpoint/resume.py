@@ -228,7 +228,7 @@ def _entered(recipe: Recipe, state: State, saved: Document) -> State:
     section = saved.meta.get("config", {}).get("sync", {})
     then = SyncConfig(**{name: section[name] for name in section if name in vars(SyncConfig())})
     table = STRATEGIES[then.strategy].timetable(then, [1.0] * saved.step)
-    freeze_step = int(recipe.strategy.scalars(state.sync).get("freeze_step", -1))
+    freeze_step = int(jax.jit(recipe.strategy.scalars)(state).get("freeze_step", -1))
     phase, before = (of.phase_of(last, freeze_step) for of in (recipe.strategy.timetable, table))
     if recipe.abstract.opt_state == () and before != MEAN == phase:
         raise ValueError(

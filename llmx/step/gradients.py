@@ -95,9 +95,12 @@ def per_replica(
             jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
             for leaf in jax.tree.leaves(tree)
         ])  # fmt: skip
+        # A replica with few tokens has a long, noisy gradient, which its share makes short.
+        weights = jnp.square(shares)
+        weights = weights / jnp.maximum(weights.sum(), 1e-30)
         gradients = Gradients(
             jnp.sum(losses * shares), jnp.sum(zs * shares), tokens.sum(), tree,
-            squares.mean(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
+            (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
             amax=jax.tree.map(lambda leaf: stacked(leaf).max(axis=0), own.amax),
         )  # fmt: skip
         return gradients, in_flight

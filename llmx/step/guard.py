@@ -59,8 +59,9 @@ def check(config: GuardConfig, state: GuardState, found: Gradients) -> tuple[Ver
     Gradients of no tokens, and those that a transform withdraws, are not applied, and leave the
     state as it was.
     """
-    # Of replicas with a norm each, the root of the mean square.
-    norm = jnp.sqrt(jnp.mean(jnp.square(found.norms))) if found.norms.ndim else found.norms
+    # Of replicas with a norm each: the root of the mean square, weighted with their squared shares
+    # of the tokens, as in the squared norm of a sum of independent terms.
+    norm = jnp.sqrt(found.squares.sum()) if found.norms.ndim else found.norms
     finite = jnp.isfinite(found.squares)
     broken = ~(finite.all() & jnp.isfinite(found.loss))
     bad = broken

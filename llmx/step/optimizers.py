@@ -39,8 +39,8 @@ class OptimizerConfig:
     # learning rate at the end, as a fraction of the peak
     final_fraction: float = bounded(0.1, at_least=0, at_most=1)
     b1: float = bounded(0.9, at_least=0, below=1)  # momentum
-    # second moment (adamw, muon's adamw; lion's second)
-    b2: float = bounded(0.95, at_least=0, below=1)
+    # second moment (adamw, lamb, muon's adamw; lion's second); 0 = 0.95, of lion 0.99
+    b2: float = bounded(0.0, at_least=0, below=1, remedy="0 = 0.95, of lion 0.99")
     eps: float = bounded(1e-8, at_least=0, at_most=1)  # added to the root of the second moment
     # "fp32" | "bf16" | "int8": how moments are kept; "auto" = as the master parameters
     moments: str = choice("auto", moments.NAMES)
@@ -50,9 +50,15 @@ class OptimizerConfig:
     # keep an average of parameters with this decay; 0 = off
     ema_decay: float = bounded(0.0, at_least=0, below=1)
 
+    @property
+    def beta2(self) -> float:
+        """`b2`, or the optimizer's own: Lion's momentum is to be longer than Adam's second moment
+        (arXiv 2302.06675)."""
+        return self.b2 or {"lion": 0.99}.get(self.name, 0.95)
+
 
 def _after_warmup(config: OptimizerConfig, decay: optax.Schedule) -> optax.Schedule:
-    """`decay` of the updates since the warm-up, behind a linear warm-up; the first update moves."""
+    """`decay` of the steps since the warm-up, behind a linear warm-up; the first step moves."""
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
     joined = optax.join_schedules([warmup, decay], [config.warmup_steps])
     return lambda count: joined(count + 1)
@@ -133,7 +139,7 @@ def _muon_dimensions(axes: Any) -> Any:
 
 
 def _adam(config):
-    return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    return optax.scale_by_adam(b1=config.b1, b2=config.beta2, eps=config.eps)
 
 
 def _adamw_tail(config, schedule, axes):
@@ -144,23 +150,42 @@ def _adamw_tail(config, schedule, axes):
 
 
 def _lamb_tail(config, schedule, axes):
+    decays = decay_mask(axes)
     return (
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
-        trust_ratio.scale_by_trust_ratio(axes),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
+        trust_ratio.scale_by_trust_ratio(axes, decays, config.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
 
 
 def _lion(config, schedule, axes):
     decay = dict(weight_decay=config.weight_decay, mask=decay_mask(axes))
-    return optax.lion(schedule, b1=config.b1, b2=config.b2, **decay)
+    return optax.lion(schedule, b1=config.b1, b2=config.beta2, **decay)
+
+
+def clip_by_matrix_rms(axes: Any, most: float) -> optax.GradientTransformation:
+    """Scales each matrix's update down to a root mean square of `most` (arXiv 1804.04235, 6).
+
+    Layers and experts that are stacked in one array are matrices of their own, as they are where
+    they are not stacked.
+    """
+
+    def clipped(names, update):
+        inner = tuple(i for i, name in enumerate(names) if name not in (*STACKED, "experts"))
+        rms = jnp.sqrt(jnp.mean(jnp.square(update), axis=inner, keepdims=True))
+        return update / jnp.maximum(1.0, rms / most)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(clipped, axes, updates, is_leaf=_IS_NAMES), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _adafactor(config, schedule, axes):
     # Updates are not scaled by the parameters: the learning rate means what it means in AdamW.
     return optax.chain(
         optax.scale_by_factored_rms(),
-        optax.clip_by_block_rms(1.0),
+        clip_by_matrix_rms(axes, 1.0),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -171,7 +196,7 @@ def _muon(config, schedule, axes):
     # (2502.16982).
     return contrib.muon(
         schedule, beta=0.95, weight_decay=config.weight_decay,
-        adam_b1=config.b1, adam_b2=config.b2, eps=config.eps, adam_weight_decay=0.0,
+        adam_b1=config.b1, adam_b2=config.beta2, eps=config.eps, adam_weight_decay=0.0,
         muon_weight_dimension_numbers=_muon_dimensions(axes), consistent_rms=0.2,
     )  # fmt: skip
 
@@ -197,7 +222,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-# Whose update of a layer depends on no other layer. Adafactor clips by a mean over all of them.
+# Whose state has a part for each layer. What Adafactor factors is whole.
 BY_LAYER = tuple(name for name in OPTIMIZERS if name != "adafactor")
 
 
@@ -224,9 +249,9 @@ def problems(config: OptimizerConfig, *, offloaded: Sequence[str] = ()) -> list[
 def make_schedule(
     config: OptimizerConfig, *, total_steps: int, factors: Mapping[int, float] | None = None
 ) -> optax.Schedule:
-    """The learning rate as a function of the number of updates made.
+    """The learning rate as a function of the step, from 0.
 
-    `factors`: {number of updates: what the rate is multiplied with from there on}.
+    `factors`: {step: what the rate is multiplied with from there on}.
     """
     schedule = SCHEDULES[config.schedule](config, total_steps)
     if not factors:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx.contract import BY_LAYER, Batch, Gradient, State, Strategy
+from llmx.contract import BY_LAYER, Batch, Gradient, State, Strategy, at_step
 from llmx.model import adapters
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
@@ -76,7 +76,7 @@ class Recipe:
     loss: TrainingLoss  # the model on its mesh
     gradient: Gradient
     strategy: Strategy
-    schedule: optax.Schedule  # learning rate by number of updates
+    schedule: optax.Schedule  # learning rate by step, from 0
     guard: guards.GuardConfig
     clip_norm: float  # global norm that gradients are scaled down to; 0 = off
     ema_decay: float  # of the average of parameters; 0 = no average
@@ -198,7 +198,7 @@ def make_train_step(
         # it is in flight already.
         stays = guard.stopped & (not jax.tree.leaves(in_flight))
         advance = jnp.where(stays, 0, 1).astype(state.step.dtype)
-        scalars = recipe.strategy.scalars(new.sync) | dict(found.reported)
+        scalars = recipe.strategy.scalars(new) | dict(found.reported)
         for name, each in transforms.items():
             scalars = scalars | each.scalars(found, extra[name])
         report = Report(
@@ -239,13 +239,13 @@ def make_update(
         seed = stored.seed(state.step)
         to = lambda tree: jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)  # noqa: E731
 
-        def apply(accepted, gradients, old, factors, extra, seed):
+        def apply(accepted, gradients, old, factors, extra, seed, step):
             def one_part(accepted, gradients, old, layers=None):
                 params, opt_state, ema = old
                 gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
                 gradients = gradients if factors is None else scaled(gradients, factors)
                 updates, new_opt_state = transformation.update(
-                    gradients, opt_state, params, layers=layers, **extra
+                    gradients, at_step(opt_state, step), params, layers=layers, **extra
                 )
                 new_params = stored.add(params, updates, seed, layers)
                 new_ema = jax.tree.map(average, ema, new_params) if ema_decay else ema
@@ -258,7 +258,15 @@ def make_update(
         # and ends.
         params, opt_state, ema = jax.sharding.auto_axes(
             apply, out_sharding=(to(params), to(state.opt_state), to(state.ema))
-        )(accepted, gradients, (params, state.opt_state, state.ema), factors, extra, seed)
+        )(
+            accepted,
+            gradients,
+            (params, state.opt_state, state.ema),
+            factors,
+            extra,
+            seed,
+            state.step,
+        )
         kept = jax.tree.map(lambda leaf: leaf.sharding, loss.params)
         params = jax.tree.map(split_as, params, kept)
         return state._replace(params=params, opt_state=opt_state, ema=ema)

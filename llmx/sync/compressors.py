@@ -69,6 +69,7 @@ class Group:
     bucket_bytes: int = 32 * 2**20  # of one device, per message
     fraction: float = 0.01  # top_k: share of the numbers that is sent
     rank: int = 4  # low_rank
+    scale: str = "rms"  # signs: the size of a row's numbers, "rms" or "mean"
 
 
 class Residuals(NamedTuple):
@@ -109,7 +110,9 @@ class Compressor(NamedTuple):
         terms: by name, this replica's terms in the shape of the shard, any float dtype.
         residuals: of the sum before, or zeros; any shapes with as many numbers, which are kept.
         live: by name, bool in the shape of the shard and the same on all replicas; None = all.
-            Numbers that are not live are zero in the sums and in the residuals.
+            Numbers that are not live are zero in the sums and in the residuals; of signs, whose
+            bits they have too, they are 1 in the sums where a replica has a number there, which
+            waits in its residual.
         sums: by name, in the shape of the shard; fp32, of "mean" in the dtype of the terms.
 
     `state` gives the shapes of a tensor's residuals, `messages` what is sent of it, in order.
@@ -178,6 +181,19 @@ def _feedback(group: Group, **rows: tuple[int, ...] | None) -> ResidualRows:
     return rows if group.feedback else {}
 
 
+def alone(tensors, terms, residuals: Residuals, group: Group, live=None):
+    """The `Compressor.reduce` of one replica: its terms, and all that it has not sent before."""
+    sums, errors, servers = {}, {}, {}
+    for tensor, in_LR in zip(tensors, _with_errors(tensors, terms, residuals, None), strict=True):
+        name, live_LR, x_LR = tensor.name, _live_rows(live, tensor), in_LR
+        if name in residuals.server:
+            server_LQ = residuals.server[name].reshape(tensor.rows, -1)
+            servers[name], x_LR = server_LQ * 0, in_LR + server_LQ[:, : tensor.length]
+        sums[name] = jnp.where(live_LR, x_LR, x_LR != 0).reshape(tensor.shape)
+        errors[name] = jnp.where(live_LR, 0, x_LR)
+    return sums, _updated(residuals, errors, servers)
+
+
 # ------------------------------------------------------------------------------------------- signs
 
 
@@ -199,36 +215,36 @@ def _rows(chunks_nLQ: jax.Array, length: int) -> jax.Array:
     return chunks_nLQ.swapaxes(0, 1).reshape(rows, size * q)[:, :length]
 
 
-def _magnitude(tensor: Tensor, over: Sequence[str], x_LR, live_LR) -> jax.Array:
-    """Mean absolute value of the live numbers of each whole row, fp32 [L].
+def _magnitude(tensor: Tensor, group: Group, over: Sequence[str], x_LR, live_LR) -> jax.Array:
+    """The size of the live numbers of each whole row, fp32 [L]: their root mean square, or their
+    mean absolute value.
 
     Sums over the mesh axes `over` and those that split a row.
     """
-    total, count = jnp.abs(x_LR).sum(1), live_LR.sum(1, dtype=jnp.float32)
-    both = jnp.stack([total, count])
+    sizes = jnp.abs(x_LR) if group.scale == "mean" else jnp.square(x_LR)
+    both = jnp.stack([jnp.where(live_LR, sizes, 0).sum(1), live_LR.sum(1, dtype=jnp.float32)])
     if axes := (*over, *tensor.over):
         both = jax.lax.psum(both, axes)
-    total, count = both
-    return total / jnp.maximum(count, 1)
+    mean = both[0] / jnp.maximum(both[1], 1)
+    return mean if group.scale == "mean" else jnp.sqrt(mean)
 
 
 def _signs(tensors, terms, residuals: Residuals, group: Group, live=None):
-    """Signs, and one scale per row: the mean absolute value of its numbers (arXiv 2102.02888).
+    """Signs, and one scale per row: the root mean square of its numbers, which keeps the row's norm
+    (arXiv 2102.02888), or their mean absolute value, which is nearest to them.
 
     Sends 1/8 byte per number and phase. Scales are of whole rows, however a replica splits them.
+    The bit of a number that is not live says whether there is one.
     """
     n, index = group.size, jax.lax.axis_index(group.axis)
     inputs = _with_errors(tensors, terms, residuals, None)
     messages, errors, masks = [], {}, []
-    for tensor, in_LR in zip(tensors, inputs, strict=True):
-        live_LR = jnp.ones(in_LR.shape, bool)
-        if live is not None:
-            live_LR = live[tensor.name].reshape(in_LR.shape)
-        x_LR = jnp.where(live_LR, in_LR, 0)
-        positive_LR = x_LR >= 0
-        scale_L = _magnitude(tensor, (), x_LR, live_LR)
+    for tensor, x_LR in zip(tensors, inputs, strict=True):
+        live_LR = _live_rows(live, tensor)
+        positive_LR = jnp.where(live_LR, x_LR >= 0, x_LR != 0)
+        scale_L = _magnitude(tensor, group, (), x_LR, live_LR)
         sent_LR = jnp.where(positive_LR, scale_L[:, None], -scale_L[:, None])
-        errors[tensor.name] = jnp.where(live_LR, x_LR - sent_LR, 0)
+        errors[tensor.name] = x_LR - jnp.where(live_LR, sent_LR, 0)
         q = _share(tensor, group, 8)
         bits = buckets.pack(_chunks(positive_LR, n, q))
         messages.append([bits, jnp.broadcast_to(scale_L, (n, tensor.rows))])
@@ -236,19 +252,26 @@ def _signs(tensors, terms, residuals: Residuals, group: Group, live=None):
     arrived = _exchanged("all_to_all", messages, group)
     answers, scales, server = [], [], {}
     for tensor, live_LQ, (bits, scales_nL) in zip(tensors, masks, arrived, strict=True):
-        sum_LQ = jnp.sum(scales_nL[..., None] * buckets.unpack(bits), axis=0)
+        signs_nLQ = buckets.unpack(bits)
+        sum_LQ = jnp.sum(scales_nL[..., None] * signs_nLQ, axis=0)
         sum_LQ = jnp.where(live_LQ, _plus(residuals.server, tensor.name, sum_LQ), 0)
-        scale_L = _magnitude(tensor, (group.axis,), sum_LQ, live_LQ)
-        positive_LQ = sum_LQ >= 0
+        scale_L = _magnitude(tensor, group, (group.axis,), sum_LQ, live_LQ)
+        positive_LQ = jnp.where(live_LQ, sum_LQ >= 0, (signs_nLQ > 0).any(0))
         sent_LQ = jnp.where(positive_LQ, scale_L[:, None], -scale_L[:, None])
         server[tensor.name] = jnp.where(live_LQ, sum_LQ - sent_LQ, 0)
         answers.append([buckets.pack(positive_LQ)[None]])
         scales.append(scale_L)
     arrived, sums = _exchanged("all_gather", answers, group), {}
     for tensor, scale_L, (bits,) in zip(tensors, scales, arrived, strict=True):
-        sum_LR = scale_L[:, None] * _rows(buckets.unpack(bits), tensor.length)
-        sums[tensor.name] = _masked(live, tensor.name, sum_LR).reshape(tensor.shape)
+        signs_LR = _rows(buckets.unpack(bits), tensor.length)
+        sum_LR = jnp.where(_live_rows(live, tensor), scale_L[:, None] * signs_LR, signs_LR > 0)
+        sums[tensor.name] = sum_LR.reshape(tensor.shape)
     return sums, _updated(residuals, errors, server)
+
+
+def _live_rows(live: Mapping[str, jax.Array] | None, tensor: Tensor) -> jax.Array:
+    shape = (tensor.rows, tensor.length)
+    return jnp.ones(shape, bool) if live is None else live[tensor.name].reshape(shape)
 
 
 def _signs_state(tensor: Tensor, group: Group) -> ResidualRows:

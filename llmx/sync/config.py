@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llmx.runtime.bounds import bounded
+from llmx.runtime.bounds import bounded, choice
 
 
 @dataclasses.dataclass
@@ -15,8 +15,14 @@ class SyncConfig:
     error_feedback: bool = True  # what compression leaves out goes in with the next exchange
     # compressed tensors are fused into messages of this size
     bucket_mib: float = bounded(32.0, above=0)
+    # one_bit, one_bit_lamb, zero_one: size of a row's signs, "rms" | "mean" of its numbers' sizes
+    scale: str = choice("rms", ("rms", "mean"))
     rank: int = bounded(4, at_least=1)  # power_sgd
     fraction: float = bounded(0.01, above=0, at_most=1)  # top_k: of the numbers, how many are sent
+    # top_k: of what replicas exchange, in the place of the optimizer's (optimizer.b1=0); 0 = none
+    momentum: float = bounded(0.0, at_least=0, below=1)
+    # top_k: steps after the warm-up in which the fraction falls, from 1/4 by quarters; 0 = none
+    ramp_steps: int = bounded(0, at_least=0)
     # local_sgd, diloco: steps between exchanges; zero_one: at most this many
     every: int = bounded(30, at_least=1)
     # diloco: parts of the model that are exchanged at different steps

@@ -1,20 +1,24 @@
 """Bounded staleness (stale synchronous parallel, Ho et al. 2013), simulated within the step.
 
 Gradients of replicas arrive up to `staleness` steps late. Nothing is hidden or saved by it: it
-shows what late gradients do to training.
+shows what late gradients do to training. A replica reads its own writes: it takes its gradient
+where its gradients that are on their way would move the parameters.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from llmx.contract import Gradients, Strategy
+from llmx import sharding
+from llmx.contract import Gradients, Phase, State, Strategy, at_step
+from llmx.sharding import trees
 from llmx.sync import phases, reshard
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import AXIS, WHOLE, StrategyInputs
+from llmx.sync.replicas import AXES, AXIS, COMPRESSED, WHOLE, StrategyInputs
 
 # Simulated replicas: log-normal factors of their time for a step, constant ones and of each step.
 _SPREAD_OF_REPLICAS, _SPREAD_OF_STEPS = 0.1, 0.3
@@ -73,7 +77,45 @@ def make(inputs: StrategyInputs) -> Strategy:
         late = {name: waiting(name, like) for name, like in abstract.late.items()}
         return Late(saved.num_steps, jnp.zeros(abstract.lateness.shape), late)
 
-    return phases.in_steps(inputs, abstract, phases.exchanged(inputs, reduce), resharded)
+    params = own_views(inputs) if config.staleness else phases.shared_params
+    update = phases.updated(inputs)
+    own_phases = {COMPRESSED: Phase(params, inputs.replica_gradient, reduce, update)}
+    return phases.in_steps(inputs, abstract, own_phases, resharded)
+
+
+def own_views(inputs: StrategyInputs) -> Callable[[State], Any]:
+    """Each replica's parameters as it sees them, in its local view: moved by what the optimizer
+    would make of its own gradients that are on their way, beyond what it makes of none. Nothing is
+    sent."""
+    replicas, updates = inputs.replicas, inputs.loss.updates
+    kept = jax.tree.map(lambda leaf: leaf.sharding, inputs.loss.params)
+    stack = lambda to: to.update(spec=PartitionSpec(AXIS, *to.spec.partitions))  # noqa: E731
+
+    def moved(waiting, params, opt_state, step):
+        opt_state = at_step(opt_state, step)
+
+        def update(gradient):
+            return inputs.optimizer.whole.update(gradient, opt_state, params)[0]
+
+        none = update(jax.tree.map(jnp.zeros_like, params))
+
+        def one(own):
+            seen = lambda p, u, zero: p + u - zero  # noqa: E731
+            return jax.tree.map(seen, params, update(own), none)
+
+        return jax.vmap(one)(jax.tree.map(lambda leaf: leaf.sum(1), waiting))
+
+    def params(state: State) -> Any:
+        waiting = trees.unnamed(state.sync.late, state.params)
+        split = jax.tree.map(jax.sharding.reshard, state.params, updates)
+        own = jax.sharding.auto_axes(moved, out_sharding=jax.tree.map(stack, updates))(
+            waiting, split, state.opt_state, state.step
+        )
+        own = jax.tree.map(lambda a, to: jax.sharding.reshard(a, stack(to)), own, kept)
+        mesh = replicas.mesh
+        return jax.tree.map(lambda leaf: sharding.to_local(mesh, AXES, leaf)[0], own)
+
+    return params
 
 
 def delays(config: SyncConfig, lateness: jax.Array, num_steps: jax.Array):

@@ -2,7 +2,9 @@
 
 local_sgd (arXiv 1805.09767): every `every` steps all replicas continue from their mean. diloco
 (arXiv 2311.08105, 2501.18512): an outer optimizer, SGD with Nesterov momentum, takes the mean of
-what the replicas have moved as its gradient; fragments of the model do so at different steps.
+what the replicas have moved as its gradient; fragments of the model do so at different steps. A
+round that the run's end cuts short is averaged, without the outer optimizer: its momentum is sized
+for whole rounds.
 """
 
 import dataclasses
@@ -16,12 +18,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.contract import Gradients, Phase, State, Strategy, Timetable
+from llmx.contract import Gradients, Phase, State, Strategy, Timetable, at_step
 from llmx.sharding import trees
 from llmx.sync import phases, reshard
 from llmx.sync.compressors import Compressor, Tensor
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, Replicas, StrategyInputs
+from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, WHOLE, Replicas, StrategyInputs
 
 
 class Local(NamedTuple):
@@ -42,7 +44,7 @@ def make(inputs: StrategyInputs) -> Strategy:
         return (), Local(*copies(inputs, params), reshard.zeros(abstract.outer))
 
     def update(found: Gradients, state: State, sync: Local, accepted: jax.Array) -> State:
-        params, opt_state = advanced(inputs, sync, phases.clipped(found).tree, accepted)
+        params, opt_state, _ = advanced(inputs, state, phases.clipped(found).tree, accepted)
         return state._replace(sync=sync._replace(params=params, opt_state=opt_state))
 
     def resharded(saved: Local, layers: reshard.Layers) -> Local:
@@ -83,7 +85,7 @@ def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tens
     """Nothing in a local step; in an outer step the rows that belong to its fragments."""
     tensors, num = [], num_fragments(replicas.config)
     for tensor in replicas.tensors.values() if isinstance(program, tuple) else ():
-        slices = _rows_of(tensor, program, num)
+        slices = _rows_of(tensor, program, num).values()
         if not tensor.layered:
             tensors += [tensor] * len(slices)
         elif rows := sum(len(range(tensor.rows)[part]) for part in slices):
@@ -163,9 +165,10 @@ def forget_after_mean(inputs: StrategyInputs) -> Callable[[State, str, str], Sta
 
 
 def advanced(
-    inputs: StrategyInputs, sync: Any, gradients: Any, accepted: jax.Array, **extra: Any
-) -> tuple[Any, Any]:
-    """All replicas' parameters and optimizer states after an update by gradients [n, ...].
+    inputs: StrategyInputs, state: State, gradients: Any, accepted: jax.Array, **extra: Any
+) -> tuple[Any, Any, Any]:
+    """All replicas' parameters and optimizer states after an update by gradients [n, ...], and what
+    of minus the updates was rounded off, split as updates are.
 
     `extra`: arguments of the optimizer's update, [n, ...] too.
     """
@@ -174,19 +177,23 @@ def advanced(
     abstract_params, abstract_opt_state = of_all_replicas(inputs)
     to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
 
-    def update(accepted, gradients, params, opt_state, extra):
+    def update(accepted, gradients, params, opt_state, extra, step):
         def one(gradient, params, opt_state, extra):
+            opt_state = at_step(opt_state, step)
             updates, new = inputs.optimizer.whole.update(gradient, opt_state, params, **extra)
-            return optax.apply_updates(params, updates), new
+            after = optax.apply_updates(params, updates)
+            lost = jax.tree.map(lambda old, new, u: (new - old) - u, params, after, updates)
+            return after, new, lost
 
         new = jax.vmap(one)(gradients, params, opt_state, extra)
-        return phases.keep(accepted, new, (params, opt_state))
+        return phases.keep(accepted, new, (params, opt_state, jax.tree.map(jnp.zeros_like, params)))
 
+    sync = state.sync
     params = jax.tree.map(jax.sharding.reshard, sync.params, shares)
-    params, opt_state = jax.sharding.auto_axes(
-        update, out_sharding=(shares, to(abstract_opt_state))
-    )(accepted, gradients, params, sync.opt_state, extra)
-    return jax.tree.map(jax.sharding.reshard, params, to(abstract_params)), opt_state
+    params, opt_state, lost = jax.sharding.auto_axes(
+        update, out_sharding=(shares, to(abstract_opt_state), shares)
+    )(accepted, gradients, params, sync.opt_state, extra, state.step)
+    return jax.tree.map(jax.sharding.reshard, params, to(abstract_params)), opt_state, lost
 
 
 # ------------------------------------------------------------------------------------ outer steps
@@ -230,15 +237,15 @@ def make_outer_step(inputs: StrategyInputs, fragments: Sequence[int]) -> Callabl
     replicas = inputs.replicas
 
     def synchronize(state: State) -> State:
-        def region(params, own, outer):
+        def region(params, own, outer, due):
             own = {name: leaf[0] for name, leaf in own.items()}
-            return _averaged(inputs, fragments, params, own, outer)
+            return _averaged(inputs, fragments, params, own, outer, due)
 
         outer_specs = {name: replicas.specs[name] for name in state.sync.outer}
         specs = (replicas.specs, replicas.stacked_specs, outer_specs)
         params, own = as_updated(inputs, state.params, state.sync.params)
-        params, own, outer = replicas.region(region, in_specs=specs, out_specs=specs)(
-            params, own, state.sync.outer
+        params, own, outer = replicas.region(region, in_specs=(*specs, WHOLE), out_specs=specs)(
+            params, own, state.sync.outer, due_fragment(replicas.config, state.step)
         )
         params, own = as_kept(inputs, params, own)
         return state._replace(params=params, sync=state.sync._replace(params=own, outer=outer))
@@ -246,42 +253,48 @@ def make_outer_step(inputs: StrategyInputs, fragments: Sequence[int]) -> Callabl
     return outer_step(synchronize)
 
 
-def _averaged(inputs, fragments, params, own, outer):
+def due_fragment(config: SyncConfig, steps: Any) -> Any:
+    """The fragment whose round is complete after so many steps; -1 = none."""
+    num = num_fragments(config)
+    apart, done = config.every // num, steps - config.warmup_steps
+    fragment = done // apart % num
+    return jnp.where(done % apart == 0, fragment, -1)
+
+
+def _averaged(inputs, fragments, params, own, outer, due):
     """One device's arrays after the outer step, by name."""
     replicas, config = inputs.replicas, inputs.config
     num = inputs.timetable.num_fragments
-    pieces = {
-        (name, i): rows
+    pieces = [
+        (name, f, rows)
         for name, tensor in replicas.tensors.items()
-        for i, rows in enumerate(_rows_of(tensor, fragments, num))
-    }
-    terms = {
-        key: (params[key[0]][rows] - own[key[0]][rows]).astype(jnp.float32) / replicas.size
-        for key, rows in pieces.items()
-    }
-    moved = jax.lax.psum(terms, AXIS)
+        for f, rows in _rows_of(tensor, fragments, num).items()
+    ]
+    terms = [
+        (params[name][rows] - own[name][rows]).astype(jnp.float32) / replicas.size
+        for name, _, rows in pieces
+    ]
     params, own, outer = dict(params), dict(own), dict(outer)
-    for key, rows in pieces.items():
-        name, step = key[0], moved[key]
+    for (name, f, rows), moved in zip(pieces, jax.lax.psum(terms, AXIS), strict=True):
+        step = moved
         if name in outer:
             nesterov = optax.trace(config.outer_momentum, nesterov=True)
-            step, trace = nesterov.update(step, optax.TraceState(outer[name][rows]))
-            outer[name] = outer[name].at[rows].set(trace.trace)
-            step = config.outer_learning_rate * step
+            before = outer[name][rows]
+            step, trace = nesterov.update(moved, optax.TraceState(before))
+            outer[name] = outer[name].at[rows].set(jnp.where(due == f, trace.trace, before))
+            step = jnp.where(due == f, config.outer_learning_rate * step, moved)
         new = (params[name][rows] - step).astype(params[name].dtype)
         params[name] = params[name].at[rows].set(new)
         own[name] = own[name].at[rows].set(new)
     return params, {name: leaf[None] for name, leaf in own.items()}, outer
 
 
-def _rows_of(tensor: Tensor, fragments: Sequence[int], num: int) -> list[slice]:
-    """The rows of a shard that belong to these fragments, as slices of its first dimension.
+def _rows_of(tensor: Tensor, fragments: Sequence[int], num: int) -> dict[int, slice]:
+    """By fragment, the rows of a shard that belong to it, as a slice of its first dimension.
 
     Fragment f has every num-th layer from f on (arXiv 2501.18512, strided); the first fragment has
     what is outside the layers.
     """
     if not tensor.layered:
-        return [slice(None)] if 0 in fragments else []
-    if len(fragments) == num:
-        return [slice(None)]
-    return [slice(f, None, num) for f in fragments if f < tensor.rows]
+        return {0: slice(None)} if 0 in fragments else {}
+    return {f: slice(f, None, num) for f in fragments if f < tensor.rows}

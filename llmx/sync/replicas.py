@@ -59,13 +59,25 @@ class Replicas:
         config = self.config
         return Group(
             AXIS, self.size, config.error_feedback, bucket_bytes=int(config.bucket_mib * 2**20),
-            fraction=config.fraction, rank=config.rank,
+            fraction=config.fraction, rank=config.rank, scale=config.scale,
         )  # fmt: skip
 
     @property
     def stacked_specs(self) -> dict[str, PartitionSpec]:
         """How arrays of all replicas, [n, ...], are split."""
         return {name: PartitionSpec(AXIS, *spec.partitions) for name, spec in self.specs.items()}
+
+    @property
+    def layered(self) -> dict[str, bool]:
+        """By name, whether a parameter's first dimension counts layers."""
+        return {name: tensor.layered for name, tensor in self.tensors.items()}
+
+    @property
+    def row_specs(self) -> dict[str, PartitionSpec]:
+        """How numbers of each row, [L, 1, ...] or [1, ...], are split."""
+        first = {name: self.entries(name)[0] if self.layered[name] else None for name in self.specs}
+        ndims = {name: len(tensor.shape) for name, tensor in self.tensors.items()}
+        return {name: PartitionSpec(first[name], *[None] * (ndims[name] - 1)) for name in first}
 
     def region(self, function, *, in_specs, out_specs):
         """`function` of one device's parts, manual over all axes of the mesh."""
@@ -75,10 +87,11 @@ class Replicas:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of a parameter."""
-        ways = [sharding.ways(self.mesh, entry) for entry in self._entries(name)]
+        ways = [sharding.ways(self.mesh, entry) for entry in self.entries(name)]
         return tuple(dim * n for dim, n in zip(self.tensors[name].shape, ways, strict=True))
 
-    def _entries(self, name: str) -> tuple:
+    def entries(self, name: str) -> tuple:
+        """The mesh axes that split each dimension of a parameter while it is updated."""
         entries = self.specs[name].partitions
         return (*entries, *(None,) * (len(self.tensors[name].shape) - len(entries)))
 
@@ -111,7 +124,7 @@ class Replicas:
 
         Its shape says how the parameter was split, which is what a restore has to know.
         """
-        tensor, entries = self.tensors[name], self._entries(name)
+        tensor, entries = self.tensors[name], self.entries(name)
         first, rest = (entries[0], entries[1:]) if tensor.layered else (None, entries)
         rows = tensor.rows * sharding.ways(self.mesh, first)
         shape = (
@@ -124,9 +137,13 @@ class Replicas:
         return jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_residuals())
 
     def exchange(self, terms, residuals: Residuals, live=None):
-        """The sum of all replicas' terms, for use inside a manual region; see `Compressor`."""
+        """The sum of all replicas' terms, for use inside a manual region; see `Compressor`.
+
+        One replica has nobody to send to, and compresses nothing.
+        """
         tensors = list(self.tensors.values())
-        return self.compressor.reduce(tensors, terms, residuals, self.group, live)
+        reduce = compressors.alone if self.size == 1 else self.compressor.reduce
+        return reduce(tensors, terms, residuals, self.group, live)
 
     def messages(self) -> tuple[int, tuple[int, ...]]:
         """How many tensors are compressed into bytes, and the bytes of each message of the first
@@ -140,8 +157,10 @@ class Replicas:
         """Each replica's term of the global gradient, [n, ...] by name."""
         return trees.named(scaled(found.tree, found.shares))
 
-    def summed_shares(self, found: Gradients, residuals: Residuals) -> tuple[Gradients, Residuals]:
-        """The gradient of the global batch, summed by the compressor, and its residuals.
+    def summed_shares(
+        self, shares: dict[str, jax.Array], found: Gradients, residuals: Residuals
+    ) -> tuple[Gradients, Residuals]:
+        """`found` with the sum of shares [n, ...] by the compressor, and its residuals.
 
         Communicates over `data`; sizes of compressed rows also over the axes that split a replica.
         """
@@ -152,7 +171,7 @@ class Replicas:
         specs = self.residual_specs()
         sums, residuals = self.region(
             region, in_specs=(self.stacked_specs, specs), out_specs=(self.specs, specs)
-        )(self.shares(found), residuals)
+        )(shares, residuals)
         return with_sums(found, sums), residuals
 
     def summed(self, found: Gradients) -> Any:

@@ -1,7 +1,8 @@
 """A strategy's state for another number of replicas, or for replicas that are split otherwise.
 
-The sum of all residuals of a parameter, of replicas and of servers, is kept, and split evenly among
-the new replicas. Replicas with parameters of their own begin again at the mean of the old ones'.
+The sum of all residuals of a parameter, of replicas and of servers, is kept. As many replicas keep
+their own; among another number the sum is split evenly. Replicas with parameters of their own begin
+again at the mean of the old ones'.
 """
 
 import dataclasses
@@ -33,15 +34,34 @@ def zeros(abstract: Any) -> Any:
 
 
 def residuals(saved: Residuals, wanted: Residuals, layers: Layers) -> Residuals:
-    """Residuals whose sum is as saved; a compressor's `queries` begin anew."""
-    errors = {}
-    for name, like in wanted.errors.items():
-        total = saved.errors[name].sum(0)
-        if name in saved.server:
-            total = total + whole(saved.server[name], layers.shapes[name])
-        total = layers.ordered(name, total)
-        errors[name] = jnp.broadcast_to(total / like.shape[0], like.shape).astype(like.dtype)
-    return Residuals(errors, zeros(wanted.server), zeros(wanted.queries))
+    """Residuals whose sum is as saved; a compressor's `queries` begin anew.
+
+    As many replicas keep their own, however each is split. What servers keep is of the sum, and
+    goes to the servers of the same numbers.
+    """
+    errors = of_replicas(saved.errors, wanted.errors, layers)
+    server = {name: jnp.zeros(like.shape, like.dtype) for name, like in wanted.server.items()}
+    for name, kept in saved.server.items():
+        total = layers.ordered(name, whole(kept, layers.shapes[name]))
+        if name in server:
+            server[name] = in_parts(total, server[name].shape)
+        elif name in errors:
+            errors[name] = errors[name] + total / errors[name].shape[0]
+    return Residuals(errors, server, zeros(wanted.queries))
+
+
+def of_replicas(
+    saved: Mapping[str, jax.Array], wanted: Mapping[str, Any], layers: Layers
+) -> dict[str, jax.Array]:
+    """Terms of a sum over replicas, [n, ...] by name: as they are for as many, else the sum split
+    evenly among the new ones."""
+    found = {}
+    for name, like in wanted.items():
+        terms = jax.vmap(lambda term, name=name: layers.ordered(name, term))(saved[name])
+        if terms.shape[0] != like.shape[0]:
+            terms = jnp.broadcast_to(terms.sum(0) / like.shape[0], like.shape)
+        found[name] = terms.astype(like.dtype)
+    return found
 
 
 def averaged(saved: Any, wanted: Any, layers: Layers) -> Any:
@@ -90,3 +110,15 @@ def whole(server: jax.Array, shape: Sequence[int]) -> jax.Array:
     count = len(parts)
     order = [0, *(1 + i + j * count for i in range(count) for j in range(2))]
     return blocks.transpose(order).reshape(shape)
+
+
+def in_parts(total: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The reverse of `whole`: an array in the parameter's shape as servers keep it, `shape`."""
+    n, rows, *parts, q = shape
+    dims = total.shape[total.ndim - len(parts) :]
+    split = [size for dim, part in zip(dims, parts, strict=True) for size in (part, dim // part)]
+    count = len(parts)
+    order = [0, *range(1, 2 * count, 2), *range(2, 2 * count + 1, 2)]
+    flat = total.reshape(rows, *split).transpose(order).reshape(rows, *parts, -1)
+    padded = jnp.pad(flat, [(0, 0)] * (1 + count) + [(0, n * q - flat.shape[-1])])
+    return jnp.moveaxis(padded.reshape(rows, *parts, n, q), -2, 0)

@@ -41,13 +41,18 @@ _LOCAL = Technique(
     local.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts,
     shared_update=False,
 )  # fmt: skip
+_TOP_K = Technique(
+    compressed.make, COMPRESSORS["top_k"], compressed.timetable, compressed.sends,
+    compressed.conflicts,
+)  # fmt: skip
+_STALE = Technique(late.make, shared_update=False)
 
 STRATEGIES: dict[str, Technique] = {
     "mean": Technique(mean.make, timetable=phases.after_warmup(MEAN), conflicts=lambda config: []),
     "int8": Technique(compressed.make, COMPRESSORS["int8"]),  # arXiv 1511.04561, 1610.02132
-    "top_k": Technique(compressed.make, COMPRESSORS["top_k"]),  # arXiv 1704.05021, 1712.01887
+    "top_k": _TOP_K,  # arXiv 1704.05021, 1712.01887
     "power_sgd": Technique(compressed.make, COMPRESSORS["low_rank"]),  # arXiv 1905.13727
-    "stale": Technique(late.make),  # stale synchronous parallel, Ho et al. 2013
+    "stale": _STALE,  # stale synchronous parallel, Ho et al. 2013
     "one_bit": _ONE_BIT,  # arXiv 2102.02888
     "one_bit_lamb": _ONE_BIT,  # arXiv 2104.06069
     "zero_one": _ZERO_ONE,  # arXiv 2202.06009

@@ -15,13 +15,14 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from llmx import sharding
 from llmx.contract import Gradients, State, Strategy, Timetable
 from llmx.sharding import trees
 from llmx.sync import local, phases, reshard
 from llmx.sync.compressors import COMPRESSORS, Compressor, Residuals, Tensor
 from llmx.sync.config import SyncConfig
-from llmx.sync.one_bit import denominator
-from llmx.sync.replicas import AXIS, LOCAL, MEAN, VARIANCE, WHOLE, Replicas, StrategyInputs
+from llmx.sync.one_bit import denominator, least_sizes, masked
+from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, VARIANCE, WHOLE, Replicas, StrategyInputs
 
 # Updates of the second moment before the interval between them doubles (arXiv 2202.06009, 6).
 _VARIANCE_UPDATES = 16
@@ -41,7 +42,8 @@ class ZeroOne(NamedTuple):
 
 def make(inputs: StrategyInputs) -> Strategy:
     replicas, config = inputs.replicas, inputs.optimizer_config
-    inputs = inputs.with_head(zero_one_adam(config.b1, config.b2, config.eps))
+    head = zero_one_adam(config.b1, config.beta2, config.eps, replicas.layered)
+    inputs = inputs.with_head(head)
     abstract = ZeroOne(
         *local.of_all_replicas(inputs), replicas.placed((), WHOLE, jnp.int32),
         replicas.placed((2,), WHOLE), replicas.abstract_residuals(),
@@ -66,7 +68,8 @@ def make(inputs: StrategyInputs) -> Strategy:
             for phase, make_phase in makers.items()
         },
         enter=local.forget_after_mean(inputs), outer={(0,): make_exchange(inputs)},
-        scalars=lambda sync: {}, reshard=resharded, messages=replicas.messages(),
+        scalars=lambda state: {"masked": masked(state.sync.opt_state[0].nu) / replicas.size},
+        reshard=resharded, messages=replicas.messages(),
     )  # fmt: skip
 
 
@@ -135,11 +138,15 @@ class ZeroOneState(NamedTuple):
     nu: Any
 
 
-def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+def zero_one_adam(
+    b1: float, b2: float, eps: float, layered: dict[str, bool]
+) -> optax.GradientTransformationExtraArgs:
     """Adam's direction in local steps (0/1 Adam).
 
     `update` takes `shared`, the gradient that all replicas have in common, or None: the second
-    moment then stays as it is. Coordinates that had no shared gradient yet do not move.
+    moment then stays as it is. `alone`, bool []: replicas go on by themselves, and second moments
+    are at least those of `one_bit.least_sizes`: coordinates that had no shared gradient yet move by
+    their own.
 
     Source: arXiv 2202.06009, algorithm 1.
     """
@@ -149,7 +156,7 @@ def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
         zero = jnp.zeros((), jnp.int32)
         return ZeroOneState(zero, zero, zeros(), zeros())
 
-    def update(grads, state, params=None, *, shared, **extra):
+    def update(grads, state, params=None, *, shared, alone, **extra):
         count, moments, nu = optax.safe_increment(state.count), state.moments, state.nu
         if shared is not None:
             moments = optax.safe_increment(moments)
@@ -157,11 +164,13 @@ def zero_one_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
         mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
         corrected = 1 - b1 ** count.astype(jnp.float32)
 
-        def direction(m, v):
-            size = denominator(v, moments, b2=b2, eps=eps)
-            return jnp.where(v > 0, m / corrected / size, 0)
+        least = trees.unnamed(least_sizes(trees.named(nu), layered, moments, b2), nu)
 
-        updates = jax.tree.map(direction, mu, nu)
+        def direction(m, v, least):
+            least = jnp.where(alone, least, 0)
+            return m / corrected / denominator(v, moments, b2=b2, eps=eps, least=least)
+
+        updates = jax.tree.map(direction, mu, nu, least)
         return updates, ZeroOneState(count, moments, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -175,17 +184,28 @@ def _update(inputs: StrategyInputs, phase: str, found: Gradients, state, sync: Z
         shared = found.tree
     elif phase == VARIANCE:
         shared = local.for_all(inputs, inputs.replicas.summed(found))
-    rate = jnp.asarray(inputs.optimizer.schedule(sync.num_updates), jnp.float32)
+    rate = jnp.asarray(inputs.optimizer.schedule(state.step), jnp.float32)
     count = sync.num_updates + 1
     corrected = 1 - inputs.optimizer_config.b1 ** count.astype(jnp.float32)
     rates = sync.rates + jnp.stack([rate, rate / corrected])
     # Replicas that share every gradient are never apart.
     rates = rates * 0 if phase == MEAN else rates
-    params, opt_state = local.advanced(inputs, sync, found.tree, accepted, shared=shared)
+    alone = local.for_all(inputs, jnp.bool_(phase != MEAN))
+    params, opt_state, lost = local.advanced(
+        inputs, state, found.tree, accepted, shared=shared, alone=alone
+    )
+    residuals = sync.residuals
+    if phase != MEAN:
+        size, nu = inputs.replicas.size, trees.named(opt_state[0].nu)
+        lost = {
+            name: jnp.where(nu[name] > 0, each / size, 0)
+            for name, each in trees.named(lost).items()
+        }
+        residuals = with_lost(residuals, lost)
     sync = sync._replace(
         params=params, opt_state=opt_state,
         num_updates=jnp.where(accepted, count, sync.num_updates),
-        rates=jnp.where(accepted, rates, sync.rates),
+        rates=jnp.where(accepted, rates, sync.rates), residuals=residuals,
     )  # fmt: skip
     return state._replace(sync=sync)
 
@@ -198,22 +218,27 @@ def make_exchange(inputs: StrategyInputs) -> Callable[[State], State]:
     def synchronize(state: State) -> State:
         sync, head = state.sync, state.sync.opt_state[0]
 
-        def region(params, own, residuals, moments, mu, nu, rates):
-            own, mu, nu = ({name: a[0] for name, a in tree.items()} for tree in (own, mu, nu))
-            return _exchanged(inputs, params, own, residuals, moments[0], mu, nu, rates)
+        def region(params, residuals, moments, rates, least, *trees):
+            own, mu, nu = ({name: a[0] for name, a in tree.items()} for tree in trees)
+            return _exchanged(inputs, params, residuals, (moments[0], rates, least), own, mu, nu)
 
         stacked, specs = replicas.stacked_specs, replicas.residual_specs()
         params, own = local.as_updated(inputs, state.params, sync.params)
-        params, own, residuals, mu = replicas.region(
+        mu, nu = trees.named(head.mu), trees.named(head.nu)
+        first = jax.tree.map(lambda leaf: sharding.to_local(inputs.loss.mesh, AXES, leaf)[0], nu)
+        least = least_sizes(
+            first, replicas.layered, jnp.max(head.moments), inputs.optimizer_config.beta2
+        )
+        params, own, residuals, mu, nu = replicas.region(
             region,
-            in_specs=(replicas.specs, stacked, specs, PartitionSpec(AXIS), stacked, stacked, WHOLE),
-            out_specs=(replicas.specs, stacked, specs, stacked),
-        )(
-            params, own, sync.residuals, head.moments, trees.named(head.mu), trees.named(head.nu),
-            sync.rates,
-        )  # fmt: skip
+            in_specs=(
+                replicas.specs, specs, PartitionSpec(AXIS), WHOLE, replicas.row_specs,
+                stacked, stacked, stacked,
+            ),
+            out_specs=(replicas.specs, stacked, specs, stacked, stacked),
+        )(params, sync.residuals, head.moments, sync.rates, least, own, mu, nu)  # fmt: skip
         params, own = local.as_kept(inputs, params, own)
-        head = head._replace(mu=trees.unnamed(mu, state.params))
+        head = head._replace(mu=trees.unnamed(mu, state.params), nu=trees.unnamed(nu, state.params))
         sync = sync._replace(
             params=own, opt_state=(head, *sync.opt_state[1:]), rates=sync.rates * 0,
             residuals=residuals,
@@ -223,27 +248,52 @@ def make_exchange(inputs: StrategyInputs) -> Callable[[State], State]:
     return local.outer_step(synchronize)
 
 
-def _exchanged(inputs, params, own, residuals, count, mu, nu, rates):
-    """One device's arrays after the exchange, by name."""
-    replicas, config = inputs.replicas, inputs.optimizer_config
+def _exchanged(inputs, params, residuals, sizes, own, mu, nu):
+    """One device's arrays after the exchange, by name. `sizes`: updates of the second moment, sums
+    of rates, the least second moments."""
+    replicas, config, (count, rates, least) = inputs.replicas, inputs.optimizer_config, sizes
     live = {name: leaf > 0 for name, leaf in nu.items()}
     # Decay moves all replicas alike: it does not travel.
     bare = {
         name: leaf * (1 - config.weight_decay * rates[0]) if inputs.decays[name] else leaf
         for name, leaf in params.items()
     }
-    terms = {name: (bare[name] - own[name]) / replicas.size for name in bare}
-    moved, residuals = replicas.exchange(terms, residuals, live)
-    new = {
-        name: jnp.where(live[name], bare[name] - moved[name], own[name]).astype(leaf.dtype)
-        for name, leaf in params.items()
+    # Where no gradient was there is no momentum, and what differs is rounding of the decay.
+    terms = {
+        name: jnp.where(live[name] | (mu[name] != 0), (bare[name] - own[name]) / replicas.size, 0)
+        for name in bare
     }
+    sums, residuals = replicas.exchange(terms, residuals, live)
+    moved = {name: jnp.where(live[name], sums[name], 0) for name in sums}
+    new = {name: (bare[name] - moved[name]).astype(leaf.dtype) for name, leaf in params.items()}
+    # What rounding leaves out of the parameters is moved the next time.
+    lost = {name: (moved[name] - (bare[name] - new[name])) / replicas.size for name in new}
+    residuals = with_lost(residuals, lost)
+    bias = 1 - config.beta2 ** jnp.maximum(count, 1).astype(jnp.float32)
 
     def momentum(name):
-        size = denominator(nu[name], count, b2=config.b2, eps=config.eps)
+        size = denominator(
+            nu[name], count, b2=config.beta2, eps=config.eps, least=least[name]
+        )  # fmt: skip
         shared = moved[name] * size / jnp.maximum(rates[1], 1e-30)
         # Where no update was accepted since the last exchange, only errors have moved.
         return jnp.where(live[name] & (rates[1] > 0), shared, mu[name])[None]
 
+    def variance(name):
+        there = ~live[name] & (sums[name] > 0)
+        return jnp.where(there, bias * least[name] ** 2, nu[name])[None]
+
     stacked = {name: leaf[None] for name, leaf in new.items()}
-    return new, stacked, residuals, {name: momentum(name) for name in mu}
+    return (
+        new, stacked, residuals, {name: momentum(name) for name in mu},
+        {name: variance(name) for name in nu},
+    )  # fmt: skip
+
+
+def with_lost(residuals: Residuals, lost: dict[str, jax.Array]) -> Residuals:
+    """With what rounding left out of what a replica has moved, half a unit of its parameters' last
+    place at most: where the learning rate is small, that is all of a step."""
+    errors = {
+        name: error + lost[name].reshape(error.shape) for name, error in residuals.errors.items()
+    }
+    return residuals._replace(errors=errors)

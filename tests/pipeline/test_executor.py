@@ -126,6 +126,7 @@ def delayed(family: str, given: list[dict]):
     losses, norms = [], []
     with jax.set_mesh(recipe.mesh):
         state = recipe.init(0)
+        state = state._replace(step=state.step + 1)  # the first one completes no batch
         before = jax.tree.map(jnp.copy, state.params)
         for batch in given:
             loss, _, grads = differentiate(before, runs.put_batch(recipe, batch))
@@ -189,6 +190,7 @@ def predicted(family: str, given: list[dict], first_layers: int):
     losses, norms, old = [], [], None
     with jax.set_mesh(recipe.mesh):
         state = recipe.init(0)
+        state = state._replace(step=state.step + 1)  # the first one completes no batch
         earlier = jax.tree.map(jnp.copy, state.params)
         for batch in given:
             latest = jax.tree.map(jnp.copy, state.params)

@@ -66,6 +66,41 @@ def test_masked_parameters_do_not_shrink(name):
         np.testing.assert_allclose(update, -0.05 if mask[path] else 0, rtol=TOLERANCE, err_msg=path)
 
 
+def test_adafactor_clips_each_matrix_by_itself():
+    """A layer with gradients 30 times as long as before moves no other: its update has a root mean
+    square of 1, and the others are as without it."""
+    config = optimizers.OptimizerConfig(
+        name="adafactor", learning_rate=1.0, schedule="constant", warmup_steps=0, weight_decay=0.0
+    )
+    axes = {"w": ("layers", "embed", "mlp"), "e": ("layers", "experts", "embed", "mlp")}
+    random = np.random.default_rng(0)
+    usual = {"w": random.normal(size=(3, 16, 24)), "e": random.normal(size=(2, 3, 16, 24))}
+    usual = {name: array.astype("f4") for name, array in usual.items()}
+    spike = {"w": usual["w"] * np.float32([30, 1, 1])[:, None, None], "e": usual["e"].copy()}
+    spike["e"][1, 2] *= 30
+
+    optimizer = optimizers.make(config, axes=axes, total_steps=10).whole
+    zeros = jax.tree.map(jnp.zeros_like, usual)
+    _, state = optimizer.update(usual, optimizer.init(zeros), zeros)
+    found, wanted = (optimizer.update(grads, state, zeros)[0] for grads in (spike, usual))
+
+    def rms(array):
+        return np.sqrt(np.mean(np.square(array), axis=(-2, -1)))
+
+    np.testing.assert_allclose(rms(found["w"])[0], 1, rtol=TOLERANCE)
+    np.testing.assert_allclose(rms(found["e"])[1, 2], 1, rtol=TOLERANCE)
+    for name, others in (("w", np.s_[1:]), ("e", np.s_[0]), ("e", np.s_[1, :2])):
+        np.testing.assert_allclose(found[name][others], wanted[name][others], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "b2", "wanted"),
+    [("lion", 0, 0.99), ("adamw", 0, 0.95), ("lion", 0.9, 0.9), ("lamb", 0.999, 0.999)],
+)
+def test_the_second_momentum_is_the_optimizers_own(name, b2, wanted):
+    assert optimizers.OptimizerConfig(name=name, b2=b2).beta2 == wanted
+
+
 # --------------------------------------------------------------------------------------- schedules
 
 PEAK, WARMUP, STEPS = 2.0, 10, 110

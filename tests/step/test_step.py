@@ -36,9 +36,9 @@ DOWN = "blocks/mlp/down/kernel"
 def make_recipe(mesh_name: str, layout: str = "zero3", **keys):
     return runs.make_recipe(
         runs.make_config(
-            "llama3", model=MODEL, mesh=MESHES[mesh_name], steps=100, batch__size=BATCH,
+            "llama3", model=MODEL, mesh=MESHES[mesh_name], batch__size=BATCH,
             batch__sequence_length=LENGTH, sharding__layout=layout, guard__patience=3,
-            **OPTIMIZER | keys,
+            **dict(steps=100) | OPTIMIZER | keys,
         )
     )  # fmt: skip
 
@@ -264,6 +264,35 @@ def test_skip_goes_on_and_recovers():
     assert (report.num_bad, report.bad_leaf, state.step) == (0, -1, 4)
     expected, _ = run_steps(recipe, one_step, 2)
     assert_same(state.params, expected.params)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
+def test_the_rate_in_the_report_is_the_one_of_the_update(name):
+    """After skipped steps too, and it ends where the schedule ends: the decay of rows that pad the
+    vocabulary shows it."""
+    values = dict(
+        optimizer__name=name, optimizer__schedule="linear", optimizer__final_fraction=0.5,
+        optimizer__weight_decay=1.0, optimizer__warmup_steps=0, steps=4,
+    )  # fmt: skip
+    recipe = make_recipe("data 8", guard__on_bad_step="skip", **values)
+    one_step = make_step(recipe)
+    with jax.set_mesh(recipe.mesh):
+        state = new_state(recipe)
+        for number in range(4):
+            before = unused(state)
+            if number in (0, 2):
+                state, report = one_step(state, bad_batch(recipe))
+                np.testing.assert_array_equal(unused(state), before)
+                continue
+            state, report = one_step(state, place_batch(recipe, numpy_batch(number)))
+            used = 1 - unused(state).sum() / before.sum()
+            assert used == pytest.approx(float(report.learning_rate), rel=1e-3)
+    assert float(report.learning_rate) == pytest.approx(0.01 * 0.5)
+
+
+def unused(state) -> np.ndarray:
+    """Weights that decay and have no gradient."""
+    return np.array(state.params["embedding"][VOCAB:])
 
 
 def test_skip_stops_when_patience_ends():

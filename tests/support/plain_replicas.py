@@ -20,6 +20,7 @@ from llmx.sync.replicas import VARIANCE
 
 BATCH, LENGTH, STEPS, WARMUP = 16, 16, 6, 2
 UNUSED = 80  # tokens from here on never occur: their rows have no gradient
+ESTIMATE = 0.05  # relative: three standard deviations of an estimated norm (`sync.sketch`)
 CLIP = 0.5  # gradients are longer, so that it matters who clips what
 
 # Learning rates that halve within the six steps; see `runs.PARITY_OPTIMIZER` for eps.
@@ -198,10 +199,23 @@ class PlainSigns:
         return trees.unnamed(sums, live)
 
 
-def size_of(nu, count: int):
-    """What Adam divides by."""
-    b2 = OPTIMIZER.b2
-    return jax.tree.map(lambda v: np.sqrt(v / np.float32(1 - b2**count)) + np.float32(1e-3), nu)
+def least_of(nu, count: int):
+    """A tenth of the usual size of each layer, of a second moment of `count` updates."""
+
+    def one(path, v):
+        rows = v.reshape(len(v) if path[0].key == "blocks" else 1, -1)
+        means = [row[row > 0].mean() for row in rows]
+        least = 0.1 * np.sqrt(np.float32(means) / (1 - OPTIMIZER.beta2**count))
+        return least.reshape(-1, *[1] * (v.ndim - 1)).astype("f4")
+
+    return jax.tree_util.tree_map_with_path(one, nu)
+
+
+def size_of(nu, count: int, least):
+    """What Adam divides by where the second moment is frozen."""
+    bias = np.float32(1 - OPTIMIZER.beta2**count)
+    one = lambda v, least: np.maximum(np.sqrt(v / bias), least) + np.float32(1e-3)  # noqa: E731
+    return jax.tree.map(one, nu, least)
 
 
 def learning_rate(config: optimizers.OptimizerConfig, count: int) -> float:
@@ -213,38 +227,50 @@ def decayed(update, params, config: optimizers.OptimizerConfig = OPTIMIZER):
     return jax.tree.map(decay, update, params, optimizers.decay_mask(AXES))
 
 
-def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig):
-    """1-bit Adam or LAMB: (losses, parameters, momentum, the exchange)."""
-    b1, b2 = np.float32(config.b1), np.float32(config.b2)
+def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[float]):
+    """1-bit Adam or LAMB: (losses, parameters, momentum, the exchange).
+
+    `norms`: of the compressed steps, by which they clip: estimates of the mean's.
+    """
+    b1, b2 = np.float32(config.b1), np.float32(config.beta2)
     losses, params, state = plain_mean(plain, WARMUP, config.name)
     mu, nu = state[0].mu, state[0].nu
     fresh, signs = nu, PlainSigns(plain.params)
-    live, size = jax.tree.map(lambda v: v > 0, nu), size_of(nu, WARMUP)
+    live, bias = jax.tree.map(lambda v: v > 0, nu), np.float32(1 - config.beta2**WARMUP)
     # LAMB: the average of trust ratios so far, and the factors on it since.
     average = trees.named(state[2].average) if config.name == "lamb" else {}
+    average = {name: ratio / (1 - 0.9**WARMUP) for name, ratio in average.items()}
     factor = {name: np.ones_like(ratio) for name, ratio in average.items()}
     for number, batch in list(enumerate(batches()))[WARMUP:]:
         made = plain.of_rows(params, batch, 4)
         losses.append(loss_of(made))
-        norm = np.sqrt(np.mean([norm_of(grads) ** 2 for _, _, grads in made]))
-        terms = []
+        norm, terms, least = norms[number - WARMUP], [], least_of(nu, WARMUP)
+        size = size_of(nu, WARMUP, least)
+        assert abs(norm / norm_of(added(shares_of(made))) - 1) < ESTIMATE
         for share in shares_of(made):
             g = times(share, CLIP / max(norm, CLIP))
             m = jax.tree.map(lambda g, m: b1 * m / 4 + (1 - b1) * g, g, mu)
             terms.append(jax.tree.map(np.divide, m, size))
-        direction = signs(terms, live)
+        sums, lives = signs(terms, live), trees.named(live)
+        direction = jax.tree.map(lambda u, on: np.where(on, u, 0), sums, live)
+        # Others live from their first gradient on.
+        first = lambda u, on, v, least: np.where(~on & (u > 0), bias * least**2, v)  # noqa: E731
+        nu = jax.tree.map(first, sums, live, nu, least)
+        live = jax.tree.map(lambda u, on: on | (u > 0), sums, live)
         before, mu = mu, jax.tree.map(np.multiply, direction, size)
         update = decayed(times(direction, 1 / (1 - b1 ** (number + 1))), params)
         if average:
             shown = jax.tree.map(lambda m, old: (m - b1 * old) / (1 - b1), mu, before)
             fresh = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, fresh, shown)
-            ratios = trees.named(jax.tree.map(np.divide, size, size_of(fresh, number + 1)))
-            scaled = {}
+            now = size_of(fresh, number + 1, least)
+            ratios, scaled = trees.named(jax.tree.map(np.divide, size, now)), {}
+            bare = trees.named(times(direction, 1 / (1 - b1 ** (number + 1))))
             for name, u in trees.named(update).items():
                 inner = tuple(range(average[name].ndim, u.ndim))
-                lives = trees.named(live)[name]
-                most = np.max(np.where(lives, ratios[name], 0), axis=inner).clip(0.5, 4)
-                factor[name] = np.clip(most, 0.9 * factor[name], 1.1 * factor[name])
+                aged = np.mean(ratios[name], axis=inner, where=lives[name])
+                own = np.sqrt(np.sum(bare[name] ** 2, inner) / np.sum(u**2, inner)).clip(0, 1)
+                wanted = (own * aged + 1 - own).clip(0.5, 4)
+                factor[name] = np.clip(wanted, 0.9 * factor[name], 1.1 * factor[name])
                 scale = average[name] * factor[name]
                 scaled[name] = u * scale.reshape(*scale.shape, *(1,) * len(inner))
             update = trees.unnamed(scaled, update)
@@ -254,7 +280,7 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig):
 
 def plain_zero_one(plain: Plain, recipe):
     """0/1 Adam: (losses, parameters, each replica's momentum)."""
-    b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.b2)
+    b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.beta2)
     zeros = times(plain.params, 0)
     anchor, own, mus, nu = plain.params, [plain.params] * 4, [zeros] * 4, zeros
     signs, losses, moments, sums = PlainSigns(plain.params), [], 0, np.zeros(2)
@@ -266,7 +292,7 @@ def plain_zero_one(plain: Plain, recipe):
             agreed = added([times(g, made[i][1]) for i, g in enumerate(grads)])
             nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, agreed)
             moments += 1
-        live, size = jax.tree.map(lambda v: v > 0, nu), size_of(nu, moments)
+        live, size = jax.tree.map(lambda v: v > 0, nu), size_of(nu, moments, least_of(nu, moments))
         rate, corrected = learning_rate(ZERO_ONE, number), 1 - OPTIMIZER.b1 ** (number + 1)
         direction = lambda m, size, on: np.where(on, m / size, np.float32(0))  # noqa: E731
         for i, g in enumerate(grads):
@@ -276,9 +302,10 @@ def plain_zero_one(plain: Plain, recipe):
         sums += rate, rate / corrected
         if runs.outer_after(recipe, number):
             bare = minus(anchor, decayed(zeros, anchor, ZERO_ONE), sums[0])
-            moved = signs([times(minus(bare, each), 1 / 4) for each in own], live)
+            exchanged = signs([times(minus(bare, each), 1 / 4) for each in own], live)
+            moved = jax.tree.map(lambda u, on: np.where(on, u, 0), exchanged, live)
             where = lambda on, new, old: jax.tree.map(np.where, on, new, old)  # noqa: E731
-            anchor = where(live, minus(bare, moved), own[0])
+            anchor = minus(bare, moved)
             own = [anchor] * 4
             momentum = times(jax.tree.map(np.multiply, moved, size), 1 / sums[1])
             mus = [where(live, momentum, mu) for mu in mus]

@@ -11,6 +11,7 @@ from support import runs
 from llmx.aot import program as program_lib
 from llmx.aot import topologies
 from llmx.model import families
+from llmx.sync import sketch
 
 pytestmark = pytest.mark.aot
 
@@ -26,6 +27,7 @@ RANK, FRACTION = 4, 0.01
 # Norms of gradients and of compressed rows, the loss, token counts: a few numbers a step. In a
 # model of a million parameters they are what is left of 2%.
 SCALARS = 2048
+SKETCH = 4 * sketch.WIDTH  # of the gradient's norm, with momentum in signs: of any model
 FORMULA = 1.02
 
 
@@ -161,17 +163,18 @@ def test_compressed_tensors_travel_together(platform, strategy):
     assert count == len(runs.tensors(recipe)) and len(messages) == 1
     two_phases = strategy != "top_k"
     for kind, there in {"all-to-all": two_phases, "all-gather": True}.items():
-        big = [each for each in found.select(kind=kind, across="data") if each.bytes > SCALARS]
+        big = [each for each in found.select(kind=kind, across="data") if each.bytes > SKETCH]
         assert sum(each.count for each in big) == there
     first = "all-to-all" if two_phases else "all-gather"
-    arrays = sum(each.bytes for each in found.select(kind=first, across="data"))
+    arrays = [each.bytes for each in found.select(kind=first, across="data")]
+    arrays = sum(size for size in arrays if size > SKETCH)
     assert arrays == pytest.approx(messages[0] * (1 if two_phases else REPLICAS), rel=1e-3)
 
 
 @pytest.mark.parametrize("platform, strategy", cases("one_bit", on_both=()))
 def test_a_whole_run_sends_a_fifth_of_fp16(platform, strategy):
     """The paper's claim (arXiv 2102.02888): with 15% warm-up 4.9 times less than a mean in 16
-    bits."""
+    bits; but for the sketch of a norm, a hundredth here, which does not grow with a model."""
     half = sent(platform, "mean", "bf16")
-    run = 0.15 * half + 0.85 * sent(platform, strategy)
+    run = 0.15 * half + 0.85 * (sent(platform, strategy) - SKETCH)
     assert half / run >= 4.9

@@ -196,14 +196,16 @@ def test_signs_are_those_of_the_paper_in_any_buckets(n):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_does_not_live_stays_zero_and_has_no_part_in_the_scale():
+def test_what_does_not_live_waits_and_has_no_part_in_the_scale():
     n, random = 4, np.random.default_rng(9)
     live = {name: random.random(shape) < 0.6 for name, (shape, _) in SHAPES.items()}
     live["blocks/w"][1] = False  # a whole row
 
     def oracle(name, terms, errors, server, axes):
         wanted = plain_signs.exchanged(terms, errors, server, live[name], axes)
-        assert all(not np.any(each[..., ~live[name]]) for each in wanted)
+        dead = ~live[name]
+        assert np.all(wanted[0][dead] == 1) and not np.any(wanted[2][dead])
+        np.testing.assert_array_equal(wanted[1][:, dead], (terms + errors)[:, dead])
         return wanted
 
     rounds(make("one_bit", n), n, oracle, live)
@@ -233,12 +235,35 @@ def test_signs_without_feedback_begin_anew_each_time():
     rounds(replicas, 2, oracle, feedback=False)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_scale_may_be_the_mean_size(n):
+    def oracle(name, terms, errors, server, axes):
+        live = np.ones(terms.shape[1:], bool)
+        return plain_signs.exchanged(terms, errors, server, live, axes, "mean")
+
+    rounds(make("one_bit", n, scale="mean"), n, oracle)
+
+
+@pytest.mark.parametrize("strategy", ["one_bit", "int8", "top_k", "power_sgd"])
+def test_one_replica_compresses_nothing(strategy):
+    replicas, terms = make(strategy, 1, fraction=0.1, rank=2), terms_of(1, 0)
+    exchange = exchange_of(replicas)
+    kept = jax.tree.map(lambda leaf: leaf + 1, nothing_kept(replicas))
+    before = {name: np.asarray(each)[0] for name, each in kept.errors.items()}
+    sums, kept = exchange(terms, kept)
+    for name, term in terms.items():
+        left = before.get(name, 0) + (1 if name in kept.server else 0)
+        assert_near(the_same(sums[name]), term[0] + left, ORACLE)
+    assert not any(np.any(leaf) for leaf in (*kept.errors.values(), *kept.server.values()))
+
+
 def test_zero_counts_as_positive():
     replicas = make("one_bit", 2)
     terms = {name: np.zeros_like(each) for name, each in terms_of(2, 0).items()}
     terms["norm"][:] = [[0, 1, 0, -1, 0]] * 2
     sums, _ = exchange_of(replicas)(terms, nothing_kept(replicas))
-    np.testing.assert_allclose(the_same(sums["norm"]), 2 * 0.4 * np.array([1, 1, 1, -1, 1]), 1e-6)
+    size = np.sqrt(0.4)
+    np.testing.assert_allclose(the_same(sums["norm"]), 2 * size * np.array([1, 1, 1, -1, 1]), 1e-6)
     assert not np.any(the_same(sums["matrix"]))
 
 

@@ -15,6 +15,7 @@ import pytest
 from support import plain_replicas, runs
 from support.compare import assert_close
 from support.plain_replicas import (
+    AXES,
     LAMB,
     OPTIMIZER,
     STEPS,
@@ -41,6 +42,7 @@ from support.plain_replicas import (
 
 from llmx.contract import State
 from llmx.sharding import trees
+from llmx.step import optimizers
 from llmx.sync import late, reshard
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import COMPRESSED, LOCAL, MEAN, VARIANCE
@@ -67,15 +69,16 @@ class Trained:
         return state
 
 
-def begun(recipe, params, opt_state=None) -> State:
-    """A new state at these parameters, and behind a warm-up at this optimizer state."""
+def begun(recipe, params, opt_state=None, step: int = 0) -> State:
+    """A new state at these parameters, and behind a warm-up at this optimizer state and step."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), recipe.abstract)
     params = runs.in_stages(recipe, params)
     state = runs.put_state(recipe, zeros._replace(params=params))
     new_opt_state, sync = recipe.init_sync(state.params)
     if opt_state is None:
         opt_state = new_opt_state
-    return runs.put_state(recipe, state._replace(opt_state=opt_state, sync=sync))
+    state = state._replace(opt_state=opt_state, sync=sync, step=np.int32(step))
+    return runs.put_state(recipe, state)
 
 
 # --------------------------------------------------------------------------- against plain loops
@@ -92,7 +95,7 @@ def plain() -> plain_replicas.Plain:
 )
 def test_replicas_that_go_on_alone_and_meet(plain, strategy, num):
     """local_sgd: at the mean; diloco: at what SGD with Nesterov momentum makes of it, in fragments
-    one after the other, and all of them at the end."""
+    one after the other, and all of them at the end, where a round that is cut short is averaged."""
     optimizer, update = updater("adamw")
     anchor, own = plain.params, [plain.params] * 4
     states, losses = [optimizer.init(plain.params) for _ in own], []
@@ -109,10 +112,12 @@ def test_replicas_that_go_on_alone_and_meet(plain, strategy, num):
         if number % 2 or num == 2:
             updates, new_trace = outer.update(minus(anchor, mean_of(own)), trace)
             new = jax.device_get(optax.apply_updates(anchor, updates))
+            due = ((number + 1) % 2,) if num == 2 else (0,)
+            new = chosen(due, num, new, mean_of(own))
             anchor = chosen(fragments, num, new, anchor)
             own = [chosen(fragments, num, anchor, mine) for mine in own]
             if strategy == "diloco":
-                kept = chosen(fragments, num, new_trace[0].trace, trace[0].trace)
+                kept = chosen(due, num, new_trace[0].trace, trace[0].trace)
                 trace = (optax.TraceState(kept), *trace[1:])
     recipe = make_recipe(strategy, sync=dict(every=2, fragments=num))
     trained = Trained(recipe)
@@ -123,28 +128,106 @@ def test_replicas_that_go_on_alone_and_meet(plain, strategy, num):
         assert_close(replica(state.sync.opt_state[0].mu, i), each[0].mu, TOLERANCE)
 
 
+@pytest.mark.parametrize("steps, whole", [(STEPS, True), (STEPS - 1, False)])
+def test_a_round_that_is_cut_short_is_averaged(plain, steps, whole):
+    """DiLoCo's momentum is of whole rounds of three steps: after two more steps, the last exchange
+    moves to the mean of the replicas."""
+    recipe = make_recipe("diloco", sync=dict(every=3))
+    trained = Trained(recipe)
+    state = trained(begun(recipe, plain.params), batches()[:3])
+    outer = jax.device_get(state.sync.outer)
+    programs = runs.make_programs(recipe)
+    with jax.set_mesh(recipe.mesh):
+        for number in range(3, steps):
+            phase = programs.steps[programs.phase(number)]
+            state, _ = phase(state, runs.put_batch(recipe, batches()[number]))
+        own = [replica(state.sync.params, i) for i in range(4)]
+        state = programs.outer[0,](state)
+    alike = jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-7), state.params, mean_of(own))
+    same = jax.tree.map(np.array_equal, outer, jax.device_get(state.sync.outer))
+    assert all(jax.tree.leaves(alike)) == all(jax.tree.leaves(same)) == (not whole)
+
+
 def test_gradients_that_come_late(plain):
-    """`sync.delays` says by how much; the rest is a list of what comes when."""
+    """`late.delays` says by how much; the rest is a list of what comes when, and from whom."""
     optimizer, update = updater("adamw")
     params, state, losses = plain.params, optimizer.init(plain.params), []
     recipe = make_recipe("stale", sync=dict(staleness=2))
     config, lateness = SyncConfig("stale", staleness=2), np.zeros(4, "f4")
-    coming = [times(plain.params, 0) for _ in range(STEPS + 2)]
+    nothing = times(plain.params, 0)
+    coming = [[nothing] * 4 for _ in range(STEPS + 2)]  # by step and replica
     seen = set()
     for number, batch in enumerate(batches()):
-        made = plain.of_rows(params, batch, 4)
+        # Its own that is on its way, a replica sees: as if it were the optimizer's next gradient.
+        none, _ = update(nothing, state, params)
+        waiting = [added([of[i] for of in coming[number:]]) for i in range(4)]
+        views = [added([params, minus(update(w, state, params)[0], none)]) for w in waiting]
+        made = plain.of_rows(views, batch, 4)
         losses.append(loss_of(made))
         delays, lateness = late.delays(config, lateness, jnp.int32(number))
         seen |= set(delays.tolist())
-        for delay, share in zip(delays.tolist(), shares_of(made), strict=True):
-            coming[number + delay] = added([coming[number + delay], share])
-        params, state = update(clipped(coming[number]), state, params)
+        for i, (delay, share) in enumerate(zip(delays.tolist(), shares_of(made), strict=True)):
+            there = coming[number + delay]
+            coming[number + delay] = [*there[:i], added([there[i], share]), *there[i + 1 :]]
+        params, state = update(clipped(added(coming[number])), state, params)
     assert len(seen) > 1
     trained = Trained(recipe)
     got = trained(begun(recipe, plain.params), batches())
     np.testing.assert_allclose(trained.losses, losses, rtol=TOLERANCE)
     assert_close(got.params, params, TOLERANCE)
     np.testing.assert_allclose(got.sync.lateness, lateness, rtol=TOLERANCE)
+
+
+def test_the_largest_of_momentum_with_a_ramp(plain):
+    """Deep Gradient Compression: replicas exchange the largest of their own momentum, which begins
+    anew where it was sent; the fraction falls by quarters."""
+    config = dataclasses.replace(OPTIMIZER, b1=0.0)
+    values = dict(momentum=0.5, ramp_steps=3, fraction=0.05)
+    trained = Trained(make_recipe("top_k", optimizer=config, sync=values))
+    optimizer = optimizers.make(config, axes=AXES, total_steps=STEPS).whole
+    params, state = plain.params, optimizer.init(plain.params)
+    own = [times(plain.params, 0)] * 4
+    waiting, losses = list(own), []
+    fractions = [0.25, 0.25, 0.0625, 0.05, 0.05, 0.05]
+
+    def sent(x, fraction, layered):
+        rows = np.asarray(x).reshape(len(x) if layered else 1, -1)
+        found = np.zeros_like(rows)
+        for i, row in enumerate(rows):
+            for at in range(0, row.size, 4096):
+                block = row[at : at + 4096]
+                size = min(4096, row.size)
+                top = np.argsort(-np.abs(np.pad(block, (0, size - block.size))), kind="stable")
+                top = top[: max(1, round(fraction * size))]
+                top = top[top < block.size]
+                found[i, at + top] = block[top]
+        return found.reshape(np.shape(x))
+
+    for fraction, batch in zip(fractions, batches(), strict=True):
+        made = plain.of_rows(params, batch, 4)
+        losses.append(loss_of(made))
+        chosen_ones = []
+        for i, share in enumerate(shares_of(made)):
+            own[i] = added([times(own[i], 0.5), times(share, 0.5)])
+            x = added([waiting[i], own[i]])
+            top = jax.tree_util.tree_map_with_path(
+                lambda path, x: sent(x, fraction, path[0].key == "blocks"),  # noqa: B023
+                x,
+            )
+            waiting[i] = minus(x, top)
+            own[i] = jax.tree.map(lambda m, w: np.where(w == 0, 0, m), own[i], waiting[i])
+            chosen_ones.append(top)
+        updates, state = optimizer.update(clipped(added(chosen_ones)), state, params)
+        params = jax.device_get(optax.apply_updates(params, updates))
+    got = trained(begun(trained.recipe, plain.params), batches())
+    assert trained.phases == ["ramp_1"] * 2 + ["ramp_2"] + [COMPRESSED] * 3
+    np.testing.assert_allclose(trained.losses, losses, rtol=TOLERANCE)
+    assert_close(got.params, params, TOLERANCE)
+    for i, each in enumerate(own):
+        assert_close(
+            {name: leaf[i] for name, leaf in jax.device_get(got.sync.momentum).items()},
+            trees.named(each), TOLERANCE,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +254,9 @@ def assert_one_bit(trained: Trained, state: State, wanted, first: int = 0):
 
 
 def test_one_bit_adam(plain, one_bit):
-    assert_one_bit(*one_bit, plain_one_bit(plain, OPTIMIZER))
+    trained, state = one_bit
+    norms = trained.norms[WARMUP:STEPS]
+    assert_one_bit(trained, state, plain_one_bit(plain, OPTIMIZER, norms))
 
 
 def test_the_variance_is_frozen_when_it_has_settled(plain):
@@ -207,12 +292,14 @@ def one_bit_lamb(plain):
     """1-bit LAMB on four replicas from the end of its warm-up on, which is the mean's."""
     recipe = make_recipe("one_bit_lamb", optimizer=LAMB, sync=dict(warmup_steps=WARMUP))
     trained = Trained(recipe)
-    state = begun(trained.recipe, *plain_mean(plain, WARMUP, "lamb")[1:])
+    state = begun(trained.recipe, *plain_mean(plain, WARMUP, "lamb")[1:], step=WARMUP)
     return trained, trained(state, batches()[WARMUP:], WARMUP)
 
 
 def test_one_bit_lamb(plain, one_bit_lamb):
-    assert_one_bit(*one_bit_lamb, plain_one_bit(plain, LAMB), WARMUP)
+    trained, state = one_bit_lamb
+    norms = trained.norms[: STEPS - WARMUP]
+    assert_one_bit(trained, state, plain_one_bit(plain, LAMB, norms), WARMUP)
 
 
 @pytest.fixture(scope="module")
@@ -395,10 +482,40 @@ def spoilt(batch: dict) -> dict:
     return batch | {"weights": weights}
 
 
+@pytest.mark.parametrize("strategy", ["one_bit", "zero_one", "diloco", "int8"])
+def test_the_rate_in_the_report_is_the_one_of_the_update(plain, strategy):
+    """After skipped steps too: the decay of rows without a gradient shows it."""
+    values = dict(sync=dict(warmup_steps=2)) if strategy == "one_bit" else {}
+    config = dataclasses.replace(OPTIMIZER, weight_decay=100.0)
+    recipe = make_recipe(strategy, optimizer=config, **values)
+    state = begun(recipe, plain.params)
+
+    def seen(state):
+        own = state.sync.params if strategy in ("zero_one", "diloco") else state.params
+        rows = np.asarray(own["embedding"], "f8").reshape(-1, *plain.params["embedding"].shape)
+        return np.abs(rows[0, UNUSED:]).sum()
+
+    programs = runs.make_programs(recipe)
+    with jax.set_mesh(recipe.mesh):
+        for number, good in enumerate(batches()[:-1]):  # an outer step follows the last one
+            before, bad = seen(state), number in (0, 3)
+            given = runs.put_batch(recipe, spoilt(good) if bad else good)
+            state, report = programs(number, state, given)
+            rate = 0.0 if bad else float(report.learning_rate)
+            used = (1 - seen(state) / before) / config.weight_decay
+            assert used == pytest.approx(rate, rel=1e-3, abs=1e-7)
+            assert float(report.learning_rate) == pytest.approx(learning_rate(config, number))
+
+
 def unchanged(state: State):
     """All but the counters that go on."""
     state = jax.device_get(state)
     return state.params, state.opt_state, state.sync._replace(num_updates=None)
+
+
+def at(state: State, step: int) -> State:
+    """At another step, and so at another learning rate."""
+    return state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
 
 
 @pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
@@ -409,7 +526,8 @@ def test_a_bad_batch_leaves_all_as_it_was(plain, request, strategy):
     _, params, opt_state = plain_mean(plain, WARMUP, name)
     good = batches()[WARMUP:]
     start = lambda: begun(trained.recipe, params, opt_state)  # noqa: E731
-    wanted = trained(start(), good[:2], WARMUP)
+    wanted = trained(at(start(), 1), good[:1], WARMUP)
+    wanted = trained(at(wanted, 3), good[1:2], WARMUP + 1)  # of two batches at these rates
     state, before = start(), jax.device_get(start())
     state = trained(state, [spoilt(good[0])], WARMUP)
     for got, was in zip(

@@ -1,0 +1,430 @@
+"""What replicas do by each strategy, in float64 and NumPy alone: an oracle that shares no code with
+llmx.
+
+Parameters are a dict of arrays; those whose name begins with "blocks/" have their layers first. A
+`Problem` gives gradients. What is known before a run by other means is data here: when there is an
+exchange, and how late gradients are.
+
+Letters: n replicas, L rows (layers), R numbers of a row.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+TIE = 1e-6  # of the scale of its row: an input nearer to zero may have either sign in fp32
+
+
+@dataclasses.dataclass
+class Settings:
+    """Numbers of the optimizer and of the section `sync`."""
+
+    steps: int = 50
+    rate: float = 0.02  # peak: reached after `rate_warmup`, then a line to a tenth at the end
+    rate_warmup: int = 5
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    decay: float = 0.1
+    clip: float = 0.0
+    warmup: int = 8  # steps of the mean
+    every: int = 7
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    scale: str = "rms"
+    least: float = 0.1  # of a frozen variance's root, of its row's root mean square
+    fraction: float = 0.1
+    momentum: float = 0.5
+    ramp: int = 8
+    rank: int = 2
+
+    def rate_at(self, step: int) -> float:
+        count = step + 1
+        if count < self.rate_warmup:
+            return self.rate * count / self.rate_warmup
+        done = (count - self.rate_warmup) / (self.steps - self.rate_warmup)
+        return self.rate * (1 - 0.9 * done)
+
+
+@dataclasses.dataclass
+class Problem:
+    """A sum of squares: replica i's gradient at step t is curvature x (x - centers[t][i])."""
+
+    start: dict  # parameters
+    curvature: dict
+    centers: list  # by step, a dict of [n, ...]
+    active: list  # by step, a dict of bool: where there is a gradient at all
+    tokens: np.ndarray  # [steps, n]
+    decays: dict  # by name, whether weight decay applies
+
+    @property
+    def n(self) -> int:
+        return self.tokens.shape[1]
+
+    def shares(self, step: int) -> np.ndarray:
+        return self.tokens[step] / self.tokens[step].sum()
+
+    def gradient(self, step: int, i: int, x: dict) -> dict:
+        return {
+            k: self.active[step][k] * self.curvature[k] * (x[k] - self.centers[step][k][i])
+            for k in x
+        }
+
+
+def rows(name: str, x: np.ndarray) -> np.ndarray:
+    return x.reshape(len(x) if name.startswith("blocks/") else 1, -1)
+
+
+def per_row(name: str, numbers: np.ndarray, like: np.ndarray) -> np.ndarray:
+    return numbers.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def total(trees: list) -> dict:
+    return {k: sum(tree[k] for tree in trees) for k in trees[0]}
+
+
+def scaled(tree: dict, factor: float) -> dict:
+    return {k: factor * x for k, x in tree.items()}
+
+
+def length(tree: dict) -> float:
+    return np.sqrt(sum(np.sum(x**2) for x in tree.values()))
+
+
+def clipped(tree: dict, most: float) -> dict:
+    return scaled(tree, most / max(length(tree), most)) if most else tree
+
+
+class Adam:
+    """AdamW or LAMB of one set of parameters."""
+
+    def __init__(self, s: Settings, problem: Problem, kind: str = "adamw"):
+        self.s, self.kind, self.decays, self.count = s, kind, problem.decays, 0
+        self.m = {k: np.zeros_like(x) for k, x in problem.start.items()}
+        self.v = {k: np.zeros_like(x) for k, x in problem.start.items()}
+        self.average = {k: np.zeros(len(rows(k, x))) for k, x in problem.start.items()}
+
+    def moments(self, g: dict):
+        s = self.s
+        self.count += 1
+        self.m = {k: s.b1 * self.m[k] + (1 - s.b1) * g[k] for k in g}
+        self.v = {k: s.b2 * self.v[k] + (1 - s.b2) * g[k] ** 2 for k in g}
+
+    def direction(self) -> dict:
+        c1, c2 = 1 - self.s.b1**self.count, 1 - self.s.b2**self.count
+        return {k: self.m[k] / c1 / (np.sqrt(self.v[k] / c2) + self.s.eps) for k in self.m}
+
+    def with_decay(self, u: dict, x: dict) -> dict:
+        return {k: u[k] + self.s.decay * x[k] * self.decays[k] for k in u}
+
+    def step(self, g: dict, x: dict, rate: float) -> dict:
+        self.moments(g)
+        u = self.with_decay(self.direction(), x)
+        if self.kind == "lamb":
+            for k in u:
+                of_x, of_u = (np.sqrt((rows(k, each) ** 2).sum(1)) for each in (x[k], u[k]))
+                ratio = np.where((of_x > 0) & (of_u > 0), of_x / np.where(of_u > 0, of_u, 1), 1)
+                ratio = ratio.clip(0.01, 10)
+                self.average[k] = 0.9 * self.average[k] + 0.1 * ratio
+                u[k] = u[k] * per_row(k, ratio, u[k])
+        return {k: x[k] - rate * u[k] for k in x}
+
+    def copy(self) -> "Adam":
+        new = object.__new__(Adam)
+        new.__dict__.update(self.__dict__)
+        return new
+
+
+# ------------------------------------------------------------------------------------- compressors
+
+
+class Signs:
+    """A sum of signs with the errors of workers and of servers."""
+
+    def __init__(self, s: Settings, start: dict, n: int):
+        self.scale, self.ties = s.scale, 0
+        self.errors = {k: np.zeros((n, *x.shape)) for k, x in start.items()}
+        self.server = {k: np.zeros_like(x) for k, x in start.items()}
+
+    def compressed(self, name: str, x: np.ndarray, live: np.ndarray) -> np.ndarray:
+        x_LR, live_LR = rows(name, x), rows(name, live)
+        count = np.maximum(live_LR.sum(1), 1)
+        of = np.abs if self.scale == "mean" else np.square
+        size = np.where(live_LR, of(x_LR), 0).sum(1) / count
+        size = size if self.scale == "mean" else np.sqrt(size)
+        self.ties += np.sum((np.abs(x_LR) < TIE * size[:, None]) & live_LR & (x_LR != 0))
+        sent = np.where(x_LR >= 0, size[:, None], -size[:, None])
+        return np.where(live_LR, sent, 0).reshape(x.shape)
+
+    def __call__(self, terms: list, live: dict) -> tuple[dict, dict]:
+        """The sum where numbers live, and where others have come to live."""
+        sums, born = {}, {}
+        for k, on in live.items():
+            inputs = [term[k] + error for term, error in zip(terms, self.errors[k], strict=True)]
+            sent = [self.compressed(k, x, on) for x in inputs]
+            self.errors[k] = np.stack([x - y for x, y in zip(inputs, sent, strict=True)])
+            arrived = np.where(on, sum(sent) + self.server[k], 0)
+            sums[k] = self.compressed(k, arrived, on)
+            self.server[k] = arrived - sums[k]
+            born[k] = ~on & np.any([x != 0 for x in inputs], axis=0)
+        return sums, born
+
+
+def eighths(x: np.ndarray, block: int) -> np.ndarray:
+    """Rows [.., Q] rounded to 127ths of the largest of each block."""
+    blocks = x.reshape(-1, block)
+    size = np.abs(blocks).max(1, keepdims=True) / 127
+    return (np.round(blocks / np.where(size > 0, size, 1)) * size).reshape(x.shape)
+
+
+class Int8:
+    def __init__(self, s: Settings, start: dict, n: int):
+        self.n, self.server = n, {}
+        self.errors = {k: np.zeros((n, *x.shape)) for k, x in start.items()}
+
+    def __call__(self, terms: list, step: int) -> dict:
+        sums = {}
+        for k in terms[0]:
+            shape, R = terms[0][k].shape, rows(k, terms[0][k]).shape[1]
+            part = -(-R // self.n)
+            block = min(256, max(8, 2 ** int(np.ceil(np.log2(part)))))
+            part = -(-part // block) * block
+            padded = lambda x: np.pad(x, ((0, 0), (0, self.n * part - R)))  # noqa: B023, E731
+            arrived = 0
+            for i, term in enumerate(terms):
+                x_LR = padded(rows(k, term[k] + self.errors[k][i]))
+                sent = eighths(x_LR, block)
+                self.errors[k][i] = (x_LR - sent)[:, :R].reshape(shape)
+                arrived = arrived + sent
+            arrived = arrived + self.server.get(k, 0)
+            answer = eighths(arrived, block)
+            self.server[k] = arrived - answer
+            sums[k] = answer[:, :R].reshape(shape)
+        return sums
+
+
+class TopK:
+    """The largest of each replica's momentum, which begins anew where it was sent."""
+
+    def __init__(self, s: Settings, start: dict, n: int):
+        self.s = s
+        self.errors = [{k: np.zeros_like(x) for k, x in start.items()} for _ in range(n)]
+        self.own = [{k: np.zeros_like(x) for k, x in start.items()} for _ in range(n)]
+
+    def fraction(self, step: int) -> float:
+        ramp = [f for f in (1 / 4, 1 / 16, 1 / 64, 1 / 256) if f > self.s.fraction]
+        done = step - self.s.warmup
+        inside = self.s.ramp and done < self.s.ramp
+        return ramp[done * len(ramp) // self.s.ramp] if inside else self.s.fraction
+
+    def __call__(self, terms: list, step: int) -> dict:
+        sums = {k: np.zeros_like(x) for k, x in terms[0].items()}
+        for i, term in enumerate(terms):
+            for k in term:
+                b = self.s.momentum
+                self.own[i][k] = b * self.own[i][k] + (1 - b) * term[k]
+                x_LR = rows(k, self.own[i][k] + self.errors[i][k])
+                count = max(1, round(self.fraction(step) * x_LR.shape[1]))
+                sent = np.zeros_like(x_LR)
+                for row, x in enumerate(x_LR):
+                    top = np.argsort(-np.abs(x), kind="stable")[:count]
+                    sent[row, top] = x[top]
+                sums[k] += sent.reshape(sums[k].shape)
+                self.errors[i][k] = (x_LR - sent).reshape(sums[k].shape)
+                self.own[i][k] = np.where(self.errors[i][k] == 0, 0, self.own[i][k])
+        return sums
+
+
+class PowerSGD:
+    def __init__(self, s: Settings, start: dict, n: int):
+        self.rank, self.queries = s.rank, {}
+        self.errors = [{k: np.zeros_like(x) for k, x in start.items()} for _ in range(n)]
+
+    def __call__(self, terms: list, step: int) -> dict:
+        sums = {}
+        for k, like in terms[0].items():
+            a, b = like.shape[-2:] if like.ndim > 1 else (0, 0)
+            if self.rank * (a + b) >= a * b:
+                sums[k] = sum(term[k] for term in terms)
+                continue
+            stacked = [
+                (term[k] + error[k]).reshape(-1, a, b)
+                for term, error in zip(terms, self.errors, strict=True)
+            ]
+            start = np.cos(np.arange(b * self.rank, dtype=float) ** 2).reshape(b, self.rank)
+            query = self.queries.get(k, np.broadcast_to(start, (len(stacked[0]), b, self.rank)))
+            left, _ = np.linalg.qr(sum(x @ query for x in stacked))
+            rights = [x.swapaxes(1, 2) @ left for x in stacked]
+            self.queries[k] = sum(rights)
+            sums[k] = (left @ sum(rights).swapaxes(1, 2)).reshape(like.shape)
+            for x, right, error in zip(stacked, rights, self.errors, strict=True):
+                error[k] = (x - left @ right.swapaxes(1, 2)).reshape(like.shape)
+        return sums
+
+
+# -------------------------------------------------------------------------------------- strategies
+
+
+def shares_at(problem: Problem, step: int, x) -> list:
+    """Each replica's term of the gradient, at parameters that are the same or a list."""
+    xs = x if isinstance(x, list) else [x] * problem.n
+    shares = problem.shares(step)
+    return [scaled(problem.gradient(step, i, xs[i]), shares[i]) for i in range(problem.n)]
+
+
+def gradients(problem: Problem, s: Settings, exchange: Callable | None) -> list[dict]:
+    """The parameters after each step, by `exchange`d gradients; None = the mean."""
+    x, adam, found = problem.start, Adam(s, problem), []
+    for step in range(s.steps):
+        terms = shares_at(problem, step, x)
+        mean = exchange is None or step < s.warmup
+        g = total(terms) if mean else exchange(terms, step)
+        x = adam.step(clipped(g, s.clip), x, s.rate_at(step))
+        found.append(x)
+    return found
+
+
+def stale(problem: Problem, s: Settings, delays: np.ndarray, staleness: int) -> list[dict]:
+    """`delays` [steps, n], of which the first is that of the first step after the warm-up."""
+    x, adam, found = problem.start, Adam(s, problem), []
+    zero = {k: np.zeros_like(leaf) for k, leaf in x.items()}
+    late = [[zero] * problem.n for _ in range(staleness + 1)]  # by steps to come, and replica
+    for step in range(s.steps):
+        rate = s.rate_at(step)
+        if step < s.warmup:
+            x = adam.step(clipped(total(shares_at(problem, step, x)), s.clip), x, rate)
+            found.append(x)
+            continue
+        none, views = adam.copy().step(zero, x, rate), []
+        for i in range(problem.n):
+            own = adam.copy().step(total([of[i] for of in late]), x, rate)
+            views.append({k: x[k] + own[k] - none[k] for k in x})
+        for i, term in enumerate(shares_at(problem, step, views)):
+            slot = late[delays[step - s.warmup][i]]
+            slot[i] = total([slot[i], term])
+        x = adam.step(clipped(total(late[0]), s.clip), x, rate)
+        late = [*late[1:], [zero] * problem.n]
+        found.append(x)
+    return found
+
+
+def least(v: dict, bias: float, share: float) -> dict:
+    found = {}
+    for k, each in v.items():
+        of_rows = [row[row > 0].mean() for row in rows(k, each)]
+        found[k] = per_row(k, share * np.sqrt(np.array(of_rows) / bias), each)
+    return found
+
+
+def one_bit(problem: Problem, s: Settings, kind: str) -> tuple[list[dict], int]:
+    """1-bit Adam or 1-bit LAMB: (parameters after each step, near ties of signs)."""
+    x, adam, found = problem.start, Adam(s, problem, kind), []
+    signs, n = Signs(s, x, problem.n), problem.n
+    bias, b1, b2 = 1 - s.b2**s.warmup, s.b1, s.b2
+    factor = {k: np.ones(len(rows(k, leaf))) for k, leaf in x.items()}
+    fresh = None
+    for step in range(s.steps):
+        terms, rate = shares_at(problem, step, x), s.rate_at(step)
+        if step < s.warmup:
+            x = adam.step(total(terms), x, rate)
+            found.append(x)
+            continue
+        fresh = fresh or dict(adam.v)
+        low = least(adam.v, bias, s.least)
+        size = {k: np.maximum(np.sqrt(v / bias), low[k]) + s.eps for k, v in adam.v.items()}
+        live = {k: v > 0 for k, v in adam.v.items()}
+        momenta = [{k: (b1 * adam.m[k] / n + (1 - b1) * g[k]) / size[k] for k in g} for g in terms]
+        u, born = signs(momenta, live)
+        before, adam.m = adam.m, {k: u[k] * size[k] for k in u}
+        adam.count += 1
+        bare = scaled(u, 1 / (1 - b1**adam.count))
+        update = adam.with_decay(bare, x)
+        if kind == "lamb":
+            for k in u:
+                seen = (adam.m[k] - b1 * before[k]) / (1 - b1)
+                fresh[k] = b2 * fresh[k] + (1 - b2) * seen**2
+                now = np.sqrt(fresh[k] / (1 - b2**adam.count))
+                now = np.maximum(now, low[k]) + s.eps
+                aged = rows(k, size[k] / now).mean(1, where=rows(k, live[k]))
+                norms = [np.sqrt((rows(k, tree[k]) ** 2).sum(1)) for tree in (bare, update)]
+                share = np.minimum(norms[0] / norms[1], 1)
+                wanted = (share * aged + 1 - share).clip(0.5, 4)
+                factor[k] = np.clip(wanted, 0.9 * factor[k], 1.1 * factor[k])
+                trust = adam.average[k] / (1 - 0.9**s.warmup) * factor[k]
+                update[k] = update[k] * per_row(k, trust, update[k])
+        for k in u:
+            adam.v[k] = np.where(born[k], bias * low[k] ** 2, adam.v[k])
+        x = {k: x[k] - rate * update[k] for k in x}
+        found.append(x)
+    return found, signs.ties
+
+
+def zero_one(problem: Problem, s: Settings, variance, exchanges) -> tuple[list[dict], int]:
+    """0/1 Adam from the first step on: `variance` and `exchanges`, [steps], say in which steps the
+    second moment is updated, and after which replicas exchange."""
+    n, b1, b2 = problem.n, s.b1, s.b2
+    zero = {k: np.zeros_like(leaf) for k, leaf in problem.start.items()}
+    x, own, m, v = problem.start, [problem.start] * n, [zero] * n, zero
+    signs, found, moments, rates = Signs(s, x, n), [], 0, np.zeros(2)
+    for step in range(s.steps):
+        g = [clipped(problem.gradient(step, i, own[i]), s.clip) for i in range(n)]
+        if variance[step]:
+            mean = total([scaled(g[i], problem.shares(step)[i]) for i in range(n)])
+            v, moments = {k: b2 * v[k] + (1 - b2) * mean[k] ** 2 for k in v}, moments + 1
+        bias = 1 - b2**moments
+        low, rate, c1 = least(v, bias, s.least), s.rate_at(step), 1 - b1 ** (step + 1)
+        size = {k: np.maximum(np.sqrt(v[k] / bias), low[k]) + s.eps for k in v}
+        for i in range(n):
+            m[i] = {k: b1 * m[i][k] + (1 - b1) * g[i][k] for k in v}
+            own[i] = {
+                k: own[i][k]
+                - rate * (m[i][k] / c1 / size[k] + s.decay * problem.decays[k] * own[i][k])
+                for k in v
+            }
+        rates += rate, rate / c1
+        if exchanges[step]:
+            bare = {k: x[k] * (1 - s.decay * problem.decays[k] * rates[0]) for k in x}
+            live = {k: v[k] > 0 for k in v}
+            terms = [
+                {k: np.where(live[k] | (m[i][k] != 0), (bare[k] - own[i][k]) / n, 0) for k in x}
+                for i in range(n)
+            ]
+            moved, born = signs(terms, live)
+            x = {k: bare[k] - moved[k] for k in x}
+            m = [
+                {k: np.where(live[k], moved[k] * size[k] / rates[1], m[i][k]) for k in x}
+                for i in range(n)
+            ]
+            v = {k: np.where(born[k], bias * low[k] ** 2, v[k]) for k in v}
+            own, rates = [x] * n, np.zeros(2)
+        found.append(x)
+    return found, signs.ties
+
+
+def local(problem: Problem, s: Settings, kind: str) -> list[dict]:
+    """Local SGD or DiLoCo, after a warm-up by the mean."""
+    n, x = problem.n, problem.start
+    own, adams = [x] * n, [Adam(s, problem) for _ in range(n)]
+    trace, found = {k: np.zeros_like(leaf) for k, leaf in x.items()}, []
+    for step in range(s.steps):
+        rate = s.rate_at(step)
+        if step < s.warmup:
+            g = clipped(total(shares_at(problem, step, x)), s.clip)
+            own = [adams[i].step(g, own[i], rate) for i in range(n)]
+            x = own[0]
+            found.append(x)
+            continue
+        for i in range(n):
+            g = clipped(problem.gradient(step, i, own[i]), s.clip)
+            own[i] = adams[i].step(g, own[i], rate)
+        whole = (step + 1 - s.warmup) % s.every == 0
+        if whole or step == s.steps - 1:
+            moved = {k: x[k] - sum(each[k] for each in own) / n for k in x}
+            if kind == "diloco" and whole:
+                trace = {k: s.outer_momentum * trace[k] + moved[k] for k in x}
+                moved = {k: s.outer_rate * (moved[k] + s.outer_momentum * trace[k]) for k in x}
+            x = {k: x[k] - moved[k] for k in x}
+            own = [x] * n
+        found.append(x)
+    return found
