@@ -31,7 +31,7 @@ from llmx.step import gradients, guard, offload, optimizers
 from llmx.step.step import Recipe, make_update
 from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale
 from llmx.sync import replicas as replicas_lib
-from llmx.sync.strategy import STRATEGIES
+from llmx.sync.strategy import STRATEGIES, compressor_of
 
 
 def make_recipe(
@@ -189,7 +189,7 @@ def _make_strategy(
     replicas = replica_gradient = None
     if config.sync.strategy != "mean":
         replicas = replicas_lib.make(
-            config.sync, loss.mesh, compressor=technique.compressor, shapes=loss.params,
+            config.sync, loss.mesh, compressor=compressor_of(config.sync), shapes=loss.params,
             axes=loss.axes, updates=loss.updates,
         )  # fmt: skip
         replica_gradient = gradients.transformed(

@@ -30,7 +30,7 @@ from llmx.sync import replicas as replicas_lib
 from llmx.sync.compressors import FP32, Tensor
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import MEAN, Replicas
-from llmx.sync.strategy import STRATEGIES
+from llmx.sync.strategy import STRATEGIES, compressor_of
 
 
 class Sent(NamedTuple):
@@ -192,5 +192,5 @@ def replicas_of(
     shapes, axes = apply.abstract_parameters(config)
     inside = sharding.LAYOUTS[layout].without((replicas_lib.AXIS,), "optimizer")
     updates = sharding.shardings(shapes, mesh, inside, rules=axes, table="optimizer")
-    compressor = STRATEGIES[chosen.strategy].compressor
+    compressor = compressor_of(chosen)
     return replicas_lib.make(chosen, mesh, compressor, shapes=shapes, axes=axes, updates=updates)

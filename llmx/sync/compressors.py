@@ -16,6 +16,7 @@ device, n replicas, Q = R/n rounded up, a server's share of a row.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from llmx.sharding import mesh_axes
 from llmx.sync import buckets
 
 FP32 = 4  # bytes
-INT8_BLOCK = 256  # numbers that share a scale
+BLOCK = 256  # numbers that share a scale
 TOP_BLOCK = 4096  # numbers among which `top_k` chooses; positions fit into 16 bits
 
 
@@ -288,66 +289,102 @@ def _signs_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
     )
 
 
-# -------------------------------------------------------------------------------------------- int8
+# ---------------------------------------------------------------------------------- codes of blocks
 
 
-def _int8_sizes(tensor: Tensor, group: Group) -> tuple[int, int]:
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """How numbers are sent that share a scale: the largest of them becomes `largest`."""
+
+    largest: float
+    dtype: jnp.dtype  # of a number: whole numbers, or a float8
+    per_byte: int = 1
+    block: int = BLOCK  # numbers that share a scale, in fp32
+
+    def quantized(self, x: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Codes [..., Q / per_byte], scales [..., Q / block], and the numbers that they stand for
+        [..., Q]."""
+        blocks = x.reshape(*x.shape[:-1], -1, block)
+        scale = jnp.max(jnp.abs(blocks), axis=-1) / self.largest
+        steps = blocks / jnp.where(scale > 0, scale, 1)[..., None]
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            steps = jnp.round(steps)
+        codes = jnp.clip(steps, -self.largest, self.largest).astype(self.dtype)
+        # Compilers leave out a rounding that is undone at once, and others would receive another
+        # number.
+        packed = jax.lax.optimization_barrier(self._packed(codes.reshape(x.shape)))
+        return packed, scale, self.numbers(packed, scale)
+
+    def numbers(self, packed: jax.Array, scale: jax.Array) -> jax.Array:
+        """What codes stand for, fp32 [..., Q]."""
+        codes = self._unpacked(packed)
+        blocks = codes.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
+        return blocks.reshape(codes.shape)
+
+    def _packed(self, codes: jax.Array) -> jax.Array:
+        if self.per_byte == 1:
+            return codes
+        pairs = (codes.reshape(*codes.shape[:-1], -1, 2) & 15).astype(jnp.uint8)
+        return pairs[..., 0] | pairs[..., 1] << 4
+
+    def _unpacked(self, packed: jax.Array) -> jax.Array:
+        if self.per_byte == 1:
+            return packed
+        pairs = jnp.stack([packed & 15, packed >> 4], axis=-1).astype(jnp.int8)
+        signed = jnp.where(pairs > 7, pairs - 16, pairs)
+        return signed.reshape(*packed.shape[:-1], -1)
+
+
+CODES = {
+    "int8": Code(127, jnp.dtype(jnp.int8)),  # arXiv 1511.04561
+    "int4": Code(7, jnp.dtype(jnp.int8), per_byte=2, block=2 * BLOCK),
+    "fp8": Code(448, jnp.dtype(jnp.float8_e4m3fn)),
+}
+
+
+def _sizes(code: Code, tensor: Tensor, group: Group) -> tuple[int, int]:
     """Numbers that share a scale, fewer where a server's share is small, and Q."""
     q = -(-tensor.length // group.size)
-    block = min(INT8_BLOCK, max(8, 1 << (q - 1).bit_length()))
+    block = min(code.block, max(8, 1 << (q - 1).bit_length()))
     return block, _share(tensor, group, block)
 
 
-def _quantized(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """int8 [..., Q], scales [..., Q / block], and the numbers that they stand for [..., Q]."""
-    blocks = x.reshape(*x.shape[:-1], -1, block)
-    scale = jnp.max(jnp.abs(blocks), axis=-1) / 127
-    steps = blocks / jnp.where(scale > 0, scale, 1)[..., None]
-    whole = jnp.round(steps).astype(jnp.int8)
-    return whole.reshape(x.shape), scale, _dequantized(whole.reshape(x.shape), scale)
+def _coded(code: Code, tensors, terms, residuals: Residuals, group: Group, live=None):
+    """Numbers in codes, with a scale per block, to the servers and back.
 
-
-def _dequantized(whole: jax.Array, scale: jax.Array) -> jax.Array:
-    blocks = whole.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
-    return blocks.reshape(whole.shape)
-
-
-def _int8(tensors, terms, residuals: Residuals, group: Group, live=None):
-    """Multiples of 1/127 of the largest number of a block (arXiv 1511.04561).
-
-    Sends 1 byte per number and phase, and 4 per block.
+    Sends 1 / `code.per_byte` bytes per number and phase, and a scale per block.
     """
     messages, errors = [], {}
     inputs = _with_errors(tensors, terms, residuals, live)
     for tensor, x_LR in zip(tensors, inputs, strict=True):
-        block, q = _int8_sizes(tensor, group)
+        block, q = _sizes(code, tensor, group)
         x_nLQ = _chunks(x_LR, group.size, q)
-        whole, scale, sent = _quantized(x_nLQ, block)
+        codes, scale, sent = code.quantized(x_nLQ, block)
         errors[tensor.name] = _rows(x_nLQ - sent, tensor.length)
-        messages.append([whole, scale])
+        messages.append([codes, scale])
     arrived = _exchanged("all_to_all", messages, group)
     answers, server = [], {}
     for tensor, received in zip(tensors, arrived, strict=True):
-        sum_LQ = jnp.sum(_dequantized(*received), axis=0)
+        sum_LQ = jnp.sum(code.numbers(*received), axis=0)
         sum_LQ = _plus(residuals.server, tensor.name, sum_LQ)
-        whole, scale, sent = _quantized(sum_LQ, _int8_sizes(tensor, group)[0])
+        codes, scale, sent = code.quantized(sum_LQ, _sizes(code, tensor, group)[0])
         server[tensor.name] = sum_LQ - sent
-        answers.append([whole[None], scale[None]])
+        answers.append([codes[None], scale[None]])
     arrived, sums = _exchanged("all_gather", answers, group), {}
-    for tensor, (whole, scale) in zip(tensors, arrived, strict=True):
-        sum_LR = _rows(_dequantized(whole, scale), tensor.length)
+    for tensor, received in zip(tensors, arrived, strict=True):
+        sum_LR = _rows(code.numbers(*received), tensor.length)
         sums[tensor.name] = sum_LR.reshape(tensor.shape)
     return sums, _updated(residuals, errors, server)
 
 
-def _int8_state(tensor: Tensor, group: Group) -> ResidualRows:
-    return _feedback(group, errors=None, server=(_int8_sizes(tensor, group)[1],))
+def _coded_state(code: Code, tensor: Tensor, group: Group) -> ResidualRows:
+    return _feedback(group, errors=None, server=(_sizes(code, tensor, group)[1],))
 
 
-def _int8_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
-    """Bytes and a scale per block, to the servers and back."""
-    block, q = _int8_sizes(tensor, group)
-    own = tensor.rows * (q + FP32 * q // block)
+def _coded_messages(code: Code, tensor: Tensor, group: Group) -> tuple[Message, ...]:
+    """Codes and a scale per block, to the servers and back."""
+    block, q = _sizes(code, tensor, group)
+    own = tensor.rows * (q // code.per_byte + FP32 * q // block)
     return Message("all_to_all", group.size * own), Message("all_gather", own)
 
 
@@ -487,7 +524,12 @@ def _low_rank_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
 COMPRESSORS: dict[str, Compressor] = {
     "mean": Compressor(_mean, lambda tensor, group: {}, _mean_messages),
     "signs": Compressor(_signs, _signs_state, _signs_messages),
-    "int8": Compressor(_int8, _int8_state, _int8_messages),
+    **{
+        name: Compressor(
+            *(functools.partial(part, code) for part in (_coded, _coded_state, _coded_messages))
+        )
+        for name, code in CODES.items()
+    },
     "top_k": Compressor(_top_k, lambda _, group: _feedback(group, errors=None), _top_k_messages),
     "low_rank": Compressor(_low_rank, _low_rank_state, _low_rank_messages),
 }

@@ -30,5 +30,9 @@ class SyncConfig:
     # diloco: of the optimizer between replicas
     outer_learning_rate: float = bounded(0.7, at_least=0, below=10)
     outer_momentum: float = bounded(0.9, at_least=0, below=1)  # diloco: its Nesterov momentum
+    # local_sgd, diloco: what replicas have moved is sent so: "fp32" | "int8" | "int4" | "fp8"
+    outer_format: str = choice("fp32", ("fp32", "int8", "int4", "fp8"))
+    # local_sgd, diloco: exchanges run beside the next step, and arrive after it
+    overlap: bool = False
     staleness: int = bounded(2, at_least=0)  # stale: steps that a gradient may come late; 0 = none
     asynchronous: bool = False  # stale: replicas do not wait for one that is later still

@@ -5,6 +5,10 @@ local_sgd (arXiv 1805.09767): every `every` steps all replicas continue from the
 what the replicas have moved as its gradient; fragments of the model do so at different steps. A
 round that the run's end cuts short is averaged, without the outer optimizer: its momentum is sized
 for whole rounds.
+
+What replicas have moved may be sent in codes of 8 or 4 bits, and may travel while the next step is
+computed (`overlap`): a phase of that step's own sends what replicas had moved before it, and adds
+to what arrives what the replica has moved meanwhile.
 """
 
 import dataclasses
@@ -21,9 +25,11 @@ from llmx import sharding
 from llmx.contract import Gradients, Phase, State, Strategy, Timetable, at_step
 from llmx.sharding import trees
 from llmx.sync import phases, reshard
-from llmx.sync.compressors import Compressor, Tensor
+from llmx.sync.compressors import Compressor, Residuals, Tensor
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, WHOLE, Replicas, StrategyInputs
+
+SENDING = "sending_"  # phases in which fragment 0, 1, ... is exchanged: sending_0, sending_1, ...
 
 
 class Local(NamedTuple):
@@ -32,16 +38,18 @@ class Local(NamedTuple):
     params: Any  # of each replica, [n, ...]
     opt_state: Any  # of each replica, [n, ...]
     outer: dict[str, jax.Array]  # diloco: momentum of the outer optimizer, by parameter name
+    residuals: Residuals  # of what replicas have moved and codes have left out
 
 
 def make(inputs: StrategyInputs) -> Strategy:
     replicas, config = inputs.replicas, inputs.config
     abstract = Local(
-        *of_all_replicas(inputs), replicas.like_parameters() if config.strategy == "diloco" else {}
-    )
+        *of_all_replicas(inputs), replicas.like_parameters() if config.strategy == "diloco" else {},
+        replicas.abstract_residuals(),
+    )  # fmt: skip
 
     def init(params):
-        return (), Local(*copies(inputs, params), reshard.zeros(abstract.outer))
+        return (), Local(*copies(inputs, params), *reshard.zeros(abstract[2:]))
 
     def update(found: Gradients, state: State, sync: Local, accepted: jax.Array) -> State:
         params, opt_state, _ = advanced(inputs, state, phases.clipped(found).tree, accepted)
@@ -52,11 +60,16 @@ def make(inputs: StrategyInputs) -> Strategy:
             reshard.averaged(saved.params, abstract.params, layers),
             reshard.averaged(saved.opt_state, abstract.opt_state, layers),
             reshard.placed(saved.outer, layers),
+            reshard.residuals(saved.residuals, abstract.residuals, layers),
         )
 
     return Strategy(
         abstract=((), abstract), init=init, timetable=inputs.timetable,
-        phases={MEAN: mean(inputs, update), LOCAL: own_phase(inputs, update)},
+        phases={MEAN: mean(inputs, update), LOCAL: own_phase(inputs, update)}
+        | {
+            SENDING + str(f): sending_phase(inputs, update, f)
+            for f in range(num_fragments(config) * config.overlap)
+        },
         enter=forget_after_mean(inputs),
         outer={each: make_outer_step(inputs, each) for each in sorted(inputs.timetable.fragments)},
         scalars=lambda sync: {}, reshard=resharded,
@@ -64,33 +77,35 @@ def make(inputs: StrategyInputs) -> Strategy:
 
 
 def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
-    """Outer steps every `every` steps, of one fragment after the other, and of all at the end."""
+    """Outer steps every `every` steps, of one fragment after the other, and of all at the end. With
+    `overlap` the next step takes the place of those before the end."""
     total_steps = len(rates)
     num = num_fragments(config)
 
-    def fragments_after(step: int) -> tuple[int, ...]:
-        if step < config.warmup_steps:
-            return ()
-        if step == total_steps - 1:
-            return tuple(range(num))  # the trained model is the one that all share
-        apart, done = config.every // num, step + 1 - config.warmup_steps
-        return () if done % apart else (done // apart % num,)
+    def due_after(steps: int) -> tuple[int, ...]:
+        apart, done = config.every // num, steps - config.warmup_steps
+        return () if done <= 0 or done % apart else (done // apart % num,)
 
-    return phases.after_warmup(LOCAL)(config, rates)._replace(
-        fragments_after=fragments_after, num_fragments=num
-    )
+    def fragments_after(step: int) -> tuple[int, ...]:
+        if step == total_steps - 1 >= config.warmup_steps:
+            return tuple(range(num))  # the trained model is the one that all share
+        return () if config.overlap else due_after(step + 1)
+
+    def phase_of(step: int, freeze_step: int = -1) -> str:
+        if step < config.warmup_steps:
+            return MEAN
+        due = due_after(step) if config.overlap else ()
+        return SENDING + str(due[0]) if due else LOCAL
+
+    return Timetable(total_steps, phase_of, fragments_after, num)
 
 
 def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tensor], Compressor]:
     """Nothing in a local step; in an outer step the rows that belong to its fragments."""
-    tensors, num = [], num_fragments(replicas.config)
-    for tensor in replicas.tensors.values() if isinstance(program, tuple) else ():
-        slices = _rows_of(tensor, program, num).values()
-        if not tensor.layered:
-            tensors += [tensor] * len(slices)
-        elif rows := sum(len(range(tensor.rows)[part]) for part in slices):
-            tensors.append(dataclasses.replace(tensor, shape=(rows, *tensor.shape[1:])))
-    return tensors, replicas.compressor
+    if isinstance(program, str) and program.startswith(SENDING):
+        program = (int(program.removeprefix(SENDING)),)
+    fragments = program if isinstance(program, tuple) else ()
+    return [piece.tensor for piece in _pieces(replicas, fragments)], replicas.compressor
 
 
 def num_fragments(config: SyncConfig) -> int:
@@ -144,6 +159,21 @@ def for_all(inputs: StrategyInputs, tree: Any) -> Any:
 def own_phase(inputs: StrategyInputs, update: Callable) -> Phase:
     """Each replica updates its own parameters by its own gradient."""
     return Phase(own_params(inputs), inputs.replica_gradient, phases.already_reduced, update)
+
+
+def sending_phase(inputs: StrategyInputs, update: Callable, fragment: int) -> Phase:
+    """A local step, beside which a fragment's outer step takes place: of what replicas had moved
+    before it. Communicates over `data`."""
+
+    def update_and_send(found: Gradients, state: State, sync: Any, accepted: jax.Array) -> State:
+        after = update(found, state, sync, accepted)
+        sent = synchronized(inputs, (fragment,), state, after.sync.params)
+        sent = sent._replace(sync=sent.sync._replace(opt_state=after.sync.opt_state))
+        keep = lambda new, old: jnp.where(state.guard.stopped, old, new)  # noqa: E731
+        params, sync = jax.tree.map(keep, (sent.params, sent.sync), (state.params, after.sync))
+        return after._replace(params=params, sync=sync)
+
+    return own_phase(inputs, update_and_send)
 
 
 def mean(inputs: StrategyInputs, update: Callable) -> Phase:
@@ -234,23 +264,38 @@ def as_kept(inputs: StrategyInputs, params: dict, own: dict) -> tuple[Any, Any]:
 
 def make_outer_step(inputs: StrategyInputs, fragments: Sequence[int]) -> Callable[[State], State]:
     """Synchronizes the fragments of all replicas. Communicates over `data`."""
+    return outer_step(functools.partial(synchronized, inputs, fragments))
+
+
+def synchronized(
+    inputs: StrategyInputs, fragments: Sequence[int], state: State, after: Any = None
+) -> State:
+    """The state with fragments of all replicas synchronized as they are in it. Communicates over
+    `data`.
+
+    `after`: replicas' parameters [n, ...] of a later step: they keep what they have moved since.
+    """
     replicas = inputs.replicas
 
-    def synchronize(state: State) -> State:
-        def region(params, own, outer, due):
-            own = {name: leaf[0] for name, leaf in own.items()}
-            return _averaged(inputs, fragments, params, own, outer, due)
+    def region(params, own, after, outer, residuals, due):
+        own, after = ({name: leaf[0] for name, leaf in of.items()} for of in (own, after))
+        return _averaged(inputs, fragments, params, own, after, outer, residuals, due)
 
-        outer_specs = {name: replicas.specs[name] for name in state.sync.outer}
-        specs = (replicas.specs, replicas.stacked_specs, outer_specs)
-        params, own = as_updated(inputs, state.params, state.sync.params)
-        params, own, outer = replicas.region(region, in_specs=(*specs, WHOLE), out_specs=specs)(
-            params, own, state.sync.outer, due_fragment(replicas.config, state.step)
-        )
-        params, own = as_kept(inputs, params, own)
-        return state._replace(params=params, sync=state.sync._replace(params=own, outer=outer))
-
-    return outer_step(synchronize)
+    outer_specs = {name: replicas.specs[name] for name in state.sync.outer}
+    stacked, kept = replicas.stacked_specs, (outer_specs, replicas.residual_specs())
+    params, own = as_updated(inputs, state.params, state.sync.params)
+    after = {} if after is None else as_updated(inputs, state.params, after)[1]
+    after_specs = {name: stacked[name] for name in after}
+    params, own, outer, residuals = replicas.region(
+        region, in_specs=(replicas.specs, stacked, after_specs, *kept, WHOLE),
+        out_specs=(replicas.specs, stacked, *kept),
+    )(
+        params, own, after, state.sync.outer, state.sync.residuals,
+        due_fragment(replicas.config, state.step),
+    )  # fmt: skip
+    params, own = as_kept(inputs, params, own)
+    sync = state.sync._replace(params=own, outer=outer, residuals=residuals)
+    return state._replace(params=params, sync=sync)
 
 
 def due_fragment(config: SyncConfig, steps: Any) -> Any:
@@ -261,22 +306,19 @@ def due_fragment(config: SyncConfig, steps: Any) -> Any:
     return jnp.where(done % apart == 0, fragment, -1)
 
 
-def _averaged(inputs, fragments, params, own, outer, due):
+def _averaged(inputs, fragments, params, own, after, outer, residuals, due):
     """One device's arrays after the outer step, by name."""
     replicas, config = inputs.replicas, inputs.config
-    num = inputs.timetable.num_fragments
-    pieces = [
-        (name, f, rows)
-        for name, tensor in replicas.tensors.items()
-        for f, rows in _rows_of(tensor, fragments, num).items()
-    ]
-    terms = [
-        (params[name][rows] - own[name][rows]).astype(jnp.float32) / replicas.size
-        for name, _, rows in pieces
-    ]
-    params, own, outer = dict(params), dict(own), dict(outer)
-    for (name, f, rows), moved in zip(pieces, jax.lax.psum(terms, AXIS), strict=True):
-        step = moved
+    pieces = _pieces(replicas, fragments)
+    terms = {
+        tensor.name: (params[name][rows] - own[name][rows]).astype(jnp.float32) / replicas.size
+        for tensor, name, _, rows in pieces
+    }
+    sums, residuals = _summed(replicas, pieces, terms, residuals)
+    params, outer, later = dict(params), dict(outer), dict(after or own)
+    for piece in pieces:
+        name, f, rows = piece[1:]
+        step = moved = sums[piece.tensor.name]
         if name in outer:
             nesterov = optax.trace(config.outer_momentum, nesterov=True)
             before = outer[name][rows]
@@ -285,8 +327,46 @@ def _averaged(inputs, fragments, params, own, outer, due):
             step = jnp.where(due == f, config.outer_learning_rate * step, moved)
         new = (params[name][rows] - step).astype(params[name].dtype)
         params[name] = params[name].at[rows].set(new)
-        own[name] = own[name].at[rows].set(new)
-    return params, {name: leaf[None] for name, leaf in own.items()}, outer
+        since = after[name][rows] - own[name][rows] if after else 0
+        later[name] = later[name].at[rows].set(new + since)
+    return params, {name: leaf[None] for name, leaf in later.items()}, outer, residuals
+
+
+class _Piece(NamedTuple):
+    """The rows of a shard that belong to one fragment."""
+
+    tensor: Tensor  # of these rows, with a name of its own
+    name: str
+    fragment: int
+    rows: slice  # of the shard's first dimension
+
+
+def _pieces(replicas: Replicas, fragments: Sequence[int]) -> list[_Piece]:
+    found, num = [], num_fragments(replicas.config)
+    for name, tensor in replicas.tensors.items():
+        for f, rows in _rows_of(tensor, fragments, num).items():
+            shape = tensor.shape
+            if tensor.layered:
+                shape = (len(range(tensor.rows)[rows]), *shape[1:])
+            piece = dataclasses.replace(tensor, name=f"{name} of fragment {f}", shape=shape)
+            found.append(_Piece(piece, name, f, rows))
+    return found
+
+
+def _summed(replicas: Replicas, pieces: list[_Piece], terms: dict, residuals: Residuals):
+    """The sums of terms of pieces over replicas, and residuals by parameter name."""
+    # Residuals of a device are [1, L, ...], or of a tensor that is not layered [1, ...].
+    at = lambda piece: (slice(None), piece.rows) if piece.tensor.layered else slice(None)  # noqa: E731
+    of_pieces = lambda kept: {p.tensor.name: kept[p.name][at(p)] for p in pieces if p.name in kept}  # noqa: E731
+    before = Residuals(*map(of_pieces, residuals))
+    tensors = [piece.tensor for piece in pieces]
+    sums, new = replicas.exchange(terms, before, tensors=tensors)
+    whole = [dict(kept) for kept in residuals]
+    for piece in pieces:
+        for kept, rows in zip(whole, new, strict=True):
+            if piece.name in kept:
+                kept[piece.name] = kept[piece.name].at[at(piece)].set(rows[piece.tensor.name])
+    return sums, Residuals(*whole)
 
 
 def _rows_of(tensor: Tensor, fragments: Sequence[int], num: int) -> dict[int, slice]:

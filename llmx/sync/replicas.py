@@ -136,12 +136,13 @@ class Replicas:
     def residual_specs(self) -> Residuals:
         return jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_residuals())
 
-    def exchange(self, terms, residuals: Residuals, live=None):
+    def exchange(self, terms, residuals: Residuals, live=None, tensors=None):
         """The sum of all replicas' terms, for use inside a manual region; see `Compressor`.
 
-        One replica has nobody to send to, and compresses nothing.
+        `tensors`: others than all of the model. One replica has nobody to send to, and compresses
+        nothing.
         """
-        tensors = list(self.tensors.values())
+        tensors = list(self.tensors.values()) if tensors is None else tensors
         reduce = compressors.alone if self.size == 1 else self.compressor.reduce
         return reduce(tensors, terms, residuals, self.group, live)
 

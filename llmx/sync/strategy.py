@@ -47,6 +47,8 @@ _TOP_K = Technique(
 )  # fmt: skip
 _STALE = Technique(late.make, shared_update=False)
 
+LOCAL_STRATEGIES = ("local_sgd", "diloco")
+
 STRATEGIES: dict[str, Technique] = {
     "mean": Technique(mean.make, timetable=phases.after_warmup(MEAN), conflicts=lambda config: []),
     "int8": Technique(compressed.make, COMPRESSORS["int8"]),  # arXiv 1511.04561, 1610.02132
@@ -59,6 +61,13 @@ STRATEGIES: dict[str, Technique] = {
     "local_sgd": _LOCAL,  # arXiv 1805.09767
     "diloco": _LOCAL,  # arXiv 2311.08105, 2501.18512
 }
+
+
+def compressor_of(config: SyncConfig) -> Compressor:
+    """How what is not summed in full is sent."""
+    if config.strategy in LOCAL_STRATEGIES and config.outer_format != "fp32":
+        return COMPRESSORS[config.outer_format]
+    return STRATEGIES[config.strategy].compressor
 
 
 def conflicts(config: Any) -> list[str]:

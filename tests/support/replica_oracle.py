@@ -11,6 +11,7 @@ Letters: n replicas, L rows (layers), R numbers of a row.
 import dataclasses
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 TIE = 1e-6  # of the scale of its row: an input nearer to zero may have either sign in fp32
@@ -171,34 +172,60 @@ class Signs:
         return sums, born
 
 
-def eighths(x: np.ndarray, block: int) -> np.ndarray:
-    """Rows [.., Q] rounded to 127ths of the largest of each block."""
-    blocks = x.reshape(-1, block)
-    size = np.abs(blocks).max(1, keepdims=True) / 127
-    return (np.round(blocks / np.where(size > 0, size, 1)) * size).reshape(x.shape)
+CODES = {"int8": 127, "int4": 7, "fp8": 448}  # the largest of each
 
 
-class Int8:
-    def __init__(self, s: Settings, start: dict, n: int):
-        self.n, self.server = n, {}
+def coded(x: np.ndarray, block: int, code: str) -> tuple[np.ndarray, int]:
+    """Rows [.., Q] in codes that share a scale, by which the largest of a block is the largest
+    code; and how many of them fp32 may round to another."""
+    largest, blocks = CODES[code], x.reshape(-1, block)
+
+    size = np.abs(blocks).max(1, keepdims=True) / largest
+    steps = blocks / np.where(size > 0, size, 1)
+
+    def codes(nudge: float) -> np.ndarray:
+        nudged = np.clip(steps + nudge * largest, -largest, largest)
+        if code == "fp8":
+            return nudged.astype("f4").astype(ml_dtypes.float8_e4m3fn).astype("f8")
+        return np.round(nudged)
+
+    return (codes(0) * size).reshape(x.shape), int((codes(TIE) != codes(-TIE)).sum())
+
+
+class Coded:
+    """Sums in codes: to the servers, and from them."""
+
+    def __init__(self, s: Settings, start: dict, n: int, code: str = "int8"):
+        self.n, self.server, self.code, self.ties = n, {}, code, 0
         self.errors = {k: np.zeros((n, *x.shape)) for k, x in start.items()}
+
+    def part(self, k: str, terms: list, layers: slice) -> np.ndarray:
+        """The sum of some layers of a parameter, whose errors are kept by themselves."""
+        self.errors = {k: np.zeros((self.n, *terms[0].shape))} | {
+            name: kept for name, kept in self.errors.items() if kept.shape[1:] == terms[0].shape
+        }
+        return self([{k: term} for term in terms], 0)[k]
 
     def __call__(self, terms: list, step: int) -> dict:
         sums = {}
         for k in terms[0]:
             shape, R = terms[0][k].shape, rows(k, terms[0][k]).shape[1]
             part = -(-R // self.n)
-            block = min(256, max(8, 2 ** int(np.ceil(np.log2(part)))))
+            block = min(
+                512 if self.code == "int4" else 256, max(8, 2 ** int(np.ceil(np.log2(part))))
+            )
             part = -(-part // block) * block
             padded = lambda x: np.pad(x, ((0, 0), (0, self.n * part - R)))  # noqa: B023, E731
             arrived = 0
             for i, term in enumerate(terms):
                 x_LR = padded(rows(k, term[k] + self.errors[k][i]))
-                sent = eighths(x_LR, block)
+                sent, ties = coded(x_LR, block, self.code)
+                self.ties += ties
                 self.errors[k][i] = (x_LR - sent)[:, :R].reshape(shape)
                 arrived = arrived + sent
             arrived = arrived + self.server.get(k, 0)
-            answer = eighths(arrived, block)
+            answer, ties = coded(arrived, block, self.code)
+            self.ties += ties
             self.server[k] = arrived - answer
             sums[k] = answer[:, :R].reshape(shape)
         return sums
@@ -402,11 +429,47 @@ def zero_one(problem: Problem, s: Settings, variance, exchanges) -> tuple[list[d
     return found, signs.ties
 
 
-def local(problem: Problem, s: Settings, kind: str) -> list[dict]:
-    """Local SGD or DiLoCo, after a warm-up by the mean."""
+def local(
+    problem: Problem, s: Settings, kind: str, *, code: str = "", overlap: bool = False,
+    fragments: int = 1,
+) -> tuple[list[dict], int]:  # fmt: skip
+    """Local SGD or DiLoCo, after a warm-up by the mean; and numbers that fp32 may round otherwise.
+
+    code: of what replicas have moved; "" = fp32. overlap: an exchange arrives a step later, and
+    replicas keep what they have moved meanwhile. fragments: layer by layer in turn, the first with
+    what is outside of the layers.
+    """
     n, x = problem.n, problem.start
     own, adams = [x] * n, [Adam(s, problem) for _ in range(n)]
     trace, found = {k: np.zeros_like(leaf) for k, leaf in x.items()}, []
+    exchange = {(k, f): Coded(s, x, n, code) for k in x for f in range(fragments)} if code else {}
+
+    def exchanged(before: list, chosen, due) -> dict:
+        """Shared parameters after an exchange of what `before` has moved; `own` goes on from it."""
+        new = dict(x)
+        for k in x:
+            for f in chosen:
+                layers = slice(f, None, fragments)
+                if not k.startswith("blocks/"):
+                    layers = slice(None)
+                    if f:
+                        continue
+                terms = [(x[k] - each[k]) / n for each in before]
+                if code:
+                    moved = exchange[k, f].part(k, [term[layers] for term in terms], layers)
+                else:
+                    moved = sum(terms)[layers]
+                if kind == "diloco" and due == f:
+                    trace[k][layers] = s.outer_momentum * trace[k][layers] + moved
+                    moved = s.outer_rate * (moved + s.outer_momentum * trace[k][layers])
+                new[k] = new[k].copy()
+                new[k][layers] = x[k][layers] - moved
+                for i in range(n):
+                    since = own[i][k][layers] - before[i][k][layers]
+                    own[i] = own[i] | {k: own[i][k].copy()}
+                    own[i][k][layers] = new[k][layers] + since
+        return new
+
     for step in range(s.steps):
         rate = s.rate_at(step)
         if step < s.warmup:
@@ -415,16 +478,23 @@ def local(problem: Problem, s: Settings, kind: str) -> list[dict]:
             x = own[0]
             found.append(x)
             continue
+        before, last = list(own), step == s.steps - 1
         for i in range(n):
             g = clipped(problem.gradient(step, i, own[i]), s.clip)
             own[i] = adams[i].step(g, own[i], rate)
-        whole = (step + 1 - s.warmup) % s.every == 0
-        if whole or step == s.steps - 1:
-            moved = {k: x[k] - sum(each[k] for each in own) / n for k in x}
-            if kind == "diloco" and whole:
-                trace = {k: s.outer_momentum * trace[k] + moved[k] for k in x}
-                moved = {k: s.outer_rate * (moved[k] + s.outer_momentum * trace[k]) for k in x}
-            x = {k: x[k] - moved[k] for k in x}
-            own = [x] * n
+        due = due_after(step if overlap else step + 1, s, fragments)
+        if overlap and due is not None:
+            x = exchanged(before, {due}, due)
+        if last and overlap:
+            due = due_after(step + 1, s, fragments)
+        if last or (due is not None and not overlap):
+            before = list(own)
+            x = exchanged(before, range(fragments) if last else {due}, due)
         found.append(x)
-    return found
+    return found, sum(each.ties for each in exchange.values())
+
+
+def due_after(steps: int, s: Settings, fragments: int) -> int | None:
+    """The fragment whose round is complete."""
+    apart, done = s.every // fragments, steps - s.warmup
+    return done // apart % fragments if done > 0 and done % apart == 0 else None

@@ -17,7 +17,7 @@ from llmx.step.step import clip_factors, make_update
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import AXES, AXIS
-from llmx.sync.strategy import STRATEGIES
+from llmx.sync.strategy import STRATEGIES, compressor_of
 
 # Odd sizes; rows of the matrix are as of tokens: one is seen late, and one never.
 SHAPES = {
@@ -100,7 +100,7 @@ def _strategy(name, problem, mesh, config, sync, steps):
         execution=types.SimpleNamespace(policy=types.SimpleNamespace(param=jnp.dtype("float32"))),
     )  # fmt: skip
     replicas = replicas_lib.make(
-        sync, mesh, technique.compressor, shapes=like, axes=axes, updates=updates
+        sync, mesh, compressor_of(sync), shapes=like, axes=axes, updates=updates
     )
 
     def inputs_with(head):

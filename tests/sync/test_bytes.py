@@ -33,7 +33,11 @@ FORMULA = 1.02
 
 @functools.cache
 def program(
-    platform: str, strategy: str, policy: str = "fp32", phase: str = ""
+    platform: str,
+    strategy: str,
+    policy: str = "fp32",
+    phase: str = "",
+    outer_format: str = "fp32",
 ) -> tuple[program_lib.CostReport, object]:
     """Of the last phase, of a named phase, or of the outer step ("exchange"); and its recipe."""
     topology = topologies.parse(TOPOLOGIES[platform])
@@ -43,6 +47,7 @@ def program(
         batch__size=BATCH, batch__sequence_length=LENGTH, sharding__layout="hsdp",
         optimizer__name="lamb" if strategy == "one_bit_lamb" else "adamw",
         sync__strategy=strategy, sync__warmup_steps=2, sync__rank=RANK, sync__fraction=FRACTION,
+        sync__outer_format=outer_format, sync__overlap=phase.startswith("sending"),
     )  # fmt: skip
     recipe = runs.make_recipe(config, devices=topologies.devices(topology))
     if phase == "exchange":
@@ -142,6 +147,15 @@ def test_diloco_sends_parameters_once_and_nothing_between(platform, strategy):
     exchange = sent(platform, strategy, phase="exchange")
     assert exchange == pytest.approx(sent(platform, "mean"), rel=FORMULA - 1)
     assert sent(platform, strategy, phase="local") <= SCALARS
+
+
+@pytest.mark.parametrize("platform, strategy", cases("diloco"))
+@pytest.mark.parametrize("outer_format, share", [("int8", 4), ("int4", 8), ("fp8", 4)])
+def test_outer_gradients_in_codes_send_a_share(platform, strategy, outer_format, share):
+    """In an outer step, and beside the next step."""
+    phase = "sending_0" if outer_format == "int4" else "exchange"
+    found = sent(platform, strategy, phase=phase, outer_format=outer_format)
+    assert found == pytest.approx(sent(platform, "mean") / share, rel=FORMULA - 1)
 
 
 @pytest.mark.parametrize("platform, strategy", cases("one_bit", "int8", "top_k", "power_sgd"))
