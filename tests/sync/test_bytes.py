@@ -158,6 +158,24 @@ def test_outer_gradients_in_codes_send_a_share(platform, strategy, outer_format,
     assert found == pytest.approx(sent(platform, "mean") / share, rel=FORMULA - 1)
 
 
+@pytest.mark.xdist_group("v5e")
+def test_an_exchange_beside_a_step_is_hidden_between_slices():
+    """Both of its messages, over the data-center network: the compiler computes beside them."""
+    topology = topologies.parse("4@v5e:2x2")
+    config = runs.make_config(
+        CONFIG, mesh=dict(data=4, fsdp=4), mesh__across_slices=("data",), remat="full",
+        batch__size=BATCH, batch__sequence_length=128, sharding__layout="hsdp",
+        sync__strategy="diloco", sync__fragments=2, sync__overlap=True, sync__outer_format="int4",
+    )  # fmt: skip
+    recipe = runs.make_recipe(config, devices=topologies.devices(topology))
+    compiled = topologies.compile(runs.lower(recipe, "sending_1"), topology.platform)
+    mesh = [("data", 4), ("fsdp", 4)]
+    found = program_lib.read(compiled.as_text(), mesh, across_slices=("data",))
+    codes = [one for one in found.select(across="data") if one.dtype == "u8"]
+    assert len(codes) == 2
+    assert all(one.asynchronous and one.hidden_by for one in codes)
+
+
 @pytest.mark.parametrize("platform, strategy", cases("one_bit", "int8", "top_k", "power_sgd"))
 def test_within_a_replica_nothing_changes(platform, strategy):
     """Beside the gradients of norms: "mean" sums them over `data` and `fsdp` at once, here their
