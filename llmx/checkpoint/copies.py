@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping
 
-from llmx.checkpoint import hf_reader, identity, mirror, restore
+from llmx.checkpoint import directory, hf_reader, identity, mirror, restore
 from llmx.data import json_files, remote, tokenizer_files, tokenizers
 
 FOLDER = "~/.cache/llmx/checkpoints"
@@ -50,7 +50,7 @@ class Stored:
 
     @property
     def _has_checkpoints(self) -> bool:
-        return any(name.startswith(mirror.CHECKPOINTS) for name in self.names)
+        return any(name.startswith(directory.CHECKPOINTS) for name in self.names)
 
     def problem(self) -> str:
         """Why nothing can start from there, as far as names tell; "" = it can."""
@@ -90,7 +90,7 @@ class Stored:
             parts = self._weight_files()
             wanted = lambda name: name in _SMALL or name in parts  # noqa: E731
         else:
-            lead = f"{mirror.CHECKPOINTS}{step}/"
+            lead = f"{directory.CHECKPOINTS}{step}/"
             wanted = lambda name: name in _SMALL or name.startswith(lead)  # noqa: E731
         size = sum(state.num_bytes for name, state in self.names.items() if wanted(name))
         what = self.url if step is None else f"{self.url}@{step}"

@@ -13,6 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 STATE, META, MARKER = "state", "meta", "commit_success.txt"
+CHECKPOINTS = "checkpoints/"  # in a work directory
 UNFINISHED, DELETED = ".orbax-checkpoint-tmp", ".deleted"
 LABELS = {"corrupt": ".corrupt", "replaced": ".replaced", "unfinished": UNFINISHED}
 

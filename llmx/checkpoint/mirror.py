@@ -18,8 +18,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from llmx.checkpoint import directory, places
-from llmx.checkpoint.places import ATTEMPTS, CHECKPOINTS
+from llmx.checkpoint import directory
 from llmx.data import remote
 from llmx.runtime import exits, ownership
 
@@ -45,7 +44,7 @@ def committed(names: Any) -> set[str]:
     """The steps, as text, of the complete checkpoints among names of files."""
     found = set()
     for name in names:
-        if name.startswith(CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
+        if name.startswith(directory.CHECKPOINTS) and name.endswith(f"/{directory.MARKER}"):
             found.add(name.split("/")[1])
     return {step for step in found if step.isdecimal()}
 
@@ -55,7 +54,7 @@ def _wanted(names: Any) -> Callable[[str], bool]:
     steps = committed(names)
 
     def keep(name: str) -> bool:
-        if name.startswith(CHECKPOINTS) and name.count("/") > 1:
+        if name.startswith(directory.CHECKPOINTS) and name.count("/") > 1:
             return name.split("/")[1] in steps
         return name not in (ownership.FILE, f"{ownership.FILE}.__lock")
 
@@ -63,7 +62,7 @@ def _wanted(names: Any) -> Callable[[str], bool]:
 
 
 def _beside_arrays(name: str) -> bool:
-    return not (name.startswith(CHECKPOINTS) and f"/{directory.STATE}/" in name)
+    return not (name.startswith(directory.CHECKPOINTS) and f"/{directory.STATE}/" in name)
 
 
 def pull(url: str, folder: pathlib.Path, *, arrays: bool = True) -> None:
@@ -75,9 +74,9 @@ def pull(url: str, folder: pathlib.Path, *, arrays: bool = True) -> None:
     names = remote.find(url) if remote.kind_of(url) == "folder" else {}
     wanted, steps = _wanted(names), committed(names)
     keep = wanted if arrays else lambda name: wanted(name) and _beside_arrays(name)
-    if not arrays and (folder / CHECKPOINTS).exists():
-        shutil.rmtree(folder / CHECKPOINTS)
-    for path in (folder / CHECKPOINTS).glob("*/"):
+    if not arrays and (folder / directory.CHECKPOINTS).exists():
+        shutil.rmtree(folder / directory.CHECKPOINTS)
+    for path in (folder / directory.CHECKPOINTS).glob("*/"):
         if path.name not in steps:
             shutil.rmtree(path)
     if any(map(keep, names)):
@@ -86,7 +85,7 @@ def pull(url: str, folder: pathlib.Path, *, arrays: bool = True) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for step in steps if not arrays else ():
-        (folder / CHECKPOINTS / step / directory.STATE).mkdir()
+        (folder / directory.CHECKPOINTS / step / directory.STATE).mkdir()
 
 
 def reading(workdir: str) -> str:
@@ -118,8 +117,10 @@ class Mirror:
         self, url: str, folder: pathlib.Path, *, log: Log, launch: str = "", rank: int = 0
     ) -> None:  # fmt: skip
         self._url, self._folder, self._log = url.rstrip("/"), folder, log
+        from llmx.checkpoint import places  # imports JAX, which reading needs not
+
         self.named = self._url or str(folder)  # as the user named it, the same in all processes
-        self.place = places.SHARED
+        self.place, self._several = places.SHARED, bool(launch)
         if launch:
             self.place = places.in_store(
                 self._url, launch, rank, before=self._upload_small,
@@ -138,7 +139,7 @@ class Mirror:
             self._folder.mkdir(parents=True)
             return
         try:
-            pull(self._url, self._folder, arrays=self.place is places.SHARED)
+            pull(self._url, self._folder, arrays=not self._several)
         except OSError as error:
             raise ValueError(
                 f"workdir={self._url} cannot be copied to {self._folder}: {error}: check its name, "
@@ -160,7 +161,7 @@ class Mirror:
         """Uploads what is new, if there is a URL. A failure is logged, and tried again later."""
         if not self._url:
             return
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, remote.ATTEMPTS + 1):
             try:
                 self._upload()
                 if self._failed:
@@ -168,7 +169,7 @@ class Mirror:
                 self._failed = False
                 return
             except (OSError, ValueError) as error:  # ValueError: of the local folder
-                if attempt == ATTEMPTS:
+                if attempt == remote.ATTEMPTS:
                     self._failed = True
                     cause = " ".join(str(error).split())[:300]
                     self._log(
@@ -176,7 +177,7 @@ class Mirror:
                         f"after the next checkpoint; all is in {self._folder}"
                     )
                 else:
-                    time.sleep(places.PAUSE_SECONDS)
+                    time.sleep(remote.PAUSE_SECONDS)
 
     def end(self, code: int) -> int:
         """Uploads the rest; the exit code: `code`, or `exits.UNSAVED` where that failed."""
@@ -200,13 +201,11 @@ class Mirror:
         self._upload_small()
         complete = self._complete()
         for step in sorted(complete - self._steps, key=int):
-            remote.upload_folder(
-                self._folder / CHECKPOINTS / step, f"{self._url}/{CHECKPOINTS}{step}",
-                last=directory.MARKER,
-            )  # fmt: skip
+            name = f"{directory.CHECKPOINTS}{step}"
+            remote.upload_folder(self._folder / name, f"{self._url}/{name}", last=directory.MARKER)
             self._steps.add(step)
         for step in self._steps - complete:
-            _remove_checkpoint(f"{self._url}/{CHECKPOINTS}{step}")
+            _remove_checkpoint(f"{self._url}/{directory.CHECKPOINTS}{step}")
             self._steps.remove(step)
 
     def _complete(self) -> set[str]:

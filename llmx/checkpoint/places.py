@@ -28,8 +28,6 @@ from llmx.checkpoint.manifest import Corrupt, Document, Unreadable
 from llmx.data import remote
 from llmx.runtime import ownership
 
-CHECKPOINTS = "checkpoints/"
-ATTEMPTS, PAUSE_SECONDS = 3, 2.0  # of an upload
 _METADATAS = "array_metadatas"  # Orbax's, with a file of each process
 _FLIGHT_BYTES = 1 << 30  # that a process reads at a time
 _CACHE_BYTES = 256 << 20  # of nodes of the trees
@@ -65,13 +63,13 @@ SHARED = Place(
 
 def attempted(action: Callable[[], None]) -> None:
     """Does it again after an OSError, a few times."""
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, remote.ATTEMPTS + 1):
         try:
             return action()
         except OSError:
-            if attempt == ATTEMPTS:
+            if attempt == remote.ATTEMPTS:
                 raise
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(remote.PAUSE_SECONDS)
 
 
 def in_store(
@@ -85,7 +83,7 @@ def in_store(
       before: called on process 0 before a checkpoint is made complete.
       published: called on process 0 with the step of a checkpoint that is complete there.
     """
-    root = f"{url}/{CHECKPOINTS}"
+    root = f"{url}/{directory.CHECKPOINTS}"
 
     def written(path: Any, step: int, number: int) -> str:
         state, to = _local(path / directory.STATE), f"{root}{step}/{directory.STATE}"

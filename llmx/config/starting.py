@@ -3,6 +3,7 @@ and the tokenizer."""
 
 import dataclasses
 import os
+import pathlib
 
 from llmx import config as config_lib
 from llmx.checkpoint import identity
@@ -12,9 +13,28 @@ from llmx.model.families import ModelConfig
 
 
 def problem(config: Config) -> str:
-    """Why a run cannot start from there; "" = it can, as far as the names of files tell."""
-    if not config.start_from:
+    """Why a run cannot start from there; "" = it can, as far as the names of files tell, or it has
+    begun already and needs nothing from there."""
+    found = _problem(config) if config.start_from else ""
+    return "" if found and _begun(config) else found
+
+
+def _begun(config: Config) -> str:
+    """A local folder with the config and tokenizer of the run itself, where it has a checkpoint;
+    "" = it has none."""
+    from llmx.checkpoint import copies, directory
+
+    if not remote.is_url(config.workdir):
+        complete = directory.steps(pathlib.Path(config.workdir, "checkpoints"))
+        return config.workdir if config.workdir and complete else ""
+    try:
+        found = copies.find("workdir=", config.workdir)
+        return found.small() if found.steps else ""
+    except (ValueError, OSError):
         return ""
+
+
+def _problem(config: Config) -> str:
     from llmx.checkpoint import copies, hf_reader
 
     if remote.is_url(config.start_from):
@@ -43,7 +63,8 @@ def adopted(config: Config) -> Config:
 
     Raises ValueError where the files there cannot be read, or the tokenizer is missing.
     """
-    if not config.start_from or problem(config):
+    is_gone = bool(config.start_from and _problem(config))
+    if not config.start_from or (is_gone and not _begun(config)):
         return config
     of_shards = any(name.startswith(sources.SHARDS_PREFIX) for name in config.data.sources)
     takes_tokenizer = config.data.tokenizer == "auto" and not (
@@ -52,7 +73,7 @@ def adopted(config: Config) -> Config:
     takes_model = config.model == ModelConfig()
     if not (takes_model or takes_tokenizer):
         return config
-    place, is_hugging_face = _readable(config.start_from)
+    place, is_hugging_face = (_begun(config), False) if is_gone else _readable(config.start_from)
     changes = {}
     if takes_model:
         changes["model"] = _model_of(place, is_hugging_face)

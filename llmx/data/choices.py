@@ -31,11 +31,16 @@ MAX_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What stands before the choices, the choices as they follow it, and which is right."""
+    """What stands before the choices, the choices, and which is right."""
 
     prompt: str
     choices: tuple[str, ...]
     answer: int
+
+    def behind(self, choice: str) -> str:
+        """A choice as it follows the prompt: with a space, unless one of the two has it."""
+        spaced = self.prompt[-1:].isspace() or choice[0].isspace()
+        return choice if spaced else f" {choice}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +101,8 @@ def read(path: str) -> list[Question]:
 def _question(record: Any) -> Question:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__} in place of an object")
+    if "endings" in record and "choices" in record:
+        raise ValueError('both "endings" and "choices"')
     if "endings" in record:
         prompt, choices, answer = record.get("ctx"), record["endings"], record.get("label")
         labels = []
@@ -110,6 +117,9 @@ def _question(record: Any) -> Question:
     texts = isinstance(choices, list) and all(isinstance(text, str) and text for text in choices)
     if not texts or len(choices) < 2:
         raise ValueError("the choices are no list of two texts or more, none of them empty")
+    own = labels if isinstance(record.get("choices"), dict) else []
+    if own and (not isinstance(own, list) or len({*map(str, own)}) != len(choices)):
+        raise ValueError(f"{len(choices)} choices need as many labels, all different")
     labelled = isinstance(labels, list) and answer in labels
     place = labels.index(answer) if labelled else answer
     if isinstance(place, str) and place.isdecimal():
@@ -117,8 +127,7 @@ def _question(record: Any) -> Question:
     if type(place) is not int or not 0 <= place < len(choices):
         raise ValueError(f"the answer {str(answer)[:50]!r} is none of the {len(choices)} choices")
     _require_text([prompt, *choices])
-    spaced = (text if text[0].isspace() else f" {text}" for text in choices)
-    return Question(prompt.rstrip(), tuple(spaced), place)
+    return Question(prompt, tuple(choices), place)
 
 
 def _require_text(texts: Sequence[str]) -> None:
@@ -136,7 +145,7 @@ def continuations(question: Question, tokenizer: Tokenizer) -> list[Continuation
     prompt = tokenizer.encode(question.prompt)
     found = []
     for choice in question.choices:
-        whole = tokenizer.encode(question.prompt + choice)
+        whole = tokenizer.encode(question.prompt + question.behind(choice))
         # Tokens may join the end of the prompt with the choice: they belong to the choice.
         same = min(len(prompt), len(whole) - 1)
         differ = np.flatnonzero(whole[:same] != prompt[:same])

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
+ATTEMPTS, PAUSE_SECONDS = 3, 2.0  # of an upload
 _BLOCK_BYTES = 4 << 20  # that are read of an object at a time
 
 # Scheme: (module that fsspec needs, extra of this package that brings it).

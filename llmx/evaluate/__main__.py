@@ -43,10 +43,13 @@ def main(argv: list[str] | None = None) -> int:
         help="text in place of the run's: file, folder, glob or shards:DIR, as data.sources",
     )  # fmt: skip
     command.add_argument(
-        "--choices", metavar="FILE", help="JSONL of questions, as of HellaSwag, MMLU or ARC"
-    )
+        "--choices", action="append", default=[], metavar="FILE",
+        help="JSONL of questions, as of HellaSwag, MMLU or ARC",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object")
     args = command.parse_args(argv)
+    if "" in args.choices:
+        command.error("--choices='' names no file: name a JSONL of questions")
     if args.choices and (args.data or args.batches is not None):
         command.error("--choices goes without --data and --batches")
     try:
@@ -129,18 +132,24 @@ def _pairs_text(result: dict[str, float]) -> str:
 
 def _of_choices(
     args: argparse.Namespace, run: config.Config, recipe: Recipe
-) -> tuple[int, dict[str, float], str]:
+) -> tuple[int, dict, str]:
     coder, length = tokenizers.of_run(args.workdir), run.batch.sequence_length
-    file = multiple_choice.QuestionFile.open(args.choices, coder, length)
+    files = [multiple_choice.QuestionFile.open(path, coder, length) for path in args.choices]
+    if len({file.name for file in files}) < len(files):
+        raise ValueError("--choices names two files of one name, by which figures are reported")
     restored = saved_run.params_of(run, recipe, args.workdir, step=args.step)
     scorer = multiple_choice.scorer_of(run, recipe, recipe.loss.execution, coder.end_of_document)
-    result = file.answered(scorer, restored.state)
-    sentence = (
-        f"{result['accuracy']:.1%} of {result['questions']} questions right by likelihood, "
+    results = {file.name: file.answered(scorer, restored.state) for file in files}
+    sentences = {
+        name: f"{result['accuracy']:.1%} of {result['questions']} questions right by likelihood, "
         f"{result['accuracy_per_byte']:.1%} by likelihood per byte (guessing: "
         f"{result['guessing']:.1%})"
-    )
-    return restored.step, result, sentence
+        for name, result in results.items()
+    }
+    if len(files) == 1:
+        return restored.step, results[files[0].name], sentences[files[0].name]
+    lines = "\n".join(f"  {name}: {sentence}" for name, sentence in sentences.items())
+    return restored.step, results, f"\n{lines}"
 
 
 if __name__ == "__main__":

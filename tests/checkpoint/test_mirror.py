@@ -5,7 +5,7 @@ import json
 import pytest
 from support import memory_store
 
-from llmx.checkpoint import directory, mirror, places
+from llmx.checkpoint import directory, mirror
 from llmx.data import remote
 from llmx.runtime import exits
 
@@ -137,7 +137,7 @@ def test_a_failed_upload_is_told_and_tried_again(tmp_path, store, monkeypatch):
     run = mirror.Mirror(URL, tmp_path / "a", log=lines.append)
     run.pull()
     checkpoint(tmp_path / "a", 4)
-    monkeypatch.setattr(places, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
 
     def fail(file, url):
         raise OSError("503 slow down")

@@ -27,7 +27,7 @@ def url(tmp_path, monkeypatch):
         ownership, "kvstore_spec",
         lambda url: {"driver": "file", "path": url.removeprefix("local://")},
     )  # fmt: skip
-    monkeypatch.setattr(places, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
     (tmp_path / "store").mkdir()
     return f"local://{tmp_path}/store/run"
 

@@ -25,10 +25,10 @@ def written(tmp_path, *records) -> str:
 def test_three_forms(tmp_path):
     found = choices.read(written(tmp_path, HELLASWAG, "", MMLU, ARC, MMLU | {"answer": 2}))
     assert found == [
-        choices.Question("He sits", (" down.", " up."), 1),
-        choices.Question("2+2?", (" 3", " 4", " 5"), 1),
-        choices.Question("Which floats?", (" stone", " wood"), 1),
-        choices.Question("2+2?", (" 3", " 4", " 5"), 2),
+        choices.Question("He sits ", ("down.", "up."), 1),
+        choices.Question("2+2?", ("3", "4", "5"), 1),
+        choices.Question("Which floats?", ("stone", "wood"), 1),
+        choices.Question("2+2?", ("3", "4", "5"), 2),
     ]
 
 
@@ -46,6 +46,9 @@ def test_three_forms(tmp_path):
         (MMLU | {"answer": True}, "the answer 'True' is none"),
         (MMLU | {"answer": -1}, "the answer '-1' is none"),
         (ARC | {"answerKey": "E"}, "the answer 'E' is none of the 2 choices"),
+        (ARC | {"choices": {"text": ["a", "b"], "label": ["A"]}}, "as many labels, all different"),
+        (ARC | {"choices": {"text": ["a", "b"], "label": ["A", "A"]}}, "all different"),
+        (MMLU | HELLASWAG, 'both "endings" and "choices"'),
         ({key: HELLASWAG[key] for key in ("ctx", "endings")}, "the answer 'None' is none"),
     ],
 )
@@ -64,13 +67,31 @@ def test_files_without_questions_are_refused(tmp_path):
 def test_tokens_that_join_prompt_and_choice_are_the_choices():
     """And prompt and choice together are the ids of the whole text."""
     coder = tokenizers.train([b"the cat sat on the mat. the cats sat. " * 40], vocab_size=290)
-    question = choices.Question("the c", ("ats", " mat"), 0)
-    for text, one in zip(question.choices, choices.continuations(question, coder), strict=True):
-        whole = coder.encode(question.prompt + text)
-        np.testing.assert_array_equal(np.concatenate([one.prompt, one.ids]), whole)
-        assert one.num_bytes == len(text) and len(one.ids) >= 1
+    for prompt in ("sat on the ", "sat on the"):
+        question = choices.Question(prompt, ("cat", " mat"), 0)
+        for text, one in zip(question.choices, choices.continuations(question, coder), strict=True):
+            whole = coder.encode(prompt + question.behind(text))
+            np.testing.assert_array_equal(np.concatenate([one.prompt, one.ids]), whole)
+            assert one.num_bytes == len(text) and len(one.ids) >= 1
+    question = choices.Question("sat on the ", ("cat", " mat"), 0)
     joined = choices.continuations(question, coder)[0]
-    assert len(coder.encode("the c")) > len(joined.prompt)  # "cat" is one token
+    assert len(coder.encode("sat on the ")) > len(joined.prompt)  # " cat" is one token
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choice", "text"),
+    [
+        ("2 + 2 =", "4", "2 + 2 = 4"), ("2 + 2 = ", "4", "2 + 2 = 4"), ("if x:\n", "y", "if x:\ny"),
+        ("if x:\n", "    y", "if x:\n    y"), ("Answer:\n\n", "a", "Answer:\n\na"),
+        ("A man", " sits", "A man sits"),
+    ],
+)  # fmt: skip
+def test_white_space_stays_as_it_is(prompt, choice, text, tmp_path):
+    record = {"question": prompt, "choices": [choice, "other"], "answer": 0}
+    (question,) = choices.read(written(tmp_path, record))
+    one, _ = choices.continuations(question, BYTES)
+    assert bytes(np.concatenate([one.prompt, one.ids]).tolist()).decode() == text
+    assert one.num_bytes == len(choice)  # not the space that was put between
 
 
 def test_an_empty_prompt_begins_as_a_document_does():

@@ -271,6 +271,11 @@ def test_start_with_another_runs_parameters(scratch, undisturbed):
     assert "starting with the parameters of" in done.stdout + done.stderr
     fresh, ended = losses(undisturbed[0])[0], losses(undisturbed[0])[-1]
     assert abs(losses(scratch / "tuned")[0] - ended) < 0.2 * (fresh - ended)
+    # With a checkpoint of its own it goes on, wherever it began.
+    gone = train(scratch, scratch / "tuned", "--config.start_from=nowhere", "--config.steps=3",
+                 "--config.optimizer.warmup_steps=0", "--config.optimizer.ema_decay=0.9",
+                 devices=4)  # fmt: skip
+    assert gone.returncode == 0 and len(losses(scratch / "tuned")) == 3, gone.stderr
     bad = train(scratch, scratch / "tuned_badly", "--config.start_from=nowhere")
     assert bad.returncode == 2 and "start_from='nowhere' holds no checkpoints" in bad.stderr
 
