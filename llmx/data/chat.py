@@ -191,6 +191,13 @@ class Template:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
                 ArithmeticError, RecursionError) as error:  # fmt: skip
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        for number, message in enumerate(inputs["messages"], 1):
+            if isinstance(parts := message.get("content"), list) and str(parts) in raw:
+                raise ValueError(
+                    f"message {number} has a list of parts as its content, and the chat template "
+                    "writes it as Python does: write a string, or use a template that goes through "
+                    "parts"
+                )
         return self._read(raw)
 
     def _read(self, raw: str) -> Rendered:

@@ -348,3 +348,14 @@ def test_preview_shows_tokens_and_weights(coders, tmp_path, capsys, monkeypatch)
     assert command.main([*flags, "--preview", "1"]) == 0
     assert "\x1b" not in capsys.readouterr().out
     assert command.main(["--source", str(file), "--preview", "-1"]) == 2
+
+
+def test_parts_that_a_template_writes_as_python_does_are_refused(tmp_path):
+    ours = tokenizers.load(small_tokenizers.write(tmp_path, "byte_level"))
+    parts = [{"type": "text", "text": "What is it?"}]
+    messages = chat.checked([{"role": "user", "content": parts}])
+    naive = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 1 has a list of parts .* through parts"):
+        chat.Template(naive, ours).render(messages)
+    through = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    assert chat.Template(through, ours).render(messages).text == "What is it?"
