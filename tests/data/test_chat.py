@@ -355,7 +355,7 @@ def test_parts_that_a_template_writes_as_python_does_are_refused(tmp_path):
     parts = [{"type": "text", "text": "What is it?"}]
     messages = chat.checked([{"role": "user", "content": parts}])
     naive = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="message 1 has a list of parts .* through parts"):
+    with pytest.raises(ValueError, match=r"message 1 has a list of parts .* through parts"):
         chat.Template(naive, ours).render(messages)
     through = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     assert chat.Template(through, ours).render(messages).text == "What is it?"
