@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, packing, remote
+from llmx.data import json_files, opening, packing, remote
 from llmx.data.tokenizers import Tokenizer
 
 _REMEDY_OF_NAMES = "name JSONL files of questions, or () for none"
@@ -83,7 +83,10 @@ def problems(paths: Sequence[str]) -> Iterator[str]:
 def read(path: str) -> list[Question]:
     """The questions of a file. Raises ValueError, naming file, line and remedy."""
     given = os.path.expanduser(path)
-    raw = json_files.read_bytes(given, remedy=_REMEDY, max_bytes=MAX_BYTES)
+    raw = json_files.read_bytes(given, remedy=_REMEDY_OF_NAMES, max_bytes=MAX_BYTES)
+    if opening.compression_of(given):
+        with opening.open_at(given) as file:
+            raw = file.read(MAX_BYTES)
     found = []
     for number, line in enumerate(raw.splitlines(), 1):
         if not line.strip():

@@ -1,6 +1,8 @@
 """Multiple-choice questions: their three forms, their rows, and what their scores are."""
 
+import gzip
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -55,6 +57,15 @@ def test_three_forms(tmp_path):
 def test_other_records_are_refused_by_line(record, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         choices.read(written(tmp_path, MMLU, record))
+
+
+def test_compressed_files(tmp_path):
+    plain, packed = written(tmp_path, MMLU), tmp_path / "questions.jsonl.gz"
+    packed.write_bytes(gzip.compress(pathlib.Path(plain).read_bytes()))
+    assert choices.read(str(packed)) == choices.read(plain)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        choices.read(str(packed))
 
 
 def test_files_without_questions_are_refused(tmp_path):
