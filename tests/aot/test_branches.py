@@ -39,8 +39,10 @@ def collectives_in_branches(module: hlo_text.Module) -> list[hlo_text.Instructio
     ]  # fmt: skip
     assert conditionals
     # `llmx.pipeline.tick` says how often each is taken: on average, and as the longest of a tick.
-    for each in conditionals:
-        taken, longest = hlo_text.expected_branches(each)
+    # Rings have conditionals of their own, whose branches are data.
+    told = [(each, said) for each in conditionals if (said := hlo_text.expected_branches(each))]
+    assert told
+    for each, (taken, longest) in told:
         assert len(taken) == len(longest) == len(each.called)
         assert sum(taken) == sum(longest) == 1 and taken[0] >= longest[0]  # some are idle
     found, computations = [], [one for each in conditionals for one in module.called(each)]
