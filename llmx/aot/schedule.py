@@ -5,6 +5,7 @@ The order is that of the scheduled text. Loops and branches stay nested: their b
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from llmx.aot import collectives, core_times, hlo_text, instruction_costs, links
 from llmx.aot.collectives import Analysis, Collective
@@ -66,7 +67,7 @@ class Loop:
 class Branches:
     """A conditional in a loop, of which each branch is taken in a share of the iterations."""
 
-    shares: tuple[float, ...]  # add up to 1
+    shares: tuple[Fraction, ...]  # add up to 1
     branches: tuple[tuple["Step", ...], ...]
 
 

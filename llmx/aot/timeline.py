@@ -275,7 +275,7 @@ class _Run:
                 self._event("core", more, "", self.now, skipped)
                 self._shift(skipped, *earlier)
 
-    def _branch(self, share: float, steps: Sequence[Step]) -> None:
+    def _branch(self, share: Fraction, steps: Sequence[Step]) -> None:
         """What is done in a share of the iterations takes as large a share of its time in each."""
         if share:
             weight, began, earlier = self._weight, self.now, (set(self._ends), dict(self._free))

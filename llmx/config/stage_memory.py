@@ -139,13 +139,18 @@ def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:
 
 
 def deferred_share(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> float:
-    """The share of a chunk's layers whose weight gradients are deferred, 0 to 1; of one layer where
-    not one layer's fit."""
-    try:
-        layers = deferred_layers(run, device_bytes, on_gpu=on_gpu)
-    except ValueError:
-        layers = 1
+    """The share of a chunk's layers whose weight gradients are deferred, 0 to 1, as they are
+    planned."""
+    layers = planned_layers(run, device_bytes, on_gpu=on_gpu)
     return 1.0 if layers is None else layers / max(utilization.chunks_of(run))
+
+
+def planned_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
+    """`deferred_layers`, and one where not one layer's weight gradients fit."""
+    try:
+        return deferred_layers(run, device_bytes, on_gpu=on_gpu)
+    except ValueError:
+        return 1
 
 
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:

@@ -86,7 +86,9 @@ def read(path: str) -> list[Question]:
     raw = json_files.read_bytes(given, remedy=_REMEDY_OF_NAMES, max_bytes=MAX_BYTES)
     if opening.compression_of(given):
         with opening.open_at(given) as file:
-            raw = file.read(MAX_BYTES)
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes, the most read: {_REMEDY}")
     found = []
     for number, line in enumerate(raw.splitlines(), 1):
         if not line.strip():

@@ -39,12 +39,17 @@ _KIND = jax.sharding.AbstractDevice("", None, "gpu")
 
 def on(sizes: Sizes, topology: Topology, *, phase: str = "") -> list[Message]:
     """All messages of a step of a resolved run on a machine."""
-    on_gpu, memory = topology.platform == "gpu", topology.chip.device_hbm_bytes
     return messages(
-        sizes, turns=recipe.turns_of(sizes.run, topology.device_kind), on_gpu=on_gpu, phase=phase,
-        deferred=stage_memory.deferred_share(sizes.run, memory, on_gpu=on_gpu),
+        sizes, turns=recipe.turns_of(sizes.run, topology.device_kind), 
+        on_gpu=topology.platform == "gpu", phase=phase, deferred=deferred_on(sizes.run, topology),
         exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
     )  # fmt: skip
+
+
+def deferred_on(run: Config, topology: Topology) -> float:
+    """The share of layers whose weight gradients a pipeline defers on a machine, 0 to 1."""
+    on_gpu = topology.platform == "gpu"
+    return stage_memory.deferred_share(run, topology.chip.device_hbm_bytes, on_gpu=on_gpu)
 
 
 def messages(sizes: Sizes, *, phase: str = "", **program) -> list[Message]:

@@ -389,10 +389,7 @@ _STATE = ("parameters", "optimizer")  # parts of a `StageMemory`
 
 
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
-    try:
-        deferred = stage_memory.deferred_layers(sizes.run, device_bytes, on_gpu=on_gpu)
-    except ValueError:  # not one layer's weight gradients fit: counted with those of one
-        deferred = 1
+    deferred = stage_memory.planned_layers(sizes.run, device_bytes, on_gpu=on_gpu)
     parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
     held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}

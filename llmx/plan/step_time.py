@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from llmx.config import Config, recipe, stage_memory, utilization
+from llmx.config import Config, recipe, utilization
 from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
@@ -136,16 +136,9 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
     """
     listed = operators.of(counted, machine.core, MOVED[machine.topology.platform])
     parts = _computed(counted, listed)
-    if (idle := _idle(counted, listed, _deferred(counted.run, machine))) > 0:
+    if (idle := _idle(counted, listed, exchange.deferred_on(counted.run, machine.topology))) > 0:
         parts[BUBBLE] = idle
     return parts, listed
-
-
-def _deferred(run: Config, machine: Machine) -> float:
-    """The share of layers whose weight gradients a pipeline defers."""
-    topology = machine.topology
-    on_gpu = topology.platform == "gpu"
-    return stage_memory.deferred_share(run, topology.chip.device_hbm_bytes, on_gpu=on_gpu)
 
 
 def _rounds(counted: Sizes) -> tuple[int, int]:
@@ -184,7 +177,7 @@ def pipeline_of(
         return None
     table = utilization.table_of(run)
     _, layers = _rounds(counted)
-    of_layer = _operations(table, listed, _deferred(run, machine))
+    of_layer = _operations(table, listed, exchange.deferred_on(run, machine.topology))
     times = {kind: layers * seconds for kind, seconds in of_layer.items()}
     return table, simulate.simulate(table, **times)
 

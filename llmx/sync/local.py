@@ -83,8 +83,8 @@ def timetable(config: SyncConfig, rates: Sequence[float]) -> Timetable:
     num = num_fragments(config)
 
     def due_after(steps: int) -> tuple[int, ...]:
-        apart, done = config.every // num, steps - config.warmup_steps
-        return () if done <= 0 or done % apart else (done // apart % num,)
+        rest, fragment = _round(config, steps)
+        return () if rest or steps <= config.warmup_steps else (fragment,)
 
     def fragments_after(step: int) -> tuple[int, ...]:
         if step == total_steps - 1 >= config.warmup_steps:
@@ -169,8 +169,9 @@ def sending_phase(inputs: StrategyInputs, update: Callable, fragment: int) -> Ph
         after = update(found, state, sync, accepted)
         sent = synchronized(inputs, (fragment,), state, after.sync.params)
         sent = sent._replace(sync=sent.sync._replace(opt_state=after.sync.opt_state))
-        keep = lambda new, old: jnp.where(state.guard.stopped, old, new)  # noqa: E731
-        params, sync = jax.tree.map(keep, (sent.params, sent.sync), (state.params, after.sync))
+        params, sync = phases.keep(
+            ~state.guard.stopped, (sent.params, sent.sync), (state.params, after.sync)
+        )
         return after._replace(params=params, sync=sync)
 
     return own_phase(inputs, update_and_send)
@@ -235,8 +236,9 @@ def outer_step(synchronize: Callable[[State], State]) -> Callable[[State], State
     @functools.partial(jax.jit, donate_argnums=0)
     def outer_step(state: State) -> State:
         new = synchronize(state)
-        keep = lambda new, old: jnp.where(state.guard.stopped, old, new)  # noqa: E731
-        params, sync = jax.tree.map(keep, (new.params, new.sync), (state.params, state.sync))
+        params, sync = phases.keep(
+            ~state.guard.stopped, (new.params, new.sync), (state.params, state.sync)
+        )
         return state._replace(params=params, sync=sync)
 
     return outer_step
@@ -300,10 +302,15 @@ def synchronized(
 
 def due_fragment(config: SyncConfig, steps: Any) -> Any:
     """The fragment whose round is complete after so many steps; -1 = none."""
+    rest, fragment = _round(config, steps)
+    return jnp.where(rest == 0, fragment, -1)
+
+
+def _round(config: SyncConfig, steps: Any) -> tuple[Any, Any]:
+    """After so many steps: the steps since a round was complete, and that round's fragment."""
     num = num_fragments(config)
     apart, done = config.every // num, steps - config.warmup_steps
-    fragment = done // apart % num
-    return jnp.where(done % apart == 0, fragment, -1)
+    return done % apart, done // apart % num
 
 
 def _averaged(inputs, fragments, params, own, after, outer, residuals, due):

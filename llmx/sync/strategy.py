@@ -47,8 +47,6 @@ _TOP_K = Technique(
 )  # fmt: skip
 _STALE = Technique(late.make, shared_update=False)
 
-LOCAL_STRATEGIES = ("local_sgd", "diloco")
-
 STRATEGIES: dict[str, Technique] = {
     "mean": Technique(mean.make, timetable=phases.after_warmup(MEAN), conflicts=lambda config: []),
     "int8": Technique(compressed.make, COMPRESSORS["int8"]),  # arXiv 1511.04561, 1610.02132
@@ -65,9 +63,10 @@ STRATEGIES: dict[str, Technique] = {
 
 def compressor_of(config: SyncConfig) -> Compressor:
     """How what is not summed in full is sent."""
-    if config.strategy in LOCAL_STRATEGIES and config.outer_format != "fp32":
+    technique = STRATEGIES[config.strategy]
+    if technique is _LOCAL and config.outer_format != "fp32":
         return COMPRESSORS[config.outer_format]
-    return STRATEGIES[config.strategy].compressor
+    return technique.compressor
 
 
 def conflicts(config: Any) -> list[str]:
