@@ -109,11 +109,13 @@ def test_two_processes_on_two_disks_are_killed_and_continue_bit_for_bit(tmp_path
     for home in (0, 1):  # as on other machines
         shutil.rmtree(tmp_path / f"home{home}" / ".cache" / "llmx" / "workdirs")
     first, second = both = start_two(tmp_path, url, environment)
-    wait_for(files, f"{checkpoints}/12/state", both)
+    wait_for(files, f"{checkpoints}/8/state", both)
     second.kill()
     assert ended(second)[0] == -signal.SIGKILL
     code, said = ended(first)
-    assert code != 0 and "resumed from checkpoint" in said, said
+    assert "resumed from checkpoint" in said, said
+    # Nothing is lost where the other was done before the signal came.
+    assert code != 0 or "everything is saved, and the run is done" in said, said
     both = start_two(tmp_path, url, environment)
     for process, (code, said) in zip(both, map(ended, both), strict=True):
         assert code == 0, said
