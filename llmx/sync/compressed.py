@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from llmx.contract import Gradients, Phase, Strategy, Timetable
 from llmx.sync import phases, reshard
-from llmx.sync.compressors import COMPRESSORS, Compressor, Group, Residuals, Tensor
+from llmx.sync.compressors import Compressor, Group, Residuals, Tensor
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import COMPRESSED, MEAN, Replicas, StrategyInputs
 
@@ -67,9 +67,9 @@ def _reduce(replicas: Replicas) -> Callable:
         shares = replicas.shares(found)
         momentum = {name: b1 * sync.momentum[name] + (1 - b1) * g for name, g in shares.items()}
         sums, residuals = replicas.summed_shares(momentum, found, sync.residuals)
-        # What was sent has left no residual.
-        waits = lambda m, error: jnp.where(error == 0, 0, m)  # noqa: E731
-        momentum = jax.tree.map(waits, momentum, residuals.errors)
+        # What was sent has left no residual. Of what is always sent in full, momentum goes on.
+        for name, error in residuals.errors.items():
+            momentum[name] = jnp.where(error == 0, 0, momentum[name])
         return sums, Compressed(residuals, momentum)
 
     return reduce
@@ -118,7 +118,7 @@ def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tens
 
     def messages(tensor: Tensor, group: Group):
         group = dataclasses.replace(group, fraction=fraction)
-        return COMPRESSORS["top_k"].messages(tensor, group)
+        return replicas.compressor.messages(tensor, group)
 
     return list(replicas.tensors.values()), replicas.compressor._replace(messages=messages)
 

@@ -42,6 +42,7 @@ class Tensor:
     layered: bool  # the first dimension counts layers
     over: tuple[str, ...] = ()  # mesh axes that split a row
     columns: int = 0  # first dimension of the columns as a matrix; 0 = not a matrix
+    in_full: bool = False  # is summed in fp32 whatever the compressor; see `some_in_full`
 
     @property
     def rows(self) -> int:
@@ -122,6 +123,7 @@ class Compressor(NamedTuple):
     reduce: Callable[..., tuple[dict[str, jax.Array], Residuals]]
     state: Callable[[Tensor, Group], ResidualRows]
     messages: Callable[[Tensor, Group], tuple[Message, ...]]
+    masks: bool = False  # numbers that are not live wait in residuals until they are
 
 
 def local_tensor(
@@ -193,6 +195,42 @@ def alone(tensors, terms, residuals: Residuals, group: Group, live=None):
         sums[name] = jnp.where(live_LR, x_LR, x_LR != 0).reshape(tensor.shape)
         errors[name] = jnp.where(live_LR, 0, x_LR)
     return sums, _updated(residuals, errors, servers)
+
+
+def some_in_full(compressor: Compressor) -> Compressor:
+    """The compressor, but tensors that are `in_full` are summed in fp32, in one all-reduce.
+
+    Of them nothing waits but numbers that are not live, where the compressor keeps errors of terms
+    that have none (signs).
+    """
+
+    def reduce(tensors, terms, residuals: Residuals, group: Group, live=None):
+        full = [tensor for tensor in tensors if tensor.in_full]
+        rest = [tensor for tensor in tensors if not tensor.in_full]
+        names = {tensor.name for tensor in full}
+        split = lambda kept, of: {k: kept[k] for k in kept if (k in names) is of}  # noqa: E731
+        mine = Residuals(*(split(kept, True) for kept in residuals))
+        others = Residuals(*(split(kept, False) for kept in residuals))
+        sums, new = compressor.reduce(rest, terms, others, group, live) if rest else ({}, others)
+        inputs = _with_errors(full, terms, mine, None)
+        totals = jax.lax.psum(inputs, group.axis)
+        errors = {}
+        for tensor, in_LR, sum_LR in zip(full, inputs, totals, strict=True):
+            live_LR = _live_rows(live, tensor)
+            sums[tensor.name] = jnp.where(live_LR, sum_LR, sum_LR != 0).reshape(tensor.shape)
+            errors[tensor.name] = jnp.where(live_LR, 0, in_LR)
+        updated = _updated(mine, errors)
+        return sums, Residuals(*({**a, **b} for a, b in zip(new, updated, strict=True)))
+
+    def state(tensor: Tensor, group: Group) -> ResidualRows:
+        if not tensor.in_full:
+            return compressor.state(tensor, group)
+        return _feedback(group, errors=None) if compressor.masks else {}
+
+    def messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
+        return (_mean_messages if tensor.in_full else compressor.messages)(tensor, group)
+
+    return compressor._replace(reduce=reduce, state=state, messages=messages)
 
 
 # ------------------------------------------------------------------------------------------- signs
@@ -523,7 +561,7 @@ def _low_rank_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
 
 COMPRESSORS: dict[str, Compressor] = {
     "mean": Compressor(_mean, lambda tensor, group: {}, _mean_messages),
-    "signs": Compressor(_signs, _signs_state, _signs_messages),
+    "signs": Compressor(_signs, _signs_state, _signs_messages, masks=True),
     **{
         name: Compressor(
             *(functools.partial(part, code) for part in (_coded, _coded_state, _coded_messages))

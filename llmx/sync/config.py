@@ -15,6 +15,8 @@ class SyncConfig:
     error_feedback: bool = True  # what compression leaves out goes in with the next exchange
     # compressed tensors are fused into messages of this size
     bucket_mib: float = bounded(32.0, above=0)
+    # names of parameters that are exchanged in full beside a compressor: ("*norm*", "embedding")
+    uncompressed: tuple[str, ...] = ()
     # one_bit, one_bit_lamb, zero_one: size of a row's signs, "rms" | "mean" of its numbers' sizes
     scale: str = choice("rms", ("rms", "mean"))
     rank: int = bounded(4, at_least=1)  # power_sgd
@@ -25,6 +27,11 @@ class SyncConfig:
     ramp_steps: int = bounded(0, at_least=0)
     # local_sgd, diloco: steps between exchanges; zero_one: at most this many
     every: int = bounded(30, at_least=1)
+    # local_sgd, diloco: a replica counts in a round by the tokens that it has trained on; one
+    # without any is left out
+    by_tokens: bool = False
+    # local_sgd, diloco: exchanges average the moments of adamw or lamb too
+    average_moments: bool = False
     # diloco: parts of the model that are exchanged at different steps
     fragments: int = bounded(1, at_least=1)
     # diloco: of the optimizer between replicas

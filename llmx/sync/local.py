@@ -9,6 +9,11 @@ for whole rounds.
 What replicas have moved may be sent in codes of 8 or 4 bits, and may travel while the next step is
 computed (`overlap`): a phase of that step's own sends what replicas had moved before it, and adds
 to what arrives what the replica has moved meanwhile.
+
+With `by_tokens` a replica counts in a round by the tokens that it has trained on. One that had none
+is left out: it changes nothing, keeps its optimizer's state, and continues from what the others
+have made. With `average_moments` exchanges average the moments of Adam too (arXiv 1905.03817 does
+so with momentum).
 """
 
 import dataclasses
@@ -29,6 +34,7 @@ from llmx.sync.compressors import Compressor, Residuals, Tensor
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import AXES, AXIS, LOCAL, MEAN, WHOLE, Replicas, StrategyInputs
 
+MOMENTS = ("mu", "nu")  # of Adam's state
 SENDING = "sending_"  # phases in which fragment 0, 1, ... is exchanged: sending_0, sending_1, ...
 
 
@@ -39,6 +45,8 @@ class Local(NamedTuple):
     opt_state: Any  # of each replica, [n, ...]
     outer: dict[str, jax.Array]  # diloco: momentum of the outer optimizer, by parameter name
     residuals: Residuals  # of what replicas have moved and codes have left out
+    # by_tokens: those that each replica has trained on since the last exchange, fp32 [n]
+    tokens: Any = ()
 
 
 def make(inputs: StrategyInputs) -> Strategy:
@@ -46,6 +54,7 @@ def make(inputs: StrategyInputs) -> Strategy:
     abstract = Local(
         *of_all_replicas(inputs), replicas.like_parameters() if config.strategy == "diloco" else {},
         replicas.abstract_residuals(),
+        replicas.placed((replicas.size,), PartitionSpec(AXIS)) if counts_tokens(config) else (),
     )  # fmt: skip
 
     def init(params):
@@ -55,19 +64,31 @@ def make(inputs: StrategyInputs) -> Strategy:
         params, opt_state, _ = advanced(inputs, state, phases.clipped(found).tree, accepted)
         return state._replace(sync=sync._replace(params=params, opt_state=opt_state))
 
+    def update_and_count(found: Gradients, state: State, sync: Local, accepted: jax.Array) -> State:
+        taken = found.shares * found.tokens
+        params, opt_state, _ = advanced(
+            inputs, state, phases.clipped(found).tree, accepted, taking=taken > 0
+        )
+        tokens = sync.tokens + jnp.where(accepted, taken, 0)
+        return state._replace(sync=sync._replace(params=params, opt_state=opt_state, tokens=tokens))
+
+    own_update = update_and_count if counts_tokens(config) else update
+
     def resharded(saved: Local, layers: reshard.Layers) -> Local:
         return Local(
             reshard.averaged(saved.params, abstract.params, layers),
             reshard.averaged(saved.opt_state, abstract.opt_state, layers),
             reshard.placed(saved.outer, layers),
             reshard.residuals(saved.residuals, abstract.residuals, layers),
+            # The tokens of a round that has begun are those of all.
+            jax.tree.map(lambda new: jnp.full(new.shape, saved.tokens.mean()), abstract.tokens),
         )
 
     return Strategy(
         abstract=((), abstract), init=init, timetable=inputs.timetable,
-        phases={MEAN: mean(inputs, update), LOCAL: own_phase(inputs, update)}
+        phases={MEAN: mean(inputs, update), LOCAL: own_phase(inputs, own_update)}
         | {
-            SENDING + str(f): sending_phase(inputs, update, f)
+            SENDING + str(f): sending_phase(inputs, own_update, f)
             for f in range(num_fragments(config) * config.overlap)
         },
         enter=forget_after_mean(inputs),
@@ -105,7 +126,24 @@ def sends(replicas: Replicas, program: str | tuple[int, ...]) -> tuple[list[Tens
     if isinstance(program, str) and program.startswith(SENDING):
         program = (int(program.removeprefix(SENDING)),)
     fragments = program if isinstance(program, tuple) else ()
-    return [piece.tensor for piece in _pieces(replicas, fragments)], replicas.compressor
+    found = [piece.tensor for piece in _pieces(replicas, fragments)]
+    if found and replicas.config.average_moments:
+        found += moments_of(replicas)
+    return found, replicas.compressor
+
+
+def moments_of(replicas: Replicas) -> list[Tensor]:
+    """Those of Adam, which are averaged in full, with names of their own."""
+    return [
+        dataclasses.replace(tensor, name=f"{moment} of {tensor.name}", in_full=True)
+        for moment in MOMENTS
+        for tensor in replicas.tensors.values()
+    ]
+
+
+def counts_tokens(config: SyncConfig) -> bool:
+    """Whether a replica counts by its tokens."""
+    return config.by_tokens
 
 
 def num_fragments(config: SyncConfig) -> int:
@@ -125,6 +163,16 @@ def conflicts(config: Any) -> list[str]:
         problems.append(
             f"sync.fragments={sync.fragments} does not divide sync.every={sync.every}: each "
             "fragment is exchanged once in that many steps; use a divisor"
+        )
+    if sync.average_moments and config.optimizer.name not in ("adamw", "lamb"):
+        problems.append(
+            f"sync.average_moments with optimizer.name={config.optimizer.name!r}: moments are "
+            "those of adamw and lamb; leave sync.average_moments out"
+        )
+    if sync.average_moments and (num_fragments(sync) > 1 or sync.overlap):
+        problems.append(
+            "sync.average_moments with sync.fragments above 1 or sync.overlap: moments are "
+            "averaged with the whole model, between two steps; leave the one or the other out"
         )
     return [*phases.conflicts(config), *problems]
 
@@ -196,19 +244,21 @@ def forget_after_mean(inputs: StrategyInputs) -> Callable[[State, str, str], Sta
 
 
 def advanced(
-    inputs: StrategyInputs, state: State, gradients: Any, accepted: jax.Array, **extra: Any
-) -> tuple[Any, Any, Any]:
+    inputs: StrategyInputs, state: State, gradients: Any, accepted: jax.Array, *,
+    taking: jax.Array | None = None, **extra: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """All replicas' parameters and optimizer states after an update by gradients [n, ...], and what
     of minus the updates was rounded off, split as updates are.
 
-    `extra`: arguments of the optimizer's update, [n, ...] too.
+    `taking`: bool [n], the replicas that are updated; None = all. `extra`: arguments of the
+    optimizer's update, [n, ...] too.
     """
     stack = lambda to: to.update(spec=PartitionSpec(AXIS, *to.spec.partitions))  # noqa: E731
     shares = jax.tree.map(stack, inputs.loss.updates)
     abstract_params, abstract_opt_state = of_all_replicas(inputs)
     to = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
 
-    def update(accepted, gradients, params, opt_state, extra, step):
+    def update(accepted, taking, gradients, params, opt_state, extra, step):
         def one(gradient, params, opt_state, extra):
             opt_state = at_step(opt_state, step)
             updates, new = inputs.optimizer.whole.update(gradient, opt_state, params, **extra)
@@ -217,13 +267,15 @@ def advanced(
             return after, new, lost
 
         new = jax.vmap(one)(gradients, params, opt_state, extra)
-        return phases.keep(accepted, new, (params, opt_state, jax.tree.map(jnp.zeros_like, params)))
+        old = (params, opt_state, jax.tree.map(jnp.zeros_like, params))
+        new = new if taking is None else jax.vmap(phases.keep)(taking, new, old)
+        return phases.keep(accepted, new, old)
 
     sync = state.sync
     params = jax.tree.map(jax.sharding.reshard, sync.params, shares)
     params, opt_state, lost = jax.sharding.auto_axes(
         update, out_sharding=(shares, to(abstract_opt_state), shares)
-    )(accepted, gradients, params, sync.opt_state, extra, state.step)
+    )(accepted, taking, gradients, params, sync.opt_state, extra, state.step)
     return jax.tree.map(jax.sharding.reshard, params, to(abstract_params)), opt_state, lost
 
 
@@ -279,25 +331,60 @@ def synchronized(
     """
     replicas = inputs.replicas
 
-    def region(params, own, after, outer, residuals, due):
-        own, after = ({name: leaf[0] for name, leaf in of.items()} for of in (own, after))
-        return _averaged(inputs, fragments, params, own, after, outer, residuals, due)
+    def region(params, own, after, outer, residuals, moments, tokens, due):
+        own, after, moments = (
+            {name: leaf[0] for name, leaf in of.items()} for of in (own, after, moments)
+        )
+        terms = (params, own, after, outer, residuals, moments)
+        return _averaged(inputs, fragments, *terms, tokens, due)
 
     outer_specs = {name: replicas.specs[name] for name in state.sync.outer}
     stacked, kept = replicas.stacked_specs, (outer_specs, replicas.residual_specs())
     params, own = as_updated(inputs, state.params, state.sync.params)
     after = {} if after is None else as_updated(inputs, state.params, after)[1]
     after_specs = {name: stacked[name] for name in after}
-    params, own, outer, residuals = replicas.region(
-        region, in_specs=(replicas.specs, stacked, after_specs, *kept, WHOLE),
-        out_specs=(replicas.specs, stacked, *kept),
+    moments = _moments(state) if replicas.config.average_moments else {}
+    moment_specs = {name: stacked[name.partition(" of ")[2]] for name in moments}
+    tokens = state.sync.tokens
+    params, own, outer, residuals, moments = replicas.region(
+        region,
+        in_specs=(
+            replicas.specs, stacked, after_specs, *kept, moment_specs,
+            jax.tree.map(lambda _: PartitionSpec(AXIS), tokens), WHOLE,
+        ),
+        out_specs=(replicas.specs, stacked, *kept, moment_specs),
     )(
-        params, own, after, state.sync.outer, state.sync.residuals,
+        params, own, after, state.sync.outer, state.sync.residuals, moments, tokens,
         due_fragment(replicas.config, state.step),
     )  # fmt: skip
     params, own = as_kept(inputs, params, own)
-    sync = state.sync._replace(params=own, outer=outer, residuals=residuals)
+    sync = state.sync._replace(
+        params=own, outer=outer, residuals=residuals, tokens=jax.tree.map(jnp.zeros_like, tokens)
+    )
+    if moments:
+        sync = sync._replace(opt_state=_with_moments(sync.opt_state, moments))
     return state._replace(params=params, sync=sync)
+
+
+def _moments(state: State) -> dict[str, jax.Array]:
+    """Of all replicas, [n, ...] by the names of `moments_of`."""
+    head = state.sync.opt_state[0]
+    return {
+        f"{moment} of {name}": leaf
+        for moment in MOMENTS
+        for name, leaf in trees.named(getattr(head, moment)).items()
+    }
+
+
+def _with_moments(opt_state: Any, moments: dict[str, jax.Array]) -> Any:
+    """The reverse of `_moments`."""
+    head, *tail = opt_state
+    new = {}
+    for moment in MOMENTS:
+        old, first = getattr(head, moment), f"{moment} of "
+        named = {k.removeprefix(first): a for k, a in moments.items() if k.startswith(first)}
+        new[moment] = trees.unnamed(named, old)
+    return (head._replace(**new), *tail)
 
 
 def due_fragment(config: SyncConfig, steps: Any) -> Any:
@@ -313,15 +400,25 @@ def _round(config: SyncConfig, steps: Any) -> tuple[Any, Any]:
     return done % apart, done // apart % num
 
 
-def _averaged(inputs, fragments, params, own, after, outer, residuals, due):
+def _averaged(inputs, fragments, params, own, after, outer, residuals, moments, tokens, due):
     """One device's arrays after the outer step, by name."""
     replicas, config = inputs.replicas, inputs.config
     pieces = _pieces(replicas, fragments)
+    weighted, mine = (lambda x: x / replicas.size), lambda new, own: new
+    if counts_tokens(config):
+        total = jax.lax.psum(tokens[0], AXIS)
+        weight = tokens[0] / jnp.maximum(total, 1)
+        # A round in which nobody has trained is none.
+        due = jnp.where(total > 0, due, -1)
+        weighted, mine = (lambda x: x * weight), lambda new, own: jnp.where(total > 0, new, own)
     terms = {
-        tensor.name: (params[name][rows] - own[name][rows]).astype(jnp.float32) / replicas.size
+        tensor.name: weighted((params[name][rows] - own[name][rows]).astype(jnp.float32))
         for tensor, name, _, rows in pieces
     }
-    sums, residuals = _summed(replicas, pieces, terms, residuals)
+    terms |= {name: weighted(leaf) for name, leaf in moments.items()}
+    more = moments_of(replicas) if moments else []
+    sums, residuals = _summed(replicas, pieces, terms, residuals, more)
+    moments = {name: mine(sums[name], own)[None] for name, own in moments.items()}
     params, outer, later = dict(params), dict(outer), dict(after or own)
     for piece in pieces:
         name, f, rows = piece[1:]
@@ -336,7 +433,7 @@ def _averaged(inputs, fragments, params, own, after, outer, residuals, due):
         params[name] = params[name].at[rows].set(new)
         since = after[name][rows] - own[name][rows] if after else 0
         later[name] = later[name].at[rows].set(new + since)
-    return params, {name: leaf[None] for name, leaf in later.items()}, outer, residuals
+    return params, {name: leaf[None] for name, leaf in later.items()}, outer, residuals, moments
 
 
 class _Piece(NamedTuple):
@@ -360,13 +457,14 @@ def _pieces(replicas: Replicas, fragments: Sequence[int]) -> list[_Piece]:
     return found
 
 
-def _summed(replicas: Replicas, pieces: list[_Piece], terms: dict, residuals: Residuals):
-    """The sums of terms of pieces over replicas, and residuals by parameter name."""
+def _summed(replicas: Replicas, pieces: list[_Piece], terms: dict, residuals: Residuals, more=()):
+    """The sums of terms of pieces over replicas, and residuals by parameter name. `more`: tensors
+    beside the pieces, which have no residuals."""
     # Residuals of a device are [1, L, ...], or of a tensor that is not layered [1, ...].
     at = lambda piece: (slice(None), piece.rows) if piece.tensor.layered else slice(None)  # noqa: E731
     of_pieces = lambda kept: {p.tensor.name: kept[p.name][at(p)] for p in pieces if p.name in kept}  # noqa: E731
     before = Residuals(*map(of_pieces, residuals))
-    tensors = [piece.tensor for piece in pieces]
+    tensors = [*(piece.tensor for piece in pieces), *more]
     sums, new = replicas.exchange(terms, before, tensors=tensors)
     whole = [dict(kept) for kept in residuals]
     for piece in pieces:

@@ -11,7 +11,8 @@ in the same unit, and so the sum of all residuals means the same for any number 
 """
 
 import dataclasses
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -205,10 +206,21 @@ def make(
     specs = {name: to.spec for name, to in trees.named(updates).items()}
     logical = jax.tree.structure(shapes).flatten_up_to(axes)
     tensors = {
-        name: compressors.local_tensor(name, leaf.shape, of, specs[name], dict(mesh.shape))
+        name: dataclasses.replace(
+            compressors.local_tensor(name, leaf.shape, of, specs[name], dict(mesh.shape)),
+            in_full=any(fnmatch.fnmatchcase(name, pattern) for pattern in config.uncompressed),
+        )
         for (name, leaf), of in zip(trees.named(shapes).items(), logical, strict=True)
     }
+    if config.average_moments or any(tensor.in_full for tensor in tensors.values()):
+        compressor = compressors.some_in_full(compressor)
     return Replicas(config, mesh, tensors, specs, compressor)
+
+
+def unmatched(config: SyncConfig, names: Iterable[str]) -> list[str]:
+    """The patterns of parameters that are not compressed that match none of these names."""
+    names = list(names)
+    return [each for each in config.uncompressed if not fnmatch.filter(names, each)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

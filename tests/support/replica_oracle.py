@@ -64,7 +64,7 @@ class Problem:
         return self.tokens.shape[1]
 
     def shares(self, step: int) -> np.ndarray:
-        return self.tokens[step] / self.tokens[step].sum()
+        return self.tokens[step] / max(self.tokens[step].sum(), 1)
 
     def gradient(self, step: int, i: int, x: dict) -> dict:
         return {
@@ -143,8 +143,8 @@ class Adam:
 class Signs:
     """A sum of signs with the errors of workers and of servers."""
 
-    def __init__(self, s: Settings, start: dict, n: int):
-        self.scale, self.ties = s.scale, 0
+    def __init__(self, s: Settings, start: dict, n: int, full: tuple = ()):
+        self.scale, self.ties, self.full = s.scale, 0, full
         self.errors = {k: np.zeros((n, *x.shape)) for k, x in start.items()}
         self.server = {k: np.zeros_like(x) for k, x in start.items()}
 
@@ -163,6 +163,11 @@ class Signs:
         sums, born = {}, {}
         for k, on in live.items():
             inputs = [term[k] + error for term, error in zip(terms, self.errors[k], strict=True)]
+            if k in self.full:
+                sums[k] = np.where(on, sum(inputs), 0)
+                self.errors[k] = np.stack([np.where(on, 0, x) for x in inputs])
+                born[k] = ~on & np.any([x != 0 for x in inputs], axis=0)
+                continue
             sent = [self.compressed(k, x, on) for x in inputs]
             self.errors[k] = np.stack([x - y for x, y in zip(inputs, sent, strict=True)])
             arrived = np.where(on, sum(sent) + self.server[k], 0)
@@ -290,6 +295,17 @@ class PowerSGD:
         return sums
 
 
+class InFull:
+    """An exchange of gradients of which some parameters are summed as they are."""
+
+    def __init__(self, exchange: Callable, names: tuple):
+        self.exchange, self.names = exchange, names
+
+    def __call__(self, terms: list, step: int) -> dict:
+        rest = [{k: x for k, x in term.items() if k not in self.names} for term in terms]
+        return self.exchange(rest, step) | {k: sum(t[k] for t in terms) for k in self.names}
+
+
 # -------------------------------------------------------------------------------------- strategies
 
 
@@ -344,10 +360,10 @@ def least(v: dict, bias: float, share: float) -> dict:
     return found
 
 
-def one_bit(problem: Problem, s: Settings, kind: str) -> tuple[list[dict], int]:
+def one_bit(problem: Problem, s: Settings, kind: str, full: tuple = ()) -> tuple[list[dict], int]:
     """1-bit Adam or 1-bit LAMB: (parameters after each step, near ties of signs)."""
     x, adam, found = problem.start, Adam(s, problem, kind), []
-    signs, n = Signs(s, x, problem.n), problem.n
+    signs, n = Signs(s, x, problem.n, full), problem.n
     bias, b1, b2 = 1 - s.b2**s.warmup, s.b1, s.b2
     factor = {k: np.ones(len(rows(k, leaf))) for k, leaf in x.items()}
     fresh = None
@@ -387,13 +403,15 @@ def one_bit(problem: Problem, s: Settings, kind: str) -> tuple[list[dict], int]:
     return found, signs.ties
 
 
-def zero_one(problem: Problem, s: Settings, variance, exchanges) -> tuple[list[dict], int]:
+def zero_one(
+    problem: Problem, s: Settings, variance, exchanges, full: tuple = ()
+) -> tuple[list[dict], int]:
     """0/1 Adam from the first step on: `variance` and `exchanges`, [steps], say in which steps the
     second moment is updated, and after which replicas exchange."""
     n, b1, b2 = problem.n, s.b1, s.b2
     zero = {k: np.zeros_like(leaf) for k, leaf in problem.start.items()}
     x, own, m, v = problem.start, [problem.start] * n, [zero] * n, zero
-    signs, found, moments, rates = Signs(s, x, n), [], 0, np.zeros(2)
+    signs, found, moments, rates = Signs(s, x, n, full), [], 0, np.zeros(2)
     for step in range(s.steps):
         g = [clipped(problem.gradient(step, i, own[i]), s.clip) for i in range(n)]
         if variance[step]:
@@ -431,22 +449,35 @@ def zero_one(problem: Problem, s: Settings, variance, exchanges) -> tuple[list[d
 
 def local(
     problem: Problem, s: Settings, kind: str, *, code: str = "", overlap: bool = False,
-    fragments: int = 1,
+    fragments: int = 1, by_tokens: bool = False, moments: bool = False,
 ) -> tuple[list[dict], int]:  # fmt: skip
     """Local SGD or DiLoCo, after a warm-up by the mean; and numbers that fp32 may round otherwise.
 
     code: of what replicas have moved; "" = fp32. overlap: an exchange arrives a step later, and
     replicas keep what they have moved meanwhile. fragments: layer by layer in turn, the first with
-    what is outside of the layers.
+    what is outside of the layers. by_tokens: replicas weigh by the tokens that they had since the
+    last exchange, and do nothing without. moments: exchanges average Adam's.
     """
     n, x = problem.n, problem.start
+    tokens = np.zeros(n)
     own, adams = [x] * n, [Adam(s, problem) for _ in range(n)]
     trace, found = {k: np.zeros_like(leaf) for k, leaf in x.items()}, []
     exchange = {(k, f): Coded(s, x, n, code) for k in x for f in range(fragments)} if code else {}
 
     def exchanged(before: list, chosen, due) -> dict:
         """Shared parameters after an exchange of what `before` has moved; `own` goes on from it."""
-        new = dict(x)
+        new, weights = dict(x), np.full(n, 1 / n)
+        if by_tokens and not tokens.any():
+            return new  # and nobody has moved
+        if by_tokens:
+            weights = tokens / tokens.sum()
+        for name in "mv" * moments:
+            mean = {
+                k: sum(w * getattr(adam, name)[k] for w, adam in zip(weights, adams, strict=True))
+                for k in x
+            }
+            for adam in adams:
+                setattr(adam, name, mean)
         for k in x:
             for f in chosen:
                 layers = slice(f, None, fragments)
@@ -454,7 +485,7 @@ def local(
                     layers = slice(None)
                     if f:
                         continue
-                terms = [(x[k] - each[k]) / n for each in before]
+                terms = [w * (x[k] - each[k]) for w, each in zip(weights, before, strict=True)]
                 if code:
                     moved = exchange[k, f].part(k, [term[layers] for term in terms], layers)
                 else:
@@ -479,7 +510,10 @@ def local(
             found.append(x)
             continue
         before, last = list(own), step == s.steps - 1
+        tokens += problem.tokens[step]
         for i in range(n):
+            if by_tokens and not problem.tokens[step][i]:
+                continue
             g = clipped(problem.gradient(step, i, own[i]), s.clip)
             own[i] = adams[i].step(g, own[i], rate)
         due = due_after(step if overlap else step + 1, s, fragments)
@@ -490,6 +524,7 @@ def local(
         if last or (due is not None and not overlap):
             before = list(own)
             x = exchanged(before, range(fragments) if last else {due}, due)
+            tokens[:] = 0
         found.append(x)
     return found, sum(each.ties for each in exchange.values())
 

@@ -125,7 +125,8 @@ def _batch(problem: Problem, step: int, mesh) -> dict:
     tree = trees.unnamed(problem.centers[step], _like(mesh))
     active = trees.unnamed(problem.active[step], _like(mesh))
     active = jax.device_put(jax.tree.map(np.float32, active), NamedSharding(mesh, PartitionSpec()))
-    return {"c": jax.tree.map(split, tree), "a": active, "shares": split(problem.shares(step))}
+    numbers = {"shares": split(problem.shares(step)), "tokens": split(problem.tokens[step])}
+    return {"c": jax.tree.map(split, tree), "a": active} | numbers
 
 
 def _stacked(problem: Problem, mesh, params, batch):
@@ -141,7 +142,7 @@ def _of_replicas(problem: Problem, mesh) -> Gradient:
         tree, shares = _stacked(problem, mesh, params, batch), batch["shares"]
         squares = [jnp.square(leaf).sum(range(1, leaf.ndim)) for leaf in jax.tree.leaves(tree)]
         norms, zero = jnp.sqrt(sum(squares)), jnp.zeros(())
-        return Gradients(zero, zero, zero + 1, tree, zero, norms, shares), in_flight
+        return Gradients(zero, zero, batch["tokens"].sum(), tree, zero, norms, shares), in_flight
 
     return Gradient(lambda params: (), take, None)
 
