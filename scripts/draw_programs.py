@@ -8,6 +8,9 @@ schedules, rings and Ulysses, `remat`, precision, offload, optimizer, strategies
 have few layers, so that one compiles in a minute or two. `--axis stage` draws those with more than
 one device along that mesh axis. What `llmx.config` refuses, or what the planner does not count, is
 drawn again; whether it fits is not asked.
+
+`--published` draws models of published shapes, 0.5 to 9 billion parameters, of 2 to 32 GiB on a
+device by the planner's count and admitted by it, with sequences of 2,048 to 32,768 tokens.
 """
 
 import argparse
@@ -15,8 +18,11 @@ import pathlib
 import random
 
 from llmx.aot import topologies
+from llmx.config import flags as flags_lib
+from llmx.model import families
 from llmx.plan import candidates, compiled_programs, experts, run_report
 from llmx.plan.compiled_programs import Program
+from llmx.plan.search import ADMITTED
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 MACHINES = (
@@ -26,6 +32,18 @@ MACHINES = (
 FAMILIES = ("gpt2_124m", "qwen3_0.6b", "llama3_8b", "gemma3_1b", "mixtral_8x7b")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "pipedream_2bw", "zb_h1")
 OFFLOADS = ("optimizer", "parameters")
+# Config, and the shape that it is given.
+PUBLISHED = {
+    "qwen3_0.6b": "qwen3_0.6b", "qwen3_8b": "qwen3_0.6b", "gemma3_1b": "gemma3_1b",
+    "gemma3_4b": "gemma3_1b", "llama3.2_1b": "llama3_8b", "llama3.2_3b": "llama3_8b",
+    "llama3_8b": "llama3_8b", "mistral_7b": "llama3_8b", "qwen2.5_7b": "llama3_8b",
+    "olmo2_7b": "llama3_8b", "phi3_mini_4k": "llama3_8b", "gemma2_2b": "gemma3_1b",
+}  # fmt: skip
+LARGE_MACHINES = (
+    "v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:2x2x2", "v5p:2x2x4", "v5p:4x4x4", "h100:8",
+    "h100:2x8", "h100:4x8", "h100:8x8", "h100:16x8",
+)  # fmt: skip
+LEAST, MOST = 2 * 2**30, 32 * 2**30  # bytes of a device
 STRATEGIES = ("int8", "power_sgd", "top_k", "local_sgd", "diloco", "stale")
 
 
@@ -36,24 +54,71 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--axis", help="a mesh axis that has more than one device")
+    parser.add_argument("--published", action="store_true", help="models of published shapes")
     flags = parser.parse_args()
     rng, found = random.Random(flags.seed), 0
     while found < flags.count:
-        program = draw(rng)
+        program = draw_published(rng) if flags.published else draw(rng)
         split = not flags.axis or f"mesh.{flags.axis}=1" not in program.flags
-        if split and is_counted(program):
+        if split and is_counted(program, medium=flags.published):
             print(compiled_programs.to_line(program), flush=True)
             found += 1
 
 
-def is_counted(program: Program) -> bool:
+def is_counted(program: Program, *, medium: bool = False) -> bool:
+    """`medium`: also whether it takes `LEAST` to `MOST`, and is admitted."""
     try:
         run, topology = compiled_programs.resolved(program, CONFIGS)
         refused = candidates.refusal(run) or experts.refusal(run, topology.device_kind)
-        run_report.count(run, topology, phase=program.phase)
+        held, _ = run_report.count(run, topology, phase=program.phase)
     except ValueError:
         return False
-    return not refused
+    within = LEAST <= held.peak <= min(MOST, ADMITTED * topology.hbm_bytes)
+    return not refused and (within or not medium)
+
+
+def draw_published(rng: random.Random) -> Program:
+    """One of a published model, which may be none that a config allows."""
+    name, machine = rng.choice(tuple(PUBLISHED)), rng.choice(LARGE_MACHINES)
+    topology = topologies.parse(machine)
+    keys = {"mesh.across_slices": ()} | shape(name)
+    keys |= mesh(rng, topology.num_devices, experts=False)
+    if rng.random() < 0.4:  # plain data parallelism is what most use
+        ways = keys["mesh.data"] * keys["mesh.stage"] * keys["mesh.sequence"] * keys["mesh.tensor"]
+        keys |= {"mesh.data": 1, "mesh.stage": 1, "mesh.sequence": 1, "mesh.tensor": 1}
+        keys["mesh.fsdp"] *= ways
+    stage, data, fsdp = (keys[f"mesh.{axis}"] for axis in ("stage", "data", "fsdp"))
+    microbatches = rng.choice((1, 1, 1, 2, 4, 8))
+    if stage > 1:
+        keys["pipeline.schedule"] = rng.choice(SCHEDULES)
+        microbatches = stage * rng.choice((1, 2, 4))
+    keys["batch.accumulation"] = microbatches
+    keys["batch.size"] = data * fsdp * microbatches * rng.choice((1, 1, 2, 4, 8))
+    keys["batch.sequence_length"] = 2048 * rng.choice((1, 1, 2, 2, 4, 4, 8, 16))
+    layouts = ["zero3"] if data == 1 else ["ddp", "zero1", "zero2", "hsdp", "hsdp"]
+    keys["sharding.layout"] = rng.choice(layouts)
+    remats = ("none", "full", "full", "names", "dots", "attention", "attention+gate", "sqrt")
+    keys["remat"] = rng.choice(remats)
+    keys["precision"] = precision(rng, topology)
+    if rng.random() < 0.15:
+        keys["products.format"] = "int8" if topology.platform == "tpu" else "fp8"
+    keys["optimizer.name"] = rng.choice(("adamw", "adamw", "adamw", "lion"))
+    if keys["mesh.sequence"] > 1:
+        keys["attention.ulysses"] = keys["mesh.sequence"] if rng.random() < 0.4 else 1
+    if rng.random() < 0.15:
+        keys[f"offload.{rng.choice(OFFLOADS)}"] = True
+    return Program(PUBLISHED[name], machine, tuple(f"{key}={value}" for key, value in keys.items()))
+
+
+def shape(name: str) -> dict[str, object]:
+    """Of a published model, where its config has another."""
+    config = CONFIGS / f"{PUBLISHED[name]}.py"
+    _, run, _ = flags_lib.parse(flags_lib.parser("draw_programs", ""), [f"--config={config}"])
+    own, wanted = vars(run.model), vars(families.preset(name))
+    keys = {f"model.{key}": value for key, value in wanted.items() if value != own[key]}
+    if run.data.train_tokenizer:
+        keys |= {"data.train_tokenizer": 0, "model.vocab_size": wanted["vocab_size"]}
+    return keys
 
 
 def draw(rng: random.Random) -> Program:

@@ -111,7 +111,7 @@ def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
     found, held = dict.fromkeys(PARTS, 0.0), Held(run)
     param = precision.POLICIES[run.precision].param
     kept = moments.number_bytes(run.optimizer.moments, param)
-    of_blocks, of_others = optimizers.MOMENTS.get(run.optimizer.name, optimizers.OTHER_MOMENTS)
+    of_blocks, of_others = optimizers.num_moments(run.optimizer)
     for leaf in leaves(run.model):
         weight = leaf.axes[0] in optimizers.STACKED and leaf.is_matrix
         if on_host == (run.offload.parameters and weight and leaf.in_blocks):

@@ -75,8 +75,10 @@ class Format:
         `largest`."""
         if jnp.issubdtype(self.dtype, jnp.integer):  # their scale is NaN, if one is not finite
             return jnp.clip(jnp.round(steps), -self.largest, self.largest).astype(self.dtype)
+        # A select between arrays would need one of NaNs, which a scan keeps beside its loop.
+        nan_unless_finite = steps - steps
         clipped = jnp.clip(steps, -self.largest, self.largest)
-        return jnp.where(jnp.isfinite(steps), clipped, jnp.nan).astype(self.dtype)
+        return (clipped + nan_unless_finite).astype(self.dtype)
 
 
 # int8 is symmetric: -128 is not used. Rounding of fp8 numbers does not depend on a scale that is a
@@ -332,11 +334,13 @@ def quantize(
 def _quantize_local(array, *known, form: Format, sharing: tuple, axes: tuple[str, ...]):
     sizes = [size // n if n else 1 for size, n in zip(array.shape, sharing, strict=True)]
     blocks = _in_blocks(array, sizes).astype(jnp.float32)
-    # A sum over devices that takes the larger of two numbers may drop a NaN.
-    magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
-    amax = magnitudes.max(axis=tuple(range(1, blocks.ndim, 2)), keepdims=True)
+    # The larger of two numbers may drop a NaN; of bits a NaN's are the largest.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    bits = bits.max(axis=tuple(range(1, blocks.ndim, 2)), keepdims=True)
     if axes:
-        amax = jax.lax.pmax(amax, axes)
+        bits = jax.lax.pmax(bits, axes)
+    amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    amax = jnp.where(jnp.isnan(amax), jnp.inf, amax)
     used = amax
     for earlier in known:
         used = jnp.where(earlier > 0, earlier, amax)

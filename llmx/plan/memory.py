@@ -111,13 +111,15 @@ def of(
     program = GPU if on_gpu else TPU
     common = _saved(sizes, program) | _gradients(sizes) | _copies(sizes, program)
     if _keeps_all(sizes) and not program.gradients_beside_weights:
-        del common["gradients"]
+        # Those of layers are written where the weights were.
+        of_layers = _gradients_of_layers(sizes)
+        common["gradients"] = max(0.0, of_layers - common["saved weights"])
     common |= _gathered(sizes)
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
         END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
-            "loss": loss_memory.of(sizes.run, on_gpu=on_gpu),
+            "loss": max(loss_memory.of(sizes.run, on_gpu=on_gpu), _whole_heads(sizes, program)),
             "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
         },
         BACKWARD: common | {
@@ -245,6 +247,11 @@ def _gradients(sizes: Sizes) -> dict[str, float]:
     return found
 
 
+def _gradients_of_layers(sizes: Sizes) -> float:
+    """Of one microbatch, in the reduce dtype."""
+    return sizes.reduce_bytes * sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
+
+
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
     """Gradients at the peak of the loss: with one chunk, XLA:GPU makes the head's after it."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
@@ -354,6 +361,15 @@ def _tied_head(sizes: Sizes) -> float:
     return more * sizes.local(sizes.head, "gradients")
 
 
+def _whole_heads(sizes: Sizes, program: Program) -> float:
+    """Behind the loss, where the head is whole and its gradient split: XLA:GPU scatters all chunks'
+    sum at once, and copies it into another layout for that."""
+    held = sizes.local(sizes.head, "parameters")
+    if program is not GPU or held <= sizes.local(sizes.head, "gradients"):
+        return 0.0
+    return 2 * sizes.param_bytes * held
+
+
 def _padding(sizes: Sizes, program: Program) -> float:
     """By how much rows of a device's columns of the width grow where XLA:TPU fills them up to whole
     lanes; 1 = they are whole, or sums over microbatches keep their layout."""
@@ -369,7 +385,7 @@ def _padded_tables(sizes: Sizes, program: Program) -> float:
     if (padding := _padding(sizes, program)) == 1:
         return 0.0
     tables = 1 if sizes.run.model.tied_head else 2
-    _, of_moments = optimizers.MOMENTS[sizes.run.optimizer.name]
+    _, of_moments = optimizers.num_moments(sizes.run.optimizer)
     of_one = FP32 * sizes.local(sizes.head, "parameters") * padding
     return (1 + of_moments) * tables * of_one
 

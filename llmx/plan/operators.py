@@ -411,7 +411,7 @@ def _updated_bytes(sizes: Sizes, updated: float) -> float:
     """That an update of so many numbers has to read and write once: parameters, moments and an
     average, both ways, and gradients."""
     run = sizes.run
-    of_layers, of_others = optimizers.MOMENTS[run.optimizer.name]
+    of_layers, of_others = optimizers.num_moments(run.optimizer)
     layers = sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
     kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
     number = 2 * sizes.param_bytes + FP32 + (2 * FP32 if run.optimizer.ema_decay else 0)
@@ -423,7 +423,7 @@ def _of_cpus(device: _Device) -> Iterator[Operator]:
     sizes, moved, core = device.sizes, device.moved, device.core
     run = sizes.run
     if moved.copies and run.optimizer.name in optimizers.BY_LAYER:
-        of_layers, _ = optimizers.MOMENTS[run.optimizer.name]
+        of_layers, _ = optimizers.num_moments(run.optimizer)
         kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
         stacked = of_layers * kept * sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
         turns, num_bytes = run.model.num_layers / sizes.mesh["stage"], 2 * moved.copies * stacked

@@ -225,7 +225,7 @@ class Bounds:
         """Without what pads the vocabulary: parameters, moments, sums of gradients."""
         run = self.space.base
         param = recipe.policy_of(run).param
-        arrays = 0 if run.offload.optimizer else min(optimizers.MOMENTS[run.optimizer.name])
+        arrays = 0 if run.offload.optimizer else min(optimizers.num_moments(run.optimizer))
         number = param.itemsize + arrays * moments.number_bytes(run.optimizer.moments, param)
         total = costs.num_parameters(run.model) * (number + memory.FP32)
         return total / self.space.num_devices

@@ -9,6 +9,7 @@ AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning r
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -205,11 +206,6 @@ def _behind_adam(tail: Callable) -> Callable[..., optax.GradientTransformation]:
     return lambda config, schedule, axes: optax.chain(_adam(config), *tail(config, schedule, axes))
 
 
-# Arrays as large as the parameters that an optimizer keeps, for matrices of the blocks and for the
-# other parameters. Factored ones count as none.
-MOMENTS = {"adamw": (2, 2), "adafactor": (0, 0), "lion": (1, 1), "muon": (1, 2), "lamb": (2, 2)}
-OTHER_MOMENTS = (2, 2)  # of optimizers that a config file adds: as many as few exceed
-
 # What follows Adam's direction.
 TAILS = {"adamw": _adamw_tail, "lamb": _lamb_tail}
 
@@ -220,6 +216,24 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
     "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
 }
+
+
+def num_moments(config: OptimizerConfig) -> tuple[int, int]:
+    """Arrays as large as the parameters that an optimizer keeps, for matrices of the blocks and for
+    other matrices: counted in the state that it makes of one of each. Factored ones are none."""
+    return _num_moments(OPTIMIZERS[config.name], *vars(config).values())
+
+
+@functools.lru_cache(maxsize=64)
+def _num_moments(optimizer: Callable, *values: Any) -> tuple[int, int]:
+    """`values`: of the fields of an `OptimizerConfig`, which itself has no hash."""
+    axes = {"block": ("layers", "embed", "mlp"), "other": ("vocab", "embed")}
+    shapes = {"block": (2, 256, 384), "other": (512, 256)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    config = OptimizerConfig(*values)
+    made = optimizer(config, optax.constant_schedule(config.learning_rate), axes)
+    state = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(made.init, params))]
+    return state.count(shapes["block"]), state.count(shapes["other"])
 
 
 # Whose state has a part for each layer. What Adafactor factors is whole.
