@@ -102,6 +102,7 @@ class Constraint(NamedTuple):
     # (its state, State before the update, reduced Gradients, accepted) -> its state
     after: Callable
     hold: Callable  # State -> State of which it holds; after each update and outer step
+    refreshed: Callable  # its state, changed from outside -> its state, what it sums up anew
     # By name State -> State between steps, programs of their own, and the names of those that run
     # after a step, which is counted from 0
     programs: Mapping[str, Callable]

@@ -173,6 +173,11 @@ class Recipe:
             state = state._replace(extra=dict(state.extra) | own)
             return jax.jit(self.held, donate_argnums=0)(state)
 
+    def refreshed(self, state: State) -> State:
+        """The state, whose constraints were changed from outside; they hold of it."""
+        own = {name: each.refreshed(state.extra[name]) for name, each in self.constraints.items()}
+        return self.held(state._replace(extra=dict(state.extra) | own))
+
     def held(self, state: State) -> State:
         """The state of which all constraints hold."""
         for each in self.constraints.values():

@@ -166,7 +166,7 @@ class _Masks:
             programs |= {REMEMBER: self.remembered, REWIND: self.rewound}
         return Constraint(
             abstract=self.abstract(), init=self.init, gradients=self.gradients, after=self.after,
-            hold=self.hold, programs=programs, due_after=self.due_after,
+            hold=self.hold, refreshed=self.refreshed, programs=programs, due_after=self.due_after,
             scalars=lambda own: {"sparsity": own.sparsity},
         )  # fmt: skip
 
@@ -227,6 +227,10 @@ class _Masks:
             total += int(filled[name].sum()) * math.prod(mask.shape[1:])
         return pruned / total
 
+    def refreshed(self, own: Pruning) -> Pruning:
+        share = _auto(self.share_of, own.sparsity)(trees.named(own.masks))
+        return own._replace(sparsity=share)
+
     # --------------------------------------------------------------------------------- in the step
 
     def gradients(self, found: Gradients, own: Pruning) -> Gradients:
@@ -235,9 +239,7 @@ class _Masks:
         tree = _on_masked(found.tree, trees.named(own.masks), zeroed)
         return measured(found._replace(tree=tree))
 
-    def after(
-        self, own: Pruning, state: State, found: Gradients, accepted: jax.Array
-    ) -> Pruning:
+    def after(self, own: Pruning, state: State, found: Gradients, accepted: jax.Array) -> Pruning:
         if self.config.method != MOVEMENT:
             return own
         params, grads = trees.named(state.params), trees.named(found.tree)
