@@ -18,6 +18,7 @@ from llmx.config import (
     expert_checks,
     own_checks,
     preference_checks,
+    pruning_checks,
     stage_memory,
     starting,
     state_memory,
@@ -38,6 +39,7 @@ from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, divergence, launch
 from llmx.step import optimizers
 from llmx.step.transforms import loss_scale
+from llmx.step.transforms.masks import PruningConfig
 from llmx.sync import strategy
 
 
@@ -64,6 +66,7 @@ def resolve(
     found += _start(config)
     of_model = own_checks if config.model.own else adapter_checks
     found += [*of_model.problems(config), *preference_checks.problems(config)]
+    found += pruning_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -96,6 +99,7 @@ def forget_training(run: Config) -> None:
     run.loss.of_tokens = losses.NATS
     run.remat, run.memory_budget = "none" if run.model.own else "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
+    run.pruning = PruningConfig()  # what is pruned is zero
     run.preference = PreferenceConfig(loss=preference.NONE)
     run.evaluation.choices = ()  # which may be gone
 
