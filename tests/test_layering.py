@@ -17,7 +17,7 @@ ROWS = [
     {"checkpoint"},
     {"config"},
     {"aot"},
-    {"plan", "report", "evaluate", "generate", "convert", "metrics"},
+    {"plan", "report", "evaluate", "generate", "convert", "metrics", "compress"},
     {"train"},
     {"library", "__main__"},
 ]

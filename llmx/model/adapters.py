@@ -80,10 +80,11 @@ def factors(expression: str) -> tuple[str, str]:
 def products(names: Iterable[str]) -> list[str]:
     """What `AdaptersConfig.products` can name beside whole modules, of parameters of these names:
     "attention/query" of "blocks/attention/query/kernel"."""
-    return sorted({_product(name) for name in filter(_adaptable, names)})
+    return sorted({_product(name) for name in filter(is_product, names)})
 
 
-def _adaptable(name: str) -> bool:
+def is_product(name: str) -> bool:
+    """Whether a parameter is the weight of a product of a layer's attention or MLP."""
     return name.endswith("/kernel") and name.split("/")[1] in MODULES
 
 
@@ -292,7 +293,7 @@ def with_buffers(function: Callable, params: Any, buffers: Any) -> Any:
 
 def _chosen(config: AdaptersConfig, names: Iterable[str]) -> list[str]:
     return [
-        path for path in filter(_adaptable, names)
+        path for path in filter(is_product, names)
         if any(_within(_product(path), name) for name in config.products)
     ]  # fmt: skip
 

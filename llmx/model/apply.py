@@ -182,7 +182,7 @@ class Apply:
         segments_BS = write_slots(cache["segments"], segments_BT, now, place=place)
         positions_BS = write_slots(cache["positions"], positions_BT, now, place=place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
-        x_BTD, layers = self._looked_up(params, tokens_BT, positions_BT, execution), {}
+        x_BTD, layers = self.looked_up(params, tokens_BT, positions_BT, execution), {}
         stacks = {"first": self.first_layers} if self.model.num_first else {}
         for name, apply in (stacks | {"blocks": self}).items():
             x_BTD, layers[name] = apply.apply_layers(
@@ -235,7 +235,7 @@ class Apply:
         """The input of the first of the blocks, in the compute dtype: of tokens looked up, and gone
         through first layers, if there are any, whose `grad_buffers` and noise are as in `losses`.
         """
-        x_BTD = self._looked_up(params, tokens_BT, mask.positions_BT, execution)
+        x_BTD = self.looked_up(params, tokens_BT, mask.positions_BT, execution)
         if not self.model.num_first:
             return x_BTD
         return self.first_layers.apply_layers(
@@ -244,9 +244,10 @@ class Apply:
             noise_BT=noise_BT,
         )[0]  # fmt: skip
 
-    def _looked_up(
+    def looked_up(
         self, params: dict, tokens_BT, positions_BT, execution: Execution
     ) -> Float[Array, "B T D"]:
+        """The input of the first layer, in the compute dtype; rows as in `execution.split`."""
         model = self.model
         look_up = functools.partial(embedding.embed, place=execution.place, policy=execution.policy)
         if model.embedding_rank:

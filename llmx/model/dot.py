@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.model import adapters, precision, quantized
+from llmx.model import adapters, observed, precision, quantized
 from llmx.model.adapters import Adapted
+from llmx.model.observed import Observed
 from llmx.model.quantized import Quantized, Ranges, WithRanges
 from llmx.sharding import mesh_axes
 
@@ -145,7 +146,7 @@ def deferred(buffers: Any) -> bool:
 
 def dot(
     expression: str, x: jax.Array,
-    weight: jax.Array | DeferredWeight | WithRanges | Adapted | Factored, *,
+    weight: jax.Array | DeferredWeight | WithRanges | Adapted | Factored | Observed, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """`einsum(expression, x, weight)` in the compute dtype of x, placed as `out`.
@@ -153,11 +154,13 @@ def dot(
     Args:
       expression: e.g. "BTD,DNH->BTNH"; no letter may be summed within one operand.
       x, weight: activations; a master parameter in any layout, or from `with_grad_buffers`, or
-        with an adapter, whose product is added, or two factors.
+        with an adapter, whose product is added, or two factors, or `Observed`.
       out, policy: PartitionSpec of the result, and the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
         gathered weight for it. Otherwise the gradient gathers for itself.
     """
+    if isinstance(weight, Observed):
+        x, weight = observed.observe(expression, x, weight.statistics), weight.weight
     if isinstance(weight, Adapted):
         return _adapted(expression, x, weight, out=out, policy=policy, recomputed=recomputed)
     if isinstance(weight, Factored):

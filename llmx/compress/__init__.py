@@ -1,0 +1,1 @@
+"""Smaller models out of trained ones: what products take, and weights of fewer bits."""
