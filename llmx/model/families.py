@@ -111,7 +111,7 @@ class ModelConfig:
     repeats: int = bounded(1, at_least=1, at_most=MAX_LAYERS)
     # the embedding table is a train of tensors of this rank; 0 = it is a table
     embedding_rank: int = bounded(0, at_least=0, at_most=MAX_SIZE)
-    embedding_cores: int = choice(3, (2, 3))  # tensors in the train
+    embedding_cores: int = bounded(3, at_least=2, at_most=3)  # tensors in the train
 
     @property
     def padded_vocab(self) -> int:

@@ -79,6 +79,4 @@ def _largest_rank(model: Any) -> int:
     number = model.embedding_cores
     rows, columns = digits(model.padded_vocab, number), divisors(model.width, number)
     sizes = [v * d for v, d in zip(rows, columns, strict=True)]
-    return max(
-        min(math.prod(sizes[:cut]), math.prod(sizes[cut:])) for cut in range(1, number)
-    )
+    return max(min(math.prod(sizes[:cut]), math.prod(sizes[cut:])) for cut in range(1, number))

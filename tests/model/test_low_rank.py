@@ -43,7 +43,9 @@ def start_of(recipe):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_factors_have_the_loss_and_gradient_of_their_product(family):
     texts = RANKS if family != "deepseek_v3" else ("attention=3", "mlp=4")
-    no_loss_of_routers = dict(experts__balance_weight=0.0) if "num_experts" in FAMILIES[family] else {}
+    no_loss_of_routers = (
+        dict(experts__balance_weight=0.0) if "num_experts" in FAMILIES[family] else {}
+    )
     factored = recipe_of(family, model=dict(ranks=texts), **no_loss_of_routers)
     params = trees.named(start_of(factored))
     dense, pairs = {}, {}
@@ -81,8 +83,10 @@ def test_repeated_layers_are_those_of_a_deeper_model(family):
     loss, got = gradient_of(shared, params)
     wanted_loss, wanted = gradient_of(deep, params | {"blocks": blocks})
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
-    add = lambda name, leaf: (  # noqa: E731
-        leaf.reshape(2, 3, *leaf.shape[1:]).sum(1) if name.startswith("blocks/") else leaf
+    add = (
+        lambda name, leaf: (  # noqa: E731
+            leaf.reshape(2, 3, *leaf.shape[1:]).sum(1) if name.startswith("blocks/") else leaf
+        )
     )
     compare.assert_close(got, {name: add(name, leaf) for name, leaf in wanted.items()}, 2e-5)
 
