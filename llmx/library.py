@@ -18,7 +18,7 @@ from llmx import train
 from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
-from llmx.model import adapters, losses
+from llmx.model import adapters, losses, precision, quantization
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
 from llmx.step import optimizers
@@ -43,10 +43,14 @@ class Run:
     @property
     def params(self) -> Any:
         """The parameters as a nested dict of arrays; their average where the run keeps one, and
-        merged with adapters where these are what is trained."""
+        merged with adapters where these are what is trained, rounded where weights are trained as
+        integers."""
         state, config = self.state, self.config.adapters
         if not config.rank:
-            return state.averaged
+            compute = precision.POLICIES[self.config.precision].compute
+            return quantization.dequantized_on_mesh(
+                state.averaged, self.config.quantization, compute
+            )
         merge = adapters.merged_on_mesh
         return adapters.merged(state.frozen, state.averaged, config, merge=merge)
 

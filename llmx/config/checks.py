@@ -17,6 +17,7 @@ from llmx.config import (
     adapter_checks,
     expert_checks,
     preference_checks,
+    quantization_checks,
     stage_memory,
     starting,
     state_memory,
@@ -28,6 +29,7 @@ from llmx.data import choices, objects, remote, shards, sources, tokenizers
 from llmx.data import config as data_config
 from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.model.preference import PreferenceConfig
@@ -62,6 +64,7 @@ def resolve(
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
     found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
+    found += quantization_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -94,6 +97,8 @@ def forget_training(run: Config) -> None:
     run.loss.of_tokens = losses.NATS
     run.remat, run.memory_budget = "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
+    # Weights are rounded where they are restored; what they are multiplied with, in each product.
+    run.quantization = QuantizationConfig(activations=run.quantization.activations)
     run.preference = PreferenceConfig(loss=preference.NONE)
     run.evaluation.choices = ()  # which may be gone
 

@@ -479,7 +479,8 @@ def test_golden_keys():
     """The whole surface of the config, so that a change to it is seen in review."""
     wanted = (ROOT / "tests/golden/config_keys.txt").read_text().splitlines()
     assert list(config.leaf_types(config.Config)) == wanted
-    assert len(wanted) <= 230
+    # Seven of them came with integers: of weights, of inputs of products and of the KV cache.
+    assert len(wanted) <= 240
 
 
 def test_every_key_has_a_comment():
