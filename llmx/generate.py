@@ -25,6 +25,7 @@ from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import chat, text_stream, tokenizers
 from llmx.model import sampling
+from llmx.model.attention import cache
 from llmx.model.execution import Execution
 from llmx.runtime import launch
 from llmx.step.step import Recipe
@@ -42,7 +43,7 @@ def show_sample(
         log(f"no sample: sample.prompt has {len(prompt)} tokens, more than the model takes")
         return
     try:
-        params = recipe.loss.merged(state.averaged, state.frozen)
+        params = recipe.loss.merged(state.averaged, state.frozen, state.extra)
         execution, params = model_params.without_stages(recipe, params)
     except ValueError as error:
         log(f"no sample: {error}; python -m llmx.generate makes one on fewer devices")
@@ -77,6 +78,8 @@ def _command() -> argparse.ArgumentParser:
     command.add_argument("--temperature", type=float, help="0 = always the likeliest token")
     command.add_argument("--top-k", type=int, help="only the k likeliest tokens; 0 = all")
     command.add_argument("--top-p", type=float, help="only the likeliest up to this probability")
+    kept = "how keys and values are kept: int8, or in the run's precision"
+    command.add_argument("--kv-cache", choices=(cache.INT8, "precision"), help=kept)
     command.add_argument("--seed", type=int, default=0, help="same seed, same text")
     command.add_argument("--step", type=int, help="checkpoint to use; the newest by default")
     command.add_argument("--tensor", type=int, default=1, help="devices that share each layer")
@@ -185,10 +188,12 @@ def _restore(args: argparse.Namespace, config: config_lib.Config) -> tuple[Any, 
     # This process alone, on the best device here, wherever the run was trained.
     alone = launch.LaunchConfig(coordinator="none", compile_cache=config.launch.compile_cache)
     launch.start(alone)
+    if args.kv_cache:
+        config.sample.kv_cache = cache.INT8 if args.kv_cache == cache.INT8 else ""
     recipe = _make_recipe(config, tensor=args.tensor, fsdp=args.fsdp)
     ema = config.optimizer.ema_decay > 0
-    restored = model_params.restore_params(
-        args.workdir, recipe.loss.params, ema=ema, step=args.step, log=launch.note
+    restored = model_params.restore_evaluated(
+        args.workdir, recipe, ema=ema, step=args.step, log=launch.note
     )
     launch.note(f"step {restored.step} of {args.workdir}")
     return recipe.loss.apply, restored.state, recipe.loss.execution

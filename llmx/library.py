@@ -18,7 +18,7 @@ from llmx import train
 from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
-from llmx.model import adapters, losses, own
+from llmx.model import adapters, losses, own, precision, quantization
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
 from llmx.step import optimizers
@@ -43,11 +43,15 @@ class Run:
     @property
     def params(self) -> Any:
         """The parameters as a nested dict of arrays; their average where the run keeps one, and
-        merged with adapters where these are what is trained. Of a model of your own a flat dict by
-        path, which `own.tree` turns into what its `init` returns, while `fit` runs with it."""
+        merged with adapters where these are what is trained, rounded where weights are trained as
+        integers. Of a model of your own a flat dict by path, which `own.tree` turns into what its
+        `init` returns, while `fit` runs with it."""
         state, config = self.state, self.config.adapters
         if not config.rank:
-            return state.averaged
+            compute = precision.POLICIES[self.config.precision].compute
+            return quantization.dequantized_on_mesh(
+                state.averaged, self.config.quantization, compute
+            )
         merge = adapters.merged_on_mesh
         return adapters.merged(state.frozen, state.averaged, config, merge=merge)
 

@@ -1,4 +1,5 @@
-"""A run's model as other commands use it: its parameters, with adapters merged into them."""
+"""A run's model as other commands use it: its parameters, with adapters merged into them, and
+weights that were trained as integers rounded."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,9 +13,10 @@ from llmx import sharding
 from llmx.checkpoint import checkpointer, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
-from llmx.model import adapters
+from llmx.model import adapters, precision, quantization, quantized
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
+from llmx.model.quantization import AVERAGE, QuantizationConfig
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 from llmx.step.step import Recipe
@@ -25,9 +27,18 @@ FROZEN = "frozen"  # in checkpoints, the parameters that are not trained
 def adapters_of(meta: Mapping[str, Any]) -> AdaptersConfig:
     """Those of the run that wrote a checkpoint's meta; of older versions none."""
     section = dict(meta.get("config", {}).get("adapters", {}))
-    known = {field.name for field in dataclasses.fields(AdaptersConfig)}
+    return _section(AdaptersConfig, section)
+
+
+def quantization_of(meta: Mapping[str, Any]) -> QuantizationConfig:
+    """That of the run that wrote a checkpoint's meta; of older versions none."""
+    return _section(QuantizationConfig, dict(meta.get("config", {}).get("quantization", {})))
+
+
+def _section(kind: type, section: Mapping[str, Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(kind)}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in section.items()}
-    return AdaptersConfig(**{name: value for name, value in values.items() if name in known})
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def restore_params(
@@ -41,8 +52,8 @@ def restore_params(
       abstract: shapes with shardings of the model's parameters, or a function of the document.
       order: in which the layers are wanted.
 
-    Weights with an adapter are merged, in fp32: W + scale A B. Raises ValueError if the run has no
-    checkpoint yet.
+    Weights with an adapter are merged, in fp32: W + scale A B; those that were trained as integers
+    are what their codes stand for. Raises ValueError if the run has no checkpoint yet.
     """
 
     def prefix(document: Document) -> str:
@@ -53,12 +64,57 @@ def restore_params(
     )
     config = adapters_of(restored.meta)
     if not config.rank:
-        return restored
+        return _rounded(workdir, restored, ema=ema, order=order, log=log)
     found = _restore_own(
         workdir, restored.state, config, ema=ema, order=order, step=restored.step, log=log
     )
     state = adapters.merged(restored.state, found.state, config, merge=_merge)
     return restored._replace(state=state)
+
+
+def _rounded(workdir: str, restored: Restored, *, ema, order, log) -> Restored:
+    """Parameters, those that are quantized as the numbers of their codes."""
+    config = quantization_of(restored.meta)
+    if not config.bits:
+        return restored
+    named = trees.named(restored.state)
+    shapes, _ = quantization.with_steps(config, restored.state, _no_axes(restored.state))
+    steps = {name: shape for name, shape in trees.named(shapes).items() if name not in named}
+    if steps:
+        whole = _whole(restored.state)
+        wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+                  for name, leaf in steps.items()}  # fmt: skip
+        found = checkpointer.restore_saved(
+            workdir, trees.nest(wanted), prefix=_own(ema), order=order, step=restored.step, log=log
+        )
+        steps = trees.named(found.state)
+    compute = precision.POLICIES[restored.meta["config"]["precision"]].compute
+    if any(isinstance(leaf, streamed.Stored) for leaf in named.values()):
+        for name in filter(quantization.is_quantized, named):
+            step = steps.get(quantization.step_of(name))
+            named[name] = RoundedStored.by(named[name], name, config, compute, step)
+        return restored._replace(state=trees.nest(named))
+    state = quantization.dequantized_on_mesh(trees.nest(named | steps), config, compute)
+    return restored._replace(state=state)
+
+
+def _no_axes(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: (None,) * len(leaf.shape), params)
+
+
+def restore_evaluated(
+    workdir: str, recipe: Recipe, *, ema: bool = False, step: int | None = None,
+    log: Callable[[str], None],
+) -> Restored:  # fmt: skip
+    """What `restore_params` returns of the parameters of a recipe's model, with the ranges that the
+    inputs of their products are rounded by, where the run has averaged these."""
+    restored = restore_params(workdir, recipe.loss.model_params, ema=ema, step=step, log=log)
+    extra = dict(recipe.loss.abstract_extra)
+    if quantized.RANGES not in extra or recipe.loss.quantization.activations != AVERAGE:
+        return restored
+    wanted = {quantized.RANGES: extra[quantized.RANGES]}
+    found = checkpointer.restore_saved(workdir, wanted, prefix="extra", step=restored.step, log=log)
+    return restored._replace(state=recipe.loss.rounded(restored.state, found.state))
 
 
 def restore_reference(
@@ -88,9 +144,7 @@ def _own(ema: bool) -> str:
 
 
 def _restore_own(workdir, model_params, config: AdaptersConfig, *, ema, order, step, log):
-    of_model = trees.named(model_params)
-    to = getattr(next(iter(of_model.values())), "sharding", None)
-    whole = NamedSharding(to.mesh, PartitionSpec()) if isinstance(to, NamedSharding) else to
+    of_model, whole = trees.named(model_params), _whole(model_params)
     wanted = trees.nest({
         name: jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
         for name, shape in adapters.named(config, of_model, lambda leaf: leaf.shape, config.rank)
@@ -98,6 +152,12 @@ def _restore_own(workdir, model_params, config: AdaptersConfig, *, ema, order, s
     return checkpointer.restore_saved(
         workdir, wanted, prefix=_own(ema), order=order, step=step, log=log
     )
+
+
+def _whole(params: Any) -> Any:
+    """The sharding of small arrays beside these."""
+    to = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return NamedSharding(to.mesh, PartitionSpec()) if isinstance(to, NamedSharding) else to
 
 
 def _merge(weight: Any, down: Any, up: Any, scale: float) -> Any:
@@ -130,6 +190,37 @@ class MergedStored(streamed.Stored):
             rest = (slice(None), *rest)
         added = adapters.low_rank(self.down[layers], self.up[layers], einsum=np.einsum)
         return weight + self.scale * added[tuple(rest)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundedStored(streamed.Stored):
+    """A weight in a checkpoint's files, of which an index reads the numbers of its codes."""
+
+    name: str = ""
+    config: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
+    compute: Any = None
+    log_step: np.ndarray | None = None
+
+    @classmethod
+    def by(cls, stored: streamed.Stored, name, config, compute, log_step) -> "RoundedStored":
+        steps = None if log_step is None else np.asarray(log_step)
+        own = (stored.shape, stored.dtype, stored.store, stored.rows)
+        return cls(*own, name, config, compute, steps)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = () if index is ... else index if isinstance(index, tuple) else (index,)
+        layers, *rest = index or (slice(None),)
+        if isinstance(layers, int | np.integer):
+            layers, rest = slice(layers, layers + 1), (0, *rest)
+        else:
+            rest = (slice(None), *rest)
+        own = {self.name: super().__getitem__((layers,))}
+        if self.log_step is not None:
+            own[quantization.step_of(self.name)] = self.log_step[layers]
+        mesh = sharding.make_mesh({"fsdp": 1}, devices=jax.devices()[:1])
+        own = jax.device_put(trees.nest(own), NamedSharding(mesh, PartitionSpec()))
+        numbers = quantization.dequantized_on_mesh(own, self.config, self.compute)
+        return np.asarray(trees.named(numbers)[self.name])[tuple(rest)]
 
 
 def stageless(recipe: Recipe) -> tuple[Execution, Any, Any]:

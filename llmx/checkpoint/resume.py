@@ -30,6 +30,7 @@ from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
 from llmx.model import precision, preference
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
@@ -312,6 +313,13 @@ def _same_run(config: Any, saved: Document):
             f"{_adapters_text(now)}: restore these values, or continue with its model in another "
             f"workdir, --config.start_from={config.workdir}"
         )
+    before, now_rounded = model_params.quantization_of(saved.meta), config.quantization
+    if (rounds := _rounding(before)) != (wanted := _rounding(now_rounded)):
+        raise Mismatch(
+            f"{config.workdir} was trained with {_section_text(rounds)}, and the config gives "
+            f"{_section_text(wanted)}: restore these values, or continue with its weights in "
+            f"another workdir, --config.start_from={config.workdir}"
+        )
     were_pairs, are_pairs = map(
         _has_reference, (saved.meta.get("config", {}), identity.as_json(config))
     )
@@ -328,6 +336,16 @@ def _same_run(config: Any, saved: Document):
             f"steps={config.steps}: set steps to at least {saved.step}, go back with "
             "--config.resume_step, or use another workdir"
         )
+
+
+def _rounding(section: QuantizationConfig) -> dict[str, Any]:
+    """What says which parameters and states a run has that trains weights as integers."""
+    kept = {"bits", *(("group", "scales") if section.bits else ()), "activations"}
+    return {name: value for name, value in vars(section).items() if name in kept}
+
+
+def _section_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"quantization.{name}={value!r}" for name, value in values.items())
 
 
 def _has_reference(run: Mapping[str, Any]) -> bool:
@@ -427,8 +445,10 @@ def start_with(
     if recipe.loss.adapters.rank:
         params = params if _dtypes(params) == _dtypes(like) else copied(like)
         return state._replace(frozen=params)
-    ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
     frozen = copied(recipe.loss.frozen) if recipe.loss.frozen else ()
+    if recipe.loss.quantization.learns:
+        params, like = recipe.trained(params), recipe.loss.params
+    ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
     if _dtypes(params) != _dtypes(like):
         params = copied(like)
     # Replicas with local steps have parameters of their own.

@@ -19,11 +19,13 @@ from llmx.data import remote
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.attention import cache
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import NATS, LossConfig
 from llmx.model.preference import PreferenceConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.model.quantized import ProductsConfig
 from llmx.model.remat import OffloadConfig
 from llmx.pipeline.schedules import PipelineConfig
@@ -70,6 +72,8 @@ class SampleConfig:
     top_k: int = bounded(0, at_least=0)  # sample from this many likeliest tokens; 0 = all
     # sample from the fewest tokens that have this probability together
     top_p: float = bounded(0.95, above=0, at_most=1, remedy="1 = off")
+    # keys and values are kept in "int8", a scale for each token and head; "" = the compute dtype
+    kv_cache: str = choice("", cache.FORMATS)
 
 
 @dataclasses.dataclass
@@ -113,6 +117,7 @@ class Config:
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
+    quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)

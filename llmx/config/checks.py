@@ -19,6 +19,7 @@ from llmx.config import (
     own_checks,
     preference_checks,
     pruning_checks,
+    quantization_checks,
     stage_memory,
     starting,
     state_memory,
@@ -30,6 +31,7 @@ from llmx.data import choices, objects, remote, shards, sources, tokenizers
 from llmx.data import config as data_config
 from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.model.preference import PreferenceConfig
@@ -66,7 +68,7 @@ def resolve(
     found += _start(config)
     of_model = own_checks if config.model.own else adapter_checks
     found += [*of_model.problems(config), *preference_checks.problems(config)]
-    found += pruning_checks.problems(config)
+    found += [*pruning_checks.problems(config), *quantization_checks.problems(config)]
     if found:
         raise ConfigError(found)
     return config
@@ -100,6 +102,8 @@ def forget_training(run: Config) -> None:
     run.remat, run.memory_budget = "none" if run.model.own else "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
     run.pruning = PruningConfig()  # what is pruned is zero
+    # Weights are rounded where they are restored; what they are multiplied with, in each product.
+    run.quantization = QuantizationConfig(activations=run.quantization.activations)
     run.preference = PreferenceConfig(loss=preference.NONE)
     run.evaluation.choices = ()  # which may be gone
 

@@ -17,7 +17,7 @@ from llmx.config import checks, preference_checks, stage_memory, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
 from llmx.data import pairs
-from llmx.model import losses, precision, quantized, training_loss
+from llmx.model import losses, precision, quantization, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
@@ -27,9 +27,15 @@ from llmx.pipeline.permutation import IDENTITY
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
-from llmx.step import gradients, guard, offload, optimizers
+from llmx.step import gradients, guard, offload, optimizers, quantized_weights
 from llmx.step.step import Recipe, holding, make_update
-from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale, masks
+from llmx.step.transforms import (
+    average_ranges,
+    delayed_scaling,
+    expert_loads,
+    loss_scale,
+    masks,
+)
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES, compressor_of
 
@@ -48,7 +54,8 @@ def make_recipe(
     """
     execution = make_execution(config, devices)
     mesh = execution.place.mesh
-    make_gradient, chunks = _gradient_maker(config, kind_of(mesh))
+    of_rounded, chunks = _gradient_maker(config, kind_of(mesh))
+    make_gradient = lambda loss: quantized_weights.trained(of_rounded(loss.of_rounded), loss)  # noqa: E731
     order = IDENTITY if chunks is None else chunks.permutation
     loss = training_loss.make(
         config.model, execution, arrange=order.apply,
@@ -56,9 +63,11 @@ def make_recipe(
         of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
+        quantized_as=config.quantization,
         seed=config.seed,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
+        | average_ranges.transforms(config.quantization, config.model)
         | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient
             config.model, config.experts, config.sync.strategy, in_order=order.inverse,
             delayed=config.pipeline.schedule == "pipedream_2bw",
@@ -103,15 +112,20 @@ def make_execution(
         experts=config.experts,
         # A row of pairs holds two texts.
         packed=config.data.pack or config.data.format == pairs.FORMAT,
-        loss_chunks=config.loss.chunks,
+        loss_chunks=config.loss.chunks, kv_cache=config.sample.kv_cache,
         turns=turns_of(config, kind.device_kind),
     )  # fmt: skip
 
 
 def policy_of(config: config_lib.Config) -> precision.Policy:
     """In which dtype each number is kept, computed and summed, and what is rounded further."""
-    policy = precision.policy_of(config.precision, config.reduce_dtype)
-    return dataclasses.replace(policy, numbers=quantized.make(config.products))
+    policy, inputs = (
+        precision.policy_of(config.precision, config.reduce_dtype), config.quantization.activations
+    )  # fmt: skip
+    numbers = quantized.make(config.products)
+    if inputs:
+        numbers = quantized.of_inputs(averaged=inputs == quantization.AVERAGE)
+    return dataclasses.replace(policy, numbers=numbers)
 
 
 def _mesh(

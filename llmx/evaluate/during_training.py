@@ -61,7 +61,7 @@ class Evaluation:
         """Reports, unless nothing is held out and nothing asked. Every process must call it."""
         scalars, extent = self._held_out(state) if self._dataset.num_held_out_windows else ({}, "")
         if self._files:
-            params = multiple_choice.params_of(self._recipe, state.averaged, state.frozen)
+            params = multiple_choice.params_of(self._recipe, state)
             for file in self._files:
                 found = file.answered(self._scorer, params)
                 scalars |= {f"{file.name}/{name}": found[name] for name in multiple_choice.REPORTED}
@@ -72,8 +72,8 @@ class Evaluation:
         """The means over the held-out split, and which part of it they are over."""
         loss = self._recipe.loss
         result = held_out.losses(
-            self._recipe, self._step, loss.evaluated(state.averaged, state.frozen), self._dataset,
-            batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
+            self._recipe, self._step, loss.evaluated(state.averaged, state.frozen, state.extra),
+            self._dataset, batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
         # The loss of pairs is not one of tokens.
         names = ("loss", *(loss.reported or ("perplexity",)))

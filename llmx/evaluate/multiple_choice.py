@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from llmx import sharding
 from llmx.checkpoint import model_params
 from llmx.config import Config
+from llmx.contract import State
 from llmx.data import choices, tokenizers
 from llmx.evaluate import held_out
 from llmx.model.apply import Apply
@@ -127,9 +128,10 @@ def scorer_of(run: Config, recipe: Recipe, execution: Execution, filler: int) ->
     )  # fmt: skip
 
 
-def params_of(recipe: Recipe, trained: Any, frozen: Any) -> Any:
-    """The parameters that are asked, of `State.averaged` and `State.frozen`: those of the state,
-    and of a mesh with stages a copy. Communicates over all mesh axes then."""
+def params_of(recipe: Recipe, state: State) -> Any:
+    """The parameters that are asked, of a state: its own, and of a mesh with stages a copy.
+    Communicates over all mesh axes then."""
+    loss, trained, frozen = recipe.loss, state.averaged, state.frozen
     if recipe.mesh.shape["stage"] == 1:
-        return recipe.loss.joined(trained, frozen)
-    return model_params.without_stages(recipe, recipe.loss.merged(trained, frozen))[1]
+        return loss.rounded(loss.joined(trained, frozen), state.extra)
+    return model_params.without_stages(recipe, loss.merged(trained, frozen))[1]

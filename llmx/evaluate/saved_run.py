@@ -59,10 +59,9 @@ def params_of(
 
     step: None = the newest. Raises ValueError where there is none.
     """
-    return model_params.restore_params(
-        workdir, recipe.loss.model_params, ema=run.optimizer.ema_decay > 0, step=step,
-        log=launch.note,
-    )  # fmt: skip
+    return model_params.restore_evaluated(
+        workdir, recipe, ema=run.optimizer.ema_decay > 0, step=step, log=launch.note
+    )
 
 
 def evaluated(

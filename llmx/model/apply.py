@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from llmx import sharding
 from llmx.model import adapters, dot, embedding, families, layers, losses, own, remat, rope, turns
 from llmx.model.attention import split
-from llmx.model.attention.cache import CACHE, arrays_of, slot_axes, write_slots
+from llmx.model.attention.cache import CACHE, arrays_of, empty_slots, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
 from llmx.model.decoder import INSIDE, Block, Decoder, Norm
 from llmx.model.execution import Execution
@@ -149,20 +149,24 @@ class Apply:
     def empty_cache(self, batch: int, length: int, execution: Execution) -> dict:
         """A cache of S >= `length` slots in which nothing is visible (segment -1).
 
-        "blocks", and "first" where there are such layers: two arrays [L, B, S, ...], compute dtype,
-        of each pass through a layer,
-        keys and values [.., K, H] or what `cache.arrays_of` says; "segments" and "positions": int32
+        "blocks", and "first" where there are such layers: two arrays [L, B, S, ...] of each pass
+        through a layer, compute dtype or as `execution.kv_cache` says, keys and values [.., K, H]
+        or what `cache.arrays_of` says; "segments" and "positions": int32
         [B, S].
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))
         length = -(-length // ways) * ways
 
-        def empty(layers: int) -> tuple[Array, ...]:
-            zeros = lambda sizes: jnp.zeros(  # noqa: E731
-                (layers * model.repeats, batch, length, *sizes), execution.policy.compute
-            )
-            return tuple(place.constrain(zeros(sizes), axes) for axes, sizes in arrays_of(model))
+        def empty(layers: int) -> tuple:
+            layers *= model.repeats
+            return tuple(
+                empty_slots(
+                    axes, (layers, batch, length, *sizes), kind=execution.kv_cache,
+                    dtype=execution.policy.compute, place=place,
+                )
+                for axes, sizes in arrays_of(model)
+            )  # fmt: skip
 
         layers = {"blocks": empty(model.num_blocks)}
         layers |= {"first": empty(model.num_first)} if model.num_first else {}

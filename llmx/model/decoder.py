@@ -23,7 +23,7 @@ from jaxtyping import Array
 from llmx.model import dot, families, ranks, remat, rope, tensor_train
 from llmx.model.activations import hidden
 from llmx.model.attention import attend
-from llmx.model.attention.cache import write_slots
+from llmx.model.attention.cache import read_slots, write_slots
 from llmx.model.attention.masks import Scores
 from llmx.model.execution import Execution
 from llmx.model.experts import experts, router
@@ -209,7 +209,7 @@ class Attention(nnx.Module):
                 cache = tuple(jnp.concatenate(pair, axis=1) for pair in pairs)
             else:
                 cache = (key_BTKH, value_BTKH)
-            key_BTKH, value_BTKH = cache
+            key_BTKH, value_BTKH = (read_slots(kept, x_BTD.dtype) for kept in cache)
         sinks_BTN = None
         if self.sinks is not None:
             zeros_BTN = jnp.zeros(query_BTNH.shape[:3], jnp.float32)
@@ -286,7 +286,8 @@ class LatentAttention(nnx.Module):
         if now is not None:
             write = functools.partial(write_slots, start=now, place=place)
             cache = tuple(map(write, cache, (latent_BTR, key_BTP)))
-            out_BTNV = self._absorbed(plain_BTNH, turned_BTNP, *cache, attend_to, execution)
+            kept = (read_slots(kept, x_BTD.dtype) for kept in cache)
+            out_BTNV = self._absorbed(plain_BTNH, turned_BTNP, *kept, attend_to, execution)
             return self.out("BTNV,NVD->BTD", out_BTNV, BLOCK, execution), cache
         made_BTNW = self.up("BTR,RNW->BTNW", latent_BTR, attend.KEY, execution)
         key_BTNH, value_BTNV = jnp.split(made_BTNW, [self.plain], axis=-1)

@@ -284,6 +284,8 @@ def _dot_backward(product, residuals, gradient):
         f"{out},{of_weight}->{of_x}", left, weight, product.whole_out, product.gathered,
         sharding.unreduced(product.x, product.x.reduced), x.dtype,
     )  # fmt: skip
+    if product.numbers.clips_x and ranges.x is not None:
+        gradient_x = _inside(gradient_x, x, ranges.x)
     found = found._replace(gradient=quantized.amax_of(left))
     if product.deferred:
         return gradient_x, None, _operands(product, x, gradient), found
@@ -291,6 +293,19 @@ def _dot_backward(product, residuals, gradient):
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _inside(gradient: jax.Array, x: jax.Array, amax: jax.Array) -> jax.Array:
+    """A gradient of x, 0 where x is beyond its range; of terms of a sum, each."""
+    kind, of_x = jax.typeof(gradient).sharding, sharding.split_only(jax.typeof(x).sharding.spec)
+
+    def local(gradient, x, amax):
+        return jnp.where((amax > 0) & (jnp.abs(x.astype(jnp.float32)) > amax), 0, gradient)
+
+    return jax.shard_map(
+        local, mesh=kind.mesh, in_specs=(kind.spec, of_x, PartitionSpec()), out_specs=kind.spec,
+        check_vma=False,
+    )(gradient, jax.sharding.reshard(x, of_x), amax)  # fmt: skip
 
 
 def _weight_gradient(product, x, gradient, ranges=Ranges()):  # noqa: B008

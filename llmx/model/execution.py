@@ -22,6 +22,7 @@ class Execution:
     experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     packed: bool = True  # rows may hold several documents
     loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size
+    kv_cache: str = ""  # how decoding keeps keys and values, one of `cache.FORMATS`
     turns: int = 1  # groups of a device's tokens that take turns in a layer: `turns.groups_of`
 
     @property

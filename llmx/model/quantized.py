@@ -124,6 +124,7 @@ class Numbers:
     block: int = 0
     gathers_codes: bool = False  # weights are rounded before they are gathered
     head: Format | None = None  # of the head, which has a scale for each token of the vocabulary
+    clips_x: bool = False  # x has no gradient where it is beyond its range, and so clipped
 
     @property
     def of_head(self) -> "Numbers":
@@ -247,6 +248,25 @@ def make(config: ProductsConfig) -> Numbers:
     return dataclasses.replace(numbers, granularity=config.granularity, block=config.block)
 
 
+def of_inputs(averaged: bool) -> Numbers:
+    """int8 inputs of products of weights in the compute dtype: with a scale for each token, or for
+    each product, from an average."""
+    return Numbers(x=INT8, granularity="tensor" if averaged else "channel", clips_x=averaged)
+
+
+class Averages(NamedTuple):
+    """Moving averages of the largest magnitudes, in the place of those of the last steps."""
+
+    amax: jax.Array  # fp32 [weights, L, 3], see `with_ranges`; 0 = none yet
+    steps: jax.Array  # accepted so far, int32 []
+
+
+def known_ranges(state: Any) -> jax.Array:
+    """What scales are made from, fp32 [weights, L, 3], of `State.extra[RANGES]`: the averages, or
+    the largest of the last steps."""
+    return state.amax if isinstance(state, Averages) else state.max(axis=0)
+
+
 class WithRanges(NamedTuple):
     """A weight or its gradient buffer, with the ranges that its product is scaled by.
 
@@ -271,6 +291,17 @@ def with_ranges(buffers: Any, amax: jax.Array, axes: Any) -> Any:
         return WithRanges(buffer, Ranges(*(row[:, n] for n in range(3))))
 
     return jax.tree.map(one, buffers, axes)
+
+
+def num_weights(axes: Any) -> int:
+    """How many weights of products have ranges, of parameters with these logical axes."""
+    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return sum("embed" in one for one in names)
+
+
+def params_with_ranges(params: Any, amax: jax.Array, axes: Any) -> Any:
+    """A model's parameters, products of its layers with the ranges that they are scaled by."""
+    return params | {"blocks": with_ranges(params["blocks"], amax, axes["blocks"])}
 
 
 def without_ranges(gradients: Any) -> tuple[Any, jax.Array | tuple]:
@@ -333,7 +364,7 @@ def quantize(
 
 def _quantize_local(array, *known, form: Format, sharing: tuple, axes: tuple[str, ...]):
     sizes = [size // n if n else 1 for size, n in zip(array.shape, sharing, strict=True)]
-    blocks = _in_blocks(array, sizes).astype(jnp.float32)
+    blocks = in_blocks(array, sizes).astype(jnp.float32)
     # The larger of two numbers may drop a NaN; of bits a NaN's are the largest.
     bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
     bits = bits.max(axis=tuple(range(1, blocks.ndim, 2)), keepdims=True)
@@ -349,7 +380,7 @@ def _quantize_local(array, *known, form: Format, sharing: tuple, axes: tuple[str
     return codes, scale.reshape(sizes), amax.reshape(sizes)
 
 
-def _in_blocks(array: jax.Array, sizes: Sequence[int]) -> jax.Array:
+def in_blocks(array: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """[D, ...] as [blocks, D / blocks, ...], with these numbers of blocks."""
     pairs = zip(array.shape, sizes, strict=True)
     return array.reshape([n for size, num in pairs for n in (num, size // num)])
@@ -373,7 +404,7 @@ def dequantized(array: jax.Array | Quantized) -> jax.Array:
 
 def _dequantized_local(codes: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     pairs = [n for num in scale.shape for n in (num, 1)]
-    numbers = _in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
+    numbers = in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
     return numbers.astype(dtype).reshape(codes.shape)
 
 

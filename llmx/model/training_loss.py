@@ -17,11 +17,12 @@ from llmx import sharding
 from llmx.contract import Batch, Transform
 from llmx.model import adapters as adapters_lib
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, dot, families, preference, quantized, remat
+from llmx.model import decoder, dot, families, preference, quantization, quantized, remat
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
 from llmx.model.preference import PreferenceConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.sharding.mesh import within
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -53,11 +54,32 @@ class TrainingLoss:
     seed: int = 0  # of dropout
     # from the blocks' parameters [L, ...] to those of the stages of a pipeline
     arrange: Callable[[Any], Any] = lambda blocks: blocks
+    quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
 
     @property
     def model_params(self) -> Any:
         """Shapes with shardings of the model's parameters."""
-        return self.frozen if self.adapters.rank else self.params
+        return self.frozen if self.adapters.rank else quantization.without_steps(self.params)
+
+    @property
+    def of_rounded(self) -> "TrainingLoss":
+        """The same, of weights that are rounded already: trained as they are."""
+        own = (self.params, self.axes, self.gradients, self.updates)
+        params, axes, gradients, updates = map(quantization.without_steps, own)
+        return dataclasses.replace(
+            self, params=params, axes=axes, gradients=gradients, updates=updates,
+            quantization=QuantizationConfig(),
+        )  # fmt: skip
+
+    def rounded(self, params: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
+        """The model's parameters as it is evaluated, outside of programs: those that are quantized
+        as their codes' numbers, and with the ranges of their inputs where the states `extra` of the
+        transforms have averages of these. Communicates as `quantization.quantized_weights` does."""
+        compute = self.execution.policy.compute
+        params = quantization.dequantized_on_mesh(params, self.quantization, compute)
+        if not isinstance(averages := dict(extra).get(quantized.RANGES), quantized.Averages):
+            return params
+        return quantized.params_with_ranges(params, averages.amax, self.model_axes)
 
     def joined(self, params: Any, frozen: Any, *, training: bool = False) -> Any:
         """Parameters with which the model is computed, of what is trained and what is not.
@@ -73,10 +95,10 @@ class TrainingLoss:
             layers = {"first": jnp.arange(model.num_first), "blocks": self.arrange(numbers)}
         return adapters_lib.joined(frozen, params, self.adapters, layers=layers)
 
-    def merged(self, params: Any, frozen: Any) -> Any:
-        """Parameters of the same model without adapters, split as the frozen ones."""
+    def merged(self, params: Any, frozen: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
+        """Parameters of the same model without adapters, split as the frozen ones; or `rounded`."""
         if not self.adapters.rank:
-            return params
+            return self.rounded(params, extra)
         merge = adapters_lib.merged_on_mesh
         return adapters_lib.merged(frozen, params, self.adapters, merge=merge)
 
@@ -158,9 +180,10 @@ class TrainingLoss:
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: placed(leaf, whole), jax.eval_shape(self.init_extra))
 
-    def evaluated(self, params: Any, frozen: Any) -> Any:
-        """What `summed` takes, of what is trained and what is not."""
-        joined = self.joined(params, frozen)
+    def evaluated(self, params: Any, frozen: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
+        """What `summed` takes, of what is trained, what is not, and the states of the transforms;
+        outside of programs."""
+        joined = self.rounded(self.joined(params, frozen), extra)
         return joined if self.preference is None else (joined, frozen)
 
     def summed(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -213,7 +236,7 @@ class TrainingLoss:
         """Gradient buffers with the ranges that the states of the transforms have, if any."""
         if quantized.RANGES not in extra:
             return buffers
-        amax = extra[quantized.RANGES].max(axis=0) * self._scale_of_ranges(extra)
+        amax = quantized.known_ranges(extra[quantized.RANGES]) * self._scale_of_ranges(extra)
         blocks = quantized.with_ranges(buffers["blocks"], amax, self.axes["blocks"])
         return buffers | {"blocks": blocks}
 
@@ -276,13 +299,14 @@ def make(
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
-    seed: int = 0,
+    quantized_as: QuantizationConfig | None = None, seed: int = 0,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
     `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.
     `in_host_memory`: the blocks' matrices are kept there. `adapters`: with a rank, they are what is
     trained. `preferred`: the loss is that of pairs, and the model at the start the reference.
+    `quantized_as`: how weights are rounded, whose scales may be trained too.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
@@ -318,11 +342,14 @@ def make(
         )
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
+    quantized_as = quantized_as or QuantizationConfig()
+    shapes, axes = quantization.with_steps(quantized_as, shapes, axes)
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
         apply_lib.of(config), execution, params, axes, gradients, updates, z_loss, gather,
         transforms or {}, of_tokens, adapters, frozen, model_axes, preferred, seed, arrange,
+        quantized_as,
     )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ _PARAMETERS = _MODEL | {
     "positions": (), "norm": (), "layers": ("stage",), "experts": ("expert",), "router": (),
     "loads": (),
     "first": (),  # layers before those that stages divide
+    "groups": (),  # inputs of a weight that share a scale
 }  # fmt: skip
 _ACTIVATIONS = _MODEL | {
     "batch": BATCH_AXES,

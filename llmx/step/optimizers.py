@@ -112,7 +112,7 @@ _IS_NAMES = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
 
 def decay_mask(axes: Any) -> Any:
     """True for the parameters that decay: those with a contracted dimension, by axis names."""
-    whole = {"layers", "first", "norm", "positions", "head_dim", "loads", "experts"}
+    whole = {"layers", "first", "norm", "positions", "head_dim", "loads", "experts", "groups"}
     decays = lambda names: len(set(names) - whole) >= 2  # noqa: E731
     return jax.tree.map(decays, axes, is_leaf=_IS_NAMES)
 

@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx.contract import BY_LAYER, Batch, Constraint, Gradient, State, Strategy, at_step
-from llmx.model import adapters
+from llmx.model import adapters, quantization
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss, placed, scaled
@@ -153,7 +153,8 @@ class Recipe:
         """Of new parameters of the model: (what is trained, what is not), in their dtypes."""
         frozen = in_dtypes_of(self.loss.frozen, params) if self.loss.frozen else ()
         if not self.loss.adapters.rank:
-            return in_dtypes_of(self.loss.params, params), frozen
+            trained = quantization.init_steps(self.loss.quantization, params)
+            return in_dtypes_of(self.loss.params, trained), frozen
         new = adapters.init(self.loss.adapters, *apply_lib.abstract_parameters(self.model), seed)
         if "blocks" in new:
             new["blocks"] = self.order.apply(new["blocks"])
@@ -206,6 +207,13 @@ class Recipe:
         """What is in flight before the first batch."""
         with jax.set_mesh(self.mesh):
             return jax.jit(self.gradient.init)(self.loss.joined(state.params, state.frozen))
+
+    def trained(self, params: Any) -> Any:
+        """Of parameters of the model what is trained: with new scales, where these are learned."""
+        to = jax.tree.map(lambda leaf: leaf.sharding, self.loss.params)
+        with jax.set_mesh(self.mesh):
+            init = functools.partial(quantization.init_steps, self.loss.quantization)
+            return jax.jit(jax.sharding.auto_axes(init, out_sharding=to), out_shardings=to)(params)
 
     def init_sync(self, params: Any) -> tuple[Any, Any]:
         """New (opt_state, sync) of these parameters."""

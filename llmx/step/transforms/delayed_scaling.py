@@ -23,8 +23,7 @@ def transforms(config: quantized.ProductsConfig, model: ModelConfig) -> dict[str
     if config.scaling != "delayed":
         return {}
     _, axes = apply.abstract_parameters(model)
-    names = jax.tree.leaves(axes["blocks"], is_leaf=lambda leaf: isinstance(leaf, tuple))
-    num_weights = sum("embed" in one for one in names)
+    num_weights = quantized.num_weights(axes["blocks"])
     return {quantized.RANGES: make(config.history, num_weights, model.num_layers)}
 
 

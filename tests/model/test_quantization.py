@@ -1,0 +1,143 @@
+"""Weights trained as integers: values and gradients are those of torch and of plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import compare, packed, runs
+
+from llmx.config import ConfigError
+from llmx.model import adapters, quantization
+from llmx.model.quantization import QuantizationConfig
+from llmx.sharding import trees
+
+torch = pytest.importorskip("torch")
+
+# In units of a scale: many times the rounding of its fp32 division.
+MIDDLE = 1e-5
+MODEL = dict(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8,
+             vocab_size=261, vocab_multiple=2)  # fmt: skip
+KEYS = dict(batch__size=4, batch__sequence_length=12)
+CASES = {
+    "channel": dict(quantization__bits=4),
+    "group": dict(quantization__bits=3, quantization__group=16),
+    "group of two heads": dict(quantization__bits=8, quantization__group=16),
+    "learned": dict(quantization__bits=4, quantization__scales="learned"),
+    "learned group": dict(
+        quantization__bits=4, quantization__group=4, quantization__scales="learned"
+    ),
+    "bf16": dict(quantization__bits=4, quantization__group=8, precision="bf16"),
+}
+MESHES = {
+    "fsdp2 x tensor2": dict(mesh=dict(fsdp=2, tensor=2)),
+    "accumulation": dict(mesh=dict(data=2), batch__accumulation=2, sharding__layout="zero2"),
+    "stages": dict(mesh=dict(stage=2, fsdp=2), batch__accumulation=2, pipeline__schedule="zb_h1"),
+    "remat": dict(mesh=dict(fsdp=4), remat="full", sharding__gather="step"),
+    "replicas": dict(mesh=dict(data=2), sync__strategy="int8", sync__warmup_steps=10),
+}
+
+
+def recipe_of(family="llama3", model=None, **keys):
+    return runs.make_recipe(runs.make_config(family, model=MODEL | (model or {}), **KEYS | keys))
+
+
+def batches(num):
+    return packed.batches(num, rows=4, length=12, vocab=261)
+
+
+def rows_of(name, weight, group):
+    """A stacked weight as [l, groups, numbers of a group, outputs], and the way back."""
+    num = adapters.contracted(name)
+    inputs = int(np.prod(weight.shape[1 : 1 + num]))
+    group = group or inputs
+    return weight.reshape(len(weight), inputs // group, group, -1)
+
+
+def in_torch(name, weight, config: QuantizationConfig, log_step=None):
+    """The rounded weight in fp32, differentiable by the weight and the logarithm of scales; and how
+    far numbers are from the middle between two codes, in units of their scale."""
+    most = 2 ** (config.bits - 1) - 1
+    rows = rows_of(name, weight, config.group)
+    if log_step is None:
+        scale = rows.detach().abs().amax(dim=2, keepdim=True) / most
+        by_channel = rows.movedim(2, 0)
+        value = torch.fake_quantize_per_channel_affine(
+            by_channel.reshape(len(by_channel), -1), scale.reshape(-1),
+            torch.zeros(scale.numel(), dtype=torch.int32), 1, -most - 1, most,
+        ).reshape(by_channel.shape).movedim(0, 2)  # fmt: skip
+    else:
+        scale = log_step.reshape(*rows.shape[:2], 1, -1).exp()
+        # Value of `scale`, gradient times the factor of LSQ.
+        factor = (rows.shape[2] * most) ** -0.5
+        scale = scale * factor + (scale * (1 - factor)).detach()
+        steps = torch.clamp(rows / scale, -most - 1, most)
+        value = (steps + (torch.round(steps) - steps).detach()) * scale
+    exact = rows.detach().double() / scale.detach().double()
+    from_middle = (exact - torch.floor(exact) - 0.5).abs()
+    return value.reshape(weight.shape), from_middle.reshape(weight.shape).numpy()
+
+
+def state_of(recipe):
+    """Parameters of which those that are learned clip some numbers."""
+    state = recipe.init(0)
+    random = np.random.default_rng(3)
+
+    def one(path, leaf):
+        if trees.path_name(path).endswith(quantization.LOG_STEP):
+            leaf = leaf - 0.4 + random.normal(size=leaf.shape, scale=0.2).astype(np.float32)
+        return leaf
+
+    params = jax.tree_util.tree_map_with_path(one, jax.device_get(state.params))
+    to = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    return state._replace(params=jax.device_put(params, to))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_torch(case):
+    recipe = recipe_of(**CASES[case])
+    config, state = recipe.loss.quantization, state_of(recipe)
+    plain = recipe_of(**({"precision": "bf16"} if case == "bf16" else {}))
+    with jax.set_mesh(recipe.mesh):
+        batch = runs.put_batch(recipe, batches(1)[0])
+        weights = recipe.loss.rounded(state.params)
+        found, _ = jax.jit(recipe.gradient.take)(state.params, batch, (), ())
+        # By the rounded weights themselves: a model that is not quantized.
+        above, _ = jax.jit(plain.gradient.take)(weights, batch, (), ())
+    named, got = trees.named(jax.device_get(state.params)), trees.named(jax.device_get(weights))
+    above = trees.named(jax.device_get(above.tree))
+    wanted = dict(above)
+    for name in filter(quantization.is_quantized, named):
+        weight = named[name]
+        if case == "bf16":
+            weight = np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)
+        weight, log_step = torch.tensor(weight, requires_grad=True), None
+        step = name.replace("kernel", "log_step")
+        if step in named:
+            log_step = torch.tensor(named[step], requires_grad=True)
+        value, from_middle = in_torch(name, weight, config, log_step)
+        value.backward(torch.tensor(above[name].astype(np.float32)))
+        own = value.detach().numpy()
+        if case == "bf16":
+            own = np.asarray(jnp.asarray(own, jnp.bfloat16), np.float32)
+        # Of a number in the middle the last bit of a division decides.
+        clear = from_middle > MIDDLE
+        assert clear.mean() > 0.99
+        np.testing.assert_allclose(got[name][clear], own[clear], rtol=1e-6, atol=1e-8)
+        wanted[name] = weight.grad.numpy()
+        if step in named:
+            wanted[step] = log_step.grad.numpy()
+            clipped = (wanted[name] == 0) & (above[name] != 0)
+            assert 0.001 < clipped.mean() < 0.5
+            assert np.abs(wanted[step]).max() > 0
+    compare.assert_close(found.tree, trees.nest(wanted), 1e-5)
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in wanted.values()))
+    np.testing.assert_allclose(found.norms, norm, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", ["group", "learned group"])
+def test_every_mesh_trains_as_one_device(case, mesh):
+    keys = runs.PARITY_OPTIMIZER | CASES[case]
+    wanted = runs.train(recipe_of(**keys), batches(3))
+    got = runs.train(recipe_of(**MESHES[mesh], **keys), batches(3))
+    compare.assert_trained_alike(got, wanted, 1e-5)
