@@ -15,6 +15,7 @@ from llmx.config import (
     Config,
     ConfigError,
     adapter_checks,
+    distillation_checks,
     expert_checks,
     preference_checks,
     stage_memory,
@@ -30,6 +31,7 @@ from llmx.model import families, losses, precision, preference, quantized, remat
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
+from llmx.model.distillation import DistillationConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
@@ -62,6 +64,7 @@ def resolve(
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
     found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
+    found += distillation_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -95,6 +98,7 @@ def forget_training(run: Config) -> None:
     run.remat, run.memory_budget = "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
     run.preference = PreferenceConfig(loss=preference.NONE)
+    run.distillation, run.start_from_layers = DistillationConfig(), ()
     run.evaluation.choices = ()  # which may be gone
 
 
