@@ -15,6 +15,7 @@ from llmx.config import (
     Config,
     ConfigError,
     adapter_checks,
+    distillation_checks,
     expert_checks,
     own_checks,
     preference_checks,
@@ -31,10 +32,11 @@ from llmx.data import choices, objects, remote, shards, sources, tokenizers
 from llmx.data import config as data_config
 from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
-from llmx.model.quantization import QuantizationConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
+from llmx.model.distillation import DistillationConfig
 from llmx.model.preference import PreferenceConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig
@@ -69,6 +71,7 @@ def resolve(
     of_model = own_checks if config.model.own else adapter_checks
     found += [*of_model.problems(config), *preference_checks.problems(config)]
     found += [*pruning_checks.problems(config), *quantization_checks.problems(config)]
+    found += distillation_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -105,6 +108,7 @@ def forget_training(run: Config) -> None:
     # Weights are rounded where they are restored; what they are multiplied with, in each product.
     run.quantization = QuantizationConfig(activations=run.quantization.activations)
     run.preference = PreferenceConfig(loss=preference.NONE)
+    run.distillation, run.start_from_layers = DistillationConfig(), ()
     run.evaluation.choices = ()  # which may be gone
 
 

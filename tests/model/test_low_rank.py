@@ -83,10 +83,8 @@ def test_repeated_layers_are_those_of_a_deeper_model(family):
     loss, got = gradient_of(shared, params)
     wanted_loss, wanted = gradient_of(deep, params | {"blocks": blocks})
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
-    add = (
-        lambda name, leaf: (  # noqa: E731
-            leaf.reshape(2, 3, *leaf.shape[1:]).sum(1) if name.startswith("blocks/") else leaf
-        )
+    add = lambda name, leaf: (
+        leaf.reshape(2, 3, *leaf.shape[1:]).sum(1) if name.startswith("blocks/") else leaf
     )
     compare.assert_close(got, {name: add(name, leaf) for name, leaf in wanted.items()}, 2e-5)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support import compare, packed, runs
 
-from llmx.config import ConfigError
 from llmx.model import adapters, quantization
 from llmx.model.quantization import QuantizationConfig
 from llmx.sharding import trees
