@@ -26,7 +26,7 @@ import jax
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer, mirror
 from llmx.config import Config, checks, describe, flags, history, value_types
-from llmx.contract import Batch, State, Strategy
+from llmx.contract import Batch, State
 from llmx.model import remat
 from llmx.runtime import (
     agreement,
@@ -41,6 +41,7 @@ from llmx.runtime import (
 )
 from llmx.runtime import job as job_lib
 from llmx.runtime.caller import Caller
+from llmx.step.programs import Programs
 
 # What a mistake in the config does not need is imported where it is used.
 if typing.TYPE_CHECKING:
@@ -280,6 +281,10 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
 
     with job.progress("restore"):
         restored = resume.restore_or_init(config, recipe, checkpoints, dataset, launch.log, *tier)
+        with jax.set_mesh(recipe.mesh):
+            state = recipe.strategy.begin(restored.state, job.peers)
+        if recipe.strategy.waits:  # others may be ahead
+            restored = restored._replace(state=state, step=int(jax.device_get(state.step)))
         job.peers.agree("restored state", {"steps taken": restored.step})
     job.progress.begin_at(restored.step)
     if jax.process_index() == 0:
@@ -295,42 +300,18 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
 
 def compile_programs(
     config: Config, recipe: "Recipe", state: State, first: int, log: Log
-) -> "Programs":
+) -> Programs:
     """The compiled programs of the steps from `first` on, and which of them runs when."""
     strategy, timetable = recipe.strategy, recipe.strategy.timetable
     freeze_step = int(jax.jit(strategy.scalars)(state).get("freeze_step", -1))
     phases = timetable.phases_from(first, freeze_step)
     steps = {phase: compile_step(config, recipe, log, phase) for phase in phases}
     wanted = {timetable.fragments_after(number) for number in range(first, config.steps)}
-    with jax.set_mesh(recipe.mesh):
-        outer = {
-            fragments: strategy.outer[fragments].lower(recipe.abstract).compile()
-            for fragments in sorted(wanted - {()})
-        }
+    outer = {fragments: strategy.outer[fragments] for fragments in sorted(wanted - {()})}
+    if not strategy.waits:
+        with jax.set_mesh(recipe.mesh):
+            outer = {of: step.lower(recipe.abstract).compile() for of, step in outer.items()}
     return Programs(strategy, steps, outer, freeze_step)
-
-
-@dataclasses.dataclass
-class Programs:
-    """The train step of each phase, and what replicas synchronize between steps (`llmx.sync`)."""
-
-    strategy: Strategy
-    steps: dict[str, Callable]
-    outer: dict[tuple[int, ...], Callable]
-    freeze_step: int = -1
-
-    def phase(self, step: int) -> str:
-        return self.strategy.timetable.phase_of(step, self.freeze_step)
-
-    def __call__(self, step: int, state: State, batch: Batch) -> tuple[State, Any]:
-        """The state after step number `step`, and its report."""
-        phase, previous = self.phase(step), self.phase(max(step - 1, 0))
-        if phase != previous:
-            state = self.strategy.enter(state, previous, phase)
-        state, report = self.steps[phase](state, batch)
-        if fragments := self.strategy.timetable.fragments_after(step):
-            state = self.outer[fragments](state)
-        return state, report
 
 
 def compile_step(config: Config, recipe: "Recipe", log: Log, phase: str = "mean") -> Callable:
@@ -372,6 +353,7 @@ class Loop:
         self.dataset, progress = dataset, job.progress
         with progress("compile"):
             self.programs = compile_programs(config, recipe, restored.state, first, launch.log)
+        self.programs.aside = progress
         self.state, self.step = restored.state, first  # after all steps that were started
         saved = restored.meta.get("loss_watch")
         self.watch = divergence.LossWatch(config.rollback, first=first, saved=saved)
@@ -383,10 +365,14 @@ class Loop:
         self._to = recipe.loss.batch_sharding
         self._rows = sharding.process_rows(self._to, shape)
         self._assemble = sharding.assemble
-        self._data = loader.Loader(
-            dataset, batch_size=config.batch.size, rows=self._rows, start_step=first,
+        # Groups of replicas that are runs of their own take turns in the rows of a batch.
+        groups, before = config.sync.groups, config.sync.group * config.batch.size
+        self._open_data = functools.partial(
+            loader.Loader, dataset, batch_size=groups * config.batch.size,
+            rows=[before + row for row in self._rows],
             batch_of=functools.partial(divergence.batch_of, config.rollback),
         )  # fmt: skip
+        self._data = self._open_data(start_step=first)
         reached = None
         if chip := hardware.this_chip():
             reached = utilization.of(config, chip, jax.device_count())
@@ -425,6 +411,17 @@ class Loop:
         self.settle()
         self.step += 1
         self._pending = report
+        self._follow()
+
+    def _follow(self):
+        """Goes on where other groups of replicas are, if they are ahead."""
+        strategy = self.recipe.strategy
+        if not strategy.waits or not strategy.timetable.fragments_after(self.step - 1):
+            return
+        if (steps := int(jax.device_get(self.state.step))) > self.step:
+            self.settle()
+            self._data.close()
+            self.step, self._data = steps, self._open_data(start_step=steps)
 
     def _next_batch(self) -> Batch:
         _, local = next(self._data)
