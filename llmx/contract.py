@@ -183,3 +183,7 @@ class Strategy(NamedTuple):
     reshard: Callable  # (saved sync, how its layers lay) -> sync of these replicas
     # Tensors that are compressed, and bytes of each message of one device that they are fused into.
     messages: tuple[int, tuple[int, ...]] = (0, ())
+    # (State, `runtime.agreement.Peers`) -> State; on the host, once, before the first step
+    begin: Callable = lambda state, peers: state
+    # `outer` is done on the host: it waits for other programs, and may go on from a later step
+    waits: bool = False

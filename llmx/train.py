@@ -280,6 +280,10 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
 
     with job.progress("restore"):
         restored = resume.restore_or_init(config, recipe, checkpoints, dataset, launch.log, *tier)
+        with jax.set_mesh(recipe.mesh):
+            state = recipe.strategy.begin(restored.state, job.peers)
+        if recipe.strategy.waits:  # others may be ahead
+            restored = restored._replace(state=state, step=int(jax.device_get(state.step)))
         job.peers.agree("restored state", {"steps taken": restored.step})
     job.progress.begin_at(restored.step)
     if jax.process_index() == 0:
@@ -310,6 +314,7 @@ class Loop:
         self.dataset, progress = dataset, job.progress
         with progress("compile"):
             self.programs = programs.compile_all(recipe, restored.state, first, launch.log)
+        self.programs.aside = progress
         self.state, self.step = restored.state, first  # after all steps that were started
         saved = restored.meta.get("loss_watch")
         self.teacher = {k: v for k, v in restored.meta.items() if k == "teacher"}
@@ -322,10 +327,14 @@ class Loop:
         self._to = recipe.loss.batch_sharding
         self._rows = sharding.process_rows(self._to, shape)
         self._assemble = sharding.assemble
-        self._data = loader.Loader(
-            dataset, batch_size=config.batch.size, rows=self._rows, start_step=first,
+        # Groups of replicas that are runs of their own take turns in the rows of a batch.
+        groups, before = config.sync.groups, config.sync.group * config.batch.size
+        self._open_data = functools.partial(
+            loader.Loader, dataset, batch_size=groups * config.batch.size,
+            rows=[before + row for row in self._rows],
             batch_of=functools.partial(divergence.batch_of, config.rollback),
         )  # fmt: skip
+        self._data = self._open_data(start_step=first)
         reached = None
         if (chip := hardware.this_chip()) and not config.model.own:
             reached = utilization.of(config, chip, jax.device_count())
@@ -364,6 +373,17 @@ class Loop:
         self.settle()
         self.step += 1
         self._pending = report
+        self._follow()
+
+    def _follow(self):
+        """Goes on where other groups of replicas are, if they are ahead."""
+        strategy = self.recipe.strategy
+        if not strategy.waits or not strategy.timetable.fragments_after(self.step - 1):
+            return
+        if (steps := int(jax.device_get(self.state.step))) > self.step:
+            self.settle()
+            self._data.close()
+            self.step, self._data = steps, self._open_data(start_step=steps)
 
     def _next_batch(self) -> Batch:
         _, local = next(self._data)

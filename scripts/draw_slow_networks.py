@@ -32,13 +32,22 @@ CHIP, UTILIZATION = hardware.CHIPS["h100_sxm"], 0.4
 GBIT = 1e9 / 8  # bytes
 TICKS = (0.1, 0.3, 1, 3, 10, 30, 100, 400)
 
-# (label, strategy with its warm-up, reduce bytes, color, dashes)
+# (label, strategy with its warm-up, reduce bytes, color, dashes); without a color in the table only
 LINES = (
     ("mean, fp32", SyncConfig(), 4, "#777777", "-"),
+    ("stale", SyncConfig("stale"), 4, "", ""),
     ("mean, bf16", SyncConfig(), 2, "#000000", "-"),
     ("int8", SyncConfig("int8"), 2, "#ee6677", "-"),
     ("top_k, 1%", SyncConfig("top_k"), 2, "#997700", "-"),
+    ("every 30, with moments", SyncConfig("local_sgd", every=30, average_moments=True), 2,
+     "#bbaa33", "--"),
     ("local_sgd, diloco: every 30", SyncConfig("local_sgd", every=30), 2, "#228833", "-"),
+    ("diloco: every 30, int8 or fp8", SyncConfig("diloco", outer_format="int8"), 2, "", ""),
+    ("diloco: every 30, int4", SyncConfig("diloco", outer_format="int4"), 2, "#66ccaa", "-"),
+    ("diloco: every 30, int4, beside the next step",
+     SyncConfig("diloco", outer_format="int4", overlap=True), 2, "", ""),
+    ("one_bit, embedding and head in full",
+     SyncConfig("one_bit", 1, uncompressed=("embedding", "head")), 2, "#99bbdd", "-."),
     ("one_bit, after the warm-up", SyncConfig("one_bit", 1), 2, "#4477aa", "-"),
     ("one_bit, run with 15% warm-up", SyncConfig("one_bit", 15_000), 2, "#4477aa", "--"),
     ("zero_one, whole run", SyncConfig("zero_one"), 2, "#009999", "-"),
@@ -73,9 +82,11 @@ def draw(run: config.Config, compute: float, lines: dict[str, list[StepGroup]], 
         TICKS[0] * 1.05, compute / 1.04, f"computation alone, {compute:.2f} s", va="top",
         color="#777777", fontsize=10,
     )  # fmt: skip
+    drawn = [label for label, *_, color, _ in LINES if color]
     for label, _, _, color, dashes in LINES:
-        axes.plot(speeds, times[label], dashes, color=color, linewidth=2)
-    _label(axes, {label: time[0] for label, time in times.items()})
+        if color:
+            axes.plot(speeds, times[label], dashes, color=color, linewidth=2)
+    _label(axes, {label: times[label][0] for label in drawn})
     axes.set_xlim(TICKS[0] / 1.05, TICKS[-1])
     axes.set_ylim(compute / 1.3, 1.2 * max(time[0] for time in times.values()))
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])

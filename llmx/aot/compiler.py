@@ -163,7 +163,7 @@ def _phase(strategy: Strategy, phase: str) -> str:
             raise ValueError(f"--phase={phase}: sync.strategy='mean' has one program; leave it out")
         return ""
     phases = strategy.timetable.phases_from(0)
-    known = (*phases, *((EXCHANGE,) if strategy.outer else ()))
+    known = (*phases, *((EXCHANGE,) if strategy.outer and not strategy.waits else ()))
     if phase and phase not in known:
         raise ValueError(f"--phase={phase}: the programs of this run are {', '.join(known)}")
     return phase or phases[-1]

@@ -168,4 +168,8 @@ def sync_text(config: Config) -> str:
         return ""
     until = ", after steps of 'mean' until the variance settles"
     first = {-1: until, 0: ""}.get(warmup, f", after {warmup} steps of 'mean'")
-    return f"{strategy} between {config.mesh.data} replicas{first}"
+    replicas = f"{config.mesh.data} replicas"
+    if (groups := config.sync.groups) > 1:
+        group, place = config.sync.group, config.sync.exchange
+        replicas = f"{groups} groups that meet in {place}, of which this is {group}, of {replicas}"
+    return f"{strategy} between {replicas}{first}"

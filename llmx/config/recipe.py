@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from llmx import config as config_lib
 from llmx import sharding
+from llmx.checkpoint import identity
 from llmx.config import checks, preference_checks, stage_memory, starting, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
@@ -246,6 +247,19 @@ def _make_strategy(
             update=make_update(loss, config.optimizer.ema_decay, in_parts),
             decays=trees.named(optimizers.decay_mask(loss.axes)),
             forget_norms=lambda state: state._replace(guard=guard.forgotten(state.guard)),
+            agreed=_agreed(config) if config.sync.groups > 1 else {},
         )  # fmt: skip
 
     return technique.make(inputs_with(None))
+
+
+# What groups of replicas that are runs of their own must have in common: sections and keys.
+_COMMON = ("model.", "optimizer.", "loss.", "sync.", "pipeline.", "adapters.")
+_COMMON_KEYS = ("steps", "seed", "batch.size", "batch.sequence_length", "mesh.stage")
+_OWN_KEYS = ("sync.group", "sync.exchange", "sync.round_seconds")
+
+
+def _agreed(config: config_lib.Config) -> dict[str, Any]:
+    values = identity.flat(config_lib.to_json(config))
+    common = lambda key: key.startswith(_COMMON) or key in _COMMON_KEYS  # noqa: E731
+    return {key: value for key, value in values.items() if common(key) and key not in _OWN_KEYS}

@@ -8,7 +8,8 @@ times from a simple model, whose assumptions are the fields of `Link`. Bytes tha
     all-gather of b bytes each     (n-1) b        in a ring, or directly to n-1 others
 
 Not counted: numbers that do not grow with the model (losses, token counts, norms), and what a
-layout exchanges within a replica. The mean counts what a device has of the gradients while they are
+layout exchanges within a replica. Groups of replicas that are runs of their own exchange files
+(`of_round`). The mean counts what a device has of the gradients while they are
 updated, which is all of it where a layout splits gradients as the optimizer's state, as "ddp",
 "zero2", "zero3" and "hsdp" do. Letters: n replicas.
 """
@@ -25,7 +26,7 @@ from llmx.contract import Timetable
 from llmx.model import apply, costs
 from llmx.model.families import ModelConfig
 from llmx.runtime import hardware
-from llmx.sync import buckets
+from llmx.sync import buckets, local
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.compressors import FP32, Tensor
 from llmx.sync.config import SyncConfig
@@ -98,6 +99,21 @@ def of_step(replicas: Replicas, phase: str, *, reduce_bytes: int = 2) -> Sent:
     return in_sequence([large, small._replace(hops=0)])  # sent at the same time
 
 
+class Files(NamedTuple):
+    """Bytes that a group writes and reads in a round."""
+
+    written: float
+    read: float
+
+
+def of_round(num_parameters: int, groups: int, *, momentum: bool) -> Files:
+    """A round of groups that are runs of their own (`sync.groups`): each writes what it has moved,
+    in fp32, and reads that of all. One of them writes besides what all share then, parameters and
+    with `momentum` (diloco) that of the outer optimizer: here a share of it."""
+    own = FP32 * num_parameters
+    return Files(own * (1 + (1 + momentum) / groups), own * groups)
+
+
 class StepGroup(NamedTuple):
     """Steps of a run that send the same."""
 
@@ -161,10 +177,12 @@ def compute_seconds(
 
 
 def step_seconds(groups: Sequence[StepGroup], link: Link, compute: float) -> float:
-    """The mean time of a step of a run: `compute`, and messages that do not overlap with it."""
+    """The mean time of a step of a run: `compute`, and messages that do not overlap with it. What a
+    step does not wait for (`sync.overlap`) hides behind all of its computation."""
     total = 0.0
     for group in groups:
         overlap = link.overlap * compute if group.phase == MEAN else 0.0
+        overlap = compute if group.phase.startswith(local.SENDING) else overlap
         exposed = max(0.0, link.seconds(group.step) - overlap) + link.seconds(group.outer)
         total += group.steps * (compute + exposed)
     return total / sum(group.steps for group in groups)

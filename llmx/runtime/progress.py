@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 # Where a run spends its time. "step" is the loop, and all that is not another phase inside it.
 PHASES = (
     "launch", "backend", "data", "restore", "compile", "step", "data wait", "evaluation", "save",
-    "sample",
+    "sample", "exchange",
 )  # fmt: skip
 RECENT = 64  # steps that the median is taken over
 

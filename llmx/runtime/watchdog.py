@@ -15,7 +15,7 @@ from llmx.runtime.progress import Progress
 LONGEST_SECONDS = 1e8  # of a limit: three years
 HELD_SECONDS = 600.0  # how long the interpreter may be held outside of steps
 # Phases that may wait for other processes.
-WAITING = ("backend", "step", "save", "restore", "evaluation")
+WAITING = ("backend", "step", "save", "restore", "evaluation", "exchange")
 
 
 def _limit(seconds: float) -> Any:
@@ -37,7 +37,8 @@ class WatchdogConfig:
     restore_seconds: float = _limit(7200.0)  # a restore, or the first state
     compile_seconds: float = _limit(7200.0)  # all programs of a start
     evaluation_seconds: float = _limit(7200.0)  # one evaluation, or the sample at the end
-    # of a save: what the steps wait for, at the end of the run until everything is written
+    # of a save: what the steps wait for, at the end of the run until everything is written; of an
+    # exchange with other groups of replicas
     save_seconds: float = _limit(3600.0)
 
 
@@ -84,7 +85,7 @@ class Watchdog:
             if config.step_factor * median > config.step_seconds:
                 return config.step_factor * median, "watchdog.step_factor"
             return config.step_seconds, "watchdog.step_seconds"
-        shared = {"launch": "start", "data": "start", "sample": "evaluation"}
+        shared = {"launch": "start", "data": "start", "sample": "evaluation", "exchange": "save"}
         key = shared.get(phase, phase)
         return vars(config)[f"{key}_seconds"], f"watchdog.{key}_seconds"
 

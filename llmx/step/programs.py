@@ -1,5 +1,6 @@
 """The compiled programs of a run: a train step for each phase, and what runs between steps."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ class Programs:
     outer: dict[tuple[int, ...], Callable]
     between: dict[str, Callable]
     freeze_step: int = -1
+    aside: Callable = contextlib.nullcontext  # a context in which replicas wait for other programs
 
     def phase(self, step: int) -> str:
         return self.recipe.strategy.timetable.phase_of(step, self.freeze_step)
@@ -33,7 +35,9 @@ class Programs:
             state = self.recipe.strategy.enter(state, previous, phase)
         state, report = self.steps[phase](state, batch)
         if fragments := self.recipe.strategy.timetable.fragments_after(step):
-            state = self.outer[fragments](state)
+            waits = self.recipe.strategy.waits
+            with self.aside("exchange") if waits else contextlib.nullcontext():
+                state = self.outer[fragments](state)
         for name in self.recipe.between_after(step):
             state = self.between[name](state)
         return state, report
@@ -54,8 +58,10 @@ def compile_all(
     def compiled(program: Callable) -> Callable:
         return program.lower(recipe.abstract).compile()
 
+    outer = {each: strategy.outer[each] for each in sorted(fragments)}
     with jax.set_mesh(recipe.mesh):
-        outer = {each: compiled(strategy.outer[each]) for each in sorted(fragments)}
+        if not strategy.waits:
+            outer = {each: compiled(program) for each, program in outer.items()}
         between = {name: compiled(recipe.between[name]) for name in sorted(names)}
     return Programs(recipe, steps, outer, between, freeze_step)
 

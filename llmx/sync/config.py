@@ -41,5 +41,11 @@ class SyncConfig:
     outer_format: str = choice("fp32", ("fp32", "int8", "int4", "fp8"))
     # local_sgd, diloco: exchanges run beside the next step, and arrive after it
     overlap: bool = False
+    # local_sgd, diloco: groups of replicas that are runs of their own; a round is of all of them
+    groups: int = bounded(1, at_least=1, at_most=9999)
+    group: int = bounded(0, at_least=0)  # of several groups, the number of this one
+    exchange: str = ""  # of several groups, the folder or URL in which they meet
+    # of several groups: how long one that has ended its round waits for the others
+    round_seconds: float = bounded(600.0, above=0, at_most=3000)
     staleness: int = bounded(2, at_least=0)  # stale: steps that a gradient may come late; 0 = none
     asynchronous: bool = False  # stale: replicas do not wait for one that is later still

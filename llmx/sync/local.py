@@ -143,7 +143,7 @@ def moments_of(replicas: Replicas) -> list[Tensor]:
 
 def counts_tokens(config: SyncConfig) -> bool:
     """Whether a replica counts by its tokens."""
-    return config.by_tokens
+    return config.by_tokens or config.groups > 1
 
 
 def num_fragments(config: SyncConfig) -> int:

@@ -12,7 +12,7 @@ in the same unit, and so the sum of all residuals means the same for any number 
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -234,6 +234,7 @@ class StrategyInputs:
     with_head: head -> these inputs with another optax transformation in the place of Adam.
     decays: by parameter name, whether weight decay applies.
     forget_norms: State -> State whose guard no longer knows which norms are usual.
+    agreed: values of the config that groups of replicas in other programs must have too.
     """
 
     config: SyncConfig
@@ -249,3 +250,4 @@ class StrategyInputs:
     decays: dict[str, bool]
     forget_norms: Callable[[State], State]
     timetable: Timetable
+    agreed: Mapping[str, Any] = dataclasses.field(default_factory=dict)

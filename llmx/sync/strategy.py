@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from llmx.model import precision
+from llmx.model import apply, precision
 from llmx.runtime import bounds
-from llmx.sync import compressed, late, local, mean, one_bit, phases, zero_one
+from llmx.sharding import trees
+from llmx.sync import compressed, late, local, mean, one_bit, phases, replicas, rounds, zero_one
 from llmx.sync.compressors import COMPRESSORS, Compressor
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import COMPRESSED, MEAN
@@ -38,7 +39,7 @@ _ZERO_ONE = Technique(
     shared_update=False,
 )  # fmt: skip
 _LOCAL = Technique(
-    local.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts,
+    rounds.make, timetable=local.timetable, sends=local.sends, conflicts=local.conflicts,
     shared_update=False,
 )  # fmt: skip
 _TOP_K = Technique(
@@ -75,7 +76,18 @@ def conflicts(config: Any) -> list[str]:
         return found
     technique = STRATEGIES[config.sync.strategy]
     own = [] if technique.shared_update else _conflicts_of_own_updates(config)
-    return [*technique.conflicts(config), *own]
+    return [*technique.conflicts(config), *own, *rounds.conflicts(config), *_unmatched(config)]
+
+
+def _unmatched(config: Any) -> list[str]:
+    """Patterns of parameters that are not compressed that the model has none of."""
+    if not config.sync.uncompressed or config.adapters.rank:
+        return []
+    names = list(trees.named(apply.abstract_parameters(config.model)[0]))
+    return [
+        f"sync.uncompressed: {pattern!r} matches no parameter: they are {', '.join(names)}"
+        for pattern in replicas.unmatched(config.sync, names)
+    ]
 
 
 def _conflicts_of_own_updates(config: Any) -> list[str]:

@@ -85,43 +85,92 @@ def test_the_mean_is_a_ring_of_matrices_in_the_reduce_dtype_and_vectors_in_fp32(
     assert full.hops == 2 * (N - 1)
 
 
-@pytest.mark.parametrize("strategy", ["one_bit", "one_bit_lamb"])
-def test_signs_are_bits_and_scales(strategy):
-    sent = network.of_step(of_tiny(strategy), COMPRESSED)
+def bytes_of_signs(tensors: dict) -> float:
     expected = 0.0
-    for rows, length in TENSORS.values():
+    for rows, length in tensors.values():
         bits = rows * -(-length // (N * 8))  # bytes of a server's share
         expected += (N - 1) * (bits + 4 * rows)  # to each server, with this replica's scales
         expected += (N - 1) * bits  # from it
         expected += ring(2 * 4 * rows)  # servers agree on their scales
-    assert sent.bytes == pytest.approx(expected, rel=RELATIVE)
+    return expected
 
 
-def test_int8_is_bytes_and_scales_of_blocks():
+def bytes_of_codes(tensors: dict, per_byte: int = 1) -> float:
     expected = 0.0
-    for rows, length in TENSORS.values():
+    for rows, length in tensors.values():
         share = -(-length // N)
-        block = min(256, max(8, 2 ** (share - 1).bit_length()))
+        block = min(256 * per_byte, max(8, 2 ** (share - 1).bit_length()))
         share = -(-share // block) * block
-        expected += 2 * (N - 1) * rows * (share + 4 * share // block)
-    sent = network.of_step(of_tiny("int8"), COMPRESSED)
-    assert sent.bytes == pytest.approx(expected, rel=RELATIVE)
+        expected += 2 * (N - 1) * rows * (share // per_byte + 4 * share // block)
+    return expected
 
 
-def test_top_k_sends_its_numbers_to_all_others():
-    sent = network.of_step(of_tiny("top_k", fraction=0.1), COMPRESSED)
-    own = sum(6 * rows * max(1, round(0.1 * length)) for rows, length in TENSORS.values())
-    assert sent.bytes == pytest.approx((N - 1) * own, rel=RELATIVE)
+def bytes_of_the_largest(tensors: dict) -> float:
+    own = sum(6 * rows * max(1, round(0.1 * length)) for rows, length in tensors.values())
+    return (N - 1) * own
 
 
-def test_power_sgd_sends_two_factors_of_a_matrix():
-    sent = network.of_step(of_tiny("power_sgd", rank=4), COMPRESSED)
-    summed = numbers(VECTORS)
-    for name, (rows, length) in MATRICES.items():
-        a, b = SIDES[name]
+def bytes_of_low_rank(tensors: dict) -> float:
+    summed = 0
+    for name, (rows, length) in tensors.items():
+        a, b = SIDES.get(name, (0, 0))
         # key and value, 8 x 6, are sent as they are: 4 x (8 + 6) is more than 48.
-        summed += rows * 4 * (a + b) if 4 * (a + b) < length else rows * length
-    assert sent.bytes == pytest.approx(ring(4 * summed), rel=RELATIVE)
+        summed += rows * 4 * (a + b) if 0 < 4 * (a + b) < length else rows * length
+    return ring(4 * summed)
+
+
+BY_HAND = {
+    "one_bit": bytes_of_signs, "one_bit_lamb": bytes_of_signs, "zero_one": bytes_of_signs,
+    "int8": bytes_of_codes, "top_k": bytes_of_the_largest, "power_sgd": bytes_of_low_rank,
+}  # fmt: skip
+SETTINGS = dict(rank=4, fraction=0.1)
+
+
+@pytest.mark.parametrize("strategy", BY_HAND)
+def test_what_compressors_send(strategy):
+    """Bits and scales; bytes and scales of blocks; numbers with places, to all others; two factors
+    of a matrix."""
+    sent = network.of_exchange(of_tiny(strategy, **SETTINGS), COMPRESSED)
+    assert sent.bytes == pytest.approx(BY_HAND[strategy](TENSORS), rel=RELATIVE)
+
+
+@pytest.mark.parametrize("strategy", BY_HAND)
+def test_what_is_not_compressed_is_sent_in_full(strategy):
+    replicas = of_tiny(strategy, **SETTINGS, uncompressed=("*norm*", "embedding"))
+    full = VECTORS | {"embedding": MATRICES["embedding"]}
+    rest = {name: size for name, size in TENSORS.items() if name not in full}
+    expected = BY_HAND[strategy](rest) + ring(4 * numbers(full))
+    assert network.of_exchange(replicas, COMPRESSED).bytes == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("code, per_byte", [("int8", 1), ("fp8", 1), ("int4", 2), ("fp32", 0)])
+def test_moments_travel_in_full_beside_codes(code, per_byte):
+    def sent(**values):
+        replicas = of_tiny("diloco", every=10, outer_format=code, **values)
+        return network.of_exchange(replicas, (0,)).bytes
+
+    full = ring(4 * numbers(TENSORS))
+    own = bytes_of_codes(TENSORS, per_byte) if per_byte else full
+    assert sent() == pytest.approx(own, rel=RELATIVE)
+    assert sent(average_moments=True) == pytest.approx(own + 2 * full, rel=RELATIVE)
+
+
+def test_an_exchange_beside_a_step_hides_behind_it():
+    replicas = of_tiny("diloco", every=10, overlap=True)
+    groups = network.of_run(replicas, timetable(replicas.config, 95))
+    [sending] = [group for group in groups if group.phase == "sending_0"]
+    slow = Link(sending.step.bytes / 3.0, latency=0.0)  # three seconds
+    last = [group for group in groups if group.outer.bytes]
+    rest = sum(group.steps * 3.0 for group in last)
+    for compute, exposed in ((1.0, 2.0), (4.0, 0.0)):
+        expected = 95 * compute + sending.steps * exposed + rest
+        assert network.step_seconds(groups, slow, compute) * 95 == pytest.approx(expected)
+
+
+def test_files_of_a_round():
+    """Three groups: each writes its own, one besides what all share; each reads three."""
+    assert network.of_round(1000, 3, momentum=True) == (4000 + 8000 / 3, 12000)
+    assert network.of_round(1000, 3, momentum=False) == (4000 + 4000 / 3, 12000)
 
 
 def test_stale_gradients_are_summed_in_full():
@@ -187,10 +236,11 @@ def test_zero_one_follows_its_timetable():
 # ---------------------------------------------------------------------------- compiled exchanges
 
 
+@pytest.mark.parametrize("uncompressed", [(), ("*norm*", "embedding")])
 @pytest.mark.parametrize("strategy", ["mean", "one_bit", "int8", "top_k", "power_sgd"])
-def test_bytes_are_those_of_the_compiled_exchange(strategy):
+def test_bytes_are_those_of_the_compiled_exchange(strategy, uncompressed):
     mesh = sharding.make_mesh(SIZES)
-    replicas = of_tiny(strategy)
+    replicas = of_tiny(strategy, uncompressed=uncompressed)
     replicas = dataclasses.replace(replicas, mesh=mesh)
     stacked = replicas.stacked_specs
     kept_specs = replicas.residual_specs()

@@ -11,6 +11,7 @@ from support.replica_oracle import Problem, Settings
 from llmx import sharding
 from llmx.contract import Gradient, Gradients, State
 from llmx.model.training_loss import scaled, squared_norms
+from llmx.runtime.agreement import Peers
 from llmx.sharding import trees
 from llmx.step import guard, optimizers
 from llmx.step.step import clip_factors, make_update
@@ -50,35 +51,70 @@ def problem_of(n: int, seed: int, steps: int) -> Problem:
 
 def trained(name: str, problem: Problem, s: Settings, optimizer: str = "adamw", **values):
     """(Parameters after each step, the strategy): what llmx makes of a problem."""
-    mesh = sharding.make_mesh({"data": problem.n}, devices=jax.devices()[: problem.n])
-    config = optimizers.OptimizerConfig(
-        name=optimizer, learning_rate=s.rate, schedule="linear", warmup_steps=s.rate_warmup,
-        final_fraction=0.1, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.decay, clip_norm=s.clip,
-    )  # fmt: skip
-    values = dict(warmup_steps=s.warmup, every=s.every, scale=s.scale, fraction=s.fraction) | values
-    made = _strategy(name, problem, mesh, config, SyncConfig(name, **values), s.steps)
-    whole = NamedSharding(mesh, PartitionSpec())
-    params = trees.unnamed({k: jnp.float32(x) for k, x in problem.start.items()}, _like(mesh))
-    found, previous = [], None
-    with jax.set_mesh(mesh):
-        to = jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
-        params = jax.device_put(params, whole)
-        init = jax.sharding.auto_axes(made.init, out_sharding=to)
-        opt_state, sync = jax.jit(init, out_shardings=to)(params)
-        state = State(jnp.int32(0), params, opt_state, (), guard.init(), sync, ())
-        state = state._replace(
-            step=jax.device_put(state.step, whole), guard=jax.device_put(state.guard, whole)
+    run = Run(name, problem, s, optimizer, **values)
+    found = []
+    while run.steps < s.steps:
+        run.advance()
+        found.append(run.params())
+    return found, run.strategy
+
+
+class Run:
+    """A strategy's steps on a problem, of which any number may run side by side in threads.
+
+    first: of the devices. state: on the host, to go on from; None = a new one.
+    """
+
+    def __init__(
+        self, name: str, problem: Problem, s: Settings, optimizer: str = "adamw", *,
+        first: int = 0, state: State | None = None, **values,
+    ):  # fmt: skip
+        self._problem, self._previous = problem, None
+        devices = jax.devices()[first : first + problem.n]
+        self._mesh = mesh = sharding.make_mesh({"data": problem.n}, devices=devices)
+        config = optimizers.OptimizerConfig(
+            name=optimizer, learning_rate=s.rate, schedule="linear", warmup_steps=s.rate_warmup,
+            final_fraction=0.1, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.decay, clip_norm=s.clip,
+        )  # fmt: skip
+        values = (
+            dict(warmup_steps=s.warmup, every=s.every, scale=s.scale, fraction=s.fraction) | values
         )
-        steps = {phase: jax.jit(_step(each, config)) for phase, each in made.phases.items()}
-        for number in range(s.steps):
-            phase = made.timetable.phase_of(number, -1)
-            if previous not in (None, phase):
-                state = made.enter(state, previous, phase)
-            state, previous = steps[phase](state, _batch(problem, number, mesh)), phase
+        made = _strategy(name, problem, mesh, config, SyncConfig(name, **values), s.steps)
+        self.strategy = made
+        whole = NamedSharding(mesh, PartitionSpec())
+        params = trees.unnamed({k: jnp.float32(x) for k, x in problem.start.items()}, _like(mesh))
+        with jax.set_mesh(mesh):
+            to = jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
+            params = jax.device_put(params, whole)
+            init = jax.sharding.auto_axes(made.init, out_sharding=to)
+            opt_state, sync = jax.jit(init, out_shardings=to)(params)
+            new = State(jnp.int32(0), params, opt_state, (), guard.init(), sync, ())
+            new = new._replace(
+                step=jax.device_put(new.step, whole), guard=jax.device_put(new.guard, whole)
+            )
+            if state is not None:
+                new = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, new))
+            self.state = made.begin(new, Peers())
+        self._steps = {phase: jax.jit(_step(each, config)) for phase, each in made.phases.items()}
+
+    @property
+    def steps(self) -> int:
+        """That the state has taken."""
+        return int(jax.device_get(self.state.step))
+
+    def advance(self):
+        number, made = self.steps, self.strategy
+        phase = made.timetable.phase_of(number, -1)
+        with jax.set_mesh(self._mesh):
+            if self._previous not in (None, phase):
+                self.state = made.enter(self.state, self._previous, phase)
+            batch = _batch(self._problem, number, self._mesh)
+            self.state, self._previous = self._steps[phase](self.state, batch), phase
             if fragments := made.timetable.fragments_after(number):
-                state = made.outer[fragments](state)
-            found.append({k: np.asarray(x) for k, x in trees.named(state.params).items()})
-    return found, made
+                self.state = made.outer[fragments](self.state)
+
+    def params(self) -> dict:
+        return {k: np.asarray(x) for k, x in trees.named(self.state.params).items()}
 
 
 def _like(mesh) -> dict:
