@@ -115,7 +115,20 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         if _joined(program) and not alone:
             # XLA:GPU has a microbatch's saved activations twice then.
             working += _kept(run, remat.inside(run.remat), chunks)
+        if size > 1:
+            working += _of_fp32_gradients(held, size, per_stage)
     return working
+
+
+def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
+    """What XLA:GPU has more where gradients are fp32 as their sums are: it writes a sum to where
+    the gradient was, and so copies those of all layers; and whole gradients of a layer, twice."""
+    policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
+    if policy.reduce.itemsize < GRADIENT_BYTES:
+        return 0.0
+    copied = GRADIENT_BYTES * _of_layers(held, size * per_stage, "gradients")
+    more = policy.reduce.itemsize - policy.compute.itemsize
+    return copied + 2 * more * _of_layers(held, 1, "parameters", ("embed",), "/mlp/")
 
 
 def _joined(program: Program) -> bool:
