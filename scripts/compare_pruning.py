@@ -1,8 +1,8 @@
 """Compresses the quickstart's model in several ways, and compares what comes out.
 
     python -m llmx.train --config configs/quickstart.py
-    python scripts/compare_compression.py                         # all rows
-    python scripts/compare_compression.py dense pruned_50 two_of_four
+    python scripts/compare_pruning.py                         # all rows
+    python scripts/compare_pruning.py dense pruned_50 two_of_four
 
 A row is a recipe of `llmx.compress`. Each is trained for equal tokens, the dense model too, so that
 a smaller one is compared with what the larger would have become. Runs and stages are kept in
@@ -52,7 +52,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}")
     parser.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
-    parser.add_argument("--folder", default="runs/compare_compression", help="of the new runs")
+    parser.add_argument("--folder", default="runs/compare_pruning", help="of the new runs")
     args = parser.parse_args()
     if wrong := sorted(set(args.names) - set(RUNS)):
         parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(RUNS)}")
