@@ -15,7 +15,7 @@ Letters: L layers, K groups of heads, G heads of a group, F columns of the MLP.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,12 +112,21 @@ def pruned(
     heads_Ln = (groups_Lk[..., None] * G + of_kept).reshape(L, -1)
     kept = {"heads": heads_Ln, "kv_heads": groups_Lk, "mlp": columns_Lf}
     blocks = _taken(model, params["blocks"], kept, layers_l)
-    kinds = [model.layer_kinds[layer] for layer in layers_l]
-    smaller = dataclasses.replace(
-        model, num_layers=len(layers_l), num_kv_heads=groups_Lk.shape[1],
-        num_heads=heads_Ln.shape[1], mlp_dim=columns_Lf.shape[1], layer_pattern=_period(kinds),
-    )  # fmt: skip
+    smaller = smaller_model(model, options, [int(layer) for layer in layers_l])
     return smaller, params | {"blocks": blocks}, kept | {"layers": layers_l}
+
+
+def smaller_model(
+    model: ModelConfig, options: StructuredOptions, layers: Sequence[int] | None = None
+) -> ModelConfig:
+    """Of these sizes; `layers`: those that stay, None = the first."""
+    K, num = options.num_kv_heads or model.num_kv_heads, options.num_layers or model.num_layers
+    G = options.heads_of_group or model.num_heads // model.num_kv_heads
+    kinds = [model.layer_kinds[layer] for layer in layers or range(num)]
+    return dataclasses.replace(
+        model, num_layers=num, num_kv_heads=K, num_heads=K * G,
+        mlp_dim=options.mlp_dim or model.mlp_dim, layer_pattern=_period(kinds),
+    )  # fmt: skip
 
 
 def _axes(model: ModelConfig) -> Mapping[str, tuple[str, ...]]:

@@ -92,10 +92,10 @@ def per_replica(
         losses, zs, tokens, tree = jax.tree.map(stacked, (own.loss, own.z_loss, own.tokens, grads))
         # A replica without any token has no share.
         shares = tokens / jnp.maximum(tokens.sum(), 1.0)
-        squares, norms = _of_replicas(tree, shares)
+        squares, weights = _squares_of_replicas(tree, shares)
         gradients = Gradients(
             jnp.sum(losses * shares), jnp.sum(zs * shares), tokens.sum(), tree,
-            squares, norms, shares, own.extra,
+            (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
             amax=jax.tree.map(lambda leaf: stacked(leaf).max(axis=0), own.amax),
             reported=jax.tree.map(lambda leaf: jnp.sum(stacked(leaf) * shares), own.reported),
         )  # fmt: skip
@@ -104,8 +104,8 @@ def per_replica(
     return Gradient(init=gradient.init, take=take, loss=gradient.loss)
 
 
-def _of_replicas(tree: Any, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(squares, norms) of gradients of each replica, see `contract.Gradients`."""
+def _squares_of_replicas(tree: Any, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squared norms [leaves, n] of gradients of each replica, and the weights [n] of their mean."""
     squares = jnp.stack([
         jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
         for leaf in jax.tree.leaves(tree)
@@ -113,14 +113,15 @@ def _of_replicas(tree: Any, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A replica with few tokens has a long, noisy gradient, which its share makes short.
     weights = jnp.square(shares)
     weights = weights / jnp.maximum(weights.sum(), 1e-30)
-    return (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0))
+    return squares, weights
 
 
 def measured(found: Gradients) -> Gradients:
     """Gradients whose squares and norms are those of their tree, which has changed."""
     if not isinstance(found.shares, tuple):
-        squares, norms = _of_replicas(found.tree, found.shares)
-        return found._replace(squares=squares, norms=norms)
+        squares, weights = _squares_of_replicas(found.tree, found.shares)
+        means, norms = (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0))
+        return found._replace(squares=means, norms=norms)
     squares = jnp.where(found.tokens != 0, squared_norms(found.tree), 0)
     return found._replace(squares=squares, norms=jnp.sqrt(squares.sum()))
 

@@ -233,15 +233,16 @@ def holding(strategy: Strategy, constraints: Mapping[str, Constraint]) -> Strate
     if not constraints:
         return strategy
 
-    def held(outer: Callable[[State], State]) -> Callable[[State], State]:
-        @functools.partial(jax.jit, donate_argnums=0)
-        def outer_step(state: State) -> State:
-            state = outer(state)
-            for each in constraints.values():
-                state = each.hold(state)
-            return state
+    def hold(state: State) -> State:
+        for each in constraints.values():
+            state = each.hold(state)
+        return state
 
-        return outer_step
+    def held(outer: Callable[[State], State]) -> Callable[[State], State]:
+        if strategy.waits:  # it is no program of its own
+            after = jax.jit(hold, donate_argnums=0)
+            return lambda state: after(outer(state))
+        return jax.jit(lambda state: hold(outer(state)), donate_argnums=0)
 
     return strategy._replace(outer={name: held(outer) for name, outer in strategy.outer.items()})
 

@@ -245,7 +245,7 @@ class _Masks:
         params, grads = trees.named(state.params), trees.named(found.tree)
         scores = trees.named(own.scores)
 
-        def moved(scores, params, grads):
+        def moved(scores, params, grads, accepted):
             one = lambda s, p, g: s - p.astype(jnp.float32) * g.astype(jnp.float32)  # noqa: E731
             return {
                 name: jnp.where(accepted, one(s, params[name], grads[name]), s)
@@ -253,7 +253,7 @@ class _Masks:
             }
 
         of = lambda tree: {name: tree[name] for name in scores}  # noqa: E731
-        new = _auto(moved, scores)(scores, of(params), of(grads))
+        new = _auto(moved, scores)(scores, of(params), of(grads), accepted)
         return own._replace(scores=trees.nest(new))
 
     def hold(self, state: State) -> State:
