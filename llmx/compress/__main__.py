@@ -3,8 +3,8 @@
     python -m llmx.compress --workdir RUN --recipe configs/compress_quickstart.py --output NEW
 
 RUN is a work directory, WORKDIR@STEP, or a Hugging Face directory. After each stage the run is
-measured and kept, so that a killed command goes on. NEW is a run as any other, with compress.png and
-compress.json in it. Exit codes: 0; 2 where run, recipe or output are wrong; 130 after Ctrl-C.
+measured and kept, so that a killed command goes on. NEW is a run as any other, with compress.png
+and compress.json in it. Exit codes: 0; 2 where run, recipe or output are wrong; 130 after Ctrl-C.
 """
 
 import argparse
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exits.DONE
     from rich.console import Console
 
-    Console(soft_wrap=False).print(report.table(rows))
+    console = Console()
+    console.width = max(console.width, report.WIDTH)
+    console.print(report.table(rows))
     return exits.DONE
 
 
