@@ -257,10 +257,12 @@ def state_bytes(run: config.Config, topology: topologies.Topology) -> int:
 
 def _state_bytes(recipe) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
+    from llmx.step.transforms import masks
+
     state = recipe.abstract
     parts = {
         "parameters": state.params, "frozen": state.frozen, "optimizer": state.opt_state,
-        "average": state.ema,
+        "average": state.ema, "masks": dict(state.extra).get(masks.NAME, ()),
         "replicas": state.sync, "batch": recipe.abstract_batch,
     }  # fmt: skip
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}

@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer, copies, hf_reader, identity, local_tier, model_params
+from llmx.checkpoint import (
+    checkpointer,
+    copies,
+    hf_reader,
+    identity,
+    local_tier,
+    masks,
+    model_params,
+)
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
@@ -58,6 +66,7 @@ def restore_or_init(
         if start_from:
             reader = checkpoints.reader if imported else None
             state = start_with(config, recipe, state, start_from, log, reader=reader)
+        state = masks.begun(config, recipe, state, log)
         _forget_after(back_to, checkpoints, tier)
         return Restored(state, {}, 0)
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
@@ -196,7 +205,7 @@ def restore(
     for name in recipe.loss.transforms:
         if name not in state.extra and saved.holds(f"extra/{name}"):
             log(f"{name} of the checkpoint has another shape than this config gives it: begun anew")
-    state = state._replace(extra=_resumed_extra(recipe, state.extra))
+    state = _with_resumed_extra(recipe, state)
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
         state = state._replace(in_flight=recipe.init_in_flight(state))
@@ -208,15 +217,20 @@ def restore(
     return restored._replace(state=state, step=first)
 
 
-def _resumed_extra(recipe: Recipe, saved: Any) -> Any:
-    """States of the transforms: new where the checkpoint has none that fits."""
-    if not recipe.loss.transforms:
-        return ()
-    states = recipe.loss.init_extra()
-    for name in saved:
-        states[name] = recipe.loss.transforms[name].resumed(saved[name])
-    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.extra)
-    return jax.device_put(jax.device_get(states), to)
+def _with_resumed_extra(recipe: Recipe, state: State) -> State:
+    """The state with those of transforms and constraints: new where the checkpoint has none that
+    fits."""
+    saved, transforms = dict(state.extra), recipe.loss.transforms
+    states = dict(recipe.loss.init_extra())
+    for name in saved.keys() & transforms.keys():
+        states[name] = transforms[name].resumed(saved[name])
+    to = jax.tree.map(lambda leaf: leaf.sharding, {n: recipe.abstract.extra[n] for n in states})
+    states = jax.device_put(jax.device_get(states), to)
+    if not recipe.constraints.keys() <= saved.keys():
+        state = recipe.init_constraints(state._replace(extra={}))
+        saved = dict(state.extra) | saved
+    states |= {name: saved[name] for name in recipe.constraints}
+    return state._replace(extra=states or ())
 
 
 def _entered(recipe: Recipe, state: State, saved: Document) -> State:
@@ -246,6 +260,7 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     """The state to read from a checkpoint, as far as it has it."""
     _same_run(config, saved)
     _same_format(config, saved)
+    masks.require_same(config, recipe, saved)
     strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
     # Replicas may begin to synchronize in another way than by the mean, but not change it.
     if strategy not in ("mean", config.sync.strategy):
@@ -266,7 +281,7 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
         wanted = wanted._replace(in_flight=())
     wanted = wanted._replace(extra={
         name: state for name, state in dict(wanted.extra).items()
-        if saved.fits(state, prefix=f"extra/{name}")
+        if saved.fits(state, prefix=f"extra/{name}", order=recipe.order)
     })  # fmt: skip
     if not saved.holds("sync"):
         return wanted._replace(sync=())

@@ -27,6 +27,7 @@ from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import launch
 from llmx.sharding import trees
 from llmx.step.step import Recipe
+from llmx.step.transforms.masks import PruningConfig
 
 CHECKPOINTS, CONFIG = "checkpoints", "config.json"
 
@@ -90,6 +91,7 @@ def _plain(config: Config, folder: pathlib.Path) -> Config:
     config.workdir, config.start_from, config.start_changes = str(folder), "", ()
     config.resume_step = -1
     config.adapters, config.preference = AdaptersConfig(), PreferenceConfig()
+    config.pruning = PruningConfig()  # zeros are its masks
     config.mesh, config.pipeline = sharding.MeshConfig(), PipelineConfig()
     config.optimizer.ema_decay = 0.0
     config.data.tokenizer = str(folder / tokenizers.FILE_NAME)

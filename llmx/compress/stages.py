@@ -15,7 +15,7 @@ import numpy as np
 
 from llmx import config as config_lib
 from llmx import library
-from llmx.compress import calibration, low_rank, saved
+from llmx.compress import calibration, low_rank, pruning, saved, structured
 from llmx.model import adapters, ranks, tensor_train
 from llmx.model.families import ModelConfig
 from llmx.runtime import launch
@@ -227,6 +227,11 @@ STAGES: dict[str, Stage] = {
                       "products become two factors of low rank"),
     "tensor_train": Stage(TensorTrain, make_train, problems_of_train, trained_table,
                           "the embedding table becomes a train of tensors"),
+    "prune": Stage(pruning.Prune, lambda job: pruning.prune(*job), pruning.problems_of_pruning,
+                   about="weights become zero: magnitude, Wanda, SparseGPT; N:M"),
+    "shrink": Stage(pruning.Shrink, lambda job: pruning.shrink(*job),
+                    pruning.problems_of_shrinking, structured.smaller_model,
+                    "heads, MLP columns and layers are removed"),
     "train": Stage(Train, train, problems_of_training, about="the run is trained further"),
 }
 # fmt: on

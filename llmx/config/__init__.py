@@ -37,6 +37,7 @@ from llmx.sharding import MeshConfig, ShardingConfig
 from llmx.step.guard import GuardConfig
 from llmx.step.optimizers import OptimizerConfig
 from llmx.step.transforms.loss_scale import LossScaleConfig
+from llmx.step.transforms.masks import PruningConfig
 from llmx.sync.config import SyncConfig
 
 
@@ -116,6 +117,7 @@ class Config:
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

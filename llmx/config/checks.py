@@ -17,6 +17,7 @@ from llmx.config import (
     adapter_checks,
     expert_checks,
     preference_checks,
+    pruning_checks,
     stage_memory,
     starting,
     state_memory,
@@ -37,6 +38,7 @@ from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, divergence, launch
 from llmx.step import optimizers
 from llmx.step.transforms import loss_scale
+from llmx.step.transforms.masks import PruningConfig
 from llmx.sync import strategy
 
 
@@ -62,6 +64,7 @@ def resolve(
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
     found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
+    found += pruning_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -94,6 +97,7 @@ def forget_training(run: Config) -> None:
     run.loss.of_tokens = losses.NATS
     run.remat, run.memory_budget = "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
+    run.pruning = PruningConfig()  # what is pruned is zero
     run.preference = PreferenceConfig(loss=preference.NONE)
     run.evaluation.choices = ()  # which may be gone
 

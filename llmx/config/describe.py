@@ -15,7 +15,7 @@ from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import hardware
 from llmx.sharding import trees
-from llmx.step.transforms import loss_scale
+from llmx.step.transforms import loss_scale, masks
 
 
 def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
@@ -34,6 +34,7 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
         *([f"warning: {late}"] if (late := delay_text(config)) else []),
         *([f"sync:  {sync}"] if sync else []),
         *([f"products: {products}"] if products else []),
+        *([f"pruned: {pruning_text(config)}"] if config.pruning.method != masks.NONE else []),
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
         *(f"warning: {text}" for text in oddities(config)),
     ])  # fmt: skip
@@ -104,6 +105,21 @@ def adapters_text(config: Config) -> str:
     trained, total = sum(map(math.prod, found.values())), costs.num_parameters(config.model)
     share = f"{trained:,} parameters are trained, {trained / total:.2%} of the model's"
     return f"rank {section.rank}, alpha {section.alpha:g}, of {len(found) // 2} products; {share}"
+
+
+def pruning_text(config: Config) -> str:
+    """What is pruned, and when, on a line."""
+    section, products = config.pruning, ", ".join(config.pruning.products)
+    if section.method == masks.FIXED:
+        origin = section.masks_from or f"the zeros of {config.start_from}"
+        return f"{products}, with the masks of {origin}"
+    least = f"{section.pattern} of" if section.method == masks.N_M else f"{section.sparsity:.0%} of"
+    by = "magnitude" if section.method == masks.N_M else section.method
+    times = masks.times(section, config.steps)
+    back = f", then back to step {section.rewind_to}" if section.rewind_to >= 0 else ""
+    return (
+        f"{least} {products} by {by}, {len(times)} times from step {times[0]} to {times[-1]}{back}"
+    )
 
 
 def precision_text(config: Config) -> str:

@@ -28,8 +28,8 @@ from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
 from llmx.step import gradients, guard, offload, optimizers
-from llmx.step.step import Recipe, make_update
-from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale
+from llmx.step.step import Recipe, holding, make_update
+from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale, masks
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES, compressor_of
 
@@ -64,10 +64,14 @@ def make_recipe(
             delayed=config.pipeline.schedule == "pipedream_2bw",
         )),
     )  # fmt: skip
+    gradient = gradients.transformed(make_gradient(loss), loss.transforms)
+    strategy = _make_strategy(config, loss, gradient, make_gradient)
+    constraints = masks.constraints(
+        config.pruning, loss, order, total_steps=config.steps, new_optimizer=strategy.init
+    )
     return Recipe(
-        model=config.model, loss=loss,
-        gradient=(gradient := gradients.transformed(make_gradient(loss), loss.transforms)),
-        strategy=_make_strategy(config, loss, gradient, make_gradient),
+        model=config.model, loss=loss, gradient=gradient,
+        strategy=holding(strategy, constraints), constraints=constraints,
         schedule=optimizers.make_schedule(
             config.optimizer, total_steps=config.steps,
             factors=divergence.boundaries(config.rollback),
