@@ -16,6 +16,7 @@ from llmx.config import (
     ConfigError,
     adapter_checks,
     expert_checks,
+    packed_checks,
     preference_checks,
     stage_memory,
     starting,
@@ -62,6 +63,7 @@ def resolve(
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
     found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
+    found += packed_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config

@@ -210,14 +210,21 @@ def gathered(
     return jax.sharding.reshard(weight, whole)
 
 
+def is_weight(leaf: Any) -> bool:
+    """Whether `dot` multiplies with it, and it is no array."""
+    return isinstance(leaf, Adapted | Packed)
+
+
 def whole(
-    weight: jax.Array, dtype: jnp.dtype, numbers: quantized.Numbers, axes: Sequence[str]
-) -> jax.Array:
+    weight: jax.Array | Packed, dtype: jnp.dtype, numbers: quantized.Numbers, axes: Sequence[str]
+) -> jax.Array | Packed:
     """A weight with these logical axes, gathered once for several products, in `dtype`.
 
     Rounded as `numbers` says if it is gathered as codes: each product then finds the same codes.
     Experts stay on their devices, and routers, which compute in fp32, in their own dtype.
     """
+    if isinstance(weight, Packed):
+        return weight  # each product takes the codes
     over = EXPERT_WEIGHTS_OVER if "experts" in axes else sharding.TOKEN_AXES
     if "router" in axes:
         dtype, numbers = weight.dtype, quantized.UNROUNDED

@@ -33,9 +33,13 @@ SCALE = jnp.dtype(jnp.bfloat16)
 class PackedConfig:
     """How the weights of products are stored: in a compressed run, which is not trained."""
 
-    bits: int = choice(0, (0, 4, 8))  # of each number; 0 = as trained
+    format: str = choice("", ("", "int8", "int4"))  # of each number; "" = as trained
     group: int = bounded(0, at_least=0)  # numbers of an input that share a scale; 0 = all
     symmetric: bool = True  # without a zero point
+
+    @property
+    def bits(self) -> int:
+        return {"": 0, "int8": 8, "int4": 4}[self.format]
 
     @property
     def levels(self) -> int:
@@ -86,7 +90,7 @@ def problems(config: PackedConfig, shapes: Any) -> list[str]:
             )
         if config.bits == 4 and inputs[-1] % 2:
             found.append(
-                f"packed.bits=4 stores pairs, and {name} has {inputs[-1]} inputs: use packed.bits=8"
+                f"packed.format='int4' stores pairs, and {name} has {inputs[-1]} inputs: use 'int8'"
             )
     return found
 
@@ -174,6 +178,11 @@ def _along(part: jax.Array, to: PartitionSpec, mesh: Any) -> jax.Array:
     """Scales or zero points of groups, split as their codes: repeated where one is of several
     devices."""
     entries = []
+    # First whole over the axes that `to` leaves out: one exchange at a time.
+    kept = sharding.used_axes(to)
+    own = jax.typeof(part).sharding.spec
+    gone = [axis for axis in sharding.used_axes(own) if axis not in kept]
+    part = jax.sharding.reshard(part, sharding.without(own, gone))
     for dim, entry in enumerate(to.partitions):
         ways, size = sharding.ways(mesh, entry), part.shape[dim]
         times = math.lcm(size, ways) // size

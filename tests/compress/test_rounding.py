@@ -9,8 +9,8 @@ from llmx.model.packed import PackedConfig
 
 I, O = 64, 24  # noqa: E741
 CONFIGS = [
-    PackedConfig(bits, group, symmetric)
-    for bits in (4, 8)
+    PackedConfig(form, group, symmetric)
+    for form in ("int4", "int8")
     for group in (0, 32)
     for symmetric in (True, False)
 ]
@@ -83,7 +83,7 @@ def test_nearest_codes_are_those_of_qwix(config):
 def test_scales_fit_into_bf16_and_a_group_of_zeros_stays_zero():
     weight = a_matrix()
     weight[:, 3] = 0
-    config = PackedConfig(4, 32, False)
+    config = PackedConfig("int4", 32, False)
     found = rounding.nearest(weight, config=config)
     scale = np.asarray(found.scale_GO)
     np.testing.assert_array_equal(scale, scale.astype(jnp.bfloat16).astype(np.float32))
