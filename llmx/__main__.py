@@ -19,6 +19,7 @@ COMMANDS = {
     "harness": ("llmx.evaluate.harness", "tasks of lm-evaluation-harness, of a run"),
     "data": ("llmx.data", "make token shards of text; train a tokenizer"),
     "convert": ("llmx.convert", "import from and export to Hugging Face"),
+    "compress": ("llmx.compress", "make a smaller run of a trained one, by a recipe"),
     "report": ("llmx.report", "compare runs on one HTML page"),
     "metrics": ("llmx.metrics", "draw the loss of a run"),
     "checkpoint": ("llmx.checkpoint", "list, verify, compare, export and remove checkpoints"),

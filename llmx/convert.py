@@ -35,6 +35,7 @@ from llmx.checkpoint import (
 )
 from llmx.config import checks, recipe
 from llmx.data import remote, tokenizers
+from llmx.model import dense
 from llmx.runtime import exits, launch, ownership
 
 
@@ -61,7 +62,8 @@ def to_hf(
     workdir = mirror.reading(workdir)
     run = config.load_run(workdir)
     ema = _average(run, ema)
-    hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
+    model = dense.dense_model(run.model)
+    hf_formats.model_config_to_hf(model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     restored = model_params.restore_params(
         workdir,
@@ -69,8 +71,11 @@ def to_hf(
         ema=ema,
         step=at_step,
         log=launch.log,
-        reader=streamed.FROM_FILES,
+        reader=streamed.FROM_FILES if dense.is_dense(run.model) else None,
     )
+    params = restored.state
+    if not dense.is_dense(run.model):
+        params = dense.dense_params(jax.device_get(params), run.model)
     steps = checkpointer.list_steps(f"{workdir}/checkpoints")
     # The files beside a tokenizer may be of a model that this run has only borrowed it from.
     known = hf_files.dtype(coder.files, hf_reader.DTYPES)
@@ -79,7 +84,7 @@ def to_hf(
         file = pathlib.Path(scratch, tokenizers.FILE_NAME)
         file.write_bytes(_tokenizer_file(coder))
         hf.export(
-            restored.state, run.model, directory, tokenizer_file=file,
+            params, model, directory, tokenizer_file=file,
             end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip

@@ -17,9 +17,10 @@ ROWS = [
     {"checkpoint"},
     {"config"},
     {"aot"},
-    {"plan", "report", "evaluate", "generate", "convert", "metrics", "compress"},
+    {"plan", "report", "evaluate", "generate", "convert", "metrics"},
     {"train"},
     {"library", "__main__"},
+    {"compress"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 COMMAND_ROW = 7  # of a room's __main__

@@ -50,6 +50,8 @@ def model_changes(saved: Mapping[str, Any], given: ModelConfig) -> list[str]:
     different functions: "model.rope_theta: saved 10000.0, given 500000.0"."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     values = {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
+    # Of a version that had no such field, whose layers a token went through once.
+    values = ({"repeats": 1} if values else {}) | values
     was = dataclasses.replace(given, **values)
     before, now = families.identity(was), families.identity(given)
     return [

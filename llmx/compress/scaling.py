@@ -9,7 +9,7 @@ norm in front, the value's product in front of the output of attention, and the 
 gated MLP.
 
 Functions of one layer's weights by name, whole on one device. Letters: D width, I inputs, O
-outputs, K key/value heads, G query heads of each, H head size.
+outputs, E exponents, K key/value heads, G query heads of each, H head size.
 """
 
 import functools
@@ -74,7 +74,7 @@ def _behind_norm(model: ModelConfig, norm: str, products: tuple[str, ...]) -> Si
 
 
 def _divide_outputs(
-    product: str, heads: tuple[int, int, int] | None, weights, factors_I
+    product: str, heads: tuple[int, int, int] | None, weights: Weights, factors_I: Array
 ) -> Weights:
     """What a product makes, times the factors of what takes it: of heads one for all that share a
     value."""
@@ -136,25 +136,27 @@ def awq(
         if not all(name in found for name in site.products):
             continue
         gram_II = found[site.products[0]].gram_II
-        matrices = [matrix(weights, name) for name in site.products]
         magnitude_I = jnp.maximum(found[site.products[0]].mean_magnitude_I, 1e-8)
-        best, least = None, None
-        for exponent in np.arange(STEPS) / STEPS:
-            factors_I = site.ties(magnitude_I**exponent)
-            factors_I /= jnp.sqrt(factors_I.max() * factors_I.min())
-            error = float(sum(_error(each, factors_I, gram_II, config) for each in matrices))
-            if least is None or error < least:
-                best, least = factors_I, error
-        weights, found = scaled(weights, found, site, best)
+        exponents_E = jnp.arange(STEPS, dtype=jnp.float32) / STEPS
+        factors_EI = jax.vmap(site.ties)(magnitude_I ** exponents_E[:, None])
+        factors_EI /= jnp.sqrt(factors_EI.max(1) * factors_EI.min(1))[:, None]
+        errors_E = sum(
+            _errors(matrix(weights, name), factors_EI, gram_II, config) for name in site.products
+        )
+        weights, found = scaled(weights, found, site, factors_EI[jnp.argmin(errors_E)])
     return weights, found
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _error(weight_IO: Array, factors_I: Array, gram_II: Array, config: PackedConfig) -> Array:
-    """Of a product's outputs, if its weight is scaled, rounded, and divided again."""
-    rounded = rounding.nearest(weight_IO * factors_I[:, None], config=config)
-    after_IO = rounding.numbers(rounded, config) / factors_I[:, None]
-    return rounding.output_error(weight_IO, after_IO, gram_II)
+def _errors(weight_IO: Array, factors_EI: Array, gram_II: Array, config: PackedConfig) -> Array:
+    """Of a product's outputs [E], if its weight is scaled, rounded, and divided again."""
+
+    def error(factors_I):
+        rounded = rounding.nearest(weight_IO * factors_I[:, None], config=config)
+        after_IO = rounding.numbers(rounded, config) / factors_I[:, None]
+        return rounding.output_error(weight_IO, after_IO, gram_II)
+
+    return jax.lax.map(error, factors_EI)
 
 
 def smoothed(

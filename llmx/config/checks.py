@@ -305,6 +305,12 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
                 f"{config.pipeline.schedule!r}, which leaves the weight gradient of each product "
                 "for later: use sharding.turns=1, 0 = automatic, or another schedule"
             )
+        if config.model.repeats > 1 and table.splits_backward:
+            yield (
+                f"model.repeats={config.model.repeats} with pipeline.schedule="
+                f"{config.pipeline.schedule!r}, which leaves the weight gradient of each product "
+                "for later, and a layer has one of each pass: use repeats=1 or another schedule"
+            )
         if config.optimizer.name == "adafactor" and len(set(cut.layers)) > 1:
             yield (
                 f"optimizer.name='adafactor' with {cut.layers} layers in the model chunks of a "

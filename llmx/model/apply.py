@@ -146,6 +146,7 @@ class Apply:
         """A cache of S >= `length` slots in which nothing is visible (segment -1).
 
         "blocks", and "first" where there are such layers: two arrays [L, B, S, ...], compute dtype,
+        of each pass through a layer,
         keys and values [.., K, H] or what `cache.arrays_of` says; "segments" and "positions": int32
         [B, S].
         """
@@ -155,7 +156,7 @@ class Apply:
 
         def empty(layers: int) -> tuple[Array, ...]:
             zeros = lambda sizes: jnp.zeros(  # noqa: E731
-                (layers, batch, length, *sizes), execution.policy.compute
+                (layers * model.repeats, batch, length, *sizes), execution.policy.compute
             )
             return tuple(place.constrain(zeros(sizes), axes) for axes, sizes in arrays_of(model))
 
@@ -249,7 +250,12 @@ class Apply:
         """The input of the first layer, in the compute dtype; rows as in `execution.split`."""
         model = self.model
         look_up = functools.partial(embedding.embed, place=execution.place, policy=execution.policy)
-        x_BTD = look_up(tokens_BT, params["embedding"])
+        if model.embedding_rank:
+            x_BTD = embedding.embed_train(
+                tokens_BT, params["embedding"], place=execution.place, policy=execution.policy
+            )
+        else:
+            x_BTD = look_up(tokens_BT, params["embedding"])
         if model.embedding_scale:
             x_BTD = x_BTD * jnp.asarray(math.sqrt(model.width), x_BTD.dtype)
         if model.positions == "learned":
@@ -305,13 +311,17 @@ class Apply:
             self._layer, masks, groups, execution, now, row, share_BT, noise_BT
         )
         is_layer = None if isinstance(kinds, tuple) else kinds >= 0
+        if cache is not None and self.model.repeats > 1:
+            cache = tuple(sharding.regrouped(slots, self.model.repeats) for slots in cache)
         others = (grad_buffers, cache, is_layer)
         with execution.policy.products():
             x, cache = layers.scan_layers(
                 layer_of, kinds, groups.split_x(x_BTD, place), blocks, others,
                 names=self.kind_names, rules=rules, offloaded=execution.offloaded, row=row,
-                first=first,
+                first=first, around=functools.partial(_repeated, self.model.repeats),
             )  # fmt: skip
+        if cache is not None and self.model.repeats > 1:
+            cache = tuple(slots.reshape(-1, *slots.shape[2:]) for slots in cache)
         return groups.join_x(x, place), cache
 
     def _layer(
@@ -379,6 +389,25 @@ class Apply:
     def kind_names(self) -> tuple[str, ...]:
         """The kinds of the model's layers."""
         return tuple(sorted(set(self.model.layer_kinds)))
+
+
+def _repeated(repeats: int, layer: Callable) -> Callable:
+    """A layer that x goes through `repeats` times, each time with a cache of its own. What each
+    time puts into its gradient buffers is added up."""
+    if repeats == 1:
+        return layer
+
+    def passes(x, arrays):
+        weights, (grad_buffers, cache, is_layer) = arrays
+        assert not dot.deferred(grad_buffers)  # the operands of one product (config/checks.py)
+        caches = []
+        for number, buffers in enumerate(turns.shared(grad_buffers, repeats)):
+            of_pass = jax.tree.map(lambda slots, number=number: slots[number], cache)
+            x, of_pass = layer(x, (weights, (buffers, of_pass, is_layer)))
+            caches.append(of_pass)
+        return x, jax.tree.map(lambda *slots: jnp.stack(slots), *caches)
+
+    return passes
 
 
 def _row(stack: Array, index: Array) -> Array:

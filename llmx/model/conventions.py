@@ -92,7 +92,8 @@ def _beyond_half_windows(model: ModelConfig, length: int) -> float:
     keys = costs.keys_per_query(model, sequence_length=length, causal=True)
     half = min(model.window, length) / 2
     layers = zip(keys, model.layer_kinds, strict=True)
-    return costs.scores_per_key(model) * sum(num - half for num, kind in layers if is_local(kind))
+    beyond = sum(num - half for num, kind in layers if is_local(kind))
+    return costs.scores_per_key(model) * model.repeats * beyond
 
 
 def by_figure(

@@ -25,6 +25,10 @@ place of D H (N + 2K) + N H D
 and norms of R and Q numbers; its scores take 2 N (H + V_h) S. Generation does not make keys and
 values of the latents, and takes other FLOPs.
 
+A product of two factors of rank r (`ranks`) has r (inputs + outputs) in the place of inputs times
+outputs. A layer that a token goes through n times (`repeats`) counts once in parameters, n times in
+FLOPs. An embedding that is a train of tensors counts its cores (`tensor_train`).
+
 With routed experts the MLP's g D F is E g D F_e + g D F_s + D E, of E experts of width F_e, a
 shared one of width F_s and the router; of a token's k experts it is k g D F_e + g D F_s + D E,
 which is what is active, and what FLOPs are counted by. The bias by which experts are chosen, E in
@@ -47,8 +51,21 @@ head.
 
 from collections.abc import Sequence
 
-from llmx.model import families
+from llmx.model import families, ranks, tensor_train
 from llmx.model.families import ALL_HEADS, ModelConfig
+
+# The names of `remat.SAVES` of products, without and with latents.
+ATTENTION_PRODUCTS = (
+    {
+        "attention/query": "query", "attention/key": "key", "attention/value": "value",
+        "attention/out": "attention_out",
+    },
+    {
+        "attention/query_down": "query_latent", "attention/query": "query",
+        "attention/down": "latent", "attention/out": "attention_out",
+    },
+)  # fmt: skip
+MLP_PRODUCTS = {"gate": "gate", "up": "up", "down": "mlp_out"}
 
 TRAINING_PASSES = 3  # forward, gradient by the input, gradient by the weights
 
@@ -59,9 +76,10 @@ def parameters_by_part(model: ModelConfig) -> dict[str, int]:
     D, V = model.width, model.vocab_size
     norm = 2 * D if model.norm == "layer" else D
     attention, mlp, norms = map(sum, zip(*map(_of_stack, stacks(model)), strict=True))
-    num_tables = 1 if model.tied_head else 2
+    train = tensor_train.num_parameters(model)
+    num_tables = (0 if train else 1) + (0 if model.tied_head else 1)
     return {
-        "embedding": V * D,
+        "embedding": train or V * D,
         "positions": model.max_positions * D if model.positions == "learned" else 0,
         "attention": attention,
         "mlp": mlp,
@@ -103,24 +121,47 @@ def norms_of_block(model: ModelConfig) -> int:
 
 def products_of_attention(model: ModelConfig) -> dict[str, int]:
     """Parameters of the projections of attention in one block, by the names of `remat.SAVES`."""
-    D, H, N, K = model.width, model.head_dim, model.num_heads, model.num_kv_heads
-    if not model.kv_latent:
-        query, key = D * N * H, D * K * H
-        return {"query": query, "key": key, "value": key, "attention_out": query}
-    R, Q, P, V = model.kv_latent, model.query_latent, model.rope_dim, model.value_dim
-    return {
-        "query_latent": D * Q, "query": (Q or D) * N * H, "latent": D * (R + P),
-        "key": R * N * (H - P + V), "attention_out": N * V * D,
+    sizes, of = ranks.sizes_of_products(model), ranks.of(model)
+    found = {
+        saved: ranks.num_parameters(sizes[product], of.get(product))
+        for product, saved in ATTENTION_PRODUCTS[model.kv_latent > 0].items() if product in sizes
     }  # fmt: skip
+    if model.kv_latent:
+        numbers = model.head_dim - model.rope_dim + model.value_dim
+        found["key"] = model.kv_latent * model.num_heads * numbers
+    return found
+
+
+def products_of_mlp(model: ModelConfig) -> dict[str, int]:
+    """Parameters of the matrices of the MLP that every token goes through, by the names of
+    `remat.SAVES`; {} = there is none."""
+    sizes, of = ranks.sizes_of_products(model), ranks.of(model)
+    name = "mlp/shared" if model.num_experts else "mlp"
+    found = {saved: f"{name}/{product}" for product, saved in MLP_PRODUCTS.items()}
+    return {
+        saved: ranks.num_parameters(sizes[product], of.get(product))
+        for saved, product in found.items() if product in sizes
+    }  # fmt: skip
+
+
+def between_factors(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(inputs, rank) of the products of two factors in one block, by the names of `remat.SAVES`."""
+    sizes, of = ranks.sizes_of_products(model), ranks.of(model)
+    mlp = "mlp/shared" if model.num_experts else "mlp"
+    names = ATTENTION_PRODUCTS[model.kv_latent > 0] | {
+        f"{mlp}/{product}": saved for product, saved in MLP_PRODUCTS.items()
+    }
+    return {names[name]: (sizes[name][0], rank) for name, rank in of.items() if name in names}
 
 
 def weights_of_block(model: ModelConfig, *, active: bool = False) -> tuple[int, int]:
     """Parameters of the projections of attention, and of the MLP or the experts, in one block that
     is not a dense first one; `active`: of those experts only that one token goes through."""
-    D = model.width
-    E, experts = model.num_experts, model.experts_per_token if active else model.num_experts
-    hidden = experts * model.expert_dim + model.shared_dim if E else model.mlp_dim
-    return sum(products_of_attention(model).values()), matrices_of_mlp(model) * D * hidden + D * E
+    D, E = model.width, model.num_experts
+    experts = model.experts_per_token if active else E
+    routed = matrices_of_mlp(model) * D * experts * model.expert_dim + D * E
+    mlp = sum(products_of_mlp(model).values()) + (routed if E else 0)
+    return sum(products_of_attention(model).values()), mlp
 
 
 def biases_of_mlp(model: ModelConfig, *, active: bool = False) -> int:
@@ -200,7 +241,8 @@ def forward_flops_by_part(
 
 def _products_by_block(model: ModelConfig) -> Sequence[tuple[float, float]]:
     """Forward FLOPs per token of the projections of attention, and of the MLP, of each layer."""
-    each = lambda stack: tuple(2.0 * of for of in weights_of_block(stack, active=True))  # noqa: E731
+    times = 2.0 * model.repeats
+    each = lambda stack: tuple(times * of for of in weights_of_block(stack, active=True))  # noqa: E731
     return [each(stack) for stack in stacks(model) for _ in range(stack.num_layers)]
 
 
@@ -230,7 +272,7 @@ def parameters_by_layer(model: ModelConfig) -> list[int]:
     ]
     table = model.padded_vocab * model.width
     return [
-        table + parts["positions"],
+        (tensor_train.num_parameters(model) or table) + parts["positions"],
         *(of_layer for stack, of_layer in of_stacks for _ in range(stack.num_layers)),
         last_norm + (0 if model.tied_head else table),
     ]
@@ -249,7 +291,7 @@ def forward_flops_by_layer(
 def scores_by_block(model: ModelConfig, sequence_length: int, causal: bool) -> list[float]:
     """FLOPs of scores and their sums over values, forward, per token of each of the L layers."""
     keys = keys_per_query(model, sequence_length=sequence_length, causal=causal)
-    return [scores_per_key(model) * num for num in keys]
+    return [scores_per_key(model) * num * model.repeats for num in keys]
 
 
 def scores_per_key(model: ModelConfig) -> float:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from llmx.model import dot, families, packed, remat, rope
+from llmx.model import dot, families, packed, ranks, remat, rope, tensor_train
 from llmx.model.activations import hidden
 from llmx.model.attention import attend
 from llmx.model.attention.cache import write_slots
@@ -77,15 +77,34 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
+class Factors(nnx.Module):
+    """A weight of low rank: A [in, rank] and B [rank, out], of the variance that it would have.
+
+    Of each factor one dimension is split over replicas, as the width is: the width itself, or where
+    a factor has none, the rank.
+    """
+
+    def __init__(self, rngs, shape, axes, std: float, *, contracted: int, rank: int):
+        into, out = axes[:contracted], axes[contracted:]
+        name = lambda axes: "rank" if "embed" in axes else "embed"  # noqa: E731
+        self.down = _weight(rngs, (*shape[:contracted], rank), (*into, name(into)), std)
+        up = (rank, *shape[contracted:]), (name(out), *out)
+        self.up = _weight(rngs, *up, 1 / math.sqrt(rank))
+
+
 class Projection(nnx.Module):
     """One weight, and a bias where the family has them; multiplied by `dot.dot`."""
 
     def __init__(
-        self, rngs, save: str, shape, axes, *, bias: bool, contracted: int = 1, scale: float = 1.0
-    ):
+        self, rngs, save: str, shape, axes, *, bias: bool, contracted: int = 1, scale: float = 1.0,
+        rank: int | None = None,
+    ):  # fmt: skip
         self.save = save  # the name of the product in `remat.SAVES`
         std = scale / math.sqrt(math.prod(shape[:contracted]))
-        self.kernel = _weight(rngs, shape, axes, std)
+        self.kernel = (
+            _weight(rngs, shape, axes, std) if not rank
+            else Factors(rngs, shape, axes, std, contracted=contracted, rank=rank)
+        )  # fmt: skip
         # A bias along the width is small and stays whole, as norms do.
         axes = tuple("norm" if axis == "embed" else axis for axis in axes[contracted:])
         self.bias = _constant(0.0, shape[contracted:], axes) if bias else None
@@ -97,7 +116,7 @@ class Projection(nnx.Module):
         """`fixed_from`: the first number of the last dimension whose bias has no gradient."""
         to = execution.place.activation(out)
         y = dot.dot(
-            expression, x, self.kernel.get_value(), out=to, policy=execution.policy,
+            expression, x, self._weight(), out=to, policy=execution.policy,
             recomputed=execution.recomputed,
         )  # fmt: skip
         y = checkpoint_name(y, self.save)
@@ -111,6 +130,11 @@ class Projection(nnx.Module):
         learned = dot.shifted(y, self.bias[...])
         return jnp.concatenate([learned[..., :fixed_from], fixed[..., fixed_from:]], axis=-1)
 
+    def _weight(self):
+        if not isinstance(self.kernel, Factors):
+            return self.kernel.get_value()
+        return dot.Factored(self.kernel.down.get_value(), self.kernel.up.get_value())
+
 
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv 2305.13245) with rotary or learned positions, or none."""
@@ -120,9 +144,11 @@ class Attention(nnx.Module):
         biased = model.bias or model.qkv_bias
         project = functools.partial(Projection, rngs, bias=biased)
         kv_heads = ("embed", "kv_heads", "head_dim")
-        self.query = project(remat.QUERY, (D, N, H), ("embed", "heads", "head_dim"))
-        self.key = project(remat.KEY, (D, K, H), kv_heads)
-        self.value = project(remat.VALUE, (D, K, H), kv_heads)
+        rank = _ranks(model, "attention")
+        heads = ("embed", "heads", "head_dim")
+        self.query = project(remat.QUERY, (D, N, H), heads, rank=rank("query"))
+        self.key = project(remat.KEY, (D, K, H), kv_heads, rank=rank("key"))
+        self.value = project(remat.VALUE, (D, K, H), kv_heads, rank=rank("value"))
         self.out = project(
             remat.ATTENTION_OUT,
             (N, H, D),
@@ -130,6 +156,7 @@ class Attention(nnx.Module):
             bias=model.bias,
             contracted=2,
             scale=_out_scale(model),
+            rank=rank("out"),
         )
         # RMSNorm in every family that normalises them.
         rms = dataclasses.replace(model, norm="rms")
@@ -219,10 +246,15 @@ class LatentAttention(nnx.Module):
         project = functools.partial(Projection, rngs, bias=False)
         norm = functools.partial(Norm, model)
         down = ("embed", "latent")
-        self.query_down = project(remat.QUERY_LATENT, (D, Q), down) if Q else None
+        rank = _ranks(model, "attention")
+        of_down = functools.partial(project, axes=down)
+        self.query_down = (
+            of_down(remat.QUERY_LATENT, (D, Q), rank=rank("query_down")) if Q else None
+        )
         self.query_norm = norm((Q,)) if Q else None
-        self.query = project(remat.QUERY, (Q or D, N, H), ("embed", "heads", "head_dim"))
-        self.down = project(remat.LATENT, (D, R + P), down)
+        heads = ("embed", "heads", "head_dim")
+        self.query = project(remat.QUERY, (Q or D, N, H), heads, rank=rank("query"))
+        self.down = of_down(remat.LATENT, (D, R + P), rank=rank("down"))
         self.norm = norm((R,))
         self.up = project(remat.KEY, (R, N, H - P + V), ("embed", "kv_heads", "head_dim"))
         self.out = project(
@@ -231,6 +263,7 @@ class LatentAttention(nnx.Module):
             ("heads", "head_dim", "embed"),
             contracted=2,
             scale=_out_scale(model),
+            rank=rank("out"),
         )
 
     def __call__(self, x_BTD, rotation, mask, window, execution: Execution, cache, now):
@@ -309,13 +342,15 @@ class LatentAttention(nnx.Module):
 class Mlp(nnx.Module):
     """Feed-forward: plain, or gated (SwiGLU and GeGLU, arXiv 2002.05202)."""
 
-    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs, *, name: str = "mlp"):
         D, F = model.width, model.mlp_dim
         project = functools.partial(Projection, rngs, bias=model.bias)
-        axes = ("embed", "mlp")
-        self.gate = project(remat.GATE, (D, F), axes) if model.gated_mlp else None
-        self.up = project(remat.UP, (D, F), axes)
-        self.down = project(remat.MLP_OUT, (F, D), axes[::-1], scale=_out_scale(model))
+        axes, rank = ("embed", "mlp"), _ranks(model, name)
+        gated = model.gated_mlp
+        self.gate = project(remat.GATE, (D, F), axes, rank=rank("gate")) if gated else None
+        self.up = project(remat.UP, (D, F), axes, rank=rank("up"))
+        scale = _out_scale(model)
+        self.down = project(remat.MLP_OUT, (F, D), axes[::-1], scale=scale, rank=rank("down"))
         self.activation = model.activation
 
     def __call__(self, x_BTD, execution: Execution, share_BT=None):
@@ -348,7 +383,7 @@ class Experts(nnx.Module):
         self.up_bias = zeros((E, F), "experts", "mlp")
         self.down_bias = zeros((E, D), "experts", "norm")
         shared = dataclasses.replace(model, mlp_dim=model.shared_dim)
-        self.shared = Mlp(shared, rngs) if model.shared_dim else None
+        self.shared = Mlp(shared, rngs, name="mlp/shared") if model.shared_dim else None
 
     def __call__(self, x_BTD, execution: Execution, share_BT=None):
         """Their sum [B, T, D]; `share_BT`: see `Apply.losses`."""
@@ -419,6 +454,18 @@ class Block(nnx.Module):
         return x_BTD + y_BTD, cache
 
 
+class TensorTrain(nnx.Module):
+    """An embedding table as a train of tensors: see `tensor_train`. Small, and whole everywhere."""
+
+    def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs, std: float):
+        shapes = tensor_train.shapes(model)
+        # A number of the table is a sum of rank ** (cores - 1) products of one number of each.
+        terms = model.embedding_rank ** (len(shapes) - 1)
+        each = (std / math.sqrt(terms)) ** (1 / len(shapes))
+        for name, shape in shapes.items():
+            setattr(self, name, _weight(rngs, shape, tensor_train.AXES, each))
+
+
 class Decoder(nnx.Module):
     """Embedding, L blocks stacked along a leading dimension, a last norm and a head.
 
@@ -428,7 +475,11 @@ class Decoder(nnx.Module):
     def __init__(self, model: families.ModelConfig, rngs: nnx.Rngs):
         V, D, std = model.padded_vocab, model.width, 1 / math.sqrt(model.width)
         learned, shape = model.positions == "learned", (model.max_positions, D)
-        self.embedding = _weight(rngs, (V, D), ("vocab", "embed"), std)
+        trained = model.embedding_rank > 0
+        self.embedding = (
+            TensorTrain(model, rngs, std) if trained
+            else _weight(rngs, (V, D), ("vocab", "embed"), std)
+        )  # fmt: skip
         self.positions = _weight(rngs, shape, ("positions", "embed"), std) if learned else None
         routed = model.num_experts > 0
         self.blocks = _stack(model, rngs, model.num_blocks, routed=routed)
@@ -443,6 +494,12 @@ def _stack(model: families.ModelConfig, rngs: nnx.Rngs, num: int, *, routed: boo
     return nnx.split_rngs(splits=num)(stack)(rngs)
 
 
+def _ranks(model: families.ModelConfig, module: str):
+    """The rank of a product of a module, by its name; None where it is one weight."""
+    known = ranks.of(model)
+    return lambda name: known.get(f"{module}/{name}")
+
+
 def _out_scale(model: families.ModelConfig) -> float:
     """Of the initial weights that write to the stream (GPT-2)."""
-    return 1 / math.sqrt(2 * model.num_layers)
+    return 1 / math.sqrt(2 * model.num_layers * model.repeats)

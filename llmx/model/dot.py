@@ -112,6 +112,13 @@ class WeightGradRecord:
         return _weight_gradient(self.product, *operands)
 
 
+class Factored(NamedTuple):
+    """A weight that is two factors, each with its own buffer: y = (x down) up."""
+
+    down: Any
+    up: Any
+
+
 class DeferredWeight(NamedTuple):
     """A weight whose gradient is deferred, with its buffer."""
 
@@ -142,7 +149,7 @@ def deferred(buffers: Any) -> bool:
 
 def dot(
     expression: str, x: jax.Array,
-    weight: jax.Array | Packed | DeferredWeight | WithRanges | Adapted | Observed, *,
+    weight: jax.Array | Packed | DeferredWeight | WithRanges | Adapted | Factored | Observed, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """`einsum(expression, x, weight)` in the compute dtype of x, placed as `out`.
@@ -150,7 +157,7 @@ def dot(
     Args:
       expression: e.g. "BTD,DNH->BTNH"; no letter may be summed within one operand.
       x, weight: activations; a master parameter in any layout, or from `with_grad_buffers`, or
-        with an adapter, whose product is added, or `Observed`.
+        with an adapter, whose product is added, or two factors, or `Observed`.
       out, policy: PartitionSpec of the result, and the dtypes.
       recomputed: the product is made again before its gradient is taken (remat), and may leave the
         gathered weight for it. Otherwise the gradient gathers for itself.
@@ -159,6 +166,8 @@ def dot(
         x, weight = observed.observe(expression, x, weight.statistics), weight.weight
     if isinstance(weight, Adapted):
         return _adapted(expression, x, weight, out=out, policy=policy, recomputed=recomputed)
+    if isinstance(weight, Factored):
+        return _factored(expression, x, weight, out=out, policy=policy, recomputed=recomputed)
     weight, ranges = weight if isinstance(weight, WithRanges) else (weight, Ranges())
     weight, buffer = weight if isinstance(weight, DeferredWeight) else (weight, None)
     array = weight.codes if isinstance(weight, Packed) else weight
@@ -180,17 +189,25 @@ def _adapted(
     expression: str, x: jax.Array, weight: Adapted, *, out: PartitionSpec,
     policy: precision.Policy, recomputed: bool,
 ) -> jax.Array:  # fmt: skip
-    """`dot` of a weight with an adapter. What lies between its two products is split as `out` is,
-    and whole along the rank; neither product is rounded."""
+    """`dot` of a weight with an adapter, neither of whose products is rounded."""
     exact = dataclasses.replace(policy, numbers=quantized.UNROUNDED)
-    product = functools.partial(dot, recomputed=recomputed)
+    pair = Factored(weight.down, weight.up)
+    kept = adapters.dropped(x, weight)
+    added = _factored(expression, kept, pair, out=out, policy=exact, recomputed=recomputed)
+    plain = dot(expression, x, weight.weight, out=out, policy=policy, recomputed=recomputed)
+    return plain + weight.config.scale * added
+
+
+def _factored(
+    expression: str, x: jax.Array, weight: Factored, *, out: PartitionSpec,
+    policy: precision.Policy, recomputed: bool,
+) -> jax.Array:  # fmt: skip
+    """`dot` of a weight of low rank. What lies between its two products is split as `out` is, and
+    whole along the rank."""
     down, up = adapters.factors(expression)
     inner = PartitionSpec(*out.partitions[:2], None)
-    low = product(down, adapters.dropped(x, weight), weight.down, out=inner, policy=exact)
-    added = product(up, low, weight.up, out=out, policy=exact)
-    return (
-        product(expression, x, weight.weight, out=out, policy=policy) + weight.config.scale * added
-    )
+    product = functools.partial(dot, policy=policy, recomputed=recomputed)
+    return product(up, product(down, x, weight.down, out=inner), weight.up, out=out)
 
 
 def gathered(

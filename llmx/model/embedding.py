@@ -134,3 +134,81 @@ def _accumulate(split: SplitTable, scattered, tokens_BT, table_VD, gradient_BTD)
     if split.summed:
         gradient_VD = jax.lax.psum(gradient_VD.astype(split.policy.reduce), split.summed)
     return gradient_VD.astype(table_VD.dtype)
+
+
+def embed_train(
+    tokens_BT: Int[Array, "B T"], cores: dict[str, Array], *,
+    place: sharding.Placement, policy: precision.Policy,
+) -> Float[Array, "B T D"]:  # fmt: skip
+    """Rows of a table that is a train of tensors (`tensor_train`), otherwise as `embed`.
+
+    Each device makes the rows of its own tokens from the cores, which are whole everywhere. The
+    backward pass sums over the axes that split tokens and are not `reduced` in the cores' types.
+    """
+    out = place.activation(("batch", "block_sequence", "embed"))
+    tokens = PartitionSpec(out[0], out[1])
+    cores = tuple(cores[name] for name in sorted(cores))
+    train = _Train(place.mesh, tokens, out, policy)
+    return _embed_train(train, sharding.constrain(tokens_BT, place.mesh, tokens), cores)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Train:
+    """How the tokens that a train of tensors is looked up for, and their rows, are split."""
+
+    mesh: Mesh
+    tokens: PartitionSpec  # B T
+    out: PartitionSpec  # B T D
+    policy: precision.Policy
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embed_train(train: _Train, tokens_BT, cores):
+    whole = tuple(sharding.split_only(jax.typeof(core).sharding.spec) for core in cores)
+    return jax.shard_map(
+        functools.partial(rows_of_train, train.policy.compute), mesh=train.mesh,
+        in_specs=(train.tokens, whole), out_specs=train.out, check_vma=False,
+    )(tokens_BT, tuple(map(jax.sharding.reshard, cores, whole)))  # fmt: skip
+
+
+def _embed_train_backward(train: _Train, residuals, gradient_BTD):
+    tokens_BT, cores = residuals
+    kinds = tuple(jax.typeof(core).sharding.spec for core in cores)
+    whole = tuple(map(sharding.split_only, kinds))
+    later = set(kinds[0].reduced)
+    summed = tuple(axis for axis in sharding.used_axes(train.tokens) if axis not in later)
+
+    def local(tokens_BT, gradient_BTD, *cores):
+        look_up = functools.partial(rows_of_train, train.policy.compute, tokens_BT)
+        gradients = jax.vjp(look_up, cores)[1](gradient_BTD)[0]
+        if summed:
+            reduce = train.policy.reduce
+            total = lambda one: jax.lax.psum(one.astype(reduce), summed).astype(one.dtype)  # noqa: E731
+            gradients = jax.tree.map(total, gradients)
+        return gradients
+
+    gradients = jax.shard_map(
+        local, mesh=train.mesh, in_specs=(train.tokens, train.out, *whole),
+        out_specs=tuple(sharding.unreduced(kind, kind.reduced) for kind in kinds), check_vma=False,
+    )(tokens_BT, gradient_BTD, *map(jax.sharding.reshard, cores, whole))  # fmt: skip
+    return None, gradients
+
+
+_embed_train.defvjp(
+    lambda train, tokens_BT, cores: (_embed_train(train, tokens_BT, cores), (tokens_BT, cores)),
+    _embed_train_backward,
+)
+
+
+def rows_of_train(dtype: jnp.dtype, tokens_BT: Array, cores: tuple[Array, ...]) -> Array:
+    """Rows [B, T, D] of the table of cores [r, v, d, s], computed in `dtype`."""
+    digits, left = [], tokens_BT
+    for core in reversed(cores[1:]):
+        left, digit = jnp.divmod(left, core.shape[1])
+        digits.append(digit)
+    found = jnp.ones((*tokens_BT.shape, 1, 1), dtype)
+    for core, digit_BT in zip(cores, [left, *reversed(digits)], strict=True):
+        part_rBTds = jnp.take(core.astype(dtype), digit_BT, axis=1, mode="clip")
+        found = jnp.einsum("BTDr,rBTds->BTDds", found, part_rBTds)
+        found = found.reshape(*tokens_BT.shape, -1, core.shape[3])
+    return found[..., 0]

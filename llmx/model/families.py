@@ -11,6 +11,7 @@ import itertools
 import math
 from typing import Any
 
+from llmx.model import ranks, tensor_train
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
@@ -104,6 +105,13 @@ class ModelConfig:
     attention_sinks: bool = False
     attention_softcap: float = bounded(0.0, at_least=0)  # c*tanh(score/c); 0 = off (gemma2)
     logit_softcap: float = bounded(0.0, at_least=0)  # c*tanh(logit/c) on the output; 0 = off
+    # products that are two factors, with their ranks: "attention/query=16", "mlp=32"; see `ranks`
+    ranks: tuple[str, ...] = ()
+    # how often a token goes through each layer, one time after the other: the weights are shared
+    repeats: int = bounded(1, at_least=1, at_most=MAX_LAYERS)
+    # the embedding table is a train of tensors of this rank; 0 = it is a table
+    embedding_rank: int = bounded(0, at_least=0, at_most=MAX_SIZE)
+    embedding_cores: int = bounded(3, at_least=2, at_most=3)  # tensors in the train
 
     @property
     def padded_vocab(self) -> int:
@@ -415,6 +423,8 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "layer_pattern": model.layer_kinds,
         "window": model.window if any(map(is_local, kinds)) else None,
         "qkv_bias": None if model.bias else model.qkv_bias,
+        "ranks": ranks.of(model),
+        "embedding_cores": model.embedding_cores if model.embedding_rank else None,
     }
     depends |= {name: vars(model)[name] if yarn else None for name in OF_YARN}
     depends |= dict.fromkeys((*unused_of_experts(model), *unused_of_attention(model)))
@@ -442,6 +452,7 @@ def problems(model: ModelConfig) -> list[str]:
         )
     texts += _problems_of_latents(model) if model.kv_latent else _problems_of_rotation(model)
     texts += _problems_of_kinds(model)
+    texts += [*ranks.problems(model), *tensor_train.problems(model)]
     return texts + (_problems_of_experts(model) if model.num_experts > 0 else [])
 
 

@@ -22,6 +22,7 @@ def scan_layers(
     layer_of: Callable[..., Callable], kinds: tuple[str, ...] | Array, x: Any, weights: Any,
     others: Any, *, names: Sequence[str], rules: Sequence[remat.Rule],
     offloaded: Sequence[str] = (), row: Array | None = None, first: int = 0,
+    around: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> tuple[Any, Any]:  # fmt: skip
     """x after l layers, and their stacked caches.
 
@@ -38,6 +39,7 @@ def scan_layers(
       others: of the layers, [l, ...] each.
       rules: which policy a layer has; `offloaded`: see `remat.checkpointed`.
       first: the number of the first layer, by which `rules` count.
+      around: makes of a checkpointed layer what stands in its place: goes through it several times.
     """
     caches, num = [], len(kinds)
     for start, end, policy_of in remat.series(rules, num, first):
@@ -54,7 +56,7 @@ def scan_layers(
         elif not whole:
             rows = _rows(weights, start, end)
         layer = functools.partial(layer_of, recomputed=recomputed, stack=stack)
-        x, cache = _scan(layer, part, x, (rows, others_of), policies, offloaded)
+        x, cache = _scan(layer, part, x, (rows, others_of), policies, offloaded, around)
         caches.append(cache)
     return x, _concatenated(*caches)
 
@@ -65,18 +67,21 @@ def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
     return len(kinds) % math.lcm(remat.segment_size(policy, len(kinds), period), period) == 0
 
 
-def _scan(layer_of, kinds, x, stacked, policies: dict[str, remat.Policy], offloaded):
+def _scan(
+    layer_of, kinds, x, stacked, policies: dict[str, remat.Policy], offloaded, around: Callable
+):
     """`scan_layers` where one rule holds for the layers of each kind."""
     num, period = len(kinds), remat.period_of(kinds)
     if isinstance(kinds, tuple):
         checkpointed = {
-            kind: remat.checkpointed(layer_of(kind), policy, offloaded)
+            kind: around(remat.checkpointed(layer_of(kind), policy, offloaded))
             for kind, policy in policies.items()
         }
         scan = functools.partial(_scan_periods, checkpointed, kinds[:period])
     else:
         layer = _any_of([layer_of(kind) for kind in policies])
         layer = remat.checkpointed(layer, remat.union(policies.values()), offloaded)
+        layer = _of_kind(layer, around)
         scan, stacked = functools.partial(jax.lax.scan, _unless_empty(layer)), (kinds, stacked)
     policy = next(iter(policies.values()))
     size = remat.segment_size(policy, num, period)
@@ -104,6 +109,11 @@ def _any_of(layers: Sequence[Callable]) -> Callable:
         return lambda x, row: layers[0](x, row[1])
     kind = lambda number: jnp.where(number < 0, len(layers) - 1, number)  # noqa: E731
     return lambda x, row: jax.lax.switch(kind(row[0]), layers, x, row[1])
+
+
+def _of_kind(layer: Callable, around: Callable) -> Callable:
+    """`around` of a layer whose kind is beside its arrays."""
+    return lambda x, row: around(lambda x, arrays: layer(x, (row[0], arrays)))(x, row[1])
 
 
 def _unless_empty(layer: Callable) -> Callable:

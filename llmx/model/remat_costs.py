@@ -145,8 +145,9 @@ def recomputed_flops_by_layer(
     chosen = policies(model, text, chunks)
     scores = costs.scores_by_block(model, sequence_length, causal)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length, causal=causal)
+    times = model.repeats
     blocks = [
-        recomputed_flops(model, policy, of_scores, offloaded)
+        times * recomputed_flops(model, policy, of_scores / times, offloaded)
         for policy, of_scores in zip(chosen, scores, strict=True)
     ]
     again = segments(model, text, chunks)
@@ -161,19 +162,21 @@ def recomputed_flops_by_layer(
 def recomputed_flops(
     model: ModelConfig, policy: Policy, scores: float, offloaded: Sequence[str] = ()
 ) -> float:
-    """FLOPs per token that the backward pass of one block repeats of its forward pass.
+    """FLOPs per token that the backward pass of one block repeats of one pass forward.
 
     `scores`: of attention in the forward pass. `offloaded`: see above.
     """
-    D, F = model.width, mlp_dim(model)
-    sizes = costs.products_of_attention(model) | {
-        remat.GATE: D * F * model.gated_mlp, remat.UP: D * F, remat.MLP_OUT: F * D
-    }  # fmt: skip
+    D, sizes = model.width, costs.products_of_attention(model) | costs.products_of_mlp(model)
     again = recomputed(model, policy, offloaded)
     products = sum(2.0 * sizes.get(name, 0) for name in again)
     products += _repeated_by_experts(model)
     if policy.saved is not None:
         products += 2.0 * D * model.num_experts  # the router
+        # What lies between two factors is made again, also where their result is not.
+        between = costs.between_factors(model)
+        products += sum(
+            2.0 * inputs * rank for name, (inputs, rank) in between.items() if name not in again
+        )
     return products + (scores if remat.ATTENTION in again else 0.0)
 
 
@@ -256,14 +259,14 @@ def saved_bytes_by_layer(
     by_policy = {
         policy: saved_bytes(model, policy, compute_bytes, offloaded) for policy in set(chosen)
     }
-    blocks = [by_policy[policy] for policy in chosen]
+    blocks = [model.repeats * by_policy[policy] for policy in chosen]
     of_input = 0 if remat.INPUT in offloaded else compute_bytes * model.width
     if not _alike(_parts(model.layer_kinds, chunks)):
         # A conditional saves the names of each kind by themselves.
         kinds = len(set(model.layer_kinds))
         blocks = [of_input + kinds * (num_bytes - of_input) for num_bytes in blocks]
     for first, end in segments(model, text, chunks):
-        routing = _routing_bytes(model)
+        routing = model.repeats * _routing_bytes(model)
         blocks[first:end] = [of_input + routing, *[routing] * (end - first - 1)]
     if remat.keeps_input(text):
         stops = itertools.accumulate(chunks or (model.num_layers,))
@@ -321,4 +324,5 @@ def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:
     in_compute_dtype = 2 * D + N * H + K * (H + model.value_width) + N * model.value_width
     latents = model.kv_latent + model.query_latent if model.kv_latent else 0
     normed, in_compute_dtype = normed + latents, in_compute_dtype + latents + activation
+    in_compute_dtype += sum(rank for _, rank in costs.between_factors(model).values())
     return compute_bytes * in_compute_dtype + 4 * (3 * normed + N)

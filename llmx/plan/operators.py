@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmx.config import utilization
-from llmx.model import costs, quantized, remat, remat_costs
+from llmx.model import costs, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise
 from llmx.model.families import is_local
 from llmx.plan import experts, gemm, memory, traffic
@@ -151,6 +151,17 @@ class _Device:
             found.update(remat_costs.recomputed(model, policy, run.offload.saves))
         return {name: count / model.num_layers for name, count in found.items()}
 
+    def again_of(self, name: str) -> float:
+        """How often the backward pass repeats a product, by the name of `of_layer`: the first of
+        two factors wherever anything is, for the gradient of the second."""
+        product, _, factor = name.partition("/kernel/")
+        if factor == ranks.DOWN:
+            policies = remat_costs.policies(
+                self.sizes.run.model, remat.inside(self.sizes.run.remat)
+            )
+            return sum(policy.saved is not None for policy in policies) / len(policies)
+        return self.again.get(_RESULTS.get(product), 0.0)
+
     @functools.cached_property
     def whole_again(self) -> float:
         """How often a layer is run once more, whole, before its backward pass."""
@@ -219,7 +230,8 @@ def of(sizes: Sizes, core: Core, moved: Moved) -> list[Operator]:
         device = _Device(stack, core, moved)
         share = stack.run.model.num_layers / sizes.run.model.num_layers
         layer = (*_products(device), *_attention(device), *_moves(device))
-        found += [one._replace(count=one.count * share) for one in layer]
+        times = share * sizes.run.model.repeats
+        found += [one._replace(count=one.count * times) for one in layer]
     device = _Device(sizes, core, moved)
     found += [*_loss(device), *_ends(device)]
     return [one for one in found if one.count and one.seconds]
@@ -243,7 +255,7 @@ def _products(device: _Device) -> Iterator[Operator]:
         left, right = weight.width, weight.other
         if weight.into_stream:
             left, right = right, left
-        again = device.again.get(_RESULTS.get(name), 0.0) + device.whole_again
+        again = device.again_of(name) + device.whole_again
         shape = (tokens, right, left)
         yield device.product(name, PRODUCTS, FORWARD, shape, forward)
         yield device.product(name, PRODUCTS, BACKWARD, shape, forward, again)

@@ -1,0 +1,149 @@
+"""Products as two factors of low rank, by the singular values of their weights.
+
+With nothing known of inputs, A B is the best approximation of W (Eckart and Young). With the sum
+H = X^T X over inputs X of calibration text, what is minimized is |X W - X A B|^2 (SVD-LLM, arXiv
+2403.07378): with H = L L^T it is the best approximation of L^T W. ASVD (arXiv 2312.05821) scales
+inputs by the mean of |x| in the place of L, which needs no matrix.
+
+All in numpy, float64. Letters: l layers, I inputs, O outputs, r the rank; W [I, O], y = x W.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PLAIN, WHITENED, SCALED = "plain", "whitened", "scaled"
+DAMPING = 1e-6  # of the mean of H's diagonal: inputs that never were keep a row of their own
+
+
+class Spectrum(NamedTuple):
+    """One weight of one layer: U, singular values, V, of the weight as seen by its inputs."""
+
+    left_II: np.ndarray  # L^-T U: what is multiplied with the root of the singular values
+    values_r: np.ndarray
+    right_rO: np.ndarray
+
+
+def spectrum(weight_IO: np.ndarray, side: "Whitening | None" = None) -> Spectrum:
+    """The singular value decomposition of a weight, or of S W for the inputs' S."""
+    weight_IO = np.asarray(weight_IO, np.float64)
+    if side is None:
+        return Spectrum(*np.linalg.svd(weight_IO, full_matrices=False))
+    left, values, right = np.linalg.svd(side.apply(weight_IO), full_matrices=False)
+    return Spectrum(side.undo(left), values, right)
+
+
+class Whitening(NamedTuple):
+    """S of a product's inputs: the transposed Cholesky factor of H, or a diagonal."""
+
+    lower_II: np.ndarray | None
+    diagonal_I: np.ndarray | None = None
+
+    @classmethod
+    def of_gram(cls, gram_II: np.ndarray) -> "Whitening":
+        """Of H = X^T X."""
+        gram_II = np.asarray(gram_II, np.float64)
+        damping = DAMPING * max(np.trace(gram_II) / len(gram_II), np.finfo(np.float64).tiny)
+        return cls(np.linalg.cholesky(gram_II + damping * np.eye(len(gram_II))))
+
+    @classmethod
+    def of_magnitudes(cls, magnitude_I: np.ndarray, power: float = 0.5) -> "Whitening":
+        """Of the means of |x|, to the power that ASVD found best."""
+        magnitude_I = np.asarray(magnitude_I, np.float64)
+        least = DAMPING * max(magnitude_I.mean(), np.finfo(np.float64).tiny)
+        return cls(None, np.maximum(magnitude_I, least) ** power)
+
+    def apply(self, weight_IO: np.ndarray) -> np.ndarray:
+        """S W."""
+        if self.lower_II is None:
+            return self.diagonal_I[:, None] * weight_IO
+        return self.lower_II.T @ weight_IO
+
+    def undo(self, array: np.ndarray) -> np.ndarray:
+        """S^-1 of an array [I, ...]."""
+        if self.lower_II is None:
+            return array / self.diagonal_I[:, None]
+        return np.linalg.solve(self.lower_II.T, array)
+
+
+def factors(found: Spectrum, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """A [I, r] and B [r, O], each with the root of the singular values."""
+    root_r = np.sqrt(found.values_r[:rank])
+    return found.left_II[:, :rank] * root_r, root_r[:, None] * found.right_rO[:rank]
+
+
+def rank_of_energy(values_r: np.ndarray, energy: float) -> int:
+    """The fewest singular values whose squares are this share of all squares."""
+    shares = np.cumsum(np.square(values_r)) / max(np.sum(np.square(values_r)), 1e-300)
+    # Rounding may leave the last share just below 1.
+    return min(int(np.searchsorted(shares, energy * (1 - 1e-12))) + 1, len(values_r))
+
+
+def rank_of_share(sizes: tuple[int, int], share: float) -> int:
+    """The largest rank whose factors have at most this share of a weight's parameters, or 1."""
+    inputs, outputs = sizes
+    return max(int(share * inputs * outputs / (inputs + outputs)), 1)
+
+
+def saves(sizes: tuple[int, int], rank: int) -> bool:
+    """Whether factors of this rank are smaller than the weight."""
+    return rank * sum(sizes) < sizes[0] * sizes[1]
+
+
+def rank_of(
+    sizes: tuple[int, int], spectra: Sequence[Spectrum], *, rank: int, share: float, energy: float
+) -> int:
+    """One rank for all layers of a product, of the one that is given."""
+    if rank:
+        return min(rank, *sizes)
+    if share:
+        return rank_of_share(sizes, share)
+    return max(rank_of_energy(one.values_r, energy) for one in spectra)
+
+
+def sides_of(statistics: Any, how: str) -> list[Whitening] | None:
+    """S of a product's inputs in each layer, of `observed.Statistics` [l, ...]; None = no S."""
+    if how == PLAIN:
+        return None
+    if how == SCALED:
+        magnitudes = np.asarray(statistics.magnitude_I) / np.asarray(statistics.tokens)[..., None]
+        return [Whitening.of_magnitudes(one) for one in magnitudes]
+    return [Whitening.of_gram(one) for one in np.asarray(statistics.gram_II)]
+
+
+def factored_leaves(
+    leaf: np.ndarray, contracted: int, spectra: Sequence[Spectrum], rank: int
+) -> Mapping[str, np.ndarray]:
+    """{"down": [l, *inputs, r], "up": [l, r, *outputs]}, fp32, of a weight of stacked layers whose
+    first `contracted` dimensions after the layers are its inputs."""
+    inputs, outputs = leaf.shape[1 : 1 + contracted], leaf.shape[1 + contracted :]
+    pairs = [factors(one, rank) for one in spectra]
+    down = np.stack([a for a, _ in pairs]).reshape(len(pairs), *inputs, rank)
+    up = np.stack([b for _, b in pairs]).reshape(len(pairs), rank, *outputs)
+    return {"down": np.float32(down), "up": np.float32(up)}
+
+
+def train_of_table(table_VD: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """The cores [r, v, d, s] of `tensor_train.shapes` whose train is nearest to a table, core by
+    core (TT-SVD, Oseledets 2011); fp32. Ranks beyond those of the table are filled with zeros."""
+    rows, columns = [s[1] for s in shapes], [s[2] for s in shapes]
+    whole = np.zeros((int(np.prod(rows)), int(np.prod(columns))))
+    whole[: len(table_VD)] = table_VD
+    number = len(shapes)
+    whole = whole.reshape(*rows, *columns)
+    order = [axis for pair in zip(range(number), range(number, 2 * number), strict=True)
+             for axis in pair]  # fmt: skip
+    left, cores, rank = whole.transpose(order), [], 1
+    for at, shape in enumerate(shapes):
+        core = np.zeros(shape)
+        if at == number - 1:
+            core[:rank] = left.reshape(rank, shape[1], shape[2], 1)
+            cores.append(np.float32(core))
+            break
+        u, values, v = np.linalg.svd(left.reshape(rank * shape[1] * shape[2], -1), False)
+        kept = min(shape[3], len(values))
+        core[:rank, :, :, :kept] = u[:, :kept].reshape(rank, shape[1], shape[2], kept)
+        cores.append(np.float32(core))
+        left, rank = values[:kept, None] * v[:kept], kept
+    return cores
