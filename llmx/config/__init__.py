@@ -23,6 +23,7 @@ from llmx.model.attention.attend import AttentionConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import NATS, LossConfig
+from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.model.quantized import ProductsConfig
 from llmx.model.remat import OffloadConfig
@@ -104,6 +105,7 @@ class Config:
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
+    packed: PackedConfig = dataclasses.field(default_factory=PackedConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

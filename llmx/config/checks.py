@@ -16,6 +16,7 @@ from llmx.config import (
     ConfigError,
     adapter_checks,
     expert_checks,
+    packed_checks,
     preference_checks,
     pruning_checks,
     stage_memory,
@@ -65,6 +66,7 @@ def resolve(
     found += _start(config)
     found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
     found += pruning_checks.problems(config)
+    found += packed_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config

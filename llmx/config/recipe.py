@@ -56,7 +56,7 @@ def make_recipe(
         of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
-        seed=config.seed,
+        seed=config.seed, packed=config.packed,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
         | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient

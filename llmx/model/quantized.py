@@ -331,7 +331,7 @@ def quantize(
 
 def _quantize_local(array, *known, form: Format, sharing: tuple, axes: tuple[str, ...]):
     sizes = [size // n if n else 1 for size, n in zip(array.shape, sharing, strict=True)]
-    blocks = _in_blocks(array, sizes).astype(jnp.float32)
+    blocks = in_blocks(array, sizes).astype(jnp.float32)
     # A sum over devices that takes the larger of two numbers may drop a NaN.
     magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
     amax = magnitudes.max(axis=tuple(range(1, blocks.ndim, 2)), keepdims=True)
@@ -345,7 +345,7 @@ def _quantize_local(array, *known, form: Format, sharing: tuple, axes: tuple[str
     return codes, scale.reshape(sizes), amax.reshape(sizes)
 
 
-def _in_blocks(array: jax.Array, sizes: Sequence[int]) -> jax.Array:
+def in_blocks(array: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """[D, ...] as [blocks, D / blocks, ...], with these numbers of blocks."""
     pairs = zip(array.shape, sizes, strict=True)
     return array.reshape([n for size, num in pairs for n in (num, size // num)])
@@ -369,7 +369,7 @@ def dequantized(array: jax.Array | Quantized) -> jax.Array:
 
 def _dequantized_local(codes: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     pairs = [n for num in scale.shape for n in (num, 1)]
-    numbers = _in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
+    numbers = in_blocks(codes, scale.shape).astype(jnp.float32) * scale.reshape(pairs)
     return numbers.astype(dtype).reshape(codes.shape)
 
 

@@ -18,9 +18,11 @@ from llmx.contract import Batch, Transform
 from llmx.model import adapters as adapters_lib
 from llmx.model import apply as apply_lib
 from llmx.model import decoder, dot, families, preference, quantized, remat
+from llmx.model import packed as packed_lib
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
+from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.sharding.mesh import within
 
@@ -238,16 +240,18 @@ class TrainingLoss:
             return params
 
         def one(path, leaf, axes):
-            if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
+            if (
+                packed_lib.is_packed(leaf)
+                or "embed" not in axes
+                or path[0].key in decoder.LOOKED_UP
+            ):
                 return leaf
             in_blocks = path[0].key in ("blocks", "first")
             numbers = policy.numbers if in_blocks else policy.numbers.of_head
             gather = lambda leaf: dot.whole(leaf, policy.compute, numbers, axes)  # noqa: E731
             return adapters_lib.on_base(gather, leaf)
 
-        return jax.tree_util.tree_map_with_path(
-            one, params, self.model_axes, is_leaf=adapters_lib.is_adapted
-        )
+        return jax.tree_util.tree_map_with_path(one, params, self.model_axes, is_leaf=dot.is_weight)
 
     def gathered_bytes(self) -> int:
         """Bytes per device of the weights that gather="step" keeps whole."""
@@ -276,13 +280,14 @@ def make(
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
-    seed: int = 0,
+    seed: int = 0, packed: PackedConfig | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
     `arrange`: from the blocks' parameters [L, ...] to those of the stages of a pipeline.
     `in_host_memory`: the blocks' matrices are kept there. `adapters`: with a rank, they are what is
     trained. `preferred`: the loss is that of pairs, and the model at the start the reference.
+    `packed`: with bits, the weights of products are stored as these, and have no gradient.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
@@ -296,8 +301,11 @@ def make(
     def stored(shapes, axes, dtype_of: Callable[[tuple], jnp.dtype]) -> Any:
         """Shapes with shardings of these parameters, in `dtype_of` their axes."""
         shapes = jax.tree.map(
-            lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype_of(axes)), shapes, axes
-        )
+            lambda leaf, axes: jax.ShapeDtypeStruct(
+                leaf.shape, dtype_of(axes) if leaf.dtype == jnp.float32 else leaf.dtype
+            ),
+            shapes, axes,
+        )  # fmt: skip
         shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
         if in_host_memory:
@@ -308,15 +316,20 @@ def make(
             )  # fmt: skip
         return jax.tree.map(placed, shapes, to)
 
-    frozen, model_axes = (), axes
+    model_shapes, model_axes = shapes, axes
+    if packed is not None and packed.bits:
+        model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
+    frozen = ()
     if adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
         rounded = lambda axes: "embed" in axes and "router" not in axes  # noqa: E731
         frozen = stored(
-            shapes, axes, lambda axes: policy.compute if rounded(axes) else policy.param
+            model_shapes, model_axes, lambda axes: policy.compute if rounded(axes) else policy.param
         )
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
+    else:
+        shapes, axes = model_shapes, model_axes
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
