@@ -25,7 +25,7 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer, mirror
-from llmx.config import Config, checks, describe, flags, history, value_types
+from llmx.config import Config, checks, describe, flags, history, packed_checks, value_types
 from llmx.contract import Batch
 from llmx.model import remat
 from llmx.runtime import (
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
                 from llmx.plan import auto
 
                 config = auto.on_these_devices(config, log)
+            problems = [*problems, *packed_checks.of_training(config)]
             config = checks.resolve(config, num_devices, problems=problems)
             config.workdir, store = mirror.begin(config.workdir, job, log=log)
             config = going_back_once(config, job)

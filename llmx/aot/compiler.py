@@ -18,7 +18,7 @@ from llmx import config, sharding
 from llmx.aot import peak_memory, report, step_time, topologies
 from llmx.aot import program as program_lib
 from llmx.aot.report import EXCHANGE, Memory, Result
-from llmx.config import checks
+from llmx.config import checks, packed_checks
 from llmx.contract import Strategy
 from llmx.model import remat
 from llmx.model.remat import OffloadConfig
@@ -48,6 +48,7 @@ def resolve(
             "FLOPs; leave it out"
         )
     problems += _across_slices(run, topology)
+    problems += packed_checks.of_training(run)
     return checks.resolve(run, topology.num_devices, problems=problems)
 
 

@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exits.DONE
     from rich.console import Console
 
-    Console(soft_wrap=False).print(report.table(rows))
+    console = Console()
+    console.width = max(console.width, report.WIDTH)
+    console.print(report.table(rows))
     return exits.DONE
 
 

@@ -59,14 +59,15 @@ def layer_by_layer(
 
     Args:
       params: of the model, on the mesh of `execution`, which has no stages.
-      batches: of text, as a dataset's rows are on the mesh; all their positions count.
+      batches: of text, as a dataset's rows are on the mesh; all their positions count. () = none:
+        for changes that need no statistics, of which there are none then.
       change: returns those of the layer's weights that change, by name: any leaves that a layer
         computes with, of equal shapes in all layers. All processes call it with the same arrays,
         and it must return the same. Arrays of the old shape are split as the old one, others whole.
 
-    Communicates as forward passes do. Raises ValueError for models with experts.
+    Communicates as forward passes do. Raises ValueError for text and a model with experts.
     """
-    if found := problems(apply):
+    if batches and (found := problems(apply)):
         raise ValueError("\n".join(found))
     plain = dataclasses.replace(execution, remat="none", offloaded=(), turns=1)
     with jax.set_mesh(execution.place.mesh):
@@ -159,7 +160,7 @@ def _changed(
     with jax.set_mesh(mesh):
         found = {
             name: observed.empty(math.prod(named[name].shape[1:][: adapters.contracted(name)]))
-            for name in products(named)
+            for name in (products(named) if stream else ())
         }
         for x_BTD, rows in stream:
             out_BTD, found = of_layer.observed(weights, x_BTD, rows, found)

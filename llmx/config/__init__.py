@@ -25,6 +25,7 @@ from llmx.model.distillation import DistillationConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import NATS, LossConfig
+from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.model.quantization import QuantizationConfig
 from llmx.model.quantized import ProductsConfig
@@ -111,6 +112,7 @@ class Config:
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
+    packed: PackedConfig = dataclasses.field(default_factory=PackedConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

@@ -18,6 +18,7 @@ from llmx.config import (
     distillation_checks,
     expert_checks,
     own_checks,
+    packed_checks,
     preference_checks,
     pruning_checks,
     quantization_checks,
@@ -71,7 +72,7 @@ def resolve(
     of_model = own_checks if config.model.own else adapter_checks
     found += [*of_model.problems(config), *preference_checks.problems(config)]
     found += [*pruning_checks.problems(config), *quantization_checks.problems(config)]
-    found += distillation_checks.problems(config)
+    found += [*distillation_checks.problems(config), *packed_checks.problems(config)]
     if found:
         raise ConfigError(found)
     return config

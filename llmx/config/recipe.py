@@ -68,7 +68,7 @@ def make_recipe(
         of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
-        quantized_as=config.quantization, teacher=teacher, seed=config.seed,
+        quantized_as=config.quantization, packed=config.packed, teacher=teacher, seed=config.seed,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
         | average_ranges.transforms(config.quantization, config.model)

@@ -416,7 +416,7 @@ class Apply:
             return adapters.on_base(gather, weight)  # of one layer
 
         axes = self._axes["blocks"]
-        return jax.tree.map(one, weights, axes, is_leaf=adapters.is_adapted)
+        return jax.tree.map(one, weights, axes, is_leaf=dot.is_weight)
 
     @property
     def kind_names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from llmx.model import dot, families, ranks, remat, rope, tensor_train
+from llmx.model import dot, families, packed, ranks, remat, rope, tensor_train
 from llmx.model.activations import hidden
 from llmx.model.attention import attend
 from llmx.model.attention.cache import read_slots, write_slots
@@ -325,7 +325,9 @@ class LatentAttention(nnx.Module):
     def _absorbed(self, plain_BTNH, turned_BTNP, latent_BSR, key_BSP, attend_to, execution):
         """Results of attention [B, T, N, V] to slots, whose latents are keys and values of one
         head. Only decoding does this: it has no gradient."""
-        to_keys_RNH, to_values_RNV = jnp.split(self.up.kernel.get_value(), [self.plain], axis=-1)
+        to_keys_RNH, to_values_RNV = jnp.split(
+            packed.plain(self.up.kernel.get_value(), latent_BSR.dtype), [self.plain], axis=-1
+        )
         to_heads = functools.partial(
             dot.dot, out=execution.place.activation(attend.QUERY), policy=execution.policy
         )

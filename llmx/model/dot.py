@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from llmx import sharding
-from llmx.model import adapters, observed, precision, quantized
+from llmx.model import adapters, observed, packed, precision, quantized
 from llmx.model.adapters import Adapted
 from llmx.model.observed import Observed
+from llmx.model.packed import Packed
 from llmx.model.quantized import Quantized, Ranges, WithRanges
 from llmx.sharding import mesh_axes
 
@@ -38,7 +39,7 @@ class _Product:
     x: PartitionSpec
     weight: PartitionSpec
     out: PartitionSpec
-    param: jnp.dtype
+    param: jnp.dtype | None  # of the weight's gradient; None = it has none
     reduce: jnp.dtype
     numbers: quantized.Numbers
     recomputed: bool
@@ -63,9 +64,11 @@ class _Product:
         return PartitionSpec(*(split[letter] for letter in out))
 
     def whole_weight(
-        self, weight: jax.Array, dtype: jnp.dtype, ranges: Ranges
+        self, weight: jax.Array | Packed, dtype: jnp.dtype, ranges: Ranges
     ) -> jax.Array | Quantized:
         """The weight as both passes multiply it; communicates over those of `TOKEN_AXES`."""
+        if isinstance(weight, Packed):
+            return packed.whole(weight, dtype, sharding.TOKEN_AXES)
         _, of_weight, out = self.letters
         sides = tuple(letter not in out for letter in of_weight)
         whole = gathered(weight, dtype, numbers=self.numbers, sides=sides, amax=ranges.weight)
@@ -146,7 +149,7 @@ def deferred(buffers: Any) -> bool:
 
 def dot(
     expression: str, x: jax.Array,
-    weight: jax.Array | DeferredWeight | WithRanges | Adapted | Factored | Observed, *,
+    weight: jax.Array | Packed | DeferredWeight | WithRanges | Adapted | Factored | Observed, *,
     out: PartitionSpec, policy: precision.Policy, recomputed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """`einsum(expression, x, weight)` in the compute dtype of x, placed as `out`.
@@ -167,9 +170,11 @@ def dot(
         return _factored(expression, x, weight, out=out, policy=policy, recomputed=recomputed)
     weight, ranges = weight if isinstance(weight, WithRanges) else (weight, Ranges())
     weight, buffer = weight if isinstance(weight, DeferredWeight) else (weight, None)
+    array = weight.codes if isinstance(weight, Packed) else weight
     product = _Product(
         expression=expression, x=jax.typeof(x).sharding.spec,
-        weight=jax.typeof(weight).sharding.spec, out=out, param=weight.dtype, reduce=policy.reduce,
+        weight=jax.typeof(array).sharding.spec, out=out,
+        param=None if array is not weight else weight.dtype, reduce=policy.reduce,
         numbers=policy.numbers, recomputed=recomputed,
         deferred=isinstance(buffer, WeightGradOperands),
     )  # fmt: skip
@@ -222,14 +227,21 @@ def gathered(
     return jax.sharding.reshard(weight, whole)
 
 
+def is_weight(leaf: Any) -> bool:
+    """Whether `dot` multiplies with it, and it is no array."""
+    return isinstance(leaf, Adapted | Packed)
+
+
 def whole(
-    weight: jax.Array, dtype: jnp.dtype, numbers: quantized.Numbers, axes: Sequence[str]
-) -> jax.Array:
+    weight: jax.Array | Packed, dtype: jnp.dtype, numbers: quantized.Numbers, axes: Sequence[str]
+) -> jax.Array | Packed:
     """A weight with these logical axes, gathered once for several products, in `dtype`.
 
     Rounded as `numbers` says if it is gathered as codes: each product then finds the same codes.
     Experts stay on their devices, and routers, which compute in fp32, in their own dtype.
     """
+    if isinstance(weight, Packed):
+        return weight  # each product takes the codes
     over = EXPERT_WEIGHTS_OVER if "experts" in axes else sharding.TOKEN_AXES
     if "router" in axes:
         dtype, numbers = weight.dtype, quantized.UNROUNDED
@@ -253,8 +265,8 @@ def cast(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(
-    product: _Product, x: jax.Array, weight: jax.Array, buffer: WeightGradOperands | None,
-    ranges: Ranges,
+    product: _Product, x: jax.Array, weight: jax.Array | Packed,
+    buffer: WeightGradOperands | None, ranges: Ranges,
 ):  # fmt: skip
     return _dot_forward(product, x, weight, buffer, ranges)[0]
 
@@ -287,6 +299,8 @@ def _dot_backward(product, residuals, gradient):
     if product.numbers.clips_x and ranges.x is not None:
         gradient_x = _inside(gradient_x, x, ranges.x)
     found = found._replace(gradient=quantized.amax_of(left))
+    if product.param is None:
+        return gradient_x, None, None, found
     if product.deferred:
         return gradient_x, None, _operands(product, x, gradient), found
     return gradient_x, _weight_gradient(product, x, gradient, ranges), None, found

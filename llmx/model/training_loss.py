@@ -27,10 +27,12 @@ from llmx.model import (
     quantized,
     remat,
 )
+from llmx.model import packed as packed_lib
 from llmx.model import teacher as teacher_lib
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
+from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.model.quantization import QuantizationConfig
 from llmx.sharding.mesh import within
@@ -302,14 +304,18 @@ class TrainingLoss:
             axes = axes | {distillation.HEAD: ("vocab", "embed")}
 
         def one(path, leaf, axes):
-            if "embed" not in axes or path[0].key in decoder.LOOKED_UP:
+            if (
+                packed_lib.is_packed(leaf)
+                or "embed" not in axes
+                or path[0].key in decoder.LOOKED_UP
+            ):
                 return leaf
             in_blocks = path[0].key in ("blocks", "first")
             numbers = policy.numbers if in_blocks else policy.numbers.of_head
             gather = lambda leaf: dot.whole(leaf, policy.compute, numbers, axes)  # noqa: E731
             return adapters_lib.on_base(gather, leaf)
 
-        return jax.tree_util.tree_map_with_path(one, params, axes, is_leaf=adapters_lib.is_adapted)
+        return jax.tree_util.tree_map_with_path(one, params, axes, is_leaf=dot.is_weight)
 
     def gathered_bytes(self) -> int:
         """Bytes per device of the weights that gather="step" keeps whole."""
@@ -341,7 +347,7 @@ def make(
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
-    quantized_as: QuantizationConfig | None = None,
+    quantized_as: QuantizationConfig | None = None, packed: PackedConfig | None = None,
     teacher: families.ModelConfig | None = None, seed: int = 0,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
@@ -351,6 +357,7 @@ def make(
     trained. `preferred`: the loss is that of pairs, and the model at the start the reference.
     `quantized_as`: how weights are rounded, whose scales may be trained too.
     `teacher`: of a model that is computed beside this one, to be learned from.
+    `packed`: with bits, the weights of products are stored as these, and have no gradient.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
@@ -364,8 +371,11 @@ def make(
     def stored(shapes, axes, dtype_of: Callable[[tuple], jnp.dtype]) -> Any:
         """Shapes with shardings of these parameters, in `dtype_of` their axes."""
         shapes = jax.tree.map(
-            lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype_of(axes)), shapes, axes
-        )
+            lambda leaf, axes: jax.ShapeDtypeStruct(
+                leaf.shape, dtype_of(axes) if leaf.dtype == jnp.float32 else leaf.dtype
+            ),
+            shapes, axes,
+        )  # fmt: skip
         if "blocks" in shapes:
             shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
@@ -377,7 +387,10 @@ def make(
             )  # fmt: skip
         return jax.tree.map(placed, shapes, to)
 
-    frozen, model_axes, taught_by = (), axes, None
+    model_shapes, model_axes = shapes, axes
+    if packed is not None and packed.bits:
+        model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
+    frozen, frozen_axes, taught_by = (), (), None
     if teacher is not None:
         taught_by = teacher_lib.make(teacher, execution)
         frozen, frozen_axes = taught_by.params, taught_by.axes
@@ -385,13 +398,13 @@ def make(
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
         rounded = lambda axes: "embed" in axes and "router" not in axes  # noqa: E731
         frozen = stored(
-            shapes, axes, lambda axes: policy.compute if rounded(axes) else policy.param
+            model_shapes, model_axes, lambda axes: policy.compute if rounded(axes) else policy.param
         )
-        frozen_axes = axes
-    else:
-        frozen_axes = ()
+        frozen_axes = model_axes
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
+    else:
+        shapes, axes = model_shapes, model_axes
     quantized_as = quantized_as or QuantizationConfig()
     shapes, axes = quantization.with_steps(quantized_as, shapes, axes)
     params = stored(shapes, axes, lambda axes: policy.param)

@@ -1,0 +1,165 @@
+"""Weights rounded to a few bits: to the nearest code, or one input after another (GPTQ).
+
+Functions of matrices [I, O] on one device, in fp32: `packed.PackedConfig` says the bits, and how
+many inputs of an output share a scale.
+
+Letters: I inputs, O outputs, G groups of g inputs.
+
+Sources: GPTQ, arXiv 2210.17323; scales as of the largest magnitude and half a step, so that all
+codes are used, as in its code.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from llmx.model import packed
+from llmx.model.packed import PackedConfig
+
+MOST_ROWS = 128  # inputs that GPTQ rounds before it corrects all others
+
+
+class Rounded(NamedTuple):
+    """A matrix as codes from 0 on: weight = (code - zero) * scale."""
+
+    codes_IO: Int[Array, "I O"]  # int32
+    scale_GO: Float[Array, "G O"]
+    zero_GO: Int[Array, "G O"] | None  # None = the middle code
+
+
+def grid_of(weight_GgO: Array, config: PackedConfig, scale_dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Scales, numbers of `scale_dtype` in fp32, and zero points [G, O] of groups.
+
+    A group of zeros has the scale 1.
+    """
+    if config.symmetric:
+        scale_GO = jnp.abs(weight_GgO).max(1) / (config.middle - 0.5)
+    else:
+        low_GO = jnp.minimum(weight_GgO.min(1), 0)
+        scale_GO = (jnp.maximum(weight_GgO.max(1), 0) - low_GO) / (config.levels - 1)
+    scale_GO = scale_GO.astype(scale_dtype).astype(jnp.float32)
+    scale_GO = jnp.where(scale_GO > 0, scale_GO, 1.0)
+    if config.symmetric:
+        return scale_GO, jnp.full(scale_GO.shape, config.middle, jnp.int32)
+    zero_GO = jnp.clip(jnp.round(-low_GO / scale_GO), 0, config.levels - 1)
+    return scale_GO, zero_GO.astype(jnp.int32)
+
+
+def _codes(weight: Array, scale: Array, zero: Array, config: PackedConfig) -> Array:
+    return jnp.clip(jnp.round(weight / scale) + zero, 0, config.levels - 1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "scale_dtype"))
+def nearest(
+    weight_IO: Float[Array, "I O"], *, config: PackedConfig, scale_dtype: jnp.dtype = packed.SCALE
+) -> Rounded:  # fmt: skip
+    """Each number rounded to the nearest code of its group."""
+    weight_GgO = _grouped(weight_IO, config)
+    scale_GO, zero_GO = grid_of(weight_GgO, config, scale_dtype)
+    codes_GgO = _codes(weight_GgO, scale_GO[:, None], zero_GO[:, None], config)
+    return Rounded(
+        codes_GgO.reshape(weight_IO.shape), scale_GO, None if config.symmetric else zero_GO
+    )
+
+
+def numbers(rounded: Rounded, config: PackedConfig) -> Float[Array, "I O"]:
+    """The matrix that codes stand for."""
+    codes_IO, scale_GO, zero_GO = rounded
+    codes_GgO = codes_IO.reshape(scale_GO.shape[0], -1, scale_GO.shape[1])
+    zero = config.middle if zero_GO is None else zero_GO[:, None]
+    return ((codes_GgO - zero) * scale_GO[:, None]).reshape(codes_IO.shape)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "by_importance", "damping", "scale_dtype")
+)  # fmt: skip
+def gptq(
+    weight_IO: Float[Array, "I O"], gram_II: Float[Array, "I I"], *, config: PackedConfig,
+    by_importance: bool = False, damping: float = 0.01, scale_dtype: jnp.dtype = packed.SCALE,
+) -> Rounded:  # fmt: skip
+    """Codes that keep the product with inputs of this Gram matrix: inputs are rounded one after
+    another, and those that are not yet make up for the error of those that are.
+
+    Args:
+      gram_II: sum over tokens of x x^T.
+      by_importance: inputs with the largest squares first ("act-order"); scales are then of the
+        weights as they were, so that groups stay neighbors. Otherwise those of a group are made
+        when its first input is rounded.
+      damping: this share of the mean of the diagonal is added to it.
+
+    Inputs that no token has are rounded to zero. Source: arXiv 2210.17323, algorithm 1.
+    """
+    I, O = weight_IO.shape  # noqa: E741
+    squares_I = gram_II.diagonal()
+    unused_I = squares_I == 0
+    gram_II = gram_II + jnp.diag(unused_I + damping * squares_I.mean())
+    weight_IO = jnp.where(unused_I[:, None], 0.0, weight_IO)
+    order_I = jnp.argsort(-squares_I) if by_importance else jnp.arange(I)
+    group = config.group or I
+    at_once = by_importance or not config.group
+    rows = _divisor(I) if at_once else group
+    scale_GO, zero_GO = grid_of(_grouped(weight_IO, config), config, scale_dtype)
+    factor_II = _inverse_factor(gram_II[order_I][:, order_I])
+    of_row_I = order_I // group
+
+    def block(weight_IO, start):
+        """Rounds `rows` inputs from `start` on, and corrects those behind them."""
+        weight_RO = jax.lax.dynamic_slice_in_dim(weight_IO, start, rows)
+        factor_RI = jax.lax.dynamic_slice_in_dim(factor_II, start, rows)
+        factor_RR = jax.lax.dynamic_slice_in_dim(factor_RI, start, rows, axis=1)
+        if at_once:
+            of_row_R = jax.lax.dynamic_slice_in_dim(of_row_I, start, rows)
+            scale_RO, zero_RO = scale_GO[of_row_R], zero_GO[of_row_R]
+            own = ()
+        else:
+            own = grid_of(weight_RO[None], config, scale_dtype)
+            scale_RO, zero_RO = (jnp.broadcast_to(part, (rows, O)) for part in own)
+
+        def one(row, carried):
+            weight_RO, codes_RO, errors_RO = carried
+            code_O = _codes(weight_RO[row], scale_RO[row], zero_RO[row], config)
+            error_O = weight_RO[row] - (code_O - zero_RO[row]) * scale_RO[row]
+            error_O /= factor_RR[row, row]
+            behind_R = jnp.where(jnp.arange(rows) > row, factor_RR[row], 0.0)
+            weight_RO -= behind_R[:, None] * error_O
+            return weight_RO, codes_RO.at[row].set(code_O), errors_RO.at[row].set(error_O)
+
+        zeros_RO = jnp.zeros((rows, O), jnp.float32)
+        begin = weight_RO, zeros_RO.astype(jnp.int32), zeros_RO
+        _, codes_RO, errors_RO = jax.lax.fori_loop(0, rows, one, begin)
+        behind_RI = jnp.where(jnp.arange(I) >= start + rows, factor_RI, 0.0)
+        return weight_IO - _exact(behind_RI.T, errors_RO), (codes_RO, own)
+
+    _, (codes, own) = jax.lax.scan(block, weight_IO[order_I], jnp.arange(0, I, rows))
+    codes_IO = jnp.zeros((I, O), jnp.int32).at[order_I].set(codes.reshape(I, O))
+    if not at_once:
+        scale_GO, zero_GO = (part.reshape(-1, O) for part in own)
+    return Rounded(codes_IO, scale_GO, None if config.symmetric else zero_GO)
+
+
+def output_error(before_IO: Array, after_IO: Array, gram_II: Array) -> Float[Array, ""]:
+    """The squared change of a product's outputs, summed over the tokens of a Gram matrix."""
+    change_IO = after_IO - before_IO
+    return jnp.sum(change_IO * _exact(gram_II, change_IO))
+
+
+_exact = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+def _inverse_factor(gram_II: Array) -> Array:
+    """Upper U with U^T U = gram^-1: the inverse of the upper R with R R^T = gram."""
+    lower_II = jnp.linalg.cholesky(gram_II[::-1, ::-1])
+    upper_II = lower_II[::-1, ::-1]
+    return jax.scipy.linalg.solve_triangular(upper_II, jnp.eye(len(gram_II)), lower=False)
+
+
+def _grouped(weight_IO: Array, config: PackedConfig) -> Array:
+    return weight_IO.reshape(-1, config.group or weight_IO.shape[0], weight_IO.shape[1])
+
+
+def _divisor(size: int) -> int:
+    """The largest divisor that is at most `MOST_ROWS`."""
+    return max(n for n in range(1, min(size, MOST_ROWS) + 1) if size % n == 0)
