@@ -29,10 +29,10 @@ from llmx.data import choices, objects, remote, shards, sources, tokenizers
 from llmx.data import config as data_config
 from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
-from llmx.model.quantization import QuantizationConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
 from llmx.model.preference import PreferenceConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
 from llmx.pipeline.schedules import PipelineConfig

@@ -146,8 +146,8 @@ class Apply:
         """A cache of S >= `length` slots in which nothing is visible (segment -1).
 
         "blocks", and "first" where there are such layers: two arrays [L, B, S, ...], compute dtype
-        or as `execution.kv_cache` says, keys and values [.., K, H] or what `cache.arrays_of` says; "segments" and "positions": int32
-        [B, S].
+        or as `execution.kv_cache` says, keys and values [.., K, H] or what `cache.arrays_of` says;
+        "segments" and "positions": int32 [B, S].
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))

@@ -179,7 +179,8 @@ def quantized_weights(
       params: what the run trains, with `log_step` where scales are learned.
       compute: dtype of the products, in which weights are rounded.
 
-    Codes are int8 [l, in..., out...], scales fp32 of equal rank: number = code * scale in `compute`.
+    Codes are int8 [l, in..., out...], scales fp32 of equal rank: number = code * scale, in
+    `compute`.
     Communicates over mesh axes that split numbers that share a scale.
     """
     named = trees.named(params)

@@ -1,4 +1,4 @@
-"""Runs whose weights are integers: begun from a model, resumed elsewhere, read by other commands."""
+"""Runs with weights as integers: begun from a model, resumed elsewhere, read by other commands."""
 
 import pathlib
 

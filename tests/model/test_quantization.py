@@ -183,8 +183,8 @@ def test_ranges_are_moving_averages_that_freeze():
     with jax.set_mesh(recipe.mesh):
         state, step = recipe.init(0), runs.make_train_step(recipe)
         found, kept = [], []
-        for batch in batches(4):
-            batch = runs.put_batch(recipe, batch)
+        for rows in batches(4):
+            batch = runs.put_batch(recipe, rows)
             one, _ = jax.jit(recipe.gradient.take)(state.params, batch, (), state.extra)
             found.append(np.asarray(one.amax))
             state, _ = step(state, batch)
