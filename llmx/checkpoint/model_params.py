@@ -65,12 +65,16 @@ def restore_params(
     def prefix(document: Document) -> str:
         return FROZEN if adapters_of(document.meta).rank else _own(averaged(document.meta))
 
+    def wanted(document: Document) -> Any:
+        like = abstract(document) if callable(abstract) else abstract
+        return _with_steps(like, quantization_of(document.meta))
+
     restored = checkpointer.restore_saved(
-        workdir, abstract, prefix=prefix, order=order, step=step, log=log, reader=reader
+        workdir, wanted, prefix=prefix, order=order, step=step, log=log, reader=reader
     )
     config = adapters_of(restored.meta)
     if not config.rank:
-        return _rounded(workdir, restored, ema=ema, order=order, log=log)
+        return restored._replace(state=_rounded(restored.state, restored.meta))
     found = _restore_own(
         workdir, restored.state, config, ema=averaged(restored.meta), order=order,
         step=restored.step, log=log,
@@ -79,34 +83,31 @@ def restore_params(
     return restored._replace(state=state)
 
 
-def _rounded(workdir: str, restored: Restored, *, ema, order, log) -> Restored:
-    """Parameters, those that are quantized as the numbers of their codes."""
-    config = quantization_of(restored.meta)
+def _with_steps(like: Any, config: QuantizationConfig) -> Any:
+    """Shapes of a model's parameters with those of the scales that are learned, whole."""
+    named, whole = trees.named(like), _whole(like)
+    no_axes = jax.tree.map(lambda leaf: (None,) * len(leaf.shape), like)
+    shapes, _ = quantization.with_steps(config, like, no_axes)
+    return trees.nest({
+        name: named[name] if name in named
+        else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        for name, leaf in trees.named(shapes).items()
+    })  # fmt: skip
+
+
+def _rounded(params: Any, meta: Mapping[str, Any]) -> Any:
+    """The model's parameters, those that are quantized as the numbers of their codes."""
+    config = quantization_of(meta)
     if not config.bits:
-        return restored
-    named = trees.named(restored.state)
-    shapes, _ = quantization.with_steps(config, restored.state, _no_axes(restored.state))
-    steps = {name: shape for name, shape in trees.named(shapes).items() if name not in named}
-    if steps:
-        whole = _whole(restored.state)
-        wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
-                  for name, leaf in steps.items()}  # fmt: skip
-        found = checkpointer.restore_saved(
-            workdir, trees.nest(wanted), prefix=_own(ema), order=order, step=restored.step, log=log
-        )
-        steps = trees.named(found.state)
-    compute = precision.POLICIES[restored.meta["config"]["precision"]].compute
-    if any(isinstance(leaf, streamed.Stored) for leaf in named.values()):
-        for name in filter(quantization.is_quantized, named):
-            step = steps.get(quantization.step_of(name))
-            named[name] = RoundedStored.by(named[name], name, config, compute, step)
-        return restored._replace(state=trees.nest(named))
-    state = quantization.dequantized_on_mesh(trees.nest(named | steps), config, compute)
-    return restored._replace(state=state)
-
-
-def _no_axes(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: (None,) * len(leaf.shape), params)
+        return params
+    compute = precision.POLICIES[meta["config"]["precision"]].compute
+    named = trees.named(params)
+    if not any(isinstance(leaf, streamed.Stored) for leaf in named.values()):
+        return quantization.dequantized_on_mesh(params, config, compute)
+    for name in [name for name in named if quantization.is_quantized(name)]:
+        step = named.get(quantization.step_of(name))
+        named[name] = RoundedStored.by(named[name], name, config, compute, step)
+    return quantization.without_steps(trees.nest(named))
 
 
 def restore_evaluated(
@@ -119,9 +120,12 @@ def restore_evaluated(
     extra = dict(recipe.loss.abstract_extra)
     if quantized.RANGES not in extra or recipe.loss.quantization.activations != AVERAGE:
         return restored
-    wanted = {quantized.RANGES: extra[quantized.RANGES]}
-    found = checkpointer.restore_saved(workdir, wanted, prefix="extra", step=restored.step, log=log)
-    return restored._replace(state=recipe.loss.rounded(restored.state, found.state))
+    found = checkpointer.restore_saved(
+        workdir, extra[quantized.RANGES], prefix=f"extra/{quantized.RANGES}", step=restored.step,
+        log=log,
+    )  # fmt: skip
+    averages = {quantized.RANGES: found.state}
+    return restored._replace(state=recipe.loss.rounded(restored.state, averages))
 
 
 def of_hugging_face(
@@ -223,7 +227,7 @@ class RoundedStored(streamed.Stored):
 
     @classmethod
     def by(cls, stored: streamed.Stored, name, config, compute, log_step) -> "RoundedStored":
-        steps = None if log_step is None else np.asarray(log_step)
+        steps = None if log_step is None else log_step[...]
         own = (stored.shape, stored.dtype, stored.store, stored.rows)
         return cls(*own, name, config, compute, steps)
 

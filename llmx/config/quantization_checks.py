@@ -81,4 +81,7 @@ def _without_effect(section: QuantizationConfig) -> Iterator[str]:
     for key, (is_read, without, remedy) in readers.items():
         value = vars(section)[key]
         if not is_read and value != vars(default)[key]:
-            yield f"quantization.{key}={value!r} has no effect with {without}: {remedy}, or leave it out"
+            yield (
+                f"quantization.{key}={value!r} has no effect with {without}: {remedy}, or leave it "
+                "out"
+            )

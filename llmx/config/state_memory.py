@@ -16,8 +16,9 @@ import jax
 from llmx import sharding
 from llmx.config import Config, utilization
 from llmx.config.axes import layout_of
-from llmx.model import apply, precision
+from llmx.model import apply, precision, quantization
 from llmx.model.families import ModelConfig
+from llmx.sharding import trees
 from llmx.step import moments, optimizers
 from llmx.step.transforms import masks
 
@@ -68,6 +69,20 @@ def _leaves(*values: Any) -> tuple[Leaf, ...]:
     )
 
 
+def learned_scales(run: Config) -> tuple[Leaf, ...]:
+    """The logarithms of the scales that a run learns for weights that are trained as integers."""
+    if not run.quantization.learns:
+        return ()
+    shapes, axes = apply.abstract_parameters(run.model)
+    shapes, axes = quantization.with_steps(run.quantization, shapes, axes)
+    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    pairs = zip(trees.named(shapes).items(), names, strict=True)
+    return tuple(
+        Leaf(name, tuple(leaf.shape), tuple(of)) for (name, leaf), of in pairs
+        if name.endswith(f"/{quantization.LOG_STEP}")
+    )  # fmt: skip
+
+
 def unsplit(leaf: Leaf, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
     """Whether the width does not divide over the mesh axes that are to split it, and neither do
     other dimensions."""
@@ -113,7 +128,7 @@ def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
     param = precision.POLICIES[run.precision].param
     kept = moments.number_bytes(run.optimizer.moments, param)
     of_blocks, of_others = optimizers.num_moments(run.optimizer)
-    for leaf in leaves(run.model):
+    for leaf in (*leaves(run.model), *learned_scales(run)):
         weight = leaf.axes[0] in optimizers.STACKED and leaf.is_matrix
         if on_host == (run.offload.parameters and weight and leaf.in_blocks):
             found["parameters"] += held.numbers(leaf, "parameters") * param.itemsize

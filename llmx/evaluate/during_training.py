@@ -71,9 +71,10 @@ class Evaluation:
     def _held_out(self, state: State) -> tuple[dict[str, float], str]:
         """The means over the held-out split, and which part of it they are over."""
         loss = self._recipe.loss
+        params = loss.evaluated(state.averaged, state.frozen, state.extra)
         result = held_out.losses(
-            self._recipe, self._step, loss.evaluated(state.averaged, state.frozen, state.extra),
-            self._dataset, batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
+            self._recipe, self._step, params, self._dataset,
+            batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
         # The loss of pairs is not one of tokens.
         names = ("loss", *(loss.reported or ("perplexity",)))

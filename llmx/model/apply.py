@@ -176,8 +176,7 @@ class Apply:
 
         "blocks", and "first" where there are such layers: two arrays [L, B, S, ...] of each pass
         through a layer, compute dtype or as `execution.kv_cache` says, keys and values [.., K, H]
-        or what `cache.arrays_of` says; "segments" and "positions": int32
-        [B, S].
+        or what `cache.arrays_of` says; "segments" and "positions": int32 [B, S].
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))

@@ -146,8 +146,8 @@ def with_steps(config: QuantizationConfig, shapes: Any, axes: Any) -> tuple[Any,
 def init_steps(config: QuantizationConfig, params: Any) -> Any:
     """A model's parameters with new logarithms of scales; as they are where none are learned.
 
-    A scale begins at 2 mean|w| Q^(-1/2), as in LSQ, or at max|w| / Q where that is less, so that it
-    is no coarser than it needs to be for the largest number. Under Auto axes.
+    A scale begins at 2 mean|w| Q^(-1/2), as in LSQ, or at max|w| / (Q - 1/4) where that is less: no
+    coarser than the largest number needs, which is clearly inside. Under Auto axes.
     """
     if not config.learns:
         return params
@@ -158,7 +158,7 @@ def init_steps(config: QuantizationConfig, params: Any) -> Any:
         magnitudes = jnp.abs(quantized.in_blocks(weight, shape))
         over = tuple(range(1, magnitudes.ndim, 2))
         mean = 2 * magnitudes.mean(axis=over) / math.sqrt(config.largest)
-        scale = jnp.minimum(mean, magnitudes.max(axis=over) / config.largest)
+        scale = jnp.minimum(mean, magnitudes.max(axis=over) / (config.largest - 0.25))
         named[step_of(name)] = jnp.log(jnp.maximum(scale, 2.0**-120))
     return trees.nest(named)
 
@@ -179,7 +179,8 @@ def quantized_weights(
       params: what the run trains, with `log_step` where scales are learned.
       compute: dtype of the products, in which weights are rounded.
 
-    Codes are int8 [l, in..., out...], scales fp32 of equal rank: number = code * scale in `compute`.
+    Codes are int8 [l, in..., out...], scales fp32 of equal rank: number = code * scale, in
+    `compute`.
     Communicates over mesh axes that split numbers that share a scale.
     """
     named = trees.named(params)

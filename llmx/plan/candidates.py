@@ -28,6 +28,7 @@ from llmx import sharding
 from llmx.aot.topologies import Topology
 from llmx.config import Config, ConfigError, checks, preference_checks
 from llmx.model import remat
+from llmx.model.quantization import AVERAGE
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.plan import experts
 from llmx.plan import partition as partition_lib
@@ -275,6 +276,7 @@ class Space:
             or run.offload.saves
             or run.offload.parameters
             or run.products.scaling == "delayed"
+            or run.quantization.activations == AVERAGE
         )
         if refused or run.sync.strategy != "mean":
             return [1]

@@ -21,7 +21,7 @@ import math
 
 from llmx.config import loss_memory, stage_memory, state_memory, utilization
 from llmx.config.state_memory import leaves
-from llmx.model import remat, remat_costs
+from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
 from llmx.plan import exchange, experts, traffic
 from llmx.plan.sizes import Sizes
@@ -114,7 +114,7 @@ def of(
         # Those of layers are written where the weights were.
         of_layers = _gradients_of_layers(sizes)
         common["gradients"] = max(0.0, of_layers - common["saved weights"])
-    common |= _gathered(sizes)
+    common |= _gathered(sizes) | _rounded(sizes)
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
@@ -288,6 +288,17 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
         ),
         "gradients of the head": WHOLE_HEADS * sizes.compute_bytes * sizes.whole(sizes.head),
     }
+
+
+def _rounded(sizes: Sizes) -> dict[str, float]:
+    """A copy of the weights that are trained as integers, as the numbers of their codes."""
+    if not sizes.run.quantization.bits:
+        return {}
+    numbers = sum(
+        sizes.local(leaf, "parameters")
+        for leaf in leaves(sizes.run.model) if quantization.is_quantized(leaf.name)
+    )  # fmt: skip
+    return {"rounded weights": sizes.param_bytes * numbers}
 
 
 def _bodies(model: ModelConfig) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmx.config import utilization
-from llmx.model import costs, quantized, ranks, remat, remat_costs
+from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise
 from llmx.model.families import is_local
 from llmx.plan import experts, gemm, memory, traffic
@@ -411,12 +411,27 @@ def _ends(device: _Device) -> Iterator[Operator]:
     gradients = sum(sizes.local(leaf, "gradients") for leaf in leaves)
     if (several := sizes.run.batch.accumulation) > 1:
         yield device.move("sums of gradients", ENDS, several * moved.sums * FP32 * gradients)
+    yield from _roundings(device)
     norms = moved.norms * sizes.reduce_bytes * gradients
     yield device.move("norms of gradients", ENDS, norms)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
     num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
     yield device.move("update", ENDS, num_bytes, part=UPDATE)
     yield from _of_cpus(device)
+
+
+def _roundings(device: _Device) -> Iterator[Operator]:
+    """Of weights that are trained as integers: read for the largest magnitudes, unless scales are
+    learned, read and written once a step; and gradients taken back to the scales."""
+    sizes, config = device.sizes, device.sizes.run.quantization
+    if not config.bits:
+        return
+    weights = [leaf for leaf in sizes.weights if quantization.is_quantized(leaf.name)]
+    held = sizes.param_bytes * sum(sizes.local(leaf, "parameters") for leaf in weights)
+    yield device.move("rounded weights", ENDS, (2 if config.learns else 3) * held)
+    if config.learns:
+        gradients = FP32 * sum(sizes.local(leaf, "gradients") for leaf in weights)
+        yield device.move("gradients of scales", ENDS, 3 * gradients)
 
 
 def _updated_bytes(sizes: Sizes, updated: float) -> float:

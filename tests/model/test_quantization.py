@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 from support import compare, packed, runs
 
-from llmx.model import adapters, quantization
+from llmx.config import ConfigError
+from llmx.model import adapters, dot, quantization, quantized
 from llmx.model.quantization import QuantizationConfig
+from llmx.model.quantized import Ranges
 from llmx.sharding import trees
 
 torch = pytest.importorskip("torch")
 
 # In units of a scale: many times the rounding of its fp32 division.
 MIDDLE = 1e-5
+# A code of an input is 1/127 of the largest, and some are next to the middle between two.
+INT8_TOLERANCE = 5e-5
 MODEL = dict(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, head_dim=8,
              vocab_size=261, vocab_multiple=2)  # fmt: skip
 KEYS = dict(batch__size=4, batch__sequence_length=12)
@@ -129,7 +133,7 @@ def test_values_and_gradients_are_those_of_torch(case):
             assert 0.001 < clipped.mean() < 0.5
             assert np.abs(wanted[step]).max() > 0
     compare.assert_close(found.tree, trees.nest(wanted), 1e-5)
-    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in wanted.values()))
+    norm = np.sqrt(sum(np.sum(np.square(np.float32(leaf))) for leaf in wanted.values()))
     np.testing.assert_allclose(found.norms, norm, rtol=1e-4)
 
 
@@ -140,3 +144,119 @@ def test_every_mesh_trains_as_one_device(case, mesh):
     wanted = runs.train(recipe_of(**keys), batches(3))
     got = runs.train(recipe_of(**MESHES[mesh], **keys), batches(3))
     compare.assert_trained_alike(got, wanted, 1e-5)
+
+
+def test_codes_are_the_model_bit_for_bit():
+    """What is stored, a code and a scale for each group, gives the losses of training's model."""
+    recipe, plain = recipe_of(**CASES["learned group"]), recipe_of()
+    state = state_of(recipe)
+    with jax.set_mesh(recipe.mesh):
+        batch = runs.put_batch(recipe, batches(1)[0])
+        codes = quantization.quantized_weights(
+            state.params, recipe.loss.quantization, jnp.dtype("float32")
+        )
+        stored = dict(trees.named(jax.device_get(quantization.without_steps(state.params))))
+        for name, one in codes.items():
+            assert one.codes.dtype == jnp.int8
+            assert -8 <= one.codes.min() < one.codes.max() <= 7
+            wide = np.repeat(one.scale, stored[name].shape[1] // one.scale.shape[1], axis=1)
+            for axis in range(2, wide.ndim):
+                wide = np.repeat(wide, stored[name].shape[axis] // wide.shape[axis], axis=axis)
+            stored[name] = np.asarray(one.codes, np.float32) * wide
+        to = jax.tree.map(lambda leaf: leaf.sharding, recipe.loss.model_params)
+        params = jax.device_put(trees.nest(stored), to)
+        compare.assert_same(recipe.loss.evaluated(state.params, ()), params)
+        by_codes, _ = runs.make_evaluation(plain)(params, batch)
+        found, _ = jax.jit(recipe.gradient.take)(state.params, batch, (), ())
+        _, tokens = runs.make_evaluation(plain)(params, batch)
+    np.testing.assert_allclose(found.loss, by_codes / tokens, rtol=1e-6)
+
+
+INPUTS = dict(
+    quantization__activations="average", quantization__decay=0.75, quantization__freeze_after=2
+)
+
+
+def test_ranges_are_moving_averages_that_freeze():
+    recipe = recipe_of(**INPUTS)
+    ranges = quantized.RANGES
+    with jax.set_mesh(recipe.mesh):
+        state, step = recipe.init(0), runs.make_train_step(recipe)
+        found, kept = [], []
+        for rows in batches(4):
+            batch = runs.put_batch(recipe, rows)
+            one, _ = jax.jit(recipe.gradient.take)(state.params, batch, (), state.extra)
+            found.append(np.asarray(one.amax))
+            state, _ = step(state, batch)
+            kept.append(np.asarray(state.extra[ranges].amax))
+    np.testing.assert_array_equal(kept[0], found[0])
+    np.testing.assert_allclose(kept[1], 0.75 * found[0] + 0.25 * found[1], rtol=1e-6)
+    np.testing.assert_array_equal(kept[3], kept[1])
+    assert np.abs(found[3] - found[1]).max() > 0
+    assert (found[0][..., 0] > 0).all()
+
+
+def test_inputs_are_rounded_and_clipped_as_torch_does():
+    """A product with a range below the largest of its inputs: value and both gradients."""
+    random, place = np.random.default_rng(0), recipe_of(**INPUTS).loss.execution
+    x, weight = random.normal(size=(2, 5, 16)), random.normal(size=(16, 12))
+    above, amax = random.normal(size=(2, 5, 12)), 1.5
+    x, weight, above = (np.float32(array) for array in (x, weight, above))
+    assert (np.abs(x) > amax).any()
+
+    def ours(x, weight):
+        ranges = Ranges(jnp.float32(amax), jnp.float32(0), jnp.float32(0))
+        return dot.dot(
+            "BTD,DF->BTF", x, quantized.WithRanges(weight, ranges), out=jax.P(None, None, None),
+            policy=place.policy,
+        )  # fmt: skip
+
+    with jax.set_mesh(place.place.mesh):
+        value, pull = jax.vjp(ours, jnp.asarray(x), jnp.asarray(weight))
+        got = value, *pull(jnp.asarray(above))
+    x, weight = (torch.tensor(array, requires_grad=True) for array in (x, weight))
+    # Clipped first: where torch's mask is of the rounded number, here it is of the number.
+    rounded = torch.fake_quantize_per_tensor_affine(
+        torch.clamp(x, -amax, amax), float(np.float32(amax) / np.float32(127)), 0, -127, 127
+    )
+    wanted = rounded @ weight
+    wanted.backward(torch.tensor(above))
+    for ours, theirs in zip(got, (wanted.detach(), x.grad, weight.grad), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+INPUTS_MESHES = {
+    "fsdp2 x tensor2": dict(mesh=dict(fsdp=2, tensor=2), batch__accumulation=2),
+    "replicas": dict(mesh=dict(data=2), sync__strategy="int8", sync__warmup_steps=10),
+}
+
+
+@pytest.mark.parametrize("mesh", INPUTS_MESHES)
+def test_inputs_of_every_mesh_are_those_of_one_device(mesh):
+    keys = runs.PARITY_OPTIMIZER | CASES["learned"] | INPUTS
+    wanted = runs.train(recipe_of(**keys), batches(3))
+    got = runs.train(recipe_of(**INPUTS_MESHES[mesh], **keys), batches(3))
+    compare.assert_trained_alike(got, wanted, INT8_TOLERANCE)
+
+
+@pytest.mark.parametrize(("keys", "said"), [
+    (dict(quantization__bits=9), "quantization.bits=9"),
+    (dict(quantization__bits=4, quantization__group=12), "12 does not divide the inputs of"),
+    (dict(quantization__group=4), "no effect with quantization.bits=0"),
+    (dict(quantization__bits=4, quantization__freeze_after=5), "quantization.activations=''"),
+    (dict(quantization__bits=4, products__format="int8"), "round the same numbers again"),
+    (dict(quantization__bits=4, adapters__rank=2), "beside adapters are frozen"),
+    (dict(quantization__bits=4, mesh=dict(stage=2), batch__accumulation=4,
+          pipeline__schedule="pipedream_2bw"), "rounded a step before"),
+    (dict(quantization__activations="average", mesh=dict(stage=2), batch__accumulation=2),
+     "hand out no ranges"),
+    (dict(quantization__bits=4, offload__parameters=True), "leave offload.parameters out"),
+])  # fmt: skip
+def test_what_cannot_be_is_said(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        recipe_of(**keys)
+
+
+def test_experts_are_refused():
+    with pytest.raises(ConfigError, match="kernels of their own"):
+        runs.make_config("mixtral", quantization__bits=4)

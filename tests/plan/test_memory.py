@@ -52,6 +52,10 @@ CASES = {
     "moments in bf16": dict(optimizer__moments="bf16", mesh__fsdp=4),
     "pure bf16": dict(precision="pure_bf16", optimizer__ema_decay=0.9, mesh__fsdp=4),
     "fp16": dict(precision="fp16", mesh__fsdp=4),
+    "learned scales": dict(
+        quantization__bits=4, quantization__scales="learned", quantization__group=16,
+        optimizer__ema_decay=0.9, mesh__stage=2, mesh__fsdp=2, mesh__tensor=2,
+    ),
     "moments on the host": dict(offload__optimizer=True, mesh__fsdp=4),
     "parameters on the host": dict(
         offload__optimizer=True, offload__parameters=True, mesh__fsdp=4, optimizer__ema_decay=0.9,

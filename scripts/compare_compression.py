@@ -1,0 +1,108 @@
+"""Trains the quickstart's model further as integers, and compares it with what it would have become
+in fp32, and with that rounded after training.
+
+    python -m llmx.train --config configs/quickstart.py
+    python scripts/compare_compression.py [NAME ...] [--steps 150] [-- --config.batch.size=8 ...]
+
+Each run begins with the parameters of --workdir and sees equal tokens in equal order; runs that are
+in --folder already are not made again. What follows "--" is given to each. Add a row: it is a name
+in RUNS.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+
+import jax
+
+from llmx import config as config_lib
+from llmx.config import recipe as recipe_lib
+from llmx.data import dataset as data_lib
+from llmx.evaluate import held_out, saved_run
+from llmx.model import quantization
+from llmx.model.quantization import QuantizationConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
+FP32 = "fp32"
+LEARNED = {"quantization.bits": 4, "quantization.scales": "learned"}
+RUNS: dict[str, dict[str, object]] = {
+    FP32: {},
+    "int4 trained": {"quantization.bits": 4},
+    "int4 trained, groups of 32": {"quantization.bits": 4, "quantization.group": 32},
+    "int4 trained, learned scales": LEARNED,
+    "int4 trained, learned scales, int8 inputs": LEARNED | {"quantization.activations": "average"},
+    "int3 trained, learned scales": LEARNED | {"quantization.bits": 3},
+}
+# Of the fp32 run, rounded after training: to nearest, without any data.
+ROUNDED = {
+    "int8 rounded": dict(bits=8), "int4 rounded": dict(bits=4),
+    "int4 rounded, groups of 32": dict(bits=4, group=32), "int3 rounded": dict(bits=3),
+}  # fmt: skip
+
+
+def train(name: str, args: argparse.Namespace) -> pathlib.Path:
+    """The work directory of a run, which is made if it is not there."""
+    workdir = pathlib.Path(args.folder, name.replace(", ", "_").replace(" ", "_"))
+    keys = {
+        "start_from": args.workdir, "steps": args.steps, "optimizer.learning_rate": args.rate,
+        "optimizer.warmup_steps": 10, "evaluation.every": 0, "checkpoint.every": args.steps,
+        "sample.prompt": "", **RUNS[name],
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "llmx.train", "--config", str(ROOT / "configs/quickstart.py"),
+        "--workdir", str(workdir), *(f"--config.{key}={value}" for key, value in keys.items()),
+        *args.extra,
+    ]  # fmt: skip
+    if not (workdir / "checkpoints" / str(args.steps)).is_dir():
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return workdir
+
+
+def held_out_loss(workdir: pathlib.Path, batches: int, rounded: QuantizationConfig) -> float:
+    """Nats per token of a run's last checkpoint, its weights rounded as `rounded` says."""
+    run = config_lib.load_run(str(workdir))
+    run = saved_run.config_of(run, str(workdir), own_data=True)
+    recipe = recipe_lib.make_recipe(run)
+    data = data_lib.open_dataset(
+        run.data, sequence_length=run.batch.sequence_length, seed=run.seed, log=lambda _: None
+    )
+    params = saved_run.evaluated(run, recipe, str(workdir)).state
+    compute = recipe.loss.execution.policy.compute
+    params = quantization.dequantized_on_mesh(params, rounded, compute)
+    with jax.set_mesh(recipe.mesh):
+        return held_out.losses(
+            recipe, held_out.make_step(recipe), params, data,
+            batch_size=held_out.batch_size(run), batches=batches,
+        )["loss"]  # fmt: skip
+
+
+def main() -> None:
+    command = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}")
+    command.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
+    command.add_argument("--folder", default="runs/compare_compression", help="of the new runs")
+    command.add_argument("--steps", type=int, default=150, help="of each run")
+    command.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    command.add_argument("--batches", type=int, default=64, help="held-out batches; 0 = all")
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = command.parse_args(sys.argv[1:split])
+    args.extra = sys.argv[split + 1 :]
+    names = [FP32, *(name for name in args.names or RUNS if name != FP32)]
+    if wrong := sorted(set(names) - set(RUNS)):
+        command.error(f"{wrong[0]!r} is unknown: use some of {', '.join(RUNS)}")
+    found, plain = {}, QuantizationConfig()
+    for name in names:
+        workdir = train(name, args)
+        found[name] = held_out_loss(workdir, args.batches, plain)
+        print(f"{name}: {found[name]:.4f}", flush=True)
+    for name, values in ROUNDED.items():
+        workdir = train(FP32, args)
+        found[name] = held_out_loss(workdir, args.batches, QuantizationConfig(**values))
+    print("| run | held-out loss | to fp32 |\n| --- | --- | --- |")
+    for name, loss in found.items():
+        print(f"| {name} | {loss:.4f} | {loss / found[FP32] - 1:+.2%} |")
+
+
+if __name__ == "__main__":
+    main()
