@@ -16,6 +16,7 @@ from llmx.config import checks, state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import compiled_programs, exchange, memory, sizes, traffic
+from llmx.step import optimizers
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = compiled_programs.read(ROOT / "tests" / "golden" / "programs.jsonl")
@@ -307,6 +308,22 @@ def test_what_is_not_counted_is_said(capsys):
     given = (f"--config={ROOT}/configs/llama3_8b.py", "--machine=h100:8")
     printed = _run(capsys, *given, "--config.offload.optimizer=True")[1]
     assert "not counted: the time in which moments go to the host's memory" in printed.out
+
+
+def test_an_optimizer_that_a_config_file_adds_is_counted(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import optax\nfrom llmx import config\nfrom llmx.step import optimizers\n"
+        "optimizers.OPTIMIZERS['mine'] = lambda config, schedule, axes: optax.sgd(schedule, 0.9)\n"
+        "def get_config():\n"
+        "    run = config.default()\n    run.optimizer.name = 'mine'\n    return run\n"
+    )
+    try:
+        code, printed = _run(capsys, f"--config={path}", "--machine=v5e:2x2", "--json")
+    finally:
+        optimizers.OPTIMIZERS.pop("mine", None)
+    state = json.loads(printed.out)["memory"]["state"]
+    assert code == 0 and state["optimizer"] == state["parameters"]
 
 
 def test_what_does_not_fit_is_said(capsys):

@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractDevice
 
@@ -12,6 +13,7 @@ from llmx.config import checks, stage_memory
 from llmx.config.recipe import make_recipe
 from llmx.model import families
 from llmx.plan import memory, sizes
+from llmx.step import optimizers
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
 
@@ -74,7 +76,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_state_is_the_recipes(name):
-    run = _resolved(**CASES[name])
+    _assert_state_is_the_recipes(_resolved(**CASES[name]))
+
+
+def _assert_state_is_the_recipes(run):
     state = make_recipe(run, devices=H100).abstract
     parts = {"parameters": state.params, "optimizer": state.opt_state, "ema": state.ema,
              "masks": state.extra}  # fmt: skip
@@ -91,6 +96,22 @@ def test_state_is_the_recipes(name):
             assert counted[part] == held or 0 < held - counted[part] < 512, (part, on_host)
     reported = memory.of(of_run).state
     assert reported == {part: size for part, size in memory.state(of_run).items() if size}
+
+
+def _momentum(config, schedule, axes):
+    return optax.sgd(schedule, momentum=config.b1)
+
+
+def _three_moments(config, schedule, axes):
+    return optax.chain(optax.trace(0.9), optax.scale_by_adam(), optax.scale_by_learning_rate(1.0))
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [(_momentum, 1), (_three_moments, 3)])
+def test_state_of_an_optimizer_that_a_config_file_adds(optimizer, moments, monkeypatch):
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "mine", optimizer)
+    run = _resolved(optimizer__name="mine", mesh__fsdp=4)
+    assert optimizers.num_moments(run.optimizer) == (moments, moments)
+    _assert_state_is_the_recipes(run)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "stages" in name])
