@@ -48,7 +48,7 @@ def get_config():
     run.steps, run.precision = {steps}, "fp32"
     run.batch.size, run.batch.sequence_length = {batch}, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
-    run.checkpoint.every, run.evaluation.batches, run.checkpoint.keep = 5, 8, 100
+    run.checkpoint.every, run.evaluation.batches, run.checkpoint.keep_last = 5, 8, 100
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.data.sources, run.data.cache_dir, run.data.prefetch = ({source!r},), {cache!r}, 1
     run.sync.strategy, run.sync.every, run.sync.groups = "diloco", {every}, {groups}
@@ -85,10 +85,11 @@ def start(scratch, name: str, *flags: str, config: str = "groups", devices: int 
         )  # fmt: skip
 
 
-def wait_for(condition, what: str):
+def wait_for(condition, what: str, processes):
     until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until, f"{what} did not come"
+        assert not any(process.poll() for process in processes), "a run has ended"
         time.sleep(0.05)
 
 
@@ -132,14 +133,15 @@ def finished(scratch):
     group_1 = start(scratch, "group_1", GROUP="1", HELD_AT="14")
     others = [one, group_0, group_1]
     try:
-        wait_for(lambda: len(steps_of(scratch / "group_1")) >= 12, "the second round")
+        wait_for(lambda: len(steps_of(scratch / "group_1")) >= 12, "the second round", others)
         group_1.send_signal(signal.SIGKILL)
         group_1.wait()
-        wait_for(lambda: closed(scratch, 20), "the second round's end")
+        others.remove(group_1)
+        wait_for(lambda: closed(scratch, 20), "the second round's end", others)
         again = start(scratch, "group_1", GROUP="1")
         others.append(again)
         begun = scratch / "shared" / "rounds" / "0000000030" / "begun" / "0001"
-        wait_for(begun.exists, "the group that was killed")
+        wait_for(begun.exists, "the group that was killed", others)
         (scratch / "go").touch()
         ended(scratch, "one", one)
         return ended(scratch, "group_0", group_0), ended(scratch, "group_1", again)
