@@ -52,7 +52,7 @@ def get_config():
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.data.sources, run.data.cache_dir, run.data.prefetch = ({source!r},), {cache!r}, 1
     run.sync.strategy, run.sync.every, run.sync.groups = "diloco", {every}, {groups}
-    run.sync.exchange, run.sync.round_seconds = {exchange!r}, {seconds}
+    run.sync.exchange, run.sync.round_seconds = {exchange!r}, float(os.environ.get("WAITS", 120))
     run.sync.group = int(os.environ.get("GROUP", "0"))
     return run
 """
@@ -64,7 +64,7 @@ def scratch(tmp_path_factory):
     text_runs.write_corpus(folder, files=3, words=4000)
     (folder / "shared").mkdir()
     values = dict(
-        go=str(folder / "go"), model=MODEL, steps=STEPS, every=EVERY, seconds=2.0,
+        go=str(folder / "go"), model=MODEL, steps=STEPS, every=EVERY,
         source=str(folder / "text"), cache=str(folder / "cache"), exchange=str(folder / "shared"),
     )  # fmt: skip
     (folder / "groups.py").write_text(CONFIG.format(**values, batch=BATCH, groups=2))
@@ -129,7 +129,7 @@ def finished(scratch):
     """Group 1 is killed in the second round, and starts again in the third, in which group 0 waits
     for it; beside them one program with both replicas."""
     one = start(scratch, "one", "--config.mesh.data=2", config="one", devices=2)
-    group_0 = start(scratch, "group_0", GROUP="0", HELD_AT="27")
+    group_0 = start(scratch, "group_0", GROUP="0", HELD_AT="27", WAITS="20")
     group_1 = start(scratch, "group_1", GROUP="1", HELD_AT="14")
     others = [one, group_0, group_1]
     try:
@@ -140,8 +140,8 @@ def finished(scratch):
         wait_for(lambda: closed(scratch, 20), "the second round's end", others)
         again = start(scratch, "group_1", GROUP="1")
         others.append(again)
-        begun = scratch / "shared" / "rounds" / "0000000030" / "begun" / "0001"
-        wait_for(begun.exists, "the group that was killed", others)
+        moved = scratch / "shared" / "rounds" / "0000000030" / "moved" / "0001.json"
+        wait_for(moved.exists, "the third round of the group that was killed", others)
         (scratch / "go").touch()
         ended(scratch, "one", one)
         return ended(scratch, "group_0", group_0), ended(scratch, "group_1", again)
@@ -167,12 +167,11 @@ def test_a_group_that_is_killed_is_left_out_and_comes_back(scratch, finished):
 def test_as_long_as_none_is_gone_groups_are_the_replicas_of_one_program(scratch, finished):
     """Of the same tokens: after the first round."""
     wanted = params_of(scratch / "one", 10)
-    for group in range(2):
-        found = params_of(scratch / f"group_{group}", 10)
-        for name, array in wanted.items():
-            np.testing.assert_allclose(
-                found[name], array, atol=SAME * np.abs(array).max(), err_msg=name
-            )
+    found = params_of(scratch / "group_0", 10)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(
+            found[name], array, atol=SAME * np.abs(array).max(), err_msg=name
+        )
 
 
 def test_the_loss_is_close_to_that_of_an_undisturbed_run(scratch, finished):
