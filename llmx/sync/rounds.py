@@ -13,7 +13,6 @@ where they are: steps that it missed it does not make up for. The state of its i
 as it was; that of a new group is new.
 """
 
-import contextlib
 import json
 import os
 import time
@@ -218,7 +217,7 @@ class Rounds:
         if not sum(tokens):
             return before._replace(steps=steps)
         weights = [np.float32(each / sum(tokens)) for each in tokens]
-        whole = int(local.due_fragment(config, np.int32(steps))) == 0
+        whole = steps % config.every == 0  # there is no warm-up
         for name, old in before.params.items():
             moved = sum(
                 weight * self._files.moved(steps, group, name)
@@ -287,8 +286,7 @@ def _on_host(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
         return {name: np.asarray(a) for name, a in jax.device_get(dict(arrays)).items()}
     from jax.experimental import multihost_utils
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.transfer_guard("allow"))
+    with jax.transfer_guard("allow"):
         return {
             name: np.asarray(multihost_utils.process_allgather(array, tiled=True))
             for name, array in arrays.items()
@@ -299,11 +297,10 @@ def _placed(
     arrays: Mapping[str, np.ndarray], like: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """On the devices, split and in the memory as what they take the place of."""
-    return {
-        name: jax.make_array_from_callback(
-            old.shape, old.sharding, lambda index, name=name, old=old: np.asarray(
-                arrays[name][index], old.dtype
-            )
-        )
-        for name, old in like.items()
-    }  # fmt: skip
+
+    def one(array: np.ndarray, old: jax.Array) -> jax.Array:
+        part = lambda index: np.asarray(array[index], old.dtype)  # noqa: E731
+        return jax.make_array_from_callback(old.shape, old.sharding, part)
+
+    with jax.transfer_guard("allow"):
+        return {name: one(arrays[name], old) for name, old in like.items()}

@@ -57,8 +57,9 @@ def _of_shard(replicas: Replicas, name: str, shard: jax.Array) -> jax.Array:
     over = {axis for entry in entries for axis in sharding.mesh_axes(entry)}
     # Devices with the same shard count once.
     first = jnp.bool_(True)
-    for axis in set(mesh.axis_names) - over - {AXIS}:
-        first &= jax.lax.axis_index(axis) == 0
+    for axis in mesh.axis_names:  # in their order: all processes must build the same program
+        if axis != AXIS and axis not in over:
+            first &= jax.lax.axis_index(axis) == 0
     seed = zlib.crc32(name.encode())
     firsts = [
         _index(mesh, entry) * dim if sharding.mesh_axes(entry) else 0

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from llmx.model import apply, precision
 from llmx.runtime import bounds
 from llmx.sharding import trees
-from llmx.sync import compressed, late, local, mean, one_bit, phases, replicas, rounds, zero_one
+from llmx.sync import compressed, late, local, mean, one_bit, phases, rounds, zero_one
 from llmx.sync.compressors import COMPRESSORS, Compressor
 from llmx.sync.config import SyncConfig
-from llmx.sync.replicas import COMPRESSED, MEAN
+from llmx.sync.replicas import COMPRESSED, MEAN, unmatched
 
 
 class Technique(NamedTuple):
@@ -86,7 +86,7 @@ def _unmatched(config: Any) -> list[str]:
     names = list(trees.named(apply.abstract_parameters(config.model)[0]))
     return [
         f"sync.uncompressed: {pattern!r} matches no parameter: they are {', '.join(names)}"
-        for pattern in replicas.unmatched(config.sync, names)
+        for pattern in unmatched(config.sync, names)
     ]
 
 

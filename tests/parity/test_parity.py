@@ -26,7 +26,10 @@ def trained(row: dict, precision: str = "fp32"):
     adapters = row.get("adapters", False)
     initial, wanted = parity_grid.reference(row["family"], parity_grid.num_layers(row), adapters)
     recipe = parity_grid.make_recipe(row, precision)
-    initial = initial._replace(extra=jax.device_get(recipe.loss.init_extra()))
+    initial = initial._replace(
+        extra=jax.device_get(recipe.loss.init_extra()),
+        sync=jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), recipe.abstract.sync),
+    )  # fmt: skip
     if row["stage"] == 1:
         state = runs.put_state(recipe, initial)
     elif (

@@ -162,6 +162,13 @@ OFFLOAD = {
 }
 
 REFERENCE = dict(attention__implementation="reference")
+# Strategies that sum all numbers: int8 of which none is compressed, the largest of which none is
+# left.
+SYNC = {
+    "": {},
+    "int8": dict(sync__strategy="int8", sync__uncompressed=("*",)),
+    "top_k": dict(sync__strategy="top_k", sync__fraction=1.0),
+}
 # Rows with "adapters": what is trained is beside a frozen model, whose routers learn no bias.
 ADAPTERS = dict(adapters__rank=4)
 
@@ -226,6 +233,9 @@ EXTREMES = [
             tensor=2,
             data=2,
         ),
+        # Replicas that exchange in their own way, with nothing left out.
+        dict(data=2, fsdp=2, tensor=2, layout="hsdp", accumulation=2, sync="int8"),
+        dict(data=4, sequence=2, layout="zero2", family="gpt2", sync="top_k"),
     )
 ]
 
@@ -278,7 +288,7 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     """The config of a row, with changes of the model and other keys."""
     model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
-    options |= OFFLOAD[row["offload"]]
+    options |= OFFLOAD[row["offload"]] | SYNC[row.get("sync", "")]
     options |= EXPERTS if "num_experts" in model else {}
     if row.get("adapters"):
         options |= ADAPTERS | (dict(experts__bias_rate=0.0) if "num_experts" in model else {})

@@ -195,7 +195,7 @@ class Trained(NamedTuple):
 
 def train(recipe, batches: Sequence[dict], state=None) -> Trained:
     """A step per batch, from this state or from seed 0. The state is donated."""
-    train_step = make_train_step(recipe)
+    train_step = make_train_step(recipe, phase(recipe, 0))
     losses, norms = [], []
     with jax.set_mesh(recipe.mesh):
         state = recipe.init(0) if state is None else state

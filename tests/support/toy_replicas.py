@@ -111,7 +111,8 @@ class Run:
             batch = _batch(self._problem, number, self._mesh)
             self.state, self._previous = self._steps[phase](self.state, batch), phase
             if fragments := made.timetable.fragments_after(number):
-                self.state = made.outer[fragments](self.state)
+                with jax.transfer_guard("disallow"):  # as in training
+                    self.state = made.outer[fragments](self.state)
 
     def params(self) -> dict:
         return {k: np.asarray(x) for k, x in trees.named(self.state.params).items()}
