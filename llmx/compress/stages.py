@@ -15,7 +15,8 @@ import numpy as np
 
 from llmx import config as config_lib
 from llmx import library
-from llmx.compress import calibration, low_rank, saved
+from llmx.compress import calibration, low_rank, quantize_stage, saved
+from llmx.compress.quantize_stage import Quantize
 from llmx.model import adapters, ranks, tensor_train
 from llmx.model.families import ModelConfig
 from llmx.runtime import launch
@@ -43,6 +44,7 @@ class Stage(NamedTuple):
     # (model before, options) -> the model behind it, as far as it is known before anything runs
     model: Callable[[ModelConfig, Any], ModelConfig] = lambda model, options: model
     about: str = ""
+    last: bool = False  # no other can follow: weights are codes then
 
 
 @dataclasses.dataclass
@@ -227,6 +229,8 @@ STAGES: dict[str, Stage] = {
                       "products become two factors of low rank"),
     "tensor_train": Stage(TensorTrain, make_train, problems_of_train, trained_table,
                           "the embedding table becomes a train of tensors"),
+    "quantize": Stage(Quantize, quantize_stage.run, quantize_stage.problems, last=True,
+                      about="weights of products in 8 or 4 bits"),
     "train": Stage(Train, train, problems_of_training, about="the run is trained further"),
 }
 # fmt: on
