@@ -30,8 +30,9 @@ class State(NamedTuple):
     sync: PyTree  # of the strategy
     in_flight: PyTree  # of the gradient
     extra: PyTree = ()  # of the transforms and constraints, by name; () = there are none
-    # parameters of the model that are not trained, weights of products in the compute dtype: those
-    # beside adapters, or of the reference of preferences; () = there are none
+    # parameters that are not trained, weights of products in the compute dtype: those beside
+    # adapters, of the reference of preferences, or of a teacher, which no checkpoint holds
+    # (`Recipe.saved`); () = there are none
     frozen: PyTree = ()
 
     @property

@@ -313,6 +313,7 @@ class Loop:
             self.programs = programs.compile_all(recipe, restored.state, first, launch.log)
         self.state, self.step = restored.state, first  # after all steps that were started
         saved = restored.meta.get("loss_watch")
+        self.teacher = {k: v for k, v in restored.meta.items() if k == "teacher"}
         self.watch = divergence.LossWatch(config.rollback, first=first, saved=saved)
         self._diverged: divergence.Diverged | None = None
         self._pending = None  # report of the step that is under way
@@ -498,8 +499,9 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "config": config_lib.to_json(config),
         "mesh": dict(recipe.mesh.shape),
         "loss_watch": loop.watch.numbers(),
+        **loop.teacher,
     }
-    checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
+    checkpoints.save(loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait)
 
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):

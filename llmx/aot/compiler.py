@@ -283,7 +283,7 @@ def _host_bytes(recipe, offloaded: OffloadConfig) -> int:
     if offloaded.optimizer:
         found += offload.arrays_of_matrices(recipe.abstract.opt_state, params)
     if offloaded.parameters:
-        trees = [(params, loss.axes)] + [(loss.frozen, loss.model_axes)] * bool(loss.frozen)
+        trees = [(params, loss.axes)] + [(loss.frozen, loss.frozen_axes)] * bool(loss.frozen)
         for arrays, axes in trees:
             pairs = zip(
                 jax.tree.leaves(arrays["blocks"]),

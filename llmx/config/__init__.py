@@ -20,6 +20,7 @@ from llmx.data.config import DataConfig
 from llmx.model import families, precision
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention.attend import AttentionConfig
+from llmx.model.distillation import DistillationConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import NATS, LossConfig
@@ -89,6 +90,8 @@ class Config:
     # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face
     # directory, each local or a URL
     start_from: str = ""
+    # of start_from's layers, those that the model begins with, in this order: (0, 2, 5); () = all
+    start_from_layers: tuple[int, ...] = ()
     # fields of `model` that may differ from start_from's: ("rope_theta",)
     start_changes: tuple[str, ...] = ()
     # go back to this checkpoint; newer ones are renamed <step>.replaced. -1 = the newest
@@ -117,6 +120,7 @@ class Config:
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)

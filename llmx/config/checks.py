@@ -15,6 +15,7 @@ from llmx.config import (
     Config,
     ConfigError,
     adapter_checks,
+    distillation_checks,
     expert_checks,
     packed_checks,
     preference_checks,
@@ -32,6 +33,7 @@ from llmx.model import families, losses, precision, preference, quantized, remat
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
+from llmx.model.distillation import DistillationConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
@@ -67,6 +69,7 @@ def resolve(
     found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
     found += pruning_checks.problems(config)
     found += packed_checks.problems(config)
+    found += distillation_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -101,6 +104,7 @@ def forget_training(run: Config) -> None:
     run.adapters = AdaptersConfig()  # they are merged
     run.pruning = PruningConfig()  # what is pruned is zero
     run.preference = PreferenceConfig(loss=preference.NONE)
+    run.distillation, run.start_from_layers = DistillationConfig(), ()
     run.evaluation.choices = ()  # which may be gone
 
 

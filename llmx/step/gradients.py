@@ -27,8 +27,8 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         share_BT = batch["weights"] / tokens
         batch = batch | {"share": loss.token_shares(share_BT, extra)}
         rows = batch | {"share": share_BT}
-        loss_BT, log_z_BT = loss.apply.losses(params, batch, loss.execution, buffers)
-        return loss.of_rows(loss_BT, log_z_BT, rows, extra)
+        token_losses = loss.apply.losses(params, batch, loss.execution, buffers)
+        return loss.of_rows(token_losses, rows, extra)
 
     differentiate = jax.grad(loss_of, has_aux=True)
 
@@ -97,6 +97,7 @@ def per_replica(
             jnp.sum(losses * shares), jnp.sum(zs * shares), tokens.sum(), tree,
             (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
             amax=jax.tree.map(lambda leaf: stacked(leaf).max(axis=0), own.amax),
+            reported=jax.tree.map(lambda leaf: jnp.sum(stacked(leaf) * shares), own.reported),
         )  # fmt: skip
         return gradients, in_flight
 

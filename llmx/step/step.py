@@ -111,6 +111,10 @@ class Recipe:
             in_flight, self.abstract_extra, self.loss.frozen,
         )  # fmt: skip
 
+    def saved(self, state: State) -> State:
+        """What a checkpoint holds of a state: all but a teacher, which is read where it is."""
+        return state if self.loss.teacher is None else state._replace(frozen=())
+
     @property
     def abstract_extra(self) -> Mapping[str, Any] | tuple:
         """Shapes with shardings of the states of transforms and constraints, by name."""
@@ -128,8 +132,8 @@ class Recipe:
         return list(trees.named(self.loss.params))
 
     def init(self, seed: int) -> State:
-        """A new state, every array born with its sharding."""
-        abstract = self.abstract
+        """A new state, every array born with its sharding; without a teacher, see `saved`."""
+        abstract = self.saved(self.abstract)
 
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
@@ -150,7 +154,8 @@ class Recipe:
 
     def _trained_and_frozen(self, params: Any, seed: int) -> tuple[Any, Any]:
         """Of new parameters of the model: (what is trained, what is not), in their dtypes."""
-        frozen = in_dtypes_of(self.loss.frozen, params) if self.loss.frozen else ()
+        has_own = self.loss.frozen and self.loss.teacher is None
+        frozen = in_dtypes_of(self.loss.frozen, params) if has_own else ()
         if not self.loss.adapters.rank:
             return in_dtypes_of(self.loss.params, params), frozen
         new = adapters.init(self.loss.adapters, *apply_lib.abstract_parameters(self.model), seed)
