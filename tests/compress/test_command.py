@@ -139,7 +139,7 @@ MODEL = families.preset(
 
 
 @pytest.mark.parametrize(("of_recipe", "said"), [
-    ((), "stages=() does nothing: name some of low_rank"),
+    ((), r"stages=\(\) does nothing: name some of low_rank"),
     ((("lowrank", {}),), "stage 1: 'lowrank' is unknown: use one of .*did you mean 'low_rank'"),
     (("low_rank",), "stage 1 is 'low_rank': write a name and options"),
     ((("low_rank", dict(rang=3)),), "'rang' is no option: use one of .*did you mean 'rank'"),
