@@ -42,13 +42,19 @@ def products(names: Iterable[str]) -> list[str]:
 
 
 def problems(apply: Apply) -> list[str]:
-    """Why a model cannot be calibrated, with remedies."""
-    if not apply.model.num_experts:
-        return []
-    return [
-        f"model.num_experts={apply.model.num_experts}: experts take tokens of their own, whose "
-        "statistics are not kept: use a technique without calibration text, or a dense model"
-    ]
+    """Why the layers of a model cannot be calibrated, with remedies."""
+    found = []
+    if apply.model.num_experts:
+        found.append(
+            f"model.num_experts={apply.model.num_experts}: experts take tokens of their own, whose "
+            "statistics are not kept: use a technique without calibration text, or a dense model"
+        )
+    if apply.model.repeats > 1:
+        found.append(
+            f"model.repeats={apply.model.repeats}: a layer that is gone through several times takes "
+            "other inputs each time: use a technique without calibration text"
+        )
+    return found
 
 
 def layer_by_layer(
@@ -65,7 +71,7 @@ def layer_by_layer(
         computes with, of equal shapes in all layers. All processes call it with the same arrays,
         and it must return the same. Arrays of the old shape are split as the old one, others whole.
 
-    Communicates as forward passes do. Raises ValueError for text and a model with experts.
+    Communicates as forward passes do. Raises ValueError for text and a model of `problems`.
     """
     if batches and (found := problems(apply)):
         raise ValueError("\n".join(found))
@@ -76,7 +82,8 @@ def layer_by_layer(
     new, stacks = dict(params), {"first": apply.first_layers} if apply.model.num_first else {}
     for stack, model in (stacks | {"blocks": apply}).items():
         passes, layers = {}, []
-        for index, kind in enumerate(model.model.block_kinds):
+        kinds = model.model.block_kinds[: jax.tree.leaves(params[stack])[0].shape[0]]
+        for index, kind in enumerate(kinds):
             of_kind = passes.setdefault(kind, _Pass.of(model, kind, plain))
             with jax.set_mesh(execution.place.mesh):
                 weights = jax.tree.map(lambda leaf, at=index: leaf[at : at + 1], params[stack])

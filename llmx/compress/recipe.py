@@ -83,6 +83,10 @@ def checked(recipe: Recipe, model: ModelConfig, *, problems: Sequence[str] = ())
         stage, where = stages.STAGES[one.name], f"stage {number} ({one.name})"
         wrong = [f"{where}: {text}" for text in stage.problems(model, one.options)]
         found += wrong
+        if stage.last and number < len(pairs):
+            found.append(
+                f"{where}: its weights are codes, which no other stage takes: make it last"
+            )
         if not wrong:
             model = stage.model(model, one.options)
         named.append(one)

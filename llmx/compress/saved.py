@@ -139,6 +139,11 @@ def problems_of_source(source: str) -> Iterator[str]:
             "directory of a run, WORKDIR@STEP, or a directory with config.json and safetensors"
         )
         return
+    if name := config_lib.load_run(place).packed.format:
+        yield (
+            f"--workdir={source} has packed weights (packed.format={name!r}), which no stage takes: "
+            "name the run that it was made of"
+        )
     steps = checkpointer.list_steps(f"{place}/{CHECKPOINTS}")
     if not steps or (step is not None and step not in steps):
         which = "no checkpoint yet" if not steps else f"no checkpoint {step}, but {steps}"

@@ -36,6 +36,7 @@ class Site(NamedTuple):
     """Products with one input, and what makes it."""
 
     products: tuple[str, ...]
+    maker: str  # the weight that makes it
     # (weights, 1 / s [I]) -> weights whose x is that much smaller
     divide: Callable[[Weights, Array], Weights]
     ties: Callable[[Array], Array]  # [I] -> [I]: what must be one number is the mean of these
@@ -43,22 +44,29 @@ class Site(NamedTuple):
 
 def sites(model: ModelConfig, weights: Weights) -> Iterator[Site]:
     """Where a layer with these weights can be scaled and computes the same."""
+    for site in _known_sites(model):
+        if all(name in weights for name in (*site.products, site.maker)):
+            yield site
+
+
+def _known_sites(model: ModelConfig) -> Iterator[Site]:
     if model.pre_norms and not model.kv_latent:
         of_attention = ("attention/query", "attention/key", "attention/value")
         yield _behind_norm(model, "attention_norm", of_attention)
-    if model.pre_norms and "mlp/up/kernel" in weights:
+    if model.pre_norms:
         both = ("mlp/gate", "mlp/up") if model.gated_mlp else ("mlp/up",)
         yield _behind_norm(model, "mlp_norm", both)
     if not model.kv_latent:
         heads = (model.num_kv_heads, model.num_heads // model.num_kv_heads, model.head_dim)
         yield Site(
-            ("attention/out/kernel",), functools.partial(_divide_outputs, "attention/value", heads),
+            ("attention/out/kernel",), "attention/value/kernel",
+            functools.partial(_divide_outputs, "attention/value", heads),
             functools.partial(_of_kv_heads, heads),
         )  # fmt: skip
     # The hidden numbers grow with those of `up`, unless one is added to these.
-    if "mlp/down/kernel" in weights and model.gated_mlp and model.activation != CLAMPED:
+    if model.gated_mlp and model.activation != CLAMPED:
         divide = functools.partial(_divide_outputs, "mlp/up", None)
-        yield Site(("mlp/down/kernel",), divide, lambda factors_I: factors_I)
+        yield Site(("mlp/down/kernel",), "mlp/up/kernel", divide, lambda factors_I: factors_I)
 
 
 def _behind_norm(model: ModelConfig, norm: str, products: tuple[str, ...]) -> Site:
@@ -70,7 +78,8 @@ def _behind_norm(model: ModelConfig, norm: str, products: tuple[str, ...]) -> Si
             new[f"{norm}/bias"] = weights[f"{norm}/bias"] * factors_D
         return weights | new
 
-    return Site(tuple(f"{name}/kernel" for name in products), divide, lambda factors_D: factors_D)
+    named = tuple(f"{name}/kernel" for name in products)
+    return Site(named, f"{norm}/scale", divide, lambda factors_D: factors_D)
 
 
 def _divide_outputs(
@@ -171,8 +180,8 @@ def smoothed(
     """
     found = dict(statistics)
     for site in sites(model, weights):
-        if len(site.products) == 1 and not site.products[0].startswith("mlp/up"):
-            continue  # not behind a norm
+        if not site.maker.endswith("norm/scale") or not all(n in found for n in site.products):
+            continue
         largest_I = jnp.stack([jnp.abs(matrix(weights, name)).max(1) for name in site.products])
         weight_I = jnp.maximum(largest_I.max(0), 1e-5)
         amax_I = jnp.maximum(found[site.products[0]].amax_I, 1e-5)

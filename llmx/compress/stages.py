@@ -15,7 +15,8 @@ import numpy as np
 
 from llmx import config as config_lib
 from llmx import library
-from llmx.compress import calibration, low_rank, pruning, saved, structured
+from llmx.compress import calibration, low_rank, pruning, quantize_stage, saved, structured
+from llmx.compress.quantize_stage import Quantize
 from llmx.model import adapters, distillation, ranks, tensor_train
 from llmx.model.families import ModelConfig
 from llmx.runtime import launch
@@ -44,6 +45,7 @@ class Stage(NamedTuple):
     # (model before, options) -> the model behind it, as far as it is known before anything runs
     model: Callable[[ModelConfig, Any], ModelConfig] = lambda model, options: model
     about: str = ""
+    last: bool = False  # no other can follow: weights are codes then
 
 
 @dataclasses.dataclass
@@ -253,6 +255,8 @@ STAGES: dict[str, Stage] = {
     "shrink": Stage(pruning.Shrink, lambda job: pruning.shrink(*job),
                     pruning.problems_of_shrinking, structured.smaller_model,
                     "heads, MLP columns and layers are removed"),
+    "quantize": Stage(Quantize, quantize_stage.run, quantize_stage.problems, last=True,
+                      about="weights of products in 8 or 4 bits"),
     "train": Stage(Train, train, problems_of_training, about="the run is trained further"),
     "distil": Stage(Distil, distil, problems_of_training,
                     about="the run is trained further beside a teacher, by default the first run"),
