@@ -130,18 +130,18 @@ def _chosen(options: PruneOptions, axes: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _by_magnitude(weights: dict, options: PruneOptions, axes: Mapping[str, tuple]) -> dict:
-    keys = {name: sparsity.magnitude_keys(leaf) for name, leaf in weights.items()}
     if options.pattern:
         kept, size = masks.parse(options.pattern)
         dims = {name: sparsity.contracted_dim(of) for name, of in axes.items()}
         one = functools.partial(sparsity.largest_of_groups, kept=kept, size=size)
-        return {name: one(key, dims[name]) for name, key in keys.items()}
-    filled = {name: np.ones(len(key), bool) for name, key in keys.items()}
-    sizes = {name: math.prod(key.shape[1:]) for name, key in keys.items()}
+        return {n: one(sparsity.magnitude_keys(leaf), dims[n]) for n, leaf in weights.items()}
+    keys = {n: functools.partial(sparsity.magnitude_keys, leaf) for n, leaf in weights.items()}
+    filled = {name: np.ones(len(leaf), bool) for name, leaf in weights.items()}
+    sizes = {name: math.prod(leaf.shape[1:]) for name, leaf in weights.items()}
     if options.scope == masks.LAYER:
         goals = {n: jnp.uint32(math.floor(size * options.sparsity)) for n, size in sizes.items()}
         return sparsity.smallest_of_each(keys, filled, goals)
-    total = sum(size * len(keys[name]) for name, size in sizes.items())
+    total = sum(size * len(weights[name]) for name, size in sizes.items())
     goal = sparsity.goal(math.floor(total * options.sparsity))
     return sparsity.smallest_of_all(keys, filled, sparsity.Goal(*map(jnp.uint32, goal)))
 

@@ -10,7 +10,9 @@ N:M masks (arXiv 2104.08378) keep the N largest of each M neighbours along the d
 product sums over, which is what sparse matrix units multiply.
 
 Functions take and return dicts by parameter name of arrays [l, ...], whose first dimension counts
-layers, and are to be called under Auto axes.
+layers, and are to be called under Auto axes. Keys are functions that make them: they are made anew
+in each pass, of a zero that differs from pass to pass for all that the compiler knows. Kept from
+pass to pass they, and the index of each weight, would take as much memory as the weights.
 """
 
 import math
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _BITS = 32
+Keys = Callable[[jax.Array], jax.Array]  # uint32 [], zero -> keys, uint32 [l, ...]
 PRUNED = np.uint32(0)  # the key of what is pruned already: it is the first to be pruned again
 
 
@@ -44,15 +47,15 @@ def contracted_dim(axes: Sequence[str]) -> int:
     return width if width < len(axes) - 1 else width - 1
 
 
-def magnitude_keys(weights: jax.Array) -> jax.Array:
+def magnitude_keys(weights: jax.Array, zero: jax.Array | int = 0) -> jax.Array:
     """uint32 in the order of |w|; the least is above `PRUNED`, those of NaN are the largest."""
-    bits = jax.lax.bitcast_convert_type(jnp.abs(weights.astype(jnp.float32)), jnp.uint32)
-    return bits + 1
+    bits = jax.lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.uint32) + zero
+    return (bits & jnp.uint32(0x7FFFFFFF)) + 1
 
 
-def signed_keys(scores: jax.Array) -> jax.Array:
+def signed_keys(scores: jax.Array, zero: jax.Array | int = 0) -> jax.Array:
     """uint32 in the order of fp32 scores; the least is above `PRUNED`."""
-    bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.uint32) + zero
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
@@ -62,47 +65,51 @@ def of_kept(keys: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def smallest_of_all(
-    keys: Mapping[str, jax.Array], filled: Mapping[str, np.ndarray], goal: Goal
+    keys: Mapping[str, Keys], filled: Mapping[str, np.ndarray], goal: Goal
 ) -> dict[str, jax.Array]:
     """Masks without the `goal` smallest keys of all parameters together.
 
     `filled`: bool [l], the rows that are layers; others stay as they are. Communicates counts.
     """
-    counts = lambda below: _concatenated(keys, filled, below)  # noqa: E731
-    threshold = _largest(lambda t: _at_most(_total(counts(lambda key, name: key < t)), goal), ())
-    left = _minus(goal, _total(counts(lambda key, name: key < threshold)))
-    ties_R = counts(lambda key, name: key == threshold)
+
+    def counts(of: Callable, zero) -> jax.Array:
+        return jnp.concatenate([_count(of(key(zero)), filled[name]) for name, key in keys.items()])
+
+    below = lambda t, zero: _total(counts(lambda key: key < t, zero))  # noqa: E731
+    threshold = _largest(lambda t, zero: _at_most(below(t, zero), goal), ())
+    left = _minus(goal, below(threshold, jnp.uint32(0)))
+    ties_R = counts(lambda key: key == threshold, jnp.uint32(0))
     number_R = jnp.arange(ties_R.shape[0], dtype=jnp.uint32)
     before = lambda row: _total(jnp.where(number_R < row, ties_R, 0))  # noqa: E731
-    last = _largest(lambda row: _at_most(before(row), left), ())
+    last = _largest(lambda row, zero: _at_most(before(row), left), ())
     rest = _minus(left, before(last))
     of_last = (rest.high << 16) + rest.low  # fewer than the ties of one layer
     quota_R = jnp.where(number_R < last, ties_R, jnp.where(number_R == last, of_last, 0))
     found, start = {}, 0
     for name, key in keys.items():
-        quota_l = quota_R[start : start + key.shape[0]]
-        found[name] = _without(key, filled[name], jnp.full(key.shape[0], threshold), quota_l)
-        start += key.shape[0]
+        rows = len(filled[name])
+        quota_l, threshold_l = quota_R[start : start + rows], jnp.full(rows, threshold)
+        found[name], start = _without(key, filled[name], threshold_l, quota_l), start + rows
     return found
 
 
 def smallest_of_each(
-    keys: Mapping[str, jax.Array], filled: Mapping[str, np.ndarray], goals: Mapping[str, jax.Array]
+    keys: Mapping[str, Keys], filled: Mapping[str, np.ndarray], goals: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Masks without the smallest keys of each layer of each parameter.
 
     `goals`: uint32 [], how many of a layer. `filled` and communication: see `smallest_of_all`.
     """
-    found = {}
-    for name, key in keys.items():
 
-        def below(t_l, key=key, name=name):
-            return _count(key < _along(t_l, key), filled[name])
+    def one(key: Keys, filled: np.ndarray, goal: jax.Array) -> jax.Array:
+        def below(t_l, zero):
+            made = key(zero)
+            return _count(made < _along(t_l, made), filled)
 
-        threshold_l = _largest(lambda t: below(t) <= goals[name], key.shape[:1])  # noqa: B023
-        quota_l = goals[name] - below(threshold_l)
-        found[name] = _without(key, filled[name], threshold_l, quota_l)
-    return found
+        threshold_l = _largest(lambda t_l, zero: below(t_l, zero) <= goal, filled.shape)
+        return _without(key, filled, threshold_l, goal - below(threshold_l, jnp.uint32(0)))
+
+    return {name: one(key, filled[name], goals[name]) for name, key in keys.items()}
 
 
 def largest_of_groups(key: jax.Array, dim: int, kept: jax.Array, size: int) -> jax.Array:
@@ -118,31 +125,46 @@ def largest_of_groups(key: jax.Array, dim: int, kept: jax.Array, size: int) -> j
     return (larger < kept).reshape(shape)
 
 
-def _without(key, filled: np.ndarray, threshold_l, quota_l) -> jax.Array:
+def _without(key: Keys, filled: np.ndarray, threshold_l, quota_l) -> jax.Array:
     """The mask without keys below a layer's threshold, and the first `quota_l` of those equal."""
-    ties, index = key == _along(threshold_l, key), _index(key.shape)
-    reached = lambda i: _count(ties & (index < _along(i, key)), filled) <= quota_l  # noqa: E731
-    first_l = _largest(reached, key.shape[:1])
-    pruned = (key < _along(threshold_l, key)) | (ties & (index < _along(first_l, key)))
-    return ~(pruned & _along(jnp.asarray(filled), key))
+
+    def ties_before(index_l, zero):
+        made = key(zero)
+        first = _index(made.shape, zero) < _along(index_l, made)
+        return (made == _along(threshold_l, made)) & first
+
+    first_l = _largest(
+        lambda index_l, zero: _count(ties_before(index_l, zero), filled) <= quota_l, filled.shape
+    )
+    zero = jnp.uint32(0)
+    made = key(zero)
+    pruned = (made < _along(threshold_l, made)) | ties_before(first_l, zero)
+    return ~(pruned & _along(jnp.asarray(filled), made))
 
 
-def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The largest uint32 of which something holds, that holds of 0 and of all below it."""
+def _largest(
+    holds: Callable[[jax.Array, jax.Array], jax.Array], shape: tuple[int, ...]
+) -> jax.Array:
+    """The largest uint32 of which something holds, that holds of 0 and of all below it.
+
+    `holds`: (uint32 of this shape, zero) -> bool.
+    """
 
     def bit(number, found):
-        higher = found | (jnp.uint32(1) << (_BITS - 1 - number).astype(jnp.uint32))
-        return jnp.where(holds(higher), higher, found)
+        number = number.astype(jnp.uint32)
+        zero = number ^ jax.lax.optimization_barrier(number)
+        higher = found | (jnp.uint32(1) << (_BITS - 1 - number))
+        return jnp.where(holds(higher, zero), higher, found)
 
     return jax.lax.fori_loop(0, _BITS, bit, jnp.zeros(shape, jnp.uint32))
 
 
-def _index(shape: tuple[int, ...]) -> jax.Array:
+def _index(shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
     """uint32 [l, ...]: the index of each number in its layer."""
-    found = jnp.zeros(shape, jnp.uint32)
+    found = jnp.broadcast_to(zero, shape)
     for dim in range(1, len(shape)):
         stride = jnp.uint32(math.prod(shape[dim + 1 :]))
-        found += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        found += stride * (jax.lax.broadcasted_iota(jnp.uint32, shape, dim) + zero)
     return found
 
 
@@ -154,11 +176,6 @@ def _count(found: jax.Array, filled: np.ndarray) -> jax.Array:
     """How many are True of each layer, uint32 [l]; 0 of rows that are none."""
     counts_l = jnp.sum(found, axis=tuple(range(1, found.ndim)), dtype=jnp.uint32)
     return jnp.where(filled, counts_l, 0)
-
-
-def _concatenated(keys, filled, below: Callable) -> jax.Array:
-    """Counts of the layers of all parameters, uint32 [R]."""
-    return jnp.concatenate([_count(below(key, name), filled[name]) for name, key in keys.items()])
 
 
 def _total(counts_R: jax.Array) -> Goal:

@@ -1,5 +1,6 @@
 """Masks from scores: exactly as many as are wanted, on any mesh, and nothing is gathered."""
 
+import functools
 import re
 
 import jax
@@ -39,7 +40,7 @@ def smallest(weights: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray
 
 
 def keys_of(weights):
-    return {name: sparsity.magnitude_keys(leaf) for name, leaf in weights.items()}
+    return {n: functools.partial(sparsity.magnitude_keys, leaf) for n, leaf in weights.items()}
 
 
 def of_all(weights, high, low):
@@ -75,7 +76,13 @@ def test_what_is_pruned_is_pruned_first():
     weights = drawn(1, ties=True)
     masks = {name: np.abs(w) < 2 for name, w in weights.items()}  # the largest are pruned
     already = sum(int((~masks[n])[FILLED[n]].sum()) for n in masks)
-    keys = {n: sparsity.of_kept(key, masks[n]) for n, key in keys_of(weights).items()}
+
+    def key_of(name):
+        return lambda zero: sparsity.of_kept(
+            sparsity.magnitude_keys(weights[name], zero), masks[name]
+        )
+
+    keys = {name: key_of(name) for name in weights}
     goal = sparsity.Goal(*map(jnp.uint32, sparsity.goal(already + 9)))
     found = sparsity.smallest_of_all(keys, FILLED, goal)
     both = {name: np.asarray(mask) & masks[name] for name, mask in found.items()}

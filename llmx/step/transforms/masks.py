@@ -304,7 +304,11 @@ class _Masks:
 
         def choose(weights, masks, step):
             of = sparsity.signed_keys if self.config.method == MOVEMENT else sparsity.magnitude_keys
-            keys = {n: sparsity.of_kept(of(weights[n]), mask) for n, mask in masks.items()}
+
+            def keys_of(name):
+                return lambda zero: sparsity.of_kept(of(weights[name], zero), masks[name])
+
+            keys = {name: keys_of(name) for name in masks}
             found = self.chosen_masks(keys, jnp.searchsorted(jnp.array(self.times), step))
             found = {name: mask & masks[name] for name, mask in found.items()}
             return found, self.share_of(found)
@@ -317,7 +321,9 @@ class _Masks:
         new = _on_masked(new, found, _where, (*WEIGHTS, "opt_state", "sync"))
         return _unless_stopped(state, new)
 
-    def chosen_masks(self, keys: dict[str, jax.Array], time: jax.Array) -> dict[str, jax.Array]:
+    def chosen_masks(
+        self, keys: Mapping[str, sparsity.Keys], time: jax.Array
+    ) -> dict[str, jax.Array]:
         """The masks of the `time`-th pruning; its numbers are in tables that Python counts."""
         shares = [share(self.config, self.total_steps, step) for step in self.times]
         if self.config.method == N_M:
@@ -325,11 +331,14 @@ class _Masks:
             table = [size - math.floor((size - kept) * part) for part in shares]
             dims = {name: sparsity.contracted_dim(of) for name, of in self.axes.items()}
             return {
-                name: sparsity.largest_of_groups(key, dims[name], jnp.array(table)[time], size)
+                name: sparsity.largest_of_groups(
+                    key(jnp.uint32(0)), dims[name], jnp.array(table)[time], size
+                )
                 for name, key in keys.items()
             }
         filled, shares = self.filled, [self.config.sparsity * part for part in shares]
-        sizes = {name: math.prod(key.shape[1:]) for name, key in keys.items()}
+        shapes = trees.named(self.loss.params)
+        sizes = {name: math.prod(shapes[name].shape[1:]) for name in keys}
         if self.config.scope == LAYER:
             goals = {
                 name: jnp.array([math.floor(size * part) for part in shares], jnp.uint32)[time]
