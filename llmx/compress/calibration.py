@@ -51,8 +51,8 @@ def problems(apply: Apply) -> list[str]:
         )
     if apply.model.repeats > 1:
         found.append(
-            f"model.repeats={apply.model.repeats}: a layer that is gone through several times takes "
-            "other inputs each time: use a technique without calibration text"
+            f"model.repeats={apply.model.repeats}: a layer that is gone through several times "
+            "takes other inputs each time: use a technique without calibration text"
         )
     return found
 

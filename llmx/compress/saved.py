@@ -141,8 +141,8 @@ def problems_of_source(source: str) -> Iterator[str]:
         return
     if name := config_lib.load_run(place).packed.format:
         yield (
-            f"--workdir={source} has packed weights (packed.format={name!r}), which no stage takes: "
-            "name the run that it was made of"
+            f"--workdir={source} has packed weights (packed.format={name!r}), which no stage "
+            "takes: name the run that it was made of"
         )
     steps = checkpointer.list_steps(f"{place}/{CHECKPOINTS}")
     if not steps or (step is not None and step not in steps):

@@ -18,6 +18,7 @@ from llmx import library
 from llmx.compress import calibration, low_rank, pruning, quantize_stage, saved, structured
 from llmx.compress.quantize_stage import Quantize
 from llmx.model import adapters, distillation, ranks, tensor_train
+from llmx.model.apply import Apply
 from llmx.model.families import ModelConfig
 from llmx.runtime import launch
 from llmx.runtime.bounds import bounded, choice
@@ -203,11 +204,9 @@ def problems_of_factors(model: ModelConfig, options: LowRank) -> Iterator[str]:
             )
     if not options.products:
         yield "products=() leaves nothing to do: name products, or leave the stage out"
-    if options.method != low_rank.PLAIN and model.num_experts:
-        yield (
-            f"method={options.method!r} with model.num_experts={model.num_experts}: no statistics "
-            "of inputs are kept beside routed experts; use method='plain'"
-        )
+    if options.method != low_rank.PLAIN:
+        for text in calibration.problems(Apply(model)):
+            yield f"method={options.method!r}: {text}, method='plain'"
 
 
 def factored_model(model: ModelConfig, options: LowRank) -> ModelConfig:
