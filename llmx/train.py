@@ -271,8 +271,8 @@ def open_data(config: Config, log: Log):
     from llmx.data import dataset as data_lib
 
     return data_lib.open_dataset(
-        config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log
-    )
+        config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log,
+        top_k=config.distillation.top_k)  # fmt: skip
 
 
 def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib.Job, *tier):
@@ -318,7 +318,7 @@ class Loop:
         self.programs.aside = progress
         self.state, self.step = restored.state, first  # after all steps that were started
         saved = restored.meta.get("loss_watch")
-        self.teacher = {k: v for k, v in restored.meta.items() if k == "teacher"}
+        self.teacher = restored.meta.get("teacher")
         self.watch = divergence.LossWatch(config.rollback, first=first, saved=saved)
         self._diverged: divergence.Diverged | None = None
         self._pending = None  # report of the step that is under way
@@ -519,7 +519,7 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "config": config_lib.to_json(config),
         "mesh": dict(recipe.mesh.shape),
         "loss_watch": loop.watch.numbers(),
-        **loop.teacher,
+        "teacher": loop.teacher,
     }
     checkpoints.save(loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait)
 

@@ -48,10 +48,7 @@ def difference_lines(found: Mapping[str, tuple[Any, Any]]) -> list[str]:
 def model_changes(saved: Mapping[str, Any], given: ModelConfig) -> list[str]:
     """The fields of the section `model` by which two models with the same parameters compute
     different functions: "model.rope_theta: saved 10000.0, given 500000.0"."""
-    values = _known(saved)
-    # Of a version that had no such field, whose layers a token went through once.
-    values = ({"repeats": 1} if values else {}) | values
-    was = dataclasses.replace(given, **values)
+    was = dataclasses.replace(given, **_known(saved))
     before, now = families.identity(was), families.identity(given)
     return [
         f"model.{name}: saved {vars(was)[name]!r}, given {vars(given)[name]!r}"
@@ -68,7 +65,9 @@ def model_of(saved: Mapping[str, Any]) -> ModelConfig:
 def _known(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a section `model` that this version has."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
-    return {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
+    # Of a version that had no such field, whose layers a token went through once.
+    return ({"repeats": 1} if values else {}) | values
 
 
 def refusal_of_model(

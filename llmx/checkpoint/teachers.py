@@ -33,7 +33,7 @@ def beside(config: Any, recipe: Recipe, dataset: Any, restored: Restored, log: L
         return restored
     named = config.distillation.teacher
     place, step = copies.local("distillation.teacher=", named, log)
-    before = restored.meta.get(TEACHER, {})
+    before = restored.meta.get(TEACHER) or {}
     if step is None and before.get("place") == identity.origin(named)[0]:
         step = before.get("step")  # it may have been trained since
     _same_tokenizer(named, place, dataset.tokenizer)

@@ -22,6 +22,7 @@ from llmx.data.config import DataConfig
 from llmx.data.dataset import Dataset
 from llmx.evaluate import held_out, saved_run
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.distillation import DistillationConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import launch
@@ -92,6 +93,7 @@ def _plain(config: Config, folder: pathlib.Path) -> Config:
     config.resume_step = -1
     config.adapters, config.preference = AdaptersConfig(), PreferenceConfig()
     config.pruning = PruningConfig()  # zeros are its masks
+    config.distillation, config.start_from_layers = DistillationConfig(), ()
     config.mesh, config.pipeline = sharding.MeshConfig(), PipelineConfig()
     config.optimizer.ema_decay = 0.0
     config.data.tokenizer = str(folder / tokenizers.FILE_NAME)

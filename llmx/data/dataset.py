@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.data import build, objects, packing, pairs, remote, tokenizers
+from llmx.data import build, objects, packing, pairs, remote, teacher_files, tokenizers
 from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 from llmx.data import split as split_lib
+from llmx.data.teacher_tokens import TeacherTokens
 
 DATA_CACHE = "~/.cache/llmx/data"  # of token shards made from text
 _MAX_WINDOWS = 1 << 32  # grain's index shuffle is of 32 bits
@@ -70,15 +71,19 @@ class Dataset:
     def __init__(
         self, config: config_lib.DataConfig, shards: Sequence[shards_lib.Shards],
         splits: Sequence[split_lib.Split], *, tokenizer: tokenizers.Tokenizer,
-        sequence_length: int, seed: int,
+        sequence_length: int, seed: int, taught: Sequence[TeacherTokens] = (), top_k: int = 0,
     ):  # fmt: skip
+        self._top_k = top_k
         self.sequence_length, self.tokenizer = sequence_length, tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.num_threads, self.prefetch = config.num_threads, config.prefetch
         self._seed, self._shuffle = seed, config.shuffle
         rows = dict(sequence_length=sequence_length, one_document_per_row=not config.pack)
         pairs = list(zip(shards, splits, strict=True))
-        self._train = [packing.Windows(source, both.train, **rows) for source, both in pairs]
+        self._train = [
+            packing.Windows(source, both.train, teacher=teacher, **rows)
+            for (source, both), teacher in zip(pairs, taught or [None] * len(pairs), strict=True)
+        ]
         self._held_out = [packing.Windows(source, both.held_out, **rows) for source, both in pairs]
         self._train_bases = np.cumsum([0] + [w.num_windows for w in self._train])
         self._held_out_bases = np.cumsum([0] + [w.num_windows for w in self._held_out])
@@ -136,11 +141,12 @@ class Dataset:
         return order
 
     def _rows(
-        self, parts: Sequence[packing.Windows], bases: np.ndarray, windows: np.ndarray
-    ) -> dict[str, np.ndarray]:
+        self, parts: Sequence[packing.Windows], bases: np.ndarray, windows: np.ndarray, *,
+        top_k: int = 0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """Rows of the given windows, numbered over all sources; -1 stays padding."""
         filler = self.tokenizer.end_of_document
-        batch = packing.empty_batch(len(windows), self.sequence_length, filler)
+        batch = packing.empty_batch(len(windows), self.sequence_length, filler, top_k=top_k)
         for source, part in enumerate(parts):
             chosen = np.flatnonzero((windows >= bases[source]) & (windows < bases[source + 1]))
             if len(chosen):
@@ -148,11 +154,12 @@ class Dataset:
         return batch
 
     def train_rows(self, step: int, rows: Sequence[int], batch_size: int) -> dict[str, np.ndarray]:
-        """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T]."""
+        """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T], of a
+        teacher [len(rows), T, ...]."""
         _check_rows(step, rows, batch_size)
         order, first = self._train_order, step * batch_size
         windows = np.array([order[first + int(row)] for row in rows], np.int64)
-        return self._rows(self._train, self._train_bases, windows)
+        return self._rows(self._train, self._train_bases, windows, top_k=self._top_k)
 
     def held_out_rows(
         self, index: int, rows: Sequence[int], batch_size: int
@@ -212,17 +219,26 @@ def _with_template(
 
 
 def open_dataset(
-    config: config_lib.DataConfig, *, sequence_length: int, seed: int,
+    config: config_lib.DataConfig, *, sequence_length: int, seed: int, top_k: int = 0,
     cache_dir: str | pathlib.Path = DATA_CACHE, log: Callable[[str], None] = print,
 ) -> Dataset | objects.ObjectDataset:  # fmt: skip
     """Opens the sources of a config; the first call tokenises text into shards in the cache.
 
-    `config.cache_dir` goes before `cache_dir`. Raises ValueError for everything wrong with the
-    sources, the tokenizer or the data; `llmx.config.checks` has checked types and bounds.
+    `config.cache_dir` goes before `cache_dir`. `top_k`: rows to train on have so many likeliest
+    tokens of a teacher, which must have been written beside the shards. Raises ValueError for
+    everything wrong with the sources, the tokenizer or the data; `llmx.config.checks` has checked
+    types and bounds.
     """
     found = config_lib.problems(config)
     if sequence_length < 1:
         found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")
+    if top_k and (
+        others := [s for s in config.sources if not s.startswith(sources_lib.SHARDS_PREFIX)]
+    ):
+        found.append(
+            f"distillation.top_k={top_k} reads a teacher beside token shards, and {others[0]!r} is "
+            "none: write shards with python -m llmx.data --teacher, and name them 'shards:DIR'"
+        )
     if found:
         raise ValueError("\n".join(found))
     if config.sources[0].startswith(objects.PREFIX):
@@ -261,9 +277,13 @@ def open_dataset(
             f"{source.tokenizer.name} vocabulary {source.vocab_size:,}; {_RULES[split.rule]}: "
             f"{held:,} tokens ({held / source.num_tokens:.1%}){_learned(source)}"
         )
+    taught = [
+        teacher_files.open_tokens(one, top_k, verify=config.verify) for one in shards * bool(top_k)
+    ]
     return Dataset(
-        config, shards, splits, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed
-    )
+        config, shards, splits, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed,
+        taught=taught, top_k=top_k,
+    )  # fmt: skip
 
 
 def _learned(source: shards_lib.Shards) -> str:

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from llmx.data import packing
 from llmx.model import distilled_losses, losses
 from llmx.runtime.bounds import bounded, choice
 
 # In a batch: the input of the teacher's head, [B, T, E]; or ids of the likeliest tokens, int32
 # [B, T, K], and their log-probabilities with that of all others together, fp32 [B, T, K+1].
-HIDDEN, IDS, LOG_P = "teacher_hidden", "teacher_ids", "teacher_log_p"
+HIDDEN, IDS, LOG_P = "teacher_hidden", packing.TEACHER_IDS, packing.TEACHER_LOG_P
 OF_TEACHER = (HIDDEN, IDS, LOG_P)
 HEAD = "teacher_head"  # beside the parameters
 REPORTED = ("divergence",)

@@ -131,7 +131,7 @@ def _scaled(total_n, top_n, new_top_n, temperature: float = 1.0):
 
 
 def _forward_local(pair: _Pair, x_BTD, head_VD, targets_BT, teacher_BTE, teacher_VE):
-    t, split = pair.temperature, pair.student.split
+    t = pair.temperature
     positions = (
         losses.whole_positions(pair.student, x_BTD),
         losses.whole_positions(pair.teacher, teacher_BTE),
@@ -165,6 +165,21 @@ def _forward_local(pair: _Pair, x_BTD, head_VD, targets_BT, teacher_BTE, teacher
     zero_n = jnp.zeros_like(floor_n)
     start = (floor_n, zero_n, zero_n, zero_n), (floor_n, zero_n), zero_n
     carry, saved = _each(pair, fold, start, (head_VD, teacher_VE), positions)
+    found, log_zs = _finished(pair, carry)
+    rows = lambda array: array.reshape(targets_BT.shape)  # noqa: E731
+    if saved is not None:
+        saved = tuple(one[0].reshape(*targets_BT.shape, -1) for one in saved)
+    return (
+        tuple(map(rows, found)),
+        tuple(map(rows, log_zs)),
+        saved or (None, None),
+    )
+
+
+def _finished(pair: _Pair, carry):
+    """Of the sums over chunks, summed over devices: CE, log Z and divergence, [n] each; and log Z
+    of both at the temperature."""
+    t, split = pair.temperature, pair.student.split
     (top_n, total_n, soft_n, hit_n), (teacher_top_n, teacher_n), cross_n = carry
     if split.vocab:
         most = lambda top_n: jax.lax.pmax(top_n, split.vocab)  # noqa: E731
@@ -184,15 +199,7 @@ def _forward_local(pair: _Pair, x_BTD, head_VD, targets_BT, teacher_BTE, teacher
     if pair.reverse:
         lead_n, between_n = soft_n, -between_n
     divergence_n = cross_n / lead_n + between_n
-    found = (log_z_n - hit_n, log_z_n, divergence_n)
-    rows = lambda array: array.reshape(targets_BT.shape)  # noqa: E731
-    if saved is not None:
-        saved = tuple(one[0].reshape(*targets_BT.shape, -1) for one in saved)
-    return (
-        tuple(map(rows, found)),
-        tuple(map(rows, (soft_log_z_n, teacher_log_z_n))),
-        saved or (None, None),
-    )
+    return (log_z_n - hit_n, log_z_n, divergence_n), (soft_log_z_n, teacher_log_z_n)
 
 
 def _backward_local(pair: _Pair, arrays, sums, both, gradients):

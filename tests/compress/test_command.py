@@ -33,7 +33,7 @@ SOURCE = """
 from llmx.compress.recipe import Recipe
 
 def get_recipe():
-    return Recipe(stages={stages!r}, evaluation_batches=1, generated_tokens=4)
+    return Recipe(stages={stages!r}, evaluation_batches=1, generated_tokens=0)
 """
 
 
@@ -95,7 +95,7 @@ def test_the_command_makes_a_smaller_run(trained, tmp_path, capsys):
     assert rows[0]["parameters"] == costs.num_parameters(was)
     assert rows[-1]["parameters"] == costs.num_parameters(small) < 0.8 * rows[0]["parameters"]
     assert rows[-1]["flops"] < 0.8 * rows[0]["flops"]
-    assert all(math.isfinite(row["loss"]) and row["tokens_per_second"] > 0 for row in rows)
+    assert all(math.isfinite(row["loss"]) for row in rows)
     # It is a run: what evaluates, generates and exports others does so with it.
     assert evaluate.main([f"--workdir={output}", "--batches=1", "--json"]) == 0
     loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
@@ -125,11 +125,32 @@ def test_a_hugging_face_directory_is_a_source(trained, tmp_path):
     data.tokenizer = "auto"
     given = Recipe(
         (("low_rank", dict(rank=2, products=("mlp",), method="plain")),), data,
-        evaluation_batches=1, generated_tokens=0,
+        evaluation_batches=1, generated_tokens=2,
     )  # fmt: skip
     start, low = command_lib.compress(str(tmp_path / "hf"), given, str(tmp_path / "small"))
     np.testing.assert_allclose(start.parameters - low.parameters, 2 * 3 * (16 * 32 - 2 * 48))
-    assert low.tokens_per_second == 0
+    assert min(start.tokens_per_second, low.tokens_per_second) > 0
+
+
+@pytest.mark.slow
+def test_stages_of_other_kinds_follow_each_other(trained, tmp_path):
+    """Zeros stay beside a teacher, and are still there when weights are 8 bits."""
+    keep = dict(steps=2, weight=0.7, config={"pruning.method": "fixed"})
+    given = Recipe(
+        (
+            ("prune", dict(method="magnitude", pattern="2:4")), ("distil", keep),
+            ("quantize", dict(format="int8", group=0, method="nearest")),
+        ),
+        evaluation_batches=1, generated_tokens=0,
+    )  # fmt: skip
+    rows = command_lib.compress(trained, given, str(tmp_path / "small"))
+    loss = [row.loss for row in rows]
+    assert loss[0] != loss[1] != loss[2] and abs(loss[3] / loss[2] - 1) < 0.01
+    for stage in ("1_prune", "2_distil"):
+        params = saved.opened(str(tmp_path / "small" / "stages" / stage)).params
+        kernel_LDF = np.asarray(params["blocks"]["mlp"]["up"]["kernel"])
+        of_four = (kernel_LDF.reshape(2, 4, 4, 32) != 0).sum(axis=2)
+        assert (of_four == 2).all()
 
 
 MODEL = families.preset(
@@ -139,7 +160,7 @@ MODEL = families.preset(
 
 
 @pytest.mark.parametrize(("of_recipe", "said"), [
-    ((), "stages=() does nothing: name some of low_rank"),
+    ((), r"stages=\(\) does nothing: name some of low_rank"),
     ((("lowrank", {}),), "stage 1: 'lowrank' is unknown: use one of .*did you mean 'low_rank'"),
     (("low_rank",), "stage 1 is 'low_rank': write a name and options"),
     ((("low_rank", dict(rang=3)),), "'rang' is no option: use one of .*did you mean 'rank'"),

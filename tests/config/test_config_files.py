@@ -12,7 +12,7 @@ from llmx.aot import topologies
 from llmx.config import checks
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+CONFIGS = sorted(set((ROOT / "configs").glob("*.py")) - set((ROOT / "configs").glob("compress_*")))
 # A minute of compilation or less; all others: python scripts/compile_configs.py
 SMALL = ("gpt2_124m", "quickstart", "qwen3_0.6b", "scaling")
 
