@@ -172,6 +172,26 @@ def test_codes_are_the_model_bit_for_bit():
     np.testing.assert_allclose(found.loss, by_codes / tokens, rtol=1e-6)
 
 
+def test_qwix_gives_the_same_codes():
+    """With its scales, the largest magnitude over 7.5: 7 stands for more than it does."""
+    qwix = pytest.importorskip("qwix")
+    recipe = recipe_of()
+    weight = np.random.default_rng(0).normal(size=(2, 16, 12)).astype(np.float32)
+    config = QuantizationConfig(bits=4, group=8, scales="learned")
+    theirs = [qwix.quantize(jnp.asarray(one), "int4", channelwise_axes=[1], tiled_axes={0: 8})
+              for one in weight]  # fmt: skip
+    with jax.set_mesh(recipe.mesh):
+        ours = quantization.rounded(
+            "blocks/mlp/up/kernel", jnp.asarray(weight), config, jnp.dtype("float32"),
+            jnp.log(jnp.stack([one.scale for one in theirs])),
+        )  # fmt: skip
+    wanted = np.stack([np.asarray(one.qvalue, np.int8) for one in theirs])
+    assert set(np.unique(wanted)) == set(range(-8, 8))
+    # A logarithm and its exponential may move what is in the middle between two codes.
+    assert (np.asarray(ours.codes) == wanted).mean() > 0.99
+    assert np.abs(np.asarray(ours.codes, np.int32) - wanted).max() <= 1
+
+
 INPUTS = dict(
     quantization__activations="average", quantization__decay=0.75, quantization__freeze_after=2
 )
