@@ -94,11 +94,12 @@ def main() -> None:
     found, plain = {}, QuantizationConfig()
     for name in names:
         workdir = train(name, args)
-        found[name] = held_out_loss(workdir, args.batches, plain)
-        print(f"{name}: {found[name]:.4f}", flush=True)
-    for name, values in ROUNDED.items():
-        workdir = train(FP32, args)
-        found[name] = held_out_loss(workdir, args.batches, QuantizationConfig(**values))
+        rows = {name: plain}
+        if name == FP32:
+            rows |= {name: QuantizationConfig(**values) for name, values in ROUNDED.items()}
+        for row, rounded in rows.items():
+            found[row] = held_out_loss(workdir, args.batches, rounded)
+            print(f"{row}: {found[row]:.4f}", flush=True)
     print("| run | held-out loss | to fp32 |\n| --- | --- | --- |")
     for name, loss in found.items():
         print(f"| {name} | {loss:.4f} | {loss / found[FP32] - 1:+.2%} |")

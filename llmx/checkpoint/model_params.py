@@ -124,8 +124,8 @@ def restore_evaluated(
         workdir, extra[quantized.RANGES], prefix=f"extra/{quantized.RANGES}", step=restored.step,
         log=log,
     )  # fmt: skip
-    averages = {quantized.RANGES: found.state}
-    return restored._replace(state=recipe.loss.rounded(restored.state, averages))
+    amax, axes = found.state.amax, recipe.loss.model_axes
+    return restored._replace(state=quantized.params_with_ranges(restored.state, amax, axes))
 
 
 def of_hugging_face(

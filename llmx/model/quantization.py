@@ -47,6 +47,7 @@ GROUPS = "groups"  # the logical axis
 class QuantizationConfig:
     """Quantization-aware training: which integers the weights of layers are trained as."""
 
+    # of the weights of attention and MLPs; 0 = they are not quantized
     bits: int = bounded(0, at_least=2, at_most=8, unless=0, remedy="0 = not quantized")
     # inputs of a weight that share a scale; 0 = all: one scale for each output
     group: int = bounded(0, at_least=0, remedy="0 = one scale for each output")

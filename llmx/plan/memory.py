@@ -420,6 +420,7 @@ def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
     held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}
+    rest |= {name: math.ceil(num) for name, num in _rounded(sizes).items()}
     peaks = {BACKWARD: rest}
     if updated := math.ceil(_updated(sizes)):
         peaks[UPDATE] = {"updated parameters": updated}

@@ -86,8 +86,10 @@ def test_other_commands_have_the_rounded_average(trained):
         run.workdir, like, ema=True, log=print, reader=streamed.FROM_FILES
     )
     for name, stored in trees.named(by_files.state).items():
-        np.testing.assert_array_equal(stored[...], names[name])
-        np.testing.assert_array_equal(stored[1:2][0], names[name][1:2][0])
+        numbers = np.asarray(names[name])
+        np.testing.assert_array_equal(stored[...], numbers)
+        np.testing.assert_array_equal(stored[1:2], numbers[1:2])
+        np.testing.assert_array_equal(stored[1], numbers[1])
     evaluated = model_params.restore_evaluated(run.workdir, recipe, ema=True, log=print)
     compare.assert_same(evaluated.state, recipe.loss.rounded(state.averaged, state.extra))
     weight = evaluated.state["blocks"]["mlp"]["down"]["kernel"]

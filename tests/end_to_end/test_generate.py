@@ -15,6 +15,7 @@ from llmx.config import recipe as recipe_lib
 from llmx.data import tokenizers
 from llmx.evaluate import __main__ as evaluate
 from llmx.model import apply, families, sampling
+from llmx.model.attention import cache
 
 # By query heads and K/V heads, which of 2, 3, 4 and 6 devices may share them.
 SHARES = {(6, 3): (3, 6), (8, 2): (2, 4), (12, 4): (2, 4), (12, 2): (2, 4, 6), (6, 1): (2, 3, 6)}
@@ -153,6 +154,28 @@ def test_streamed_text_is_the_same(talking, capsys):
     # Of the second text nothing is shown from its stop string on.
     said = printed(capsys, talking, *prompts, "--stop", stop).split("--- prompt")
     assert said[2].partition("\n")[2] == parts[2][: parts[2].index(stop, 3)] + "\n"
+
+
+def test_the_flag_keeps_keys_and_values_in_int8(talking, capsys, monkeypatch):
+    """And the config's value does, unless the flag says otherwise."""
+    kinds, empty_slots = [], cache.empty_slots
+
+    def noted(*arguments, kind, **settings):
+        kinds.append(kind)
+        return empty_slots(*arguments, kind=kind, **settings)
+
+    monkeypatch.setattr(apply, "empty_slots", noted)
+    prompts = ["--prompt", "two", "--prompt", "a", "--max-tokens", "8"]
+    whole = printed(capsys, talking, *prompts, "--kv-cache", "int8")
+    assert set(kinds) == {"int8"}
+    assert printed(capsys, talking, *prompts, "--kv-cache", "int8", "--stream") == whole
+    run = config_lib.load_run(talking)
+    run.sample.kv_cache = "int8"
+    monkeypatch.setattr(config_lib, "load_run", lambda workdir: run)
+    assert printed(capsys, talking, *prompts) == whole
+    assert set(kinds) == {"int8"}
+    printed(capsys, talking, *prompts, "--kv-cache", "precision")
+    assert kinds[-1] == ""
 
 
 def converse(capsys, monkeypatch, workdir, *lines, flags=()) -> list[str]:
