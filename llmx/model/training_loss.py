@@ -342,9 +342,9 @@ def make(
             )  # fmt: skip
         return jax.tree.map(placed, shapes, to)
 
-    frozen, model_axes, taught_by = (), axes, None
-    if teacher is not None:
-        taught_by = teacher_lib.make(teacher, execution)
+    frozen, frozen_axes, model_axes = (), (), axes
+    taught_by = teacher_lib.make(teacher, execution) if teacher is not None else None
+    if taught_by is not None:
         frozen, frozen_axes = taught_by.params, taught_by.axes
     elif adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
@@ -353,8 +353,6 @@ def make(
             shapes, axes, lambda axes: policy.compute if rounded(axes) else policy.param
         )
         frozen_axes = axes
-    else:
-        frozen_axes = ()
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
     params = stored(shapes, axes, lambda axes: policy.param)
