@@ -390,9 +390,9 @@ def make(
     model_shapes, model_axes = shapes, axes
     if packed is not None and packed.bits:
         model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
-    frozen, frozen_axes, taught_by = (), (), None
-    if teacher is not None:
-        taught_by = teacher_lib.make(teacher, execution)
+    frozen, frozen_axes = (), ()
+    taught_by = teacher_lib.make(teacher, execution) if teacher is not None else None
+    if taught_by is not None:
         frozen, frozen_axes = taught_by.params, taught_by.axes
     elif adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
