@@ -114,7 +114,7 @@ def of(
         # Those of layers are written where the weights were.
         of_layers = _gradients_of_layers(sizes)
         common["gradients"] = max(0.0, of_layers - common["saved weights"])
-    common |= _gathered(sizes)
+    common |= _gathered(sizes) | {"slices of weights": _slices(sizes, program)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
@@ -275,6 +275,25 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
         found += copied * (1 + program.kept_copies * several)
         found += program.gradient_copies * several * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
+
+
+def _slices(sizes: Sizes, program: Program) -> float:
+    """Layers' parameters that XLA copies for loops over some of the layers (`model.layers`): where
+    kinds repeat a period, those of all whole periods and of the rest, if there is one; and on TPUs
+    those of the neighbours of one kind in a period."""
+    model = sizes.run.model
+    kinds = model.block_kinds
+    period = remat.period_of(kinds)
+    if period == 1 or sizes.run.offload.parameters:
+        return 0.0
+    of_layer = sum(
+        sizes.param_bytes * sizes.local(leaf, "parameters")
+        for leaf in sizes.weights
+        if leaf.in_blocks
+    ) / model.num_blocks  # fmt: skip
+    series = [len(list(of)) for _, of in itertools.groupby(kinds[:period])]
+    sliced = max(series) if program is TPU and max(series) > 1 else 0
+    return of_layer * (sliced + (model.num_blocks if len(kinds) % period else 0))
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
