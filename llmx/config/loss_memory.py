@@ -33,12 +33,12 @@ class Arrays:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), of_two_turns=(1, 1), rows=(1, 2, 2), head=2.0, head_fp32=2.0,
-    core_bytes=128 * 2**20, keeps_logits=True,
+    logits=(1, 1, 1), gradients=(1, 1, 1), of_two_turns=(1, 1), rows=(1, 2, 2),
+    head=2.0, head_fp32=2.0, core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
-    logits=(1, 3, 1), gradients=(1, 0, 1), of_two_turns=(2, 0), rows=(1, 4, 2), head=4.0, head_fp32=0.0,
-    core_bytes=0, keeps_logits=False,
+    logits=(1, 3, 1), gradients=(1, 0, 1), of_two_turns=(2, 0), rows=(1, 4, 2),
+    head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
 )  # fmt: skip
 
 
