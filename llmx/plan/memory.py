@@ -117,8 +117,11 @@ def of(
     common |= _gathered(sizes) | {"slices of weights": _slices(sizes, program)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
+    at_end = dict(common)
+    if not on_gpu:  # saved weights are the parameters themselves until the backward pass begins
+        at_end.pop("saved weights", None)
     peaks = {
-        END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
+        END_OF_FORWARD: at_end | _before_the_head(sizes, common, program) | {
             "loss": max(loss_memory.of(sizes.run, on_gpu=on_gpu), _whole_heads(sizes, program)),
             "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
         },
