@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from llmx.config import Config, loss_memory, state_memory, utilization
-from llmx.config.axes import replica_axes
+from llmx.config.axes import gathers_ahead, replica_axes
 from llmx.config.state_memory import Held, leaves
 from llmx.model import precision, remat, remat_costs
 from llmx.pipeline import ticks
@@ -109,6 +109,10 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
     of_loss = _of_loss(run, program, on_gpu)
     if _joined(program) if on_gpu else not alone:
         of_loss += outside
+    if on_gpu and gathers_ahead(run) and _written_out(program):
+        # Two microbatches of FORWARD at a time, one with its logits.
+        saved = _kept(run, remat.inside(run.remat), chunks)
+        of_loss += 2 * saved + _more_on_gpu(run)
     working = max(working, of_loss)
     if on_gpu:
         working += per_stage * size * _copied(run)
@@ -134,6 +138,15 @@ def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
 def _joined(program: Program) -> bool:
     """Whether the body of a loop has several ticks, of FORWARD and of BACKWARD."""
     return any(length > 1 for _, length, _ in program.loops)
+
+
+def _written_out(program: Program) -> bool:
+    """Whether a loop has two ticks with heads, which XLA:GPU writes out."""
+    heads = program.rows.head >= 0
+    return any(
+        (length, times) == (1, 2) and heads[first : first + 2].all()
+        for first, length, times in program.loops
+    )
 
 
 def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:

@@ -115,10 +115,14 @@ def of(
         of_layers = _gradients_of_layers(sizes)
         common["gradients"] = max(0.0, of_layers - common["saved weights"])
     common |= _gathered(sizes) | _rounded(sizes)
+    common |= {"slices of weights": _slices(sizes, program)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
+    at_end = dict(common)
+    if not on_gpu:  # saved weights are the parameters themselves until the backward pass begins
+        at_end.pop("saved weights", None)
     peaks = {
-        END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
+        END_OF_FORWARD: at_end | _before_the_head(sizes, common, program) | {
             "loss": max(loss_memory.of(sizes.run, on_gpu=on_gpu), _whole_heads(sizes, program)),
             "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
         },
@@ -275,6 +279,25 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
         found += copied * (1 + program.kept_copies * several)
         found += program.gradient_copies * several * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
+
+
+def _slices(sizes: Sizes, program: Program) -> float:
+    """Layers' parameters that XLA copies for loops over some of the layers (`model.layers`): where
+    kinds repeat a period, those of all whole periods and of the rest, if there is one; and on TPUs
+    those of the neighbours of one kind in a period."""
+    model = sizes.run.model
+    kinds = model.block_kinds
+    period = remat.period_of(kinds)
+    if period == 1 or sizes.run.offload.parameters:
+        return 0.0
+    of_layer = sum(
+        sizes.param_bytes * sizes.local(leaf, "parameters")
+        for leaf in sizes.weights
+        if leaf.in_blocks
+    ) / model.num_blocks  # fmt: skip
+    series = [len(list(of)) for _, of in itertools.groupby(kinds[:period])]
+    sliced = max(series) if program is TPU and max(series) > 1 else 0
+    return of_layer * (sliced + (model.num_blocks if len(kinds) % period else 0))
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
