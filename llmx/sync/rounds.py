@@ -146,6 +146,9 @@ class Rounds:
         steps, begun = int(steps), time.monotonic()
         moved, tokens = self._moved(state)
         moved, tokens = _on_host(moved), float(_on_host({"": tokens})[""])
+        if not all(np.isfinite(array).all() for array in moved.values()):
+            launch.log(f"step {steps}: what this group has moved is not finite, and does not count")
+            moved, tokens = {name: np.zeros_like(array) for name, array in moved.items()}, 0.0
         newest, groups = self._decided(steps, moved, tokens)
         if newest > steps:
             outer = self._files.read_outer(newest)

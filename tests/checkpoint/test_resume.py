@@ -42,6 +42,21 @@ def test_the_one_before_may_be_of_other_replicas(tmp_path):
     assert_same((state.params, state.opt_state), (of_two.params, of_two.opt_state))
 
 
+def test_the_tokens_of_a_round_that_has_begun_are_kept(tmp_path):
+    """Replicas of another number share them."""
+    by_tokens = DILOCO | dict(sync__by_tokens=True)
+    _, recipe = run_of(tmp_path, 2, **by_tokens)
+    state = recipe.init(0)
+    tokens = jax.device_put(np.float32([100, 300]), state.sync.tokens.sharding)
+    state = state._replace(sync=state.sync._replace(tokens=tokens))
+    save(tmp_path, 1, 2, state=state, **by_tokens)
+    _, found, _, _ = resumed(tmp_path, 2, **by_tokens)
+    assert_same(found, state)
+    _, found, _, said = resumed(tmp_path, 4, **by_tokens)
+    np.testing.assert_array_equal(found.sync.tokens, [200] * 4)
+    assert "converted to 4 replicas" in said
+
+
 def test_the_one_before_may_be_of_other_stages(tmp_path):
     periodic = dict(mesh__stage=2, batch__accumulation=4, pipeline__schedule="pipedream_2bw")
     wanted = save(tmp_path, 1, 1)

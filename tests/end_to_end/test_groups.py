@@ -48,7 +48,9 @@ def get_config():
     run.steps, run.precision = {steps}, "fp32"
     run.batch.size, run.batch.sequence_length = {batch}, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
-    run.checkpoint.every, run.evaluation.batches, run.checkpoint.keep_last = 5, 8, 100
+    run.optimizer.eps = 1e-3  # rounding of a gradient near zero is not divided by itself
+    run.checkpoint.every, run.evaluation.batches, run.checkpoint.keep_last = 5, 32 // {batch}, 100
+    run.watchdog.step_seconds = {patience}.0  # one is held back
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.data.sources, run.data.cache_dir, run.data.prefetch = ({source!r},), {cache!r}, 1
     run.sync.strategy, run.sync.every, run.sync.groups = "diloco", {every}, {groups}
@@ -64,7 +66,7 @@ def scratch(tmp_path_factory):
     text_runs.write_corpus(folder, files=3, words=4000)
     (folder / "shared").mkdir()
     values = dict(
-        go=str(folder / "go"), model=MODEL, steps=STEPS, every=EVERY,
+        go=str(folder / "go"), model=MODEL, steps=STEPS, every=EVERY, patience=PATIENCE,
         source=str(folder / "text"), cache=str(folder / "cache"), exchange=str(folder / "shared"),
     )  # fmt: skip
     (folder / "groups.py").write_text(CONFIG.format(**values, batch=BATCH, groups=2))

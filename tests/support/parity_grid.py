@@ -162,13 +162,8 @@ OFFLOAD = {
 }
 
 REFERENCE = dict(attention__implementation="reference")
-# Strategies that sum all numbers: int8 of which none is compressed, the largest of which none is
-# left.
-SYNC = {
-    "": {},
-    "int8": dict(sync__strategy="int8", sync__uncompressed=("*",)),
-    "top_k": dict(sync__strategy="top_k", sync__fraction=1.0),
-}
+# A strategy that sums all numbers: a compressor of which none is compressed.
+SYNC = {"": {}, "int8": dict(sync__strategy="int8", sync__uncompressed=("*",))}
 # Rows with "adapters": what is trained is beside a frozen model, whose routers learn no bias.
 ADAPTERS = dict(adapters__rank=4)
 
@@ -233,9 +228,8 @@ EXTREMES = [
             tensor=2,
             data=2,
         ),
-        # Replicas that exchange in their own way, with nothing left out.
+        # Replicas whose strategy leaves nothing out.
         dict(data=2, fsdp=2, tensor=2, layout="hsdp", accumulation=2, sync="int8"),
-        dict(data=4, sequence=2, layout="zero2", family="gpt2", sync="top_k"),
     )
 ]
 

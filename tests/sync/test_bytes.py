@@ -11,7 +11,9 @@ from support import runs
 from llmx.aot import program as program_lib
 from llmx.aot import topologies
 from llmx.model import families
+from llmx.plan import network
 from llmx.sync import sketch
+from llmx.sync.compressors import COMPRESSORS, Group
 
 pytestmark = pytest.mark.aot
 
@@ -38,6 +40,8 @@ def program(
     policy: str = "fp32",
     phase: str = "",
     outer_format: str = "fp32",
+    uncompressed: tuple[str, ...] = (),
+    average_moments: bool = False,
 ) -> tuple[program_lib.CostReport, object]:
     """Of the last phase, of a named phase, or of the outer step ("exchange"); and its recipe."""
     topology = topologies.parse(TOPOLOGIES[platform])
@@ -48,6 +52,7 @@ def program(
         optimizer__name="lamb" if strategy == "one_bit_lamb" else "adamw",
         sync__strategy=strategy, sync__warmup_steps=2, sync__rank=RANK, sync__fraction=FRACTION,
         sync__outer_format=outer_format, sync__overlap=phase.startswith("sending"),
+        sync__uncompressed=uncompressed, sync__average_moments=average_moments,
     )  # fmt: skip
     recipe = runs.make_recipe(config, devices=topologies.devices(topology))
     if phase == "exchange":
@@ -156,6 +161,27 @@ def test_outer_gradients_in_codes_send_a_share(platform, strategy, outer_format,
     phase = "sending_0" if outer_format == "int4" else "exchange"
     found = sent(platform, strategy, phase=phase, outer_format=outer_format)
     assert found == pytest.approx(sent(platform, "mean") / share, rel=FORMULA - 1)
+
+
+@pytest.mark.parametrize("platform, strategy", cases("one_bit", "int8", on_both=()))
+def test_what_is_not_compressed_is_sent_in_full(platform, strategy):
+    """The embedding: its numbers in fp32, in place of what it has in the compressor's messages."""
+    _, recipe = program(platform, strategy)
+    tensor = runs.tensors(recipe)["embedding"]
+    ring = 2 * (REPLICAS - 1) / REPLICAS * 4 * tensor.length
+    group = Group("data", REPLICAS)
+    messages = COMPRESSORS["signs" if strategy == "one_bit" else "int8"].messages(tensor, group)
+    less = sum(
+        network.COLLECTIVES[each.collective](each.bytes, REPLICAS).bytes for each in messages
+    )
+    found = sent(platform, strategy, uncompressed=("embedding",))
+    assert found == pytest.approx(sent(platform, strategy) + ring - less, abs=SCALARS)
+
+
+@pytest.mark.parametrize("platform, strategy", cases("diloco"))
+def test_moments_are_sent_in_full(platform, strategy):
+    found = sent(platform, strategy, phase="exchange", average_moments=True)
+    assert found == pytest.approx(3 * sent(platform, "mean"), rel=FORMULA - 1)
 
 
 @pytest.mark.xdist_group("v5e")

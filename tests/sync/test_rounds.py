@@ -99,14 +99,15 @@ def test_two_groups_do_what_three_replicas_do_in_one_program(tmp_path, name):
 def test_a_group_that_leaves_is_left_out_and_catches_up(tmp_path):
     """Group 1 ends within the second round. Group 0 waits for it once, and goes on alone; group 1
     comes back with its state of then, and goes on where group 0 is."""
-    problem, quick = problem_of(3, 1, SETTINGS.steps), dict(round_seconds=0.5)
+    problem = problem_of(3, 1, SETTINGS.steps)
     first = together(
-        lambda: Group(tmp_path, problem, 0, **quick).go(until=7),
-        lambda: Group(tmp_path, problem, 1, round_seconds=60.0).go(until=10),
+        lambda: Group(tmp_path, problem, 0).go(until=7),
+        lambda: Group(tmp_path, problem, 1).go(until=10),
     )
     kept = first[1].state
     assert int(kept.step) == 10
-    alone = first[0].go(until=24)  # the rounds that end at 14 and 21
+    alone = Group(tmp_path, problem, 0, state=first[0].state, round_seconds=0.5)
+    alone.go(until=24)  # the rounds that end at 14 and 21
     files = RoundFiles(str(tmp_path), 0, {k: x.shape for k, x in problem.start.items()})
     assert (files.closed(14), files.closed(21)) == ([0], [0])
     back = Group(tmp_path, problem, 1, state=kept)
@@ -119,8 +120,7 @@ def test_a_group_that_leaves_is_left_out_and_catches_up(tmp_path):
     ):  # fmt: skip
         np.testing.assert_array_equal(got, was)
     assert not back.state.sync.tokens.any() and kept.sync.tokens.any()
-    alone.run.strategy.outer[(0,)].__self__._config.round_seconds = 60.0
-    both = together(alone.go, back.go)
+    both = together(Group(tmp_path, problem, 0, state=alone.state).go, back.go)
     for end in (28, 35, 38):
         assert files.closed(end) in ([0, 1], None)
         assert_same(both[0].found[end], both[1].found[end])
@@ -149,10 +149,17 @@ def test_a_group_that_comes_late_takes_over_what_the_others_have_made(tmp_path):
     both[0].go(until=7)
     both[1].go(until=7)
     assert_same(both[0].found[7], both[1].found[7])
-    only, _ = oracle.local(
-        dataclasses.replace(of_group(problem, 0)), SETTINGS, "diloco", by_tokens=True
-    )  # fmt: skip
+    only, _ = oracle.local(of_group(problem, 0), SETTINGS, "diloco", by_tokens=True)
     assert_close(both[1].found[7], only[6])
+
+
+def test_what_is_not_finite_does_not_count(tmp_path):
+    problem = problem_of(3, 1, SETTINGS.steps)
+    problem.centers[3]["norm"][2] = np.nan  # of the one replica of group 1
+    both = together(*(lambda g=g: Group(tmp_path, problem, g).go(until=7) for g in range(2)))
+    only, _ = oracle.local(of_group(problem, 0), SETTINGS, "diloco", by_tokens=True)
+    assert_close(both[1].found[7], only[6])
+    assert_same(both[0].found[7], both[1].found[7])
 
 
 def test_a_round_in_which_none_has_trained_changes_nothing(tmp_path):

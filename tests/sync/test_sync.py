@@ -486,11 +486,17 @@ def resolved(num_devices: int = 2, **values) -> config.Config:
         (dict(sync__strategy="diloco", optimizer__ema_decay=0.9),
          ["ema_decay=0.9", "'diloco'", "set it to 0"]),
         (dict(sync__strategy="one_bit"), ["sync.warmup_steps=0", "'one_bit'"]),
+        (dict(sync__strategy="int8", sync__uncompressed=("*norm*", "*nrom*")),
+         ["sync.uncompressed: '*nrom*' matches no parameter", "blocks/attention_norm/scale, "]),
+        (dict(sync__strategy="diloco", sync__average_moments=True, optimizer__name="lion"),
+         ["average_moments with optimizer.name='lion'", "leave sync.average_moments out"]),
+        (dict(sync__strategy="local_sgd", sync__average_moments=True, sync__overlap=True),
+         ["average_moments with sync.fragments above 1 or sync.overlap", "leave the one or"]),
         (dict(sync__strategy="one_bit", sync__warmup_steps=9, mesh__stage=2,
               batch__accumulation=4, pipeline__schedule="pipedream_2bw"),
          ["'one_bit'", "'pipedream_2bw'", "another schedule, or strategy 'mean'"]),
     ],
-    ids=["lion", "adamw", "muon", "average", "no warm-up", "2bw"],
+    ids=["lion", "adamw", "muon", "average", "no warm-up", "pattern", "moments", "overlap", "2bw"],
 )  # fmt: skip
 def test_strategies_and_the_rest_of_the_config(values, words):
     with pytest.raises(config.ConfigError) as error:
