@@ -81,15 +81,16 @@ def product_of(name: str) -> str:
 
 
 def prunable(axes: Any) -> dict[str, tuple[str, ...]]:
-    """Logical axes of the weights that can be pruned, by name: of the layers' products, routers
-    left out."""
+    """Logical axes of the weights that can be pruned, by name: of the layers' products and experts.
+    Routers, factors of products and scales are left out."""
     leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     named = trees.named(jax.tree.unflatten(jax.tree.structure(
         axes, is_leaf=lambda leaf: isinstance(leaf, tuple)), range(len(leaves))))  # fmt: skip
     found = {name: leaves[number] for name, number in named.items()}
+    is_weight = lambda name, of: name.endswith("/kernel") or "experts" in of  # noqa: E731
     return {
         name: of for name, of in found.items()
-        if of[0] in ("layers", "first") and "embed" in of and "router" not in of
+        if of[0] in ("layers", "first") and "embed" in of and is_weight(name, of)
     }  # fmt: skip
 
 
