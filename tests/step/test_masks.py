@@ -97,7 +97,9 @@ CASES = {
         {"stage": 2}, dict(batch__accumulation=4, pipeline__schedule="pipedream_2bw"),
     ),
     "offload": (
-        {"fsdp": 2}, dict(offload__optimizer=True, offload__parameters=True, remat="full")
+        {"fsdp": 2},
+        dict(offload__optimizer=True, offload__parameters=True, remat="full",
+             pruning__method="movement", pruning__rewind_to=2),
     ),
     "8-bit moments": ({"fsdp": 2}, dict(optimizer__moments="int8")),
     "muon": ({"fsdp": 2}, dict(optimizer__name="muon")),
