@@ -140,7 +140,7 @@ def test_the_check_finds_what_it_is_for(name, source, words):
     assert words in problem
 
 
-LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 23
+LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 22
 LONG_STORIES = {("llmx.train", "main")}  # one linear text
 
 
