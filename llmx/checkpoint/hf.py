@@ -6,28 +6,39 @@ safetensors (https://github.com/huggingface/safetensors).
 Letters: V vocabulary, Z the parts of a fused tensor.
 """
 
+import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmx.checkpoint import hf_files, hf_formats, hf_reader, streamed, writer
+from llmx.checkpoint import hf_files, hf_formats, hf_packed, hf_reader, streamed, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
+from llmx.model import packed
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
 
 SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
 ROWS = 4096  # of a table of the vocabulary, in memory at a time
 _NAMES = {np.dtype(kind): name for name, kind in hf_reader.STORED_DTYPES.items()}
+_NAMES |= {np.dtype(np.int32): "I32", np.dtype(np.int64): "I64"}
 
 
-def _to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+class Written(NamedTuple):
+    """A tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: Callable[[], Iterable[np.ndarray]]  # in the file's order
+
+
+def to_theirs(row: Tensor, parts: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
     if row.joined is not None:
-        tensors = [_to_theirs(*one, sizes) for one in zip(row.pieces, zip(parts), strict=True)]
+        tensors = [to_theirs(*one, sizes) for one in zip(row.pieces, zip(parts), strict=True)]
         return np.concatenate(tensors, axis=row.joined)
     ours, theirs = ("Z" if row.parts else "") + row.dims, row.groups.replace(",", "")
     array = np.stack(parts) if row.parts else parts[0]
@@ -63,16 +74,21 @@ def export(
     config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
     config |= {"torch_dtype": dtype, "use_cache": True}
     arrays = _checked_params(params, model)
+    names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
+    tensors = {}
+    for name, (row, index) in names.items():
+        tensors |= _written(name, row, index, arrays, model, numpy_dtype)
+    config |= hf_packed.quantization_config(names, arrays)
     with writer.filling(directory):
         if tokenizer_file is not None:
             hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
-        _write_tensors(directory, arrays, model, numpy_dtype, shard_bytes)
+        _write_tensors(directory, tensors, shard_bytes)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return directory
 
 
 def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
-    flat, rows = trees.named(params), hf_formats.rows(model)
+    flat, rows = packed.named(params), hf_formats.rows(model)
     expected = {}
     for row in rows:
         expected |= hf_formats.our_shapes(row, model)
@@ -86,7 +102,7 @@ def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, 
             "config of their run"
         )
     for path, shape in expected.items():
-        if (found := tuple(flat[path].shape)) != shape:
+        if (found := hf_packed.shape_of(flat[path])) != shape:
             raise ValueError(
                 f"parameter {path} has shape {found} and the model makes it {shape}: export with "
                 "the config of its run"
@@ -98,18 +114,35 @@ def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, 
                 "which experts are chosen: train with experts.bias_rate=0, and balance_weight "
                 "in its place"
             )
-    host = lambda leaf: leaf if isinstance(leaf, streamed.Stored) else np.asarray(leaf)  # noqa: E731
+    kept = streamed.Stored | packed.Packed
+    host = lambda leaf: leaf if isinstance(leaf, kept) else np.asarray(leaf)  # noqa: E731
     return {path: host(leaf) for path, leaf in flat.items() if path not in unwritten}
 
 
-def _write_tensors(
-    directory: pathlib.Path, arrays: dict, model: ModelConfig, dtype: np.dtype, shard_bytes: int
-):
+def _written(
+    name: str, row: Tensor, index: tuple[int, ...], arrays: Mapping[str, Any], model: ModelConfig,
+    dtype: np.dtype,
+) -> dict[str, Written]:  # fmt: skip
+    """What a file has of one tensor, by name: itself, or the parts of a packed one."""
     sizes = hf_formats.dimension_sizes(model)
-    names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
+    if not any(packed.is_packed(arrays[path]) for path in row.paths):
+        parts = functools.partial(_parts, row, index, arrays, model)
+        return {name: Written(hf_formats.their_shape(row, sizes), dtype, parts)}
+    convert = functools.partial(to_theirs, row, sizes=sizes)
+    shape, num_groups = hf_packed.shape_and_groups(name, row, arrays, convert, index)
+    make = functools.partial(hf_packed.parts, row, arrays, convert, index, num_groups)
+    return {
+        f"{name.removesuffix('weight')}{part}": Written(
+            shape, dtype if kind is None else kind, functools.partial(make, part)
+        )
+        for part, (shape, kind) in hf_packed.shapes(shape, num_groups, arrays[row.paths[0]]).items()
+    }
+
+
+def _write_tensors(directory: pathlib.Path, tensors: Mapping[str, Written], shard_bytes: int):
     shards, room, total_size = [[]], shard_bytes, 0
-    for name, (row, _) in names.items():
-        size = math.prod(hf_formats.their_shape(row, sizes)) * dtype.itemsize
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = shard_bytes
@@ -119,25 +152,25 @@ def _write_tensors(
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        shapes = {name: hf_formats.their_shape(names[name][0], sizes) for name in shard}
         with open(directory / file, "xb") as out:
-            out.write(_header(shapes, dtype))
-            for name in shard:
-                for part in _parts(*names[name], arrays, model):
-                    out.write(np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8))
+            out.write(_header({name: tensors[name] for name in shard}))
+            for tensor in map(tensors.get, shard):
+                for part in tensor.parts():
+                    out.write(np.ascontiguousarray(part, tensor.dtype).reshape(-1).view(np.uint8))
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> bytes:
+def _header(tensors: Mapping[str, Written]) -> bytes:
     """The beginning of a file of safetensors with these tensors, one behind another."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+    for name, tensor in tensors.items():
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]
+            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
         }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -150,7 +183,7 @@ def _parts(
     """A tensor in its file's order; tables of the vocabulary, which are in ours too, by rows."""
     if row.dims[0] != "V":
         sizes = hf_formats.dimension_sizes(model)
-        yield _to_theirs(row, [np.asarray(arrays[path][index]) for path in row.paths], sizes)
+        yield to_theirs(row, [np.asarray(arrays[path][index]) for path in row.paths], sizes)
         return
     for start in range(0, model.vocab_size, ROWS):
         yield arrays[row.ours][start : min(start + ROWS, model.vocab_size)]

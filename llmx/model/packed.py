@@ -75,6 +75,12 @@ def is_packed(leaf: Any) -> bool:
     return isinstance(leaf, Packed)
 
 
+def named(tree: Any) -> dict[str, Any]:
+    """`trees.named`, with packed weights whole."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed)
+    return {trees.path_name(path): leaf for path, leaf in leaves}
+
+
 def problems(config: PackedConfig, shapes: Any) -> list[str]:
     """Why weights of these shapes cannot be stored so, each with its remedy."""
     found = []
@@ -218,6 +224,20 @@ def plain(weight: Any, dtype: jnp.dtype) -> jax.Array:
     if not is_packed(weight):
         return weight
     return quantized.dequantized(whole(weight, dtype, sharding.TOKEN_AXES))
+
+
+def shape_of(weight: Packed) -> tuple[int, ...]:
+    """Of the weight that it stands for."""
+    shape, last = list(weight.codes.shape), len(weight.codes.shape) - weight.outputs - 1
+    shape[last] *= 8 // weight.bits
+    return tuple(shape)
+
+
+def inputs_of(weight: Packed, lead: int = 1) -> tuple[int, int]:
+    """How many numbers a product contracts, and how many groups these are; `lead`: dimensions that
+    count stacked weights."""
+    end = len(weight.scale.shape) - weight.outputs
+    return math.prod(shape_of(weight)[lead:end]), math.prod(weight.scale.shape[lead:end])
 
 
 def codes_of(weight: Packed) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
