@@ -4,8 +4,8 @@
     python -m llmx.train --config configs/quickstart_distill.py
     python -m llmx.aot --config configs/quickstart_distill.py --topology v5e:1x1
 
-The same student alone: --config.distillation.teacher= --config.distillation.weight=0.5, which is
-the default and has no effect then. docs/compression.md compares the two.
+The same student alone: --config.distillation.teacher= --workdir runs/student_alone.
+docs/compression.md compares the two.
 """
 
 from llmx import config
@@ -14,7 +14,7 @@ from llmx.model import families
 
 def get_config() -> config.Config:
     run = config.default()
-    run.distillation.teacher, run.distillation.weight = "runs/quickstart", 0.9
+    run.distillation.teacher = "runs/quickstart"
     run.steps, run.precision = 300, "fp32"
     run.model = families.preset(
         "llama3", width=64, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=176,

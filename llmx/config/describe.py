@@ -9,7 +9,7 @@ import jax
 
 from llmx import sharding
 from llmx.checkpoint import identity, writer
-from llmx.config import Config, preference_checks, utilization
+from llmx.config import Config, preference_checks, starting, utilization
 from llmx.model import adapters, apply, costs, precision, quantized
 from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
@@ -28,6 +28,7 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
     return "\n".join([
         f"model: {model_text(config, costs.num_parameters(config.model))}",
         *([f"adapters: {adapters_text(config)}"] if config.adapters.rank else []),
+        *([f"teacher: {teacher_text(config)}"] if config.distillation.is_on else []),
         f"mesh:  {sharding.mesh_text(mesh.shape)} ({device}{processes}), "
         f"layout {config.sharding.layout}",
         *([f"stages: {stages}"] if stages else []),
@@ -38,6 +39,19 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
         *(f"warning: {text}" for text in oddities(config)),
     ])  # fmt: skip
+
+
+def teacher_text(config: Config) -> str:
+    """What is learned from, on a line."""
+    section = config.distillation
+    if (teacher := starting.teacher_of(config)) is None:
+        what = f"{section.top_k} likeliest tokens, read beside the shards"
+    else:
+        what = f"{section.teacher}, {teacher.family}, {costs.num_parameters(teacher):,} parameters"
+    return (
+        f"{what}; {section.weight:g} of the loss, temperature {section.temperature:g}, "
+        f"{section.divergence} divergence"
+    )
 
 
 def oddities(config: Config) -> Iterator[str]:

@@ -252,25 +252,7 @@ def open_dataset(
     tables = [(source.lengths, source.hashes) for source in shards]
     splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
-        if source.pairs and split.rule == "end":
-            raise ValueError(
-                f"source {name!r} has {len(source.lengths)} pairs, of which data.held_out="
-                f"{config.held_out} holds out none as a whole: set data.held_out=0, or add pairs"
-            )
-        short = split.train.num_tokens <= sequence_length and not source.pairs
-        if config.held_out < 1 and short:
-            raise ValueError(
-                f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
-                f"one window of sequence_length={sequence_length} and its next token: add text, "
-                f"or set the sequence length below {max(split.train.num_tokens, 2)}"
-            )
-        if source.pairs and (longest := int(source.lengths.max())) > sequence_length + 1:
-            number = int((source.lengths > sequence_length + 1).sum())
-            raise ValueError(
-                f"source {name!r} has {number:,} pairs that are longer than a row of "
-                f"sequence_length={sequence_length}, the longest of {longest:,} tokens with both "
-                f"texts: set batch.sequence_length to at least {longest - 1}, or leave them out"
-            )
+        _check_split(config, name, source, split, sequence_length)
         held = split.held_out.num_tokens
         log(
             f"data: {name}: {source.num_tokens:,} tokens in {len(source.lengths):,} documents, "
@@ -284,6 +266,32 @@ def open_dataset(
         config, shards, splits, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed,
         taught=taught, top_k=top_k,
     )  # fmt: skip
+
+
+def _check_split(
+    config: config_lib.DataConfig, name: str, source: shards_lib.Shards, split: split_lib.Split,
+    sequence_length: int,
+) -> None:  # fmt: skip
+    """Raises ValueError for a source that is too small, or whose pairs are too long for a row."""
+    if source.pairs and split.rule == "end":
+        raise ValueError(
+            f"source {name!r} has {len(source.lengths)} pairs, of which data.held_out="
+            f"{config.held_out} holds out none as a whole: set data.held_out=0, or add pairs"
+        )
+    short = split.train.num_tokens <= sequence_length and not source.pairs
+    if config.held_out < 1 and short:
+        raise ValueError(
+            f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
+            f"one window of sequence_length={sequence_length} and its next token: add text, "
+            f"or set the sequence length below {max(split.train.num_tokens, 2)}"
+        )
+    if source.pairs and (longest := int(source.lengths.max())) > sequence_length + 1:
+        number = int((source.lengths > sequence_length + 1).sum())
+        raise ValueError(
+            f"source {name!r} has {number:,} pairs that are longer than a row of "
+            f"sequence_length={sequence_length}, the longest of {longest:,} tokens with both "
+            f"texts: set batch.sequence_length to at least {longest - 1}, or leave them out"
+        )
 
 
 def _learned(source: shards_lib.Shards) -> str:

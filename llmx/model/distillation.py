@@ -41,7 +41,7 @@ class DistillationConfig:
     # read this many likeliest tokens of a teacher, which python -m llmx.data --teacher has written
     # beside the token shards; 0 = none
     top_k: int = bounded(0, at_least=0, at_most=2**16)
-    weight: float = bounded(0.5, at_least=0, at_most=1)  # of the teacher; the data has the rest
+    weight: float = bounded(0.9, at_least=0, at_most=1)  # of the teacher; the data has the rest
     temperature: float = bounded(1.0, at_least=0.1, at_most=100.0)  # both are softened by it
     # "forward": KL(teacher || student) | "reverse": KL(student || teacher)
     divergence: str = choice("forward", DIVERGENCES)
