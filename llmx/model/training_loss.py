@@ -343,7 +343,8 @@ def make(
             ),
             shapes, axes,
         )  # fmt: skip
-        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+        if "blocks" in shapes:
+            shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
         if in_host_memory:
             on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
@@ -374,7 +375,7 @@ def make(
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
-        apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
+        apply_lib.of(config), execution, params, axes, gradients, updates, z_loss, gather,
         transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
         taught_by, seed, arrange,
     )  # fmt: skip

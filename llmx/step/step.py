@@ -137,7 +137,8 @@ class Recipe:
 
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
-            params["blocks"] = self.order.apply(params["blocks"])
+            if "blocks" in params:
+                params["blocks"] = self.order.apply(params["blocks"])
             params, frozen = self._trained_and_frozen(params, seed)
             opt_state, sync = self.strategy.init(params)
             average = in_dtypes_of(abstract.ema, params) if self.ema_decay else ()
