@@ -29,9 +29,10 @@ class State(NamedTuple):
     guard: PyTree  # `step.guard.GuardState`
     sync: PyTree  # of the strategy
     in_flight: PyTree  # of the gradient
-    extra: PyTree = ()  # of the transforms, by name; () = there are none
-    # parameters of the model that are not trained, weights of products in the compute dtype: those
-    # beside adapters, or of the reference of preferences; () = there are none
+    extra: PyTree = ()  # of the transforms and constraints, by name; () = there are none
+    # parameters that are not trained, weights of products in the compute dtype: those beside
+    # adapters, of the reference of preferences, or of a teacher, which no checkpoint holds
+    # (`Recipe.saved`); () = there are none
     frozen: PyTree = ()
 
     @property
@@ -86,6 +87,28 @@ class Transform(NamedTuple):
     # names that end with BY_LAYER, NaN for layers that have no such number
     scalars: Callable
     resumed: Callable  # state of a checkpoint -> state; its options may have changed since
+
+
+class Constraint(NamedTuple):
+    """What holds of the parameters between steps, as that pruned weights are zero:
+    `llmx.step.transforms.masks`.
+
+    Its state is in `State.extra` under its name, and so in checkpoints. Unlike a transform's it may
+    be as large as the parameters and split as they are, and no batch carries it.
+    """
+
+    abstract: PyTree  # shapes with shardings of its state
+    init: Callable  # params -> its state
+    gradients: Callable  # (Gradients before replicas reduce them, its state) -> Gradients
+    # (its state, State before the update, reduced Gradients, accepted) -> its state
+    after: Callable
+    hold: Callable  # State -> State of which it holds; after each update and outer step
+    refreshed: Callable  # its state, changed from outside -> its state, what it sums up anew
+    # By name State -> State between steps, programs of their own, and the names of those that run
+    # after a step, which is counted from 0
+    programs: Mapping[str, Callable]
+    due_after: Callable
+    scalars: Callable  # its state -> {"sparsity": ...} for the report, fp32 []
 
 
 class Optimizer(NamedTuple):

@@ -26,7 +26,7 @@ import jax
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer, mirror
 from llmx.config import Config, checks, describe, flags, history, packed_checks, value_types
-from llmx.contract import Batch, State, Strategy
+from llmx.contract import Batch
 from llmx.model import remat
 from llmx.runtime import (
     agreement,
@@ -271,8 +271,8 @@ def open_data(config: Config, log: Log):
     from llmx.data import dataset as data_lib
 
     return data_lib.open_dataset(
-        config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log
-    )
+        config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log,
+        top_k=config.distillation.top_k)  # fmt: skip
 
 
 def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib.Job, *tier):
@@ -294,69 +294,6 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
     return restored
 
 
-def compile_programs(
-    config: Config, recipe: "Recipe", state: State, first: int, log: Log
-) -> "Programs":
-    """The compiled programs of the steps from `first` on, and which of them runs when."""
-    strategy, timetable = recipe.strategy, recipe.strategy.timetable
-    freeze_step = int(jax.jit(strategy.scalars)(state).get("freeze_step", -1))
-    phases = timetable.phases_from(first, freeze_step)
-    steps = {phase: compile_step(config, recipe, log, phase) for phase in phases}
-    wanted = {timetable.fragments_after(number) for number in range(first, config.steps)}
-    with jax.set_mesh(recipe.mesh):
-        outer = {
-            fragments: strategy.outer[fragments].lower(recipe.abstract).compile()
-            for fragments in sorted(wanted - {()})
-        }
-    return Programs(strategy, steps, outer, freeze_step)
-
-
-@dataclasses.dataclass
-class Programs:
-    """The train step of each phase, and what replicas synchronize between steps (`llmx.sync`)."""
-
-    strategy: Strategy
-    steps: dict[str, Callable]
-    outer: dict[tuple[int, ...], Callable]
-    freeze_step: int = -1
-
-    def phase(self, step: int) -> str:
-        return self.strategy.timetable.phase_of(step, self.freeze_step)
-
-    def __call__(self, step: int, state: State, batch: Batch) -> tuple[State, Any]:
-        """The state after step number `step`, and its report."""
-        phase, previous = self.phase(step), self.phase(max(step - 1, 0))
-        if phase != previous:
-            state = self.strategy.enter(state, previous, phase)
-        state, report = self.steps[phase](state, batch)
-        if fragments := self.strategy.timetable.fragments_after(step):
-            state = self.outer[fragments](state)
-        return state, report
-
-
-def compile_step(config: Config, recipe: "Recipe", log: Log, phase: str = "mean") -> Callable:
-    """The compiled train step; logs how long that took and what a device must hold."""
-    from llmx.step import step
-
-    begun = time.perf_counter()
-    with jax.set_mesh(recipe.mesh):
-        lowered = step.make_train_step(recipe, phase).lower(recipe.abstract, recipe.abstract_batch)
-        traced = time.perf_counter()
-        compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    mib = lambda size: f"{size / 2**20:,.1f} MiB"  # noqa: E731
-    seconds = time.perf_counter() - traced
-    head = "step:  " if len(recipe.strategy.phases) == 1 else f"step:  {phase}: "
-    gathered = recipe.loss.gathered_bytes() if config.sharding.gather == "step" else 0
-    log(
-        f"{head}traced in {traced - begun:.1f} s, compiled in {seconds:.1f} s; "
-        f"each device holds {mib(memory.argument_size_in_bytes)} of state and batch and "
-        f"{mib(memory.temp_size_in_bytes)} of temporaries"
-        + (f", {mib(gathered)} of them weights gathered for the whole step" if gathered else "")
-    )
-    return compiled
-
-
 # ------------------------------------------------------------------------------------ in the loop
 
 
@@ -368,13 +305,15 @@ class Loop:
         from llmx.config import utilization
         from llmx.data import loader
         from llmx.runtime import hardware
+        from llmx.step import programs
 
         self.config, self.recipe, self.first = config, recipe, (first := restored.step)
         self.dataset, progress = dataset, job.progress
         with progress("compile"):
-            self.programs = compile_programs(config, recipe, restored.state, first, launch.log)
+            self.programs = programs.compile_all(recipe, restored.state, first, launch.log)
         self.state, self.step = restored.state, first  # after all steps that were started
         saved = restored.meta.get("loss_watch")
+        self.teacher = restored.meta.get("teacher")
         self.watch = divergence.LossWatch(config.rollback, first=first, saved=saved)
         self._diverged: divergence.Diverged | None = None
         self._pending = None  # report of the step that is under way
@@ -389,7 +328,7 @@ class Loop:
             batch_of=functools.partial(divergence.batch_of, config.rollback),
         )  # fmt: skip
         reached = None
-        if chip := hardware.this_chip():
+        if (chip := hardware.this_chip()) and not config.model.own:
             reached = utilization.of(config, chip, jax.device_count())
             launch.log(f"peak:  {reached.peak_text()}, for MFU and HFU")
         self.reporter = metrics.Reporter(
@@ -560,8 +499,9 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "config": config_lib.to_json(config),
         "mesh": dict(recipe.mesh.shape),
         "loss_watch": loop.watch.numbers(),
+        "teacher": loop.teacher,
     }
-    checkpoints.save(loop.step, loop.state, meta=meta, order=recipe.order, wait=wait)
+    checkpoints.save(loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait)
 
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):

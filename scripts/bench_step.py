@@ -28,6 +28,7 @@ from llmx.config import checks, flags
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
 from llmx.runtime import launch
+from llmx.step import programs as programs_lib
 
 KERNELS = {
     "reference": "as in the bare step",
@@ -126,7 +127,7 @@ def make_loop_timer(base: config.Config, kernel: str, workdir: str, steps: int):
     recipe = recipe_lib.make_recipe(run, devices=jax.devices()[:1])
     dataset = train.open_data(run, quiet)
     state = recipe.init(0)
-    programs = train.compile_programs(run, recipe, state, 0, quiet)
+    programs = programs_lib.compile_all(recipe, state, 0, quiet)
     with jax.set_mesh(recipe.mesh):
         loop = train.Loop(run, recipe, programs, dataset, state, 0)
 

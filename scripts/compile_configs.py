@@ -37,7 +37,8 @@ def main() -> int:
         for topology in topologies_of(known[name]):
             done = subprocess.run(
                 [sys.executable, "-m", "llmx.aot", "--config", str(known[name]),
-                 "--topology", topology, "--json", "--config.start_from="],
+                 "--topology", topology, "--json", "--config.start_from=",
+                 "--config.distillation.teacher="],
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             good &= done.returncode == 0

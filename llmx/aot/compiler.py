@@ -42,6 +42,11 @@ def resolve(
         )
     else:
         run.launch.platform = platform
+    if run.model.own:
+        problems.append(
+            f"model.own={run.model.own!r}: plans and reports count the decoder's parameters and "
+            "FLOPs; leave it out"
+        )
     problems += _across_slices(run, topology)
     problems += packed_checks.of_training(run)
     return checks.resolve(run, topology.num_devices, problems=problems)
@@ -258,10 +263,12 @@ def state_bytes(run: config.Config, topology: topologies.Topology) -> int:
 
 def _state_bytes(recipe) -> dict[str, int]:
     """Bytes of one device, by part of the state."""
+    from llmx.step.transforms import masks
+
     state = recipe.abstract
     parts = {
         "parameters": state.params, "frozen": state.frozen, "optimizer": state.opt_state,
-        "average": state.ema,
+        "average": state.ema, "masks": dict(state.extra).get(masks.NAME, ()),
         "replicas": state.sync, "batch": recipe.abstract_batch,
     }  # fmt: skip
     sizes = {name: sharding.device_bytes(part) for name, part in parts.items()}
@@ -281,7 +288,7 @@ def _host_bytes(recipe, offloaded: OffloadConfig) -> int:
     if offloaded.optimizer:
         found += offload.arrays_of_matrices(recipe.abstract.opt_state, params)
     if offloaded.parameters:
-        trees = [(params, loss.axes)] + [(loss.frozen, loss.model_axes)] * bool(loss.frozen)
+        trees = [(params, loss.axes)] + [(loss.frozen, loss.frozen_axes)] * bool(loss.frozen)
         for arrays, axes in trees:
             pairs = zip(
                 jax.tree.leaves(arrays["blocks"]),

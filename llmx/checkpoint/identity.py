@@ -48,17 +48,26 @@ def difference_lines(found: Mapping[str, tuple[Any, Any]]) -> list[str]:
 def model_changes(saved: Mapping[str, Any], given: ModelConfig) -> list[str]:
     """The fields of the section `model` by which two models with the same parameters compute
     different functions: "model.rope_theta: saved 10000.0, given 500000.0"."""
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    values = {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
-    # Of a version that had no such field, whose layers a token went through once.
-    values = ({"repeats": 1} if values else {}) | values
-    was = dataclasses.replace(given, **values)
+    was = dataclasses.replace(given, **_known(saved))
     before, now = families.identity(was), families.identity(given)
     return [
         f"model.{name}: saved {vars(was)[name]!r}, given {vars(given)[name]!r}"
         for name in now
         if before[name] != now[name] and vars(was)[name] != vars(given)[name]
     ]
+
+
+def model_of(saved: Mapping[str, Any]) -> ModelConfig:
+    """The model of a run's config as JSON; fields that it does not have are their defaults."""
+    return ModelConfig(**_known(saved.get("model", {})))
+
+
+def _known(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a section `model` that this version has."""
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
+    # Of a version that had no such field, whose layers a token went through once.
+    return ({"repeats": 1} if values else {}) | values
 
 
 def refusal_of_model(

@@ -65,9 +65,12 @@ class Document:
         """Whether there is a leaf `prefix`, or any under it."""
         return prefix in self.leaves or any(name.startswith(f"{prefix}/") for name in self.leaves)
 
-    def fits(self, abstract: Any, *, prefix: str) -> bool:
-        """Whether the leaves under `prefix` are those of `abstract`, in this permutation."""
-        return not self._compared(abstract, prefix, self.order, ())[1]
+    def fits(
+        self, abstract: Any, *, prefix: str, order: LayerPermutation | None = None
+    ) -> bool:  # fmt: skip
+        """Whether the leaves under `prefix` are those of `abstract`, whose layers are in `order`;
+        None = in this permutation."""
+        return not self._compared(abstract, prefix, self.order if order is None else order, ())[1]
 
     def shapes(self, prefix: str) -> dict[str, list[int]]:
         """The shapes of the arrays under `prefix`, by path name."""

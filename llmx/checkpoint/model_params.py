@@ -9,12 +9,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
-from llmx.checkpoint import checkpointer, reshard, restore, streamed
+from llmx.checkpoint import checkpointer, hf_reader, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
 from llmx.model import adapters
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
+from llmx.model.families import ModelConfig
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 from llmx.step.step import Recipe
@@ -31,7 +32,8 @@ def adapters_of(meta: Mapping[str, Any]) -> AdaptersConfig:
 
 
 def restore_params(
-    workdir: str, abstract: Any, *, ema: bool = False, order: LayerPermutation = IDENTITY,
+    workdir: str, abstract: Any, *, ema: bool | Callable[[Mapping[str, Any]], bool] = False,
+    order: LayerPermutation = IDENTITY,
     step: int | None = None, log: Callable[[str], None], reader: restore.Reader | None = None,
 ) -> Restored:  # fmt: skip
     """The parameters of a run's model, or with `ema` their average, in the dtypes that they were
@@ -39,14 +41,18 @@ def restore_params(
 
     Args:
       abstract: shapes with shardings of the model's parameters, or a function of the document.
+      ema: or a function of the checkpoint's meta.
       order: in which the layers are wanted.
 
     Weights with an adapter are merged, in fp32: W + scale A B. Raises ValueError if the run has no
     checkpoint yet.
     """
 
+    def averaged(meta: Mapping[str, Any]) -> bool:
+        return ema(meta) if callable(ema) else ema
+
     def prefix(document: Document) -> str:
-        return FROZEN if adapters_of(document.meta).rank else _own(ema)
+        return FROZEN if adapters_of(document.meta).rank else _own(averaged(document.meta))
 
     restored = checkpointer.restore_saved(
         workdir, abstract, prefix=prefix, order=order, step=step, log=log, reader=reader
@@ -55,10 +61,24 @@ def restore_params(
     if not config.rank:
         return restored
     found = _restore_own(
-        workdir, restored.state, config, ema=ema, order=order, step=restored.step, log=log
-    )
+        workdir, restored.state, config, ema=averaged(restored.meta), order=order,
+        step=restored.step, log=log,
+    )  # fmt: skip
     state = adapters.merged(restored.state, found.state, config, merge=_merge)
     return restored._replace(state=state)
+
+
+def of_hugging_face(
+    place: str, like: Any, *, model_of: Callable[[ModelConfig], ModelConfig],
+    order: LayerPermutation = IDENTITY,
+) -> Any:  # fmt: skip
+    """The parameters of a Hugging Face checkpoint, with the shardings and dtypes of `like`.
+
+    `model_of`: from the model of its config.json to that of `like`. Raises ValueError.
+    """
+    source = hf_reader.open_checkpoint(place, model_of(hf_reader.read_model(place)))
+    named = hf_reader.to_shards(source, trees.named(like), order=order)
+    return trees.unnamed(named, like)
 
 
 def restore_reference(

@@ -14,7 +14,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmx.checkpoint import checkpointer, copies, hf_reader, identity, local_tier, model_params
+from llmx.checkpoint import (
+    checkpointer,
+    chosen_layers,
+    copies,
+    hf_reader,
+    identity,
+    local_tier,
+    masks,
+    model_params,
+    teachers,
+)
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
@@ -22,6 +32,8 @@ from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.contract import State
 from llmx.model import precision, preference
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.chosen_layers import of_layers
+from llmx.model.families import ModelConfig
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
@@ -53,13 +65,15 @@ def restore_or_init(
         start_from = f"{config.workdir}@0"
     if not imported or (back_to is None and tier.holds(newer_than=0)):
         restored = restore(config, recipe, checkpoints, log, tier, step=back_to)
+    beside = functools.partial(teachers.beside, config, recipe, dataset, log=log)
     if restored is None:
         state = recipe.init(config.seed)
         if start_from:
             reader = checkpoints.reader if imported else None
             state = start_with(config, recipe, state, start_from, log, reader=reader)
+        state = masks.begun(config, recipe, state, log)
         _forget_after(back_to, checkpoints, tier)
-        return Restored(state, {}, 0)
+        return beside(Restored(state, {}, 0))
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
         raise ValueError(
             f"{config.workdir} was trained on data {saved[:12]} and the config gives "
@@ -81,7 +95,7 @@ def restore_or_init(
     to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.guard)
     released = guard.released(jax.device_get(restored.state.guard))
     state = restored.state._replace(guard=jax.device_put(released, to))
-    return restored._replace(state=state)
+    return beside(restored._replace(state=state))
 
 
 def going_back_to(config: Any) -> int | None:
@@ -196,7 +210,7 @@ def restore(
     for name in recipe.loss.transforms:
         if name not in state.extra and saved.holds(f"extra/{name}"):
             log(f"{name} of the checkpoint has another shape than this config gives it: begun anew")
-    state = state._replace(extra=_resumed_extra(recipe, state.extra))
+    state = _with_resumed_extra(recipe, state)
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
         state = state._replace(in_flight=recipe.init_in_flight(state))
@@ -208,15 +222,20 @@ def restore(
     return restored._replace(state=state, step=first)
 
 
-def _resumed_extra(recipe: Recipe, saved: Any) -> Any:
-    """States of the transforms: new where the checkpoint has none that fits."""
-    if not recipe.loss.transforms:
-        return ()
-    states = recipe.loss.init_extra()
-    for name in saved:
-        states[name] = recipe.loss.transforms[name].resumed(saved[name])
-    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract.extra)
-    return jax.device_put(jax.device_get(states), to)
+def _with_resumed_extra(recipe: Recipe, state: State) -> State:
+    """The state with those of transforms and constraints: new where the checkpoint has none that
+    fits."""
+    saved, transforms = dict(state.extra), recipe.loss.transforms
+    states = dict(recipe.loss.init_extra())
+    for name in saved.keys() & transforms.keys():
+        states[name] = transforms[name].resumed(saved[name])
+    to = jax.tree.map(lambda leaf: leaf.sharding, {n: recipe.abstract.extra[n] for n in states})
+    states = jax.device_put(jax.device_get(states), to)
+    if not recipe.constraints.keys() <= saved.keys():
+        state = recipe.init_constraints(state._replace(extra={}))
+        saved = dict(state.extra) | saved
+    states |= {name: saved[name] for name in recipe.constraints}
+    return state._replace(extra=states or ())
 
 
 def _entered(recipe: Recipe, state: State, saved: Document) -> State:
@@ -246,6 +265,7 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     """The state to read from a checkpoint, as far as it has it."""
     _same_run(config, saved)
     _same_format(config, saved)
+    masks.require_same(config, recipe, saved)
     strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
     # Replicas may begin to synchronize in another way than by the mean, but not change it.
     if strategy not in ("mean", config.sync.strategy):
@@ -255,7 +275,7 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
             "or continue with its parameters in another workdir, "
             f"--config.start_from={config.workdir}"
         )
-    wanted = recipe.abstract
+    wanted = recipe.saved(recipe.abstract)
     if strategy == "mean" and wanted.opt_state == ():
         raise Mismatch(
             f"{config.workdir} was trained with sync.strategy='mean', and with "
@@ -266,7 +286,7 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
         wanted = wanted._replace(in_flight=())
     wanted = wanted._replace(extra={
         name: state for name, state in dict(wanted.extra).items()
-        if saved.fits(state, prefix=f"extra/{name}")
+        if saved.fits(state, prefix=f"extra/{name}", order=recipe.order)
     })  # fmt: skip
     if not saved.holds("sync"):
         return wanted._replace(sync=())
@@ -380,6 +400,9 @@ def start_with(
     place, step = copies.local("start_from=", start_from, log)
 
     def require_same(saved: Mapping[str, Any]) -> None:
+        if config.start_from_layers:
+            chosen = of_layers(identity.model_of(saved), config.start_from_layers)
+            saved = {"model": identity.as_json(chosen)}
         if changes := identity.refusal_of_model(saved, config.model, allowed=config.start_changes):
             raise Mismatch(
                 f"start_from={start_from!r} is a model of another function than the config "
@@ -388,19 +411,10 @@ def start_with(
                 "shape: --config.start_changes=\"('field',)\""
             )
 
-    def wanted(saved: Document) -> Any:
-        require_same(saved.meta.get("config", {}))
-        return recipe.loss.model_params
-
-    if hf_reader.is_checkpoint(place):
-        params = _of_hugging_face(recipe, place, require_same)
-        log(f"starting with the parameters of {named}")
-    else:
-        restored = model_params.restore_params(
-            place, wanted, order=recipe.order, step=step, log=log, reader=reader
-        )
-        params = restored.state
-        log(f"starting with the parameters of {named}, step {restored.step}")
+    params, from_step = _parameters(config, recipe, place, step, require_same, log, reader)
+    at_step = "" if from_step is None else f", step {from_step}"
+    cut = f", layers {config.start_from_layers}" if config.start_from_layers else ""
+    log(f"starting with the parameters of {named}{at_step}{cut}")
 
     def copied(like: Any) -> Any:
         """Its own copy, in these dtypes: the step donates all of its state."""
@@ -413,7 +427,8 @@ def start_with(
         params = params if _dtypes(params) == _dtypes(like) else copied(like)
         return state._replace(frozen=params)
     ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
-    frozen = copied(recipe.loss.frozen) if recipe.loss.frozen else ()
+    own = recipe.saved(recipe.abstract).frozen
+    frozen = copied(own) if own else ()
     if _dtypes(params) != _dtypes(like):
         params = copied(like)
     # Replicas with local steps have parameters of their own.
@@ -421,23 +436,46 @@ def start_with(
     return state._replace(params=params, ema=ema, opt_state=opt_state, sync=sync, frozen=frozen)
 
 
-def _of_hugging_face(
-    recipe: Recipe, place: str, require_same: Callable[[Mapping[str, Any]], None]
-) -> Any:
-    """The parameters of a Hugging Face checkpoint, with shardings and dtypes of the recipe.
+def _parameters(
+    config: Any, recipe: Recipe, place: str, step: int | None,
+    require_same: Callable[[Mapping[str, Any]], None], log: Log, reader: Any,
+) -> tuple[Any, int | None]:  # fmt: skip
+    """The parameters of a run or of a Hugging Face checkpoint, with the shardings of the recipe,
+    and the step of a run. Raises ValueError."""
+    layers, like, order = config.start_from_layers, recipe.loss.model_params, recipe.order
 
-    Raises ValueError.
-    """
-    try:
-        stored = hf_reader.read_model(place)
-        require_same({"model": identity.as_json(stored)})
-    except Mismatch as error:
-        raise ValueError(str(error)) from error
-    layout = dict(vocab_multiple=recipe.model.vocab_multiple)
-    source = hf_reader.open_checkpoint(place, dataclasses.replace(stored, **layout))
-    like = recipe.loss.model_params
-    named = hf_reader.to_shards(source, trees.named(like), order=recipe.order)
-    return trees.unnamed(named, like)
+    def model_of(saved: ModelConfig) -> ModelConfig:
+        require_same({"model": identity.as_json(saved)})
+        return dataclasses.replace(saved, vocab_multiple=recipe.model.vocab_multiple)
+
+    if hf_reader.is_checkpoint(place):
+        try:
+            if not layers:
+                return model_params.of_hugging_face(
+                    place, like, model_of=model_of, order=order
+                ), None
+            model = model_of(hf_reader.read_model(place))
+        except Mismatch as error:
+            raise ValueError(str(error)) from error
+        source = hf_reader.open_checkpoint(place, model)
+        return chosen_layers.to_shards(source, layers, like, order=order), None
+
+    def of_run(saved: Mapping[str, Any]) -> ModelConfig:
+        require_same(saved)
+        return identity.model_of(saved)
+
+    if layers:
+        source, step = chosen_layers.of_run(place, step=step, model_of=of_run, log=log)
+        return chosen_layers.to_shards(source, layers, like, order=order), step
+
+    def wanted(saved: Document) -> Any:
+        require_same(saved.meta.get("config", {}))
+        return like
+
+    restored = model_params.restore_params(
+        place, wanted, order=order, step=step, log=log, reader=reader
+    )
+    return restored.state, restored.step
 
 
 def _dtypes(tree: Any) -> list:

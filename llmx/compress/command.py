@@ -16,7 +16,7 @@ from llmx.compress.recipe import Named, Recipe
 from llmx.runtime import launch, output_paths, ownership
 
 STAGES, DONE = "stages", "done.json"
-BEGIN = "start"
+BEGIN = stages.BEGIN.partition("_")[2]
 
 
 def compress(source: str, given: Recipe, output: str) -> list[Measured]:

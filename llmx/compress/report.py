@@ -9,6 +9,7 @@ from typing import Any
 from llmx.compress.measure import Measured
 
 PICTURE, REPORT = "compress.png", "compress.json"
+WIDTH = 110  # columns of text
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -19,7 +20,7 @@ def table(rows: Sequence[Measured]) -> Any:
     made = Table(title="after each stage", title_justify="left")
     made.add_column("stage", overflow="fold")
     for name in ("on disk", "parameters", "not zero", "loss", "FLOPs/token", "tokens/s", "s"):
-        made.add_column(name, justify="right")
+        made.add_column(name, justify="right", no_wrap=True)
     first = rows[0].loss
     for row in rows:
         change = "" if row is rows[0] or not first else f" ({row.loss / first - 1:+.1%})"

@@ -22,11 +22,13 @@ from llmx.data.config import DataConfig
 from llmx.data.dataset import Dataset
 from llmx.evaluate import held_out, saved_run
 from llmx.model.adapters import AdaptersConfig
+from llmx.model.distillation import DistillationConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import launch
 from llmx.sharding import trees
 from llmx.step.step import Recipe
+from llmx.step.transforms.masks import PruningConfig
 
 CHECKPOINTS, CONFIG = "checkpoints", "config.json"
 
@@ -90,6 +92,8 @@ def _plain(config: Config, folder: pathlib.Path) -> Config:
     config.workdir, config.start_from, config.start_changes = str(folder), "", ()
     config.resume_step = -1
     config.adapters, config.preference = AdaptersConfig(), PreferenceConfig()
+    config.pruning = PruningConfig()  # zeros are its masks
+    config.distillation, config.start_from_layers = DistillationConfig(), ()
     config.mesh, config.pipeline = sharding.MeshConfig(), PipelineConfig()
     config.optimizer.ema_decay = 0.0
     config.data.tokenizer = str(folder / tokenizers.FILE_NAME)
@@ -135,6 +139,8 @@ def problems_of_source(source: str) -> Iterator[str]:
             "directory of a run, WORKDIR@STEP, or a directory with config.json and safetensors"
         )
         return
+    if name := config_lib.load_run(place).model.own:
+        yield f"--workdir={source} has a model of its own ({name!r}): stages take decoders"
     if name := config_lib.load_run(place).packed.format:
         yield (
             f"--workdir={source} has packed weights (packed.format={name!r}), which no stage "

@@ -15,15 +15,21 @@ import numpy as np
 
 from llmx import config as config_lib
 from llmx import library
-from llmx.compress import calibration, low_rank, quantize_stage, saved
+from llmx.compress import calibration, low_rank, pruning, quantize_stage, saved, structured
 from llmx.compress.quantize_stage import Quantize
-from llmx.model import adapters, ranks, tensor_train
+from llmx.model import adapters, distillation, ranks, tensor_train
+from llmx.model.apply import Apply
 from llmx.model.families import ModelConfig
 from llmx.runtime import launch
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
 
-RUN = "run"  # in the folder of a stage that trains, the run that it trains
+BEGIN = "0_start"  # the folder of the run that a compression began with
+RUN = "run"  # behind the folder's name of a stage that trains, that of the run that it trains
+
+
+class Stopped(RuntimeError):
+    """A stage that trains ended before its last step, with a checkpoint: it can go on."""
 
 
 class Job(NamedTuple):
@@ -81,11 +87,31 @@ class Train:
     config: dict = dataclasses.field(default_factory=dict)  # other keys: {"batch.size": 8}
 
 
-def train(job: Job) -> None:
-    """Trains the run of a folder, and goes on where it was killed."""
+@dataclasses.dataclass
+class Distil(Train):
+    """The run is trained further beside a teacher, by what that makes of the same text."""
+
+    teacher: str = ""  # as `distillation.teacher`; "" = the run that the compression began with
+    weight: float = bounded(0.5, at_least=0, at_most=1)  # of the teacher
+    temperature: float = bounded(1.0, at_least=0.1, at_most=100.0)
+    divergence: str = choice("forward", distillation.DIVERGENCES)
+
+
+def distil(job: Job) -> None:
+    """Trains the run of a folder beside its teacher, and goes on where it was killed."""
+    options = job.options
+    train(
+        job, distillation__teacher=options.teacher or str(job.folder.with_name(BEGIN)),
+        distillation__weight=options.weight, distillation__temperature=options.temperature,
+        distillation__divergence=options.divergence,
+    )  # fmt: skip
+
+
+def train(job: Job, **changes: Any) -> None:
+    """Trains the run of a folder, and goes on where it was killed. `changes`: see `trained`."""
     run = config_lib.load_run(job.source)
     workdir = job.folder.with_name(f"{job.folder.name}.{RUN}")
-    trained(run, job.options, job.source, workdir)
+    trained(run, job.options, job.source, workdir, **changes)
     found = saved.opened(str(workdir))
     saved.written(config_lib.load_run(str(workdir)), found.params, job.folder, origin=str(workdir))
 
@@ -94,7 +120,7 @@ def trained(
     run: config_lib.Config, options: Train, source: str, workdir: pathlib.Path, **changes: Any
 ) -> None:  # fmt: skip
     """A run of `options.steps` steps that begins with another's parameters. `changes`: keys of the
-    config, "__" in the place of dots. Raises ValueError where it does not end."""
+    config, "__" in the place of dots. Raises Stopped where it does not end."""
     run = copy.deepcopy(run)
     run.start_from, run.workdir, run.steps = str(source), str(workdir), options.steps
     run.optimizer.warmup_steps = min(options.warmup_steps, options.steps)
@@ -106,7 +132,7 @@ def trained(
         config_lib.set_value(run, key.replace("__", "."), value)
     found = library.fit(run)
     if not found.done:
-        raise ValueError(f"the training in {workdir} stopped: {found.why}; run the command again")
+        raise Stopped(f"the training in {workdir} stopped at step {found.step}: {found.why}")
 
 
 def problems_of_training(model: ModelConfig, options: Train) -> Iterator[str]:
@@ -182,11 +208,9 @@ def problems_of_factors(model: ModelConfig, options: LowRank) -> Iterator[str]:
             )
     if not options.products:
         yield "products=() leaves nothing to do: name products, or leave the stage out"
-    if options.method != low_rank.PLAIN and model.num_experts:
-        yield (
-            f"method={options.method!r} with model.num_experts={model.num_experts}: no statistics "
-            "of inputs are kept beside routed experts; use method='plain'"
-        )
+    if options.method != low_rank.PLAIN:
+        for text in calibration.problems(Apply(model)):
+            yield f"method={options.method!r}: {text}, method='plain'"
 
 
 def factored_model(model: ModelConfig, options: LowRank) -> ModelConfig:
@@ -229,8 +253,15 @@ STAGES: dict[str, Stage] = {
                       "products become two factors of low rank"),
     "tensor_train": Stage(TensorTrain, make_train, problems_of_train, trained_table,
                           "the embedding table becomes a train of tensors"),
+    "prune": Stage(pruning.Prune, lambda job: pruning.prune(*job), pruning.problems_of_pruning,
+                   about="weights become zero: magnitude, Wanda, SparseGPT; N:M"),
+    "shrink": Stage(pruning.Shrink, lambda job: pruning.shrink(*job),
+                    pruning.problems_of_shrinking, structured.smaller_model,
+                    "heads, MLP columns and layers are removed"),
     "quantize": Stage(Quantize, quantize_stage.run, quantize_stage.problems, last=True,
                       about="weights of products in 8 or 4 bits"),
     "train": Stage(Train, train, problems_of_training, about="the run is trained further"),
+    "distil": Stage(Distil, distil, problems_of_training,
+                    about="the run is trained further beside a teacher, by default the first run"),
 }
 # fmt: on

@@ -20,6 +20,7 @@ from llmx.data.config import DataConfig
 from llmx.model import families, precision
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention.attend import AttentionConfig
+from llmx.model.distillation import DistillationConfig
 from llmx.model.experts.config import ExpertsConfig
 from llmx.model.families import ModelConfig
 from llmx.model.losses import NATS, LossConfig
@@ -38,6 +39,7 @@ from llmx.sharding import MeshConfig, ShardingConfig
 from llmx.step.guard import GuardConfig
 from llmx.step.optimizers import OptimizerConfig
 from llmx.step.transforms.loss_scale import LossScaleConfig
+from llmx.step.transforms.masks import PruningConfig
 from llmx.sync.config import SyncConfig
 
 
@@ -88,6 +90,8 @@ class Config:
     # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face
     # directory, each local or a URL
     start_from: str = ""
+    # of start_from's layers, those that the model begins with, in this order: (0, 2, 5); () = all
+    start_from_layers: tuple[int, ...] = ()
     # fields of `model` that may differ from start_from's: ("rope_theta",)
     start_changes: tuple[str, ...] = ()
     # go back to this checkpoint; newer ones are renamed <step>.replaced. -1 = the newest
@@ -116,8 +120,10 @@ class Config:
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -233,7 +239,7 @@ def save_run(config: Config):
 def load_run(workdir: str) -> Config:
     """The resolved config of the run in `workdir`.
 
-    Raises ValueError where there is none, or a damaged one.
+    Raises ValueError where there is none, a damaged one, or one of a program's own model.
     """
     remote.require_local("--workdir=", workdir, "copy the run to a local folder first")
     path = pathlib.Path(workdir) / "config.json"
@@ -243,6 +249,11 @@ def load_run(workdir: str) -> Config:
             f"python -m llmx.train --config ... --workdir {workdir}"
         )
     config = read_saved(path)
+    if config.model.own:
+        raise ValueError(
+            f"{workdir} holds a run of a program's own model, {config.model.own!r}: commands know "
+            "the decoder only; llmx.fit(model=...) with this workdir goes on and evaluates"
+        )
     config.workdir = str(workdir)
     return config
 

@@ -15,9 +15,12 @@ from llmx.config import (
     Config,
     ConfigError,
     adapter_checks,
+    distillation_checks,
     expert_checks,
+    own_checks,
     packed_checks,
     preference_checks,
+    pruning_checks,
     stage_memory,
     starting,
     state_memory,
@@ -31,6 +34,7 @@ from llmx.model import families, losses, precision, preference, quantized, remat
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
+from llmx.model.distillation import DistillationConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.pipeline import schedule, schedules
 from llmx.pipeline import stages as stages_lib
@@ -38,6 +42,7 @@ from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds, divergence, launch
 from llmx.step import optimizers
 from llmx.step.transforms import loss_scale
+from llmx.step.transforms.masks import PruningConfig
 from llmx.sync import strategy
 
 
@@ -62,8 +67,10 @@ def resolve(
         raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
-    found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
-    found += packed_checks.problems(config)
+    of_decoder = (adapter_checks, pruning_checks, packed_checks, distillation_checks)
+    for checks in (own_checks,) if config.model.own else of_decoder:
+        found += checks.problems(config)
+    found += preference_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config
@@ -81,7 +88,7 @@ def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
     run.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)
     forget_training(run)
     sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    if found := [*_tensor(run, sizes), *_width(run, sizes)]:
+    if not run.model.own and (found := [*_tensor(run, sizes), *_width(run, sizes)]):
         raise ConfigError(found)
     return run
 
@@ -94,9 +101,11 @@ def forget_training(run: Config) -> None:
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
     run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
     run.loss.of_tokens = losses.NATS
-    run.remat, run.memory_budget = "full", 0.0
+    run.remat, run.memory_budget = "none" if run.model.own else "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
+    run.pruning = PruningConfig()  # what is pruned is zero
     run.preference = PreferenceConfig(loss=preference.NONE)
+    run.distillation, run.start_from_layers = DistillationConfig(), ()
     run.evaluation.choices = ()  # which may be gone
 
 
@@ -192,7 +201,7 @@ def _sections(config: Config) -> list[str]:
     platform = config.launch.platform
     if known and (why_not := precision.refusal(config.precision, config.reduce_dtype, platform)):
         found.append(why_not)
-    if config.batch.sequence_length > config.model.max_positions:
+    if config.batch.sequence_length > config.model.max_positions and not config.model.own:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "
             f"model.max_positions={config.model.max_positions}: use shorter sequences, or raise "
@@ -248,17 +257,17 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     if config.sharding.layout not in sharding.LAYOUTS:
         return []
     unknown = [axis for axis in config.mesh.across_slices if axis not in sizes]
+    of_decoder = () if config.model.own else (
+        *_tensor(config, sizes), *expert_checks.problems(config, sizes), *_context(config, sizes),
+        *_products(config, sizes), *_offloaded_parameters(config, sizes["stage"]),
+    )  # fmt: skip
     twice = {axis for axis in sizes if config.mesh.across_slices.count(axis) > 1}
     return [
         *(f"mesh.across_slices names {a!r} twice" for a in twice),
         *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
         *stage_problems(config, sizes["stage"]),
-        *_tensor(config, sizes),
-        *expert_checks.problems(config, sizes),
         *_batch(config, sizes),
-        *_context(config, sizes),
-        *_products(config, sizes),
-        *_offloaded_parameters(config, sizes["stage"]),
+        *of_decoder,
     ]
 
 

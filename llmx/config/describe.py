@@ -9,13 +9,13 @@ import jax
 
 from llmx import sharding
 from llmx.checkpoint import identity, writer
-from llmx.config import Config, preference_checks, utilization
+from llmx.config import Config, preference_checks, starting, utilization
 from llmx.model import adapters, apply, costs, precision, quantized
 from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import hardware
 from llmx.sharding import trees
-from llmx.step.transforms import loss_scale
+from llmx.step.transforms import loss_scale, masks
 
 
 def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
@@ -28,15 +28,30 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
     return "\n".join([
         f"model: {model_text(config, costs.num_parameters(config.model))}",
         *([f"adapters: {adapters_text(config)}"] if config.adapters.rank else []),
+        *([f"teacher: {teacher_text(config)}"] if config.distillation.is_on else []),
         f"mesh:  {sharding.mesh_text(mesh.shape)} ({device}{processes}), "
         f"layout {config.sharding.layout}",
         *([f"stages: {stages}"] if stages else []),
         *([f"warning: {late}"] if (late := delay_text(config)) else []),
         *([f"sync:  {sync}"] if sync else []),
         *([f"products: {products}"] if products else []),
+        *([f"pruned: {pruning_text(config)}"] if config.pruning.method != masks.NONE else []),
         f"batch: {batch_text(config)}; {config.steps:,} steps = {tokens:,} tokens",
         *(f"warning: {text}" for text in oddities(config)),
     ])  # fmt: skip
+
+
+def teacher_text(config: Config) -> str:
+    """What is learned from, on a line."""
+    section = config.distillation
+    if (teacher := starting.teacher_of(config)) is None:
+        what = f"{section.top_k} likeliest tokens, read beside the shards"
+    else:
+        what = f"{section.teacher}, {teacher.family}, {costs.num_parameters(teacher):,} parameters"
+    return (
+        f"{what}; {section.weight:g} of the loss, temperature {section.temperature:g}, "
+        f"{section.divergence} divergence"
+    )
 
 
 def oddities(config: Config) -> Iterator[str]:
@@ -90,6 +105,9 @@ def _key_of(config: Config, path: str) -> str:
 
 def model_text(config: Config, num_parameters: int) -> str:
     """What is trained, on a line."""
+    if config.model.own:
+        total = sum(leaf.size for leaf in apply.abstract_parameters(config.model)[0].values())
+        return f"{config.model.own}, {total:,} parameters; {precision_text(config)}"
     return (
         f"{config.model.family}, {num_parameters:,} parameters, {config.model.num_layers} layers; "
         f"{precision_text(config)}, remat {config.remat}"
@@ -104,6 +122,21 @@ def adapters_text(config: Config) -> str:
     trained, total = sum(map(math.prod, found.values())), costs.num_parameters(config.model)
     share = f"{trained:,} parameters are trained, {trained / total:.2%} of the model's"
     return f"rank {section.rank}, alpha {section.alpha:g}, of {len(found) // 2} products; {share}"
+
+
+def pruning_text(config: Config) -> str:
+    """What is pruned, and when, on a line."""
+    section, products = config.pruning, ", ".join(config.pruning.products)
+    if section.method == masks.FIXED:
+        origin = section.masks_from or f"the zeros of {config.start_from}"
+        return f"{products}, with the masks of {origin}"
+    least = f"{section.pattern} of" if section.method == masks.N_M else f"{section.sparsity:.0%} of"
+    by = "magnitude" if section.method == masks.N_M else section.method
+    times = masks.times(section, config.steps)
+    back = f", then back to step {section.rewind_to}" if section.rewind_to >= 0 else ""
+    return (
+        f"{least} {products} by {by}, {len(times)} times from step {times[0]} to {times[-1]}{back}"
+    )
 
 
 def precision_text(config: Config) -> str:

@@ -13,11 +13,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx.config import checks, preference_checks, stage_memory, utilization
+from llmx.config import checks, preference_checks, stage_memory, starting, utilization
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient
 from llmx.data import pairs
-from llmx.model import losses, precision, quantized, training_loss
+from llmx.model import distillation, losses, precision, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
@@ -28,8 +28,8 @@ from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
 from llmx.step import gradients, guard, offload, optimizers
-from llmx.step.step import Recipe, make_update
-from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale
+from llmx.step.step import Recipe, holding, make_update
+from llmx.step.transforms import delayed_scaling, expert_loads, loss_scale, masks
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES, compressor_of
 
@@ -46,7 +46,11 @@ def make_recipe(
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
+    teacher = starting.teacher_of(config)
     execution = make_execution(config, devices)
+    softcap = teacher.logit_softcap if teacher else 0.0
+    distilled = distillation.of(config.distillation, teacher_softcap=softcap)
+    execution = dataclasses.replace(execution, distilled=distilled)
     mesh = execution.place.mesh
     make_gradient, chunks = _gradient_maker(config, kind_of(mesh))
     order = IDENTITY if chunks is None else chunks.permutation
@@ -56,7 +60,7 @@ def make_recipe(
         of_tokens=losses.OF_TOKENS[config.loss.of_tokens],
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
-        seed=config.seed, packed=config.packed,
+        teacher=teacher, seed=config.seed, packed=config.packed,
         transforms=loss_scale.transforms(config.loss_scale, execution.policy)
         | delayed_scaling.transforms(config.products, config.model)
         | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient
@@ -64,10 +68,14 @@ def make_recipe(
             delayed=config.pipeline.schedule == "pipedream_2bw",
         )),
     )  # fmt: skip
+    gradient = gradients.transformed(make_gradient(loss), loss.transforms)
+    strategy = _make_strategy(config, loss, gradient, make_gradient)
+    constraints = masks.constraints(
+        config.pruning, loss, order, total_steps=config.steps, new_optimizer=strategy.init
+    )
     return Recipe(
-        model=config.model, loss=loss,
-        gradient=(gradient := gradients.transformed(make_gradient(loss), loss.transforms)),
-        strategy=_make_strategy(config, loss, gradient, make_gradient),
+        model=config.model, loss=loss, gradient=gradient,
+        strategy=holding(strategy, constraints), constraints=constraints,
         schedule=optimizers.make_schedule(
             config.optimizer, total_steps=config.steps,
             factors=divergence.boundaries(config.rollback),
@@ -204,6 +212,7 @@ def _make_strategy(
     wanted = config.offload.optimizer or config.offload.parameters
     wanted |= config.optimizer.moments == "int8"
     wanted |= kind_of(loss.mesh).platform == "cpu"
+    wanted &= not config.model.own  # whose layers are not stacked
     if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 

@@ -32,7 +32,7 @@ class StageMemory:
     """Bytes of a device, by what they are for."""
 
     parameters: int
-    optimizer: int  # moments, and the average of the parameters if there is one
+    optimizer: int  # moments; the average of the parameters and masks, if there are any
     gradients: int  # sums over microbatches; of PipeDream-2BW those of two steps, and in flight
     versions: int  # further versions of the weights
     kept: int  # from FORWARD to BACKWARD
@@ -76,7 +76,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     x_bytes = policy.compute.itemsize * model.width * _tokens(run)
     return StageMemory(
         parameters=math.ceil(state["parameters"]),
-        optimizer=math.ceil(state["optimizer"] + state["ema"]),
+        optimizer=math.ceil(state["optimizer"] + state["ema"] + state["masks"]),
         gradients=math.ceil(GRADIENT_BYTES * held_gradients * steps + in_flight),
         versions=math.ceil(versions),
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),

@@ -9,13 +9,14 @@ from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
 from llmx.data import remote, sources, tokenizers
+from llmx.model import chosen_layers
 from llmx.model.families import ModelConfig
 
 
 def problem(config: Config) -> str:
     """Why a run cannot start from there; "" = it can, as far as the names of files tell, or it has
     begun already and needs nothing from there."""
-    found = _problem(config) if config.start_from else ""
+    found = place_problem("start_from", config.start_from) if config.start_from else ""
     return "" if found and _begun(config) else found
 
 
@@ -34,25 +35,25 @@ def _begun(config: Config) -> str:
         return ""
 
 
-def _problem(config: Config) -> str:
+def place_problem(option: str, place: str) -> str:
+    """Why no parameters can be read from a place that a key names; "" = they can, as far as the
+    names of files tell."""
     from llmx.checkpoint import copies, hf_reader
 
-    if remote.is_url(config.start_from):
+    named = f"{option}={place!r}"
+    if remote.is_url(place):
         try:
-            return copies.find("start_from=", config.start_from).problem()
+            return copies.find(f"{option}=", place).problem()
         except ValueError as error:
             return str(error)
-    place, step = identity.origin(config.start_from)
-    if hf_reader.is_checkpoint(place) and step is not None:
-        return (
-            f"start_from={config.start_from!r} names a step of a Hugging Face checkpoint, which "
-            f"has none: use {place!r}"
-        )
-    is_run = os.path.isdir(os.path.join(place, "checkpoints"))
-    if is_run or hf_reader.is_checkpoint(place):
+    folder, step = identity.origin(place)
+    if hf_reader.is_checkpoint(folder) and step is not None:
+        return f"{named} names a step of a Hugging Face checkpoint, which has none: use {folder!r}"
+    is_run = os.path.isdir(os.path.join(folder, "checkpoints"))
+    if is_run or hf_reader.is_checkpoint(folder):
         return ""
     return (
-        f"start_from={config.start_from!r} holds no checkpoints: name the workdir of a run, "
+        f"{named} holds no checkpoints: name the workdir of a run, "
         "or a directory of Hugging Face with config.json and safetensors"
     )
 
@@ -63,7 +64,7 @@ def adopted(config: Config) -> Config:
 
     Raises ValueError where the files there cannot be read, or the tokenizer is missing.
     """
-    is_gone = bool(config.start_from and _problem(config))
+    is_gone = bool(config.start_from and place_problem("start_from", config.start_from))
     if not config.start_from or (is_gone and not _begun(config)):
         return config
     of_shards = any(name.startswith(sources.SHARDS_PREFIX) for name in config.data.sources)
@@ -73,10 +74,15 @@ def adopted(config: Config) -> Config:
     takes_model = config.model == ModelConfig()
     if not (takes_model or takes_tokenizer):
         return config
-    place, is_hugging_face = (_begun(config), False) if is_gone else _readable(config.start_from)
+    place, is_hugging_face = (
+        (_begun(config), False) if is_gone else _readable("start_from", config.start_from)
+    )
     changes = {}
     if takes_model:
-        changes["model"] = _model_of(place, is_hugging_face)
+        model = _model_of(place, is_hugging_face)
+        if config.start_from_layers and not is_gone:
+            model = chosen_layers.of_layers(model, config.start_from_layers)
+        changes["model"] = model
     if takes_tokenizer:
         file = os.path.join(place, tokenizers.FILE_NAME)
         if os.path.isfile(file):
@@ -90,14 +96,14 @@ def adopted(config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-def _readable(start_from: str) -> tuple[str, bool]:
+def _readable(option: str, named: str) -> tuple[str, bool]:
     """A local folder with the config and tokenizer, and whether they are of Hugging Face."""
     from llmx.checkpoint import copies, hf_reader
 
-    if remote.is_url(start_from):
-        found = copies.find("start_from=", start_from)
+    if remote.is_url(named):
+        found = copies.find(f"{option}=", named)
         return found.small(), found.is_hugging_face
-    place, _ = identity.origin(start_from)
+    place, _ = identity.origin(named)
     return place, hf_reader.is_checkpoint(place)
 
 
@@ -106,3 +112,14 @@ def _model_of(place: str, is_hugging_face: bool) -> ModelConfig:
     from llmx.checkpoint import hf_reader
 
     return hf_reader.read_model(place) if is_hugging_face else config_lib.load_run(place).model
+
+
+def teacher_of(config: Config) -> ModelConfig | None:
+    """The model of `distillation.teacher`; None = there is none. Raises ValueError."""
+    if not (place := config.distillation.teacher):
+        return None
+    folder, is_hugging_face = _readable("distillation.teacher", place)
+    model = _model_of(folder, is_hugging_face)
+    if is_hugging_face:
+        model = dataclasses.replace(model, vocab_multiple=config.model.vocab_multiple)
+    return model

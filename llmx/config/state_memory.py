@@ -19,9 +19,10 @@ from llmx.config.axes import layout_of
 from llmx.model import apply, precision
 from llmx.model.families import ModelConfig
 from llmx.step import moments, optimizers
+from llmx.step.transforms import masks
 
 FP32 = 4
-PARTS = ("parameters", "optimizer", "ema")
+PARTS = ("parameters", "optimizer", "ema", "masks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,4 +125,22 @@ def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
             # Eight bits are for matrices only, and position tables are none.
             in_fp32 = kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes)
             found["optimizer"] += arrays * numbers * (FP32 if in_fp32 else kept)
+    if not on_host:
+        found["masks"] = of_masks(run)
+    return found
+
+
+def of_masks(run: Config) -> float:
+    """Bytes for a device of what pruning keeps: masks, scores, weights to go back to."""
+    section, held = run.pruning, Held(run)
+    if section.method == masks.NONE:
+        return 0.0
+    found, param = 0.0, precision.POLICIES[run.precision].param
+    pruned = masks.chosen(section, apply.abstract_parameters(run.model)[1])
+    for leaf in leaves(run.model):
+        numbers = held.numbers(leaf, "optimizer")
+        if leaf.name in pruned:
+            found += held.numbers(leaf, "parameters")
+            found += FP32 * numbers * (section.method == masks.MOVEMENT)
+        found += param.itemsize * numbers * (section.rewind_to >= 0)
     return found

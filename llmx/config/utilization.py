@@ -3,7 +3,7 @@
 import math
 
 from llmx import sharding
-from llmx.config import Config
+from llmx.config import Config, starting
 from llmx.model import conventions, costs, losses, precision, quantized
 from llmx.pipeline import schedules, stages
 from llmx.pipeline.schedule import Table
@@ -16,8 +16,8 @@ def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
 
     HFU counts what `remat` repeats in each model chunk of a pipeline, and not what `offload.saves`
     keeps. What stages compute in empty ticks is not counted. With adapters the frozen weights have
-    no gradient; the adapters' own products are left out. Raises ValueError where `remat` is
-    "budget": choose first, by `llmx.aot.budget`.
+    no gradient; the adapters' own products are left out. Of a teacher there is its forward pass.
+    Raises ValueError where `remat` is "budget": choose first, by `llmx.aot.budget`.
     """
     flops = conventions.by_figure(
         config.model, sequence_length=config.batch.sequence_length, remat=config.remat,
@@ -29,6 +29,11 @@ def of(config: Config, chip: Chip, num_devices: int) -> Utilization:
         )
         weights = sum(parts.values()) - parts["scores"]
         flops = {name: found - weights for name, found in flops.items()}
+    if (teacher := starting.teacher_of(config)) is not None:
+        forward = costs.forward_flops_by_part(
+            teacher, sequence_length=config.batch.sequence_length, causal=True
+        )
+        flops = {name: found + sum(forward.values()) for name, found in flops.items()}
     return Utilization(flops, chip, compute_dtype(config), num_devices)
 
 

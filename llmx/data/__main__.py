@@ -4,14 +4,16 @@ Interrupted, it continues when run again, to the same bytes. --verify DIR checks
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from llmx.data import build, config, dataset, preview, publish, remote, tokenizers
+from llmx.data import build, config, dataset, preview, publish, remote, teacher_files, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 
@@ -47,6 +49,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--skip-bad", action="store_true",
         help="leave out empty or unreadable files and records, counted, instead of an error")
     # fmt: on
+    # fmt: off
+    add("--teacher", default="", metavar="RUN",
+        help="a run of llmx (or RUN@STEP): write beside the shards which tokens it finds "
+        "likeliest, for distillation.top_k; the shards of --output may be there already")
+    add("--top-k", type=int, default=64, metavar="K", help="of --teacher: so many tokens (64)")
+    add("--teacher-context", type=int, default=0, metavar="C",
+        help="of --teacher: score documents in windows of C tokens that overlap by half; by "
+        "default the sequence length that it was trained with")
+    add("--overwrite-teacher", action="store_true",
+        help="discard what an earlier --teacher left in DIR")
+    # fmt: on
     add("--overwrite", action="store_true", help="discard what an earlier run left in DIR")
     add("--verify", metavar="DIR", help="check every checksum of finished shards, write nothing")
     add(
@@ -74,7 +87,8 @@ def _make_bar(*, unit: str):
 
 
 def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
-    if not arguments.source:
+    yield from _teacher_problems(arguments)
+    if not arguments.source and not _is_written(arguments):
         yield '--source is missing: name text, such as --source stdlib or "docs/**/*.md"'
     if arguments.preview < 0:
         yield f"--preview {arguments.preview} is below 1: give the number of documents to show"
@@ -108,6 +122,27 @@ def _argument_problems(arguments: argparse.Namespace) -> Iterator[str]:
         yield from remote.problems("--output ", output)
     elif os.path.exists(output) and not os.path.isdir(output):
         yield f"--output {output} is a file: name a folder"
+
+
+def _is_written(arguments: argparse.Namespace) -> bool:
+    """Whether a teacher is asked about shards that are there."""
+    output = pathlib.Path(os.path.expanduser(arguments.output or "."), shards_lib.INDEX)
+    return bool(arguments.teacher and arguments.output) and output.is_file()
+
+
+def _teacher_problems(arguments: argparse.Namespace) -> Iterator[str]:
+    if not arguments.teacher:
+        if arguments.teacher_context or arguments.overwrite_teacher:
+            yield "--teacher-context and --overwrite-teacher go with --teacher: name a run"
+        return
+    if arguments.top_k < 1:
+        yield f"--top-k {arguments.top_k} is below 1: give for example 64"
+    if arguments.teacher_context < 0:
+        yield f"--teacher-context {arguments.teacher_context} is below 0: leave it out"
+    if remote.is_url(arguments.output or ""):
+        yield f"--teacher writes local folders: give a folder in place of {arguments.output}"
+    if arguments.format == "preference":
+        yield "--teacher with --format preference: the losses of pairs have no teacher"
 
 
 def verify(folder: pathlib.Path) -> None:
@@ -177,6 +212,7 @@ def write(arguments: argparse.Namespace) -> None:
 
     with build.exclusive(folder, on_wait=refuse):
         if arguments.overwrite:
+            teacher_files.clear(folder)
             build.clear(folder)
         if not _already_complete(folder, recipe):
             _print_index(arguments.output, _build(folder, recipe))
@@ -219,6 +255,98 @@ def _build(
         return build.write_shards(folder, recipe, report=report, closed=closed)
 
 
+def teach(arguments: argparse.Namespace) -> None:
+    """Writes what a teacher says of the tokens of a finished folder, or goes on with it.
+
+    Raises ValueError where the teacher does not fit the shards.
+    """
+    from llmx import config as runs
+    from llmx.checkpoint import identity, mirror
+    from llmx.runtime import launch
+
+    place, step = identity.origin(arguments.teacher)
+    workdir = mirror.reading(place)
+    run = runs.load_run(workdir)
+    folder = pathlib.Path(os.path.expanduser(arguments.output))
+    opened = shards_lib.open_shards(folder)
+    if tokenizers.of_run(workdir).fingerprint != opened.tokenizer.fingerprint:
+        raise ValueError(
+            f"--teacher {arguments.teacher} has another tokenizer than {folder} "
+            f"({opened.vocab_size} tokens): write the shards with its tokenizer.json, --tokenizer "
+            f"{workdir}/{tokenizers.FILE_NAME}"
+        )
+    context = arguments.teacher_context or run.batch.sequence_length
+    if context > run.model.max_positions:
+        raise ValueError(
+            f"--teacher-context {context} is more than the {run.model.max_positions} positions "
+            "that the teacher takes: use fewer"
+        )
+    if arguments.top_k > run.model.vocab_size:
+        raise ValueError(
+            f"--top-k {arguments.top_k} is more than the vocabulary of {run.model.vocab_size}"
+        )
+    launch.start(launch.LaunchConfig(coordinator="none"))
+    with build.exclusive(folder, on_wait=lambda: _refuse(folder)):
+        if arguments.overwrite_teacher:
+            teacher_files.clear(folder)
+        top, step, rows = _teacher_of(run, workdir, step, arguments.top_k, context)
+        settings = teacher_files.Settings(
+            str(pathlib.Path(place).resolve()), step, arguments.top_k, context
+        )
+        if teacher_files.is_complete(opened, settings):
+            print(f"{folder}/{teacher_files.FOLDER} is complete already; nothing to do")
+            return
+        with _make_bar(unit="tokens") as bar:
+            task = bar.add_task("teacher", total=opened.num_tokens, note="")
+            teacher_files.write(
+                opened, settings, top, rows=rows,
+                report=lambda done: bar.update(task, completed=done, note=f"{done:,} tokens"),
+            )  # fmt: skip
+    print(
+        f"{folder}/{teacher_files.FOLDER}: {arguments.top_k} tokens for each of "
+        f"{opened.num_tokens:,}, by {arguments.teacher} at step {step}"
+    )
+
+
+def _refuse(folder: pathlib.Path) -> None:
+    raise ValueError(f"another process is writing {folder}: wait for it to end")
+
+
+# Logits of a batch exist whole: rows of a batch are as few as keep them below.
+_LOGIT_BYTES = 512 << 20
+
+
+def _teacher_of(run: Any, workdir: str, step: int | None, top_k: int, context: int):
+    """(what `teacher_files.write` calls, the step of the checkpoint, rows of a batch), with the
+    parameters split over all devices, or their average where the run keeps one."""
+    import jax
+
+    from llmx.checkpoint import model_params
+    from llmx.config import checks
+    from llmx.config import recipe as recipe_lib
+    from llmx.model import top_tokens
+    from llmx.model.experts import config as experts
+    from llmx.runtime import launch
+
+    devices = jax.device_count()
+    averaged = run.optimizer.ema_decay > 0
+    run = checks.for_inference(run, fsdp=devices)
+    # Rows hold several documents, each computed as it would be alone.
+    run.data.pack = True
+    if run.experts.dispatch == experts.CAPACITY:
+        run.experts.dispatch = experts.DROPLESS
+    if run.attention.implementation == "cudnn":
+        run.attention.implementation = "auto"
+    recipe = recipe_lib.make_recipe(run)
+    restored = model_params.restore_params(
+        workdir, recipe.loss.model_params, ema=averaged, step=step, log=launch.note
+    )
+    top = top_tokens.make(recipe.loss.apply, recipe.loss.execution, number=top_k)
+    rows = min(_LOGIT_BYTES // (4 * context * run.model.padded_vocab), 64)
+    rows = max(rows // devices, 1) * devices
+    return functools.partial(top, restored.state), restored.step, rows
+
+
 def _print_index(folder: str, index: dict) -> None:
     skipped = f"; left out: {index['skipped']}" if index["skipped"] else ""
     print(
@@ -243,8 +371,12 @@ def main(argv: list[str] | None = None) -> int:
             ):
                 print(line)
             return 0
-        write(arguments)
-    except (ValueError, OSError) as error:
+        if not _is_written(arguments) or arguments.source:
+            write(arguments)
+        if arguments.teacher:
+            teach(arguments)
+    # RuntimeError: no checkpoint of the teacher is good.
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

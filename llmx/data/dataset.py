@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.data import build, objects, packing, pairs, remote, tokenizers
+from llmx.data import build, objects, packing, pairs, remote, teacher_files, tokenizers
 from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 from llmx.data import split as split_lib
+from llmx.data.teacher_tokens import TeacherTokens
 
 DATA_CACHE = "~/.cache/llmx/data"  # of token shards made from text
 _MAX_WINDOWS = 1 << 32  # grain's index shuffle is of 32 bits
@@ -70,15 +71,19 @@ class Dataset:
     def __init__(
         self, config: config_lib.DataConfig, shards: Sequence[shards_lib.Shards],
         splits: Sequence[split_lib.Split], *, tokenizer: tokenizers.Tokenizer,
-        sequence_length: int, seed: int,
+        sequence_length: int, seed: int, taught: Sequence[TeacherTokens] = (), top_k: int = 0,
     ):  # fmt: skip
+        self._top_k = top_k
         self.sequence_length, self.tokenizer = sequence_length, tokenizer
         self.vocab_size = self.tokenizer.vocab_size
         self.num_threads, self.prefetch = config.num_threads, config.prefetch
         self._seed, self._shuffle = seed, config.shuffle
         rows = dict(sequence_length=sequence_length, one_document_per_row=not config.pack)
         pairs = list(zip(shards, splits, strict=True))
-        self._train = [packing.Windows(source, both.train, **rows) for source, both in pairs]
+        self._train = [
+            packing.Windows(source, both.train, teacher=teacher, **rows)
+            for (source, both), teacher in zip(pairs, taught or [None] * len(pairs), strict=True)
+        ]
         self._held_out = [packing.Windows(source, both.held_out, **rows) for source, both in pairs]
         self._train_bases = np.cumsum([0] + [w.num_windows for w in self._train])
         self._held_out_bases = np.cumsum([0] + [w.num_windows for w in self._held_out])
@@ -136,11 +141,12 @@ class Dataset:
         return order
 
     def _rows(
-        self, parts: Sequence[packing.Windows], bases: np.ndarray, windows: np.ndarray
-    ) -> dict[str, np.ndarray]:
+        self, parts: Sequence[packing.Windows], bases: np.ndarray, windows: np.ndarray, *,
+        top_k: int = 0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """Rows of the given windows, numbered over all sources; -1 stays padding."""
         filler = self.tokenizer.end_of_document
-        batch = packing.empty_batch(len(windows), self.sequence_length, filler)
+        batch = packing.empty_batch(len(windows), self.sequence_length, filler, top_k=top_k)
         for source, part in enumerate(parts):
             chosen = np.flatnonzero((windows >= bases[source]) & (windows < bases[source + 1]))
             if len(chosen):
@@ -148,11 +154,12 @@ class Dataset:
         return batch
 
     def train_rows(self, step: int, rows: Sequence[int], batch_size: int) -> dict[str, np.ndarray]:
-        """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T]."""
+        """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T], of a
+        teacher [len(rows), T, ...]."""
         _check_rows(step, rows, batch_size)
         order, first = self._train_order, step * batch_size
         windows = np.array([order[first + int(row)] for row in rows], np.int64)
-        return self._rows(self._train, self._train_bases, windows)
+        return self._rows(self._train, self._train_bases, windows, top_k=self._top_k)
 
     def held_out_rows(
         self, index: int, rows: Sequence[int], batch_size: int
@@ -212,17 +219,26 @@ def _with_template(
 
 
 def open_dataset(
-    config: config_lib.DataConfig, *, sequence_length: int, seed: int,
+    config: config_lib.DataConfig, *, sequence_length: int, seed: int, top_k: int = 0,
     cache_dir: str | pathlib.Path = DATA_CACHE, log: Callable[[str], None] = print,
 ) -> Dataset | objects.ObjectDataset:  # fmt: skip
     """Opens the sources of a config; the first call tokenises text into shards in the cache.
 
-    `config.cache_dir` goes before `cache_dir`. Raises ValueError for everything wrong with the
-    sources, the tokenizer or the data; `llmx.config.checks` has checked types and bounds.
+    `config.cache_dir` goes before `cache_dir`. `top_k`: rows to train on have so many likeliest
+    tokens of a teacher, which must have been written beside the shards. Raises ValueError for
+    everything wrong with the sources, the tokenizer or the data; `llmx.config.checks` has checked
+    types and bounds.
     """
     found = config_lib.problems(config)
     if sequence_length < 1:
         found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")
+    if top_k and (
+        others := [s for s in config.sources if not s.startswith(sources_lib.SHARDS_PREFIX)]
+    ):
+        found.append(
+            f"distillation.top_k={top_k} reads a teacher beside token shards, and {others[0]!r} is "
+            "none: write shards with python -m llmx.data --teacher, and name them 'shards:DIR'"
+        )
     if found:
         raise ValueError("\n".join(found))
     if config.sources[0].startswith(objects.PREFIX):
@@ -236,34 +252,46 @@ def open_dataset(
     tables = [(source.lengths, source.hashes) for source in shards]
     splits = split_lib.split_sources(tables, held_out=float(config.held_out), names=config.sources)
     for name, source, split in zip(config.sources, shards, splits, strict=True):
-        if source.pairs and split.rule == "end":
-            raise ValueError(
-                f"source {name!r} has {len(source.lengths)} pairs, of which data.held_out="
-                f"{config.held_out} holds out none as a whole: set data.held_out=0, or add pairs"
-            )
-        short = split.train.num_tokens <= sequence_length and not source.pairs
-        if config.held_out < 1 and short:
-            raise ValueError(
-                f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
-                f"one window of sequence_length={sequence_length} and its next token: add text, "
-                f"or set the sequence length below {max(split.train.num_tokens, 2)}"
-            )
-        if source.pairs and (longest := int(source.lengths.max())) > sequence_length + 1:
-            number = int((source.lengths > sequence_length + 1).sum())
-            raise ValueError(
-                f"source {name!r} has {number:,} pairs that are longer than a row of "
-                f"sequence_length={sequence_length}, the longest of {longest:,} tokens with both "
-                f"texts: set batch.sequence_length to at least {longest - 1}, or leave them out"
-            )
+        _check_split(config, name, source, split, sequence_length)
         held = split.held_out.num_tokens
         log(
             f"data: {name}: {source.num_tokens:,} tokens in {len(source.lengths):,} documents, "
             f"{source.tokenizer.name} vocabulary {source.vocab_size:,}; {_RULES[split.rule]}: "
             f"{held:,} tokens ({held / source.num_tokens:.1%}){_learned(source)}"
         )
+    taught = [
+        teacher_files.open_tokens(one, top_k, verify=config.verify) for one in shards * bool(top_k)
+    ]
     return Dataset(
-        config, shards, splits, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed
-    )
+        config, shards, splits, tokenizer=tokenizer, sequence_length=sequence_length, seed=seed,
+        taught=taught, top_k=top_k,
+    )  # fmt: skip
+
+
+def _check_split(
+    config: config_lib.DataConfig, name: str, source: shards_lib.Shards, split: split_lib.Split,
+    sequence_length: int,
+) -> None:  # fmt: skip
+    """Raises ValueError for a source that is too small, or whose pairs are too long for a row."""
+    if source.pairs and split.rule == "end":
+        raise ValueError(
+            f"source {name!r} has {len(source.lengths)} pairs, of which data.held_out="
+            f"{config.held_out} holds out none as a whole: set data.held_out=0, or add pairs"
+        )
+    short = split.train.num_tokens <= sequence_length and not source.pairs
+    if config.held_out < 1 and short:
+        raise ValueError(
+            f"source {name!r} has {split.train.num_tokens} tokens to train on, fewer than "
+            f"one window of sequence_length={sequence_length} and its next token: add text, "
+            f"or set the sequence length below {max(split.train.num_tokens, 2)}"
+        )
+    if source.pairs and (longest := int(source.lengths.max())) > sequence_length + 1:
+        number = int((source.lengths > sequence_length + 1).sum())
+        raise ValueError(
+            f"source {name!r} has {number:,} pairs that are longer than a row of "
+            f"sequence_length={sequence_length}, the longest of {longest:,} tokens with both "
+            f"texts: set batch.sequence_length to at least {longest - 1}, or leave them out"
+        )
 
 
 def _learned(source: shards_lib.Shards) -> str:

@@ -12,12 +12,23 @@ import numpy as np
 from llmx.data import pairs
 from llmx.data import shards as shards_lib
 from llmx.data import split as split_lib
+from llmx.data.teacher_tokens import TeacherTokens
+
+# In a batch, what a teacher says: see `llmx.model.distillation`.
+TEACHER_IDS, TEACHER_LOG_P = "teacher_ids", "teacher_log_p"
 
 
-def empty_batch(num_rows: int, sequence_length: int, filler: int) -> dict[str, np.ndarray]:
-    """A batch of padding: filler tokens, segment 0, weight 0. All arrays [B, T]."""
+def empty_batch(
+    num_rows: int, sequence_length: int, filler: int, *, top_k: int = 0
+) -> dict[str, np.ndarray]:
+    """A batch of padding: filler tokens, segment 0, weight 0. All arrays [B, T]; with `top_k` those
+    of a teacher, [B, T, top_k] and [B, T, top_k + 1]."""
     shape = (num_rows, sequence_length)
-    return {
+    of_teacher = {
+        TEACHER_IDS: np.zeros((*shape, top_k), np.int32),
+        TEACHER_LOG_P: np.zeros((*shape, top_k + 1), np.float32),
+    }
+    return (of_teacher if top_k else {}) | {
         "tokens": np.full(shape, filler, np.int32),
         "targets": np.full(shape, filler, np.int32),
         "segment_ids": np.zeros(shape, np.int32),
@@ -31,8 +42,9 @@ class Windows:
 
     def __init__(
         self, shards: shards_lib.Shards, part: split_lib.Part, *,
-        sequence_length: int, one_document_per_row: bool,
+        sequence_length: int, one_document_per_row: bool, teacher: TeacherTokens | None = None,
     ):  # fmt: skip
+        self._teacher = teacher
         self._shards, self._length, self._starts = shards, sequence_length, part.starts
         # Stream position of each document; one more entry for the end of the last.
         self._bounds = np.concatenate([[0], np.cumsum(part.lengths)]).astype(np.int64)
@@ -100,6 +112,24 @@ class Windows:
         batch["weights"][rows] = weights
         if self._shards.pairs:
             pairs.separate(batch, rows, learned[:, :T])
+        if TEACHER_IDS in batch:
+            size_in = np.minimum(column + size, T) - column
+            self._fill_of_teacher(batch, rows[row], column, size_in, source)
+
+    def _fill_of_teacher(
+        self, batch: Mapping[str, np.ndarray], row: np.ndarray, column: np.ndarray,
+        size: np.ndarray, source: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Writes what the teacher says of each segment into its place."""
+        top_k = batch[TEACHER_IDS].shape[-1]
+        shard = np.searchsorted(self._shard_bounds, source, side="right") - 1
+        offset = source - self._shard_bounds[shard]
+        for at, first, count, number, begin in zip(
+            *(array.tolist() for array in (row, column, size, shard, offset)), strict=True
+        ):
+            found = self._teacher.read(number, begin, begin + count, top_k)
+            for name, array in zip((TEACHER_IDS, TEACHER_LOG_P), found, strict=True):
+                batch[name][at, first : first + count] = array
 
     def _read(
         self, row: np.ndarray, column: np.ndarray, size: np.ndarray, source: np.ndarray

@@ -17,7 +17,19 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from llmx import sharding
-from llmx.model import adapters, dot, embedding, families, layers, losses, remat, rope, turns
+from llmx.model import (
+    adapters,
+    distillation,
+    dot,
+    embedding,
+    families,
+    layers,
+    losses,
+    own,
+    remat,
+    rope,
+    turns,
+)
 from llmx.model.attention import split
 from llmx.model.attention.cache import CACHE, arrays_of, slot_axes, write_slots
 from llmx.model.attention.masks import Mask
@@ -27,6 +39,8 @@ from llmx.model.execution import Execution
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
     """The parameters' shapes and logical axes, as nested dicts; nothing is allocated."""
+    if model.own:
+        return own.abstract_parameters(model)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
     for stack, name in (("blocks", "layers"), ("first", "first")):
@@ -44,6 +58,8 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
     Weights are normal with variance 1/fan_in, smaller by sqrt(2L) if they write to the stream
     (GPT-2); norms are one, biases zero.
     """
+    if model.own:
+        return own.init_parameters(model, seed)
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
 
@@ -58,8 +74,9 @@ class Apply:
 
     def losses(
         self, params: dict, batch: dict, execution: Execution, grad_buffers: dict | None = None
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Loss of each token, and log Z, in nats, fp32.
+    ) -> tuple[Float[Array, "B T"], ...]:
+        """Loss of each token, and log Z, in nats, fp32; and the divergence from a teacher, where
+        the batch has what one says.
 
         `batch` has tokens, targets, segment_ids and positions, each int32 [B, T], and for routed
         experts "share", fp32 [B, T]: what a nat of each token's loss adds to what is minimized;
@@ -74,7 +91,7 @@ class Apply:
             params = self.with_grad_buffers(params, grad_buffers, execution)
         names = ["tokens", "targets", "segment_ids", "positions"]
         names += ["share"] * (self.model.num_experts > 0 and "share" in batch)
-        names += ["noise"] * ("noise" in batch)
+        names += [name for name in ("noise", *distillation.OF_TEACHER) if name in batch]
         split = self.split_rows([batch[name] for name in names], execution)
         rows = dict(zip(names, split, strict=True))
         mask = self_mask(rows["segment_ids"], rows["positions"], execution)
@@ -86,8 +103,17 @@ class Apply:
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
             share_BT=rows.get("share"), noise_BT=rows.get("noise"),
         )  # fmt: skip
-        loss_and_log_z = self.last_losses(params, x_BTD, rows["targets"], execution)
-        return tuple(self.split_rows(loss_and_log_z, execution, back=True))
+        found = self.last_losses(params, x_BTD, rows, execution)
+        return tuple(self.split_rows(found, execution, back=True))
+
+    def last_hidden(self, params: dict, batch: dict, execution: Execution) -> Float[Array, "B T D"]:
+        """What the head multiplies, of a batch as for `losses`."""
+        names = ("tokens", "segment_ids", "positions")
+        tokens_BT, *rows = self.split_rows([batch[name] for name in names], execution)
+        mask = self_mask(*rows, execution)
+        x_BTD = self.embedded(params, tokens_BT, mask, execution)
+        x_BTD, _ = self.apply_layers(params["blocks"], x_BTD, mask, execution)
+        return self.split_rows([self._normed(params, x_BTD)], execution, back=True)[0]
 
     def scores(
         self, params: dict, batch: dict, execution: Execution
@@ -111,15 +137,18 @@ class Apply:
         outside = ({name: tree[name] for name in names} for tree in (params, buffers))
         return params | dot.with_grad_buffers(execution.place, *outside)
 
-    def last_losses(self, params: dict, x_BTD, targets_BT, execution: Execution):
-        """Loss and log Z, [B, T] fp32, of the last layer's output; rows as in `execution.split`."""
-        return losses.token_losses(
-            *self._of_head(params, x_BTD), targets_BT, **self._head_settings(execution)
-        )
+    def last_losses(self, params: dict, x_BTD, rows: dict, execution: Execution):
+        """What `losses` returns, [B, T] fp32, of the last layer's output; rows of a batch, and the
+        result, are in the order of `execution.split`."""
+        head, targets_BT = self._of_head(params, x_BTD), rows["targets"]
+        settings = self._head_settings(execution)
+        if execution.distilled is None:
+            return losses.token_losses(*head, targets_BT, **settings)
+        return execution.distilled.token_losses(head, targets_BT, rows, params, **settings)
 
     def _of_head(self, params: dict, x_BTD) -> tuple[Array, Array]:
         """What the head multiplies, and its weight."""
-        return self._normed(params, x_BTD), self._head_weight(params)
+        return self._normed(params, x_BTD), self.head_weight(params)
 
     def _head_settings(self, execution: Execution) -> dict[str, Any]:
         return dict(
@@ -206,12 +235,12 @@ class Apply:
     def _normed(self, params: dict, x_BTD):
         return nnx.merge(self._definitions[1], params["norm"])(x_BTD)
 
-    def _head_weight(self, params: dict) -> Float[Array, "V D"]:
+    def head_weight(self, params: dict) -> Float[Array, "V D"]:
         return params["embedding" if self.model.tied_head else "head"]
 
     def _head(self, params: dict, x_BTD, execution: Execution) -> Float[Array, "B T V"]:
         """Logits of the last layer's output."""
-        model, head_VD = self.model, self._head_weight(params)
+        model, head_VD = self.model, self.head_weight(params)
         x_BTD = execution.place.constrain(self._normed(params, x_BTD), INSIDE)
         to = execution.place.activation(("batch", "sequence", "vocab"))
         policy = dataclasses.replace(execution.policy, numbers=execution.policy.numbers.of_head)
@@ -408,6 +437,11 @@ def _repeated(repeats: int, layer: Callable) -> Callable:
         return x, jax.tree.map(lambda *slots: jnp.stack(slots), *caches)
 
     return passes
+
+
+def of(model: families.ModelConfig) -> "Apply | own.Apply":
+    """The functions of a model: of the decoder, or of one that a program gives."""
+    return own.Apply(model) if model.own else Apply(model)
 
 
 def _row(stack: Array, index: Array) -> Array:

@@ -22,7 +22,8 @@ def dense_model(model: ModelConfig) -> ModelConfig:
     """The plain model: with as many layers as a token goes through."""
     pattern = tuple(kind for kind in model.layer_pattern for _ in range(model.repeats))
     return dataclasses.replace(
-        model, ranks=(), repeats=1, embedding_rank=0, num_layers=model.num_layers * model.repeats,
+        model, ranks=(), repeats=1, embedding_rank=0,
+        embedding_cores=ModelConfig().embedding_cores, num_layers=model.num_layers * model.repeats,
         first_dense=model.num_first * model.repeats, layer_pattern=pattern,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from llmx import sharding
 from llmx.model import precision
 from llmx.model.attention import attend, split
 from llmx.model.attention.attend import AttentionConfig
+from llmx.model.distillation import Distilled
 from llmx.model.experts.config import ExpertsConfig
 
 
@@ -22,6 +23,7 @@ class Execution:
     experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     packed: bool = True  # rows may hold several documents
     loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size
+    distilled: Distilled | None = None  # what a teacher says adds to the losses of tokens
     turns: int = 1  # groups of a device's tokens that take turns in a layer: `turns.groups_of`
 
     @property

@@ -50,7 +50,7 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _HeadLoss:
+class HeadLoss:
     """Static facts of one loss."""
 
     split: SplitTable  # the head and the targets
@@ -94,7 +94,7 @@ def token_losses(
     Raises ValueError where `chunks` does not divide.
     """
     settings = dict(num_real=num_real, softcap=softcap, chunks=chunks, place=place, policy=policy)
-    loss = _head_loss(x_BTD, head_VD, targets_BT, **settings)
+    loss = head_loss(x_BTD, head_VD, targets_BT, **settings)
     return _token_losses(loss, x_BTD, head_VD, targets_BT)
 
 
@@ -106,7 +106,7 @@ def token_scores(
 
     Arguments, communication and errors are those of `token_losses`.
     """
-    loss = _head_loss(x_BTD, head_VD, targets_BT, **settings)
+    loss = head_loss(x_BTD, head_VD, targets_BT, **settings)
 
     def local(x_BTD, head_VD, targets_BT):
         (top_n, total_n, hit_n), _ = _folded(loss, x_BTD, head_VD, targets_BT)
@@ -120,15 +120,15 @@ def token_scores(
     )(x_BTD, head_VD, targets_BT)  # fmt: skip
 
 
-def _head_loss(
+def head_loss(
     x_BTD: Array, head_VD: Array, targets_BT: Array, *, num_real: int, softcap: float, chunks: int,
     place: sharding.Placement, policy: precision.Policy,
-) -> _HeadLoss:  # fmt: skip
+) -> HeadLoss:  # fmt: skip
     head = jax.typeof(head_VD).sharding.spec
     tokens = place.activation(("batch", "sequence"))
     local_rows = head_VD.shape[0] // place.size(mesh_axes(head.partitions[0]))
     ways = place.size(sharding.used_axes(tokens))
-    loss = _HeadLoss(
+    loss = HeadLoss(
         split=SplitTable(place.mesh, head, tokens, policy), x=jax.typeof(x_BTD).sharding.spec,
         num_chunks=chunks or num_chunks(targets_BT.size // ways, local_rows),
         num_real=num_real, softcap=softcap,
@@ -148,11 +148,11 @@ def num_chunks(num_tokens: int, num_rows: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_losses(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+def _token_losses(loss: HeadLoss, x_BTD, head_VD, targets_BT):
     return _forward(loss, x_BTD, head_VD, targets_BT)[0]
 
 
-def _forward(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+def _forward(loss: HeadLoss, x_BTD, head_VD, targets_BT):
     split, arrays = loss.split, (x_BTD, head_VD, targets_BT)
     loss_BT, log_z_BT, logits_BTV = jax.shard_map(
         functools.partial(_forward_local, loss), mesh=split.mesh,
@@ -162,7 +162,7 @@ def _forward(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
     return (loss_BT, log_z_BT), (*arrays, log_z_BT, logits_BTV)
 
 
-def _backward(loss: _HeadLoss, residuals, gradients):
+def _backward(loss: HeadLoss, residuals, gradients):
     split = loss.split
     gradient_x, gradient_head = jax.shard_map(
         functools.partial(_backward_local, loss), mesh=split.mesh,
@@ -175,21 +175,21 @@ def _backward(loss: _HeadLoss, residuals, gradients):
 _token_losses.defvjp(_forward, _backward)
 
 
-def _whole_positions(loss: _HeadLoss, x_BTD):
+def whole_positions(loss: HeadLoss, x_BTD):
     """[n, D], with the positions of all devices along `loss.gathered`."""
     if loss.gathered:
         x_BTD = jax.lax.all_gather(x_BTD, loss.gathered, axis=1, tiled=True)
     return x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
-def _chunks(loss: _HeadLoss, head_VD):
+def chunks_of(loss: HeadLoss, head_VD):
     """The local head as (chunks, C, D) and the vocabulary index of each chunk's first row."""
     size = head_VD.shape[0] // loss.num_chunks
     first = loss.split.first_row(head_VD.shape[0])
     return head_VD.reshape(loss.num_chunks, size, -1), first + size * jnp.arange(loss.num_chunks)
 
 
-def _gathered_chunk(loss: _HeadLoss, chunk_CD):
+def gathered_chunk(loss: HeadLoss, chunk_CD):
     """A chunk in the compute dtype, gathered over the mesh axes that split its width."""
     chunk_CD = dot.cast(chunk_CD, loss.split.policy.compute)
     if (form := loss.split.policy.numbers.head) is not None:
@@ -199,21 +199,21 @@ def _gathered_chunk(loss: _HeadLoss, chunk_CD):
     return chunk_CD
 
 
-def _only_chunk(loss: _HeadLoss, head_VD):
+def only_chunk(loss: HeadLoss, head_VD):
     """The gathered head and the index of its first row, where there is one chunk."""
-    (chunk_CD,), (first,) = _chunks(loss, head_VD)
-    return _gathered_chunk(loss, chunk_CD), first
+    (chunk_CD,), (first,) = chunks_of(loss, head_VD)
+    return gathered_chunk(loss, chunk_CD), first
 
 
-def _each_chunk(loss: _HeadLoss, step, start, head_VD):
+def each_chunk(loss: HeadLoss, step, start, head_VD):
     """`step(carry, gathered chunk, index of its first row)` for one chunk after the other.
 
     Each is gathered beside the work on the one before. At the end the first is gathered again, for
     nobody: so the loop has one body, and collectives stand in no branch.
     """
-    chunks, firsts = _chunks(loss, head_VD)
+    chunks, firsts = chunks_of(loss, head_VD)
     if not loss.split.width:
-        gathered = lambda carry, chunk: step(carry, _gathered_chunk(loss, chunk[0]), chunk[1])  # noqa: E731
+        gathered = lambda carry, chunk: step(carry, gathered_chunk(loss, chunk[0]), chunk[1])  # noqa: E731
         return jax.lax.scan(gathered, start, (chunks, firsts))
 
     def turn(carry_and_chunk, number):
@@ -221,16 +221,16 @@ def _each_chunk(loss: _HeadLoss, step, start, head_VD):
         following = jax.lax.dynamic_index_in_dim(
             chunks, (number + 1) % loss.num_chunks, keepdims=False
         )
-        following_CD = _gathered_chunk(loss, following)
+        following_CD = gathered_chunk(loss, following)
         carry, out = step(carry, chunk_CD, firsts[number])
         return (carry, following_CD), out
 
-    begin = (start, _gathered_chunk(loss, chunks[0]))
+    begin = (start, gathered_chunk(loss, chunks[0]))
     (carry, _), outs = jax.lax.scan(turn, begin, jnp.arange(loss.num_chunks))
     return carry, outs
 
 
-def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
+def chunk_logits(loss: HeadLoss, x_nD, chunk_CD, first):
     """fp32 logits [n, C] of one gathered chunk."""
     logits_nC = jnp.einsum("nD,CD->nC", x_nD, chunk_CD, preferred_element_type=jnp.float32)
     if loss.softcap:
@@ -239,22 +239,22 @@ def _chunk_logits(loss: _HeadLoss, x_nD, chunk_CD, first):
     return jnp.where(padding_C, -jnp.inf, logits_nC)
 
 
-def _forward_local(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+def _forward_local(loss: HeadLoss, x_BTD, head_VD, targets_BT):
     (top_n, total_n, hit_n), logits_BTV = _folded(loss, x_BTD, head_VD, targets_BT)
     log_z_n = top_n + jnp.log(total_n)
     loss_BT, log_z_BT = (array.reshape(targets_BT.shape) for array in (log_z_n - hit_n, log_z_n))
     return loss_BT, log_z_BT, logits_BTV
 
 
-def _folded(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
+def _folded(loss: HeadLoss, x_BTD, head_VD, targets_BT):
     """The largest logit of each token, the sum of exp(logit - largest), and the target's logit, [n]
     each; and all logits where there is one chunk, else None."""
-    split, x_nD = loss.split, _whole_positions(loss, x_BTD)
+    split, x_nD = loss.split, whole_positions(loss, x_BTD)
     targets_n = targets_BT.reshape(-1)
 
     def fold(carry, chunk_CD, first):
         top_n, total_n, hit_n = carry
-        logits_nC = _chunk_logits(loss, x_nD, chunk_CD, first)
+        logits_nC = chunk_logits(loss, x_nD, chunk_CD, first)
         # A finite floor keeps a chunk of padding only from making inf - inf.
         new_top_n = jnp.maximum(top_n, logits_nC.max(axis=-1))
         total_n = total_n * jnp.exp(top_n - new_top_n)
@@ -267,10 +267,10 @@ def _folded(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
     floor_n = jnp.full(targets_n.shape, jnp.finfo(jnp.float32).min)
     carry = (floor_n, jnp.zeros_like(floor_n), jnp.zeros_like(floor_n))
     if loss.num_chunks == 1:
-        (top_n, total_n, hit_n), logits_nV = fold(carry, *_only_chunk(loss, head_VD))
+        (top_n, total_n, hit_n), logits_nV = fold(carry, *only_chunk(loss, head_VD))
         logits_BTV = logits_nV.reshape(*targets_BT.shape, -1)
     else:
-        (top_n, total_n, hit_n), logits_BTV = _each_chunk(
+        (top_n, total_n, hit_n), logits_BTV = each_chunk(
             loss, lambda *arrays: (fold(*arrays)[0], None), carry, head_VD
         )
     if split.vocab:
@@ -283,44 +283,63 @@ def _folded(loss: _HeadLoss, x_BTD, head_VD, targets_BT):
 def _backward_local(
     loss, x_BTD, head_VD, targets_BT, log_z_BT, logits_BTV, gradient_loss_BT, gradient_log_z_BT
 ):
-    split, x_nD = loss.split, _whole_positions(loss, x_BTD)
+    x_nD = whole_positions(loss, x_BTD)
     targets_n, log_z_n = targets_BT.reshape(-1), log_z_BT.reshape(-1)
     gradient_loss_n = gradient_loss_BT.reshape(-1)
     gradient_both_n = gradient_loss_n + gradient_log_z_BT.reshape(-1)
 
     def walk(gradient_x_nD, chunk_CD, first, logits_nC=None):
         if logits_nC is None:
-            logits_nC = _chunk_logits(loss, x_nD, chunk_CD, first)
+            logits_nC = chunk_logits(loss, x_nD, chunk_CD, first)
         # d loss / d logit = softmax - [target], d log Z / d logit = softmax.
         gradient_nC = jnp.exp(logits_nC - log_z_n[:, None]) * gradient_both_n[:, None]
         target_nC = (targets_n[:, None] - first) == jnp.arange(logits_nC.shape[1])
         gradient_nC = gradient_nC - jnp.where(target_nC, gradient_loss_n[:, None], 0)
-        if loss.softcap:
-            slope_nC = 1 - jnp.square(logits_nC / loss.softcap)
-            gradient_nC = jnp.where(jnp.isinf(logits_nC), 0, gradient_nC * slope_nC)
-        gradient_nC = gradient_nC.astype(split.policy.compute)
-        gradient_x_nD += jnp.einsum(
-            "nC,CD->nD", gradient_nC, chunk_CD, preferred_element_type=jnp.float32
-        )
-        gradient_CD = jnp.einsum(
-            "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=split.policy.reduce
-        )
-        if split.width:
-            gradient_CD = sharding.psum_scatter(gradient_CD, split.width, dimension=1)
-        if split.summed:
-            gradient_CD = jax.lax.psum(gradient_CD, split.summed)
-        return gradient_x_nD, gradient_CD.astype(head_VD.dtype)
+        gradient_nC = slope(loss, gradient_nC, logits_nC)
+        return gradients_of(loss, gradient_x_nD, gradient_nC, x_nD, chunk_CD, head_VD.dtype)
 
     start_nD = jnp.zeros(x_nD.shape, jnp.float32)
     if logits_BTV is not None:
         logits_nV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
-        chunk = _only_chunk(loss, head_VD)
+        chunk = only_chunk(loss, head_VD)
         gradient_x_nD, gradient_head = walk(start_nD, *chunk, logits_nV)
     else:
-        gradient_x_nD, gradient_head = _each_chunk(loss, walk, start_nD, head_VD)
+        gradient_x_nD, gradient_head = each_chunk(loss, walk, start_nD, head_VD)
+    gradient_x = gradient_of_x(loss, gradient_x_nD, x_BTD, targets_BT)
+    return gradient_x, gradient_head.reshape(head_VD.shape)
+
+
+def slope(loss: HeadLoss, gradient_nC, logits_nC):
+    """The gradient of logits before their cap, of that of the capped ones."""
+    if not loss.softcap:
+        return gradient_nC
+    slope_nC = 1 - jnp.square(logits_nC / loss.softcap)
+    return jnp.where(jnp.isinf(logits_nC), 0, gradient_nC * slope_nC)
+
+
+def gradients_of(loss: HeadLoss, gradient_x_nD, gradient_nC, x_nD, chunk_CD, dtype):
+    """The gradient of x with what this chunk adds to it, fp32 [n, D], and that of the chunk, where
+    it belongs, of the gradient of its logits."""
+    split = loss.split
+    gradient_nC = gradient_nC.astype(split.policy.compute)
+    gradient_x_nD += jnp.einsum(
+        "nC,CD->nD", gradient_nC, chunk_CD, preferred_element_type=jnp.float32
+    )
+    gradient_CD = jnp.einsum(
+        "nC,nD->CD", gradient_nC, x_nD, preferred_element_type=split.policy.reduce
+    )
+    if split.width:
+        gradient_CD = sharding.psum_scatter(gradient_CD, split.width, dimension=1)
+    if split.summed:
+        gradient_CD = jax.lax.psum(gradient_CD, split.summed)
+    return gradient_x_nD, gradient_CD.astype(dtype)
+
+
+def gradient_of_x(loss: HeadLoss, gradient_x_nD, x_BTD, targets_BT):
+    """The gradient of x on this device, of the sum over its part of the vocabulary."""
     gradient_x = gradient_x_nD.reshape(*targets_BT.shape, -1).astype(x_BTD.dtype)
     if loss.gathered:
         gradient_x = sharding.psum_scatter(gradient_x, loss.gathered, dimension=1, exchange=False)
-    if over := tuple(axis for axis in split.vocab if axis not in loss.gathered):
+    if over := tuple(axis for axis in loss.split.vocab if axis not in loss.gathered):
         gradient_x = jax.lax.psum(gradient_x, over)
-    return gradient_x, gradient_head.reshape(head_VD.shape)
+    return gradient_x

@@ -17,8 +17,9 @@ from llmx import sharding
 from llmx.contract import Batch, Transform
 from llmx.model import adapters as adapters_lib
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, dot, families, preference, quantized, remat
+from llmx.model import decoder, distillation, dot, families, preference, quantized, remat
 from llmx.model import packed as packed_lib
+from llmx.model import teacher as teacher_lib
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
@@ -46,12 +47,14 @@ class TrainingLoss:
     transforms: Mapping[str, Transform] = dataclasses.field(default_factory=dict)
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # see `losses.OF_TOKENS`
     adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
-    # The model's parameters that are not trained: those beside adapters, or of the reference of
-    # preferences. Shapes with shardings; () = there are none
+    # Parameters that are not trained: the model's own beside adapters, those of the reference of
+    # preferences, or of a teacher. Shapes with shardings; () = there are none
     frozen: Any = ()
+    frozen_axes: Any = ()  # their logical axes
     model_axes: Any = ()  # logical axes of the model's parameters
     # What pairs of answers cost; None = the loss is that of tokens
     preference: PreferenceConfig | None = None
+    teacher: teacher_lib.Teacher | None = None  # whose parameters are the frozen ones
     seed: int = 0  # of dropout
     # from the blocks' parameters [L, ...] to those of the stages of a pipeline
     arrange: Callable[[Any], Any] = lambda blocks: blocks
@@ -66,6 +69,8 @@ class TrainingLoss:
 
         `training`: of a batch that is `prepared`: adapters drop a part of their inputs.
         """
+        if training and self.teacher is not None:
+            return params | {distillation.HEAD: self.teacher.head_of(frozen)}
         if not self.adapters.rank:
             return params
         layers = None
@@ -87,45 +92,55 @@ class TrainingLoss:
         return self.execution.place.mesh
 
     def weighted(
-        self, loss_BT, log_z_BT, share_BT, extra: Mapping[str, Any] | tuple = ()
+        self, token_losses: Sequence[jax.Array], share_BT, extra: Mapping[str, Any] | tuple = ()
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sums over tokens: of all that is differentiated, of the loss, of the z-loss.
 
-        `share_BT`: 1 / (tokens of the global batch), 0 for positions that do not count. `extra`:
-        states of the transforms, which may change what is differentiated and nothing else.
+        `token_losses`: what `Apply.losses` returns. `share_BT`: 1 / (tokens of the global batch), 0
+        for positions that do not count. `extra`: states of the transforms, which may change what
+        is differentiated and nothing else.
         """
+        loss_BT, log_z_BT, *divergence_BT = token_losses
         loss = minimized = jnp.sum(loss_BT * share_BT)
         if self.of_tokens is not None:
             minimized = jnp.sum(self.of_tokens(loss_BT, log_z_BT) * share_BT)
+        if divergence_BT:
+            divergence = jnp.sum(divergence_BT[0] * share_BT)
+            minimized = self.execution.distilled.minimized(minimized, divergence)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
         return self._transformed(minimized + z, extra), loss, z
 
     def of_rows(
-        self, loss_BT, log_z_BT, rows: Batch, extra: Mapping[str, Any] | tuple
+        self, token_losses: Sequence[jax.Array], rows: Batch, extra: Mapping[str, Any] | tuple
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
         """What is differentiated of these rows of a batch; and their loss, z-loss, and what else is
         reported, by name. `rows` also have "share", see `weighted`, and what `prepared` adds."""
         if self.preference is None:
-            both, loss, z = self.weighted(loss_BT, log_z_BT, rows["share"], extra)
-            return both, (loss, z, {})
-        loss, reported = preference.losses(self.preference, rows, loss_BT)
+            both, loss, z = self.weighted(token_losses, rows["share"], extra)
+            sums = [jnp.sum(one_BT * rows["share"]) for one_BT in token_losses[2:]]
+            return both, (loss, z, dict(zip(self.reported, sums, strict=True)))
+        loss, reported = preference.losses(self.preference, rows, token_losses[0])
         return self._transformed(loss, extra), (loss, jnp.zeros(()), reported)
 
     @property
     def reported(self) -> tuple[str, ...]:
         """Names of what `of_rows` reports."""
+        if self.execution.distilled is not None:
+            return distillation.REPORTED
         return () if self.preference is None else preference.REPORTED
 
     def prepared(
         self, batch: Batch, frozen: Any, *, step: Any = None, accumulation: int = 1
     ) -> Batch:  # fmt: skip
         """A global batch with what else its loss depends on: the noise of dropout, at a step of
-        training; for preferences what the reference says of it, in `accumulation` microbatches.
-        Communicates as a forward pass does."""
+        training; for preferences what the reference says of it, in `accumulation` microbatches, and
+        so what a teacher says. Communicates as a forward pass does."""
         if step is not None and self.adapters.dropout:
             to = self.batch_sharding
             noise_BT = adapters_lib.noise_of_rows(batch["tokens"].shape, to, step, self.seed)
             batch = batch | {"noise": noise_BT}
+        if self.teacher is not None:
+            return self._taught(batch, frozen, accumulation)
         if self.preference is None:
             return batch
 
@@ -138,6 +153,21 @@ class TrainingLoss:
             else:
                 nats_BT = from_microbatches(jax.lax.map(nats_of, microbatches(batch, accumulation)))
         return preference.with_reference(batch, nats_BT)
+
+    def _taught(self, batch: Batch, frozen: Any, accumulation: int) -> Batch:
+        """A batch with what the teacher says of it, as `prepared` returns it."""
+        to = self.execution.place.activation(("batch", "block_sequence", "embed"))
+        rows = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
+        ways = self.mesh.shape["stage"]  # the rows of the teacher are split over stages too
+        parts = next(n for n in range(max(accumulation // ways, 1), 0, -1) if accumulation % n == 0)
+        hidden_of = lambda rows: self.teacher.hidden(frozen, rows, to)  # noqa: E731
+        with self.teacher.execution.policy.products():
+            if parts == 1:
+                hidden_BTE = hidden_of(rows)
+            else:
+                of_parts = jax.lax.map(hidden_of, microbatches(rows, parts))
+                hidden_BTE = from_microbatches(of_parts)
+        return batch | {distillation.HIDDEN: hidden_BTE}
 
     def token_shares(self, share_BT: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
         """What a nat of each token's loss adds to what is differentiated; `share_BT` as above."""
@@ -172,7 +202,7 @@ class TrainingLoss:
             sums, num_pairs = self.summed_pairs(params, batch)
             return sums["loss"], num_pairs
         with self.execution.policy.products():
-            loss_BT, _ = self.apply.losses(params, batch, self.execution)
+            loss_BT, *_ = self.apply.losses(params, batch, self.execution)
         return jnp.sum(loss_BT * batch["weights"]), jnp.sum(batch["weights"])
 
     def summed_pairs(self, params: Any, batch: Batch) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -235,9 +265,11 @@ class TrainingLoss:
     def gathered(self, params: Any) -> Any:
         """Parameters as the whole step uses them; with gather="step", the weights of products whole
         over the batch axes, in the compute dtype: communicates. Tables of lookups stay split."""
-        policy = self.execution.policy
+        policy, axes = self.execution.policy, self.model_axes
         if self.gather != "step":
             return params
+        if distillation.HEAD in params:
+            axes = axes | {distillation.HEAD: ("vocab", "embed")}
 
         def one(path, leaf, axes):
             if (
@@ -251,7 +283,7 @@ class TrainingLoss:
             gather = lambda leaf: dot.whole(leaf, policy.compute, numbers, axes)  # noqa: E731
             return adapters_lib.on_base(gather, leaf)
 
-        return jax.tree_util.tree_map_with_path(one, params, self.model_axes, is_leaf=dot.is_weight)
+        return jax.tree_util.tree_map_with_path(one, params, axes, is_leaf=dot.is_weight)
 
     def gathered_bytes(self) -> int:
         """Bytes per device of the weights that gather="step" keeps whole."""
@@ -267,9 +299,12 @@ class TrainingLoss:
 
     def abstract_batch(self, shape: Sequence[int]) -> Batch:
         """Shapes with shardings of a global batch [B, T]."""
+        arrays = {name: (tuple(shape), dtype) for name, dtype in BATCH_DTYPES.items()}
+        if (distilled := self.execution.distilled) is not None:
+            arrays |= distilled.arrays(tuple(shape))
         return {
-            name: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.batch_sharding)
-            for name, dtype in BATCH_DTYPES.items()
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
+            for name, (shape, dtype) in arrays.items()
         }
 
 
@@ -280,7 +315,8 @@ def make(
     in_host_memory: bool = False, transforms: Mapping[str, Transform] | None = None,
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     adapters: AdaptersConfig | None = None, preferred: PreferenceConfig | None = None,
-    seed: int = 0, packed: PackedConfig | None = None,
+    teacher: families.ModelConfig | None = None, seed: int = 0,
+    packed: PackedConfig | None = None,
 ) -> TrainingLoss:  # fmt: skip
     """Shapes, shardings and functions of a model on a mesh; nothing is allocated.
 
@@ -288,6 +324,7 @@ def make(
     `in_host_memory`: the blocks' matrices are kept there. `adapters`: with a rank, they are what is
     trained. `preferred`: the loss is that of pairs, and the model at the start the reference.
     `packed`: with bits, the weights of products are stored as these, and have no gradient.
+    `teacher`: of a model that is computed beside this one, to be learned from.
 
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
@@ -306,7 +343,8 @@ def make(
             ),
             shapes, axes,
         )  # fmt: skip
-        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+        if "blocks" in shapes:
+            shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
         if in_host_memory:
             on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
@@ -319,13 +357,17 @@ def make(
     model_shapes, model_axes = shapes, axes
     if packed is not None and packed.bits:
         model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
-    frozen = ()
-    if adapters.rank or preferred is not None:
+    frozen, frozen_axes, taught_by = (), (), None
+    if teacher is not None:
+        taught_by = teacher_lib.make(teacher, execution)
+        frozen, frozen_axes = taught_by.params, taught_by.axes
+    elif adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
         rounded = lambda axes: "embed" in axes and "router" not in axes  # noqa: E731
         frozen = stored(
             model_shapes, model_axes, lambda axes: policy.compute if rounded(axes) else policy.param
         )
+        frozen_axes = model_axes
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
     else:
@@ -333,8 +375,9 @@ def make(
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
-        apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
-        transforms or {}, of_tokens, adapters, frozen, model_axes, preferred, seed, arrange,
+        apply_lib.of(config), execution, params, axes, gradients, updates, z_loss, gather,
+        transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
+        taught_by, seed, arrange,
     )  # fmt: skip
 
 

@@ -231,8 +231,8 @@ def _functions(loss: TrainingLoss, chunks: ModelChunks) -> tick.ModelFunctions:
 
     def losses(outer, buffers, x_BTD, rows):
         outer = with_buffers(outer, buffers)
-        token_losses = apply.last_losses(outer, x_BTD, rows["targets"], execution)
-        return loss.weighted(*token_losses, rows["share"], rows["extra"])
+        token_losses = apply.last_losses(outer, x_BTD, rows, execution)
+        return loss.weighted(token_losses, rows["share"], rows["extra"])
 
     params, axes = loss.params["blocks"], loss.axes["blocks"]
     policies = remat_costs.policies(model, execution.remat, chunks.layers)

@@ -382,12 +382,15 @@ def refusal(config: Config) -> str:
 
 
 def of_adapters(config: Config) -> str:
-    """Why a run with adapters, or of preferences, is not counted, with the remedy; "" if it is."""
+    """Why a run with adapters, of preferences, or with a teacher is not counted, with the remedy;
+    "" if it is."""
     what = ""
     if config.adapters.rank:
         what = f"adapters.rank={config.adapters.rank}: the planner counts models trained whole"
     elif preference_checks.is_on(config):
         what = "data.format='preference': the planner does not count the reference"
+    elif config.distillation.teacher:
+        what = "distillation.teacher: the planner does not count a teacher beside the student"
     remedy = "run llmx.aot, which compiles the run, with a mesh of your choice"
     return f"{what}; {remedy}" if what else ""
 

@@ -12,7 +12,7 @@ import jax
 
 from llmx import sharding
 from llmx.aot.topologies import Topology
-from llmx.config import Config, recipe, stage_memory
+from llmx.config import Config, recipe, stage_memory, state_memory
 from llmx.plan import network, traffic
 from llmx.plan.network import StepGroup
 from llmx.plan.sizes import Sizes
@@ -29,9 +29,10 @@ _PARTS = {"params": "parameters", "opt_state": "optimizer", "ema": "ema", "sync"
 def state(run: Config) -> dict[str, float]:
     """Bytes of a device that live from step to step, of a resolved run."""
     held = recipe.make_recipe(run, devices=_KIND).abstract
-    return {
+    found = {
         name: float(sharding.device_bytes(getattr(held, field))) for field, name in _PARTS.items()
     }
+    return found | {"masks": state_memory.of_masks(run)}
 
 
 _KIND = jax.sharding.AbstractDevice("", None, "gpu")

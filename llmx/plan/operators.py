@@ -174,9 +174,9 @@ class _Device:
 
     @functools.cached_property
     def saved(self) -> float:
-        """Bytes that a layer saves of a microbatch."""
-        saved = memory.saved(self.sizes, memory.TPU)
-        return sum(saved.values()) / self.sizes.run.model.num_layers
+        """Bytes that one pass through a layer saves of a microbatch."""
+        saved, model = memory.saved(self.sizes, memory.TPU), self.sizes.run.model
+        return sum(saved.values()) / model.num_layers / model.repeats
 
     @functools.cached_property
     def of_layer(self) -> dict[str, _Weight]:
@@ -285,7 +285,7 @@ def _attention(device: _Device) -> Iterator[Operator]:
     sizes, moved = device.sizes, device.moved
     model, run = sizes.run.model, sizes.run
     scores = costs.scores_by_block(model, run.batch.sequence_length, True)
-    flops = sum(scores) / len(scores) * sizes.tokens / sizes.mesh["tensor"]
+    flops = sum(scores) / len(scores) / model.repeats * sizes.tokens / sizes.mesh["tensor"]
     dtype = device.dtype(sizes.policy.compute.name)
     again = device.again.get(remat.ATTENTION, 0.0) + device.whole_again
     arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]

@@ -210,6 +210,8 @@ def uncounted(run: Config) -> list[str]:
         found.append("what Muon sends and holds to orthogonalise matrices that are split")
     if run.optimizer.name == "muon":
         found.append("the time of the products that Muon orthogonalises with")
+    if run.model.ranks and run.mesh.tensor > 1:
+        found.append("sums over `tensor` of what lies between two factors")
     if offload.saves:
         found.append("what layers save in the host's memory")
     for name, what in (("optimizer", "moments"), ("parameters", "weights")):

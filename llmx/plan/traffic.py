@@ -266,6 +266,7 @@ def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
     if leaf.of_layers:
         num_bytes /= leaf.shape[0] / (sizes.mesh["stage"] if leaf.in_blocks else 1)
         count = passes.backward * (passes.blocks if leaf.in_blocks else passes.first)
+        count *= sizes.run.model.repeats
     yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
 
 
@@ -293,6 +294,8 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
     shared = passes.shared * ("/mlp/" in leaf.name)
     gathered = (passes.forward + passes.backward - shared) * layers
     gathered += passes.backward * again
+    times = run.model.repeats
+    gathered *= times
     if run.sharding.gather == "step":
         gathered = layers
     yield _message(
@@ -301,7 +304,7 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
     )  # fmt: skip
     yield _message(
         sizes, "gradients", "reduce-scatter", sizes.splitting(leaf, "gradients"),
-        sizes.reduce_bytes * numbers, (passes.weight or passes.backward) * layers * turns,
+        sizes.reduce_bytes * numbers, (passes.weight or passes.backward) * layers * turns * times,
         leaf.name,
     )  # fmt: skip
     yield _added_up(sizes, passes, leaf)
@@ -393,6 +396,7 @@ def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     halves += passes.backward * HALVES * _layers_again(run)
     gathered = halves + passes.backward * sum(map(_gathered_again, policies))
     summed = halves + passes.backward * sum(_summed_again(run.model, of) for of in policies)
+    gathered, summed = gathered * run.model.repeats, summed * run.model.repeats
     x_bytes = sizes.compute_bytes * sizes.tokens * run.model.width
     kinds = {
         "all-gather": gathered + passes.lookup_gradients + passes.heads,

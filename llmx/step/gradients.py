@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         share_BT = batch["weights"] / tokens
         batch = batch | {"share": loss.token_shares(share_BT, extra)}
         rows = batch | {"share": share_BT}
-        loss_BT, log_z_BT = loss.apply.losses(params, batch, loss.execution, buffers)
-        return loss.of_rows(loss_BT, log_z_BT, rows, extra)
+        token_losses = loss.apply.losses(params, batch, loss.execution, buffers)
+        return loss.of_rows(token_losses, rows, extra)
 
     differentiate = jax.grad(loss_of, has_aux=True)
 
@@ -91,21 +92,38 @@ def per_replica(
         losses, zs, tokens, tree = jax.tree.map(stacked, (own.loss, own.z_loss, own.tokens, grads))
         # A replica without any token has no share.
         shares = tokens / jnp.maximum(tokens.sum(), 1.0)
-        squares = jnp.stack([
-            jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-            for leaf in jax.tree.leaves(tree)
-        ])  # fmt: skip
-        # A replica with few tokens has a long, noisy gradient, which its share makes short.
-        weights = jnp.square(shares)
-        weights = weights / jnp.maximum(weights.sum(), 1e-30)
+        squares, weights = _squares_of_replicas(tree, shares)
         gradients = Gradients(
             jnp.sum(losses * shares), jnp.sum(zs * shares), tokens.sum(), tree,
             (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0)), shares, own.extra,
             amax=jax.tree.map(lambda leaf: stacked(leaf).max(axis=0), own.amax),
+            reported=jax.tree.map(lambda leaf: jnp.sum(stacked(leaf) * shares), own.reported),
         )  # fmt: skip
         return gradients, in_flight
 
     return Gradient(init=gradient.init, take=take, loss=gradient.loss)
+
+
+def _squares_of_replicas(tree: Any, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squared norms [leaves, n] of gradients of each replica, and the weights [n] of their mean."""
+    squares = jnp.stack([
+        jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
+        for leaf in jax.tree.leaves(tree)
+    ])  # fmt: skip
+    # A replica with few tokens has a long, noisy gradient, which its share makes short.
+    weights = jnp.square(shares)
+    weights = weights / jnp.maximum(weights.sum(), 1e-30)
+    return squares, weights
+
+
+def measured(found: Gradients) -> Gradients:
+    """Gradients whose squares and norms are those of their tree, which has changed."""
+    if not isinstance(found.shares, tuple):
+        squares, weights = _squares_of_replicas(found.tree, found.shares)
+        means, norms = (squares * weights).sum(axis=1), jnp.sqrt(squares.sum(axis=0))
+        return found._replace(squares=means, norms=norms)
+    squares = jnp.where(found.tokens != 0, squared_norms(found.tree), 0)
+    return found._replace(squares=squares, norms=jnp.sqrt(squares.sum()))
 
 
 def transformed(gradient: Gradient, transforms: Mapping[str, Transform]) -> Gradient:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx.contract import BY_LAYER, Batch, Gradient, State, Strategy, at_step
+from llmx.contract import BY_LAYER, Batch, Constraint, Gradient, State, Strategy, at_step
 from llmx.model import adapters
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
@@ -84,6 +84,7 @@ class Recipe:
     accumulation: int  # microbatches of a step
     compiler_options: Callable[[], Mapping[str, Any]]  # of XLA, by name; tries them on TPU
     order: LayerPermutation = IDENTITY  # in which the state, and so its checkpoints, has the layers
+    constraints: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -107,8 +108,18 @@ class Recipe:
         )
         return State(
             step, self.loss.params, opt_state, average if self.ema_decay else (), guard, sync,
-            in_flight, self.loss.abstract_extra, self.loss.frozen,
+            in_flight, self.abstract_extra, self.loss.frozen,
         )  # fmt: skip
+
+    def saved(self, state: State) -> State:
+        """What a checkpoint holds of a state: all but a teacher, which is read where it is."""
+        return state if self.loss.teacher is None else state._replace(frozen=())
+
+    @property
+    def abstract_extra(self) -> Mapping[str, Any] | tuple:
+        """Shapes with shardings of the states of transforms and constraints, by name."""
+        own = {name: each.abstract for name, each in self.constraints.items()}
+        return dict(self.loss.abstract_extra) | own or ()
 
     @property
     def abstract_batch(self) -> Batch:
@@ -121,18 +132,19 @@ class Recipe:
         return list(trees.named(self.loss.params))
 
     def init(self, seed: int) -> State:
-        """A new state, every array born with its sharding."""
-        abstract = self.abstract
+        """A new state, every array born with its sharding; without a teacher, see `saved`."""
+        abstract = self.saved(self.abstract)
 
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
-            params["blocks"] = self.order.apply(params["blocks"])
+            if "blocks" in params:
+                params["blocks"] = self.order.apply(params["blocks"])
             params, frozen = self._trained_and_frozen(params, seed)
             opt_state, sync = self.strategy.init(params)
             average = in_dtypes_of(abstract.ema, params) if self.ema_decay else ()
             return State(
                 jnp.zeros((), jnp.int32), params, opt_state, average, guards.init(), sync, (),
-                self.loss.init_extra(), frozen,
+                dict(self.loss.init_extra()) | self._init_constraints(params) or (), frozen,
             )  # fmt: skip
 
         to = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(in_flight=()))
@@ -143,13 +155,57 @@ class Recipe:
 
     def _trained_and_frozen(self, params: Any, seed: int) -> tuple[Any, Any]:
         """Of new parameters of the model: (what is trained, what is not), in their dtypes."""
-        frozen = in_dtypes_of(self.loss.frozen, params) if self.loss.frozen else ()
+        has_own = self.loss.frozen and self.loss.teacher is None
+        frozen = in_dtypes_of(self.loss.frozen, params) if has_own else ()
         if not self.loss.adapters.rank:
             return in_dtypes_of(self.loss.params, params), frozen
         new = adapters.init(self.loss.adapters, *apply_lib.abstract_parameters(self.model), seed)
         if "blocks" in new:
             new["blocks"] = self.order.apply(new["blocks"])
         return in_dtypes_of(self.loss.params, new), frozen
+
+    def _init_constraints(self, params: Any) -> dict[str, Any]:
+        return {name: each.init(params) for name, each in self.constraints.items()}
+
+    def init_constraints(self, state: State) -> State:
+        """The state with new constraints, which hold of it."""
+        if not self.constraints:
+            return state
+        to = {name: each.abstract for name, each in self.constraints.items()}
+        to = jax.tree.map(lambda leaf: leaf.sharding, to)
+        with jax.set_mesh(self.mesh):
+            init = jax.sharding.auto_axes(self._init_constraints, out_sharding=to)
+            own = jax.jit(init, out_shardings=to)(state.params)
+            state = state._replace(extra=dict(state.extra) | own)
+            return jax.jit(self.held, donate_argnums=0)(state)
+
+    def refreshed(self, state: State) -> State:
+        """The state, whose constraints were changed from outside; they hold of it."""
+        own = {name: each.refreshed(state.extra[name]) for name, each in self.constraints.items()}
+        return self.held(state._replace(extra=dict(state.extra) | own))
+
+    def held(self, state: State) -> State:
+        """The state of which all constraints hold."""
+        for each in self.constraints.values():
+            state = each.hold(state)
+        return state
+
+    @functools.cached_property
+    def between(self) -> Mapping[str, Callable[[State], State]]:
+        """Jitted programs of the constraints, by name; each donates its state."""
+        return {
+            f"{name}/{program}": jax.jit(function, donate_argnums=0)
+            for name, each in self.constraints.items()
+            for program, function in each.programs.items()
+        }
+
+    def between_after(self, step: int) -> tuple[str, ...]:
+        """The programs of `between` that run after step number `step`, in their order."""
+        return tuple(
+            f"{name}/{program}"
+            for name, each in self.constraints.items()
+            for program in each.due_after(step)
+        )
 
     def init_in_flight(self, state: State) -> Any:
         """What is in flight before the first batch."""
@@ -162,6 +218,24 @@ class Recipe:
         with jax.set_mesh(self.mesh):
             init = jax.sharding.auto_axes(self.strategy.init, out_sharding=to)
             return jax.jit(init, out_shardings=to)(params)
+
+
+def holding(strategy: Strategy, constraints: Mapping[str, Constraint]) -> Strategy:
+    """The strategy with outer steps after which the constraints hold."""
+    if not constraints:
+        return strategy
+
+    def held(outer: Callable[[State], State]) -> Callable[[State], State]:
+        @functools.partial(jax.jit, donate_argnums=0)
+        def outer_step(state: State) -> State:
+            state = outer(state)
+            for each in constraints.values():
+                state = each.hold(state)
+            return state
+
+        return outer_step
+
+    return strategy._replace(outer={name: held(outer) for name, outer in strategy.outer.items()})
 
 
 def in_dtypes_of(like: Any, tree: Any) -> Any:
@@ -178,14 +252,17 @@ def make_train_step(
     `sequence` (keys and values), `tensor` (activations) and `stage` (activations).
     """
     params_of, gradient, reduce, update = recipe.strategy.phases[phase]
-    transforms = recipe.loss.transforms
+    transforms, constraints = recipe.loss.transforms, recipe.constraints
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         params = recipe.loss.joined(params_of(state), state.frozen, training=True)
         batch = recipe.loss.prepared(
             batch, state.frozen, step=state.step, accumulation=recipe.accumulation
         )
-        found, in_flight = gradient.take(params, batch, state.in_flight, state.extra)
+        of_batch = {name: state.extra[name] for name in transforms} or ()
+        found, in_flight = gradient.take(params, batch, state.in_flight, of_batch)
+        for name, each in constraints.items():
+            found = each.gradients(found, state.extra[name])
         found, sync = reduce(found, state.sync)
         verdict, guard = guards.check(recipe.guard, state.guard, found)
         to_clip = found._replace(factors=clip_factors(found.norms, recipe.clip_norm))
@@ -193,6 +270,9 @@ def make_train_step(
         extra = {
             name: each.after(state.extra[name], found, verdict.accepted)
             for name, each in transforms.items()
+        } | {
+            name: each.after(state.extra[name], state, found, verdict.accepted)
+            for name, each in constraints.items()
         }
         # A stopped run stays at the step that stopped it: resuming takes that batch again, unless
         # it is in flight already.
@@ -201,13 +281,15 @@ def make_train_step(
         scalars = recipe.strategy.scalars(new) | dict(found.reported)
         for name, each in transforms.items():
             scalars = scalars | each.scalars(found, extra[name])
+        for name, each in constraints.items():
+            scalars = scalars | each.scalars(extra[name])
         report = Report(
             loss=found.loss, z_loss=found.z_loss, tokens=found.tokens, grad_norm=verdict.norm,
             learning_rate=jnp.asarray(recipe.schedule(state.step), jnp.float32),
             bad_leaf=verdict.bad_leaf, num_bad=guard.num_bad, scalars=scalars,
         )  # fmt: skip
         new = new._replace(step=state.step + advance, guard=guard, in_flight=in_flight)
-        return new._replace(extra=extra or ()), report
+        return recipe.held(new._replace(extra=extra or ())), report
 
     options = dict(recipe.compiler_options()) or None
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)

@@ -148,7 +148,7 @@ def test_another_strategy_is_refused_and_the_checkpoint_left(tmp_path):
     "before, warmup_steps, frozen",
     [
         (dict(), 1, True),
-        (dict(), 2, False),  # before the first step of the run: `train.Programs` does it
+        (dict(), 2, False),  # before the first step of the run: `step.programs` does it
         (ONE_BIT | dict(sync__warmup_steps=3), 1, True),
         (ONE_BIT | dict(sync__warmup_steps=3), 4, False),
         (ONE_BIT | dict(sync__warmup_steps=1), 1, False),  # it was, in the run that was saved

@@ -479,7 +479,7 @@ def test_golden_keys():
     """The whole surface of the config, so that a change to it is seen in review."""
     wanted = (ROOT / "tests/golden/config_keys.txt").read_text().splitlines()
     assert list(config.leaf_types(config.Config)) == wanted
-    assert len(wanted) <= 230
+    assert len(wanted) <= 260  # with pruning: method, schedule, what and when
 
 
 def test_every_key_has_a_comment():

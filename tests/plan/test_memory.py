@@ -57,6 +57,14 @@ CASES = {
         offload__optimizer=True, offload__parameters=True, mesh__fsdp=4, optimizer__ema_decay=0.9,
         remat="full",
     ),
+    "pruning by movement": dict(
+        pruning__method="movement", mesh__fsdp=4, sharding__layout="zero1",
+        pruning__products=("mlp", "attention/out"),
+    ),
+    "stages, pruning, rewinding": dict(
+        family="qwen3", mesh__stage=2, mesh__fsdp=4, pipeline__layers=(3, 1),
+        pruning__method="magnitude", pruning__rewind_to=5,
+    ),
 }  # fmt: skip
 
 
@@ -64,7 +72,8 @@ CASES = {
 def test_state_is_the_recipes(name):
     run = _resolved(**CASES[name])
     state = make_recipe(run, devices=H100).abstract
-    parts = {"parameters": state.params, "optimizer": state.opt_state, "ema": state.ema}
+    parts = {"parameters": state.params, "optimizer": state.opt_state, "ema": state.ema,
+             "masks": state.extra}  # fmt: skip
     of_run = sizes.of(run)
     for on_host in (False, True):
         counted = memory.state(of_run, on_host=on_host)
@@ -86,7 +95,7 @@ def test_a_stage_holds_the_state(name):
     run = _resolved(**CASES[name])
     counted, held = stage_memory.of(run), memory.state(sizes.of(run))
     assert counted.parameters == held["parameters"]
-    assert counted.optimizer == held["optimizer"] + held["ema"]
+    assert counted.optimizer == held["optimizer"] + held["ema"] + held["masks"]
 
 
 # Norms and scalars of a model this small.

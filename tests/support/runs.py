@@ -17,11 +17,10 @@ import numpy as np
 
 from llmx import config as config_lib
 from llmx import sharding
-from llmx import train as train_lib
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
-from llmx.step import optimizers, step
+from llmx.step import optimizers, programs, step
 from llmx.step.step import Recipe
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.compressors import Tensor
@@ -85,10 +84,10 @@ def make_outer_steps(recipe: Recipe) -> dict[tuple[int, ...], Callable]:
     return recipe.strategy.outer
 
 
-def make_programs(recipe: Recipe) -> train_lib.Programs:
+def make_programs(recipe: Recipe) -> programs.Programs:
     """(step number, State, Batch) -> (State, Report), as training runs them; compiled when used."""
     steps = {phase: make_train_step(recipe, phase) for phase in recipe.strategy.phases}
-    return train_lib.Programs(recipe.strategy, steps, make_outer_steps(recipe))
+    return programs.Programs(recipe, steps, make_outer_steps(recipe), dict(recipe.between))
 
 
 def phase(recipe: Recipe, number: int, freeze_step: int = -1) -> str:

@@ -1,0 +1,104 @@
+"""What a student can learn from a teacher, and what that cannot be combined with."""
+
+import math
+from collections.abc import Iterator
+
+from llmx import sharding
+from llmx.config import Config, preference_checks, starting
+from llmx.model import families
+from llmx.model.distillation import DistillationConfig
+from llmx.model.families import ModelConfig
+from llmx.runtime import bounds
+
+
+def problems(config: Config) -> Iterator[str]:
+    """All problems, each with its remedy; where the teacher is, is looked at."""
+    section, default = config.distillation, DistillationConfig()
+    if config.start_from_layers and not config.start_from:
+        yield (
+            f"start_from_layers={config.start_from_layers} has no effect without start_from: name "
+            "the run or checkpoint whose layers they are"
+        )
+    if bounds.problems(section, "distillation."):
+        return  # said already
+    if not section.is_on:
+        for key in ("weight", "temperature", "divergence"):
+            if (value := vars(section)[key]) != vars(default)[key]:
+                yield (
+                    f"distillation.{key}={value!r} has no effect without distillation.teacher or "
+                    "distillation.top_k: set one, or leave it out"
+                )
+        return
+    if section.teacher and section.top_k:
+        yield (
+            f"distillation.top_k={section.top_k} with distillation.teacher={section.teacher!r}: "
+            "what was written beside the shards needs no teacher; leave one of them out"
+        )
+    yield from _combinations(config)
+    if section.teacher and not families.problems(config.model):
+        yield from _teacher(config)
+
+
+def _combinations(config: Config) -> Iterator[str]:
+    key = "distillation.teacher" if config.distillation.teacher else "distillation.top_k"
+    if config.adapters.rank and config.distillation.teacher:
+        yield (
+            f"{key} with adapters.rank={config.adapters.rank}: the teacher would stand where the "
+            "frozen model stands; train all parameters, or learn from python -m llmx.data "
+            "--teacher with distillation.top_k"
+        )
+    if preference_checks.is_on(config):
+        yield f"{key} with data.format='preference': the losses of pairs have no teacher"
+    if config.pipeline.schedule == "pipedream_2bw" and config.mesh.stage > 1:
+        yield (
+            f"{key} with pipeline.schedule='pipedream_2bw', which keeps what is under way in the "
+            "checkpoint, and what a teacher says with it: use another schedule"
+        )
+    if config.offload.parameters:
+        yield f"{key} with offload.parameters=True: teachers are not kept in host memory"
+    if config.distillation.top_k > config.model.vocab_size > 0:
+        yield (
+            f"distillation.top_k={config.distillation.top_k} is more than the "
+            f"{config.model.vocab_size} tokens of the vocabulary: use at most that"
+        )
+    mesh, batch = config.mesh, config.batch
+    ways = math.prod(vars(mesh)[axis] for axis in (*sharding.BATCH_AXES, "stage"))
+    if config.distillation.teacher and mesh.stage > 1 and ways > 0 and batch.size % ways:
+        yield (
+            f"batch.size={batch.size} with a teacher does not divide over {ways} devices: each "
+            f"stage takes other rows of it; use a multiple of {ways}"
+        )
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    place = config.distillation.teacher
+    if problem := starting.place_problem("distillation.teacher", place):
+        yield f"{problem}; a run that learns from a teacher needs it whenever it is started"
+        return
+    try:
+        teacher = starting.teacher_of(config)
+    except ValueError as error:
+        yield f"distillation.teacher={place!r}: {error}"
+        return
+    yield from fits(teacher, config)
+
+
+def fits(teacher: ModelConfig, config: Config) -> Iterator[str]:
+    """Why a student cannot learn from a teacher of this model."""
+    named, student = f"distillation.teacher={config.distillation.teacher!r}", config.model
+    if teacher.vocab_size != student.vocab_size:
+        yield (
+            f"{named} has a vocabulary of {teacher.vocab_size} tokens and the student one of "
+            f"{student.vocab_size}: both must have the same tokenizer; set data.tokenizer to the "
+            "teacher's tokenizer.json and leave model.vocab_size out"
+        )
+    elif teacher.padded_vocab != student.padded_vocab:
+        yield (
+            f"{named} pads its vocabulary to {teacher.padded_vocab} rows and the student to "
+            f"{student.padded_vocab}: set model.vocab_multiple={teacher.vocab_multiple}"
+        )
+    if teacher.max_positions < config.batch.sequence_length:
+        yield (
+            f"{named} takes {teacher.max_positions} positions and batch.sequence_length="
+            f"{config.batch.sequence_length}: use shorter sequences"
+        )

@@ -1,0 +1,136 @@
+"""What a student learns from a teacher: its distribution over the next token, beside the data.
+
+    (1 - weight) CE + weight T^2 KL(teacher || student), both at the temperature T
+
+as arXiv 1503.02531, section 2; over the whole vocabulary where the teacher is computed beside the
+student, and otherwise over the tokens that it finds likeliest, read from files, with all others as
+one more token. The loss that is reported is the student's own on the data, in nats.
+
+Letters: B batch, T positions, V vocabulary, E width of the teacher, K likeliest tokens.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from llmx.data import packing
+from llmx.model import distilled_losses, losses
+from llmx.runtime.bounds import bounded, choice
+
+# In a batch: the input of the teacher's head, [B, T, E]; or ids of the likeliest tokens, int32
+# [B, T, K], and their log-probabilities with that of all others together, fp32 [B, T, K+1].
+HIDDEN, IDS, LOG_P = "teacher_hidden", packing.TEACHER_IDS, packing.TEACHER_LOG_P
+OF_TEACHER = (HIDDEN, IDS, LOG_P)
+HEAD = "teacher_head"  # beside the parameters
+REPORTED = ("divergence",)
+DIVERGENCES = ("forward", "reverse")
+# Of what a student leaves to the tokens that are not listed: no logarithm of less is taken.
+LEAST = 1e-9
+
+
+@dataclasses.dataclass
+class DistillationConfig:
+    """What is learned from a teacher, beside the data."""
+
+    # "WORKDIR", "WORKDIR@STEP", or a Hugging Face directory, each local or a URL; "" = none
+    teacher: str = ""
+    # read this many likeliest tokens of a teacher, which python -m llmx.data --teacher has written
+    # beside the token shards; 0 = none
+    top_k: int = bounded(0, at_least=0, at_most=2**16)
+    weight: float = bounded(0.9, at_least=0, at_most=1)  # of the teacher; the data has the rest
+    temperature: float = bounded(1.0, at_least=0.1, at_most=100.0)  # both are softened by it
+    # "forward": KL(teacher || student) | "reverse": KL(student || teacher)
+    divergence: str = choice("forward", DIVERGENCES)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.teacher or self.top_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distilled:
+    """How the losses of a student are taken."""
+
+    weight: float
+    temperature: float
+    reverse: bool
+    top_k: int = 0
+    teacher_softcap: float = 0.0
+
+    def token_losses(
+        self, head: tuple[Array, Array], targets_BT: Array, rows: Mapping[str, Array],
+        params: Mapping[str, Any], **settings: Any,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        """Per-token -log p(target), log Z and divergence from the teacher, in nats, fp32 [B, T].
+
+        Args:
+          head: what the student's head multiplies, and its weight.
+          rows: of the batch, with what the teacher says; without it there is no divergence.
+          params: with the teacher's head.
+          settings: of `losses.token_losses`.
+        """
+        if HIDDEN in rows:
+            return distilled_losses.against_head(
+                *head, targets_BT, rows[HIDDEN], params[HEAD], temperature=self.temperature,
+                reverse=self.reverse, teacher_softcap=self.teacher_softcap, **settings,
+            )  # fmt: skip
+        if IDS not in rows:
+            return losses.token_losses(*head, targets_BT, **settings)
+        ids_BTK = jnp.concatenate([targets_BT[..., None], rows[IDS]], axis=-1)
+        log_z_BT, logits_BTK = distilled_losses.picked_logits(*head, ids_BTK, **settings)
+        log_q_BTK = logits_BTK - log_z_BT[..., None]
+        divergence_BT = of_listed(
+            rows[LOG_P], log_q_BTK[..., 1:], temperature=self.temperature, reverse=self.reverse
+        )
+        return -log_q_BTK[..., 0], log_z_BT, divergence_BT
+
+    def minimized(self, loss: Array, divergence: Array) -> Array:
+        """What is minimized, of the loss on the data and the divergence."""
+        return (1 - self.weight) * loss + self.weight * self.temperature**2 * divergence
+
+    def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of what a batch [B, T] of the data has of a teacher."""
+        if not self.top_k:
+            return {}
+        sizes = {IDS: (self.top_k, "int32"), LOG_P: (self.top_k + 1, "float32")}
+        return {name: ((*shape, size), dtype) for name, (size, dtype) in sizes.items()}
+
+
+def of(config: DistillationConfig, *, teacher_softcap: float = 0.0) -> Distilled | None:
+    """How a section has the losses taken; None = nothing is learned from a teacher."""
+    if not config.is_on:
+        return None
+    reverse = config.divergence == "reverse"
+    return Distilled(
+        config.weight, config.temperature, reverse, config.top_k, teacher_softcap
+    )  # fmt: skip
+
+
+def of_listed(
+    log_p_BTN: Float[Array, "B T N"], log_q_BTK: Float[Array, "B T K"], *,
+    temperature: float = 1.0, reverse: bool = False,
+) -> Float[Array, "B T"]:  # fmt: skip
+    """The divergence over K listed tokens and all others as one, N = K + 1.
+
+    `log_p_BTN`: of the teacher, the last of all others, -inf where the list is complete, which
+    then has no others; `log_q_BTK`: of the student's whole distribution. At a temperature both
+    distributions over N are raised to 1 / temperature and normalized. With K = V it is the
+    divergence over the vocabulary; else it is at most that: joining tokens loses information.
+    """
+    log_p_BTN = log_p_BTN.astype(jnp.float32)
+    complete_BT1 = jnp.isneginf(log_p_BTN[..., -1:])
+    rest_BT1 = 1 - jnp.sum(jnp.exp(log_q_BTK), axis=-1, keepdims=True)
+    rest_BT1 = jnp.where(complete_BT1, 1.0, jnp.maximum(rest_BT1, LEAST))
+    floor = jnp.finfo(jnp.float32).min
+    rest_BT1 = jnp.where(complete_BT1, floor, jnp.log(rest_BT1))
+    log_q_BTN = jnp.concatenate([log_q_BTK, rest_BT1], axis=-1)
+    log_p_BTN = jnp.maximum(log_p_BTN, floor)
+    softened = lambda log: jax.nn.log_softmax(jnp.maximum(log / temperature, floor))  # noqa: E731
+    log_p_BTN, log_q_BTN = softened(log_p_BTN), softened(log_q_BTN)
+    over, other = (log_q_BTN, log_p_BTN) if reverse else (log_p_BTN, log_q_BTN)
+    share_BTN = jnp.exp(over)
+    return jnp.sum(jnp.where(share_BTN > 0, share_BTN * (over - other), 0), axis=-1)
