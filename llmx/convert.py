@@ -68,17 +68,7 @@ def to_hf(
     model = dense.dense_model(run.model)
     hf_formats.model_config_to_hf(model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
-    restored = model_params.restore_params(
-        workdir,
-        _abstract_params(run),
-        ema=ema,
-        step=at_step,
-        log=launch.log,
-        reader=streamed.FROM_FILES if dense.is_dense(run.model) else None,
-    )
-    params = restored.state
-    if not dense.is_dense(run.model):
-        params = dense.dense_params(jax.device_get(params), run.model)
+    params, step = _dense_params(run, _abstract_params(run), ema=ema, at_step=at_step)
     steps = checkpointer.list_steps(f"{workdir}/checkpoints")
     # The files beside a tokenizer may be of a model that this run has only borrowed it from.
     known = hf_files.dtype(coder.files, hf_reader.DTYPES)
@@ -91,7 +81,23 @@ def to_hf(
             end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
-    return restored.step
+    return step
+
+
+def _dense_params(
+    run: config.Config, shapes: Any, *, ema: bool, at_step: int | None
+) -> tuple[Any, int]:
+    """The parameters of the plain model of a run, to be read from its files where it is one
+    already; and the checkpoint's step."""
+    plain = dense.is_dense(run.model)
+    restored = model_params.restore_params(
+        run.workdir, shapes, ema=ema, step=at_step, log=launch.log,
+        reader=streamed.FROM_FILES if plain else None,
+    )  # fmt: skip
+    params = restored.state
+    if not plain:
+        params = dense.dense_params(jax.device_get(params), run.model)
+    return params, restored.step
 
 
 def to_gguf(workdir: str, file: str, *, at_step: int | None = None, ema: bool | None = None) -> int:
@@ -105,17 +111,16 @@ def to_gguf(workdir: str, file: str, *, at_step: int | None = None, ema: bool | 
     workdir = mirror.reading(workdir)
     run = config.load_run(workdir)
     ema, shapes = _average(run, ema), _abstract_params(run)
-    if found := gguf_file.problems(run.model, shapes):
+    model = dense.dense_model(run.model)
+    if found := gguf_file.problems(model, shapes):  # before anything large is read
         raise ValueError("\n".join(found))
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
-    restored = model_params.restore_params(
-        workdir, shapes, ema=ema, step=at_step, log=launch.log, reader=streamed.FROM_FILES
-    )
+    params, step = _dense_params(run, shapes, ema=ema, at_step=at_step)
     gguf_file.export(
-        restored.state, run.model, file, tokenizer=json.loads(_tokenizer_file(coder)),
+        params, model, file, tokenizer=json.loads(_tokenizer_file(coder)),
         end_token=coder.end_of_document,
     )  # fmt: skip
-    return restored.step
+    return step
 
 
 def to_peft(
