@@ -17,7 +17,8 @@ from llmx.model.packed import PackedConfig
 GENERATED = 24
 MODELS = {
     "llama": ("LlamaConfig", TINY | {"num_key_value_heads": 4}),
-    "qwen3": ("Qwen3Config", TINY | {"tie_word_embeddings": False}),
+    # Of Qwen3 transformers takes this size of heads, whatever the file says.
+    "qwen3": ("Qwen3Config", TINY | {"head_dim": 128, "tie_word_embeddings": False}),
 }
 # A tokenizer of as many tokens as the models have.
 TOKENIZER = {
