@@ -23,7 +23,7 @@ from llmx.checkpoint import mirror, model_params
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
-from llmx.data import chat, text_stream, tokenizers
+from llmx.data import chat, generated, text_stream, tokenizers
 from llmx.model import sampling
 from llmx.model.attention import cache
 from llmx.model.execution import Execution
@@ -84,6 +84,23 @@ def _command() -> argparse.ArgumentParser:
     command.add_argument("--step", type=int, help="checkpoint to use; the newest by default")
     command.add_argument("--tensor", type=int, default=1, help="devices that share each layer")
     command.add_argument("--fsdp", type=int, default=1, help="devices that share the parameters")
+    made = command.add_argument_group("a data set", "text of the run, to train another one on")
+    made.add_argument(
+        "--output",
+        metavar="FILE",
+        default="",
+        help='write JSON lines {"text": prompt and continuation}; run again, it goes on',
+    )
+    made.add_argument(
+        "--prompt-source",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="cut the prompts from this text: as data.sources, repeatable",
+    )
+    made.add_argument("--prompt-tokens", type=int, default=32, help="of a prompt of a source (32)")
+    made.add_argument("--number", type=int, default=1000, help="lines to write (1000)")
+    made.add_argument("--batch", type=int, default=32, help="prompts that are continued together")
     command.epilog = "Defaults of the sampling come from the run's config (section sample)."
     return command
 
@@ -92,10 +109,15 @@ def main(argv: list[str] | None = None) -> int:
     """Prints prompts with their continuations. Exit code: 0 done, 2 where the input is wrong."""
     args = _command().parse_args(argv)
     try:
+        if args.prompt_source and not args.output:
+            raise ValueError("--prompt-source goes with --output FILE: name one")
+        if args.output and (args.chat or args.stream or args.stop):
+            raise ValueError("--output goes without --chat, --stream and --stop: leave these out")
         if args.system and not args.chat:
             raise ValueError("--system goes with --chat: put it into the prompt")
         args.workdir = mirror.reading(args.workdir)
-        _chat(args) if args.chat else _continue(args)
+        mode = _chat if args.chat else _write if args.output else _continue
+        mode(args)
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = None  # the reader has seen enough
@@ -130,6 +152,51 @@ def _continue(args: argparse.Namespace) -> None:
     launch.note(f"{sum(map(len, added))} tokens added")
     for row, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
         print(_heading(args, prompts, row) + coder.decode([*prompt, *new]), flush=True)
+
+
+def _write(args: argparse.Namespace) -> None:
+    """Continuations of prompts, or of pieces of a text, as JSON lines."""
+    config, coder = config_lib.load_run(args.workdir), tokenizers.of_run(args.workdir)
+    for name, least in (("prompt_tokens", 1), ("number", 1), ("batch", 1)):
+        if vars(args)[name] < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}={vars(args)[name]} must be at least {least}")
+    longest, prompts = args.prompt_tokens, None
+    if not args.prompt_source:
+        texts = _prompt_texts(args, config.sample.prompt)
+        prompts = [
+            coder.encode_prompt(text).tolist() for text in texts for _ in range(args.samples)
+        ]
+        longest = max(map(len, prompts))
+    settings = _settings(args, config, config.model.max_positions - longest)
+    max_tokens, *how = settings.values()
+    problems = sampling.prompt_problems(config.model, [[0] * longest], max_tokens)
+    if problems := [*problems, *sampling.sampling_problems(*how)]:
+        raise ValueError("\n".join(problems))
+    number = args.number if prompts is None else len(prompts)
+    if prompts is None:
+        prompts = generated.prefixes(
+            args.prompt_source, coder, length=longest, stride=longest + max_tokens,
+            text_key=config.data.text_key,
+        )  # fmt: skip
+    model = _restore(args, config)
+
+    def texts_of(chosen: list[list[int]], batch: int) -> list[str]:
+        filled = [*chosen, *[chosen[-1]] * (args.batch - len(chosen))]  # one program does
+        added = sampling.generate(
+            *model, filled, **settings, seed=args.seed + batch, stop_tokens=coder.stop_tokens
+        )
+        pairs = zip(chosen, added, strict=False)
+        return [coder.decode([*prompt, *new]) for prompt, new in pairs]
+
+    path = pathlib.Path(args.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = generated.write(
+        path, iter(prompts), texts_of, number=number, batch=args.batch,
+        report=lambda done: launch.note(f"{done} of {number} texts"),
+    )  # fmt: skip
+    if done < number:
+        launch.note(f"{args.output} has {done} texts: the source has no more prompts")
 
 
 def _heading(args: argparse.Namespace, prompts: Sequence[Sequence[int]], row: int) -> str:

@@ -4,7 +4,8 @@
 
 RUN is a work directory, WORKDIR@STEP, or a Hugging Face directory. After each stage the run is
 measured and kept, so that a killed command goes on. NEW is a run as any other, with compress.png
-and compress.json in it. Exit codes: 0; 2 where run, recipe or output are wrong; 130 after Ctrl-C.
+and compress.json in it. Exit codes: 0; 2 where run, recipe or output are wrong; 3 where training
+stopped, by a signal or by its guard: the same command goes on; 130 after Ctrl-C elsewhere.
 """
 
 import argparse
@@ -40,9 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = command.parse_args(argv)
     from llmx.compress import command as command_lib
     from llmx.compress import recipe, report
+    from llmx.compress.stages import Stopped
 
     try:
         rows = command_lib.compress(args.workdir, recipe.load(args.recipe), args.output)
+    except Stopped as stopped:
+        print(f"{stopped}; the same command goes on from there", file=sys.stderr)
+        return exits.STOPPED
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,8 +2,8 @@
 
 With nothing known of inputs, A B is the best approximation of W (Eckart and Young). With the sum
 H = X^T X over inputs X of calibration text, what is minimized is |X W - X A B|^2 (SVD-LLM, arXiv
-2403.07378): with H = L L^T it is the best approximation of L^T W. ASVD (arXiv 2312.05821) scales
-inputs by the mean of |x| in the place of L, which needs no matrix.
+2403.07378): with H = S^T S, S A B is the best approximation of S W, whichever root S is. ASVD
+(arXiv 2312.05821) scales inputs by a power of the mean of |x| in the place of S.
 
 All in numpy, float64. Letters: l layers, I inputs, O outputs, r the rank; W [I, O], y = x W.
 """
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PLAIN, WHITENED, SCALED = "plain", "whitened", "scaled"
-DAMPING = 1e-6  # of the mean of H's diagonal: inputs that never were keep a row of their own
+DAMPING = 1e-6  # of the mean eigenvalue of H: inputs that never were keep a row of their own
 
 
 class Spectrum(NamedTuple):
     """One weight of one layer: U, singular values, V, of the weight as seen by its inputs."""
 
-    left_II: np.ndarray  # L^-T U: what is multiplied with the root of the singular values
+    left_II: np.ndarray  # S^-1 U: what is multiplied with the root of the singular values
     values_r: np.ndarray
     right_rO: np.ndarray
 
@@ -35,36 +35,35 @@ def spectrum(weight_IO: np.ndarray, side: "Whitening | None" = None) -> Spectrum
 
 
 class Whitening(NamedTuple):
-    """S of a product's inputs: the transposed Cholesky factor of H, or a diagonal."""
+    """S of a product's inputs, S^T S = H, and its inverse."""
 
-    lower_II: np.ndarray | None
-    diagonal_I: np.ndarray | None = None
+    matrix_II: np.ndarray
+    inverse_II: np.ndarray
 
     @classmethod
     def of_gram(cls, gram_II: np.ndarray) -> "Whitening":
-        """Of H = X^T X."""
-        gram_II = np.asarray(gram_II, np.float64)
-        damping = DAMPING * max(np.trace(gram_II) / len(gram_II), np.finfo(np.float64).tiny)
-        return cls(np.linalg.cholesky(gram_II + damping * np.eye(len(gram_II))))
+        """Of H = X^T X, by its eigenvalues: sums in fp32 of inputs that are nearly dependent may
+        have negative ones, and then no Cholesky factor."""
+        values_I, vectors_II = np.linalg.eigh(np.asarray(gram_II, np.float64))
+        least = DAMPING * max(values_I.mean(), np.finfo(np.float64).tiny)
+        root_I = np.sqrt(np.maximum(values_I, least))
+        return cls(root_I[:, None] * vectors_II.T, vectors_II / root_I)
 
     @classmethod
     def of_magnitudes(cls, magnitude_I: np.ndarray, power: float = 0.5) -> "Whitening":
         """Of the means of |x|, to the power that ASVD found best."""
         magnitude_I = np.asarray(magnitude_I, np.float64)
         least = DAMPING * max(magnitude_I.mean(), np.finfo(np.float64).tiny)
-        return cls(None, np.maximum(magnitude_I, least) ** power)
+        scale_I = np.maximum(magnitude_I, least) ** power
+        return cls(np.diag(scale_I), np.diag(1 / scale_I))
 
     def apply(self, weight_IO: np.ndarray) -> np.ndarray:
         """S W."""
-        if self.lower_II is None:
-            return self.diagonal_I[:, None] * weight_IO
-        return self.lower_II.T @ weight_IO
+        return self.matrix_II @ weight_IO
 
     def undo(self, array: np.ndarray) -> np.ndarray:
         """S^-1 of an array [I, ...]."""
-        if self.lower_II is None:
-            return array / self.diagonal_I[:, None]
-        return np.linalg.solve(self.lower_II.T, array)
+        return self.inverse_II @ array
 
 
 def factors(found: Spectrum, rank: int) -> tuple[np.ndarray, np.ndarray]:

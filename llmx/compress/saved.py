@@ -139,6 +139,8 @@ def problems_of_source(source: str) -> Iterator[str]:
             "directory of a run, WORKDIR@STEP, or a directory with config.json and safetensors"
         )
         return
+    if name := config_lib.load_run(place).model.own:
+        yield f"--workdir={source} has a model of its own ({name!r}): stages take decoders"
     if name := config_lib.load_run(place).packed.format:
         yield (
             f"--workdir={source} has packed weights (packed.format={name!r}), which no stage "

@@ -28,6 +28,10 @@ BEGIN = "0_start"  # the folder of the run that a compression began with
 RUN = "run"  # behind the folder's name of a stage that trains, that of the run that it trains
 
 
+class Stopped(RuntimeError):
+    """A stage that trains ended before its last step, with a checkpoint: it can go on."""
+
+
 class Job(NamedTuple):
     """One stage of one compression: where it takes its run, and where it makes one."""
 
@@ -116,7 +120,7 @@ def trained(
     run: config_lib.Config, options: Train, source: str, workdir: pathlib.Path, **changes: Any
 ) -> None:  # fmt: skip
     """A run of `options.steps` steps that begins with another's parameters. `changes`: keys of the
-    config, "__" in the place of dots. Raises ValueError where it does not end."""
+    config, "__" in the place of dots. Raises Stopped where it does not end."""
     run = copy.deepcopy(run)
     run.start_from, run.workdir, run.steps = str(source), str(workdir), options.steps
     run.optimizer.warmup_steps = min(options.warmup_steps, options.steps)
@@ -128,7 +132,7 @@ def trained(
         config_lib.set_value(run, key.replace("__", "."), value)
     found = library.fit(run)
     if not found.done:
-        raise ValueError(f"the training in {workdir} stopped: {found.why}; run the command again")
+        raise Stopped(f"the training in {workdir} stopped at step {found.step}: {found.why}")
 
 
 def problems_of_training(model: ModelConfig, options: Train) -> Iterator[str]:

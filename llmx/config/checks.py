@@ -69,10 +69,12 @@ def resolve(
         raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
-    of_model = own_checks if config.model.own else adapter_checks
-    found += [*of_model.problems(config), *preference_checks.problems(config)]
-    found += [*pruning_checks.problems(config), *quantization_checks.problems(config)]
-    found += [*distillation_checks.problems(config), *packed_checks.problems(config)]
+    of_decoder = (
+        adapter_checks, pruning_checks, quantization_checks, packed_checks, distillation_checks
+    )  # fmt: skip
+    for checks in (own_checks,) if config.model.own else of_decoder:
+        found += checks.problems(config)
+    found += preference_checks.problems(config)
     if found:
         raise ConfigError(found)
     return config

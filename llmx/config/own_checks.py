@@ -5,11 +5,20 @@ from collections.abc import Iterator
 from llmx.config import Config
 from llmx.data import pairs
 from llmx.model import apply, own
+from llmx.step.transforms.masks import PruningConfig
 
 # Values that are the decoder's, by key, and why.
 DECODERS = {
     "remat": ("none", "put jax.checkpoint around the model's own layers"),
     "adapters.rank": (0, "adapters are of the decoder's products"),
+    "model.ranks": ((), "factors are of the decoder's products"),
+    "model.repeats": (1, "the model's layers are its own"),
+    "model.embedding_rank": (0, "the embedding is the model's own"),
+    "pruning.method": (PruningConfig().method, "masks are of the decoder's products"),
+    "packed.format": ("", "packed weights are of the decoder's products"),
+    "distillation.teacher": ("", "students are decoders"),
+    "distillation.top_k": (0, "students are decoders"),
+    "start_from_layers": ((), "layers are chosen of decoders"),
     "products.format": ("", "the model's products are its own"),
     "sharding.gather": ("layer", "the compiler gathers the model's weights where it wants"),
     "sharding.turns": (0, "the model's layers are its own"),

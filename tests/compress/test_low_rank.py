@@ -61,6 +61,7 @@ def test_scaled_factors_are_between_for_inputs_of_different_sizes():
 def test_inputs_that_never_were_do_no_harm():
     gram = GRAM.copy()
     gram[3], gram[:, 3] = 0, 0
+    gram[3, 3] = -1e-4 * gram.max()  # as sums in fp32 may leave it
     down, up = low_rank.factors(
         low_rank.spectrum(WEIGHT, low_rank.Whitening.of_gram(gram)), 12
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """A run generates the same text whatever devices share its layers, or says why it cannot."""
 
+import json
 import re
 import shutil
 
@@ -12,7 +13,8 @@ from llmx import generate
 from llmx.checkpoint import checkpointer
 from llmx.config import ConfigError, checks
 from llmx.config import recipe as recipe_lib
-from llmx.data import tokenizers
+from llmx.data import config as data_config
+from llmx.data import dataset, tokenizers
 from llmx.evaluate import __main__ as evaluate
 from llmx.model import apply, families, sampling
 from llmx.model.attention import cache
@@ -176,6 +178,34 @@ def test_the_flag_keeps_keys_and_values_in_int8(talking, capsys, monkeypatch):
     assert set(kinds) == {"int8"}
     printed(capsys, talking, *prompts, "--kv-cache", "precision")
     assert kinds[-1] == ""
+
+
+def test_text_for_a_student(talking, tmp_path, capsys):
+    """Prompts of a corpus, continued in batches, are lines that training reads; see also
+    tests/data/test_generated.py."""
+    source, output = tmp_path / "text.txt", tmp_path / "made.jsonl"
+    source.write_text("one two three four five six seven eight nine ten eleven twelve")
+    flags = ["--workdir", talking, "--max-tokens", "6", "--temperature", "0", "--output"]
+    cut = ["--prompt-source", str(source), "--prompt-tokens", "8", "--batch", "3"]
+    assert generate.main([*flags, str(output), *cut, "--number", "4"]) == 0
+    texts = [json.loads(line)["text"] for line in output.read_text().splitlines()]
+    assert [text[:8] for text in texts] == ["one two ", "four fiv", "seven ei", "ne ten e"]
+    alone = printed(
+        capsys, talking, "--prompt", "four fiv", "--max-tokens", "6", "--temperature", "0"
+    )
+    assert alone == texts[1] + "\n"
+    said = ["--number", "9", *cut]
+    assert generate.main([*flags, str(output), *said]) == 0
+    assert "has 4 texts: the source has no more prompts" in capsys.readouterr().err
+    values = data_config.DataConfig(
+        sources=(str(output),), held_out=0.0, cache_dir=str(tmp_path / "cache")
+    )
+    opened = dataset.open_dataset(values, sequence_length=8, seed=0, log=lambda line: None)
+    assert opened.num_train_windows > 0
+    for wrong in (["--chat"], ["--batch", "0"], ["--number", "0"]):
+        assert generate.main([*flags, str(output), *cut, *wrong]) == 2
+    assert generate.main(["--workdir", talking, *cut]) == 2
+    assert "--prompt-source goes with --output" in capsys.readouterr().err
 
 
 def converse(capsys, monkeypatch, workdir, *lines, flags=()) -> list[str]:
