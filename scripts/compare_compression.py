@@ -10,17 +10,21 @@ in RUNS.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import subprocess
 import sys
 
 import jax
+import numpy as np
 
 from llmx import config as config_lib
+from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.data import dataset as data_lib
 from llmx.evaluate import held_out, saved_run
-from llmx.model import quantization
+from llmx.model import quantization, sampling
+from llmx.model.attention import cache
 from llmx.model.quantization import QuantizationConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -77,6 +81,43 @@ def held_out_loss(workdir: pathlib.Path, batches: int, rounded: QuantizationConf
         )["loss"]  # fmt: skip
 
 
+def cache_text(workdir: str, rows: int = 16, prompt: int = 64, tokens: int = 64) -> str:
+    """What an int8 KV cache changes of a run: greedy continuations of held-out text, and logits."""
+    run = saved_run.config_of(config_lib.load_run(workdir), workdir, own_data=True)
+    recipe = recipe_lib.make_recipe(checks.for_inference(run), devices=jax.devices()[:1])
+    data = data_lib.open_dataset(
+        run.data, sequence_length=run.batch.sequence_length, seed=run.seed, log=lambda _: None
+    )
+    text = data.held_out_rows(0, range(rows), rows)["tokens"].astype(np.int32)
+    params = saved_run.params_of(run, recipe, workdir).state
+    apply, found = recipe.loss.apply, {}
+    zeros, positions = np.zeros_like(text), np.broadcast_to(np.arange(text.shape[1]), text.shape)
+    for kind in cache.FORMATS:
+        execution = dataclasses.replace(recipe.loss.execution, kv_cache=kind)
+        added = sampling.generate(
+            apply, params, execution, text[:, :prompt].tolist(), max_tokens=tokens, temperature=0
+        )
+        with jax.set_mesh(recipe.mesh):
+            empty = apply.empty_cache(*text.shape, execution)
+            logits, _ = apply.decode(
+                params, empty, text, zeros, np.int32(positions), 0,
+                dataclasses.replace(execution, place=sampling.placement(
+                    execution.place, split_batch=True)),
+            )  # fmt: skip
+        logits = np.asarray(logits)[..., : run.model.vocab_size]
+        size = cache.bytes_per_token(run.model, kind, execution.policy.compute)
+        found[kind] = np.array(added), logits, size
+    (texts, logits, size), (of_int8, rounded, small) = found[""], found[cache.INT8]
+    same = texts == of_int8
+    error = (rounded - logits) / logits.std()
+    return (
+        f"int8 KV cache: {small} bytes per token in place of {size}; {same.mean():.1%} of "
+        f"{same.size} greedy tokens are equal, and {same.all(axis=1).sum()} of {rows} texts whole; "
+        f"logits are off by {np.sqrt(np.square(error).mean()):.2%} of their deviation (root mean "
+        f"square), and by {np.abs(error).max():.2%} at most"
+    )
+
+
 def main() -> None:
     command = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}")
@@ -103,6 +144,7 @@ def main() -> None:
     print("| run | held-out loss | to fp32 |\n| --- | --- | --- |")
     for name, loss in found.items():
         print(f"| {name} | {loss:.4f} | {loss / found[FP32] - 1:+.2%} |")
+    print(cache_text(str(args.workdir)))
 
 
 if __name__ == "__main__":
