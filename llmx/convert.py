@@ -1,15 +1,17 @@
 """Converts runs to and from Hugging Face checkpoints.
 
-    python -m llmx.convert --workdir W (--to-hf DIR | --from-hf DIR)
+    python -m llmx.convert --workdir W (--to-hf DIR | --to-gguf FILE | --from-hf DIR)
 
 `--to-hf` writes the parameters and the tokenizer of the run W as a directory that transformers
-loads. `--from-hf` creates W from such a directory: a config, the tokenizer, and a checkpoint of the
+loads; packed weights as `compressed-tensors` stores them. `--to-gguf` writes a file for llama.cpp.
+`--from-hf` creates W from such a directory: a config, the tokenizer, and a checkpoint of the
 parameters, which `llmx.generate` and `llmx.evaluate` accept as any other. No accelerator is used.
 """
 
 import argparse
 import copy
 import functools
+import json
 import pathlib
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from llmx import config, sharding
 from llmx.checkpoint import (
     checkpointer,
     copies,
+    gguf_file,
     hf,
     hf_files,
     hf_formats,
@@ -65,17 +68,7 @@ def to_hf(
     model = dense.dense_model(run.model)
     hf_formats.model_config_to_hf(model)  # raises before anything large is read
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
-    restored = model_params.restore_params(
-        workdir,
-        _abstract_params(run),
-        ema=ema,
-        step=at_step,
-        log=launch.log,
-        reader=streamed.FROM_FILES if dense.is_dense(run.model) else None,
-    )
-    params = restored.state
-    if not dense.is_dense(run.model):
-        params = dense.dense_params(jax.device_get(params), run.model)
+    params, step = _dense_params(run, _abstract_params(run), ema=ema, at_step=at_step)
     steps = checkpointer.list_steps(f"{workdir}/checkpoints")
     # The files beside a tokenizer may be of a model that this run has only borrowed it from.
     known = hf_files.dtype(coder.files, hf_reader.DTYPES)
@@ -88,7 +81,46 @@ def to_hf(
             end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
-    return restored.step
+    return step
+
+
+def _dense_params(
+    run: config.Config, shapes: Any, *, ema: bool, at_step: int | None
+) -> tuple[Any, int]:
+    """The parameters of the plain model of a run, to be read from its files where it is one
+    already; and the checkpoint's step."""
+    plain = dense.is_dense(run.model)
+    restored = model_params.restore_params(
+        run.workdir, shapes, ema=ema, step=at_step, log=launch.log,
+        reader=streamed.FROM_FILES if plain else None,
+    )  # fmt: skip
+    params = restored.state
+    if not plain:
+        params = dense.dense_params(jax.device_get(params), run.model)
+    return params, restored.step
+
+
+def to_gguf(workdir: str, file: str, *, at_step: int | None = None, ema: bool | None = None) -> int:
+    """Writes the parameters of a run as one GGUF file, new, and returns the checkpoint's step.
+
+    Args: as of `to_hf`.
+
+    Raises ValueError if there is no such checkpoint, or the format cannot represent the model.
+    """
+    remote.require_local("--to-gguf=", file)
+    workdir = mirror.reading(workdir)
+    run = config.load_run(workdir)
+    ema, shapes = _average(run, ema), _abstract_params(run)
+    model = dense.dense_model(run.model)
+    if found := gguf_file.problems(model, shapes):  # before anything large is read
+        raise ValueError("\n".join(found))
+    coder = tokenizers.load(f"{workdir}/tokenizer.json")
+    params, step = _dense_params(run, shapes, ema=ema, at_step=at_step)
+    gguf_file.export(
+        params, model, file, tokenizer=json.loads(_tokenizer_file(coder)),
+        end_token=coder.end_of_document,
+    )  # fmt: skip
+    return step
 
 
 def to_peft(
@@ -243,11 +275,13 @@ def main(argv: list[str] | None = None) -> int:
     """
     command = argparse.ArgumentParser(
         prog="python -m llmx.convert", allow_abbrev=False,
-        description="Writes a run as a Hugging Face checkpoint, or makes a work directory of one.",
+        description="Writes a run as a Hugging Face checkpoint or a GGUF file, or makes a work "
+        "directory of a Hugging Face checkpoint.",
     )  # fmt: skip
     command.add_argument("--workdir", required=True, help="of the run, or to be created")
     way = command.add_mutually_exclusive_group(required=True)
     way.add_argument("--to-hf", metavar="DIR", help="a new directory for transformers, or a URL")
+    way.add_argument("--to-gguf", metavar="FILE", help="a new GGUF file, for llama.cpp")
     adapters = "a new directory for peft, or a URL: the adapters only"
     way.add_argument("--to-peft", metavar="DIR", help=adapters)
     way.add_argument(
@@ -263,6 +297,8 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")
+    if args.to_gguf and args.dtype:
+        command.error("--dtype goes with --to-hf: a GGUF file is in float32, packed weights apart")
     if args.to_peft and args.dtype:
         command.error("--dtype goes with --to-hf: adapters are written in float32")
     if args.tokenizer and not args.from_hf:
@@ -273,6 +309,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.from_hf:
             from_hf(args.from_hf, args.workdir, tokenizer=args.tokenizer)
             launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
+        elif args.to_gguf:
+            step = to_gguf(args.workdir, args.to_gguf, at_step=args.step, ema=args.ema)
+            launch.log(f"step {step} of {args.workdir} is now in {args.to_gguf}")
         elif args.to_peft:
             step = to_peft(args.workdir, args.to_peft, at_step=args.step, ema=args.ema)
             launch.log(f"the adapters of step {step} of {args.workdir} are now in {args.to_peft}")

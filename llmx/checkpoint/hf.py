@@ -73,7 +73,7 @@ def export(
     files = files or {}
     config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
     config |= {"torch_dtype": dtype, "use_cache": True}
-    arrays = _checked_params(params, model)
+    arrays = checked_params(params, model)
     names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
     tensors = {}
     for name, (row, index) in names.items():
@@ -87,7 +87,8 @@ def export(
     return directory
 
 
-def _checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, np.ndarray]:
+def checked_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The parameters that files have, by path. ValueError where they are of another model."""
     flat, rows = packed.named(params), hf_formats.rows(model)
     expected = {}
     for row in rows:
@@ -126,7 +127,7 @@ def _written(
     """What a file has of one tensor, by name: itself, or the parts of a packed one."""
     sizes = hf_formats.dimension_sizes(model)
     if not any(packed.is_packed(arrays[path]) for path in row.paths):
-        parts = functools.partial(_parts, row, index, arrays, model)
+        parts = functools.partial(parts_of, row, index, arrays, model)
         return {name: Written(hf_formats.their_shape(row, sizes), dtype, parts)}
     convert = functools.partial(to_theirs, row, sizes=sizes)
     shape, num_groups = hf_packed.shape_and_groups(name, row, arrays, convert, index)
@@ -177,7 +178,7 @@ def _header(tensors: Mapping[str, Written]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _parts(
+def parts_of(
     row: Tensor, index: tuple[int, ...], arrays: Mapping[str, Any], model: ModelConfig
 ) -> Iterator[np.ndarray]:
     """A tensor in its file's order; tables of the vocabulary, which are in ours too, by rows."""

@@ -101,31 +101,37 @@ def parts(
     num_groups: int, part: str,
 ) -> list[np.ndarray]:  # fmt: skip
     """One part of a packed tensor."""
-    codes, scales, zeros = [], [], []
+    codes, scales, *zeros = codes_and_scales(row, arrays, convert, index)
+    bits, step = arrays[row.paths[0]].bits, codes.shape[1] // num_groups
+    match part:
+        case "weight_packed":
+            return [words_of(codes, bits)]
+        case "weight_scale":
+            return [scales[:, ::step]]
+        case "weight_shape":
+            return [np.array(codes.shape)]
+        case _:
+            return [words_of(zeros[0][:, ::step].T, bits).T]
+
+
+def codes_and_scales(
+    row: Tensor, arrays: Mapping[str, Any], convert: Callable, index: tuple[int, ...]
+) -> list[np.ndarray]:
+    """Codes [out, in] from 0 on of a packed tensor, the scale of each, and its zero point where
+    there are such."""
+    found: list[list[np.ndarray]] = [[], [], []]
     for path in row.paths:
         leaf = arrays[path]
         leaf = dataclasses.replace(
             leaf, codes=np.asarray(leaf.codes[index]), scale=np.asarray(leaf.scale[index]),
             zero=None if leaf.zero is None else np.asarray(leaf.zero[index]),
         )  # fmt: skip
-        shape = packed.shape_of(leaf)
-        codes_IO, scale_GO, zero_GO = packed.codes_of(leaf)
-        size = len(codes_IO) // len(scale_GO)
-        codes.append(codes_IO.reshape(shape))
-        scales.append(np.repeat(scale_GO, size, axis=0).reshape(shape))
-        if zero_GO is not None:
-            zeros.append(np.repeat(zero_GO, size, axis=0).reshape(shape))
-    theirs, bits = convert(codes), arrays[row.paths[0]].bits
-    of_group = lambda whole: convert(whole)[:, :: theirs.shape[1] // num_groups]  # noqa: E731
-    match part:
-        case "weight_packed":
-            return [words_of(theirs, bits)]
-        case "weight_scale":
-            return [of_group(scales)]
-        case "weight_shape":
-            return [np.array(theirs.shape)]
-        case _:
-            return [words_of(of_group(zeros).T, bits).T]
+        shape, whole = packed.shape_of(leaf), packed.codes_of(leaf)
+        for kind, array in zip(found, whole, strict=True):
+            if array is not None:
+                of_each = np.repeat(array, len(whole[0]) // len(array), axis=0)
+                kind.append(of_each.reshape(shape))
+    return [convert(kind) for kind in found if kind]
 
 
 def words_of(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from llmx.model import ranks
@@ -43,7 +44,7 @@ def dense_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
 
 def _multiplied(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
-        return np.asarray(tree)
+        return jax.tree.map(np.asarray, tree)  # packed weights have parts
     if set(tree) == {ranks.DOWN, ranks.UP} and not isinstance(tree[ranks.UP], Mapping):
         down, up = (np.asarray(tree[name], np.float32) for name in (ranks.DOWN, ranks.UP))
         return np.stack([np.tensordot(a, b, axes=1) for a, b in zip(down, up, strict=True)])
@@ -53,7 +54,7 @@ def _multiplied(tree: Any) -> Any:
 def _repeated(tree: Any, repeats: int) -> Any:
     if isinstance(tree, Mapping):
         return {name: _repeated(leaf, repeats) for name, leaf in tree.items()}
-    return tree if repeats == 1 else np.repeat(tree, repeats, axis=0)
+    return jax.tree.map(lambda leaf: np.repeat(leaf, repeats, axis=0), tree)
 
 
 def table_of_train(cores: list[Any], model: ModelConfig) -> np.ndarray:
