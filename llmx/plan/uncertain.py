@@ -32,7 +32,8 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
         )
     if run.products.format == "fp8" and topology.platform == "gpu":
         found.append(
-            "memory with fp8 on GPUs: copies of activations in fp32, of a layer, are left out"
+            "memory with fp8 on GPUs: results of a layer's products, which are fp32 at first, are "
+            "left out"
         )
     numbers = sum(leaf.numbers for leaf in state_memory.leaves(run.model))
     if numbers < SMALL and run.model.num_layers < FEW:

@@ -12,16 +12,23 @@ import numpy as np
 import pytest
 
 from llmx import config
+from llmx.aot import topologies
 from llmx.config import checks, state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
-from llmx.plan import compiled_programs, exchange, memory, sizes, traffic
+from llmx.plan import compiled_programs, exchange, memory, search, sizes, traffic
 from llmx.step import optimizers
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = compiled_programs.read(ROOT / "tests" / "golden" / "programs.jsonl")
-errors = functools.cache(lambda name: compiled_programs.errors(BY_NAME[name], ROOT / "configs"))
+DRAWN = compiled_programs.read(ROOT / "tests" / "golden" / "drawn_programs.jsonl")
 BY_NAME = {program.name: program for program in PROGRAMS}
+DRAWN_BY_NAME = {program.name: program for program in DRAWN}
+
+
+@functools.cache
+def errors(name):
+    return compiled_programs.errors((BY_NAME | DRAWN_BY_NAME)[name], ROOT / "configs")
 
 
 def test_there_are_programs_of_all_kinds():
@@ -40,7 +47,7 @@ def test_peak_memory(name):
 
 
 def test_peak_memory_on_average():
-    assert np.mean([abs(errors(name).peak) for name in BY_NAME]) <= 0.03
+    assert np.mean([abs(errors(name).peak) for name in BY_NAME]) <= 0.025
 
 
 def test_step_time():
@@ -68,17 +75,28 @@ def test_bytes_sent(name):
         assert abs(error) <= allowed, axes
 
 
-DRAWN = compiled_programs.read(ROOT / "tests" / "golden" / "drawn_programs.jsonl")
+def test_what_is_admitted_fits():
+    for name, program in (BY_NAME | DRAWN_BY_NAME).items():
+        limit = topologies.parse(program.topology).hbm_bytes
+        counted = (1 + errors(name).peak) * program.peak
+        assert program.peak <= limit or counted > search.ADMITTED * limit, name
 
 
-@pytest.mark.parametrize("program", DRAWN, ids=lambda program: program.name)
-def test_programs_that_were_drawn(program):
+def test_peak_memory_of_programs_that_were_drawn_on_average():
+    """Of those that take 2 GiB of a device and more."""
+    large = [name for name, program in DRAWN_BY_NAME.items() if program.peak >= 2 * 2**30]
+    found = [abs(errors(name).peak) for name in large]
+    assert len(large) >= 16 and np.mean(found) <= 0.05 and max(found) <= 0.09
+
+
+@pytest.mark.parametrize("name", DRAWN_BY_NAME)
+def test_programs_that_were_drawn(name):
     """Small and odd ones, whose memory is further off (docs/plan.md), but little of a device's, or
     of what is needed where that is more; their bytes are not."""
-    found = compiled_programs.errors(program, ROOT / "configs")
+    found, program = errors(name), DRAWN_BY_NAME[name]
     run, topology = compiled_programs.resolved(program, ROOT / "configs")
     whole = max(topology.hbm_bytes, program.peak)
-    assert abs(found.peak) * program.peak <= (0.03 if program.peak < whole else 0.08) * whole
+    assert abs(found.peak) * program.peak <= (0.02 if program.peak < whole else 0.08) * whole
     # XLA:TPU may scatter what is counted as summed of the head's gradient, see `plan.uncertain`.
     head = sizes.of(run).head.name
     half = {
