@@ -163,7 +163,13 @@ def test_outer_gradients_in_codes_send_a_share(platform, strategy, outer_format,
     assert found == pytest.approx(sent(platform, "mean") / share, rel=FORMULA - 1)
 
 
-@pytest.mark.parametrize("platform, strategy", cases("one_bit", "int8", on_both=()))
+@pytest.mark.parametrize(
+    "platform, strategy",
+    [
+        *cases("one_bit", on_both=()),
+        *(pytest.param(name, "int8", marks=pytest.mark.full_grid) for name in TOPOLOGIES),
+    ],
+)
 def test_what_is_not_compressed_is_sent_in_full(platform, strategy):
     """The embedding: its numbers in fp32, in place of what it has in the compressor's messages."""
     _, recipe = program(platform, strategy)

@@ -137,10 +137,14 @@ def test_outer_gradients_in_codes_and_beside_steps(code, overlap, n):
     assert_close(found, wanted)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 FULL = dict(uncompressed=("norm", "mat*"))
 
 
-@pytest.mark.parametrize("name", ["int8", "top_k", "power_sgd"])
+@pytest.mark.parametrize("name", ["int8", "top_k", slow("power_sgd")])
 def test_gradients_of_which_some_are_not_compressed(name):
     n = 3
     b1 = 0.0 if name == "top_k" else 0.9
@@ -154,7 +158,7 @@ def test_gradients_of_which_some_are_not_compressed(name):
     assert_close(found, oracle.gradients(problem, s, exchange))
 
 
-@pytest.mark.parametrize("name", ["one_bit", "one_bit_lamb", "zero_one"])
+@pytest.mark.parametrize("name", ["one_bit", slow("one_bit_lamb"), "zero_one"])
 def test_signs_of_which_some_are_numbers(name):
     """The matrix has a row whose first gradient comes after the freeze."""
     n, names = 3, ("norm", "matrix")
@@ -177,7 +181,9 @@ def test_signs_of_which_some_are_numbers(name):
     assert any(np.abs(plain[-1][k] - found[-1][k]).max() > 1e-3 for k in names)
 
 
-@pytest.mark.parametrize("name, code", [("local_sgd", ""), ("diloco", ""), ("diloco", "int4")])
+@pytest.mark.parametrize(
+    "name, code", [slow("local_sgd", ""), slow("diloco", ""), ("diloco", "int4")]
+)
 def test_exchanges_that_average_moments(name, code):
     s = dataclasses.replace(SETTINGS, clip=2.0)
     for seed in range(1, 400):
@@ -192,8 +198,7 @@ def test_exchanges_that_average_moments(name, code):
     assert np.abs(apart[-1]["norm"] - wanted[-1]["norm"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("moments", [False, True])
-@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("name, moments", [("local_sgd", False), slow("diloco", True)])
 def test_replicas_that_count_by_their_tokens(name, moments):
     """One has nothing for a round and a half, and then none has anything for a whole round."""
     s = dataclasses.replace(SETTINGS, clip=2.0)
