@@ -115,7 +115,7 @@ CASES = {
     "stale": synced("stale"),
 }  # fmt: skip
 # Of these the update of a masked weight is not zero, which is set to zero after it.
-MIXED = ("muon", "power_sgd", "one_bit", "zero_one")
+MIXED = ("muon", "int8", "power_sgd", "one_bit", "zero_one")
 
 
 @pytest.mark.parametrize("name", CASES)
