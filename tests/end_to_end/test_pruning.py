@@ -61,7 +61,7 @@ def environment(devices: int) -> dict:
 def run(scratch, workdir, *flags, module="llmx.train") -> subprocess.CompletedProcess:
     return subprocess.run(
         command(scratch, workdir, *flags, module=module), env=environment(1), cwd=ROOT,
-        capture_output=True, text=True, timeout=600, check=False,
+        capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def get_recipe():
             ("prune", dict(method="sparse_gpt", pattern="2:4", calibration_batches=2)),
             ("train", dict(steps=3, warmup_steps=1, config={"pruning.method": "fixed"})),
         ),
-        evaluation_batches=2, generated_tokens=8,
+        evaluation_batches=2, generated_tokens=0,
     )
 """)
     recipe = ("--recipe", str(tmp_path / "recipe.py"), "--output", str(small))
@@ -129,7 +129,9 @@ def get_recipe():
     rows = json.loads((small / "compress.json").read_text())
     assert rows[1]["flops"] < 0.9 * rows[0]["flops"]
     assert rows[3]["nonzero"] == rows[2]["nonzero"] < rows[1]["nonzero"] < 1
-    assert all(np.isfinite(row["loss"]) and row["tokens_per_second"] > 0 for row in rows)
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    said = run(scratch, small, "--prompt=def ", "--max-tokens=4", module="llmx.generate")
+    assert said.returncode == 0 and "def " in said.stdout, said.stdout + said.stderr
     exported = tmp_path / "exported"
     used = run(scratch, small, "--to-hf", str(exported), module="llmx.convert")
     assert used.returncode == 0, used.stdout + used.stderr
