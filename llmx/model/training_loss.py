@@ -372,7 +372,7 @@ def _stored(
     shapes: Any, axes: Any, dtype_of: Callable[[tuple], jnp.dtype], *, place: sharding.Placement,
     arrange: Callable[[Any], Any], in_host_memory: bool,
 ) -> Any:  # fmt: skip
-    """Shapes with shardings of parameters, in `dtype_of` their axes; of packed ones in their own."""
+    """Shapes with shardings of parameters, in `dtype_of` their axes; packed ones in their own."""
     shapes = jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(
             leaf.shape, dtype_of(axes) if leaf.dtype == jnp.float32 else leaf.dtype
