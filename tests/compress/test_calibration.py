@@ -185,4 +185,4 @@ def test_of_the_backward_pass_the_sums_are_left():
 def test_experts_are_refused():
     recipe = make_recipe(make_config("mixtral", batch__size=8, batch__sequence_length=16))
     with pytest.raises(ValueError, match=r"model\.num_experts=.*dense model"):
-        calibration.statistics(recipe.loss.apply, {}, [], recipe.loss.execution)
+        calibration.statistics(recipe.loss.apply, {}, [{}], recipe.loss.execution)
