@@ -37,11 +37,13 @@ RUNS: dict[str, dict[str, object]] = {
     "int4 trained, learned scales": LEARNED,
     "int4 trained, learned scales, int8 inputs": LEARNED | {"quantization.activations": "average"},
     "int3 trained, learned scales": LEARNED | {"quantization.bits": 3},
+    "int2 trained, learned scales": LEARNED | {"quantization.bits": 2},
 }
 # Of the fp32 run, rounded after training: to nearest, without any data.
 ROUNDED = {
     "int8 rounded": dict(bits=8), "int4 rounded": dict(bits=4),
     "int4 rounded, groups of 32": dict(bits=4, group=32), "int3 rounded": dict(bits=3),
+    "int2 rounded": dict(bits=2),
 }  # fmt: skip
 
 

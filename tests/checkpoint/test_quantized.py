@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import compare, packed, runs
@@ -42,10 +43,11 @@ def saved(run, recipe, state, step=4):
     config.save_run(run)
 
 
-@pytest.fixture
-def trained(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """(config, recipe, state) of a run after two steps, saved."""
-    run, recipe = run_of(tmp_path / "run", optimizer__ema_decay=0.5, **OF_INPUTS)
+    workdir = tmp_path_factory.mktemp("trained")
+    run, recipe = run_of(workdir, optimizer__ema_decay=0.5, **OF_INPUTS)
     state, step = recipe.init(0), runs.make_train_step(recipe)
     with jax.set_mesh(recipe.mesh):
         for batch in packed.batches(2, rows=8, length=16, vocab=261):
@@ -64,7 +66,8 @@ def test_resumed_on_another_mesh(trained):
         compare.assert_same(getattr(found.state, part), getattr(state, part))
     batch = packed.batches(3, rows=8, length=16, vocab=261)[2]
     reports = []
-    for one, at in ((recipe, state), (again, found.state)):
+    copy = jax.tree.map(jnp.copy, state)  # a step donates its state
+    for one, at in ((recipe, copy), (again, found.state)):
         with jax.set_mesh(one.mesh):
             reports.append(runs.make_train_step(one)(at, runs.put_batch(one, batch))[1])
     np.testing.assert_allclose(reports[1].loss, reports[0].loss, rtol=1e-5)

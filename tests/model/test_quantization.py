@@ -254,7 +254,8 @@ def test_inputs_are_rounded_and_clipped_as_torch_does():
 
 
 INPUTS_MESHES = {
-    "fsdp2 x tensor2": dict(mesh=dict(fsdp=2, tensor=2), batch__accumulation=2),
+    # Without microbatches: in the first step there is no average, and each rounds by its own range.
+    "fsdp2 x tensor2": dict(mesh=dict(fsdp=2, tensor=2)),
     "replicas": dict(mesh=dict(data=2), sync__strategy="int8", sync__warmup_steps=10),
 }
 
