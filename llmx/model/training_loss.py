@@ -6,6 +6,7 @@ Letters: B batch, T positions.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -332,28 +333,8 @@ def make(
     place, policy = execution.place, execution.policy
     shapes, axes = apply_lib.abstract_parameters(config)
 
-    def placed_by(table: str, shapes, axes):
-        return sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
-
-    def stored(shapes, axes, dtype_of: Callable[[tuple], jnp.dtype]) -> Any:
-        """Shapes with shardings of these parameters, in `dtype_of` their axes."""
-        shapes = jax.tree.map(
-            lambda leaf, axes: jax.ShapeDtypeStruct(
-                leaf.shape, dtype_of(axes) if leaf.dtype == jnp.float32 else leaf.dtype
-            ),
-            shapes, axes,
-        )  # fmt: skip
-        if "blocks" in shapes:
-            shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
-        to = placed_by("parameters", shapes, axes)
-        if in_host_memory:
-            on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
-            to["blocks"] = jax.tree.map(
-                lambda to, names: on_host(to) if "embed" in names else to,
-                to["blocks"], axes["blocks"],
-            )  # fmt: skip
-        return jax.tree.map(placed, shapes, to)
-
+    placed_by = functools.partial(_placed_by, place)
+    stored = functools.partial(_stored, place, arrange, in_host_memory)
     model_shapes, model_axes = shapes, axes
     if packed is not None and packed.bits:
         model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
@@ -379,6 +360,32 @@ def make(
         transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
         taught_by, seed, arrange,
     )  # fmt: skip
+
+
+def _placed_by(place: sharding.Placement, table: str, shapes: Any, axes: Any) -> Any:
+    return sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
+
+
+def _stored(
+    place: sharding.Placement, arrange: Callable[[Any], Any], in_host_memory: bool, shapes: Any,
+    axes: Any, dtype_of: Callable[[tuple], jnp.dtype],
+) -> Any:  # fmt: skip
+    """Shapes with shardings of these parameters, in `dtype_of` their axes; see `make`."""
+    shapes = jax.tree.map(
+        lambda leaf, axes: jax.ShapeDtypeStruct(
+            leaf.shape, dtype_of(axes) if leaf.dtype == jnp.float32 else leaf.dtype
+        ),
+        shapes, axes,
+    )  # fmt: skip
+    if "blocks" in shapes:
+        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+    to = _placed_by(place, "parameters", shapes, axes)
+    if in_host_memory:
+        on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
+        to["blocks"] = jax.tree.map(
+            lambda to, names: on_host(to) if "embed" in names else to, to["blocks"], axes["blocks"]
+        )
+    return jax.tree.map(placed, shapes, to)
 
 
 def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
