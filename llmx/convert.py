@@ -268,11 +268,7 @@ def _tokenizer_file(coder: tokenizers.Tokenizer) -> bytes:
     return tokenizer.to_str().encode()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command.
-
-    Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full, 130 after Ctrl-C.
-    """
+def _command() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m llmx.convert", allow_abbrev=False,
         description="Writes a run as a Hugging Face checkpoint or a GGUF file, or makes a work "
@@ -294,6 +290,15 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--dtype", choices=sorted(hf_reader.DTYPES), help=dtypes)
     named = '"bytes" or a tokenizer.json; by default that of the imported directory'
     command.add_argument("--tokenizer", metavar="NAME", default="", help=named)
+    return command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command.
+
+    Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full, 130 after Ctrl-C.
+    """
+    command = _command()
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")

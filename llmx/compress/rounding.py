@@ -118,18 +118,7 @@ def gptq(
             own = grid_of(weight_RO[None], config, scale_dtype)
             scale_RO, zero_RO = (jnp.broadcast_to(part, (rows, O)) for part in own)
 
-        def one(row, carried):
-            weight_RO, codes_RO, errors_RO = carried
-            code_O = _codes(weight_RO[row], scale_RO[row], zero_RO[row], config)
-            error_O = weight_RO[row] - (code_O - zero_RO[row]) * scale_RO[row]
-            error_O /= factor_RR[row, row]
-            behind_R = jnp.where(jnp.arange(rows) > row, factor_RR[row], 0.0)
-            weight_RO -= behind_R[:, None] * error_O
-            return weight_RO, codes_RO.at[row].set(code_O), errors_RO.at[row].set(error_O)
-
-        zeros_RO = jnp.zeros((rows, O), jnp.float32)
-        begin = weight_RO, zeros_RO.astype(jnp.int32), zeros_RO
-        _, codes_RO, errors_RO = jax.lax.fori_loop(0, rows, one, begin)
+        codes_RO, errors_RO = _in_turn(weight_RO, factor_RR, scale_RO, zero_RO, config)
         behind_RI = jnp.where(jnp.arange(I) >= start + rows, factor_RI, 0.0)
         return weight_IO - _exact(behind_RI.T, errors_RO), (codes_RO, own)
 
@@ -138,6 +127,28 @@ def gptq(
     if not at_once:
         scale_GO, zero_GO = (part.reshape(-1, O) for part in own)
     return Rounded(codes_IO, scale_GO, None if config.symmetric else zero_GO)
+
+
+def _in_turn(
+    weight_RO: Array, factor_RR: Array, scale_RO: Array, zero_RO: Array, config: PackedConfig
+) -> tuple[Array, Array]:
+    """Codes of R inputs, each rounded behind the ones before it, and what each leaves to those
+    behind, by their factor."""
+    rows_R = jnp.arange(len(weight_RO))
+
+    def one(row, carried):
+        weight_RO, codes_RO, errors_RO = carried
+        code_O = _codes(weight_RO[row], scale_RO[row], zero_RO[row], config)
+        error_O = weight_RO[row] - (code_O - zero_RO[row]) * scale_RO[row]
+        error_O /= factor_RR[row, row]
+        behind_R = jnp.where(rows_R > row, factor_RR[row], 0.0)
+        weight_RO -= behind_R[:, None] * error_O
+        return weight_RO, codes_RO.at[row].set(code_O), errors_RO.at[row].set(error_O)
+
+    zeros_RO = jnp.zeros_like(weight_RO)
+    begin = weight_RO, zeros_RO.astype(jnp.int32), zeros_RO
+    _, codes_RO, errors_RO = jax.lax.fori_loop(0, len(weight_RO), one, begin)
+    return codes_RO, errors_RO
 
 
 def output_error(before_IO: Array, after_IO: Array, gram_II: Array) -> Float[Array, ""]:

@@ -2,6 +2,7 @@
 and the tokenizer."""
 
 import dataclasses
+import json
 import os
 import pathlib
 
@@ -50,12 +51,26 @@ def place_problem(option: str, place: str) -> str:
     if hf_reader.is_checkpoint(folder) and step is not None:
         return f"{named} names a step of a Hugging Face checkpoint, which has none: use {folder!r}"
     is_run = os.path.isdir(os.path.join(folder, "checkpoints"))
+    if is_run and (form := _packed(folder)):
+        return (
+            f"{named} has packed weights (packed.format={form!r}), which have no gradient: name "
+            "the run that was quantized"
+        )
     if is_run or hf_reader.is_checkpoint(folder):
         return ""
     return (
         f"{named} holds no checkpoints: name the workdir of a run, "
         "or a directory of Hugging Face with config.json and safetensors"
     )
+
+
+def _packed(workdir: str) -> str:
+    """`packed.format` of a run; "" = its weights are not packed, or it does not say."""
+    try:
+        with open(os.path.join(workdir, "config.json"), encoding="utf-8") as file:
+            return json.load(file)["packed"]["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def adopted(config: Config) -> Config:

@@ -118,15 +118,17 @@ def shapes_and_axes(config: PackedConfig, shapes: Any, axes: Any) -> tuple[Any, 
 
     Scales are whole along what products contract.
     """
-    leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    axes_of = dict(zip(trees.named(shapes), leaves, strict=True))
     found = trees.named(shapes)
+    leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    axes_of = dict(zip(found, leaves, strict=True))
     for name in filter(adapters.is_product, found):
-        form, names = jax.eval_shape(functools.partial(_empty, config, name), found[name]), axes_of
+        form = jax.eval_shape(functools.partial(_empty, config, name), found[name])
+        layers, *rest = axes_of[name]
         num = adapters.contracted(name)
-        of_scale = (axes_of[name][0], *[None] * num, *axes_of[name][1 + num :])
-        zero = None if config.symmetric else of_scale
-        found[name], names[name] = form, Packed(axes_of[name], of_scale, zero, form.outputs)
+        of_scale = (layers, *[None] * num, *rest[num:])
+        of_zero = None if config.symmetric else of_scale
+        found[name] = form
+        axes_of[name] = Packed(axes_of[name], of_scale, of_zero, form.outputs)
     return trees.nest(found), trees.nest(axes_of)
 
 

@@ -333,8 +333,7 @@ def make(
     place, policy = execution.place, execution.policy
     shapes, axes = apply_lib.abstract_parameters(config)
 
-    placed_by = functools.partial(_placed_by, place)
-    stored = functools.partial(_stored, place, arrange, in_host_memory)
+    stored = functools.partial(_stored, place=place, arrange=arrange, in_host_memory=in_host_memory)
     model_shapes, model_axes = shapes, axes
     if packed is not None and packed.bits:
         model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
@@ -354,7 +353,9 @@ def make(
     else:
         shapes, axes = model_shapes, model_axes
     params = stored(shapes, axes, lambda axes: policy.param)
-    gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
+    gradients, updates = (
+        _placed_by(place, table, params, axes) for table in ("gradients", "optimizer")
+    )
     return TrainingLoss(
         apply_lib.of(config), execution, params, axes, gradients, updates, z_loss, gather,
         transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
@@ -363,14 +364,15 @@ def make(
 
 
 def _placed_by(place: sharding.Placement, table: str, shapes: Any, axes: Any) -> Any:
+    """Shardings by a table of the layout."""
     return sharding.shardings(shapes, place.mesh, place.layout, rules=axes, table=table)
 
 
 def _stored(
-    place: sharding.Placement, arrange: Callable[[Any], Any], in_host_memory: bool, shapes: Any,
-    axes: Any, dtype_of: Callable[[tuple], jnp.dtype],
+    shapes: Any, axes: Any, dtype_of: Callable[[tuple], jnp.dtype], *, place: sharding.Placement,
+    arrange: Callable[[Any], Any], in_host_memory: bool,
 ) -> Any:  # fmt: skip
-    """Shapes with shardings of these parameters, in `dtype_of` their axes; see `make`."""
+    """Shapes with shardings of parameters, in `dtype_of` their axes; packed ones in their own."""
     shapes = jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(
             leaf.shape, dtype_of(axes) if leaf.dtype == jnp.float32 else leaf.dtype
@@ -383,8 +385,9 @@ def _stored(
     if in_host_memory:
         on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
         to["blocks"] = jax.tree.map(
-            lambda to, names: on_host(to) if "embed" in names else to, to["blocks"], axes["blocks"]
-        )
+            lambda to, names: on_host(to) if "embed" in names else to,
+            to["blocks"], axes["blocks"],
+        )  # fmt: skip
     return jax.tree.map(placed, shapes, to)
 
 

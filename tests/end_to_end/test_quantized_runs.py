@@ -15,7 +15,7 @@ from llmx import convert, generate, library, sharding
 from llmx.checkpoint import model_params
 from llmx.compress import quantize_stage, recipe, saved, stages
 from llmx.compress.quantize_stage import Quantize
-from llmx.config import checks
+from llmx.config import checks, starting
 from llmx.evaluate import held_out
 from llmx.model import families, packed
 
@@ -115,8 +115,9 @@ def test_it_is_not_trained_nor_compressed_further(quantized, trained, capsys):
     run = config_lib.load_run(quantized)
     with pytest.raises(config_lib.ConfigError, match="packed weights are whole codes"):
         library.fit(run)
-    assert any("no stage takes" in text or "which no stage" in text
-               for text in saved.problems_of_source(quantized))  # fmt: skip
+    assert any("has packed weights" in text for text in saved.problems_of_source(quantized))
+    found = starting.place_problem("start_from", quantized)
+    assert "packed.format='int4'" in found and not starting.place_problem("start_from", trained)
     given = recipe.Recipe(stages=(("quantize", dict(group=32)), ("train", dict(steps=2))))
     with pytest.raises(ValueError, match="make it last"):
         recipe.checked(given, saved.model_of(trained))

@@ -31,7 +31,8 @@ _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
     "tests/checkpoint/test_identity.py",  # each case is of other fields of a model
     # These need packages that not every environment has, and so may not exist.
-    "tests/checkpoint/test_hf.py", "tests/checkpoint/test_hf_layers.py",
+    "tests/checkpoint/test_gguf_file.py", "tests/checkpoint/test_hf.py",
+    "tests/checkpoint/test_hf_layers.py", "tests/checkpoint/test_hf_packed.py",
     "tests/checkpoint/test_peft.py", "tests/evaluate/test_harness.py",
     "tests/pipeline/test_torch_orders.py",
 )  # fmt: skip
