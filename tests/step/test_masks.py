@@ -113,9 +113,14 @@ CASES = {
     "one_bit": synced("one_bit", sync__warmup_steps=3, **EMA),
     "zero_one": synced("zero_one"),
     "stale": synced("stale"),
+    "experts": (
+        {"expert": 2},
+        dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=16,
+             experts__bias_rate=0.01),
+    ),
 }  # fmt: skip
 # Of these the update of a masked weight is not zero, which is set to zero after it.
-MIXED = ("muon", "power_sgd", "one_bit", "zero_one")
+MIXED = ("muon", "int8", "power_sgd", "one_bit", "zero_one")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,11 +130,13 @@ def test_masked_weights_are_zero(name):
     mesh, keys = CASES[name]
     recipe = make_recipe(mesh, **keys)
     states, reports = walk(recipe)
+    total = sum(mask.size for mask in masks_of(states[0]).values())
+    assert name == "experts" or total == WEIGHTS
     for number, (state, report) in enumerate(zip(states, reports, strict=True)):
-        pruned = {3: math.floor(WEIGHTS * 0.5 * (1 - (1 / 3) ** 3))}.get(number + 1, 0)
-        pruned = pruned if number + 1 < LAST else WEIGHTS // 2
+        pruned = {3: math.floor(total * 0.5 * (1 - (1 / 3) ** 3))}.get(number + 1, 0)
+        pruned = pruned if number + 1 < LAST else total // 2
         assert sum((~mask).sum() for mask in masks_of(state).values()) == pruned
-        assert np.isclose(state.extra[masks.NAME].sparsity, pruned / WEIGHTS)
+        assert np.isclose(state.extra[masks.NAME].sparsity, pruned / total)
         for part in ("params", "ema"):
             assert not masked_values(state, part).any(), (number, part)
         if hasattr(state.sync, "params"):
