@@ -19,6 +19,7 @@ from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
 from llmx.model import adapters, losses
+from llmx.model.training_loss import of_model
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
 from llmx.step import optimizers
@@ -46,7 +47,7 @@ class Run:
         merged with adapters where these are what is trained."""
         state, config = self.state, self.config.adapters
         if not config.rank:
-            return state.averaged
+            return of_model(state.averaged)
         merge = adapters.merged_on_mesh
         return adapters.merged(state.frozen, state.averaged, config, merge=merge)
 
