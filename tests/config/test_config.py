@@ -411,7 +411,7 @@ def test_every_config_resolves(path):
     module = runpy.run_path(str(path))
     assert "python -m llmx" in module["__doc__"]
     run = module["get_config"]()
-    run.start_from = ""  # of another run, which is not here
+    run.start_from = run.distillation.teacher = ""  # of other runs, which are not here
     devices = 1
     if run.mesh.data != -1:
         for axis in ("stage", "data", "fsdp", "expert", "sequence", "tensor"):
@@ -479,7 +479,7 @@ def test_golden_keys():
     """The whole surface of the config, so that a change to it is seen in review."""
     wanted = (ROOT / "tests/golden/config_keys.txt").read_text().splitlines()
     assert list(config.leaf_types(config.Config)) == wanted
-    assert len(wanted) <= 230
+    assert len(wanted) <= 240  # 230, and a section for what is learned from another model
 
 
 def test_every_key_has_a_comment():
