@@ -19,6 +19,7 @@ from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
 from llmx.model import adapters, losses, own, precision, quantization
+from llmx.model.training_loss import of_model
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
 from llmx.step import optimizers
@@ -50,7 +51,7 @@ class Run:
         if not config.rank:
             compute = precision.POLICIES[self.config.precision].compute
             return quantization.dequantized_on_mesh(
-                state.averaged, self.config.quantization, compute
+                of_model(state.averaged), self.config.quantization, compute
             )
         merge = adapters.merged_on_mesh
         return adapters.merged(state.frozen, state.averaged, config, merge=merge)
