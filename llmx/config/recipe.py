@@ -4,7 +4,7 @@ other. Train, evaluate, generate and ahead-of-time compilation share it."""
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from llmx import sharding
 from llmx.checkpoint import identity
 from llmx.config import checks, preference_checks, stage_memory, starting, utilization
 from llmx.config.axes import layout_of
-from llmx.contract import Gradient
+from llmx.contract import Gradient, Transform
 from llmx.data import pairs
 from llmx.model import distillation, losses, precision, quantization, quantized, training_loss
 from llmx.model.attention.splash import LANES
@@ -24,7 +24,7 @@ from llmx.model.execution import Execution
 from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import staged
 from llmx.pipeline import stages as stages_lib
-from llmx.pipeline.permutation import IDENTITY
+from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
@@ -71,13 +71,7 @@ def make_recipe(
         in_host_memory=config.offload.parameters, adapters=config.adapters,
         preferred=config.preference if preference_checks.is_on(config) else None,
         quantized_as=config.quantization, packed=config.packed, teacher=teacher, seed=config.seed,
-        transforms=loss_scale.transforms(config.loss_scale, execution.policy)
-        | delayed_scaling.transforms(config.products, config.model)
-        | average_ranges.transforms(config.quantization, config.model)
-        | ({} if config.adapters.rank else expert_loads.transforms(  # of frozen routers no gradient
-            config.model, config.experts, config.sync.strategy, in_order=order.inverse,
-            delayed=config.pipeline.schedule == "pipedream_2bw",
-        )),
+        transforms=_transforms(config, execution.policy, order),
     )  # fmt: skip
     gradient = gradients.transformed(make_gradient(loss), loss.transforms)
     strategy = _make_strategy(config, loss, gradient, make_gradient)
@@ -101,6 +95,21 @@ def make_recipe(
             )
         ),
         order=order,
+    )  # fmt: skip
+
+
+def _transforms(
+    config: config_lib.Config, policy: precision.Policy, order: LayerPermutation
+) -> Mapping[str, Transform]:
+    """What changes the loss and its gradient, by name."""
+    found = dict(loss_scale.transforms(config.loss_scale, policy))
+    found |= delayed_scaling.transforms(config.products, config.model)
+    found |= average_ranges.transforms(config.quantization, config.model)
+    if config.adapters.rank:  # of frozen routers no gradient
+        return found
+    return found | expert_loads.transforms(
+        config.model, config.experts, config.sync.strategy, in_order=order.inverse,
+        delayed=config.pipeline.schedule == "pipedream_2bw",
     )  # fmt: skip
 
 
