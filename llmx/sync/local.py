@@ -216,7 +216,10 @@ def sending_phase(inputs: StrategyInputs, update: Callable, fragment: int) -> Ph
     def update_and_send(found: Gradients, state: State, sync: Any, accepted: jax.Array) -> State:
         after = update(found, state, sync, accepted)
         sent = synchronized(inputs, (fragment,), state, after.sync.params)
-        sent = sent._replace(sync=sent.sync._replace(opt_state=after.sync.opt_state))
+        of_this_step = jax.tree.map(jnp.subtract, after.sync.tokens, state.sync.tokens)
+        sent = sent._replace(
+            sync=sent.sync._replace(opt_state=after.sync.opt_state, tokens=of_this_step)
+        )
         params, sync = phases.keep(
             ~state.guard.stopped, (sent.params, sent.sync), (state.params, after.sync)
         )

@@ -48,6 +48,7 @@ def get_config():
     run.batch.size, run.batch.sequence_length = {batch}, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
     run.evaluation.every = {every}
+    run.optimizer.schedule = "constant"  # so that each round counts alike
     run.optimizer.eps = 1e-3  # rounding of a gradient near zero is not divided by itself
     run.checkpoint.every, run.evaluation.batches, run.checkpoint.keep_last = 5, 32 // {batch}, 100
     run.watchdog.step_seconds = {patience}.0  # one is held back

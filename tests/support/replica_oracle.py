@@ -510,7 +510,6 @@ def local(
             found.append(x)
             continue
         before, last = list(own), step == s.steps - 1
-        tokens += problem.tokens[step]
         for i in range(n):
             if by_tokens and not problem.tokens[step][i]:
                 continue
@@ -519,6 +518,8 @@ def local(
         due = due_after(step if overlap else step + 1, s, fragments)
         if overlap and due is not None:
             x = exchanged(before, {due}, due)
+            tokens[:] = 0
+        tokens += problem.tokens[step]
         if last and overlap:
             due = due_after(step + 1, s, fragments)
         if last or (due is not None and not overlap):

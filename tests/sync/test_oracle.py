@@ -214,6 +214,15 @@ def test_replicas_that_count_by_their_tokens(name, moments):
     assert np.abs(equal[-1]["norm"] - wanted[-1]["norm"]).max() > 1e-3
 
 
+def test_tokens_of_rounds_that_are_exchanged_beside_the_next_step():
+    s = dataclasses.replace(SETTINGS, clip=2.0, every=6)
+    problem = problem_of(3, 1, s.steps)
+    problem.tokens[s.warmup + 3 : s.warmup + 9, 1] = 0
+    wanted, _ = oracle.local(problem, s, "diloco", overlap=True, by_tokens=True)
+    found, _ = trained("diloco", problem, s, overlap=True, by_tokens=True)
+    assert_close(found, wanted)
+
+
 def assert_late_rows_learn(found: list[dict]):
     """A row that is first seen after the freeze moves, and one that never is seen only decays."""
     moved = np.abs(found[-1]["matrix"] - found[SETTINGS.warmup]["matrix"]).max(axis=1)
