@@ -2,7 +2,7 @@
 in fp32, and with that rounded after training.
 
     python -m llmx.train --config configs/quickstart.py
-    python scripts/compare_quantized_training.py [NAME ...] [--steps 150] [-- --config.batch.size=8 ...]
+    python scripts/compare_quantized_training.py [NAME ...] [--steps 150] [-- --config.x=y]
 
 Each run begins with the parameters of --workdir and sees equal tokens in equal order; runs that are
 in --folder already are not made again. What follows "--" is given to each. Add a row: it is a name
@@ -124,7 +124,9 @@ def main() -> None:
     command = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}")
     command.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
-    command.add_argument("--folder", default="runs/compare_quantized_training", help="of the new runs")
+    command.add_argument(
+        "--folder", default="runs/compare_quantized_training", help="of the new runs"
+    )
     command.add_argument("--steps", type=int, default=150, help="of each run")
     command.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     command.add_argument("--batches", type=int, default=64, help="held-out batches; 0 = all")
