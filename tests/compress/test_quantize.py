@@ -36,9 +36,7 @@ def run_of(family: str, mesh: tuple = ()):
     return recipe, random_params(recipe), batches
 
 
-@pytest.mark.parametrize(
-    ("family", "technique"), [("llama3", "awq"), ("gemma2", "awq"), ("gpt2", "smooth")]
-)
+@pytest.mark.parametrize(("family", "technique"), [("gemma2", "awq"), ("gpt2", "smooth")])
 def test_scaled_inputs_change_nothing(family, technique):
     recipe, params, batches = run_of(family)
     loss, touched = recipe.loss, set()
@@ -104,10 +102,9 @@ def test_smoothing_is_that_of_the_paper():
     assert checked == [0, 1]
 
 
-@pytest.mark.parametrize("mesh", [(), (("fsdp", 2), ("tensor", 2))])
-def test_a_quantized_model_computes_with_the_numbers_of_its_codes(mesh):
+def test_a_quantized_model_computes_with_the_numbers_of_its_codes():
     """Nearest codes: the same as the model whose weights are those numbers."""
-    recipe, params, batches = run_of("mixed", mesh)
+    recipe, params, batches = run_of("mixed", (("fsdp", 2), ("tensor", 2)))
     loss, config = recipe.loss, PackedConfig("int4", 8)
     how = QuantizeConfig(method="nearest")
     found = quantize.quantized(loss.apply, params, (), loss.execution, config, how)
@@ -137,12 +134,10 @@ def test_gptq_behind_rounded_layers_is_nearer_to_the_model_than_nearest_codes():
     for name, how in {
         "nearest": QuantizeConfig("nearest"), "awq": QuantizeConfig("nearest", "awq"),
         "gptq": QuantizeConfig("gptq"),
-        "by importance": QuantizeConfig("gptq", by_importance=True),
     }.items():  # fmt: skip
         found = quantize.quantized(loss.apply, params, batches, loss.execution, config, how)
         errors[name] = np.square(logits(recipe, found, batches[0]) - expected).mean()
     assert errors["gptq"] < 0.8 * errors["nearest"], errors
-    assert errors["by importance"] < 0.7 * errors["nearest"], errors
     assert errors["awq"] < errors["nearest"], errors
 
 
