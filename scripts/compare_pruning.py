@@ -33,6 +33,9 @@ PRUNED = dict(pruning__begin_step=0, pruning__every=5)
 RUNS = {
     "dense": (train(),),
     "pruned_50": (train(pruning__method="magnitude", pruning__end_step=75, **PRUNED),),
+    "pruned_50_by_layer": (
+        train(pruning__method="magnitude", pruning__scope="layer", pruning__end_step=75, **PRUNED),
+    ),
     "pruned_80": (
         train(pruning__method="magnitude", pruning__sparsity=0.8, pruning__end_step=75, **PRUNED),
     ),
