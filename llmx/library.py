@@ -19,6 +19,7 @@ from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
 from llmx.model import adapters, losses, own
+from llmx.model.training_loss import of_model
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
 from llmx.step import optimizers
@@ -47,7 +48,7 @@ class Run:
         path, which `own.tree` turns into what its `init` returns, while `fit` runs with it."""
         state, config = self.state, self.config.adapters
         if not config.rank:
-            return state.averaged
+            return of_model(state.averaged)
         merge = adapters.merged_on_mesh
         return adapters.merged(state.frozen, state.averaged, config, merge=merge)
 

@@ -15,7 +15,7 @@ import os
 from llmx.compress import command
 from llmx.compress.recipe import Recipe
 
-STEPS = 150
+STEPS = 80
 
 
 def train(steps: int = STEPS, **config) -> tuple[str, dict]:
@@ -32,12 +32,12 @@ PRUNED = dict(pruning__begin_step=0, pruning__every=5)
 # By name: the stages. Without a stage that trains a row shows what the method alone does.
 RUNS = {
     "dense": (train(),),
-    "pruned_50": (train(pruning__method="magnitude", pruning__end_step=75, **PRUNED),),
+    "pruned_50": (train(pruning__method="magnitude", pruning__end_step=40, **PRUNED),),
     "pruned_80": (
-        train(pruning__method="magnitude", pruning__sparsity=0.8, pruning__end_step=75, **PRUNED),
+        train(pruning__method="magnitude", pruning__sparsity=0.8, pruning__end_step=40, **PRUNED),
     ),
-    "two_of_four": (train(pruning__method="n_m", pruning__end_step=40, **PRUNED),),
-    "movement_50": (train(pruning__method="movement", pruning__end_step=75, **PRUNED),),
+    "two_of_four": (train(pruning__method="n_m", pruning__end_step=20, **PRUNED),),
+    "movement_50": (train(pruning__method="movement", pruning__end_step=40, **PRUNED),),
     "shrunk_30": (("shrink", dict(num_layers=3, mlp_dim=336)), train()),
     "magnitude": one_shot(method="magnitude"),
     "wanda": one_shot(method="wanda"),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from llmx.checkpoint import checksums
+from llmx.model.hidden_states import PROJECTION
 from llmx.pipeline.permutation import EMPTY, IDENTITY, LayerPermutation
 from llmx.sharding import trees
 
@@ -33,6 +34,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"^sync/taken$", "sync/num_steps"),
     (r"^sync/updates$", "sync/num_updates"),
 )
+# Trained beside a model, and not a part of it: who reads the model does not want them.
+BESIDE_MODEL = tuple(f"{tree}/{PROJECTION}/" for tree in ("params", "ema"))
 # Scalars that the state of every strategy once had: saved ones that a strategy does not have are
 # ignored.
 UNKEPT = {f"sync/{n}" for n in ("freeze_step", "num_steps", "num_updates", "rates", "variance")}
@@ -139,6 +142,7 @@ class Document:
             if f"{name}/".startswith(f"{prefix}/" if prefix else "")
             and name not in wanted
             and name not in UNKEPT
+            and not name.startswith(BESIDE_MODEL)
             and not f"{name}/".startswith(tuple(f"{path}/" for path in ignored))
         ]
         arrays: dict[str, Any] = {}

@@ -34,6 +34,7 @@ from llmx.model import precision, preference
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.chosen_layers import of_layers
 from llmx.model.families import ModelConfig
+from llmx.model.training_loss import with_own
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.runtime import divergence, launch
 from llmx.sharding import trees
@@ -426,6 +427,7 @@ def start_with(
     if recipe.loss.adapters.rank:
         params = params if _dtypes(params) == _dtypes(like) else copied(like)
         return state._replace(frozen=params)
+    params, like = with_own(params, state.params), recipe.loss.params
     ema = copied(recipe.abstract.ema) if recipe.ema_decay else ()
     own = recipe.saved(recipe.abstract).frozen
     frozen = copied(own) if own else ()

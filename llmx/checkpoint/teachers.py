@@ -32,17 +32,19 @@ def beside(config: Any, recipe: Recipe, dataset: Any, restored: Restored, log: L
     if teacher is None:
         return restored
     named = config.distillation.teacher
-    place, step = copies.local("distillation.teacher=", named, log)
+    origin, step = identity.origin(named)
     before = restored.meta.get(TEACHER) or {}
-    if step is None and before.get("place") == identity.origin(named)[0]:
-        step = before.get("step")  # it may have been trained since
+    known = before.get("step") if before.get("place") == origin else None
+    if step is None and known is not None:  # it may have been trained since
+        named = f"{origin}@{known}"
+    place, step = copies.local("distillation.teacher=", named, log)
     _same_tokenizer(named, place, dataset.tokenizer)
     params, step = _read(place, step, teacher.apply.model, teacher.params, log)
     like = teacher.params
     to = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = jax.jit(lambda params: in_dtypes_of(like, params), out_shardings=to)(params)
-    log(f"teacher: {named}" + ("" if step is None else f", step {step}"))
-    meta = {**restored.meta, TEACHER: {"place": identity.origin(named)[0], "step": step}}
+    log(f"teacher: {origin}" + ("" if step is None else f", step {step}"))
+    meta = {**restored.meta, TEACHER: {"place": origin, "step": step}}
     return restored._replace(state=restored.state._replace(frozen=params), meta=meta)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from llmx import sharding
 from llmx.config import Config, preference_checks, starting
-from llmx.model import families
+from llmx.model import families, hidden_states
 from llmx.model.distillation import DistillationConfig
 from llmx.model.families import ModelConfig
 from llmx.runtime import bounds
@@ -22,7 +22,7 @@ def problems(config: Config) -> Iterator[str]:
     if bounds.problems(section, "distillation."):
         return  # said already
     if not section.is_on:
-        for key in ("weight", "temperature", "divergence"):
+        for key in vars(default):
             if (value := vars(section)[key]) != vars(default)[key]:
                 yield (
                     f"distillation.{key}={value!r} has no effect without distillation.teacher or "
@@ -35,6 +35,7 @@ def problems(config: Config) -> Iterator[str]:
             "what was written beside the shards needs no teacher; leave one of them out"
         )
     yield from _combinations(config)
+    yield from _hidden(config)
     if section.teacher and not families.problems(config.model):
         yield from _teacher(config)
 
@@ -70,6 +71,36 @@ def _combinations(config: Config) -> Iterator[str]:
         )
 
 
+def _hidden(config: Config) -> Iterator[str]:
+    """What is wrong with learning from outputs of layers, beside which layers these are."""
+    section, default = config.distillation, DistillationConfig()
+    if not section.hidden_weight:
+        for key in ("hidden_loss", "hidden_layers"):
+            if (value := vars(section)[key]) != vars(default)[key]:
+                yield (
+                    f"distillation.{key}={value!r} has no effect with distillation.hidden_weight="
+                    "0: set a weight, or leave it out"
+                )
+        return
+    key = f"distillation.hidden_weight={section.hidden_weight}"
+    if section.top_k:
+        yield f"{key} with distillation.top_k: files have no outputs of layers; name a teacher"
+    if config.mesh.stage > 1:
+        yield (
+            f"{key} with mesh.stage={config.mesh.stage}: stages hand outputs of their last layer "
+            "on alone; use mesh.stage=1, and fsdp or tensor"
+        )
+    if config.sharding.turns > 1:
+        yield f"{key} with sharding.turns={config.sharding.turns}: use sharding.turns=1"
+    if config.products.scaling == "delayed":
+        yield (
+            f"{key} with products.scaling='delayed': the matrices of layers have no ranges; use "
+            "products.scaling='current'"
+        )
+    if config.model.num_first:
+        yield f"{key} with model.first_dense={config.model.num_first}: layers are of one stack"
+
+
 def _teacher(config: Config) -> Iterator[str]:
     place = config.distillation.teacher
     if problem := starting.place_problem("distillation.teacher", place):
@@ -85,6 +116,16 @@ def _teacher(config: Config) -> Iterator[str]:
 
 def fits(teacher: ModelConfig, config: Config) -> Iterator[str]:
     """Why a student cannot learn from a teacher of this model."""
+    section = config.distillation
+    if section.hidden_weight and teacher.num_first:
+        yield f"distillation.hidden_weight={section.hidden_weight}: the teacher has two stacks"
+    if section.hidden_weight:
+        try:
+            hidden_states.pairs_of(
+                section.hidden_layers, config.model.num_layers, teacher.num_layers
+            )
+        except ValueError as error:
+            yield f"distillation.hidden_layers={section.hidden_layers} {error}"
     named, student = f"distillation.teacher={config.distillation.teacher!r}", config.model
     if teacher.vocab_size != student.vocab_size:
         yield (

@@ -48,9 +48,11 @@ def make_recipe(
     """
     teacher = starting.teacher_of(config)
     execution = make_execution(config, devices)
-    softcap = teacher.logit_softcap if teacher else 0.0
-    distilled = distillation.of(config.distillation, teacher_softcap=softcap)
-    execution = dataclasses.replace(execution, distilled=distilled)
+    distilled = distillation.of(
+        config.distillation, layers=config.model.num_layers, teacher=teacher
+    )
+    turns = 1 if distilled and distilled.layers else execution.turns
+    execution = dataclasses.replace(execution, distilled=distilled, turns=turns)
     mesh = execution.place.mesh
     make_gradient, chunks = _gradient_maker(config, kind_of(mesh))
     order = IDENTITY if chunks is None else chunks.permutation

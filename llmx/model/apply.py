@@ -99,21 +99,33 @@ class Apply:
             params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
             noise_BT=rows.get("noise"),
         )  # fmt: skip
-        x_BTD, _ = self.apply_layers(
+        with_outputs = distillation.LAYERS in rows
+        x_BTD, outputs = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
-            share_BT=rows.get("share"), noise_BT=rows.get("noise"),
+            share_BT=rows.get("share"), noise_BT=rows.get("noise"), with_outputs=with_outputs,
         )  # fmt: skip
         found = self.last_losses(params, x_BTD, rows, execution)
+        if with_outputs:
+            settings = dict(place=execution.place, policy=execution.policy)
+            found = *found, execution.distilled.hidden_losses(outputs, rows, params, **settings)
         return tuple(self.split_rows(found, execution, back=True))
 
-    def last_hidden(self, params: dict, batch: dict, execution: Execution) -> Float[Array, "B T D"]:
-        """What the head multiplies, of a batch as for `losses`."""
+    def last_hidden(
+        self, params: dict, batch: dict, execution: Execution, layers: tuple[int, ...] = ()
+    ) -> list[Array]:
+        """What the head multiplies, [B, T, D], of a batch as for `losses`; and if `layers` are
+        asked for their outputs, [B, T, P, D]."""
         names = ("tokens", "segment_ids", "positions")
         tokens_BT, *rows = self.split_rows([batch[name] for name in names], execution)
         mask = self_mask(*rows, execution)
         x_BTD = self.embedded(params, tokens_BT, mask, execution)
-        x_BTD, _ = self.apply_layers(params["blocks"], x_BTD, mask, execution)
-        return self.split_rows([self._normed(params, x_BTD)], execution, back=True)[0]
+        x_BTD, outputs = self.apply_layers(
+            params["blocks"], x_BTD, mask, execution, with_outputs=bool(layers)
+        )
+        found = [self._normed(params, x_BTD)]
+        if layers:
+            found.append(jnp.stack([outputs[layer] for layer in layers], axis=2))
+        return self.split_rows(found, execution, back=True)
 
     def scores(
         self, params: dict, batch: dict, execution: Execution
@@ -307,8 +319,8 @@ class Apply:
         kinds: tuple[str, ...] | Array | None = None, grad_buffers: dict | None = None,
         rotations: dict | None = None, cache: tuple[Array, Array] | None = None,
         now: Array | int | None = None, row: Array | None = None, first: int = 0,
-        share_BT: Array | None = None, noise_BT: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:  # fmt: skip
+        share_BT: Array | None = None, noise_BT: Array | None = None, with_outputs: bool = False,
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | Array | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
         Args:
@@ -325,12 +337,15 @@ class Apply:
           first: the number of the first layer, by which the rules of `execution.remat` count.
           share_BT: see `losses`; None = losses of routed experts are left out.
           noise_BT: see `losses`; None = adapters drop nothing.
+          with_outputs: return those of all layers, [l, B, T, D], in the place of a cache; tokens
+            then are in one group.
         """
         kinds = self.model.block_kinds if kinds is None else kinds
         rules = remat.parse(execution.remat, self.kind_names)
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
         place, groups = execution.place, turns.Groups()
         # Weight gradients that are left for later are of one product each.
+        assert not with_outputs or (execution.turns == 1 and cache is None)
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
         masks = groups.split_masks(mask, rotations)
@@ -339,6 +354,7 @@ class Apply:
         layer_of = functools.partial(
             self._layer, masks, groups, execution, now, row, share_BT, noise_BT
         )
+        layer_of = _with_output(layer_of) if with_outputs else layer_of
         is_layer = None if isinstance(kinds, tuple) else kinds >= 0
         if cache is not None and self.model.repeats > 1:
             cache = tuple(sharding.regrouped(slots, self.model.repeats) for slots in cache)
@@ -349,7 +365,9 @@ class Apply:
                 names=self.kind_names, rules=rules, offloaded=execution.offloaded, row=row,
                 first=first, around=functools.partial(_repeated, self.model.repeats),
             )  # fmt: skip
-        if cache is not None and self.model.repeats > 1:
+        if self.model.repeats > 1 and with_outputs:
+            cache = cache[:, -1]  # of the last time
+        elif self.model.repeats > 1 and cache is not None:
             cache = tuple(slots.reshape(-1, *slots.shape[2:]) for slots in cache)
         return groups.join_x(x, place), cache
 
@@ -442,6 +460,21 @@ def _repeated(repeats: int, layer: Callable) -> Callable:
 def of(model: families.ModelConfig) -> "Apply | own.Apply":
     """The functions of a model: of the decoder, or of one that a program gives."""
     return own.Apply(model) if model.own else Apply(model)
+
+
+def _with_output(layer_of: Callable) -> Callable:
+    """Of layers of one group of tokens: their output is their second result too."""
+
+    def of(*given, **options):
+        layer = layer_of(*given, **options)
+
+        def with_output(x, arrays):
+            (x_BTD,), _ = layer(x, arrays)
+            return [x_BTD], x_BTD
+
+        return with_output
+
+    return of
 
 
 def _row(stack: Array, index: Array) -> Array:

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from llmx.data import packing
-from llmx.model import distilled_losses, losses
+from llmx.model import distilled_losses, families, hidden_states, losses
 from llmx.runtime.bounds import bounded, choice
 
 # In a batch: the input of the teacher's head, [B, T, E]; or ids of the likeliest tokens, int32
 # [B, T, K], and their log-probabilities with that of all others together, fp32 [B, T, K+1].
 HIDDEN, IDS, LOG_P = "teacher_hidden", packing.TEACHER_IDS, packing.TEACHER_LOG_P
-OF_TEACHER = (HIDDEN, IDS, LOG_P)
+LAYERS = "teacher_layers"  # outputs of layers of the teacher, [B, T, P, E]
+OF_TEACHER = (HIDDEN, IDS, LOG_P, LAYERS)
 HEAD = "teacher_head"  # beside the parameters
-REPORTED = ("divergence",)
 DIVERGENCES = ("forward", "reverse")
 # Of what a student leaves to the tokens that are not listed: no logarithm of less is taken.
 LEAST = 1e-9
@@ -46,6 +46,12 @@ class DistillationConfig:
     # "forward": KL(teacher || student) | "reverse": KL(student || teacher)
     divergence: str = choice("forward", DIVERGENCES)
 
+    # beside it: of what outputs of layers differ by from the teacher's, through learned matrices
+    hidden_weight: float = bounded(0.0, at_least=0)
+    hidden_loss: str = choice(hidden_states.MSE, hidden_states.LOSSES)  # "mse" | "cosine"
+    # for each layer of the student that of the teacher, -1 = none; () = evenly
+    hidden_layers: tuple[int, ...] = ()
+
     @property
     def is_on(self) -> bool:
         return bool(self.teacher or self.top_k)
@@ -60,6 +66,19 @@ class Distilled:
     reverse: bool
     top_k: int = 0
     teacher_softcap: float = 0.0
+    hidden_weight: float = 0.0
+    hidden_loss: str = hidden_states.MSE
+    hidden_pairs: tuple[tuple[int, int], ...] = ()  # (layer of the student, of the teacher)
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of what is reported of a batch, beside the loss."""
+        return ("divergence", *["hidden"] * bool(self.hidden_pairs))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the student whose outputs are taught."""
+        return tuple(layer for layer, _ in self.hidden_pairs)
 
     def token_losses(
         self, head: tuple[Array, Array], targets_BT: Array, rows: Mapping[str, Array],
@@ -88,9 +107,20 @@ class Distilled:
         )
         return -log_q_BTK[..., 0], log_z_BT, divergence_BT
 
-    def minimized(self, loss: Array, divergence: Array) -> Array:
-        """What is minimized, of the loss on the data and the divergence."""
-        return (1 - self.weight) * loss + self.weight * self.temperature**2 * divergence
+    def hidden_losses(
+        self, outputs: Array, rows: Mapping[str, Array], params: Mapping[str, Any], **settings: Any
+    ) -> Array:
+        """Of outputs of all layers [L, B, T, D], see `hidden_states.losses`."""
+        taught = {layer: outputs[layer] for layer in self.layers}
+        matrices = params[hidden_states.PROJECTION]
+        return hidden_states.losses(
+            taught, matrices, rows[LAYERS], kind=self.hidden_loss, **settings
+        )
+
+    def minimized(self, loss: Array, divergence: Array, *hidden: Array) -> Array:
+        """What is minimized, of the loss on the data, the divergence and that of layers."""
+        both = (1 - self.weight) * loss + self.weight * self.temperature**2 * divergence
+        return both + self.hidden_weight * hidden[0] if hidden else both
 
     def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of what a batch [B, T] of the data has of a teacher."""
@@ -100,13 +130,19 @@ class Distilled:
         return {name: ((*shape, size), dtype) for name, (size, dtype) in sizes.items()}
 
 
-def of(config: DistillationConfig, *, teacher_softcap: float = 0.0) -> Distilled | None:
-    """How a section has the losses taken; None = nothing is learned from a teacher."""
+def of(
+    config: DistillationConfig, *, layers: int = 0, teacher: families.ModelConfig | None = None
+) -> Distilled | None:
+    """How a section has the losses of a student with these layers taken; None = nothing is learned
+    from a teacher. Raises ValueError for `hidden_layers` that are not there."""
     if not config.is_on:
         return None
-    reverse = config.divergence == "reverse"
+    reverse, pairs = config.divergence == "reverse", ()
+    if teacher is not None and config.hidden_weight:
+        pairs = hidden_states.pairs_of(config.hidden_layers, layers, teacher.num_layers)
     return Distilled(
-        config.weight, config.temperature, reverse, config.top_k, teacher_softcap
+        config.weight, config.temperature, reverse, config.top_k,
+        teacher.logit_softcap if teacher else 0.0, config.hidden_weight, config.hidden_loss, pairs,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
 from llmx.model import apply as apply_lib
-from llmx.model import families, quantized
+from llmx.model import distillation, families, quantized
 from llmx.model.execution import Execution
 
 _STAGE = "stage"
@@ -38,16 +38,21 @@ class Teacher:
             return head_VE
         return jax.sharding.reshard(head_VE, NamedSharding(self.execution.place.mesh, self.head))
 
-    def hidden(self, params: Any, rows: Any, to: PartitionSpec) -> jax.Array:
-        """What its head multiplies, [B, T, E], split as `to`; communicates as a forward pass."""
+    def hidden(
+        self, params: Any, rows: Any, to: PartitionSpec, layers: tuple[int, ...] = ()
+    ) -> dict[str, jax.Array]:
+        """For a batch: what its head multiplies, [B, T, E], split as `to`, and outputs of `layers`,
+        if there are any, [B, T, P, E]. Communicates as a forward pass."""
         place = self.execution.place
         rows = {
             name: place.constrain(rows[name], ("batch", "sequence"))
             for name in ("tokens", "segment_ids", "positions")
         }
-        hidden_BTE = self.apply.last_hidden(params, rows, self.execution)
-        hidden_BTE = jax.lax.stop_gradient(hidden_BTE)
-        return sharding.constrain(hidden_BTE, place.mesh, to)
+        found = self.apply.last_hidden(params, rows, self.execution, layers)
+        hidden_BTE, *of_layers = jax.lax.stop_gradient(found)
+        hidden_BTE = sharding.constrain(hidden_BTE, place.mesh, to)
+        names = (distillation.HIDDEN, distillation.LAYERS)
+        return dict(zip(names, (hidden_BTE, *of_layers), strict=False))
 
 
 def make(model: families.ModelConfig, execution: Execution) -> Teacher:

@@ -18,12 +18,22 @@ from llmx import sharding
 from llmx.contract import Batch, Transform
 from llmx.model import adapters as adapters_lib
 from llmx.model import apply as apply_lib
-from llmx.model import decoder, distillation, dot, families, preference, quantized, remat
+from llmx.model import (
+    decoder,
+    distillation,
+    dot,
+    families,
+    hidden_states,
+    preference,
+    quantized,
+    remat,
+)
 from llmx.model import packed as packed_lib
 from llmx.model import teacher as teacher_lib
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.experts import router
+from llmx.model.hidden_states import PROJECTION
 from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.sharding.mesh import within
@@ -63,7 +73,7 @@ class TrainingLoss:
     @property
     def model_params(self) -> Any:
         """Shapes with shardings of the model's parameters."""
-        return self.frozen if self.adapters.rank else self.params
+        return self.frozen if self.adapters.rank else of_model(self.params)
 
     def joined(self, params: Any, frozen: Any, *, training: bool = False) -> Any:
         """Parameters with which the model is computed, of what is trained and what is not.
@@ -101,13 +111,13 @@ class TrainingLoss:
         for positions that do not count. `extra`: states of the transforms, which may change what
         is differentiated and nothing else.
         """
-        loss_BT, log_z_BT, *divergence_BT = token_losses
+        loss_BT, log_z_BT, *of_teacher = token_losses
         loss = minimized = jnp.sum(loss_BT * share_BT)
         if self.of_tokens is not None:
             minimized = jnp.sum(self.of_tokens(loss_BT, log_z_BT) * share_BT)
-        if divergence_BT:
-            divergence = jnp.sum(divergence_BT[0] * share_BT)
-            minimized = self.execution.distilled.minimized(minimized, divergence)
+        if of_teacher:
+            sums = [jnp.sum(one_BT * share_BT) for one_BT in of_teacher]
+            minimized = self.execution.distilled.minimized(minimized, *sums)
         z = self.z_loss * jnp.sum(jnp.square(log_z_BT) * share_BT)
         return self._transformed(minimized + z, extra), loss, z
 
@@ -127,7 +137,7 @@ class TrainingLoss:
     def reported(self) -> tuple[str, ...]:
         """Names of what `of_rows` reports."""
         if self.execution.distilled is not None:
-            return distillation.REPORTED
+            return self.execution.distilled.reported
         return () if self.preference is None else preference.REPORTED
 
     def prepared(
@@ -161,14 +171,13 @@ class TrainingLoss:
         rows = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
         ways = self.mesh.shape["stage"]  # the rows of the teacher are split over stages too
         parts = next(n for n in range(max(accumulation // ways, 1), 0, -1) if accumulation % n == 0)
-        hidden_of = lambda rows: self.teacher.hidden(frozen, rows, to)  # noqa: E731
+        layers = tuple(of for _, of in self.execution.distilled.hidden_pairs)
+        hidden_of = lambda rows: self.teacher.hidden(frozen, rows, to, layers)  # noqa: E731
         with self.teacher.execution.policy.products():
             if parts == 1:
-                hidden_BTE = hidden_of(rows)
-            else:
-                of_parts = jax.lax.map(hidden_of, microbatches(rows, parts))
-                hidden_BTE = from_microbatches(of_parts)
-        return batch | {distillation.HIDDEN: hidden_BTE}
+                return batch | hidden_of(rows)
+            of_parts = jax.lax.map(hidden_of, microbatches(rows, parts))
+            return batch | {name: from_microbatches(one) for name, one in of_parts.items()}
 
     def token_shares(self, share_BT: jax.Array, extra: Mapping[str, Any] | tuple) -> jax.Array:
         """What a nat of each token's loss adds to what is differentiated; `share_BT` as above."""
@@ -271,6 +280,8 @@ class TrainingLoss:
             return params
         if distillation.HEAD in params:
             axes = axes | {distillation.HEAD: ("vocab", "embed")}
+        if PROJECTION in params:
+            axes = axes | {PROJECTION: self.axes[PROJECTION]}
 
         def one(path, leaf, axes):
             if (
@@ -337,9 +348,9 @@ def make(
     model_shapes, model_axes = shapes, axes
     if packed is not None and packed.bits:
         model_shapes, model_axes = packed_lib.shapes_and_axes(packed, shapes, axes)
-    frozen, frozen_axes, taught_by = (), (), None
-    if teacher is not None:
-        taught_by = teacher_lib.make(teacher, execution)
+    frozen, frozen_axes = (), ()
+    taught_by = teacher_lib.make(teacher, execution) if teacher else None
+    if taught_by is not None:
         frozen, frozen_axes = taught_by.params, taught_by.axes
     elif adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
@@ -352,6 +363,11 @@ def make(
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
     else:
         shapes, axes = model_shapes, model_axes
+    if execution.distilled is not None and (layers := execution.distilled.layers):
+        projection = hidden_states.shapes_and_axes(layers, config.width, teacher.width)
+        shapes, axes = (
+            tree | {PROJECTION: own} for tree, own in zip((shapes, axes), projection, strict=True)
+        )
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (
         _placed_by(place, table, params, axes) for table in ("gradients", "optimizer")
@@ -389,6 +405,18 @@ def _stored(
             to["blocks"], axes["blocks"],
         )  # fmt: skip
     return jax.tree.map(placed, shapes, to)
+
+
+def of_model(params: Any) -> Any:
+    """Parameters without those that are trained beside the model and are no part of it."""
+    if not isinstance(params, Mapping) or PROJECTION not in params:
+        return params
+    return {name: tree for name, tree in params.items() if name != PROJECTION}
+
+
+def with_own(model: Any, params: Any) -> Any:
+    """`params`, with the parameters of `model` in the place of those of its model."""
+    return {**params, **model} if of_model(params) is not params else model
 
 
 def placed(leaf: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -23,9 +23,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx.contract import BY_LAYER, Batch, Constraint, Gradient, State, Strategy, at_step
-from llmx.model import adapters
+from llmx.model import adapters, hidden_states
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
+from llmx.model.hidden_states import PROJECTION
 from llmx.model.training_loss import TrainingLoss, placed, scaled
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
@@ -139,6 +140,8 @@ class Recipe:
             params = apply_lib.init_parameters(self.model, seed)
             if "blocks" in params:
                 params["blocks"] = self.order.apply(params["blocks"])
+            if PROJECTION in self.loss.params:
+                params[PROJECTION] = hidden_states.init(self.loss.params[PROJECTION], seed)
             params, frozen = self._trained_and_frozen(params, seed)
             opt_state, sync = self.strategy.init(params)
             average = in_dtypes_of(abstract.ema, params) if self.ema_decay else ()

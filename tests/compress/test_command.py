@@ -136,7 +136,7 @@ def test_a_hugging_face_directory_is_a_source(trained, tmp_path):
     assert low.parameters - small.parameters == 257 * 16 - train > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full_grid  # each kind has tests of its own
 def test_stages_of_other_kinds_follow_each_other(trained, tmp_path):
     """Zeros stay beside a teacher, and are still there when weights are 8 bits."""
     keep = dict(steps=2, weight=0.7, config={"pruning.method": "fixed"})

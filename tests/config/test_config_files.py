@@ -25,7 +25,8 @@ def test_the_docstring_names_a_machine_that_the_config_fills(path):
     assert named, "say `python -m llmx.aot --config ... --topology ...` in the docstring"
     for name in named:
         run = runpy.run_path(str(path))["get_config"]()
-        run.start_from = run.distillation.teacher = ""  # of other runs, which are not here
+        # Of other runs, which are not here.
+        run.start_from, run.distillation = "", type(run.distillation)()
         checks.resolve(run, topologies.parse(name).num_devices)
 
 

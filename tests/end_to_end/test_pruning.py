@@ -61,7 +61,7 @@ def environment(devices: int) -> dict:
 def run(scratch, workdir, *flags, module="llmx.train") -> subprocess.CompletedProcess:
     return subprocess.run(
         command(scratch, workdir, *flags, module=module), env=environment(1), cwd=ROOT,
-        capture_output=True, text=True, timeout=600, check=False,
+        capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
 
 
@@ -101,12 +101,10 @@ def test_killed_and_resumed_elsewhere(scratch, undisturbed):
     assert sparsity(wanted)[6:] == sparsity(workdir)[6:] == [0.5] * 6
     assert sparsity(wanted)[:2] == [0, 0]
     assert 0 < sparsity(wanted)[5] < 0.5 and sparsity(workdir) == sparsity(wanted)
-    refused = run(scratch, workdir)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "pruned weights would be trained again" in refused.stdout + refused.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.full_grid  # tests of llmx.compress run other stages
 def test_a_run_is_shrunk_and_used(scratch, undisturbed, tmp_path):
     """By a recipe, whose run trains, evaluates, generates and is exported as any other."""
     small = tmp_path / "small"
@@ -120,7 +118,7 @@ def get_recipe():
             ("prune", dict(method="sparse_gpt", pattern="2:4", calibration_batches=2)),
             ("train", dict(steps=3, warmup_steps=1, config={"pruning.method": "fixed"})),
         ),
-        evaluation_batches=2, generated_tokens=8,
+        evaluation_batches=2, generated_tokens=0,
     )
 """)
     recipe = ("--recipe", str(tmp_path / "recipe.py"), "--output", str(small))
@@ -129,7 +127,9 @@ def get_recipe():
     rows = json.loads((small / "compress.json").read_text())
     assert rows[1]["flops"] < 0.9 * rows[0]["flops"]
     assert rows[3]["nonzero"] == rows[2]["nonzero"] < rows[1]["nonzero"] < 1
-    assert all(np.isfinite(row["loss"]) and row["tokens_per_second"] > 0 for row in rows)
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    said = run(scratch, small, "--prompt=def ", "--max-tokens=4", module="llmx.generate")
+    assert said.returncode == 0 and "def " in said.stdout, said.stdout + said.stderr
     exported = tmp_path / "exported"
     used = run(scratch, small, "--to-hf", str(exported), module="llmx.convert")
     assert used.returncode == 0, used.stdout + used.stderr

@@ -14,7 +14,7 @@ from support import compare, runs
 from llmx import sharding
 from llmx.config import ConfigError, starting
 from llmx.model import apply as apply_lib
-from llmx.model import distillation, distilled_losses, families, precision
+from llmx.model import distillation, distilled_losses, families, hidden_states, precision
 
 TOLERANCE = 2e-5  # fp32 sums in another order; values are of size 1 to 10
 B, T, D, V, NUM_REAL = test_losses.B, test_losses.T, test_losses.D, test_losses.V, 43
@@ -395,6 +395,91 @@ def test_step_is_that_of_numpy():
     compare.assert_close(found.tree, gradient, 3e-5)
 
 
+# -------------------------------------------------------------------------- outputs of layers
+
+HIDDEN = dict(distillation__hidden_weight=0.4, distillation__hidden_layers=(2, 0))
+
+
+def layer_outputs(apply, params, rows, execution):
+    """By layer: of models of the first layers alone."""
+    found = []
+    for number in range(1, apply.model.num_layers + 1):
+        first = apply_lib.Apply(dataclasses.replace(apply.model, num_layers=number))
+        blocks = jax.tree.map(lambda leaf: leaf[:number], params["blocks"])  # noqa: B023
+        tokens, *others = (rows[name] for name in ("tokens", "segment_ids", "positions"))
+        mask = apply_lib.self_mask(*others, execution)
+        x = first.embedded(params, tokens, mask, execution)
+        found.append(first.apply_layers(blocks, x, mask, execution)[0])
+    return np.float64(np.stack(jax.device_get(found)))
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_losses_of_layers_are_those_of_numpy(kind):
+    """Value, and gradient of the matrices; of the rest of the model by differences."""
+    recipe = recipe_of(**HIDDEN, distillation__hidden_loss=kind)
+    batch, loss = batches(1)[0], recipe.loss
+    with jax.set_mesh(recipe.mesh):
+        state, rows = state_of(recipe), runs.put_batch(recipe, batch)
+        mine = layer_outputs(loss.apply, state.params, rows, loss.execution)
+        teacher = layer_outputs(loss.teacher.apply, state.frozen, rows, loss.teacher.execution)
+
+        def take(params, state, rows):
+            joined = loss.joined(params, state.frozen, training=True)
+            return recipe.gradient.take(joined, loss.prepared(rows, state.frozen), (), ())[0]
+
+        take = jax.jit(take)
+        found = take(state.params, state, rows)
+        step = jax.tree.map(lambda leaf: 1e-3 * leaf / jnp.linalg.norm(leaf), found.tree)
+        moved = [
+            take(jax.tree.map(lambda a, b: a + sign * b, state.params, step), state, rows)  # noqa: B023
+            for sign in (1, -1)
+        ]
+    share = np.float64(batch["weights"]) / batch["weights"].sum()
+    total, wanted = 0.0, {}
+    for layer, of_teacher in ((0, 2), (1, 0)):
+        matrix = np.float64(state.params["projection"][f"layer_{layer}"])
+        x, y = mine[layer], teacher[of_teacher]
+        out = x @ matrix
+        if kind == "mse":
+            each, slope = ((out - y) ** 2).mean(-1), 2 * (out - y) / y.shape[-1]
+        else:
+            a, b = (np.linalg.norm(one, axis=-1, keepdims=True) for one in (out, y))
+            cosine = (out * y).sum(-1, keepdims=True) / (a * b)
+            each, slope = 1 - cosine[..., 0], -(y / (a * b) - cosine * out / a**2)
+        total += (each * share).sum() / 2
+        slope = 0.4 / 2 * slope * share[..., None]
+        wanted[f"layer_{layer}"] = np.einsum("btd,bte->de", x, slope)
+    np.testing.assert_allclose(found.reported["hidden"], total, rtol=1e-4)
+    compare.assert_close(found.tree["projection"], wanted, 1e-4)
+
+    def minimized(one):
+        of_teacher = 0.7 * 4 * one.reported["divergence"] + 0.4 * one.reported["hidden"]
+        return 0.3 * one.loss + of_teacher
+
+    along = float(minimized(moved[0]) - minimized(moved[1])) / 2
+    norms = sum(
+        float(jnp.sum(a * b))
+        for a, b in zip(*map(jax.tree.leaves, (found.tree, step)), strict=True)
+    )
+    np.testing.assert_allclose(along, norms, rtol=2e-2)
+
+
+@pytest.mark.parametrize("mesh", list(MESHES)[:2])
+def test_layers_train_alike_on_meshes(mesh):
+    keys = HIDDEN | runs.PARITY_OPTIMIZER | dict(remat="full")
+    one, split = recipe_of(**keys), recipe_of(**MESHES[mesh], **keys)
+    compare.assert_trained_alike(
+        runs.train(split, batches(), state_of(split)), runs.train(one, batches(), state_of(one)),
+        1e-5,
+    )  # fmt: skip
+
+
+def test_layers_are_paired_evenly():
+    assert hidden_states.pairs_of((), 4, 12) == ((0, 2), (1, 5), (2, 8), (3, 11))
+    assert hidden_states.pairs_of((), 3, 4) == ((0, 0), (1, 1), (2, 3))
+    assert hidden_states.pairs_of((-1, 5), 2, 6) == ((1, 5),)
+
+
 def test_training_nears_the_teacher_that_stays_what_it_is():
     recipe = recipe_of(
         distillation__weight=1.0, distillation__temperature=1.0, precision="bf16",
@@ -438,6 +523,11 @@ def test_whole_logits_of_neither_exist():
      "use another schedule"),
     (dict(distillation__teacher="", distillation__top_k=300), "more than the 257 tokens"),
     (dict(start_from_layers=(0, 1)), "no effect without start_from"),
+    (dict(distillation__hidden_layers=(0, 1)), "no effect with distillation.hidden_weight=0"),
+    (HIDDEN | dict(distillation__hidden_layers=(0, 3)), "layer 3 is none of the teacher's 3"),
+    (HIDDEN | dict(distillation__hidden_layers=(0,)), "names 1 layers and the student has 2"),
+    (HIDDEN | dict(mesh=dict(stage=2), batch__accumulation=2), "use mesh.stage=1, and fsdp"),
+    (HIDDEN | dict(distillation__teacher="", distillation__top_k=2), "files have no outputs"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(keys, said):
     keys = dict(keys)

@@ -9,6 +9,7 @@ import pytest
 from support import compare, runs
 
 from llmx.config import ConfigError
+from llmx.model import apply, families
 from llmx.sharding import trees
 from llmx.step.transforms import masks
 
@@ -96,7 +97,9 @@ CASES = {
         {"stage": 2}, dict(batch__accumulation=4, pipeline__schedule="pipedream_2bw"),
     ),
     "offload": (
-        {"fsdp": 2}, dict(offload__optimizer=True, offload__parameters=True, remat="full")
+        {"fsdp": 2},
+        dict(offload__optimizer=True, offload__parameters=True, remat="full",
+             pruning__method="movement", pruning__rewind_to=2),
     ),
     "8-bit moments": ({"fsdp": 2}, dict(optimizer__moments="int8")),
     "muon": ({"fsdp": 2}, dict(optimizer__name="muon")),
@@ -110,9 +113,14 @@ CASES = {
     "one_bit": synced("one_bit", sync__warmup_steps=3, **EMA),
     "zero_one": synced("zero_one"),
     "stale": synced("stale"),
+    "experts": (
+        {"expert": 2},
+        dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=16,
+             experts__bias_rate=0.01),
+    ),
 }  # fmt: skip
 # Of these the update of a masked weight is not zero, which is set to zero after it.
-MIXED = ("muon", "power_sgd", "one_bit", "zero_one")
+MIXED = ("muon", "int8", "power_sgd", "one_bit", "zero_one")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,11 +130,13 @@ def test_masked_weights_are_zero(name):
     mesh, keys = CASES[name]
     recipe = make_recipe(mesh, **keys)
     states, reports = walk(recipe)
+    total = sum(mask.size for mask in masks_of(states[0]).values())
+    assert name == "experts" or total == WEIGHTS
     for number, (state, report) in enumerate(zip(states, reports, strict=True)):
-        pruned = {3: math.floor(WEIGHTS * 0.5 * (1 - (1 / 3) ** 3))}.get(number + 1, 0)
-        pruned = pruned if number + 1 < LAST else WEIGHTS // 2
+        pruned = {3: math.floor(total * 0.5 * (1 - (1 / 3) ** 3))}.get(number + 1, 0)
+        pruned = pruned if number + 1 < LAST else total // 2
         assert sum((~mask).sum() for mask in masks_of(state).values()) == pruned
-        assert np.isclose(state.extra[masks.NAME].sparsity, pruned / WEIGHTS)
+        assert np.isclose(state.extra[masks.NAME].sparsity, pruned / total)
         for part in ("params", "ema"):
             assert not masked_values(state, part).any(), (number, part)
         if hasattr(state.sync, "params"):
@@ -142,18 +152,32 @@ def test_masked_weights_are_zero(name):
     ))  # fmt: skip
 
 
+def pruned_at_once(recipe, params) -> dict[str, np.ndarray]:
+    """Masks of the last pruning of these parameters, layers in the model's order."""
+    with jax.set_mesh(recipe.mesh):
+        state = recipe.init(0)._replace(params=runs.put_params(recipe, params))
+        step = jax.device_put(np.int32(LAST), state.step.sharding)
+        state = recipe.between[f"{masks.NAME}/{masks.PRUNE}"](state._replace(step=step))
+    assert not masked_values(jax.tree.map(np.array, state), "params").any()
+    found = jax.device_get(state.extra[masks.NAME].masks)
+    return trees.named(found | {"blocks": jax.device_get(recipe.order.inverse(found["blocks"]))})
+
+
+@functools.cache
+def first_params():
+    return jax.device_get(make_recipe().init(0).params)
+
+
 @pytest.mark.parametrize(
     "mesh", [{"fsdp": 2, "tensor": 2}, {"stage": 2}, {"data": 2, "fsdp": 2}], ids=str
 )
-def test_every_mesh_prunes_as_one_device_does(mesh):
+def test_every_mesh_prunes_the_same(mesh):
     keys = dict(batch__accumulation=4) if "stage" in mesh else {}
-    (wanted, _), (found, _) = (
-        walk(make_recipe(m, **keys | runs.PARITY_OPTIMIZER), LAST) for m in ({}, mesh)
+    wanted, found = (
+        pruned_at_once(make_recipe(m, **k), first_params()) for m, k in (({}, {}), (mesh, keys))
     )
-    before, after = masks_of(wanted[-1]), masks_of(found[-1])
-    differ = sum((before[name] != after[name]).sum() for name in before)
-    assert differ <= 2, differ  # weights of almost one size
-    compare.assert_close(found[1].params, wanted[1].params, 1e-4)
+    compare.assert_same(found, wanted)
+    assert sum((~mask).sum() for mask in found.values()) == WEIGHTS // 2
 
 
 def test_gradients_of_masked_weights_do_not_count():
@@ -192,14 +216,19 @@ def test_movement_scores():
     assert flat[~kept].max() <= flat[kept].min()
 
 
-def test_a_layer_at_a_time_and_two_of_four():
-    state = walk(make_recipe({"fsdp": 2}, pruning__scope="layer"), LAST)[0][-1]
-    assert all((~layer).mean() == 0.5 for mask in masks_of(state).values() for layer in mask)
-    state = walk(make_recipe({"fsdp": 2, "tensor": 2}, pruning__method="n_m"), LAST)[0][-1]
-    for name, mask in masks_of(state).items():
-        dim = 2 if name.endswith(("out/kernel",)) else 1
-        groups = np.moveaxis(mask, dim, -1)
-        assert (groups.reshape(-1, 4).sum(-1) == 2).all(), name
+def test_a_layer_at_a_time():
+    found = pruned_at_once(make_recipe({"fsdp": 2}, pruning__scope="layer"), first_params())
+    assert all((~layer).mean() == 0.5 for mask in found.values() for layer in mask)
+
+
+def test_two_of_four():
+    recipe = make_recipe({"fsdp": 2, "tensor": 2}, pruning__method="n_m")
+    named = trees.named(first_params())
+    for name, mask in pruned_at_once(recipe, first_params()).items():
+        dim = 2 if name.endswith("out/kernel") else 1
+        kept, sizes = (np.moveaxis(a, dim, -1).reshape(-1, 4) for a in (mask, np.abs(named[name])))
+        assert (kept.sum(-1) == 2).all(), name
+        assert (np.where(kept, sizes, np.inf).min(-1) >= np.where(kept, 0, sizes).max(-1)).all()
 
 
 def test_weights_that_are_left_go_back():
@@ -286,3 +315,19 @@ def test_what_cannot_be(name):
     with pytest.raises(ConfigError) as error:
         make_recipe(mesh, **keys)
     assert all(words in problem for problem in error.value.problems)
+
+
+def test_which_weights_are_pruned():
+    """Of products and of experts; neither routers, norms, biases nor tables."""
+    of = lambda family: sorted({  # noqa: E731
+        masks.product_of(name)
+        for name in masks.prunable(apply.abstract_parameters(families.preset(family))[1])
+    })  # fmt: skip
+    attention = [f"attention/{name}" for name in ("key", "out", "query", "value")]
+    assert of("llama3") == [*attention, "mlp/down", "mlp/gate", "mlp/up"]
+    assert of("gpt2") == [*attention, "mlp/down", "mlp/up"]
+    assert of("gpt_oss") == of("mixtral") == of("llama3")
+    assert of("deepseek_v3") == [
+        *(f"attention/{name}" for name in ("down", "out", "query", "query_down", "up")),
+        "mlp/down", "mlp/gate", "mlp/shared/down", "mlp/shared/gate", "mlp/shared/up", "mlp/up",
+    ]  # fmt: skip

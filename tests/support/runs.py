@@ -174,6 +174,12 @@ def put_state(recipe, state):
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, recipe.abstract))
 
 
+def put_params(recipe, params: dict):
+    """Parameters on the host, layers in the model's order, on the recipe's devices."""
+    to = jax.tree.map(lambda leaf: leaf.sharding, recipe.loss.params)
+    return jax.device_put(jax.device_get(in_stages(recipe, params)), to)
+
+
 def in_stages(recipe, params: dict) -> dict:
     """Parameters with their layers in the order in which the recipe's stages hold them."""
     return params | {"blocks": recipe.order.apply(params["blocks"])}

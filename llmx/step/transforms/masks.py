@@ -81,15 +81,16 @@ def product_of(name: str) -> str:
 
 
 def prunable(axes: Any) -> dict[str, tuple[str, ...]]:
-    """Logical axes of the weights that can be pruned, by name: of the layers' products, routers
-    left out."""
+    """Logical axes of the weights that can be pruned, by name: of the layers' products and experts.
+    Routers, factors of products and scales are left out."""
     leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     named = trees.named(jax.tree.unflatten(jax.tree.structure(
         axes, is_leaf=lambda leaf: isinstance(leaf, tuple)), range(len(leaves))))  # fmt: skip
     found = {name: leaves[number] for name, number in named.items()}
+    is_weight = lambda name, of: name.endswith("/kernel") or "experts" in of  # noqa: E731
     return {
         name: of for name, of in found.items()
-        if of[0] in ("layers", "first") and "embed" in of and "router" not in of
+        if of[0] in ("layers", "first") and "embed" in of and is_weight(name, of)
     }  # fmt: skip
 
 
@@ -207,14 +208,14 @@ class _Masks:
         return Pruning(masks, fp32((), whole), scores, early)
 
     def init(self, params: Any) -> Pruning:
-        abstract, named = self.abstract(), trees.named(params)
+        abstract, named = self.abstract(), trees.named(_on_device(params))
         is_fixed = self.config.method == FIXED and not self.config.masks_from
         stays = (lambda leaf: leaf != 0) if is_fixed else (lambda leaf: jnp.ones(leaf.shape, bool))
         masks = {name: stays(named[name]) for name in self.axes}
         return Pruning(
             trees.nest(masks), self.share_of(masks),
             jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract.scores),
-            jax.tree.map(lambda like, leaf: leaf + 0, abstract.early, params)
+            jax.tree.map(lambda like, leaf: leaf + 0, abstract.early, _on_device(params))
             if self.config.rewind_to >= 0 else (),
         )  # fmt: skip
 
@@ -242,7 +243,7 @@ class _Masks:
     def after(self, own: Pruning, state: State, found: Gradients, accepted: jax.Array) -> Pruning:
         if self.config.method != MOVEMENT:
             return own
-        params, grads = trees.named(state.params), trees.named(found.tree)
+        params, grads = trees.named(_on_device(state.params)), trees.named(found.tree)
         scores = trees.named(own.scores)
 
         def moved(scores, params, grads, accepted):
@@ -274,7 +275,7 @@ class _Masks:
     def remembered(self, state: State) -> State:
         """With the parameters as they are, to go back to."""
         own = state.extra[NAME]
-        early = jax.tree.map(jax.sharding.reshard, state.params, self.loss.updates)
+        early = jax.tree.map(jax.sharding.reshard, _on_device(state.params), self.loss.updates)
         return _unless_stopped(state, _with(state, own._replace(early=early)))
 
     def rewound(self, state: State) -> State:
@@ -292,13 +293,14 @@ class _Masks:
             state.extra[NAME].early, state.ema
         )
         new = state._replace(params=params, opt_state=opt_state, sync=sync, ema=ema)
+        new = jax.tree.map(_in_memory_of, new, state)
         return _unless_stopped(state, self.hold(new))
 
     def pruned(self, state: State) -> State:
         """With the masks that the schedule wants after `state.step` steps."""
         own = state.extra[NAME]
         weights = own.scores if self.config.method == MOVEMENT else state.params
-        named, masks = trees.named(weights), trees.named(own.masks)
+        named, masks = trees.named(_on_device(weights)), trees.named(own.masks)
         shardings = {name: jax.typeof(mask).sharding for name, mask in masks.items()}
         whole = NamedSharding(self.loss.mesh, PartitionSpec())
 
@@ -356,15 +358,24 @@ def _with(state: State, own: Pruning) -> State:
 
 def _unless_stopped(state: State, new: State) -> State:
     """`new`, or the state as it is where the guard has stopped the run: the step is taken again."""
-    put = lambda leaf: jax.device_put(leaf, jax.memory.Space.Device)  # noqa: E731
 
     def keep(new, old):
         if new is old:
             return old
-        kept = jnp.where(state.guard.stopped, put(old), put(new))
-        return jax.device_put(kept, jax.typeof(old).memory_space)
+        return _in_memory_of(
+            jnp.where(state.guard.stopped, _on_device(old), _on_device(new)), old
+        )  # fmt: skip
 
     return jax.tree.map(keep, new, state)
+
+
+def _on_device(tree: Any) -> Any:
+    """Arrays, of which some may be in the memory of the host."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
+
+
+def _in_memory_of(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jax.device_put(new, jax.typeof(old).memory_space)
 
 
 def _where(leaf: jax.Array, mask: jax.Array) -> jax.Array:
@@ -392,13 +403,13 @@ def _on_masked(
         within = not parts or any(name.startswith(f"{part}/") for part in parts)
         if within and (owner := _owner(name, leaf, masks)):
             own[i], owners[i] = leaf, owner
-    on_device = {i: jax.device_put(leaf, jax.memory.Space.Device) for i, leaf in own.items()}
+    on_device = _on_device(own)
 
     def changed(arrays, masks):
         return {i: change(array, masks[owners[i]]) for i, array in arrays.items()}
 
     new = _auto(changed, on_device)(on_device, dict(masks))
-    new = {i: jax.device_put(new[i], jax.typeof(leaf).memory_space) for i, leaf in own.items()}
+    new = {i: _in_memory_of(new[i], leaf) for i, leaf in own.items()}
     return structure.unflatten([new.get(i, leaf) for i, (_, leaf) in enumerate(leaves)])
 
 
