@@ -64,8 +64,10 @@ def _draw(rows: Sequence[Measured]):
         "MFLOPs per token": [row.flops / 1e6 for row in rows],
         "tokens per second": [row.tokens_per_second for row in rows],
     }
+    numbers = {title: values for title, values in numbers.items() if any(values)}
     figure = Figure(figsize=(11, 1.2 + 0.4 * len(rows)), layout="constrained")
-    for axes, (title, values) in zip(figure.subplots(1, 4), numbers.items(), strict=True):
+    axes_of = figure.subplots(1, len(numbers), squeeze=False)[0]
+    for axes, (title, values) in zip(axes_of, numbers.items(), strict=True):
         bars = axes.barh(names, values, color="#4c78a8")
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize="small")
         axes.set_title(title, loc="left", fontsize="medium")
