@@ -18,7 +18,7 @@ from llmx import train
 from llmx.config import Config
 from llmx.contract import State
 from llmx.data import objects
-from llmx.model import adapters, losses
+from llmx.model import adapters, losses, own
 from llmx.model.training_loss import of_model
 from llmx.runtime import exits, records
 from llmx.runtime.caller import Caller, Record, name_of
@@ -44,7 +44,8 @@ class Run:
     @property
     def params(self) -> Any:
         """The parameters as a nested dict of arrays; their average where the run keeps one, and
-        merged with adapters where these are what is trained."""
+        merged with adapters where these are what is trained. Of a model of your own a flat dict by
+        path, which `own.tree` turns into what its `init` returns, while `fit` runs with it."""
         state, config = self.state, self.config.adapters
         if not config.rank:
             return of_model(state.averaged)
@@ -67,6 +68,7 @@ def fit(
     config: Config, *, callbacks: Sequence[Callable[[Record], Any]] = (),
     workdir: str | os.PathLike = "",
     optimizer: Callable | None = None, loss: Callable | None = None, dataset: Any = None,
+    model: Any = None,
 ) -> Run:  # fmt: skip
     """Trains as the config says, or goes on with the run that is in its work directory.
 
@@ -79,6 +81,7 @@ def fit(
       optimizer: (OptimizerConfig, schedule, axes) -> optax transformation, a row of `OPTIMIZERS`.
       loss: what a token adds to what is minimized, a row of `losses.OF_TOKENS`.
       dataset: gives the rows of each step, see `llmx.data.objects`.
+      model: computes logits in the place of the decoder, see `llmx.model.own`.
 
     Ctrl-C and SIGTERM stop the run after a step, with a checkpoint; before the first step and the
     second time Ctrl-C raises KeyboardInterrupt. Raises ValueError for what is wrong with the
@@ -94,7 +97,8 @@ def fit(
     if wrong := [callback for callback in callbacks if not callable(callback)]:
         raise ValueError(f"callbacks has {wrong[0]!r}, which is no function of a record")
     with contextlib.ExitStack() as registered:
-        _register(registered, config, optimizer=optimizer, loss=loss, dataset=dataset)
+        _register(registered, config, optimizer=optimizer, loss=loss, dataset=dataset,
+                  model=model)  # fmt: skip
         args = argparse.Namespace(auto_mesh=False, check_determinism=False)
         caller = Caller(settings=lambda job, argv: (args, config, []), callbacks=tuple(callbacks))
         code = train.main([], caller)
@@ -108,7 +112,7 @@ def fit(
 
 def _register(
     until: contextlib.ExitStack, config: Config, *, optimizer: Callable | None,
-    loss: Callable | None, dataset: Any,
+    loss: Callable | None, dataset: Any, model: Any,
 ) -> None:  # fmt: skip
     """Puts the objects into their tables, and their names into the config."""
     if optimizer is not None:
@@ -124,6 +128,8 @@ def _register(
         config.loss.of_tokens = until.enter_context(_row(losses.OF_TOKENS, loss))
     if dataset is not None:
         config.data.sources = (until.enter_context(_row(objects.OBJECTS, dataset)),)
+    if model is not None:
+        config.model.own = until.enter_context(_row(own.MODELS, model))
 
 
 @contextlib.contextmanager

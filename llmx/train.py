@@ -389,7 +389,7 @@ class Loop:
             batch_of=functools.partial(divergence.batch_of, config.rollback),
         )  # fmt: skip
         reached = None
-        if chip := hardware.this_chip():
+        if (chip := hardware.this_chip()) and not config.model.own:
             reached = utilization.of(config, chip, jax.device_count())
             launch.log(f"peak:  {reached.peak_text()}, for MFU and HFU")
         self.reporter = metrics.Reporter(

@@ -26,7 +26,7 @@ COMMAND_ROW = 7  # of a room's __main__
 
 # The only importers of packages that the rest of the project must not depend on.
 SOLE_IMPORTERS = {
-    "flax": {"llmx.model.decoder", "llmx.model.apply"},
+    "flax": {"llmx.model.decoder", "llmx.model.apply", "llmx.model.own"},
     "ml_collections": {"llmx.config.flags"},
 }
 

@@ -42,6 +42,11 @@ def resolve(
         )
     else:
         run.launch.platform = platform
+    if run.model.own:
+        problems.append(
+            f"model.own={run.model.own!r}: plans and reports count the decoder's parameters and "
+            "FLOPs; leave it out"
+        )
     problems += _across_slices(run, topology)
     return checks.resolve(run, topology.num_devices, problems=problems)
 

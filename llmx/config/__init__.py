@@ -235,7 +235,7 @@ def save_run(config: Config):
 def load_run(workdir: str) -> Config:
     """The resolved config of the run in `workdir`.
 
-    Raises ValueError where there is none, or a damaged one.
+    Raises ValueError where there is none, a damaged one, or one of a program's own model.
     """
     remote.require_local("--workdir=", workdir, "copy the run to a local folder first")
     path = pathlib.Path(workdir) / "config.json"
@@ -245,6 +245,11 @@ def load_run(workdir: str) -> Config:
             f"python -m llmx.train --config ... --workdir {workdir}"
         )
     config = read_saved(path)
+    if config.model.own:
+        raise ValueError(
+            f"{workdir} holds a run of a program's own model, {config.model.own!r}: commands know "
+            "the decoder only; llmx.fit(model=...) with this workdir goes on and evaluates"
+        )
     config.workdir = str(workdir)
     return config
 

@@ -17,6 +17,7 @@ from llmx.config import (
     adapter_checks,
     distillation_checks,
     expert_checks,
+    own_checks,
     preference_checks,
     stage_memory,
     starting,
@@ -63,7 +64,8 @@ def resolve(
         raise ConfigError([*found, str(error)]) from error
     found += [*_sections(config), *_mesh(config, num_devices)]
     found += _start(config)
-    found += [*adapter_checks.problems(config), *preference_checks.problems(config)]
+    of_model = own_checks if config.model.own else adapter_checks
+    found += [*of_model.problems(config), *preference_checks.problems(config)]
     found += distillation_checks.problems(config)
     if found:
         raise ConfigError(found)
@@ -82,7 +84,7 @@ def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
     run.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)
     forget_training(run)
     sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    if found := [*_tensor(run, sizes), *_width(run, sizes)]:
+    if not run.model.own and (found := [*_tensor(run, sizes), *_width(run, sizes)]):
         raise ConfigError(found)
     return run
 
@@ -95,7 +97,7 @@ def forget_training(run: Config) -> None:
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
     run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
     run.loss.of_tokens = losses.NATS
-    run.remat, run.memory_budget = "full", 0.0
+    run.remat, run.memory_budget = "none" if run.model.own else "full", 0.0
     run.adapters = AdaptersConfig()  # they are merged
     run.preference = PreferenceConfig(loss=preference.NONE)
     run.distillation, run.start_from_layers = DistillationConfig(), ()
@@ -194,7 +196,7 @@ def _sections(config: Config) -> list[str]:
     platform = config.launch.platform
     if known and (why_not := precision.refusal(config.precision, config.reduce_dtype, platform)):
         found.append(why_not)
-    if config.batch.sequence_length > config.model.max_positions:
+    if config.batch.sequence_length > config.model.max_positions and not config.model.own:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "
             f"model.max_positions={config.model.max_positions}: use shorter sequences, or raise "
@@ -250,17 +252,17 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     if config.sharding.layout not in sharding.LAYOUTS:
         return []
     unknown = [axis for axis in config.mesh.across_slices if axis not in sizes]
+    of_decoder = () if config.model.own else (
+        *_tensor(config, sizes), *expert_checks.problems(config, sizes), *_context(config, sizes),
+        *_products(config, sizes), *_offloaded_parameters(config, sizes["stage"]),
+    )  # fmt: skip
     twice = {axis for axis in sizes if config.mesh.across_slices.count(axis) > 1}
     return [
         *(f"mesh.across_slices names {a!r} twice" for a in twice),
         *(f"mesh.across_slices: {a!r} is unknown: {bounds.use_one_of(a, sizes)}" for a in unknown),
         *stage_problems(config, sizes["stage"]),
-        *_tensor(config, sizes),
-        *expert_checks.problems(config, sizes),
         *_batch(config, sizes),
-        *_context(config, sizes),
-        *_products(config, sizes),
-        *_offloaded_parameters(config, sizes["stage"]),
+        *of_decoder,
     ]
 
 

@@ -210,6 +210,7 @@ def _make_strategy(
     wanted = config.offload.optimizer or config.offload.parameters
     wanted |= config.optimizer.moments == "int8"
     wanted |= kind_of(loss.mesh).platform == "cpu"
+    wanted &= not config.model.own  # whose layers are not stacked
     if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 

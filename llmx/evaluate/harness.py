@@ -10,12 +10,16 @@ arguments are there, `ls tasks` too. Those of `--model_args` are of `harness_mod
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from llmx.runtime import exits
 
 if __name__ == "__main__":
     exits.silent_interrupts()
+
+# Where the harness looks at its arguments.
+OF_ARGUMENTS = ("lm_eval.config", "lm_eval._cli", "lm_eval.evaluator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except harness_model.Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.REFUSED
+    except ValueError as error:
+        if not _of_arguments(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return exits.REFUSED
     finally:
         sys.argv = before
     return exits.DONE
+
+
+def _of_arguments(error: ValueError) -> bool:
+    """Whether the harness refused its arguments: tasks that it does not know, and so on."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith(OF_ARGUMENTS)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from llmx.model import (
     families,
     layers,
     losses,
+    own,
     remat,
     rope,
     turns,
@@ -38,6 +39,8 @@ from llmx.model.execution import Execution
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
     """The parameters' shapes and logical axes, as nested dicts; nothing is allocated."""
+    if model.own:
+        return own.abstract_parameters(model)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
     for stack, name in (("blocks", "layers"), ("first", "first")):
@@ -55,6 +58,8 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
     Weights are normal with variance 1/fan_in, smaller by sqrt(2L) if they write to the stream
     (GPT-2); norms are one, biases zero.
     """
+    if model.own:
+        return own.init_parameters(model, seed)
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
 
@@ -433,6 +438,11 @@ def _with_output(layer_of: Callable) -> Callable:
         return with_output
 
     return of
+
+
+def of(model: families.ModelConfig) -> "Apply | own.Apply":
+    """The functions of a model: of the decoder, or of one that a program gives."""
+    return own.Apply(model) if model.own else Apply(model)
 
 
 def _row(stack: Array, index: Array) -> Array:

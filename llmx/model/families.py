@@ -31,6 +31,8 @@ class ModelConfig:
     """One decoder-only transformer. `problems()` says what does not fit together."""
 
     family: str = "llama3"  # where the values come from; the model itself never asks
+    # "object:NAME": a program's own model in the place of the decoder (docs/library.md)
+    own: str = ""
     # V, real tokens; 0 = the tokenizer's
     vocab_size: int = bounded(0, at_least=0, at_most=MAX_SIZE, remedy="0 follows the tokenizer")
     # V is padded to it, without probability

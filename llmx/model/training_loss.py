@@ -348,7 +348,8 @@ def make(
         shapes = jax.tree.map(
             lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype_of(axes)), shapes, axes
         )
-        shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
+        if "blocks" in shapes:
+            shapes["blocks"] = jax.eval_shape(arrange, shapes["blocks"])
         to = placed_by("parameters", shapes, axes)
         if in_host_memory:
             on_host = lambda to: to.with_memory_kind(remat.HOST_MEMORY)  # noqa: E731
@@ -379,7 +380,7 @@ def make(
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
-        apply_lib.Apply(config), execution, params, axes, gradients, updates, z_loss, gather,
+        apply_lib.of(config), execution, params, axes, gradients, updates, z_loss, gather,
         transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
         taught_by, seed, arrange,
     )  # fmt: skip

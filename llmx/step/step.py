@@ -131,7 +131,8 @@ class Recipe:
 
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)
-            params["blocks"] = self.order.apply(params["blocks"])
+            if "blocks" in params:
+                params["blocks"] = self.order.apply(params["blocks"])
             if PROJECTION in self.loss.params:
                 params[PROJECTION] = hidden_states.init(self.loss.params[PROJECTION], seed)
             params, frozen = self._trained_and_frozen(params, seed)

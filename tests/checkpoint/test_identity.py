@@ -78,7 +78,18 @@ WITHOUT_EFFECT = {"family", "vocab_multiple"}
 
 
 def test_every_field_is_changed():
-    assert set(CHANGES) == {field.name for field in dataclasses.fields(families.ModelConfig)}
+    fields = {field.name for field in dataclasses.fields(families.ModelConfig)}
+    assert set(CHANGES) == fields - {"own"}  # which is a program's
+
+
+def test_another_model_of_a_program_is_refused():
+    model = MODELS["plain"]
+    saved = {"model": identity.as_json(dataclasses.replace(model, own="object:a"))}
+    assert not identity.refusal_of_model(saved, dataclasses.replace(model, own="object:a"))
+    for other in ("object:b", ""):
+        assert "model.own" in identity.refusal_of_model(
+            saved, dataclasses.replace(model, own=other)
+        )
 
 
 def program_of(model: families.ModelConfig):

@@ -10,6 +10,8 @@ import pytest
 from support import chat_templates, hf_models, small_tokenizers
 
 from llmx import convert
+from llmx.evaluate import harness
+from llmx.runtime import exits
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 WHY = "the harness is of the extra `eval`, and what it is compared with of the extra `hf`"
@@ -291,3 +293,13 @@ def test_the_command(both, tasks, tmp_path):
     refused = run("--model_args", f"workdir={tmp_path}", "--tasks", "asked")
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith(f"error: --workdir={tmp_path} holds no run")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--tasks", "asked,nosuch"], "nosuch"), ([], "No tasks specified")]
+)
+def test_what_the_harness_refuses_is_an_error_of_input(words, said, tasks, tmp_path, capsys):
+    own = ["--include_path", str(tasks), "--model_args", f"workdir={tmp_path}"]
+    assert harness.main([*own, *words]) == exits.REFUSED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and said in last
