@@ -76,5 +76,5 @@ class Evaluation:
             batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
         # The loss of pairs is not one of tokens.
-        names = ("loss", *(loss.reported or ("perplexity",)))
+        names = ("loss", *(loss.of_pairs or ("perplexity",)))
         return {name: result[name] for name in names}, held_out.extent_text(result)

@@ -50,7 +50,7 @@ def losses(
     to = recipe.loss.batch_sharding
     rows = sharding.process_rows(to, (batch_size, dataset.sequence_length))
     of_pairs = recipe.loss.preference is not None
-    totals = dict.fromkeys(("loss", *(recipe.loss.reported if of_pairs else ())), 0.0)
+    totals = dict.fromkeys(("loss", *recipe.loss.of_pairs), 0.0)
     number = 0.0
     available = math.ceil(dataset.num_held_out_windows / batch_size)
     batches = min(batches or available, available)

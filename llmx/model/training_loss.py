@@ -138,6 +138,11 @@ class TrainingLoss:
         """Names of what `of_rows` reports."""
         if self.execution.distilled is not None:
             return self.execution.distilled.reported
+        return self.of_pairs
+
+    @property
+    def of_pairs(self) -> tuple[str, ...]:
+        """Names of what `summed_pairs` reports beside the loss; () = the loss is that of tokens."""
         return () if self.preference is None else preference.REPORTED
 
     def prepared(
