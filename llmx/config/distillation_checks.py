@@ -48,6 +48,8 @@ def _combinations(config: Config) -> Iterator[str]:
             "frozen model stands; train all parameters, or learn from python -m llmx.data "
             "--teacher with distillation.top_k"
         )
+    if config.model.own:
+        yield f"{key} with a model of your own: it has no head to compare with a teacher's"
     if preference_checks.is_on(config):
         yield f"{key} with data.format='preference': the losses of pairs have no teacher"
     if config.pipeline.schedule == "pipedream_2bw" and config.mesh.stage > 1:
@@ -116,7 +118,11 @@ def _teacher(config: Config) -> Iterator[str]:
 
 def fits(teacher: ModelConfig, config: Config) -> Iterator[str]:
     """Why a student cannot learn from a teacher of this model."""
-    section = config.distillation
+    section, student = config.distillation, config.model
+    named = f"distillation.teacher={section.teacher!r}"
+    if teacher.own:
+        yield f"{named} is a model of a program's own: a teacher is one of the families of llmx"
+        return
     if section.hidden_weight and teacher.num_first:
         yield f"distillation.hidden_weight={section.hidden_weight}: the teacher has two stacks"
     if section.hidden_weight:
@@ -126,7 +132,6 @@ def fits(teacher: ModelConfig, config: Config) -> Iterator[str]:
             )
         except ValueError as error:
             yield f"distillation.hidden_layers={section.hidden_layers} {error}"
-    named, student = f"distillation.teacher={config.distillation.teacher!r}", config.model
     if teacher.vocab_size != student.vocab_size:
         yield (
             f"{named} has a vocabulary of {teacher.vocab_size} tokens and the student one of "
