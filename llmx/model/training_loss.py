@@ -366,17 +366,12 @@ def make(
     elif adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
         rounded = lambda axes: "embed" in axes and "router" not in axes  # noqa: E731
-        frozen = stored(
-            shapes, axes, lambda axes: policy.compute if rounded(axes) else policy.param
-        )
-        frozen_axes = axes
+        dtype_of = lambda axes: policy.compute if rounded(axes) else policy.param  # noqa: E731
+        frozen, frozen_axes = stored(shapes, axes, dtype_of), axes
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
-    if execution.distilled is not None and (layers := execution.distilled.layers):
-        projection = hidden_states.shapes_and_axes(layers, config.width, teacher.width)
-        shapes, axes = (
-            tree | {PROJECTION: own} for tree, own in zip((shapes, axes), projection, strict=True)
-        )
+    if execution.distilled is not None and execution.distilled.layers:
+        shapes, axes = _with_projection(execution, shapes, axes, config.width, teacher.width)
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
@@ -384,6 +379,15 @@ def make(
         transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
         taught_by, seed, arrange,
     )  # fmt: skip
+
+
+def _with_projection(
+    execution: Execution, shapes: Any, axes: Any, width: int, of_teacher: int
+) -> tuple[Any, Any]:
+    """Shapes and axes with those of the matrices from the student's layers to the teacher's."""
+    layers = execution.distilled.layers
+    own_shapes, own_axes = hidden_states.shapes_and_axes(layers, width, of_teacher)
+    return shapes | {PROJECTION: own_shapes}, axes | {PROJECTION: own_axes}
 
 
 def of_model(params: Any) -> Any:
