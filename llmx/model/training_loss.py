@@ -361,7 +361,7 @@ def make(
 
     frozen, frozen_axes, model_axes = (), (), axes
     taught_by = teacher_lib.make(teacher, execution) if teacher else None
-    if taught_by is not None:
+    if taught_by:
         frozen, frozen_axes = taught_by.params, taught_by.axes
     elif adapters.rank or preferred is not None:
         # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
@@ -370,8 +370,7 @@ def make(
         frozen, frozen_axes = stored(shapes, axes, dtype_of), axes
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
-    if execution.distilled is not None and execution.distilled.layers:
-        shapes, axes = _with_projection(execution, shapes, axes, config.width, teacher.width)
+    shapes, axes = _with_projection(execution, shapes, axes, config, teacher)
     params = stored(shapes, axes, lambda axes: policy.param)
     gradients, updates = (placed_by(table, params, axes) for table in ("gradients", "optimizer"))
     return TrainingLoss(
@@ -382,11 +381,14 @@ def make(
 
 
 def _with_projection(
-    execution: Execution, shapes: Any, axes: Any, width: int, of_teacher: int
-) -> tuple[Any, Any]:
-    """Shapes and axes with those of the matrices from the student's layers to the teacher's."""
-    layers = execution.distilled.layers
-    own_shapes, own_axes = hidden_states.shapes_and_axes(layers, width, of_teacher)
+    execution: Execution, shapes: Any, axes: Any, student: families.ModelConfig,
+    teacher: families.ModelConfig | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Shapes and axes with those of the matrices from the student's layers to the teacher's, where
+    outputs of layers are learned."""
+    if execution.distilled is None or not (layers := execution.distilled.layers):
+        return shapes, axes
+    own_shapes, own_axes = hidden_states.shapes_and_axes(layers, student.width, teacher.width)
     return shapes | {PROJECTION: own_shapes}, axes | {PROJECTION: own_axes}
 
 
