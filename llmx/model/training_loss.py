@@ -395,11 +395,7 @@ def make(
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
     else:
         shapes, axes = model_shapes, model_axes
-    if execution.distilled is not None and (layers := execution.distilled.layers):
-        projection = hidden_states.shapes_and_axes(layers, config.width, teacher.width)
-        shapes, axes = (
-            tree | {PROJECTION: own} for tree, own in zip((shapes, axes), projection, strict=True)
-        )
+    shapes, axes = _with_projection(execution, shapes, axes, config, teacher)
     quantized_as = quantized_as or QuantizationConfig()
     shapes, axes = quantization.with_steps(quantized_as, shapes, axes)
     params = stored(shapes, axes, lambda axes: policy.param)
@@ -411,6 +407,18 @@ def make(
         transforms or {}, of_tokens, adapters, frozen, frozen_axes, model_axes, preferred,
         taught_by, seed, arrange, quantized_as,
     )  # fmt: skip
+
+
+def _with_projection(
+    execution: Execution, shapes: Any, axes: Any, student: families.ModelConfig,
+    teacher: families.ModelConfig | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Shapes and axes with those of the matrices from the student's layers to the teacher's, where
+    outputs of layers are learned."""
+    if execution.distilled is None or not (layers := execution.distilled.layers):
+        return shapes, axes
+    own_shapes, own_axes = hidden_states.shapes_and_axes(layers, student.width, teacher.width)
+    return shapes | {PROJECTION: own_shapes}, axes | {PROJECTION: own_axes}
 
 
 def _stored(
