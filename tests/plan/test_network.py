@@ -242,6 +242,15 @@ def test_zero_one_follows_its_timetable():
         *((name, ()) for name in ("mean", "one_bit", "int8", "top_k", "power_sgd")),
         *((name, ("*norm*", "embedding")) for name in ("one_bit", "power_sgd")),
     ],
+    ids=[
+        "mean",
+        "one_bit",
+        "int8",
+        "top_k",
+        "power_sgd",
+        "one_bit, some whole",
+        "power_sgd, some whole",
+    ],
 )
 def test_bytes_are_those_of_the_compiled_exchange(strategy, uncompressed):
     mesh = sharding.make_mesh(SIZES)
