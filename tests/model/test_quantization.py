@@ -14,7 +14,11 @@ from llmx.model.quantization import QuantizationConfig
 from llmx.model.quantized import Ranges
 from llmx.sharding import trees
 
-torch = pytest.importorskip("torch")
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None  # of the extra `hf`
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is of the extra `hf`")
 
 # In units of a scale: many times the rounding of its fp32 division.
 MIDDLE = 1e-5
@@ -97,6 +101,7 @@ def state_of(recipe):
     return state._replace(params=jax.device_put(params, to))
 
 
+@needs_torch
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_torch(case):
     recipe = recipe_of(**CASES[case])
@@ -224,6 +229,7 @@ def test_ranges_are_moving_averages_that_freeze():
     assert (found[0][..., 0] > 0).all()
 
 
+@needs_torch
 def test_inputs_are_rounded_and_clipped_as_torch_does():
     """A product with a range below the largest of its inputs: value and both gradients."""
     random, place = np.random.default_rng(0), recipe_of(**INPUTS).loss.execution
