@@ -6,7 +6,7 @@
 
 A row is a recipe of `llmx.compress`. Each is trained for equal tokens, the dense model too, so that
 a smaller one is compared with what the larger would have become. Runs and stages are kept in
---folder; a killed command goes on. Add a row: it is a name in RUNS.
+--folder; a killed command goes on. Add a row: it is a name in `runs`.
 """
 
 import argparse
@@ -15,10 +15,8 @@ import os
 from llmx.compress import command
 from llmx.compress.recipe import Recipe
 
-STEPS = 150
 
-
-def train(steps: int = STEPS, **config) -> tuple[str, dict]:
+def train(steps: int, **config) -> tuple[str, dict]:
     """A stage that trains; config: keys with "__" in the place of dots."""
     keys = {key.replace("__", "."): value for key, value in config.items()}
     return "train", dict(steps=steps, learning_rate=3e-3, warmup_steps=10, config=keys)
@@ -28,40 +26,49 @@ def one_shot(**options) -> tuple:
     return (("prune", options),)
 
 
-PRUNED = dict(pruning__begin_step=0, pruning__every=5)
-# By name: the stages. Without a stage that trains a row shows what the method alone does.
-RUNS = {
-    "dense": (train(),),
-    "pruned_50": (train(pruning__method="magnitude", pruning__end_step=75, **PRUNED),),
-    "pruned_50_by_layer": (
-        train(pruning__method="magnitude", pruning__scope="layer", pruning__end_step=75, **PRUNED),
-    ),
-    "pruned_80": (
-        train(pruning__method="magnitude", pruning__sparsity=0.8, pruning__end_step=75, **PRUNED),
-    ),
-    "two_of_four": (train(pruning__method="n_m", pruning__end_step=40, **PRUNED),),
-    "movement_50": (train(pruning__method="movement", pruning__end_step=75, **PRUNED),),
-    "shrunk_30": (("shrink", dict(num_layers=3, mlp_dim=336)), train()),
-    "magnitude": one_shot(method="magnitude"),
-    "wanda": one_shot(method="wanda"),
-    "sparse_gpt": one_shot(method="sparse_gpt"),
-    "magnitude_2_4": one_shot(method="magnitude", pattern="2:4"),
-    "wanda_2_4": one_shot(method="wanda", pattern="2:4"),
-    "sparse_gpt_2_4": one_shot(method="sparse_gpt", pattern="2:4"),
-}  # fmt: skip
+def runs(steps: int) -> dict[str, tuple]:
+    """By name: the stages. Without a stage that trains a row shows what the method alone does."""
+
+    def pruned(method: str, until: float, **options) -> tuple:
+        options = {f"pruning__{key}": value for key, value in options.items()}
+        end = round(until * steps)
+        return (
+            train(
+                steps, pruning__method=method, pruning__begin_step=0, pruning__every=5,
+                pruning__end_step=end, **options,
+            ),
+        )  # fmt: skip
+
+    return {
+        "dense": (train(steps),),
+        "pruned_50": pruned("magnitude", 0.5),
+        "pruned_50_by_layer": pruned("magnitude", 0.5, scope="layer"),
+        "pruned_80": pruned("magnitude", 0.5, sparsity=0.8),
+        "two_of_four": pruned("n_m", 0.25),
+        "movement_50": pruned("movement", 0.5),
+        "shrunk_30": (("shrink", dict(num_layers=3, mlp_dim=336)), train(steps)),
+        "magnitude": one_shot(method="magnitude"),
+        "wanda": one_shot(method="wanda"),
+        "sparse_gpt": one_shot(method="sparse_gpt"),
+        "magnitude_2_4": one_shot(method="magnitude", pattern="2:4"),
+        "wanda_2_4": one_shot(method="wanda", pattern="2:4"),
+        "sparse_gpt_2_4": one_shot(method="sparse_gpt", pattern="2:4"),
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(runs(1))}")
+    parser.add_argument("--steps", type=int, default=150, help="of what trains")
     parser.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
     parser.add_argument("--folder", default="runs/compare_pruning", help="of the new runs")
     args = parser.parse_args()
-    if wrong := sorted(set(args.names) - set(RUNS)):
-        parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(RUNS)}")
+    known = runs(args.steps)
+    if wrong := sorted(set(args.names) - set(known)):
+        parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(known)}")
     rows = {}
-    for name in args.names or RUNS:
-        recipe = Recipe(stages=RUNS[name], evaluation_batches=16)
+    for name in args.names or known:
+        recipe = Recipe(stages=known[name], evaluation_batches=16)
         rows[name] = command.compress(args.workdir, recipe, os.path.join(args.folder, name))
     first = next(iter(rows.values()))[0]
     dense = rows["dense"][-1] if "dense" in rows else first
