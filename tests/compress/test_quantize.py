@@ -9,10 +9,11 @@ import pytest
 from compress.test_calibration import batches_of, random_params, recipe_of
 from support.runs import make_config, make_recipe, put_batch
 
-from llmx.compress import calibration, quantize, rounding, scaling
+from llmx.compress import calibration, quantize, rounding, saved, scaling
 from llmx.compress.quantize import QuantizeConfig
-from llmx.model import packed
+from llmx.model import packed, quantization
 from llmx.model.packed import PackedConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.sharding import trees
 
 # fp32 with numbers multiplied and divided by factors of up to a hundred.
@@ -139,6 +140,62 @@ def test_gptq_behind_rounded_layers_is_nearer_to_the_model_than_nearest_codes():
         errors[name] = np.square(logits(recipe, found, batches[0]) - expected).mean()
     assert errors["gptq"] < 0.8 * errors["nearest"], errors
     assert errors["awq"] < errors["nearest"], errors
+
+
+@pytest.mark.parametrize("config", [PackedConfig("int4", 8), PackedConfig("int8", 0)], ids=str)
+def test_packed_weights_are_counted_as_numbers(config):
+    """By the numbers that they stand for, also where the zero point is no code of the middle."""
+    recipe, params, _ = run_of("llama3")
+    loss, how = recipe.loss, QuantizeConfig(method="nearest")
+    named = dict(trees.named(params))
+    kernel_LDF = np.asarray(named["blocks/mlp/up/kernel"]).copy()
+    kernel_LDF[:, ::2] = 0
+    named["blocks/mlp/up/kernel"] = jax.device_put(
+        kernel_LDF, named["blocks/mlp/up/kernel"].sharding
+    )  # fmt: skip
+    pruned = trees.unnamed(named, params)
+    for symmetric in (True, False):
+        form = dataclasses.replace(config, symmetric=symmetric)
+        found = quantize.quantized(loss.apply, pruned, (), loss.execution, form, how)
+        number, total = saved.nonzero(found)
+        assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
+        expected = 0
+        for leaf in jax.tree.leaves(jax.device_get(found), is_leaf=packed.is_packed):
+            if not packed.is_packed(leaf):
+                expected += np.count_nonzero(leaf)
+                continue
+            for layer in range(len(leaf.codes)):
+                one = jax.tree.map(lambda array, at=layer: array[at], leaf)
+                codes, scale, zero = packed.codes_of(one)
+                zero = None if zero is None else jnp.asarray(zero)
+                rounded = rounding.Rounded(jnp.asarray(codes), jnp.asarray(scale), zero)
+                expected += np.count_nonzero(rounding.numbers(rounded, form))
+        assert number == expected < total - kernel_LDF.size // 2 + 1
+
+
+@pytest.mark.parametrize(("scales", "method"), [("largest", "gptq"), ("learned", "nearest")])
+def test_a_model_that_was_trained_as_integers_keeps_its_codes(scales, method):
+    recipe, params, batches = run_of("llama3")
+    loss, trained = recipe.loss, QuantizationConfig(bits=4, group=8, scales=scales)
+    with jax.set_mesh(recipe.mesh):
+        own = jax.jit(lambda params: quantization.init_steps(trained, params))(params)
+        codes = jax.jit(
+            lambda own: quantization.quantized_weights(own, trained, jnp.dtype("float32"))
+        )(own)  # fmt: skip
+    plain = quantization.dequantized_on_mesh(own, trained, jnp.dtype("float32"))
+    config, how = PackedConfig("int4", 8), QuantizeConfig(method)
+    found = quantize.quantized(loss.apply, plain, batches[:1], loss.execution, config, how)
+    leaves = packed.named(jax.device_get(found))
+    assert len(codes) == 7
+    for name, wanted in codes.items():
+        for layer in range(2):
+            one = jax.tree.map(lambda array, at=layer: array[at], leaves[name])
+            got, scale, _ = packed.codes_of(one)
+            of_layer = np.asarray(wanted.codes[layer]).reshape(got.shape)
+            np.testing.assert_array_equal(got - config.middle, of_layer)
+            np.testing.assert_allclose(
+                scale, np.asarray(wanted.scale[layer]).reshape(scale.shape), rtol=2.0**-8
+            )
 
 
 def test_what_cannot_be_quantized_is_refused():
