@@ -21,7 +21,9 @@ from llmx.model.packed import PackedConfig
 
 MOST_ROWS = 128  # inputs that GPTQ rounds before it corrects all others
 FEW_OUTPUTS = 8  # in which weights are looked at for codes of their own before all are
-ROUNDED = 2.0**-8  # of a number, how far rounding it and its scale to bf16 moves it at most
+# Of a number, how far rounding to bf16 and a scale that is found from such numbers may move it;
+# less than EXACT is what fp32 leaves.
+ROUNDED, EXACT = 1.5 * 2.0**-8, 1e-6
 
 
 class Rounded(NamedTuple):
@@ -75,15 +77,15 @@ def own_codes(
 
     Weights that were trained as integers are (`llmx.model.quantization`), also where fewer bits or
     larger groups shared a scale. Then codes stay as they are, and scales are rounded to
-    `scale_dtype`. Of several scales of a group the largest is taken. Without zero points only.
+    `scale_dtype`. Without zero points only.
     """
     if not config.symmetric:
         return None
-    few = _codes_of_own(weight_IO[:, :FEW_OUTPUTS], config=config)
-    if not few[2].all():  # of nearly all weights: at once
+    *_, fits = _codes_of_own(weight_IO[:, :FEW_OUTPUTS], config=config)
+    if not fits.all():  # of nearly all weights: at once
         return None
-    codes_GgO, scale_GO, on_grid = _codes_of_own(weight_IO, config=config)
-    if not on_grid.all():
+    codes_GgO, scale_GO, fits_GO = _codes_of_own(weight_IO, config=config)
+    if not fits_GO.all():
         return None
     scale_GO = scale_GO.astype(scale_dtype).astype(jnp.float32)
     return Rounded(codes_GgO.reshape(weight_IO.shape) + config.middle, scale_GO, None)
@@ -91,35 +93,39 @@ def own_codes(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _codes_of_own(weight_IO: Array, *, config: PackedConfig) -> tuple[Array, Array, Array]:
-    """Codes [G, g, O] around zero, scales [G, O], and whether these give the numbers [G, O]."""
+    """Codes [G, g, O] around zero and scales [G, O] that are nearest to the numbers, and whether
+    they give them [G, O]. Of scales that do as well the largest."""
     weight_GgO = _grouped(weight_IO, config)
-    most_GO = jnp.abs(weight_GgO).max(1)
+    size_GgO = jnp.abs(weight_GgO)
+    most_GO = jnp.where(size_GgO.max(1) > 0, size_GgO.max(1), 1.0)
 
     def codes_by(scale_GO):
         codes_GgO = jnp.round(weight_GgO / scale_GO[:, None])
         return jnp.clip(codes_GgO, -config.middle, config.middle - 1)
 
-    def largest_has(code, best):
-        """`best`, or where there is none yet that of the largest magnitude having this code."""
-        scale_GO = jnp.where(most_GO > 0, most_GO, 1.0) / code
+    def where_largest_has(code, best):
+        """`best`, or what is nearer, where the largest magnitude has this code."""
+        off_GO, scale_GO, codes_GgO = best
+        own_GO = most_GO / code
         for _ in range(2):  # the largest was rounded as well: by least squares over all
-            codes_GgO = codes_by(scale_GO)
-            squares_GO = jnp.square(codes_GgO).sum(1)
-            fitted_GO = (codes_GgO * weight_GgO).sum(1) / jnp.maximum(squares_GO, 1.0)
-            scale_GO = jnp.where(fitted_GO > 0, fitted_GO, scale_GO)
-        codes_GgO = codes_by(scale_GO)
-        off_GgO = jnp.abs(codes_GgO * scale_GO[:, None] - weight_GgO)
-        fits_GO = (off_GgO <= ROUNDED * jnp.abs(weight_GgO)).all(1)
-        known_GO, *rest = best
-        take_GO = fits_GO & ~known_GO
-        new = jnp.where(take_GO, scale_GO, rest[0]), jnp.where(
-            take_GO[:, None], codes_GgO, rest[1]
+            codes = codes_by(own_GO)
+            fitted_GO = (codes * weight_GgO).sum(1) / jnp.maximum(jnp.square(codes).sum(1), 1.0)
+            own_GO = jnp.where(fitted_GO > 0, fitted_GO, own_GO)
+        codes = codes_by(own_GO)
+        change_GgO = jnp.abs(codes * own_GO[:, None] - weight_GgO)
+        own_off_GO = (change_GgO / jnp.where(size_GgO > 0, size_GgO, 1.0)).max(1)
+        own_off_GO = jnp.maximum(own_off_GO, EXACT)
+        nearer_GO = own_off_GO < 0.9 * off_GO
+        return (
+            jnp.where(nearer_GO, own_off_GO, off_GO), jnp.where(nearer_GO, own_GO, scale_GO),
+            jnp.where(nearer_GO[:, None], codes, codes_GgO),
         )  # fmt: skip
-        return known_GO | fits_GO, *new
 
-    begin = jnp.zeros(most_GO.shape, bool), jnp.ones_like(most_GO), jnp.zeros_like(weight_GgO)
-    known_GO, scale_GO, codes_GgO = jax.lax.fori_loop(1, config.middle + 1, largest_has, begin)
-    return codes_GgO.astype(jnp.int32), scale_GO, known_GO
+    begin = jnp.full(most_GO.shape, jnp.inf), jnp.ones_like(most_GO), jnp.zeros_like(weight_GgO)
+    off_GO, scale_GO, codes_GgO = jax.lax.fori_loop(
+        1, config.middle + 1, where_largest_has, begin
+    )  # fmt: skip
+    return codes_GgO.astype(jnp.int32), scale_GO, off_GO <= ROUNDED
 
 
 def numbers(rounded: Rounded, config: PackedConfig) -> Float[Array, "I O"]:

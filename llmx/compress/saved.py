@@ -52,6 +52,7 @@ def opened(workdir: str, *, step: int | None = None) -> Opened:
     run = config_lib.load_run(workdir)
     launch.start(launch.elsewhere(run.launch))
     run = saved_run.config_of(run, workdir, own_data=True)
+    run.quantization = QuantizationConfig()  # as `written` leaves it: no ranges beside weights
     recipe = recipe_lib.make_recipe(run)
     return Opened(run, recipe, saved_run.params_of(run, recipe, workdir, step=step).state)
 

@@ -142,35 +142,19 @@ def test_gptq_behind_rounded_layers_is_nearer_to_the_model_than_nearest_codes():
     assert errors["awq"] < errors["nearest"], errors
 
 
-@pytest.mark.parametrize("config", [PackedConfig("int4", 8), PackedConfig("int8", 0)], ids=str)
-def test_packed_weights_are_counted_as_numbers(config):
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_packed_weights_are_counted_as_numbers(form, symmetric):
     """By the numbers that they stand for, also where the zero point is no code of the middle."""
-    recipe, params, _ = run_of("llama3")
-    loss, how = recipe.loss, QuantizeConfig(method="nearest")
-    named = dict(trees.named(params))
-    kernel_LDF = np.asarray(named["blocks/mlp/up/kernel"]).copy()
-    kernel_LDF[:, ::2] = 0
-    named["blocks/mlp/up/kernel"] = jax.device_put(
-        kernel_LDF, named["blocks/mlp/up/kernel"].sharding
-    )  # fmt: skip
-    pruned = trees.unnamed(named, params)
-    for symmetric in (True, False):
-        form = dataclasses.replace(config, symmetric=symmetric)
-        found = quantize.quantized(loss.apply, pruned, (), loss.execution, form, how)
-        number, total = saved.nonzero(found)
-        assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
-        expected = 0
-        for leaf in jax.tree.leaves(jax.device_get(found), is_leaf=packed.is_packed):
-            if not packed.is_packed(leaf):
-                expected += np.count_nonzero(leaf)
-                continue
-            for layer in range(len(leaf.codes)):
-                one = jax.tree.map(lambda array, at=layer: array[at], leaf)
-                codes, scale, zero = packed.codes_of(one)
-                zero = None if zero is None else jnp.asarray(zero)
-                rounded = rounding.Rounded(jnp.asarray(codes), jnp.asarray(scale), zero)
-                expected += np.count_nonzero(rounding.numbers(rounded, form))
-        assert number == expected < total - kernel_LDF.size // 2 + 1
+    config = PackedConfig(form, 8, symmetric)
+    weight_LIO = np.random.default_rng(0).standard_normal((2, 16, 12)).astype(np.float32) + 0.5
+    weight_LIO[:, ::2] = 0
+    layers = [rounding.nearest(weight_IO, config=config) for weight_IO in weight_LIO]
+    parts = jax.tree.map(lambda *each: jnp.stack(each), *layers)
+    params = {"up": packed.pack(*parts, config, weight_LIO.shape, 1), "scale": np.ones(5)}
+    expected = sum(np.count_nonzero(rounding.numbers(one, config)) for one in layers)
+    assert 0.4 * weight_LIO.size < expected <= weight_LIO.size // 2
+    assert saved.nonzero(params) == (expected + 5, weight_LIO.size + 5)
 
 
 @pytest.mark.parametrize(("scales", "method"), [("largest", "gptq"), ("learned", "nearest")])

@@ -171,7 +171,8 @@ def test_weights_that_are_codes_keep_them(bits, config, compute):
     found = rounding.own_codes(jnp.asarray(weight), config=config)
     np.testing.assert_array_equal(np.asarray(found.codes_IO) - config.middle, codes)
     used = np.abs(codes.reshape(len(scale), -1, O)).max(1) > 0
-    np.testing.assert_allclose(np.asarray(found.scale_GO)[used], scale[used], rtol=2.0**-8)
+    near = 2.0**-8 if compute == np.float32 else 2.0**-7
+    np.testing.assert_allclose(np.asarray(found.scale_GO)[used], scale[used], rtol=near)
     if bits == config.bits:  # so that no finer codes have it: one number between two of them
         weight[3, 17] += 0.5 * rows[3, 17]
         assert rounding.own_codes(jnp.asarray(weight), config=config) is None
