@@ -1,13 +1,16 @@
 """The stages of a recipe, one after the other, each kept when it is done.
 
-OUTPUT/stages/2_low_rank is the run that the second stage made, with done.json, its measurement,
-written last: a command that was killed skips what has it. At the end OUTPUT is a run itself.
+OUTPUT/stages/recipe.json says what OUTPUT is made of, from before the first stage on: another
+source or recipe is refused. OUTPUT/stages/2_low_rank is the run that the second stage made, with
+done.json, its measurement, written last: a command that was killed skips what has it. At the end
+OUTPUT is a run itself.
 """
 
 import dataclasses
 import json
 import pathlib
 import time
+from typing import Any
 
 from llmx import config as config_lib
 from llmx.compress import measure, recipe, report, saved, stages
@@ -15,8 +18,9 @@ from llmx.compress.measure import Measured
 from llmx.compress.recipe import Named, Recipe
 from llmx.runtime import launch, output_paths, ownership
 
-STAGES, DONE = "stages", "done.json"
+STAGES, RECIPE, DONE = "stages", "recipe.json", "done.json"
 BEGIN = stages.BEGIN.partition("_")[2]
+LONGEST = 300  # characters of a value in a message
 
 
 def compress(source: str, given: Recipe, output: str) -> list[Measured]:
@@ -27,12 +31,11 @@ def compress(source: str, given: Recipe, output: str) -> list[Measured]:
     named = _checked(source, given, output)
     root = pathlib.Path(output)
     with ownership.take(output, log=launch.note):
+        _write_json(root / STAGES / RECIPE, _key(source, given, named))
         rows, at = [], source
         for number, stage in enumerate([None, *named]):
-            folder, key = _folder(root, number, stage), _key(source, given, stage)
-            row = _done(folder, key)
-            if row is None:
-                row = _run(at, folder, stage, given, key)
+            folder = _folder(root, number, stage)
+            row = _done(folder) or _run(at, folder, stage, given)
             rows.append(row)
             launch.note(_line(row))
             at = str(folder)
@@ -51,15 +54,11 @@ def _checked(source: str, given: Recipe, output: str) -> list[Named]:
     if found:
         recipe.checked(given, config_lib.default().model, problems=found)
     named = recipe.checked(given, saved.model_of(source))
-    for number, stage in enumerate([None, *named]):
-        folder = _folder(root, number, stage)
-        wrong = sorted((root / STAGES).glob(f"{number}_*")) if (root / STAGES).is_dir() else []
-        others = [path for path in wrong if not path.name.startswith(folder.name)]
-        if others or (folder.is_dir() and _done(folder, _key(source, given, stage), check=True)):
-            raise ValueError(
-                f"--output={output} was begun with another source, recipe or stage {number}: "
-                "give those, or name a new directory"
-            )
+    if problem := _other(root, _key(source, given, named)):
+        raise ValueError(
+            f"--output={output} was begun with another source or recipe ({problem}): give those, "
+            "or name a new directory"
+        )
     return named
 
 
@@ -67,47 +66,64 @@ def _folder(root: pathlib.Path, number: int, stage: Named | None) -> pathlib.Pat
     return root / STAGES / f"{number}_{BEGIN if stage is None else stage.name}"
 
 
-def _key(source: str, given: Recipe, stage: Named | None) -> dict:
-    """What must be the same for a stage that was done to count."""
-    if stage is not None:
-        return stage.as_json
+def _key(source: str, given: Recipe, named: list[Named]) -> dict[str, Any]:
+    """What all that is in an output has been made and measured with."""
     data = None if given.data is None else dataclasses.asdict(given.data)
-    return json.loads(json.dumps({"source": source, "data": data}))
+    return json.loads(json.dumps({
+        "source": source, "data": data, "stages": [stage.as_json for stage in named],
+        "evaluation_batches": given.evaluation_batches, "generated_tokens": given.generated_tokens,
+    }))  # fmt: skip
 
 
-def _done(folder: pathlib.Path, key: dict, *, check: bool = False):
-    """The measurement of a stage that is done; None = it is not. `check`: whether it is one of
-    another key instead."""
+def _other(root: pathlib.Path, key: dict[str, Any]) -> str:
+    """What an output was begun with that is not of this key; "" = nothing."""
     try:
-        found = json.loads((folder / DONE).read_text())
+        begun = json.loads((root / STAGES / RECIPE).read_text())
+    except FileNotFoundError:
+        return f"it has no {STAGES}/{RECIPE}" if any((root / STAGES).glob("*/")) else ""
+    except ValueError:
+        return f"its {STAGES}/{RECIPE} is no JSON"
+    wrong = [name for name in key if begun.get(name) != key[name]]
+    return "; ".join(f"{name} was {_short(begun.get(name))}" for name in wrong)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _done(folder: pathlib.Path) -> Measured | None:
+    """The measurement of a stage that is done; None = it is not."""
+    try:
+        return Measured(**json.loads((folder / DONE).read_text()))
     except (OSError, ValueError):
-        return False if check else None
-    if check:
-        return found["key"] != key
-    return Measured(**found["measured"])
+        return None
 
 
-def _run(at: str, folder: pathlib.Path, stage: Named | None, given: Recipe, key: dict) -> Measured:
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _run(at: str, folder: pathlib.Path, stage: Named | None, given: Recipe) -> Measured:
     """Runs a stage, and keeps what is measured of the run that it made."""
-    launch.note(f"stage {folder.name}: {BEGIN if stage is None else stage.text}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    text = BEGIN if stage is None else stage.text
+    launch.note(f"stage {folder.name}: {text}")
     begun = time.perf_counter()
     if stage is None:
         saved.begun(at, folder, given.data)
     else:
         stages.STAGES[stage.name].run(stages.Job(at, folder, stage.options))
     seconds = time.perf_counter() - begun
-    row = measure.of(
-        folder, BEGIN if stage is None else stage.text, given, seconds=seconds
-    )  # fmt: skip
-    temporary = folder / f"{DONE}.tmp"
-    temporary.write_text(json.dumps({"key": key, "measured": dataclasses.asdict(row)}, indent=2))
-    temporary.replace(folder / DONE)
+    row = measure.of(folder, text, given, seconds=seconds)
+    _write_json(folder / DONE, dataclasses.asdict(row))
     return row
 
 
 def _finish(last: pathlib.Path, root: pathlib.Path) -> None:
-    """Makes the run of the last stage that of the output."""
+    """Makes the run of the last stage that of the output, which is of one recipe only."""
     if (root / saved.CONFIG).is_file():
         return
     run = saved.opened(str(last))

@@ -121,28 +121,3 @@ def factored_leaves(
     down = np.stack([a for a, _ in pairs]).reshape(len(pairs), *inputs, rank)
     up = np.stack([b for _, b in pairs]).reshape(len(pairs), rank, *outputs)
     return {"down": np.float32(down), "up": np.float32(up)}
-
-
-def train_of_table(table_VD: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """The cores [r, v, d, s] of `tensor_train.shapes` whose train is nearest to a table, core by
-    core (TT-SVD, Oseledets 2011); fp32. Ranks beyond those of the table are filled with zeros."""
-    rows, columns = [s[1] for s in shapes], [s[2] for s in shapes]
-    whole = np.zeros((int(np.prod(rows)), int(np.prod(columns))))
-    whole[: len(table_VD)] = table_VD
-    number = len(shapes)
-    whole = whole.reshape(*rows, *columns)
-    order = [axis for pair in zip(range(number), range(number, 2 * number), strict=True)
-             for axis in pair]  # fmt: skip
-    left, cores, rank = whole.transpose(order), [], 1
-    for at, shape in enumerate(shapes):
-        core = np.zeros(shape)
-        if at == number - 1:
-            core[:rank] = left.reshape(rank, shape[1], shape[2], 1)
-            cores.append(np.float32(core))
-            break
-        u, values, v = np.linalg.svd(left.reshape(rank * shape[1] * shape[2], -1), False)
-        kept = min(shape[3], len(values))
-        core[:rank, :, :, :kept] = u[:, :kept].reshape(rank, shape[1], shape[2], kept)
-        cores.append(np.float32(core))
-        left, rank = values[:kept, None] * v[:kept], kept
-    return cores

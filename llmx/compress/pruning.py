@@ -43,8 +43,9 @@ def prune(source: str, folder, options: Prune) -> None:
             loss.execution, unstructured.of_layer(options),
         )  # fmt: skip
     else:
-        whole = jax.device_get(run.params)
-        _, params, _ = unstructured.pruned(run.config.model, whole, options)
+        params = unstructured.by_magnitude(
+            run.config.model, jax.device_get(run.params), options
+        )  # fmt: skip
     saved.written(config, params, folder, origin=source)
 
 
@@ -65,14 +66,14 @@ def shrink(source: str, folder, options: Shrink) -> None:
 
 
 def _gradient_of(run: saved.Opened):
-    """(params, batch) -> the gradient of the loss at the run's parameters, on the host."""
+    """batch -> the gradient of the loss at the run's parameters, on the host."""
     recipe, mesh = run.recipe, run.recipe.mesh
 
     @jax.jit
     def gradient(params, batch):
         return recipe.gradient.take(params, batch, (), recipe.loss.init_extra())[0].tree
 
-    def of(params, batch):
+    def of(batch):
         with jax.set_mesh(mesh):
             return jax.device_get(gradient(run.params, batch))
 

@@ -86,7 +86,10 @@ def of_layer(
     model: ModelConfig, weights: Mapping[str, jax.Array], statistics: Mapping[str, Statistics],
     config: PackedConfig, how: QuantizeConfig,
 ) -> dict[str, Any]:  # fmt: skip
-    """A layer's weights by name, those of products as `Packed`, others as they were or scaled."""
+    """A layer's weights by name, those of products as `Packed`, others as they were or scaled.
+
+    Weights that are codes already keep them, whatever the method, see `rounding.own_codes`.
+    """
     new = {name: weight.astype(jnp.float32) for name, weight in weights.items()}
     if how.scaling == AWQ:
         new, statistics = scaling.awq(model, new, statistics, config)
@@ -94,7 +97,9 @@ def of_layer(
         new, statistics = scaling.smoothed(model, new, statistics, strength=how.strength)
     for name in calibration.products(weights):
         weight_IO, shape = scaling.matrix(new, name), weights[name].shape
-        if how.method == GPTQ:
+        if (own := rounding.own_codes(weight_IO, config=config)) is not None:
+            rounded = own
+        elif how.method == GPTQ:
             rounded = rounding.gptq(
                 weight_IO, statistics[name].gram_II, config=config,
                 by_importance=how.by_importance, damping=how.damping,

@@ -20,6 +20,10 @@ from llmx.model import packed
 from llmx.model.packed import PackedConfig
 
 MOST_ROWS = 128  # inputs that GPTQ rounds before it corrects all others
+FEW_OUTPUTS = 8  # in which weights are looked at for codes of their own before all are
+# Of a number, how far rounding to bf16 and a scale that is found from such numbers may move it;
+# less than EXACT is what fp32 leaves.
+ROUNDED, EXACT = 1.5 * 2.0**-8, 1e-6
 
 
 class Rounded(NamedTuple):
@@ -65,6 +69,65 @@ def nearest(
     )
 
 
+def own_codes(
+    weight_IO: Float[Array, "I O"], *, config: PackedConfig, scale_dtype: jnp.dtype = packed.SCALE
+) -> Rounded | None:  # fmt: skip
+    """The codes of a weight whose numbers are codes of its groups already, times scales of their
+    own, but for rounding to bf16; None where they are not.
+
+    Weights that were trained as integers are (`llmx.model.quantization`), also where fewer bits or
+    larger groups shared a scale. Then codes stay as they are, and scales are rounded to
+    `scale_dtype`. Without zero points only.
+    """
+    if not config.symmetric:
+        return None
+    *_, fits = _codes_of_own(weight_IO[:, :FEW_OUTPUTS], config=config)
+    if not fits.all():  # of nearly all weights: at once
+        return None
+    codes_GgO, scale_GO, fits_GO = _codes_of_own(weight_IO, config=config)
+    if not fits_GO.all():
+        return None
+    scale_GO = scale_GO.astype(scale_dtype).astype(jnp.float32)
+    return Rounded(codes_GgO.reshape(weight_IO.shape) + config.middle, scale_GO, None)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _codes_of_own(weight_IO: Array, *, config: PackedConfig) -> tuple[Array, Array, Array]:
+    """Codes [G, g, O] around zero and scales [G, O] that are nearest to the numbers, and whether
+    they give them [G, O]. Of scales that do as well the largest."""
+    weight_GgO = _grouped(weight_IO, config)
+    size_GgO = jnp.abs(weight_GgO)
+    most_GO = jnp.where(size_GgO.max(1) > 0, size_GgO.max(1), 1.0)
+
+    def codes_by(scale_GO):
+        codes_GgO = jnp.round(weight_GgO / scale_GO[:, None])
+        return jnp.clip(codes_GgO, -config.middle, config.middle - 1)
+
+    def where_largest_has(code, best):
+        """`best`, or what is nearer, where the largest magnitude has this code."""
+        off_GO, scale_GO, codes_GgO = best
+        own_GO = most_GO / code
+        for _ in range(2):  # the largest was rounded as well: by least squares over all
+            codes = codes_by(own_GO)
+            fitted_GO = (codes * weight_GgO).sum(1) / jnp.maximum(jnp.square(codes).sum(1), 1.0)
+            own_GO = jnp.where(fitted_GO > 0, fitted_GO, own_GO)
+        codes = codes_by(own_GO)
+        change_GgO = jnp.abs(codes * own_GO[:, None] - weight_GgO)
+        own_off_GO = (change_GgO / jnp.where(size_GgO > 0, size_GgO, 1.0)).max(1)
+        own_off_GO = jnp.maximum(own_off_GO, EXACT)
+        nearer_GO = own_off_GO < 0.9 * off_GO
+        return (
+            jnp.where(nearer_GO, own_off_GO, off_GO), jnp.where(nearer_GO, own_GO, scale_GO),
+            jnp.where(nearer_GO[:, None], codes, codes_GgO),
+        )  # fmt: skip
+
+    begin = jnp.full(most_GO.shape, jnp.inf), jnp.ones_like(most_GO), jnp.zeros_like(weight_GgO)
+    off_GO, scale_GO, codes_GgO = jax.lax.fori_loop(
+        1, config.middle + 1, where_largest_has, begin
+    )  # fmt: skip
+    return codes_GgO.astype(jnp.int32), scale_GO, off_GO <= ROUNDED
+
+
 def numbers(rounded: Rounded, config: PackedConfig) -> Float[Array, "I O"]:
     """The matrix that codes stand for."""
     codes_IO, scale_GO, zero_GO = rounded
@@ -90,7 +153,8 @@ def gptq(
         when its first input is rounded.
       damping: this share of the mean of the diagonal is added to it.
 
-    Inputs that no token has are rounded to zero. Source: arXiv 2210.17323, algorithm 1.
+    Inputs that no token has are rounded to zero. Weights that are zero, as pruned ones, stay zero,
+    and those behind make up for what they would have got. Source: arXiv 2210.17323, algorithm 1.
     """
     I, O = weight_IO.shape  # noqa: E741
     squares_I = gram_II.diagonal()
@@ -98,6 +162,7 @@ def gptq(
     gram_II = gram_II + jnp.diag(unused_I + damping * squares_I.mean())
     weight_IO = jnp.where(unused_I[:, None], 0.0, weight_IO)
     order_I = jnp.argsort(-squares_I) if by_importance else jnp.arange(I)
+    zeros_IO = (weight_IO == 0)[order_I]
     group = config.group or I
     at_once = by_importance or not config.group
     rows = _divisor(I) if at_once else group
@@ -110,15 +175,17 @@ def gptq(
         weight_RO = jax.lax.dynamic_slice_in_dim(weight_IO, start, rows)
         factor_RI = jax.lax.dynamic_slice_in_dim(factor_II, start, rows)
         factor_RR = jax.lax.dynamic_slice_in_dim(factor_RI, start, rows, axis=1)
+        zeros_RO = jax.lax.dynamic_slice_in_dim(zeros_IO, start, rows)
         if at_once:
             of_row_R = jax.lax.dynamic_slice_in_dim(of_row_I, start, rows)
             scale_RO, zero_RO = scale_GO[of_row_R], zero_GO[of_row_R]
             own = ()
         else:
-            own = grid_of(weight_RO[None], config, scale_dtype)
+            own = grid_of(jnp.where(zeros_RO, 0.0, weight_RO)[None], config, scale_dtype)
             scale_RO, zero_RO = (jnp.broadcast_to(part, (rows, O)) for part in own)
 
-        codes_RO, errors_RO = _in_turn(weight_RO, factor_RR, scale_RO, zero_RO, config)
+        grid = scale_RO, zero_RO
+        codes_RO, errors_RO = _in_turn(weight_RO, zeros_RO, factor_RR, grid, config)
         behind_RI = jnp.where(jnp.arange(I) >= start + rows, factor_RI, 0.0)
         return weight_IO - _exact(behind_RI.T, errors_RO), (codes_RO, own)
 
@@ -130,23 +197,25 @@ def gptq(
 
 
 def _in_turn(
-    weight_RO: Array, factor_RR: Array, scale_RO: Array, zero_RO: Array, config: PackedConfig
-) -> tuple[Array, Array]:
+    weight_RO: Array, zeros_RO: Array, factor_RR: Array, grid: tuple[Array, Array],
+    config: PackedConfig,
+) -> tuple[Array, Array]:  # fmt: skip
     """Codes of R inputs, each rounded behind the ones before it, and what each leaves to those
-    behind, by their factor."""
-    rows_R = jnp.arange(len(weight_RO))
+    behind, by their factor. `zeros_RO`: weights that become zero; `grid`: scales, zero points."""
+    rows_R, (scale_RO, zero_RO) = jnp.arange(len(weight_RO)), grid
 
     def one(row, carried):
         weight_RO, codes_RO, errors_RO = carried
-        code_O = _codes(weight_RO[row], scale_RO[row], zero_RO[row], config)
+        rounded_O = jnp.where(zeros_RO[row], 0.0, weight_RO[row])
+        code_O = _codes(rounded_O, scale_RO[row], zero_RO[row], config)
         error_O = weight_RO[row] - (code_O - zero_RO[row]) * scale_RO[row]
         error_O /= factor_RR[row, row]
         behind_R = jnp.where(rows_R > row, factor_RR[row], 0.0)
         weight_RO -= behind_R[:, None] * error_O
         return weight_RO, codes_RO.at[row].set(code_O), errors_RO.at[row].set(error_O)
 
-    zeros_RO = jnp.zeros_like(weight_RO)
-    begin = weight_RO, zeros_RO.astype(jnp.int32), zeros_RO
+    nothing_RO = jnp.zeros_like(weight_RO)
+    begin = weight_RO, nothing_RO.astype(jnp.int32), nothing_RO
     _, codes_RO, errors_RO = jax.lax.fori_loop(0, len(weight_RO), one, begin)
     return codes_RO, errors_RO
 

@@ -3,6 +3,7 @@ checkpoint of parameters alone, which evaluates, generates, trains on and export
 
 import copy
 import functools
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,14 +22,18 @@ from llmx.data import tokenizers
 from llmx.data.config import DataConfig
 from llmx.data.dataset import Dataset
 from llmx.evaluate import held_out, saved_run
+from llmx.model import packed
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.distillation import DistillationConfig
+from llmx.model.packed import Packed
 from llmx.model.preference import PreferenceConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import launch
 from llmx.sharding import trees
 from llmx.step.step import Recipe
 from llmx.step.transforms.masks import PruningConfig
+from llmx.sync.config import SyncConfig
 
 CHECKPOINTS, CONFIG = "checkpoints", "config.json"
 
@@ -47,6 +52,7 @@ def opened(workdir: str, *, step: int | None = None) -> Opened:
     run = config_lib.load_run(workdir)
     launch.start(launch.elsewhere(run.launch))
     run = saved_run.config_of(run, workdir, own_data=True)
+    run.quantization = QuantizationConfig()  # as `written` leaves it: no ranges beside weights
     recipe = recipe_lib.make_recipe(run)
     return Opened(run, recipe, saved_run.params_of(run, recipe, workdir, step=step).state)
 
@@ -87,14 +93,19 @@ def written(
 
 
 def _plain(config: Config, folder: pathlib.Path) -> Config:
-    """The config of a run that begins with parameters of this model: on any devices."""
+    """The config of a run that begins with parameters of this model: on any devices, of no groups.
+
+    What the run's weights were trained as is in their numbers, and not in its config any more.
+    """
     config = copy.deepcopy(config)
     config.workdir, config.start_from, config.start_changes = str(folder), "", ()
     config.resume_step = -1
     config.adapters, config.preference = AdaptersConfig(), PreferenceConfig()
     config.pruning = PruningConfig()  # zeros are its masks
+    config.quantization = QuantizationConfig()  # weights are rounded already
     config.distillation, config.start_from_layers = DistillationConfig(), ()
     config.mesh, config.pipeline = sharding.MeshConfig(), PipelineConfig()
+    config.sync = SyncConfig()
     config.optimizer.ema_decay = 0.0
     config.data.tokenizer = str(folder / tokenizers.FILE_NAME)
     return config
@@ -166,6 +177,24 @@ def num_bytes(folder: pathlib.Path) -> int:
 
 
 def nonzero(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Numbers of parameters that are not zero, and of all."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(params))]
-    return sum(int(np.count_nonzero(leaf)) for leaf in leaves), sum(leaf.size for leaf in leaves)
+    """Numbers of parameters that are not zero, and of all: of packed weights what codes stand for,
+    of which scales and zero points are no part."""
+    leaves = jax.tree.leaves(jax.device_get(params), is_leaf=packed.is_packed)
+    pairs = [_nonzero(leaf) for leaf in leaves]
+    return sum(number for number, _ in pairs), sum(size for _, size in pairs)
+
+
+def _nonzero(leaf: Any) -> tuple[int, int]:
+    if not packed.is_packed(leaf):
+        return int(np.count_nonzero(leaf)), np.size(leaf)
+    found = 0
+    for layer in range(leaf.codes.shape[0]):
+        codes_IO, _, zero_GO = packed.codes_of(_layer(leaf, layer))
+        zero_GO = np.full((1, 1), 1 << leaf.bits - 1) if zero_GO is None else zero_GO
+        codes_GgO = codes_IO.reshape(len(zero_GO), -1, codes_IO.shape[1])
+        found += int(np.count_nonzero(codes_GgO != zero_GO[:, None]))
+    return found, math.prod(packed.shape_of(leaf))
+
+
+def _layer(leaf: Packed, index: int) -> Packed:
+    return jax.tree.map(lambda array: array[index], leaf)

@@ -10,19 +10,22 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from llmx import config as config_lib
 from llmx import library
-from llmx.compress import calibration, low_rank, pruning, quantize_stage, saved, structured
+from llmx.compress import (
+    low_rank_stage,
+    pruning,
+    quantize_stage,
+    saved,
+    structured,
+    tensor_train_stage,
+)
+from llmx.compress.low_rank_stage import LowRank
 from llmx.compress.quantize_stage import Quantize
-from llmx.model import adapters, distillation, ranks, tensor_train
-from llmx.model.apply import Apply
+from llmx.compress.tensor_train_stage import TensorTrain
+from llmx.model import distillation
 from llmx.model.families import ModelConfig
-from llmx.runtime import launch
 from llmx.runtime.bounds import bounded, choice
-from llmx.sharding import trees
 
 BEGIN = "0_start"  # the folder of the run that a compression began with
 RUN = "run"  # behind the folder's name of a stage that trains, that of the run that it trains
@@ -51,30 +54,6 @@ class Stage(NamedTuple):
     model: Callable[[ModelConfig, Any], ModelConfig] = lambda model, options: model
     about: str = ""
     last: bool = False  # no other can follow: weights are codes then
-
-
-@dataclasses.dataclass
-class LowRank:
-    """Products become two factors; one of rank, share and energy says how large."""
-
-    # modules or products: "attention", "mlp/up"
-    products: tuple[str, ...] = ranks.MODULES
-    rank: int = bounded(0, at_least=0)  # of each product
-    share: float = bounded(0.0, at_least=0, below=1)  # of each product's parameters
-    energy: float = bounded(0.0, at_least=0, at_most=1)  # of each product's squared singular values
-    # "whitened" by the inputs of calibration text, "scaled" by their magnitudes, or "plain"
-    method: str = choice(
-        low_rank.WHITENED, (low_rank.WHITENED, low_rank.SCALED, low_rank.PLAIN)
-    )  # fmt: skip
-    calibration_batches: int = bounded(8, at_least=1)  # of the training text
-
-
-@dataclasses.dataclass
-class TensorTrain:
-    """The embedding table becomes a train of tensors."""
-
-    rank: int = bounded(16, at_least=1)
-    cores: int = bounded(3, at_least=2, at_most=3)
 
 
 @dataclasses.dataclass
@@ -143,115 +122,12 @@ def problems_of_training(model: ModelConfig, options: Train) -> Iterator[str]:
             yield f"config: {config_lib.unknown_key(key, known)}"
 
 
-def factor(job: Job) -> None:
-    """Puts two factors in the place of the products that a recipe names."""
-    options, run = job.options, saved.opened(job.source)
-    model = run.config.model
-    named = trees.named(jax.device_get(run.params))
-    statistics = {}
-    if options.method != low_rank.PLAIN:
-        batches = saved.training_batches(run, options.calibration_batches)
-        loss = run.recipe.loss
-        statistics = calibration.statistics(loss.apply, run.params, batches, loss.execution)
-    sizes, found = ranks.sizes_of_products(model), {}
-    for product in _chosen(model, options.products):
-        paths = [path for path in named if path.partition("/")[2] == f"{product}/kernel"]
-        spectra = {path: _spectra(named[path], path, statistics, options.method) for path in paths}
-        every = [one for of_path in spectra.values() for one in of_path]
-        rank = low_rank.rank_of(
-            sizes[product], every, rank=options.rank, share=options.share, energy=options.energy
-        )
-        if not low_rank.saves(sizes[product], rank):
-            launch.note(f"{product} stays one weight: rank {rank} would not make it smaller")
-            continue
-        found[product] = rank
-        for path in paths:
-            parts = low_rank.factored_leaves(
-                named.pop(path), adapters.contracted(path), spectra[path], rank
-            )
-            named |= {f"{path}/{name}": leaf for name, leaf in parts.items()}
-    config = config_lib.load_run(job.source)
-    config.model = dataclasses.replace(config.model, ranks=ranks.texts(ranks.of(model) | found))
-    saved.written(config, trees.nest(named), job.folder, origin=job.source)
-
-
-def _spectra(leaf: np.ndarray, path: str, statistics: dict, method: str) -> list:
-    """Of each layer of a stacked weight."""
-    inputs = int(np.prod(leaf.shape[1 : 1 + adapters.contracted(path)]))
-    sides = low_rank.sides_of(statistics.get(path), method) or [None] * len(leaf)
-    return [
-        low_rank.spectrum(layer.reshape(inputs, -1), side)
-        for layer, side in zip(leaf, sides, strict=True)
-    ]
-
-
-def _chosen(model: ModelConfig, products: tuple[str, ...]) -> list[str]:
-    """Products of one weight that the names mean."""
-    return [
-        product for product in ranks.sizes_of_products(model)
-        if product not in ranks.of(model)
-        and any(product == name or product.startswith(f"{name}/") for name in products)
-    ]  # fmt: skip
-
-
-def problems_of_factors(model: ModelConfig, options: LowRank) -> Iterator[str]:
-    """What is wrong with factors of a model, each with its remedy."""
-    given = [name for name in ("rank", "share", "energy") if getattr(options, name)]
-    if len(given) != 1:
-        yield f"give one of rank, share and energy: {', '.join(given) or 'none'} is given"
-    for name in options.products:
-        if not _chosen(model, (name,)):
-            known = _chosen(model, ranks.MODULES)
-            yield (
-                f"products names {name!r}, which has no product of one weight: use some of "
-                f"{', '.join((*ranks.MODULES, *known))}"
-            )
-    if not options.products:
-        yield "products=() leaves nothing to do: name products, or leave the stage out"
-    if options.method != low_rank.PLAIN:
-        for text in calibration.problems(Apply(model)):
-            yield f"method={options.method!r}: {text}, method='plain'"
-
-
-def factored_model(model: ModelConfig, options: LowRank) -> ModelConfig:
-    """With ranks of all that is chosen, if only of size one where they are not known yet."""
-    found = dict.fromkeys(_chosen(model, options.products), options.rank or 1)
-    sizes = ranks.sizes_of_products(model)
-    found = {name: rank for name, rank in found.items() if low_rank.saves(sizes[name], rank)}
-    return dataclasses.replace(model, ranks=ranks.texts(ranks.of(model) | found))
-
-
-def make_train(job: Job) -> None:
-    """Puts a train of tensors in the place of the embedding table."""
-    config, run = config_lib.load_run(job.source), saved.opened(job.source)
-    config.model = trained_table(config.model, job.options)
-    params = dict(jax.device_get(run.params))
-    shapes = tensor_train.shapes(config.model)
-    cores = low_rank.train_of_table(np.float64(params["embedding"]), list(shapes.values()))
-    params["embedding"] = dict(zip(shapes, cores, strict=True))
-    saved.written(config, params, job.folder, origin=job.source)
-
-
-def trained_table(model: ModelConfig, options: TensorTrain) -> ModelConfig:
-    """The model with the train."""
-    return dataclasses.replace(
-        model, embedding_rank=options.rank, embedding_cores=options.cores
-    )  # fmt: skip
-
-
-def problems_of_train(model: ModelConfig, options: TensorTrain) -> Iterator[str]:
-    """What is wrong with a train in the place of a model's table."""
-    if model.embedding_rank:
-        yield f"the embedding is a train of rank {model.embedding_rank} already: leave it out"
-        return
-    yield from tensor_train.problems(trained_table(model, options))
-
-
 # fmt: off
 STAGES: dict[str, Stage] = {
-    "low_rank": Stage(LowRank, factor, problems_of_factors, factored_model,
+    "low_rank": Stage(LowRank, low_rank_stage.run, low_rank_stage.problems, low_rank_stage.model_of,
                       "products become two factors of low rank"),
-    "tensor_train": Stage(TensorTrain, make_train, problems_of_train, trained_table,
+    "tensor_train": Stage(TensorTrain, tensor_train_stage.run, tensor_train_stage.problems,
+                          tensor_train_stage.model_of,
                           "the embedding table becomes a train of tensors"),
     "prune": Stage(pruning.Prune, lambda job: pruning.prune(*job), pruning.problems_of_pruning,
                    about="weights become zero: magnitude, Wanda, SparseGPT; N:M"),

@@ -78,18 +78,18 @@ def magnitude_scores(model: ModelConfig, params: Any) -> Scores:
 
 
 def taylor_scores(
-    model: ModelConfig, params: Any, gradient: Callable[[Any, Any], Any], batches: Iterable[Any]
+    model: ModelConfig, params: Any, gradient: Callable[[Any], Any], batches: Iterable[Any]
 ) -> Scores:
-    """By the first-order change of the loss of each batch. `gradient`: (params, batch) -> that of
-    the loss, a tree like params."""
+    """By the first-order change of the loss of each batch. `gradient`: batch -> that of the loss at
+    these parameters, a tree like them."""
 
     @jax.jit
-    def of(batch, grads):
+    def of(grads):
         product = lambda w, g: w.astype(jnp.float32) * g.astype(jnp.float32)  # noqa: E731
         sums = _summed(model, jax.tree.map(product, params["blocks"], grads["blocks"]))
         return jax.tree.map(jnp.square, sums)
 
-    found = [of(None, gradient(params, batch)) for batch in batches]
+    found = [of(gradient(batch)) for batch in batches]
     return jax.tree.map(lambda *each: sum(each), *found)
 
 

@@ -7,7 +7,7 @@
                  changed: the inverse of the inputs' X^T X says how (arXiv 2301.00774)
 
 `of_layer` prunes one layer of `calibration.layer_by_layer`, so that each layer is calibrated with
-what the pruned ones before it give; `pruned` a whole model by statistics that are there.
+what the pruned ones before it give; `by_magnitude` prunes a whole model, without text.
 
 Letters: I numbers that a product contracts, O those that it makes, b columns of a block.
 """
@@ -27,7 +27,6 @@ from llmx.compress.calibration import Layer
 from llmx.model import adapters, sparsity
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
-from llmx.model.observed import Statistics
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
@@ -85,29 +84,13 @@ def problems(options: PruneOptions, model: ModelConfig) -> Iterator[str]:
             yield f"pattern={options.pattern!r}: {name} sums over {dim} numbers; leave it out"
 
 
-def pruned(
-    model: ModelConfig, params: Any, options: PruneOptions,
-    statistics: Mapping[str, Statistics] | None = None,
-) -> tuple[ModelConfig, Any, dict]:  # fmt: skip
-    """The model, its parameters with zeros, and its masks, as a tree of the pruned parameters.
-
-    Args:
-      params: layers in the model's order.
-      statistics: of all products, stacked, see `calibration.statistics`.
-    """
+def by_magnitude(model: ModelConfig, params: Any, options: PruneOptions) -> Any:
+    """The parameters of a whole model, layers in its order, with zeros."""
     _, axes = apply_lib.abstract_parameters(model)
     named, chosen = trees.named(params), _chosen(options, axes)
-    if not options.calibrates:
-        found = _by_magnitude({name: named[name] for name in chosen}, options, chosen)
-        new = {name: jnp.where(mask, named[name], 0) for name, mask in found.items()}
-    else:
-        new = {}
-        for name in chosen:
-            layers = zip(named[name], *map(jnp.asarray, (statistics[name].gram_II,)), strict=True)
-            contracted = adapters.contracted(name)
-            new[name] = jnp.stack([_of_weight(w, gram, options, contracted) for w, gram in layers])
-        found = {name: leaf != 0 for name, leaf in new.items()}
-    return model, trees.unnamed(named | new, params), trees.nest(found)
+    found = _kept_by_magnitude({name: named[name] for name in chosen}, options, chosen)
+    new = {name: jnp.where(mask, named[name], 0) for name, mask in found.items()}
+    return trees.unnamed(named | new, params)
 
 
 def of_layer(options: PruneOptions) -> Callable[[Layer], dict[str, Any]]:
@@ -129,7 +112,7 @@ def _chosen(options: PruneOptions, axes: Any) -> dict[str, tuple[str, ...]]:
     return masks.chosen(masks.PruningConfig(products=options.products), axes)
 
 
-def _by_magnitude(weights: dict, options: PruneOptions, axes: Mapping[str, tuple]) -> dict:
+def _kept_by_magnitude(weights: dict, options: PruneOptions, axes: Mapping[str, tuple]) -> dict:
     if options.pattern:
         kept, size = masks.parse(options.pattern)
         dims = {name: sparsity.contracted_dim(of) for name, of in axes.items()}

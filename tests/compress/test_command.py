@@ -1,6 +1,7 @@
 """python -m llmx.compress: recipes are checked at once, a killed command goes on, and what it
 makes is a run as any other."""
 
+import dataclasses
 import json
 import math
 
@@ -17,8 +18,10 @@ from llmx.compress import command as command_lib
 from llmx.compress import recipe, report, saved, stages
 from llmx.compress.recipe import Recipe
 from llmx.convert import to_hf
+from llmx.data.config import DataConfig
 from llmx.evaluate import __main__ as evaluate
-from llmx.model import costs, dense, families
+from llmx.model import costs, dense, families, packed
+from llmx.model.quantization import QuantizationConfig
 from llmx.sharding import trees
 
 # One run serves several tests: they belong on one worker.
@@ -109,11 +112,50 @@ def test_the_command_makes_a_smaller_run(trained, tmp_path, capsys):
     for name, leaf in padded.items():
         ours = got[name][: len(leaf)]
         np.testing.assert_allclose(ours, leaf, rtol=1e-6, atol=1e-7, err_msg=name)
-    # The same command again changes nothing; another recipe is refused.
+    # The same command again changes nothing; a recipe of other stages is refused.
+    config = output / "config.json"
+    was_written = config.stat().st_mtime_ns
     assert run_command(trained, path, output) == 0
-    other = recipe_file(tmp_path, (("low_rank", dict(share=0.7)),))
-    assert run_command(trained, other, output) == 2
-    assert "begun with another source, recipe" in capsys.readouterr().err
+    for other in (STAGES, (*STAGES, TRAIN, TRAIN), (("low_rank", dict(share=0.7)), TRAIN)):
+        assert run_command(trained, recipe_file(tmp_path, other), output) == 2
+        said = capsys.readouterr().err
+        assert "begun with another source or recipe (stages was [{" in said
+        assert "or name a new directory" in said
+    assert config.stat().st_mtime_ns == was_written
+    assert json.loads((output / report.REPORT).read_text()) == rows
+
+
+def test_an_output_is_of_one_source_and_recipe(trained, tmp_path, monkeypatch):
+    """From before its first stage ends."""
+    output = tmp_path / "small"
+    given = Recipe((*STAGES, TRAIN), evaluation_batches=1, generated_tokens=0)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_lib, "_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        command_lib.compress(trained, given, str(output))
+    named = command_lib._checked(trained, given, str(output))
+    assert [stage.name for stage in named] == ["low_rank", "train"]
+    longer = ("train", dict(steps=3, learning_rate=1e-3))
+    for changes, said in (
+        (dict(stages=STAGES), "stages was"),
+        (dict(stages=(*STAGES, longer)), "stages was"),
+        (dict(evaluation_batches=2), r"\(evaluation_batches was 1\)"),
+        (dict(generated_tokens=8), r"\(generated_tokens was 0\)"),
+        (dict(data=DataConfig(held_out=0.2)), r"\(data was null\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            command_lib.compress(trained, dataclasses.replace(given, **changes), str(output))
+    again = f"{trained}@2"
+    with pytest.raises(ValueError, match=f"source was .*{trained}"):
+        command_lib.compress(again, given, str(output))
+    (output / "stages" / "recipe.json").unlink()
+    command_lib._checked(trained, given, str(output))  # nothing is in it
+    (output / "stages" / "0_start").mkdir()
+    with pytest.raises(ValueError, match=r"it has no stages/recipe.json"):
+        command_lib.compress(trained, given, str(output))
 
 
 def test_a_hugging_face_directory_is_a_source(trained, tmp_path):
@@ -136,25 +178,60 @@ def test_a_hugging_face_directory_is_a_source(trained, tmp_path):
     assert low.parameters - small.parameters == 257 * 16 - train > 0
 
 
+def test_a_run_that_was_trained_as_integers(trained, tmp_path):
+    """Its rounded weights are those of the stages, and the same codes at the end. Groups of
+    replicas are left behind."""
+    run = config_lib.load_run(trained)
+    run.start_from, run.workdir, run.steps = trained, str(tmp_path / "integers"), 1
+    run.quantization = QuantizationConfig(bits=3, scales="learned", activations="average")
+    assert library.fit(run).done
+    config = json.loads((tmp_path / "integers" / "config.json").read_text())
+    config["sync"] |= {"strategy": "diloco", "groups": 2, "exchange": str(tmp_path / "meet")}
+    (tmp_path / "integers" / "config.json").write_text(json.dumps(config))
+    quantize = dict(format="int4", group=0, method="gptq", calibration_batches=1)
+    given = Recipe((("quantize", quantize),), evaluation_batches=1, generated_tokens=0)
+    rows = command_lib.compress(run.workdir, given, str(tmp_path / "small"))
+    of_stages = [tmp_path / "small" / "stages" / name for name in ("0_start", "1_quantize")]
+    for folder in of_stages:
+        config = config_lib.load_run(str(folder))
+        assert config.quantization == QuantizationConfig()
+        assert (config.sync.strategy, config.sync.groups, config.sync.exchange) == ("mean", 1, "")
+    start, codes = (saved.opened(str(folder)).params["blocks"]["mlp"]["up"] for folder in of_stages)
+    assert set(start) == {"kernel"}
+    for layer, kernel_DF in enumerate(np.asarray(start["kernel"])):
+        assert all(1 < len(np.unique(row)) <= 8 for row in kernel_DF.T)
+        of_layer = jax.tree.map(lambda leaf, at=layer: leaf[at], codes["kernel"])
+        found, scale, _ = packed.codes_of(of_layer)
+        np.testing.assert_allclose((found - 8) * scale, kernel_DF, rtol=2.0**-7)
+    assert rows[1].loss == pytest.approx(rows[0].loss, rel=1e-3)
+    assert rows[1].nonzero == rows[0].nonzero < 1
+
+
 @pytest.mark.full_grid  # each kind has tests of its own
 def test_stages_of_other_kinds_follow_each_other(trained, tmp_path):
-    """Zeros stay beside a teacher, and are still there when weights are 8 bits."""
+    """Zeros stay beside a teacher, and are still there when GPTQ has made codes of weights."""
     keep = dict(steps=2, weight=0.7, config={"pruning.method": "fixed"})
     given = Recipe(
         (
             ("prune", dict(method="magnitude", pattern="2:4")), ("distil", keep),
-            ("quantize", dict(format="int8", group=0, method="nearest")),
+            ("quantize", dict(format="int4", group=4, method="gptq", calibration_batches=1)),
         ),
         evaluation_batches=1, generated_tokens=0,
     )  # fmt: skip
     rows = command_lib.compress(trained, given, str(tmp_path / "small"))
     loss = [row.loss for row in rows]
-    assert loss[0] != loss[1] != loss[2] and abs(loss[3] / loss[2] - 1) < 0.01
+    assert loss[0] != loss[1] != loss[2] and abs(loss[3] / loss[2] - 1) < 0.02
+    assert rows[0].nonzero > 0.99 and rows[3].nonzero <= rows[2].nonzero < 0.9
     for stage in ("1_prune", "2_distil"):
         params = saved.opened(str(tmp_path / "small" / "stages" / stage)).params
         kernel_LDF = np.asarray(params["blocks"]["mlp"]["up"]["kernel"])
         of_four = (kernel_LDF.reshape(2, 4, 4, 32) != 0).sum(axis=2)
         assert (of_four == 2).all()
+    codes = saved.opened(str(tmp_path / "small" / "stages" / "3_quantize")).params
+    up = codes["blocks"]["mlp"]["up"]["kernel"]
+    for layer in range(2):
+        found, _, _ = packed.codes_of(jax.tree.map(lambda leaf, at=layer: leaf[at], up))
+        assert not (found - 8)[kernel_LDF[layer] == 0].any() and (found != 8).mean() > 0.4
 
 
 MODEL = families.preset(

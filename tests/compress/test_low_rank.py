@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmx.compress import low_rank
+from llmx.compress import low_rank, tensor_train_stage
 from llmx.model import families, tensor_train
 
 RANDOM = np.random.default_rng(0)
@@ -103,8 +103,8 @@ def test_trains_of_full_rank_are_the_table_and_others_near_it(cores):
     shapes = list(tensor_train.shapes(model).values())
 
     def made(shapes):
-        whole = np.float64(low_rank.train_of_table(table, shapes)[0])
-        for core in low_rank.train_of_table(table, shapes)[1:]:
+        whole = np.float64(tensor_train_stage.cores_of_table(table, shapes)[0])
+        for core in tensor_train_stage.cores_of_table(table, shapes)[1:]:
             whole = np.einsum("avdr,rwes->avwdes", whole, np.float64(core))
             _, v, w, d, e, s = whole.shape
             whole = whole.reshape(1, v * w, d * e, s)

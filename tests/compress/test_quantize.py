@@ -9,10 +9,11 @@ import pytest
 from compress.test_calibration import batches_of, random_params, recipe_of
 from support.runs import make_config, make_recipe, put_batch
 
-from llmx.compress import calibration, quantize, rounding, scaling
+from llmx.compress import calibration, quantize, rounding, saved, scaling
 from llmx.compress.quantize import QuantizeConfig
-from llmx.model import packed
+from llmx.model import packed, quantization
 from llmx.model.packed import PackedConfig
+from llmx.model.quantization import QuantizationConfig
 from llmx.sharding import trees
 
 # fp32 with numbers multiplied and divided by factors of up to a hundred.
@@ -139,6 +140,46 @@ def test_gptq_behind_rounded_layers_is_nearer_to_the_model_than_nearest_codes():
         errors[name] = np.square(logits(recipe, found, batches[0]) - expected).mean()
     assert errors["gptq"] < 0.8 * errors["nearest"], errors
     assert errors["awq"] < errors["nearest"], errors
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_packed_weights_are_counted_as_numbers(form, symmetric):
+    """By the numbers that they stand for, also where the zero point is no code of the middle."""
+    config = PackedConfig(form, 8, symmetric)
+    weight_LIO = np.random.default_rng(0).standard_normal((2, 16, 12)).astype(np.float32) + 0.5
+    weight_LIO[:, ::2] = 0
+    layers = [rounding.nearest(weight_IO, config=config) for weight_IO in weight_LIO]
+    parts = jax.tree.map(lambda *each: jnp.stack(each), *layers)
+    params = {"up": packed.pack(*parts, config, weight_LIO.shape, 1), "scale": np.ones(5)}
+    expected = sum(np.count_nonzero(rounding.numbers(one, config)) for one in layers)
+    assert 0.4 * weight_LIO.size < expected <= weight_LIO.size // 2
+    assert saved.nonzero(params) == (expected + 5, weight_LIO.size + 5)
+
+
+@pytest.mark.parametrize(("scales", "method"), [("largest", "gptq"), ("learned", "nearest")])
+def test_a_model_that_was_trained_as_integers_keeps_its_codes(scales, method):
+    recipe, params, batches = run_of("llama3")
+    loss, trained = recipe.loss, QuantizationConfig(bits=4, group=8, scales=scales)
+    with jax.set_mesh(recipe.mesh):
+        own = jax.jit(lambda params: quantization.init_steps(trained, params))(params)
+        codes = jax.jit(
+            lambda own: quantization.quantized_weights(own, trained, jnp.dtype("float32"))
+        )(own)  # fmt: skip
+    plain = quantization.dequantized_on_mesh(own, trained, jnp.dtype("float32"))
+    config, how = PackedConfig("int4", 8), QuantizeConfig(method)
+    found = quantize.quantized(loss.apply, plain, batches[:1], loss.execution, config, how)
+    leaves = packed.named(jax.device_get(found))
+    assert len(codes) == 7
+    for name, wanted in codes.items():
+        for layer in range(2):
+            one = jax.tree.map(lambda array, at=layer: array[at], leaves[name])
+            got, scale, _ = packed.codes_of(one)
+            of_layer = np.asarray(wanted.codes[layer]).reshape(got.shape)
+            np.testing.assert_array_equal(got - config.middle, of_layer)
+            np.testing.assert_allclose(
+                scale, np.asarray(wanted.scale[layer]).reshape(scale.shape), rtol=2.0**-8
+            )
 
 
 def test_what_cannot_be_quantized_is_refused():

@@ -93,6 +93,7 @@ def test_scales_fit_into_bf16_and_a_group_of_zeros_stays_zero():
 def plain_gptq(weight, gram, config, *, by_importance: bool, damping=0.01):
     """Algorithm 1 of arXiv 2210.17323 in float64, without its blocks."""
     weight, gram, size = weight.astype(np.float64), gram.astype(np.float64), config.group or I
+    zeros = weight == 0
     squares = np.diag(gram).copy()
     gram = gram + np.diag((squares == 0) + damping * squares.mean())
     weight[squares == 0] = 0
@@ -103,9 +104,12 @@ def plain_gptq(weight, gram, config, *, by_importance: bool, damping=0.01):
     weight, codes = weight[order], np.zeros((I, O), int)
     for row, number in enumerate(order):
         if config.group and not by_importance and row % size == 0:
-            grids[row // size] = plain_grid(weight[row : row + size], config)
+            rows = slice(row, row + size)
+            grids[row // size] = plain_grid(np.where(zeros[rows], 0, weight[rows]), config)
         scale, zero = grids[number // size]
-        codes[number] = plain_codes(weight[row], scale, zero, config)
+        codes[number] = np.where(
+            zeros[number], zero, plain_codes(weight[row], scale, zero, config)
+        )  # fmt: skip
         error = (weight[row] - (codes[number] - zero) * scale) / upper[row, row]
         weight[row + 1 :] -= np.outer(upper[row, row + 1 :], error)
     return codes, np.stack([scale for scale, _ in grids])
@@ -127,6 +131,58 @@ def test_gptq_is_that_of_numpy(config, by_importance):
     assert same_O.mean() > 0.85, same_O
     zero = config.middle if found.zero_GO is None else np.repeat(found.zero_GO, I // len(scale), 0)
     assert (np.broadcast_to(found.codes_IO - zero, (I, O))[5] == 0).all()
+
+
+@pytest.mark.parametrize("by_importance", [False, True])
+@pytest.mark.parametrize("config", CONFIGS[:4], ids=str)
+def test_gptq_keeps_zeros(config, by_importance):
+    """Pruned weights stay zero, and the others make up for them as in NumPy."""
+    weight, gram = a_matrix(), a_gram()
+    weight[np.random.default_rng(5).random((I, O)) < 0.5] = 0
+    expected, scale = plain_gptq(weight, gram, config, by_importance=by_importance)
+    how = dict(config=config, by_importance=by_importance, scale_dtype=jnp.float32)
+    found = rounding.gptq(weight, gram, **how)
+    np.testing.assert_allclose(found.scale_GO, scale, rtol=1e-4)
+    assert (np.asarray(found.codes_IO) == expected).all(0).mean() > 0.85
+    numbers = np.asarray(rounding.numbers(found, config))
+    assert not numbers[weight == 0].any() and np.count_nonzero(numbers) > 0.3 * numbers.size
+    nearest = rounding.numbers(rounding.nearest(weight, config=config), config)
+    errors = [rounding.output_error(weight, one, gram) for one in (nearest, numbers)]
+    assert errors[1] < 0.9 * errors[0], errors
+
+
+@pytest.mark.parametrize("compute", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("bits", "config"), [
+    (4, PackedConfig("int4", 32)), (4, PackedConfig("int4", 0)), (3, PackedConfig("int4", 32)),
+    (4, PackedConfig("int8", 32)), (8, PackedConfig("int8", 32)),
+])  # fmt: skip
+def test_weights_that_are_codes_keep_them(bits, config, compute):
+    """With scales that no packed format has, largest codes that are not always the last ones, and
+    a group in which all are zero."""
+    random = np.random.default_rng(bits)
+    codes = np.round(random.standard_normal((I, O)) * 2 ** (bits - 1) / 3)
+    codes = np.clip(codes, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1).astype(np.int32)
+    codes[:32, 5] = 0
+    codes[0], codes[33] = np.where(codes[0], codes[0], 1), 1  # no common divisor
+    codes[0, 5], codes[3, 17] = 0, 1
+    scale = np.exp(random.standard_normal((I // (config.group or I), O))).astype(np.float32)
+    rows = np.repeat(scale, config.group or I, 0)
+    weight = np.asarray((codes * rows).astype(compute), np.float32)
+    found = rounding.own_codes(jnp.asarray(weight), config=config)
+    np.testing.assert_array_equal(np.asarray(found.codes_IO) - config.middle, codes)
+    used = np.abs(codes.reshape(len(scale), -1, O)).max(1) > 0
+    near = 2.0**-8 if compute == np.float32 else 2.0**-7
+    np.testing.assert_allclose(np.asarray(found.scale_GO)[used], scale[used], rtol=near)
+    if bits == config.bits:  # so that no finer codes have it: one number between two of them
+        weight[3, 17] += 0.5 * rows[3, 17]
+        assert rounding.own_codes(jnp.asarray(weight), config=config) is None
+
+
+def test_other_weights_have_no_codes_of_their_own():
+    for config in CONFIGS:
+        assert rounding.own_codes(jnp.asarray(a_matrix()), config=config) is None
+    codes = jnp.asarray(np.random.default_rng(0).integers(-7, 8, (I, O)), jnp.float32)
+    assert rounding.own_codes(codes, config=PackedConfig("int4", 32, symmetric=False)) is None
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

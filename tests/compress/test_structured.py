@@ -124,7 +124,7 @@ def test_taylor_scores():
     generator = np.random.default_rng(5)
     draw = lambda leaf: generator.standard_normal(leaf.shape).astype(np.float32)  # noqa: E731
     gradients = [jax.tree.map(draw, params) for _ in range(2)]
-    scores = structured.taylor_scores(model, params, lambda params, i: gradients[i], range(2))
+    scores = structured.taylor_scores(model, params, lambda i: gradients[i], range(2))
     columns, groups, layers = np.zeros((3, 24)), np.zeros((3, 2)), np.zeros(3)
     for gradient in gradients:
         for layer in range(3):

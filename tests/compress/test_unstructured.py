@@ -121,7 +121,7 @@ def test_products_are_nearer_the_more_a_method_knows():
                 weight, inputs = drawn(seed)
                 options = PruneOptions(method=method, pattern=pattern, scope="layer")
                 if method == "magnitude":
-                    of = unstructured._by_magnitude
+                    of = unstructured._kept_by_magnitude
                     axes = {"w": ("layers", "embed", "mlp")}
                     kept = of({"w": jnp.asarray(weight)[None]}, options, axes)["w"][0]
                     new = np.where(kept, weight, 0)
@@ -144,52 +144,50 @@ def made_params(model):
 
 def test_a_model_by_magnitude():
     model = families.preset("llama3", **MODEL)
-    params = made_params(model)
-    same, new, found = unstructured.pruned(model, params, PruneOptions(sparsity=0.3))
-    assert same is model
-    masks, before, after = map(trees.named, (found, params, new))
-    sizes = np.concatenate([np.abs(before[name]).reshape(-1) for name in masks])
-    kept = np.concatenate([np.asarray(mask).reshape(-1) for mask in masks.values()])
+    before = trees.named(params := made_params(model))
+    after = trees.named(unstructured.by_magnitude(model, params, PruneOptions(sparsity=0.3)))
+    assert before.keys() == after.keys()
+    products = [name for name in before if name.endswith("/kernel")]
+    assert len(products) == 7 and all(name.startswith("blocks/") for name in products)
+    sizes, kept = (
+        np.concatenate([np.asarray(of(name)).reshape(-1) for name in products])
+        for of in (lambda name: np.abs(before[name]), lambda name: after[name] != 0)
+    )
     assert (~kept).sum() == math.floor(0.3 * kept.size)
     assert sizes[~kept].max() < sizes[kept].min()
     for name, leaf in after.items():
-        wanted = before[name] * masks[name] if name in masks else before[name]
+        wanted = np.where(leaf != 0, before[name], 0) if name in products else before[name]
         np.testing.assert_array_equal(leaf, wanted)
-    assert len(masks) == 7 and all(name.startswith("blocks/") for name in masks)
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparse_gpt"])
-def test_a_model_and_its_layers_by_statistics(method):
-    """A whole model by statistics, and a layer of `calibration.layer_by_layer`, give the same."""
-    model = families.preset("llama3", **MODEL)
-    params, options = (
-        made_params(model),
-        PruneOptions(method=method, products=("mlp/up", "attention")),
-    )
+def test_a_layer_by_statistics(method):
+    """The products that are named, each by the inputs of its own."""
+    model, options = families.preset("llama3", **MODEL), PruneOptions(
+        method=method, products=("mlp/up", "attention")
+    )  # fmt: skip
+    weights = {n: leaf[1] for n, leaf in trees.named(made_params(model)["blocks"]).items()}
     generator, statistics = np.random.default_rng(2), {}
-    for name, leaf in trees.named(params["blocks"]).items():
+    for name, leaf in weights.items():
         if name.endswith("kernel"):
-            size = leaf.shape[1] if "out" not in name else leaf.shape[1] * leaf.shape[2]
-            x = generator.standard_normal((2, 100, size)).astype(np.float32)
-            gram = np.einsum("lti,ltj->lij", x, x)
-            statistics[f"blocks/{name}"] = Statistics(gram, None, None, None)
-    _, new, found = unstructured.pruned(model, params, options, statistics)
-    assert sorted(trees.named(found)) == sorted(
-        f"blocks/{name}/kernel" for name in
+            size = leaf.shape[0] if "out" not in name else leaf.shape[0] * leaf.shape[1]
+            x_TI = generator.standard_normal((100, size)).astype(np.float32)
+            statistics[name] = Statistics(x_TI.T @ x_TI, None, None, None)
+    changes = unstructured.of_layer(options)(Layer("blocks", 1, weights, statistics))
+    assert sorted(changes) == sorted(
+        f"{name}/kernel" for name in
         ("attention/key", "attention/out", "attention/query", "attention/value", "mlp/up")
     )  # fmt: skip
-    for index in range(2):
-        layer = Layer(
-            "blocks", index,
-            {name: leaf[index] for name, leaf in trees.named(params["blocks"]).items()},
-            {n.removeprefix("blocks/"): jax.tree.map(lambda x: x[index], s)  # noqa: B023
-             for n, s in statistics.items()},
-        )  # fmt: skip
-        changes = unstructured.of_layer(options)(layer)
-        assert len(changes) == 5
-        for name, leaf in changes.items():
-            np.testing.assert_array_equal(leaf, trees.named(new["blocks"])[name][index])
-            assert np.isclose((np.asarray(leaf) == 0).mean(), 0.5, atol=0.01)
+    for name, leaf in changes.items():
+        flat_IO = weights[name].reshape(len(statistics[name].gram_II), -1)
+        gram = statistics[name].gram_II
+        if method == "wanda":
+            scores = np.abs(flat_IO) * np.sqrt(np.diag(gram))[:, None]
+            wanted = np.where(scores > np.median(scores, axis=0), flat_IO, 0)
+        else:
+            wanted = unstructured.sparse_gpt(jnp.asarray(flat_IO), gram, options)
+        np.testing.assert_array_equal(leaf, np.reshape(wanted, weights[name].shape))
+        assert np.isclose((np.asarray(leaf) == 0).mean(), 0.5, atol=0.01)
 
 
 def test_problems():
