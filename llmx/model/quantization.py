@@ -239,7 +239,8 @@ def gradients(
     """Gradients of what is trained, of those of the rounded weights; in fp32 for scales.
 
     Args:
-      params: what was trained with; `tree`, like them but without scales.
+      params: what was trained with, and what else was beside it; `tree`: of what is trained, but
+        without scales.
       to: shardings of gradients, of all that is trained.
 
     Communicates, where scales are learned, sums over the mesh axes that split numbers of one scale.
@@ -254,7 +255,7 @@ def gradients(
         )
         found[name] = jax.sharding.reshard(own, places[name])
         found[step_of(name)] = jax.sharding.reshard(step, places[step_of(name)])
-    return trees.nest({name: found[name] for name in named})
+    return trees.nest({name: found[name] for name in places})
 
 
 def _gradients_of(name, weight, log_step, gradient, config, compute):
