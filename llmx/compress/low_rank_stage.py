@@ -79,7 +79,7 @@ def _chosen(model: ModelConfig, products: tuple[str, ...]) -> list[str]:
     return [
         product for product in ranks.sizes_of_products(model)
         if product not in ranks.of(model)
-        and any(product == name or product.startswith(f"{name}/") for name in products)
+        and ranks.is_within(product, products)
     ]  # fmt: skip
 
 

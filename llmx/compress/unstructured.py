@@ -27,6 +27,7 @@ from llmx.compress.calibration import Layer
 from llmx.model import adapters, sparsity
 from llmx.model import apply as apply_lib
 from llmx.model.families import ModelConfig
+from llmx.model.ranks import is_within
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
@@ -61,7 +62,7 @@ def problems(options: PruneOptions, model: ModelConfig) -> Iterator[str]:
     of_model = masks.prunable(axes)
     products = {masks.product_of(name) for name in of_model}
     for name in options.products:
-        if not any(masks.is_within(product, (name,)) for product in products):
+        if not any(is_within(product, (name,)) for product in products):
             yield (
                 f"products names {name!r}, which the model does not have: use some of "
                 f"{', '.join(sorted(products))}"
@@ -102,7 +103,7 @@ def of_layer(options: PruneOptions) -> Callable[[Layer], dict[str, Any]]:
                 layer.weights[name], one.gram_II, options, adapters.contracted(f"blocks/{name}")
             )
             for name, one in layer.statistics.items()
-            if masks.is_within(name.removesuffix("/kernel"), options.products)
+            if is_within(name.removesuffix("/kernel"), options.products)
         }
 
     return change

@@ -10,7 +10,7 @@ import jax
 from llmx import sharding
 from llmx.checkpoint import identity, writer
 from llmx.config import Config, preference_checks, starting, utilization
-from llmx.model import adapters, apply, costs, precision, quantization, quantized
+from llmx.model import adapters, apply, costs, precision, quantization, quantized, ranks
 from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
 from llmx.runtime import hardware
@@ -25,7 +25,7 @@ def run_text(config: Config, mesh: jax.sharding.Mesh) -> str:
     tokens = config.batch.size * config.batch.sequence_length * config.steps
     stages, sync = stages_text(config), sync_text(config)
     products = quantized.units_text(config.products, hardware.chip_of(device))
-    rounded = quantization.text(config.quantization)
+    rounded = quantization.text(config.quantization, ranks.of(config.model))
     return "\n".join([
         f"model: {model_text(config, costs.num_parameters(config.model))}",
         *([f"adapters: {adapters_text(config)}"] if config.adapters.rank else []),

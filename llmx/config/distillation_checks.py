@@ -94,11 +94,6 @@ def _hidden(config: Config) -> Iterator[str]:
         )
     if config.sharding.turns > 1:
         yield f"{key} with sharding.turns={config.sharding.turns}: use sharding.turns=1"
-    if config.products.scaling == "delayed":
-        yield (
-            f"{key} with products.scaling='delayed': the matrices of layers have no ranges; use "
-            "products.scaling='current'"
-        )
     if config.model.num_first:
         yield f"{key} with model.first_dense={config.model.num_first}: layers are of one stack"
 

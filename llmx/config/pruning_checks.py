@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from llmx.config import Config
 from llmx.model import apply as apply_lib
 from llmx.model import families, sparsity
+from llmx.model.ranks import is_within
 from llmx.runtime import bounds
 from llmx.sharding import trees
 from llmx.step.transforms import masks
@@ -110,7 +111,7 @@ def _products(config: Config) -> Iterator[str]:
     modules = {product.partition("/")[0] for product in products}
     known = sorted(modules | products)
     for name in section.products:
-        if not any(masks.is_within(product, (name,)) for product in products):
+        if not any(is_within(product, (name,)) for product in products):
             yield (
                 f"pruning.products names {name!r}, which the model does not have: use some of "
                 f"{', '.join(known)}"

@@ -48,8 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"close a shard at this many tokens ({build.SHARD_TOKENS})")
     add("--skip-bad", action="store_true",
         help="leave out empty or unreadable files and records, counted, instead of an error")
-    # fmt: on
-    # fmt: off
     add("--teacher", default="", metavar="RUN",
         help="a run of llmx (or RUN@STEP): write beside the shards which tokens it finds "
         "likeliest, for distillation.top_k; the shards of --output may be there already")
@@ -338,8 +336,8 @@ def _teacher_of(run: Any, workdir: str, step: int | None, top_k: int, context: i
     if run.attention.implementation == "cudnn":
         run.attention.implementation = "auto"
     recipe = recipe_lib.make_recipe(run)
-    restored = model_params.restore_params(
-        workdir, recipe.loss.model_params, ema=averaged, step=step, log=launch.note
+    restored = model_params.restore_evaluated(
+        workdir, recipe, ema=averaged, step=step, log=launch.note
     )
     top = top_tokens.make(recipe.loss.apply, recipe.loss.execution, number=top_k)
     rows = min(_LOGIT_BYTES // (4 * context * run.model.padded_vocab), 64)

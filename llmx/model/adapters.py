@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llmx import sharding
+from llmx.model.ranks import is_within
 from llmx.runtime.bounds import bounded
 from llmx.sharding import trees
 
@@ -95,7 +96,7 @@ def problems(config: AdaptersConfig, shapes: Any) -> list[str]:
     of_model, found = trees.named(shapes), []
     known = products(of_model)
     for name in config.products:
-        if not any(_within(product, name) for product in known):
+        if not any(is_within(product, (name,)) for product in known):
             found.append(
                 f"adapters.products names {name!r}, which the model does not have: use some of "
                 f"{', '.join((*MODULES, *known))}"
@@ -294,17 +295,13 @@ def with_buffers(function: Callable, params: Any, buffers: Any) -> Any:
 def _chosen(config: AdaptersConfig, names: Iterable[str]) -> list[str]:
     return [
         path for path in filter(is_product, names)
-        if any(_within(_product(path), name) for name in config.products)
+        if is_within(_product(path), config.products)
     ]  # fmt: skip
 
 
 def _product(path: str) -> str:
     """ "attention/query" of "blocks/attention/query/kernel"."""
     return path.partition("/")[2].rpartition("/")[0]
-
-
-def _within(product: str, name: str) -> bool:
-    return product == name or product.startswith(f"{name}/")
 
 
 def contracted(path: str) -> int:

@@ -347,8 +347,8 @@ class Apply:
         rules = remat.parse(execution.remat, self.kind_names)
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
         place, groups = execution.place, turns.Groups()
-        # Weight gradients that are left for later are of one product each.
         assert not with_outputs or (execution.turns == 1 and cache is None)
+        # Weight gradients that are left for later are of one product each.
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
         masks = groups.split_masks(mask, rotations)
@@ -360,7 +360,7 @@ class Apply:
         layer_of = _with_output(layer_of) if with_outputs else layer_of
         is_layer = None if isinstance(kinds, tuple) else kinds >= 0
         if cache is not None and self.model.repeats > 1:
-            cache = tuple(sharding.regrouped(slots, self.model.repeats) for slots in cache)
+            cache = jax.tree.map(lambda slots: sharding.regrouped(slots, self.model.repeats), cache)
         others = (grad_buffers, cache, is_layer)
         with execution.policy.products():
             x, cache = layers.scan_layers(
@@ -371,7 +371,7 @@ class Apply:
         if self.model.repeats > 1 and with_outputs:
             cache = cache[:, -1]  # of the last time
         elif self.model.repeats > 1 and cache is not None:
-            cache = tuple(slots.reshape(-1, *slots.shape[2:]) for slots in cache)
+            cache = jax.tree.map(lambda slots: slots.reshape(-1, *slots.shape[2:]), cache)
         return groups.join_x(x, place), cache
 
     def _layer(

@@ -31,7 +31,7 @@ def pairs_of(chosen: Sequence[int], layers: int, of_teacher: int) -> tuple[tuple
     by the last. Raises ValueError for layers that are not there.
     """
     if not chosen:
-        return tuple((n, (n + 1) * of_teacher // layers - 1) for n in range(layers))
+        return tuple((n, -(-(n + 1) * of_teacher // layers) - 1) for n in range(layers))
     if len(chosen) != layers:
         raise ValueError(
             f"names {len(chosen)} layers and the student has {layers}: give one for each, -1 = none"

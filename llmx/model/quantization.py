@@ -24,7 +24,7 @@ know nothing of it.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -113,8 +113,14 @@ def scales_shape(shape: tuple[int, ...], shared: tuple[int, ...]) -> tuple[int, 
 
 def problems(config: QuantizationConfig, shapes: Any) -> list[str]:
     """All that is wrong with the section for a model with these parameters, with remedies."""
-    found = []
-    for name, leaf in trees.named(shapes).items():
+    found, named = [], trees.named(shapes)
+    if not any(map(is_quantized, named)):
+        found.append(
+            f"quantization.bits={config.bits} would round nothing: all products of layers are two "
+            "factors (model.ranks), which are not quantized; leave some of them one weight, or "
+            "quantization.bits out"
+        )
+    for name, leaf in named.items():
         if not is_quantized(name):
             continue
         try:
@@ -239,7 +245,8 @@ def gradients(
     """Gradients of what is trained, of those of the rounded weights; in fp32 for scales.
 
     Args:
-      params: what was trained with; `tree`, like them but without scales.
+      params: what was trained with, and what else was beside it; `tree`: of what is trained, but
+        without scales.
       to: shardings of gradients, of all that is trained.
 
     Communicates, where scales are learned, sums over the mesh axes that split numbers of one scale.
@@ -254,7 +261,7 @@ def gradients(
         )
         found[name] = jax.sharding.reshard(own, places[name])
         found[step_of(name)] = jax.sharding.reshard(step, places[step_of(name)])
-    return trees.nest({name: found[name] for name in named})
+    return trees.nest({name: found[name] for name in places})
 
 
 def _gradients_of(name, weight, log_step, gradient, config, compute):
@@ -327,13 +334,15 @@ def _is_names(leaf: Any) -> bool:
     return isinstance(leaf, tuple)
 
 
-def text(config: QuantizationConfig) -> str:
-    """What is quantized, on a line; "" where nothing is."""
+def text(config: QuantizationConfig, factored: Collection[str]) -> str:
+    """What is quantized, on a line; "" where nothing is. `factored`: products that are two factors,
+    which are left out."""
     words = []
     if config.bits:
         group = f"a scale for {config.group} inputs" if config.group else "a scale for each output"
         learned = ", learned" if config.learns else ""
-        words.append(f"weights of layers in {config.bits} bits, {group}{learned}")
+        but = f" (not the factors of {', '.join(sorted(factored))})" if factored else ""
+        words.append(f"weights of layers{but} in {config.bits} bits, {group}{learned}")
     if config.activations:
         scale = {CURRENT: "a scale for each token", AVERAGE: "moving averages of ranges"}
         words.append(f"their inputs in 8 bits, {scale[config.activations]}")

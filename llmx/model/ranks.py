@@ -7,7 +7,7 @@ multiply-adds of a token, in the place of in * out. Its kernel in the parameter 
 Letters: D width, F mlp_dim, N num_heads, K num_kv_heads, H head_dim, R and Q latents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # The names of products in a layer, and their factors in the tree.
@@ -43,6 +43,11 @@ def _of_mlp(name: str, width: int, hidden: int, gated: bool) -> dict[str, Sizes]
     return {f"{name}/{one}": (width, hidden) for one in inward} | {f"{name}/down": (hidden, width)}
 
 
+def is_within(product: str, names: Iterable[str]) -> bool:
+    """Whether a product, "mlp/up", is one of these or of one of these modules, "mlp"."""
+    return any(product == name or product.startswith(f"{name}/") for name in names)
+
+
 def parse(texts: Sequence[str]) -> dict[str, int]:
     """{"mlp": 32} of ("mlp=32",). Raises ValueError for what is no such text."""
     found = {}
@@ -63,7 +68,7 @@ def of(model: Any) -> dict[str, int]:
     found = {}
     for name, rank in parse(model.ranks).items():
         for product in sizes_of_products(model):
-            if product == name or product.startswith(f"{name}/"):
+            if is_within(product, (name,)):
                 found[product] = rank
     return found
 
@@ -89,9 +94,8 @@ def problems(model: Any) -> list[str]:
             found.append(str(error))
             continue
         named = {
-            product: min(sizes) for product, sizes in known.items()
-            if product == name or product.startswith(f"{name}/")
-        }  # fmt: skip
+            product: min(sizes) for product, sizes in known.items() if is_within(product, (name,))
+        }
         if not named:
             found.append(
                 f"model.ranks names {name!r}, which has no product that can be two factors: use "

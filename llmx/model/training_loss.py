@@ -323,6 +323,8 @@ class TrainingLoss:
                 return leaf
             in_blocks = path[0].key in ("blocks", "first")
             numbers = policy.numbers if in_blocks else policy.numbers.of_head
+            if path[0].key == PROJECTION:
+                numbers = quantized.UNROUNDED
             gather = lambda leaf: dot.whole(leaf, policy.compute, numbers, axes)  # noqa: E731
             return adapters_lib.on_base(gather, leaf)
 

@@ -190,9 +190,7 @@ class Recipe:
 
     def held(self, state: State) -> State:
         """The state of which all constraints hold."""
-        for each in self.constraints.values():
-            state = each.hold(state)
-        return state
+        return _held(self.constraints, state)
 
     @functools.cached_property
     def between(self) -> Mapping[str, Callable[[State], State]]:
@@ -236,10 +234,7 @@ def holding(strategy: Strategy, constraints: Mapping[str, Constraint]) -> Strate
     if not constraints:
         return strategy
 
-    def hold(state: State) -> State:
-        for each in constraints.values():
-            state = each.hold(state)
-        return state
+    hold = functools.partial(_held, constraints)
 
     def held(outer: Callable[[State], State]) -> Callable[[State], State]:
         if strategy.waits:  # it is no program of its own
@@ -248,6 +243,12 @@ def holding(strategy: Strategy, constraints: Mapping[str, Constraint]) -> Strate
         return jax.jit(lambda state: hold(outer(state)), donate_argnums=0)
 
     return strategy._replace(outer={name: held(outer) for name, outer in strategy.outer.items()})
+
+
+def _held(constraints: Mapping[str, Constraint], state: State) -> State:
+    for each in constraints.values():
+        state = each.hold(state)
+    return state
 
 
 def in_dtypes_of(like: Any, tree: Any) -> Any:

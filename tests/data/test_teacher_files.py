@@ -16,6 +16,7 @@ from llmx.data import config as data_config
 from llmx.data import dataset, packing, teacher_files, tokenizers
 from llmx.data import shards as shards_lib
 from llmx.data.teacher_files import Settings, Window
+from llmx.model import quantized
 
 # fp16 keeps 11 bits of a log-probability.
 HALF_BIT = 2.0**-11
@@ -208,20 +209,54 @@ MODEL = dict(num_layers=2, width=16, mlp_dim=24, num_heads=4, num_kv_heads=2, he
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     """The work directory of a run whose model is sure of something."""
-    workdir = tmp_path_factory.mktemp("run")
+    return saved(tmp_path_factory.mktemp("run"))[0]
+
+
+def saved(workdir: pathlib.Path, **keys):
+    """(a work directory, its recipe, the state in its checkpoint)."""
     run = runs.make_config(
-        "llama3", model=MODEL, workdir=str(workdir), batch__sequence_length=32, batch__size=2
-    )
+        "llama3", model=MODEL, workdir=str(workdir), batch__sequence_length=32, batch__size=2,
+        **keys,
+    )  # fmt: skip
     recipe = runs.make_recipe(run)
     state = recipe.init(3)
     params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, state.params)
+    state, extra = state._replace(params=params), dict(state.extra)
+    if quantized.RANGES in extra:
+        extra[quantized.RANGES] = jax.tree.map(lambda leaf: leaf + 1, extra[quantized.RANGES])
+        state = state._replace(extra=extra)
     meta = {"config": config.to_json(run), "fingerprint": "", "batch_size": 2}
     options = checkpointer.CheckpointConfig()
-    with checkpointer.Checkpointer(str(workdir / "checkpoints"), options, log=print) as saved:
-        saved.save(4, state._replace(params=params), meta=meta, order=recipe.order)
+    with checkpointer.Checkpointer(str(workdir / "checkpoints"), options, log=print) as kept:
+        kept.save(4, state, meta=meta, order=recipe.order)
     config.save_run(run)
     tokenizers.ByteTokenizer().save(workdir / tokenizers.FILE_NAME)
-    return workdir
+    return workdir, recipe, state
+
+
+def test_a_teacher_of_few_bits_says_what_it_is_evaluated_with(tmp_path):
+    """With codes for weights, and inputs rounded by the averages of their ranges."""
+    shards = made(tmp_path, ["one two three four five"])
+    averages = dict(quantization__bits=4, quantization__activations="average")
+    workdir, recipe, state = saved(tmp_path / "run", **averages)
+    arguments = ["--output", str(shards.folder), "--teacher", str(workdir), "--top-k", "257"]
+    assert command.main(arguments) == 0
+    opened = teacher_files.open_tokens(shards, 257, verify=True)
+    [tokens] = shards.tokens
+    ids, log_p = opened.read(0, 0, len(tokens), 257)
+    rows = tokens[None], np.ones_like(tokens)[None], np.arange(len(tokens))[None]
+
+    def log_p_of(params):
+        with jax.set_mesh(recipe.mesh):
+            logits = recipe.loss.apply.logits(params, *map(np.int32, rows), recipe.loss.execution)
+            return np.asarray(jax.nn.log_softmax(logits[0, :, :257]))
+
+    by_id = np.zeros_like(log_p[:, :-1])
+    np.put_along_axis(by_id, np.int64(ids), log_p[:, :-1], axis=-1)
+    wanted = log_p_of(recipe.loss.rounded(state.params, state.extra))
+    np.testing.assert_allclose(by_id, wanted, rtol=4 * HALF_BIT)
+    by_own_ranges = log_p_of(recipe.loss.rounded(state.params))
+    assert np.abs(by_own_ranges - wanted).max() > 0.1
 
 
 def test_all_tokens_written_teach_as_the_teacher_beside_the_student(teacher, tmp_path, capsys):

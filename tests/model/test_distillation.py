@@ -14,7 +14,16 @@ from support import compare, runs
 from llmx import sharding
 from llmx.config import ConfigError, starting
 from llmx.model import apply as apply_lib
-from llmx.model import distillation, distilled_losses, families, hidden_states, precision
+from llmx.model import (
+    distillation,
+    distilled_losses,
+    families,
+    hidden_states,
+    precision,
+    quantization,
+    quantized,
+)
+from llmx.sharding import trees
 
 TOLERANCE = 2e-5  # fp32 sums in another order; values are of size 1 to 10
 B, T, D, V, NUM_REAL = test_losses.B, test_losses.T, test_losses.D, test_losses.V, 43
@@ -474,9 +483,63 @@ def test_layers_train_alike_on_meshes(mesh):
     )  # fmt: skip
 
 
+LEARNED = dict(quantization__bits=4, quantization__scales="learned")
+ROUNDED = {
+    "learned, averages": LEARNED | dict(quantization__activations="average"),
+    "delayed": dict(
+        products__format="fp8", products__gather="fp8", products__scaling="delayed",
+        sharding__gather="step",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROUNDED)
+def test_a_student_of_few_bits_learns_alike_on_a_mesh(case):
+    """Its layers' outputs too. The teacher and the matrices between them are not rounded."""
+    keys = HIDDEN | runs.PARITY_OPTIMIZER | ROUNDED[case]
+    one, split = recipe_of(**keys), recipe_of(mesh=dict(fsdp=2, tensor=2), **keys)
+    assert one.loss.teacher.execution.policy.numbers == quantized.UNROUNDED
+    compare.assert_trained_alike(
+        *(runs.train(each, batches(2), state_of(each)) for each in (split, one)), 1e-5
+    )
+
+
+@pytest.mark.parametrize("case", ["largest", "learned"])
+def test_gradient_of_a_student_of_few_bits_is_that_of_its_codes(case):
+    """Loss, divergence and gradient of a model that is not quantized, with the codes' numbers; of
+    the weights straight through the rounding."""
+    keys = LEARNED if case == "learned" else dict(quantization__bits=4)
+    recipe, plain = recipe_of(**keys), recipe_of()
+    with jax.set_mesh(recipe.mesh):
+        state, rows = state_of(recipe), runs.put_batch(recipe, batches(1)[0])
+        weights = recipe.loss.rounded(state.params)
+
+        def take(recipe, params):
+            joined = recipe.loss.joined(params, state.frozen, training=True)
+            prepared = recipe.loss.prepared(rows, state.frozen)
+            return recipe.gradient.take(joined, prepared, (), ())[0]
+
+        found = jax.jit(lambda: take(recipe, state.params))()
+        wanted = jax.jit(lambda: take(plain, weights))()
+    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-6)
+    for name, value in wanted.reported.items():
+        np.testing.assert_allclose(found.reported[name], value, rtol=1e-6)
+    own, steps = {}, {}
+    for name, leaf in trees.named(found.tree).items():
+        (steps if name.endswith(quantization.LOG_STEP) else own)[name] = np.asarray(leaf)
+    # Scales begin so large that nothing is clipped or little is: there it is zero.
+    above = trees.named(wanted.tree)
+    inside = {name: leaf != 0 for name, leaf in own.items()}
+    assert all(each.mean() > 0.5 for name, each in inside.items() if name.startswith("blocks/mlp"))
+    compare.assert_close(own, {name: inside[name] * above[name] for name in own}, 1e-5)
+    assert len(steps) == 7 * (case == "learned") and all(leaf.any() for leaf in steps.values())
+
+
 def test_layers_are_paired_evenly():
     assert hidden_states.pairs_of((), 4, 12) == ((0, 2), (1, 5), (2, 8), (3, 11))
-    assert hidden_states.pairs_of((), 3, 4) == ((0, 0), (1, 1), (2, 3))
+    assert hidden_states.pairs_of((), 3, 4) == ((0, 1), (1, 2), (2, 3))
+    assert hidden_states.pairs_of((), 4, 2) == ((0, 0), (1, 0), (2, 1), (3, 1))
+    assert hidden_states.pairs_of((), 3, 1) == ((0, 0), (1, 0), (2, 0))
     assert hidden_states.pairs_of((-1, 5), 2, 6) == ((1, 5),)
 
 

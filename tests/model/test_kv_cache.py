@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from model.test_sampling import PROMPTS, VOCAB, built
 
-from llmx.model import sampling
+from llmx.model import apply, sampling
 from llmx.model.attention import attend, cache
 from llmx.model.attention.masks import Mask, Scores
 
@@ -156,6 +156,36 @@ def test_latents_in_int8_change_logits_little():
     for kind, slots in ((cache.INT8, kept), ("", of_float)):
         found = sum(leaf.nbytes for leaf in jax.tree.leaves((slots["blocks"], slots["first"])))
         assert found == 2 * 14 * cache.bytes_per_token(decoder.config, kind, jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize("mesh", [(), (("tensor", 2), ("fsdp", 2))], ids=str)
+def test_a_layer_that_repeats_has_a_cache_for_each_time(mesh):
+    """Logits and cache are those of a model that has its layers as often as they are used."""
+    decoder, tokens = built("llama3", mesh), tokens_of()
+    model = dataclasses.replace(decoder.config, repeats=3)
+    place = sampling.placement(decoder.execution.place, split_batch=True)
+    execution = dataclasses.replace(decoder.execution, place=place)
+    thrice = dataclasses.replace(
+        decoder, config=model, apply=apply.Apply(model), execution=execution
+    )  # fmt: skip
+    unrolled = dataclasses.replace(model, repeats=1, num_layers=3 * model.num_layers)
+    plain = built("llama3")
+    blocks = jax.tree.map(lambda leaf: np.repeat(leaf, 3, axis=0), plain.params["blocks"])
+    plain = dataclasses.replace(
+        plain,
+        config=unrolled,
+        apply=apply.Apply(unrolled),
+        params=plain.params | dict(blocks=blocks),
+    )
+    for kind in cache.FORMATS:
+        of = in_int8 if kind else lambda decoder: decoder
+        logits, kept = cached_logits(of(thrice), tokens)
+        wanted, of_plain = cached_logits(of(plain), tokens)
+        assert np.abs(logits - wanted).max() / wanted.std() < SAME
+        shapes = [jax.tree.map(jnp.shape, each["blocks"]) for each in (kept, of_plain)]
+        assert shapes[0] == shapes[1]
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(kept["blocks"]))
+        assert size == 2 * 14 * cache.bytes_per_token(model, kind, jnp.dtype("float32"))
 
 
 @pytest.mark.parametrize(

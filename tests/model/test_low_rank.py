@@ -90,6 +90,71 @@ def test_repeated_layers_are_those_of_a_deeper_model(family):
     compare.assert_close(got, wanted, 2e-5)
 
 
+TRAINED = {
+    "integers": dict(
+        quantization__bits=4, quantization__group=4, quantization__scales="learned",
+        quantization__activations="current",
+    ),
+    "adapters": dict(adapters__rank=2),
+}  # fmt: skip
+
+
+def found_of(recipe, params, frozen):
+    """Loss and gradients of a batch, on the host, with parameters that are not trained."""
+    to = jax.tree.map(lambda leaf: leaf.sharding, (recipe.loss.params, recipe.loss.frozen))
+
+    def take(params, frozen, batch):
+        joined = recipe.loss.joined(params, frozen, training=True)
+        return recipe.gradient.take(joined, batch, (), ())[0]
+
+    with jax.set_mesh(recipe.mesh):
+        own = jax.device_put((params, frozen), to)
+        found = jax.device_get(jax.jit(take)(*own, runs.put_batch(recipe, BATCHES[0])))
+    return float(found.loss), trees.named(found.tree)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_what_repeated_layers_train_is_the_sum_of_a_deeper_model_s(case):
+    """Weights as integers with their scales, and adapters: each layer has its own once."""
+    shared = recipe_of(model=dict(repeats=2), **TRAINED[case])
+    deep = recipe_of(model=dict(num_layers=4), **TRAINED[case])
+    random = np.random.default_rng(1)
+
+    def moved(leaf):  # adapters begin at zero
+        return leaf + np.float32(0.1 * random.normal(size=leaf.shape))
+
+    def twice(tree):
+        blocks = jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), tree["blocks"])
+        return tree | {"blocks": blocks}
+
+    with jax.set_mesh(shared.mesh):
+        start = jax.device_get(shared.init(0))
+    own = jax.tree.map(moved, start.params), start.frozen
+    loss, got = found_of(shared, *own)
+    wanted_loss, wanted = found_of(deep, *(tree and twice(tree) for tree in own))
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    wanted |= {
+        name: leaf.reshape(2, 2, *leaf.shape[1:]).sum(1)
+        for name, leaf in wanted.items()
+        if name.startswith("blocks/")
+    }
+    assert all(leaf.any() for leaf in wanted.values())
+    compare.assert_close(got, wanted, 2e-5)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_repeated_layers_train_alike_on_a_mesh(case):
+    one, split = (
+        recipe_of(model=dict(repeats=2), **mesh, **TRAINED[case], **runs.PARITY_OPTIMIZER)
+        for mesh in ({}, dict(mesh=dict(fsdp=2, tensor=2)))
+    )
+    # Inputs are rounded to int8: some are next to the middle between two codes.
+    tolerance = 5e-5 if case == "integers" else 1e-5
+    compare.assert_trained_alike(
+        *(runs.train(each, BATCHES[:2]) for each in (split, one)), tolerance
+    )
+
+
 @pytest.mark.parametrize("cores", [2, 3])
 def test_a_tensor_train_is_the_table_that_it_stands_for(cores):
     train = dict(embedding_rank=4, embedding_cores=cores)

@@ -9,7 +9,7 @@ import pytest
 from support import compare, packed, runs
 
 from llmx.config import ConfigError
-from llmx.model import adapters, dot, quantization, quantized
+from llmx.model import adapters, dot, quantization, quantized, ranks
 from llmx.model.quantization import QuantizationConfig
 from llmx.model.quantized import Ranges
 from llmx.sharding import trees
@@ -289,6 +289,26 @@ def test_inputs_of_every_mesh_are_those_of_one_device(mesh):
 def test_what_cannot_be_is_said(keys, said):
     with pytest.raises(ConfigError, match=said):
         recipe_of(**keys)
+
+
+def test_factors_are_not_quantized():
+    """Where all products are two factors that is an error, else the run says which are."""
+    with pytest.raises(ConfigError, match="bits=4 would round nothing"):
+        recipe_of(quantization__bits=4, model=dict(ranks=("attention=4", "mlp=4")))
+    recipe = recipe_of(quantization__bits=4, model=dict(ranks=("mlp=4",)))
+    with jax.set_mesh(recipe.mesh):
+        params = recipe.init(0).params
+        codes = jax.jit(
+            lambda params: quantization.quantized_weights(
+                params, recipe.loss.quantization, "float32"
+            )
+        )(params)
+    assert {name.split("/")[1] for name in codes} == {"attention"} and len(codes) == 4
+    said = quantization.text(recipe.loss.quantization, ranks.of(recipe.loss.apply.model))
+    assert said == (
+        "weights of layers (not the factors of mlp/down, mlp/gate, mlp/up) in 4 bits, a scale for "
+        "each output"
+    )
 
 
 def test_experts_are_refused():

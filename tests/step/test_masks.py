@@ -9,8 +9,9 @@ import pytest
 from support import compare, runs
 
 from llmx.config import ConfigError
-from llmx.model import apply, families
+from llmx.model import apply, families, quantization
 from llmx.sharding import trees
+from llmx.step import guard
 from llmx.step.transforms import masks
 
 BATCH, LENGTH, VOCAB, STEPS = 8, 8, 300, 6
@@ -113,6 +114,12 @@ CASES = {
     "one_bit": synced("one_bit", sync__warmup_steps=3, **EMA),
     "zero_one": synced("zero_one"),
     "stale": synced("stale"),
+    "integers": (
+        {"fsdp": 2, "tensor": 2},
+        dict(quantization__bits=4, quantization__group=8, quantization__scales="learned",
+             quantization__activations="average", **EMA),
+    ),
+    "repeats": ({"fsdp": 2}, dict(model__repeats=2)),
     "experts": (
         {"expert": 2},
         dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=16,
@@ -250,6 +257,24 @@ def test_weights_that_are_left_go_back():
     ))  # fmt: skip
 
 
+def test_masked_weights_are_zero_as_integers():
+    """In the codes of weights that are trained as integers, and in the model that is evaluated."""
+    mesh, keys = CASES["integers"]
+    recipe = make_recipe(mesh, **keys)
+    state = walk(recipe)[0][-1]
+    with jax.set_mesh(recipe.mesh):
+        params = runs.put_state(recipe, state).params
+        config, compute = recipe.loss.quantization, recipe.loss.execution.policy.compute
+        codes = jax.jit(lambda params: quantization.quantized_weights(params, config, compute))
+        codes = {name: np.array(each.codes) for name, each in codes(params).items()}
+        evaluated = trees.named(jax.device_get(recipe.loss.rounded(params)))
+    assert codes.keys() == masks_of(state).keys()
+    for name, mask in masks_of(state).items():
+        assert (~mask).any() and not codes[name][~mask].any()
+        assert not evaluated[name][~mask].any() and not evaluated[name][codes[name] == 0].any()
+        assert np.abs(codes[name][mask]).max() > 3 and (codes[name][mask] != 0).mean() > 0.6
+
+
 def test_a_stopped_run_prunes_nothing():
     """The step that stopped it is taken again, and then its weights are pruned."""
     recipe = make_recipe(guard__on_bad_step="stop")
@@ -263,6 +288,13 @@ def test_a_stopped_run_prunes_nothing():
         state, _ = programs(2, state, runs.put_batch(recipe, bad))
         assert state.guard.stopped and state.step == 2
         assert all(np.asarray(mask).all() for mask in masks_of(state).values())
+        # As a run does that is started again.
+        state = state._replace(guard=jax.jit(guard.released)(state.guard))
+        state, _ = programs(2, state, runs.put_batch(recipe, batch_of(2)))
+        assert not state.guard.stopped and state.step == 3
+        pruned = sum(int((~np.asarray(mask)).sum()) for mask in masks_of(state).values())
+    assert pruned == math.floor(WEIGHTS * 0.5 * (1 - (1 / 3) ** 3))
+    assert not masked_values(jax.tree.map(np.array, state), "params").any()
 
 
 def test_the_schedule():
@@ -274,6 +306,18 @@ def test_the_schedule():
     assert masks.times(at_once, 100) == (7,) and masks.share(at_once, 100, 7) == 1
     assert masks.times(masks.PruningConfig(method="magnitude"), 100)[-1] == 50
     assert masks.times(masks.PruningConfig(method="fixed"), 100) == ()
+
+
+@pytest.mark.parametrize("keys", [
+    dict(begin_step=10, end_step=50, every=15), dict(begin_step=7, end_step=7), dict(every=1),
+    dict(end_step=90, every=200), dict(begin_step=60), dict(method="n_m", every=7),
+    dict(method="fixed"),
+], ids=str)  # fmt: skip
+def test_a_step_is_a_time_of_pruning_by_arithmetic(keys):
+    """No table is made for a step: a run has as many as there are steps."""
+    section = masks.PruningConfig(**dict(method="magnitude") | keys)
+    found = tuple(step for step in range(101) if masks.is_time(section, 100, step))
+    assert found == masks.times(section, 100)
 
 
 def test_without_pruning_nothing_is_kept():

@@ -60,13 +60,13 @@ def empty_slots(
 
 
 def bytes_per_token(model: ModelConfig, kind: str, dtype: jnp.dtype) -> int:
-    """What all layers keep of a token of a row."""
+    """What all layers keep of a token of a row, of each time that it goes through them."""
     found = 0
     for _, sizes in arrays_of(model):
         *heads, last = sizes
         of_head = last + jnp.dtype(jnp.float32).itemsize if kind else last * dtype.itemsize
         found += math.prod(heads) * of_head
-    return model.num_layers * found
+    return model.num_layers * model.repeats * found
 
 
 def read_slots(kept: Array | Int8, dtype: jnp.dtype) -> Array:

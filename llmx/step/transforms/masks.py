@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx.contract import Constraint, Gradients, State
 from llmx.model import adapters, sparsity
+from llmx.model.ranks import is_within
 from llmx.model.training_loss import TrainingLoss, placed
 from llmx.pipeline.permutation import EMPTY, LAYERS, LayerPermutation
 from llmx.runtime.bounds import bounded, choice
@@ -94,10 +95,6 @@ def prunable(axes: Any) -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
 
 
-def is_within(product: str, names: tuple[str, ...]) -> bool:
-    return any(product == name or product.startswith(f"{name}/") for name in names)
-
-
 def chosen(config: PruningConfig, axes: Any) -> dict[str, tuple[str, ...]]:
     """Logical axes of the weights that `config.products` names, by name."""
     return {
@@ -125,6 +122,14 @@ def times(config: PruningConfig, total_steps: int) -> tuple[int, ...]:
         return ()
     end = last_step(config, total_steps)
     return tuple(sorted({*range(config.begin_step, end, config.every), end} - {0}))
+
+
+def is_time(config: PruningConfig, total_steps: int, taken: int) -> bool:
+    """Whether weights are pruned after so many steps: whether they are in `times`."""
+    if config.method in (NONE, FIXED) or not taken:
+        return False
+    end, since = last_step(config, total_steps), taken - config.begin_step
+    return taken == end or (taken < end and since >= 0 and since % config.every == 0)
 
 
 def share(config: PruningConfig, total_steps: int, step: int) -> float:
@@ -266,10 +271,10 @@ class _Masks:
         taken, found = step + 1, ()
         if self.config.rewind_to == taken:
             found += (REMEMBER,)
-        if taken in self.times:
+        if is_time(self.config, self.total_steps, taken):
             found += (PRUNE,)
-        if self.config.rewind_to >= 0 and self.times and taken == self.times[-1]:
-            found += (REWIND,)
+            if self.config.rewind_to >= 0 and taken == last_step(self.config, self.total_steps):
+                found += (REWIND,)
         return found
 
     def remembered(self, state: State) -> State:
