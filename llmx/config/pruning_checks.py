@@ -39,6 +39,12 @@ def problems(config: Config) -> Iterator[str]:
             f"has the gradient of the whole batch, which scores are made of; use one of "
             f"{', '.join(SUMMED)}, or pruning.method='magnitude'"
         )
+    if section.method != FIXED and config.sync.groups > 1:
+        yield (
+            f"pruning.method={section.method!r} with sync.groups={config.sync.groups}: each group "
+            "would choose masks of its own, and one that was gone would miss times of pruning; use "
+            "pruning.method='fixed' with the masks of another run, or one group"
+        )
     if section.method == FIXED and not (section.masks_from or config.start_from):
         yield (
             "pruning.method='fixed' and neither pruning.masks_from nor start_from: no weight would "

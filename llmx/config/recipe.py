@@ -258,19 +258,29 @@ def _make_strategy(
             update=make_update(loss, config.optimizer.ema_decay, in_parts),
             decays=trees.named(optimizers.decay_mask(loss.axes)),
             forget_norms=lambda state: state._replace(guard=guard.forgotten(state.guard)),
-            agreed=_agreed(config) if config.sync.groups > 1 else {},
+            agreed=agreed(config) if config.sync.groups > 1 else {},
         )  # fmt: skip
 
     return technique.make(inputs_with(None))
 
 
-# What groups of replicas that are runs of their own must have in common: sections and keys.
-_COMMON = ("model.", "optimizer.", "loss.", "sync.", "pipeline.", "adapters.")
-_COMMON_KEYS = ("steps", "seed", "batch.size", "batch.sequence_length", "mesh.stage")
-_OWN_KEYS = ("sync.group", "sync.exchange", "sync.round_seconds")
+# In what groups of replicas that are runs of their own may differ: where and how each computes,
+# what it writes, its own text and when it stops. All else must be equal.
+_OWN = (
+    "workdir", "resume_step", "remat", "memory_budget", "offload.", "batch.accumulation", "data.",
+    "mesh.", "sharding.", "attention.", "experts.buffer", "sync.group", "sync.exchange",
+    "sync.round_seconds", "guard.", "rollback.", "checkpoint.", "evaluation.", "metrics.",
+    "sample.", "profile.", "launch.", "watchdog.",
+)  # fmt: skip
+_COMMON = ("mesh.stage", "data.format")  # of these sections what must be equal all the same
 
 
-def _agreed(config: config_lib.Config) -> dict[str, Any]:
+def agreed(config: config_lib.Config) -> dict[str, Any]:
+    """The keys in which groups of replicas, each a run of its own, must be equal."""
     values = identity.flat(config_lib.to_json(config))
-    common = lambda key: key.startswith(_COMMON) or key in _COMMON_KEYS  # noqa: E731
-    return {key: value for key, value in values.items() if common(key) and key not in _OWN_KEYS}
+
+    def is_own(key: str) -> bool:
+        within = any(key == own or (own[-1] == "." and key.startswith(own)) for own in _OWN)
+        return within and key not in _COMMON
+
+    return {key: value for key, value in values.items() if not is_own(key)}

@@ -220,7 +220,10 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 def num_moments(config: OptimizerConfig) -> tuple[int, int]:
     """Arrays as large as the parameters that an optimizer keeps, for matrices of the blocks and for
-    other matrices: counted in the state that it makes of one of each. Factored ones are none."""
+    other matrices: counted in the state that it makes of one of each. Factored ones are none. Of an
+    optimizer of a program that is not here two are assumed, as Adam has."""
+    if config.name not in OPTIMIZERS:
+        return 2, 2
     return _num_moments(OPTIMIZERS[config.name], *vars(config).values())
 
 

@@ -230,7 +230,8 @@ class Recipe:
 
 
 def holding(strategy: Strategy, constraints: Mapping[str, Constraint]) -> Strategy:
-    """The strategy with outer steps after which the constraints hold."""
+    """The strategy with outer steps after which the constraints hold, and, where it takes over what
+    other programs share, with a beginning after which they do."""
     if not constraints:
         return strategy
 
@@ -242,7 +243,11 @@ def holding(strategy: Strategy, constraints: Mapping[str, Constraint]) -> Strate
             return lambda state: after(outer(state))
         return jax.jit(lambda state: hold(outer(state)), donate_argnums=0)
 
-    return strategy._replace(outer={name: held(outer) for name, outer in strategy.outer.items()})
+    def begin(state: State, peers: Any) -> State:
+        return jax.jit(hold, donate_argnums=0)(strategy.begin(state, peers))
+
+    outer = {name: held(outer) for name, outer in strategy.outer.items()}
+    return strategy._replace(outer=outer, begin=begin if strategy.waits else strategy.begin)
 
 
 def _held(constraints: Mapping[str, Constraint], state: State) -> State:

@@ -80,8 +80,10 @@ def make(inputs: StrategyInputs) -> Strategy:
             reshard.averaged(saved.opt_state, abstract.opt_state, layers),
             reshard.placed(saved.outer, layers),
             reshard.residuals(saved.residuals, abstract.residuals, layers),
-            # The tokens of a round that has begun are those of all.
-            jax.tree.map(lambda new: jnp.full(new.shape, saved.tokens.mean()), abstract.tokens),
+            # The tokens of a round that has begun are those of all: their sum is kept.
+            jax.tree.map(
+                lambda new: jnp.full(new.shape, saved.tokens.sum() / replicas.size), abstract.tokens
+            ),
         )
 
     return Strategy(
@@ -333,39 +335,41 @@ def synchronized(
     `after`: replicas' parameters [n, ...] of a later step: they keep what they have moved since.
     """
     replicas = inputs.replicas
+    stacked, counts = replicas.stacked_specs, state.sync.tokens
+    shared, own = as_updated(inputs, state.params, state.sync.params)
+    before = _Kept(
+        shared, own, state.sync.outer, state.sync.residuals,
+        _moments(state) if replicas.config.average_moments else {},
+    )  # fmt: skip
+    specs = _Kept(
+        replicas.specs, stacked, {name: replicas.specs[name] for name in before.outer},
+        replicas.residual_specs(),
+        {name: stacked[name.partition(" of ")[2]] for name in before.moments},
+    )  # fmt: skip
+    later = {} if after is None else as_updated(inputs, state.params, after)[1]
 
-    def region(params, own, after, outer, residuals, moments, tokens, due):
-        own, after, moments = (
-            {name: leaf[0] for name, leaf in of.items()} for of in (own, after, moments)
-        )
-        terms = (params, own, after, outer, residuals, moments)
-        return _averaged(inputs, fragments, *terms, tokens, due)
+    def region(before, later, tokens, due):
+        first = lambda arrays: {name: leaf[0] for name, leaf in arrays.items()}  # noqa: E731
+        before = before._replace(own=first(before.own), moments=first(before.moments))
+        new = _averaged(inputs, fragments, before, first(later), tokens, due)
+        stack = lambda arrays: {name: leaf[None] for name, leaf in arrays.items()}  # noqa: E731
+        return new._replace(own=stack(new.own), moments=stack(new.moments))
 
-    outer_specs = {name: replicas.specs[name] for name in state.sync.outer}
-    stacked, kept = replicas.stacked_specs, (outer_specs, replicas.residual_specs())
-    params, own = as_updated(inputs, state.params, state.sync.params)
-    after = {} if after is None else as_updated(inputs, state.params, after)[1]
-    after_specs = {name: stacked[name] for name in after}
-    moments = _moments(state) if replicas.config.average_moments else {}
-    moment_specs = {name: stacked[name.partition(" of ")[2]] for name in moments}
-    tokens = state.sync.tokens
-    params, own, outer, residuals, moments = replicas.region(
+    new = replicas.region(
         region,
         in_specs=(
-            replicas.specs, stacked, after_specs, *kept, moment_specs,
-            jax.tree.map(lambda _: PartitionSpec(AXIS), tokens), WHOLE,
+            specs, {name: stacked[name] for name in later},
+            jax.tree.map(lambda _: PartitionSpec(AXIS), counts), WHOLE,
         ),
-        out_specs=(replicas.specs, stacked, *kept, moment_specs),
-    )(
-        params, own, after, state.sync.outer, state.sync.residuals, moments, tokens,
-        due_fragment(replicas.config, state.step),
-    )  # fmt: skip
-    params, own = as_kept(inputs, params, own)
+        out_specs=specs,
+    )(before, later, counts, due_fragment(replicas.config, state.step))  # fmt: skip
+    params, own = as_kept(inputs, new.shared, new.own)
     sync = state.sync._replace(
-        params=own, outer=outer, residuals=residuals, tokens=jax.tree.map(jnp.zeros_like, tokens)
-    )
-    if moments:
-        sync = sync._replace(opt_state=_with_moments(sync.opt_state, moments))
+        params=own, outer=new.outer, residuals=new.residuals,
+        tokens=jax.tree.map(jnp.zeros_like, counts),
+    )  # fmt: skip
+    if new.moments:
+        sync = sync._replace(opt_state=_with_moments(sync.opt_state, new.moments))
     return state._replace(params=params, sync=sync)
 
 
@@ -403,40 +407,65 @@ def _round(config: SyncConfig, steps: Any) -> tuple[Any, Any]:
     return done % apart, done // apart % num
 
 
-def _averaged(inputs, fragments, params, own, after, outer, residuals, moments, tokens, due):
-    """One device's arrays after the outer step, by name."""
+class _Kept(NamedTuple):
+    """What an outer step reads and writes, by name: arrays of all replicas, or, in a manual region,
+    a device's shards, where `own` and `moments` are those of its replica, without [n]."""
+
+    shared: dict[str, jax.Array]  # parameters that all replicas share, as they are updated
+    own: dict[str, jax.Array]  # of each replica, [n, ...]
+    outer: dict[str, jax.Array]  # momentum of the outer optimizer, as parameters; {} = none
+    residuals: Residuals
+    moments: dict[str, jax.Array]  # of Adam, by the names of `moments_of`, [n, ...]; {} = apart
+
+
+def _averaged(
+    inputs: StrategyInputs, fragments: Sequence[int], before: _Kept, later: dict[str, jax.Array],
+    tokens: Any, due: jax.Array,
+) -> _Kept:  # fmt: skip
+    """One device's arrays after the outer step. Communicates over `data`.
+
+    Args:
+      fragments: that are synchronized.
+      before: as they are, of which what replicas have moved is taken.
+      later: the replica's parameters of a later step, as `before.own`, which keep what was moved
+        since; {} = there is none.
+      tokens: those of this replica since the last exchange, fp32 [1]; () = they are not counted.
+      due: int32 [], the fragment whose round is complete; -1 = none.
+    """
     replicas, config = inputs.replicas, inputs.config
-    pieces = _pieces(replicas, fragments)
-    weighted, mine = (lambda x: x / replicas.size), lambda new, own: new
+    shared, own = before.shared, before.own
+    pieces, weighted = _pieces(replicas, fragments), (lambda x: x / replicas.size)
     if counts_tokens(config):
         total = jax.lax.psum(tokens[0], AXIS)
         weight = tokens[0] / jnp.maximum(total, 1)
-        # A round in which nobody has trained is none.
-        due = jnp.where(total > 0, due, -1)
-        weighted, mine = (lambda x: x * weight), lambda new, own: jnp.where(total > 0, new, own)
+        weighted = lambda x: x * weight  # noqa: E731
     terms = {
-        tensor.name: weighted((params[name][rows] - own[name][rows]).astype(jnp.float32))
+        tensor.name: weighted((shared[name][rows] - own[name][rows]).astype(jnp.float32))
         for tensor, name, _, rows in pieces
     }
-    terms |= {name: weighted(leaf) for name, leaf in moments.items()}
-    more = moments_of(replicas) if moments else []
-    sums, residuals = _summed(replicas, pieces, terms, residuals, more)
-    moments = {name: mine(sums[name], own)[None] for name, own in moments.items()}
-    params, outer, later = dict(params), dict(outer), dict(after or own)
+    terms |= {name: weighted(leaf) for name, leaf in before.moments.items()}
+    more = moments_of(replicas) if before.moments else []
+    sums, residuals = _summed(replicas, pieces, terms, before.residuals, more)
+    moments = {name: sums[name] for name in before.moments}
+    new = _Kept(dict(shared), dict(later or own), dict(before.outer), residuals, moments)
     for piece in pieces:
         name, f, rows = piece[1:]
         step = moved = sums[piece.tensor.name]
-        if name in outer:
+        if name in new.outer:
             nesterov = optax.trace(config.outer_momentum, nesterov=True)
-            before = outer[name][rows]
-            step, trace = nesterov.update(moved, optax.TraceState(before))
-            outer[name] = outer[name].at[rows].set(jnp.where(due == f, trace.trace, before))
+            momentum = new.outer[name][rows]
+            step, trace = nesterov.update(moved, optax.TraceState(momentum))
+            momentum = jnp.where(due == f, trace.trace, momentum)
+            new.outer[name] = new.outer[name].at[rows].set(momentum)
             step = jnp.where(due == f, config.outer_learning_rate * step, moved)
-        new = (params[name][rows] - step).astype(params[name].dtype)
-        params[name] = params[name].at[rows].set(new)
-        since = after[name][rows] - own[name][rows] if after else 0
-        later[name] = later[name].at[rows].set(new + since)
-    return params, {name: leaf[None] for name, leaf in later.items()}, outer, residuals, moments
+        now = (shared[name][rows] - step).astype(shared[name].dtype)
+        new.shared[name] = new.shared[name].at[rows].set(now)
+        since = later[name][rows] - own[name][rows] if later else 0
+        new.own[name] = new.own[name].at[rows].set(now + since)
+    if not counts_tokens(config):
+        return new
+    # A round in which nobody has trained is none: residuals wait for the next.
+    return phases.keep(total > 0, new, before._replace(own=later or own))
 
 
 class _Piece(NamedTuple):

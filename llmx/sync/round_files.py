@@ -5,13 +5,15 @@
     rounds/STEPS/moved/GROUP/PARAMETER   what it has moved, numbers in fp32
     rounds/STEPS/moved/GROUP.json        ... its tokens and checksums, written last
     rounds/STEPS/closed.json             the groups that count in the round, written once
-    outer/STEPS/params/PARAMETER, .../momentum/PARAMETER, outer/STEPS.json
-                                         what all groups share after a round, the newest two
+    outer/STEPS/GROUP/params/PARAMETER, .../momentum/PARAMETER
+                                         what all groups share after a round, the newest two, as
+                                         this group has written it
+    outer/STEPS.json                     ... which group's files count, and their checksums
 
-Every file is written at once and as a whole, and what decides something (`run.json`, `closed.json`)
-by the first writer only: a conditional write of TensorStore, which is atomic on local disks, NFS
-and object stores. So a group may be killed at any time, and all that read a round find the same
-groups in it.
+Every file is written at once and as a whole, and what decides something (`run.json`, `closed.json`,
+`outer/STEPS.json`) by the first writer only: a conditional write of TensorStore, which is atomic on
+local disks, NFS and object stores. So a group may be killed at any time, and all that read a round
+find the same groups in it. No group writes into files of another.
 """
 
 import json
@@ -119,15 +121,21 @@ class RoundFiles:
 
     def write_outer(self, outer: Outer) -> None:
         """Leaves what all groups share, unless it is there; removes what is older than the one
-        before it."""
-        key = f"outer/{outer.steps:010d}"
+        before it.
+
+        Before the first round every group does so, each with what it begins with: the first counts.
+        """
+        key, sums = f"outer/{outer.steps:010d}", {}
         if self._read(f"{key}.json") is not None:
             return
-        sums = {}
+        place = f"{key}/{self._group:04d}/"
         for what, arrays in (("params", outer.params), ("momentum", outer.momentum)):
-            self._write_arrays(f"{key}/{what}/", arrays)
+            self._write_arrays(f"{place}{what}/", arrays)
             sums[what] = {name: zlib.crc32(_bytes(array)) for name, array in arrays.items()}
-        self._create(f"{key}.json", sums)
+        self._create(f"{key}.json", {"by": self._group, "crc32": sums})
+        found = self._document(f"{key}.json")
+        if found is None or found["by"] != self._group:
+            self._remove(place)
         steps = sorted(int(name[:-5]) for name in self._list("outer/") if name.endswith(".json"))
         for old in steps[:-2]:
             self._remove(f"outer/{old:010d}")
@@ -139,12 +147,13 @@ class RoundFiles:
     def read_outer(self, steps: int) -> Outer:
         """What all groups share after so many steps."""
         key = f"outer/{steps:010d}"
-        sums = self._document(f"{key}.json")
-        if sums is None:
+        found = self._document(f"{key}.json")
+        if found is None:
             raise FileNotFoundError(f"{self._folder}/{key}.json is gone")
+        place = f"{key}/{found['by']:04d}/"
         arrays = {
-            what: {name: self._array(f"{key}/{what}/", name, of[name]) for name in of}
-            for what, of in sums.items()
+            what: {name: self._array(f"{place}{what}/", name, of[name]) for name in of}
+            for what, of in found["crc32"].items()
         }
         return Outer(steps, arrays["params"], arrays["momentum"])
 

@@ -125,8 +125,8 @@ class Rounds:
         newest = int(self._peers.broadcast("newest round", str(newest)))
         outer = mine if newest == last != 0 else files.read_outer(newest)
         # The group that closed a round may have died before it wrote what came of it.
-        while (end := self._next(outer.steps)) and self._closed(end):
-            outer = self._after(outer, end, self._closed(end))
+        while (end := self._next(outer.steps)) and (groups := self._closed(end)):
+            outer = self._after(outer, end, groups)
         if outer.steps > last or steps == 0:
             state = self._adopted(state, outer)
         if outer.steps > steps:

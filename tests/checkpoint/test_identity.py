@@ -68,6 +68,7 @@ CHANGES = dict(
     query_latent=4, rope_dim=2, value_dim=4, first_dense=1,
     num_experts=8, experts_per_token=3, expert_dim=24, shared_dim=8, router="sigmoid",
     router_renormalize=False, router_scale=2.0, router_groups=2, router_groups_kept=3,
+    repeats=2, ranks=("mlp=4",), embedding_rank=4, embedding_cores=3,
 )  # fmt: skip
 # Whether these have an effect depends on other fields.
 DEPENDENT = [name for name in CHANGES if name.startswith(("rope", "window", "layer_p", "max_p"))]

@@ -110,7 +110,7 @@ def test_an_export_that_fails_leaves_no_files(tmp_path, monkeypatch, capsys, err
         for row in hf_formats.rows(model)
         for path, shape in hf_formats.our_shapes(row, model).items()
     }  # fmt: skip
-    monkeypatch.setattr(hf, "_parts", torn)
+    monkeypatch.setattr(hf, "parts_of", torn)
     monkeypatch.setattr(convert, "to_hf", to_hf)
     interrupted = isinstance(error, KeyboardInterrupt)
     code = exits.INTERRUPTED if interrupted else exits.UNSAVED

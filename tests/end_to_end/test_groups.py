@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 MODEL = dict(num_layers=2, width=32, num_heads=2, head_dim=16, num_kv_heads=2, mlp_dim=64)
 STEPS, EVERY, BATCH = 40, 10, 4
 SAME = 1e-5  # relative: fp32 sums in other programs, of ten steps
-PATIENCE = 240  # seconds that a test waits, on a busy machine
+PATIENCE = 240  # seconds that a test waits for what has to come
 
 CONFIG = """
 import os, pathlib, time

@@ -10,9 +10,11 @@ from support import compare, runs
 
 from llmx.config import ConfigError
 from llmx.model import apply, families, quantization
+from llmx.runtime.agreement import Peers
 from llmx.sharding import trees
 from llmx.step import guard
 from llmx.step.transforms import masks
+from llmx.sync.round_files import Outer, RoundFiles
 
 BATCH, LENGTH, VOCAB, STEPS = 8, 8, 300, 6
 MODEL = dict(
@@ -297,6 +299,33 @@ def test_a_stopped_run_prunes_nothing():
     assert not masked_values(jax.tree.map(np.array, state), "params").any()
 
 
+def test_a_group_that_takes_over_parameters_keeps_its_masks(tmp_path):
+    """Those that other groups share have values where this one's masks are False."""
+    keys = dict(
+        sync__strategy="diloco", sync__groups=2, sync__exchange=str(tmp_path), sync__every=2,
+        sync__round_seconds=60.0, pruning__method="fixed", pruning__masks_from="runs/other",
+        pruning__begin_step=0, pruning__end_step=0, pruning__every=10,
+    )  # fmt: skip
+    recipe, random = make_recipe(**keys), np.random.default_rng(0)
+    with jax.set_mesh(recipe.mesh):
+        state = recipe.init(0)
+        drawn = lambda leaf: random.normal(size=leaf.shape).astype(np.float32)  # noqa: E731
+        params = {name: drawn(leaf) for name, leaf in trees.named(state.params).items()}
+        momentum = {name: drawn(leaf) for name, leaf in state.sync.outer.items()}
+        files = RoundFiles(str(tmp_path), 1, {name: leaf.shape for name, leaf in params.items()})
+        files.write_outer(Outer(2, params, momentum))
+        own = state.extra[masks.NAME]
+        stays = jax.tree.map(lambda mask: jax.device_put(drawn(mask) < 0, mask.sharding), own.masks)
+        state = state._replace(extra={masks.NAME: own._replace(masks=stays)})
+        found = jax.device_get(recipe.strategy.begin(state, Peers()))
+    kept = masks_of(found)
+    assert found.step == 2 and kept
+    for part in (found.params, found.sync.params):
+        for name, leaf in trees.named(part).items():
+            wanted = params[name] * kept.get(name, np.bool_(True))
+            np.testing.assert_array_equal(leaf.reshape(wanted.shape), wanted)
+
+
 def test_the_schedule():
     section = masks.PruningConfig(method="magnitude", begin_step=10, end_step=50, every=15)
     assert masks.times(section, 100) == (10, 25, 40, 50)
@@ -343,6 +372,11 @@ PROBLEMS = {
     "fixed": (
         dict(pruning__method="fixed", pruning__begin_step=0, pruning__end_step=0,
              pruning__every=10), "no weight would be pruned",
+    ),
+    "groups of replicas": (
+        dict(sync__strategy="diloco", sync__groups=2, sync__exchange="shared",
+             sync__round_seconds=60.0),
+        "one that was gone would miss times of pruning",
     ),
     "movement": (
         dict(pruning__method="movement", mesh__data=2, sync__strategy="one_bit",

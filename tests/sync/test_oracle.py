@@ -214,6 +214,25 @@ def test_replicas_that_count_by_their_tokens(name, moments):
     assert np.abs(equal[-1]["norm"] - wanted[-1]["norm"]).max() > 1e-3
 
 
+@pytest.mark.parametrize("fragments", [1, slow(3)])
+def test_a_round_without_tokens_keeps_what_codes_have_left_out(fragments):
+    """The shared parameters stay to the last bit; what earlier codes have left out, and what
+    fragments that are not due have moved, goes in with the next round."""
+    s = dataclasses.replace(SETTINGS, clip=2.0, every=6)
+    values, empty = dict(fragments=fragments, by_tokens=True), slice(s.warmup + 12, s.warmup + 18)
+    for seed in range(1, 400):
+        problem = problem_of(3, seed, s.steps)
+        problem.tokens[empty] = 0
+        wanted, ties = oracle.local(problem, s, "diloco", code="int8", **values)
+        if not ties:
+            break
+    assert not ties, "no problem without a number that may be rounded otherwise"
+    found, _ = trained("diloco", problem, s, outer_format="int8", **values)
+    for k in wanted[0]:
+        np.testing.assert_array_equal(found[empty.stop - 1][k], found[empty.start - 1][k])
+    assert_close(found, wanted)
+
+
 def test_tokens_of_rounds_that_are_exchanged_beside_the_next_step():
     s = dataclasses.replace(SETTINGS, clip=2.0, every=6)
     problem = problem_of(3, 1, s.steps)

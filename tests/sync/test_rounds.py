@@ -3,7 +3,6 @@ in float64; groups that come late, leave and come back; and what is refused."""
 
 import concurrent.futures
 import dataclasses
-import json
 import threading
 
 import jax
@@ -14,6 +13,7 @@ from support.replica_oracle import Problem, Settings
 from support.toy_replicas import Run, problem_of
 
 from llmx import config as config_lib
+from llmx.config import recipe
 from llmx.data import remote
 from llmx.sync import rounds, strategy
 from llmx.sync.config import SyncConfig
@@ -120,9 +120,10 @@ def test_a_group_that_leaves_is_left_out_and_catches_up(tmp_path):
     ):  # fmt: skip
         np.testing.assert_array_equal(got, was)
     assert not back.state.sync.tokens.any() and kept.sync.tokens.any()
-    both = together(Group(tmp_path, problem, 0, state=alone.state).go, back.go)
+    both = [Group(tmp_path, problem, 0, state=alone.state), back]
     for end in (28, 35, 38):
-        assert files.closed(end) in ([0, 1], None)
+        together(*(lambda each=each, end=end: each.go(until=end) for each in both))
+        assert files.closed(end) == [0, 1]
         assert_same(both[0].found[end], both[1].found[end])
     undisturbed, _ = oracle.local(problem, SETTINGS, "diloco", by_tokens=True)
     apart = {k: np.abs(both[0].found[38][k] - undisturbed[-1][k]).max() for k in undisturbed[-1]}
@@ -203,10 +204,33 @@ def test_a_damaged_file_is_noticed(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"a\.w is damaged: its checksum differs"):
         files.moved(7, 1, "a/w")
     files.write_outer(Outer(7, {"a/w": np.float32([1, 2])}, {}))
-    path = tmp_path / "outer/0000000007/params/a.w"
+    path = tmp_path / "outer/0000000007/0001/params/a.w"
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.w is gone"):
         files.read_outer(7)
+
+
+def test_of_two_that_write_what_all_share_the_first_counts(tmp_path):
+    """As before the first round, where every group writes what it begins with: one is still at it
+    when the other is done."""
+    shapes = {"a": (2,), "b": (2,)}
+    first, late = (RoundFiles(str(tmp_path), group, shapes) for group in range(2))
+    of = lambda group: {name: np.float32([group, 7]) for name in shapes}  # noqa: E731
+    write = late._write_arrays
+
+    def overtaken(place, arrays):
+        write(place, arrays)
+        first.write_outer(Outer(0, of(0), {"a": np.float32([1, 2])}))
+
+    late._write_arrays = overtaken
+    late.write_outer(Outer(0, of(1), {}))
+    for files in (first, late):
+        found = files.read_outer(0)
+        assert_same(found.params, of(0))
+        assert_same(found.momentum, {"a": np.float32([1, 2])})
+    # Files of the other are gone.
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parent.parent.name for path in files if path.suffix != ".json"} == {"0000"}
 
 
 def test_an_exchange_in_an_object_store(tmp_path, monkeypatch):
@@ -230,7 +254,7 @@ def test_an_exchange_in_an_object_store(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------- errors
 
 
-def test_a_folder_that_is_missing_or_of_other_groups_is_refused(tmp_path):
+def test_a_folder_that_is_missing_or_of_other_groups_is_refused(tmp_path, monkeypatch):
     problem = problem_of(3, 1, SETTINGS.steps)
     with pytest.raises(ValueError, match="nowhere is no folder: make the one that all groups see"):
         Group(tmp_path / "nowhere", problem, 0)
@@ -244,7 +268,53 @@ def test_a_folder_that_is_missing_or_of_other_groups_is_refused(tmp_path):
         "same config", "another folder",
     ):  # fmt: skip
         assert word in str(error.value)
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
     (tmp_path / "rounds").write_text("a file in the place of a folder")
+    with pytest.raises(OSError, match=f"sync.exchange={tmp_path} cannot be used: "):
+        files.begin(7)
+
+
+CHANGES = {
+    "pruning": dict(pruning__method="fixed", pruning__masks_from="runs/other"),
+    "quantization": dict(quantization__bits=4),
+    "precision": dict(precision="fp16"),
+    "products": dict(products__format="fp8"),
+    "distillation": dict(distillation__top_k=8),
+    "experts": dict(experts__balance_weight=0.02),
+    "preference": dict(preference__beta=0.2),
+    "start_from": dict(start_from="runs/other"),
+    "data": dict(data__format="preference"),
+    "mesh": dict(mesh__stage=2),
+    "sync": dict(sync__every=7),
+}
+MAY_DIFFER = dict(
+    workdir="elsewhere", mesh__fsdp=4, batch__accumulation=2, data__sources=("elsewhere",),
+    attention__implementation="plain", sync__group=1, sync__exchange="s3://bucket/rounds",
+    sync__round_seconds=7.0, checkpoint__every=7, rollback__at=(3,), watchdog__save_seconds=7.0,
+)  # fmt: skip
+
+
+def changed(**values):
+    whole = config_lib.default()
+    whole.sync = SyncConfig("diloco", groups=2, exchange="shared")
+    for name, value in values.items():
+        section, _, key = name.rpartition("__")
+        setattr(vars(whole)[section] if section else whole, key, value)
+    return recipe.agreed(whole)
+
+
+@pytest.mark.parametrize("section", CHANGES)
+def test_groups_that_train_otherwise_are_told_so(tmp_path, section):
+    """A key counts unless it is named as one that may differ."""
+    RoundFiles(str(tmp_path), 0, {}).agree(changed())
+    with pytest.raises(ValueError) as error:
+        RoundFiles(str(tmp_path), 1, {}).agree(changed(**CHANGES[section]))
+    for name in CHANGES[section]:
+        assert f"{name.replace('__', '.')} is " in str(error.value)
+
+
+def test_groups_may_differ_in_where_they_compute():
+    assert changed(**MAY_DIFFER) == changed()
 
 
 @pytest.mark.parametrize(
@@ -280,4 +350,3 @@ def test_groups_without_an_error_have_none():
     whole = config_lib.default()
     whole.sync = SyncConfig("diloco", groups=2, group=1, exchange="shared")
     assert strategy.conflicts(whole) == []
-    assert json.dumps(dataclasses.asdict(whole.sync))

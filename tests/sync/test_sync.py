@@ -405,6 +405,14 @@ def test_replicas_of_their_own_begin_again_at_the_mean(strategy, n):
     assert bool(saved.outer) == (strategy == "diloco")
 
 
+@pytest.mark.parametrize("n", [2, 8, 4])
+def test_the_tokens_of_a_round_that_has_begun_are_all_kept(n):
+    _, saved = strategy_of("diloco", 4, by_tokens=True)
+    saved = saved._replace(tokens=jnp.float32([100, 0, 40, 20]))
+    wanted, _ = strategy_of("diloco", n, by_tokens=True)
+    np.testing.assert_array_equal(resharded(saved, wanted).tokens, np.full(n, 160 / n))
+
+
 def test_layers_go_into_their_new_order():
     _, saved = strategy_of("one_bit", 4)
     wanted, _ = strategy_of("one_bit", 2)
