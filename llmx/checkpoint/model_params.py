@@ -86,7 +86,7 @@ def restore_params(
 def _with_steps(like: Any, config: QuantizationConfig) -> Any:
     """Shapes of a model's parameters with those of the scales that are learned, whole."""
     if not config.learns:
-        return like
+        return like  # packed weights, which are no dicts, too
     named, whole = trees.named(like), _whole(like)
     no_axes = jax.tree.map(lambda leaf: (None,) * len(leaf.shape), like)
     shapes, _ = quantization.with_steps(config, like, no_axes)
