@@ -458,7 +458,7 @@ def _averaged(
             momentum = jnp.where(due == f, trace.trace, momentum)
             new.outer[name] = new.outer[name].at[rows].set(momentum)
             step = jnp.where(due == f, config.outer_learning_rate * step, moved)
-        now = (shared[name][rows] - step).astype(shared[name].dtype)
+        now = (new.shared[name][rows] - step).astype(shared[name].dtype)
         new.shared[name] = new.shared[name].at[rows].set(now)
         since = later[name][rows] - own[name][rows] if later else 0
         new.own[name] = new.own[name].at[rows].set(now + since)
