@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import pathlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -458,6 +459,8 @@ def restore_saved(
 ) -> Restored:  # fmt: skip
     """`restore_part` of a run, in the dtypes that it was saved in. ValueError if it has no
     checkpoint yet."""
+    if not pathlib.Path(workdir).is_dir():
+        raise ValueError(f"{workdir} does not exist: name the work directory of a run")
 
     def as_saved(document):
         like = abstract(document) if callable(abstract) else abstract

@@ -23,6 +23,7 @@ from llmx.compress import (
 from llmx.compress.low_rank_stage import LowRank
 from llmx.compress.quantize_stage import Quantize
 from llmx.compress.tensor_train_stage import TensorTrain
+from llmx.config import starting
 from llmx.model import distillation
 from llmx.model.families import ModelConfig
 from llmx.runtime.bounds import bounded, choice
@@ -115,11 +116,25 @@ def trained(
 
 
 def problems_of_training(model: ModelConfig, options: Train) -> Iterator[str]:
-    """Keys that the config does not have; all else the training itself checks."""
+    """Keys that the config does not have, and those that are options of the stage; all else the
+    training itself checks."""
     known = config_lib.leaf_types(config_lib.Config)
     for key in options.config:
         if key not in known:
             yield f"config: {config_lib.unknown_key(key, known)}"
+        if key in ("steps", "workdir", "start_from"):
+            yield f"config: {key!r} is the stage's own; leave it out, and use the option `steps`"
+
+
+def problems_of_distilling(model: ModelConfig, options: Distil) -> Iterator[str]:
+    """Those of training, and a teacher that is not there."""
+    yield from problems_of_training(model, options)
+    run = config_lib.default()
+    run.distillation.teacher = options.teacher
+    try:
+        starting.teacher_of(run)
+    except ValueError as error:
+        yield f"teacher: {error}"
 
 
 # fmt: off
@@ -137,7 +152,7 @@ STAGES: dict[str, Stage] = {
     "quantize": Stage(Quantize, quantize_stage.run, quantize_stage.problems, last=True,
                       about="weights of products in 8 or 4 bits"),
     "train": Stage(Train, train, problems_of_training, about="the run is trained further"),
-    "distil": Stage(Distil, distil, problems_of_training,
+    "distil": Stage(Distil, distil, problems_of_distilling,
                     about="the run is trained further beside a teacher, by default the first run"),
 }
 # fmt: on

@@ -63,6 +63,7 @@ def conflicts(config: Any) -> list[str]:
     if not sync.exchange:
         found.append(f"{name} without sync.exchange: name a folder or URL that all groups see")
     found += remote.problems("sync.exchange=", sync.exchange)
+    found += filter(None, [_missing(sync.exchange)])
     if sync.warmup_steps:
         found.append(
             f"{name} with sync.warmup_steps={sync.warmup_steps}: steps of 'mean' are of one "
@@ -86,6 +87,13 @@ def conflicts(config: Any) -> list[str]:
     return found
 
 
+def _missing(exchange: str) -> str:
+    """That the folder in which groups meet is not there; "" where it is."""
+    if not exchange or remote.is_url(exchange) or os.path.isdir(exchange):
+        return ""
+    return f"sync.exchange={exchange} is no folder: make the one that all groups see, or mount it"
+
+
 class Rounds:
     """The outer steps of one group. `begin` comes first; every process of the group calls both."""
 
@@ -107,11 +115,8 @@ class Rounds:
         used.
         """
         config, self._peers = self._config, peers
-        if not remote.is_url(config.exchange) and not os.path.isdir(config.exchange):
-            raise ValueError(
-                f"sync.exchange={config.exchange} is no folder: make the one that all groups see, "
-                "or mount it"
-            )
+        if problem := _missing(config.exchange):
+            raise ValueError(problem)
         self._files = files = RoundFiles(config.exchange, config.group, self._shapes)
         steps = int(jax.device_get(state.step))
         last = max((end for end in self._ends if end <= steps), default=0)

@@ -76,7 +76,29 @@ def conflicts(config: Any) -> list[str]:
         return found
     technique = STRATEGIES[config.sync.strategy]
     own = [] if technique.shared_update else _conflicts_of_own_updates(config)
-    return [*technique.conflicts(config), *own, *rounds.conflicts(config), *_unmatched(config)]
+    return [
+        *technique.conflicts(config), *own, *rounds.conflicts(config), *_unmatched(config),
+        *_idle(config.sync),
+    ]  # fmt: skip
+
+
+def _idle(config: SyncConfig) -> list[str]:
+    """Options that the strategy does not look at."""
+    default, name = SyncConfig(), f"sync.strategy={config.strategy!r}"
+    local = STRATEGIES[config.strategy] is _LOCAL
+    without = {}
+    if not local:
+        without = dict.fromkeys(("average_moments", "by_tokens"), name)
+    if compressor_of(config) is COMPRESSORS["mean"]:
+        in_full = f"{name} and sync.outer_format='fp32'" if local else name
+        without["uncompressed"] = f"{in_full}, which sends all in full"
+    if config.groups == 1:
+        without |= dict.fromkeys(("group", "exchange", "round_seconds"), "sync.groups=1")
+    return [
+        f"sync.{key}={value!r} has no effect with {cause}: leave it out"
+        for key, cause in without.items()
+        if (value := vars(config)[key]) != vars(default)[key]
+    ]
 
 
 def _unmatched(config: Any) -> list[str]:

@@ -374,7 +374,7 @@ PROBLEMS = {
              pruning__every=10), "no weight would be pruned",
     ),
     "groups of replicas": (
-        dict(sync__strategy="diloco", sync__groups=2, sync__exchange="shared",
+        dict(sync__strategy="diloco", sync__groups=2, sync__exchange="s3://bucket/x",
              sync__round_seconds=60.0),
         "one that was gone would miss times of pruning",
     ),

@@ -3,6 +3,7 @@ in float64; groups that come late, leave and come back; and what is refused."""
 
 import concurrent.futures
 import dataclasses
+import pathlib
 import threading
 
 import jax
@@ -27,6 +28,9 @@ SIZES = (2, 1)  # replicas of the groups
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(rounds, "POLL_SECONDS", 0.01)
+
+
+HERE = str(pathlib.Path(__file__).parent)  # a folder that is there
 
 
 def of_group(problem: Problem, group: int) -> Problem:
@@ -296,7 +300,7 @@ MAY_DIFFER = dict(
 
 def changed(**values):
     whole = config_lib.default()
-    whole.sync = SyncConfig("diloco", groups=2, exchange="shared")
+    whole.sync = SyncConfig("diloco", groups=2, exchange=HERE)
     for name, value in values.items():
         section, _, key = name.rpartition("__")
         setattr(vars(whole)[section] if section else whole, key, value)
@@ -322,6 +326,7 @@ def test_groups_may_differ_in_where_they_compute():
     [
         (dict(strategy="int8"), ["sync.groups=2 with sync.strategy='int8'", "use 'diloco'"]),
         (dict(group=2), ["sync.group=2", "groups are 0 to 1"]),
+        (dict(exchange="not/there"), ["sync.exchange=not/there is no folder", "make the one"]),
         (dict(exchange=""), ["without sync.exchange", "a folder or URL that all groups see"]),
         (dict(exchange="xyz://bucket/key"), ["sync.exchange=xyz://", "no kind of store"]),
         (dict(warmup_steps=3), ["sync.warmup_steps=3", "set it to 0", "start_from"]),
@@ -339,7 +344,7 @@ def test_what_groups_cannot_go_with(values, words):
     whole = config_lib.default()
     whole.watchdog.save_seconds = 600.0 + 1000 * ("watchdog" not in str(words))
     whole.sync = SyncConfig(
-        **dict(strategy="diloco", groups=2, group=1, exchange="shared") | values
+        **dict(strategy="diloco", groups=2, group=1, exchange=HERE) | values
     )  # fmt: skip
     [found] = strategy.conflicts(whole)
     for word in words:
@@ -348,5 +353,5 @@ def test_what_groups_cannot_go_with(values, words):
 
 def test_groups_without_an_error_have_none():
     whole = config_lib.default()
-    whole.sync = SyncConfig("diloco", groups=2, group=1, exchange="shared")
+    whole.sync = SyncConfig("diloco", groups=2, group=1, exchange=HERE)
     assert strategy.conflicts(whole) == []

@@ -521,3 +521,20 @@ def test_strategies_that_resolve_and_how_they_are_told(strategy):
     run = resolved(**values)
     wanted = "" if strategy == "mean" else f"{strategy} between 2 replicas, after 9 steps of 'mean'"
     assert describe.sync_text(run) == wanted
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (dict(strategy="mean", uncompressed=("*norm*",)), "uncompressed"),
+        (dict(strategy="diloco", uncompressed=("*norm*",)), "outer_format='fp32'"),
+        (dict(strategy="int8", average_moments=True), "average_moments=True"),
+        (dict(strategy="mean", by_tokens=True), "by_tokens=True"),
+        (dict(strategy="diloco", exchange="there"), "sync.groups=1"),
+    ],
+)
+def test_options_without_effect_are_refused(values, said):
+    run = config.default()
+    run.sync = SyncConfig(**values)
+    (found,) = [text for text in strategy_lib.conflicts(run) if "has no effect" in text]
+    assert said in found
