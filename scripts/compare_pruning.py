@@ -11,9 +11,12 @@ a smaller one is compared with what the larger would have become. Runs and stage
 
 import argparse
 import os
+import pathlib
+import time
 
-from llmx.compress import command
+from llmx.compress import command, saved
 from llmx.compress.recipe import Recipe
+from llmx.model import sampling
 
 
 def train(steps: int, **config) -> tuple[str, dict]:
@@ -56,17 +59,43 @@ def runs(steps: int) -> dict[str, tuple]:
     }
 
 
+def speed(folder: str, tokens: int = 200, times: int = 8) -> float:
+    """How many times as fast the last stage of a compression generates one row as the first: the
+    least seconds of each, alternately, after a first time that compiles."""
+    stages = pathlib.Path(folder, "stages")
+    last = max(path.parent.name for path in stages.glob("*/done.json"))
+    runs = [saved.opened(str(stages / name)) for name in ("0_start", last)]
+    seconds = [[], []]
+    for _ in range(times):
+        for run, of_run in zip(runs, seconds, strict=True):
+            loss, begun = run.recipe.loss, time.perf_counter()
+            [added] = sampling.generate(
+                loss.apply, run.params, loss.execution, [list(range(40, 72))], max_tokens=tokens,
+                temperature=0.0,
+            )  # fmt: skip
+            of_run.append((time.perf_counter() - begun) / len(added))
+    first, compressed = (min(of_run[1:]) for of_run in seconds)
+    return first / compressed
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(runs(1))}")
     parser.add_argument("--steps", type=int, default=150, help="of what trains")
     parser.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
     parser.add_argument("--folder", default="runs/compare_pruning", help="of the new runs")
+    parser.add_argument(
+        "--speed", action="store_true", help="only how much faster the compressed runs generate"
+    )
     args = parser.parse_args()
     known = runs(args.steps)
     if wrong := sorted(set(args.names) - set(known)):
         parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(known)}")
     rows = {}
+    for name in args.names if args.speed else ():
+        print(f"{name}: generates {speed(os.path.join(args.folder, name)):.2f} times as fast")
+    if args.speed:
+        return
     for name in args.names or known:
         recipe = Recipe(stages=known[name], evaluation_batches=16)
         rows[name] = command.compress(args.workdir, recipe, os.path.join(args.folder, name))
