@@ -78,7 +78,7 @@ def layer_by_layer(
     plain = dataclasses.replace(execution, remat="none", offloaded=(), turns=1)
     with jax.set_mesh(execution.place.mesh):
         begin = jax.jit(functools.partial(_begun, apply, plain))
-        stream = [begin(params, batch) for batch in batches]
+        stream = [_done(begin(params, batch)) for batch in batches]
     new, stacks = dict(params), {"first": apply.first_layers} if apply.model.num_first else {}
     for stack, model in (stacks | {"blocks": apply}).items():
         passes, layers = {}, []
@@ -86,11 +86,13 @@ def layer_by_layer(
         for index, kind in enumerate(kinds):
             of_kind = passes.setdefault(kind, _Pass.of(model, kind, plain))
             with jax.set_mesh(execution.place.mesh):
-                weights = jax.tree.map(lambda leaf, at=index: leaf[at : at + 1], params[stack])
+                weights = jax.tree.map(
+                    lambda leaf, at=index: _done(leaf[at : at + 1]), params[stack]
+                )
             layer, stream = _changed(stack, index, of_kind, weights, stream, change)
             layers.append(layer)
         with jax.set_mesh(execution.place.mesh):
-            new[stack] = jax.tree.map(lambda *each: jnp.concatenate(each), *layers)
+            new[stack] = jax.tree.map(lambda *each: _done(jnp.concatenate(each)), *layers)
     return new
 
 
@@ -129,6 +131,12 @@ def _begun(apply: Apply, execution: Execution, params: dict, batch: Batch) -> tu
     names = ("tokens", "segment_ids", "positions")
     tokens_BT, *rows = apply.split_rows([batch[name] for name in names], execution)
     return apply.looked_up(params, tokens_BT, rows[-1], execution), tuple(rows)
+
+
+def _done(arrays: Any) -> Any:
+    """Arrays that are there. Programs of several CPU devices that run at one time may wait for each
+    other's collectives for ever."""
+    return jax.block_until_ready(arrays)
 
 
 class _Pass(NamedTuple):
@@ -170,9 +178,9 @@ def _changed(
             for name in (products(named) if stream else ())
         }
         for x_BTD, rows in stream:
-            out_BTD, found = of_layer.observed(weights, x_BTD, rows, found)
+            out_BTD, found = _done(of_layer.observed(weights, x_BTD, rows, found))
             behind.append((out_BTD, rows))
-        own = jax.tree.map(lambda leaf: leaf[0], named)
+        own = jax.tree.map(lambda leaf: _done(leaf[0]), named)
     layer = Layer(stack, index, *(jax.tree.map(_on_one_device, tree) for tree in (own, found)))
     changes = change(layer)
     if not changes:
@@ -181,13 +189,13 @@ def _changed(
         named[name] = _on_mesh(leaf, named[name], mesh)
     weights = trees.nest(named)
     with jax.set_mesh(mesh):
-        return weights, [(of_layer.plain(weights, *each), each[1]) for each in stream]
+        return weights, [(_done(of_layer.plain(weights, *each)), each[1]) for each in stream]
 
 
 def _on_one_device(leaf: jax.Array) -> jax.Array:
     """All of it. Communicates over the axes that split it."""
     whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-    return jax.device_put(leaf, whole).addressable_data(0)
+    return _done(jax.device_put(leaf, whole)).addressable_data(0)
 
 
 def _on_mesh(leaf: Any, old: Any, mesh: Mesh) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from llmx.step import guard
 from llmx.step.transforms import masks
 from llmx.sync.round_files import Outer, RoundFiles
 
+HERE = str(pathlib.Path(__file__).parent)  # a folder that is there
 BATCH, LENGTH, VOCAB, STEPS = 8, 8, 300, 6
 MODEL = dict(
     vocab_size=VOCAB, vocab_multiple=64, width=16, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -374,7 +376,7 @@ PROBLEMS = {
              pruning__every=10), "no weight would be pruned",
     ),
     "groups of replicas": (
-        dict(sync__strategy="diloco", sync__groups=2, sync__exchange="s3://bucket/x",
+        dict(sync__strategy="diloco", sync__groups=2, sync__exchange=HERE,
              sync__round_seconds=60.0),
         "one that was gone would miss times of pruning",
     ),
