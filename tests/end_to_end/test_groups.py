@@ -55,8 +55,10 @@ def get_config():
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.data.sources, run.data.cache_dir, run.data.prefetch = ({source!r},), {cache!r}, 1
     run.sync.strategy, run.sync.every, run.sync.groups = "diloco", {every}, {groups}
-    run.sync.exchange, run.sync.round_seconds = {exchange!r}, float(os.environ.get("WAITS", 120))
-    run.sync.group = int(os.environ.get("GROUP", "0"))
+    if run.sync.groups > 1:
+        run.sync.exchange = {exchange!r}
+        run.sync.round_seconds = float(os.environ.get("WAITS", 120))
+        run.sync.group = int(os.environ.get("GROUP", "0"))
     return run
 """
 
