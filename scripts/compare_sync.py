@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, object]] = {
     "mean": {"sync.strategy": "mean", "sync.warmup_steps": 0},
     "one_bit": WARMED,
     "zero_one, local steps": {"sync.strategy": "zero_one", **WARMED},
-    "power_sgd": {"sync.strategy": "power_sgd", "sync.rank": 32, **WARMED},
+    "power_sgd": {"sync.strategy": "power_sgd", "sync.rank": 16, **WARMED},
     "int8": {"sync.strategy": "int8", "sync.warmup_steps": 0},
     "top_k": {"sync.strategy": "top_k", **WARMED, **SPARSE},
     "diloco": {**OUTER, **LOCAL},

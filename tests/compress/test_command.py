@@ -186,7 +186,7 @@ def test_a_run_that_was_trained_as_integers(trained, tmp_path):
     run.quantization = QuantizationConfig(bits=3, scales="learned", activations="average")
     assert library.fit(run).done
     config = json.loads((tmp_path / "integers" / "config.json").read_text())
-    config["sync"] |= {"strategy": "diloco", "groups": 2, "exchange": str(tmp_path / "meet")}
+    config["sync"] |= {"strategy": "diloco", "groups": 2, "exchange": str(tmp_path)}
     (tmp_path / "integers" / "config.json").write_text(json.dumps(config))
     quantize = dict(format="int4", group=0, method="gptq", calibration_batches=1)
     given = Recipe((("quantize", quantize),), evaluation_batches=1, generated_tokens=0)
