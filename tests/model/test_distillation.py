@@ -292,7 +292,7 @@ MESHES = {
         loss__chunks=3,
     ),
     "stage2-fsdp2": dict(mesh=dict(stage=2, fsdp=2), batch__accumulation=2),
-    "replicas": dict(mesh=dict(data=2), sync__strategy="local_sgd", sync__every=1),
+    "replicas": dict(mesh=dict(data=2), sync__strategy="stale", sync__staleness=0),
 }  # fmt: skip
 
 
