@@ -5,22 +5,18 @@ from collections.abc import Iterator
 from llmx.config import Config
 from llmx.model import adapters, families
 from llmx.model import apply as apply_lib
-from llmx.model.adapters import AdaptersConfig
 from llmx.runtime import bounds
 
 
 def problems(config: Config) -> Iterator[str]:
     """All problems, each with its remedy."""
-    section, default = config.adapters, AdaptersConfig()
+    section = config.adapters
     if bounds.problems(section, "adapters."):
         return  # said already
     if not section.rank:
-        for key in ("alpha", "dropout", "products"):
-            if (value := vars(section)[key]) != vars(default)[key]:
-                yield (
-                    f"adapters.{key}={value!r} has no effect with adapters.rank=0: set a rank, or "
-                    "leave it out"
-                )
+        why = "with adapters.rank=0: set a rank, or leave it out"
+        keys = dict.fromkeys(("alpha", "dropout", "products"), why)
+        yield from bounds.without_effect(section, "adapters.", keys)
         return
     if not families.problems(config.model):
         yield from adapters.problems(section, apply_lib.abstract_parameters(config.model)[0])

@@ -292,13 +292,9 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
             "save less"
         )
     if stages == 1:
-        default = PipelineConfig()
-        for key in ("table", "layers", "virtual_stages", "predict", "memory_gib"):
-            if (value := vars(config.pipeline)[key]) != vars(default)[key]:
-                yield (
-                    f"pipeline.{key}={value!r} has no effect with mesh.stage=1: leave it out, or "
-                    "set mesh.stage to the number of stages"
-                )
+        why = "with mesh.stage=1: leave it out, or set mesh.stage to the number of stages"
+        keys = ("table", "layers", "virtual_stages", "predict", "memory_gib")
+        yield from bounds.without_effect(config.pipeline, "pipeline.", dict.fromkeys(keys, why))
         return
     if config.offload.saves:
         yield (

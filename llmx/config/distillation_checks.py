@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from llmx import sharding
 from llmx.config import Config, preference_checks, starting
 from llmx.model import families, hidden_states
-from llmx.model.distillation import DistillationConfig
 from llmx.model.families import ModelConfig
 from llmx.runtime import bounds
 
 
 def problems(config: Config) -> Iterator[str]:
     """All problems, each with its remedy; where the teacher is, is looked at."""
-    section, default = config.distillation, DistillationConfig()
+    section = config.distillation
     if config.start_from_layers and not config.start_from:
         yield (
             f"start_from_layers={config.start_from_layers} has no effect without start_from: name "
@@ -22,12 +21,9 @@ def problems(config: Config) -> Iterator[str]:
     if bounds.problems(section, "distillation."):
         return  # said already
     if not section.is_on:
-        for key in vars(default):
-            if (value := vars(section)[key]) != vars(default)[key]:
-                yield (
-                    f"distillation.{key}={value!r} has no effect without distillation.teacher or "
-                    "distillation.top_k: set one, or leave it out"
-                )
+        why = "without distillation.teacher or distillation.top_k: set one, or leave it out"
+        keys = dict.fromkeys(vars(section), why)
+        yield from bounds.without_effect(section, "distillation.", keys)
         return
     if section.teacher and section.top_k:
         yield (
@@ -75,14 +71,11 @@ def _combinations(config: Config) -> Iterator[str]:
 
 def _hidden(config: Config) -> Iterator[str]:
     """What is wrong with learning from outputs of layers, beside which layers these are."""
-    section, default = config.distillation, DistillationConfig()
+    section = config.distillation
     if not section.hidden_weight:
-        for key in ("hidden_loss", "hidden_layers"):
-            if (value := vars(section)[key]) != vars(default)[key]:
-                yield (
-                    f"distillation.{key}={value!r} has no effect with distillation.hidden_weight="
-                    "0: set a weight, or leave it out"
-                )
+        why = "with distillation.hidden_weight=0: set a weight, or leave it out"
+        keys = dict.fromkeys(("hidden_loss", "hidden_layers"), why)
+        yield from bounds.without_effect(section, "distillation.", keys)
         return
     key = f"distillation.hidden_weight={section.hidden_weight}"
     if section.top_k:

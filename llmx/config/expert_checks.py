@@ -20,12 +20,12 @@ def problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         idle.setdefault("balance_weight", f"experts.balance={experts.balance!r}")
     if bounds.problems(experts, "experts."):
         idle = {}  # said already
-    for key, cause in idle.items():
-        if (value := vars(experts)[key]) != vars(experts_config.ExpertsConfig())[key]:
-            yield (
-                f"experts.{key}={value!r} has no effect with {cause}: leave it out, or "
-                + (f"change {cause.partition('=')[0]}" if E else "use a model with experts")
-            )
+    why = {
+        key: f"with {cause}: leave it out, or "
+        + (f"change {cause.partition('=')[0]}" if E else "use a model with experts")
+        for key, cause in idle.items()
+    }
+    yield from bounds.without_effect(experts, "experts.", why)
     if not E:
         return
     if E % ways:

@@ -4,22 +4,21 @@ from collections.abc import Iterator
 
 from llmx.config import Config
 from llmx.model import apply, families, packed
-from llmx.model.packed import PackedConfig
 from llmx.runtime import bounds
 
 
 def problems(config: Config) -> Iterator[str]:
     """All problems, each with its remedy."""
-    section, default = config.packed, PackedConfig()
+    section = config.packed
     if bounds.problems(section, "packed."):
         return  # said already
     if not section.format:
-        for key in ("group", "symmetric"):
-            if (value := vars(section)[key]) != vars(default)[key]:
-                yield (
-                    f"packed.{key}={value!r} has no effect with packed.format='': leave it out, or "
-                    "quantize a trained run with python -m llmx.compress"
-                )
+        why = (
+            "with packed.format='': leave it out, or quantize a trained run with python -m "
+            "llmx.compress"
+        )
+        keys = dict.fromkeys(("group", "symmetric"), why)
+        yield from bounds.without_effect(section, "packed.", keys)
         return
     if not families.problems(config.model):
         yield from packed.problems(section, apply.abstract_parameters(config.model)[0])

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from llmx.config import Config
 from llmx.data import pairs
 from llmx.model import preference
-from llmx.model.preference import PreferenceConfig
 from llmx.runtime import bounds
 
 
@@ -29,9 +28,8 @@ def problems(config: Config) -> Iterator[str]:
             idle["loss"] = cause
     elif section.loss != "dpo":
         idle = {"label_smoothing": f"preference.loss={section.loss!r}"}
-    for key, cause in idle.items():
-        if (value := vars(section)[key]) != vars(PreferenceConfig())[key]:
-            yield f"preference.{key}={value!r} has no effect with {cause}: leave it out"
+    why = {key: f"with {cause}: leave it out" for key, cause in idle.items()}
+    yield from bounds.without_effect(section, "preference.", why)
     if config.data.format == pairs.FORMAT and config.attention.implementation == "cudnn":
         yield (
             "attention.implementation='cudnn' with data.format='preference': it does not tell the "

@@ -63,13 +63,8 @@ def _unused(section: PruningConfig) -> list[str]:
 
 
 def _without_effect(section: PruningConfig, names: list[str]) -> Iterator[str]:
-    default = PruningConfig()
-    for name in names:
-        if (value := vars(section)[name]) != vars(default)[name]:
-            yield (
-                f"pruning.{name}={value!r} has no effect with pruning.method={section.method!r}: "
-                "leave it out, or choose another method"
-            )
+    why = f"with pruning.method={section.method!r}: leave it out, or choose another method"
+    yield from bounds.without_effect(section, "pruning.", dict.fromkeys(names, why))
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -69,19 +69,14 @@ def _parallel(config: Config, what: str) -> Iterator[str]:
 
 def _without_effect(section: QuantizationConfig) -> Iterator[str]:
     """Values that nothing reads."""
-    default = QuantizationConfig()
-    readers = {
-        "group": (section.bits > 0, "quantization.bits=0", "set quantization.bits"),
-        "scales": (section.bits > 0, "quantization.bits=0", "set quantization.bits"),
-    }
-    averaged = section.activations == "average"
-    text = f"quantization.activations={section.activations!r}"
-    for key in ("decay", "freeze_after"):
-        readers[key] = (averaged, text, "set quantization.activations='average'")
-    for key, (is_read, without, remedy) in readers.items():
-        value = vars(section)[key]
-        if not is_read and value != vars(default)[key]:
-            yield (
-                f"quantization.{key}={value!r} has no effect with {without}: {remedy}, or leave it "
-                "out"
-            )
+    why = {}
+    if not section.bits:
+        text = "with quantization.bits=0: set quantization.bits, or leave it out"
+        why |= dict.fromkeys(("group", "scales"), text)
+    if section.activations != "average":
+        text = (
+            f"with quantization.activations={section.activations!r}: set "
+            "quantization.activations='average', or leave it out"
+        )
+        why |= dict.fromkeys(("decay", "freeze_after"), text)
+    yield from bounds.without_effect(section, "quantization.", why)

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
@@ -66,6 +66,17 @@ def problems(section: Any, prefix: str) -> list[str]:
         elif not {"at most", "below"} & limits.keys() and (limit := _limit_of_numbers(value)):
             found.append(f"{key}={_shown(value)} must be {limit}")
     return found
+
+
+def without_effect(section: Any, prefix: str, why: Mapping[str, str]) -> Iterator[str]:
+    """The keys of a section that nothing reads and that are not at their defaults.
+
+    `why`: by key, why it is not read, and the remedy: "with adapters.rank=0: set a rank".
+    """
+    default = type(section)()
+    for key, reason in why.items():
+        if (value := vars(section)[key]) != vars(default)[key]:
+            yield f"{prefix}{key}={value!r} has no effect {reason}"
 
 
 def _limit_of_numbers(value: Any) -> str:

@@ -84,7 +84,7 @@ def conflicts(config: Any) -> list[str]:
 
 def _idle(config: SyncConfig) -> list[str]:
     """Options that the strategy does not look at."""
-    default, name = SyncConfig(), f"sync.strategy={config.strategy!r}"
+    name = f"sync.strategy={config.strategy!r}"
     local = STRATEGIES[config.strategy] is _LOCAL
     without = {}
     if not local:
@@ -94,11 +94,8 @@ def _idle(config: SyncConfig) -> list[str]:
         without["uncompressed"] = f"{in_full}, which sends all in full"
     if config.groups == 1:
         without |= dict.fromkeys(("group", "exchange", "round_seconds"), "sync.groups=1")
-    return [
-        f"sync.{key}={value!r} has no effect with {cause}: leave it out"
-        for key, cause in without.items()
-        if (value := vars(config)[key]) != vars(default)[key]
-    ]
+    why = {key: f"with {cause}: leave it out" for key, cause in without.items()}
+    return list(bounds.without_effect(config, "sync.", why))
 
 
 def _unmatched(config: Any) -> list[str]:
