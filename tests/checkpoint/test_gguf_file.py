@@ -3,13 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from checkpoint.test_hf_packed import execution
-from support import hf_models
+from support import hf_models, packed_models
 from support.hf_models import TINY
+from support.packed_models import execution
 
-from llmx.checkpoint import gguf_file, hf
-from llmx.compress import quantize
-from llmx.compress.quantize import QuantizeConfig
+from llmx.checkpoint import gguf_file
 from llmx.model import sampling
 from llmx.model.apply import Apply
 from llmx.model.packed import PackedConfig
@@ -27,16 +25,6 @@ TOKENIZER = {
 }
 
 
-def quantized_model(tmp_path, name: str, config: PackedConfig):
-    transformers = pytest.importorskip("transformers")
-    kind, values = MODELS[name]
-    hf_models.make(transformers, kind, values, tmp_path / "theirs")
-    model, params = hf.load(tmp_path / "theirs")
-    params = jax.device_put(params, jax.NamedSharding(execution().place.mesh, jax.P()))
-    how = QuantizeConfig(method="nearest")
-    return model, quantize.quantized(Apply(model), params, (), execution(), config, how)
-
-
 @pytest.mark.parametrize(
     ("name", "config"),
     [("llama", PackedConfig("int4", 32)), ("qwen3", PackedConfig("int8", 0))],
@@ -46,7 +34,7 @@ def test_transformers_generates_the_same(name, config, tmp_path):
     pytest.importorskip("gguf")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model, params = quantized_model(tmp_path, name, config)
+    model, params = packed_models.quantized(tmp_path, *MODELS[name], config)
     file = tmp_path / "model.gguf"
     gguf_file.export(params, model, file, tokenizer=TOKENIZER, end_token=98)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -79,7 +67,9 @@ def test_the_library_turns_blocks_into_the_same_numbers(form):
 
 
 def test_files_that_cannot_be_are_refused(tmp_path):
-    model, params = quantized_model(tmp_path, "qwen3", PackedConfig("int8", 16))
+    model, params = packed_models.quantized(tmp_path, *MODELS["qwen3"], PackedConfig("int8", 16))
     assert "a group that is a multiple of 32" in "\n".join(gguf_file.problems(model, params))
-    model, params = quantized_model(tmp_path / "b", "qwen3", PackedConfig("int4", 0, False))
+    model, params = packed_models.quantized(
+        tmp_path / "b", *MODELS["qwen3"], PackedConfig("int4", 0, False)
+    )
     assert "has zero points" in "\n".join(gguf_file.problems(model, params))

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import hf_models
+from support import hf_models, packed_models
 from support.hf_models import TINY
+from support.packed_models import execution
 
-from llmx import sharding
 from llmx.checkpoint import hf, hf_packed
 from llmx.compress import quantize
 from llmx.compress.quantize import QuantizeConfig
-from llmx.model import packed, precision, sampling
+from llmx.model import packed, sampling
 from llmx.model.apply import Apply
-from llmx.model.execution import Execution
 from llmx.model.packed import PackedConfig
 
 # fp32 in both, sums in different orders.
@@ -32,25 +31,6 @@ MODELS = {
 }
 
 
-@functools.cache
-def execution() -> Execution:
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), devices=jax.devices()[:1])
-    return Execution(
-        sharding.Placement(mesh, sharding.make_layout("ddp")), precision.POLICIES["fp32"]
-    )
-
-
-def quantized_model(tmp_path, name: str, config: PackedConfig):
-    """A model of transformers as llmx reads it, with nearest codes."""
-    transformers = pytest.importorskip("transformers")
-    kind, values = MODELS[name]
-    hf_models.make(transformers, kind, values, tmp_path / "theirs")
-    model, params = hf.load(tmp_path / "theirs")
-    params = jax.device_put(params, jax.NamedSharding(execution().place.mesh, jax.P()))
-    how = QuantizeConfig(method="nearest")
-    return model, quantize.quantized(Apply(model), params, (), execution(), config, how)
-
-
 @pytest.mark.parametrize(
     ("name", "form"),
     [("llama", "int4"), ("llama", "int8"), ("fused", "int4 with zeros")],
@@ -59,7 +39,7 @@ def test_transformers_computes_the_same(name, form, tmp_path):
     pytest.importorskip("compressed_tensors")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model, params = quantized_model(tmp_path, name, CONFIGS[form])
+    model, params = packed_models.quantized(tmp_path, *MODELS[name], CONFIGS[form])
     hf.export(params, model, tmp_path / "packed")
     # With zero points transformers 5 makes modules of another shape than its library packs, unless
     # it turns weights back when it loads them.
@@ -89,7 +69,7 @@ def test_transformers_computes_the_same(name, form, tmp_path):
 
 
 def test_files_are_as_small_as_the_codes(tmp_path):
-    model, params = quantized_model(tmp_path, "llama", CONFIGS["int4"])
+    model, params = packed_models.quantized(tmp_path, *MODELS["llama"], CONFIGS["int4"])
     hf.export(params, model, tmp_path / "packed")
     whole, small = (
         (tmp_path / name / "model.safetensors").stat().st_size for name in ("theirs", "packed")

@@ -8,7 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from support import text_runs
+from support import runs
 
 from llmx import config as config_lib
 from llmx import generate, library
@@ -41,16 +41,9 @@ def get_recipe():
 def trained(tmp_path_factory):
     """The work directory of a run of two steps."""
     folder = tmp_path_factory.mktemp("compress")
-    run = config_lib.default()
-    run.workdir, run.steps, run.precision = str(folder / "run"), 2, "fp32"
-    sizes = dict(width=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
-    run.model = families.preset("llama3", **sizes, vocab_multiple=8, max_positions=32)
-    run.batch.size, run.batch.sequence_length = 8, 16
-    run.metrics.progress, run.metrics.tensorboard, run.launch.compile_cache = "plain", False, ""
-    run.data.sources = (str(text_runs.write_corpus(folder, files=2, words=400)),)
-    run.data.cache_dir, run.data.num_threads = str(folder / "cache"), 0
-    assert library.fit(run).done
-    return run.workdir
+    return runs.trained_workdir(
+        folder, width=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )  # fmt: skip
 
 
 def recipe_file(folder, stages_of_it):

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import text_runs
-from support.runs import make_recipe
+from support import runs
 
 from llmx import config as config_lib
 from llmx import convert, generate, library, sharding
@@ -17,7 +16,7 @@ from llmx.compress import quantize_stage, recipe, saved, stages
 from llmx.compress.quantize_stage import Quantize
 from llmx.config import checks, starting
 from llmx.evaluate import held_out
-from llmx.model import families, packed
+from llmx.model import packed
 
 # One run serves several tests: they belong on one worker.
 pytestmark = pytest.mark.xdist_group("quantized")
@@ -33,16 +32,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(folder):
     """The work directory of a run of two steps."""
-    run = config_lib.default()
-    run.workdir, run.steps, run.precision = str(folder / "run"), 2, "fp32"
-    sizes = dict(width=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
-    run.model = families.preset("llama3", **sizes, vocab_multiple=8, max_positions=32)
-    run.batch.size, run.batch.sequence_length = 8, 16
-    run.metrics.progress, run.metrics.tensorboard, run.launch.compile_cache = "plain", False, ""
-    run.data.sources = (str(text_runs.write_corpus(folder, files=2, words=400)),)
-    run.data.cache_dir, run.data.num_threads = str(folder / "cache"), 0
-    assert library.fit(run).done
-    return run.workdir
+    return runs.trained_workdir(
+        folder, width=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +53,7 @@ def loss_on(workdir: str, sizes: dict) -> tuple[float, dict]:
     if sizes.get("stage"):
         run.batch.accumulation = 2
         run.pipeline.schedule = "1f1b"
-    made = make_recipe(checks.resolve(run, num))
+    made = runs.make_recipe(checks.resolve(run, num))
     restored = model_params.restore_params(
         workdir, made.loss.model_params, order=made.order, log=lambda text: None
     )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support import products
 
 from llmx import sharding
 from llmx.model import dot, precision
@@ -17,29 +18,12 @@ FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 2e-2
 
 B, T, D, N, H, F = 8, 4, 16, 4, 4, 24
-BATCH = ("batch", "sequence")
-
-# expression: shapes and logical axes of x, of the weight, and axes of the result.
-PRODUCTS = {
-    "BTD,DNH->BTNH": (
-        ((B, T, D), (*BATCH, "embed")),
-        ((D, N, H), ("embed", "heads", "head_dim")),
-        (*BATCH, "heads", "head_dim"),
-    ),
-    "BTNH,NHD->BTD": (
-        ((B, T, N, H), (*BATCH, "heads", "head_dim")),
-        ((N, H, D), ("heads", "head_dim", "embed")),
-        ("batch", "block_sequence", "embed"),
-    ),
-    "BTF,FD->BTD": (
-        ((B, T, F), (*BATCH, "mlp")),
-        ((F, D), ("mlp", "embed")),
-        ("batch", "block_sequence", "embed"),
-    ),
+# By expression: shapes and logical axes of x, of the weight, and axes of the result.
+PRODUCTS = products.table(B=B, T=T, D=D, N=N, H=H, F=F) | {
     "BTD,VD->BTV": (
-        ((B, T, D), (*BATCH, "embed")),
+        ((B, T, D), (*products.BATCH, "embed")),
         ((F, D), ("vocab", "embed")),
-        (*BATCH, "vocab"),
+        (*products.BATCH, "vocab"),
     ),
 }
 PLACES = {

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import products
 
 from llmx import sharding
 from llmx.model import dot, packed, precision
@@ -15,25 +16,7 @@ from llmx.model.packed import Packed, PackedConfig
 # Sums of the same products in another order, in fp32.
 SAME = dict(rtol=1e-5, atol=2e-5)
 B, T, D, N, H, F = 8, 4, 32, 4, 8, 64
-BATCH = ("batch", "sequence")
-# expression: shape and axes of x, of the weight, and axes of the result
-PRODUCTS = {
-    "BTD,DNH->BTNH": (
-        ((B, T, D), (*BATCH, "embed")),
-        ((D, N, H), ("embed", "heads", "head_dim")),
-        (*BATCH, "heads", "head_dim"),
-    ),
-    "BTNH,NHD->BTD": (
-        ((B, T, N, H), (*BATCH, "heads", "head_dim")),
-        ((N, H, D), ("heads", "head_dim", "embed")),
-        ("batch", "block_sequence", "embed"),
-    ),
-    "BTF,FD->BTD": (
-        ((B, T, F), (*BATCH, "mlp")),
-        ((F, D), ("mlp", "embed")),
-        ("batch", "block_sequence", "embed"),
-    ),
-}
+PRODUCTS = products.table(B=B, T=T, D=D, N=N, H=H, F=F)
 CONFIGS = [
     PackedConfig("int4", 16, True),
     PackedConfig("int8", 0, True),

@@ -9,14 +9,16 @@ config becomes a program:
 """
 
 import math
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from support import text_runs
 
 from llmx import config as config_lib
-from llmx import sharding
+from llmx import library, sharding
 from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
@@ -210,3 +212,16 @@ def train(recipe, batches: Sequence[dict], state=None) -> Trained:
             losses.append(float(report.loss))
             norms.append(float(report.grad_norm))
     return Trained(np.array(losses), np.array(norms), in_order(recipe, state.params))
+
+
+def trained_workdir(folder: pathlib.Path, **sizes: int) -> str:
+    """The work directory of a run of two steps of a small Llama, on a text of its own."""
+    run = config_lib.default()
+    run.workdir, run.steps, run.precision = str(folder / "run"), 2, "fp32"
+    run.model = families.preset("llama3", **sizes, vocab_multiple=8, max_positions=32)
+    run.batch.size, run.batch.sequence_length = 8, 16
+    run.metrics.progress, run.metrics.tensorboard, run.launch.compile_cache = "plain", False, ""
+    run.data.sources = (str(text_runs.write_corpus(folder, files=2, words=400)),)
+    run.data.cache_dir, run.data.num_threads = str(folder / "cache"), 0
+    assert library.fit(run).done
+    return run.workdir
