@@ -1,8 +1,8 @@
 """Compresses the quickstart's model in several ways, and compares what comes out.
 
     python -m llmx.train --config configs/quickstart.py
-    python scripts/compare_pruning.py                         # all rows
-    python scripts/compare_pruning.py dense pruned_50 two_of_four
+    python scripts/compare_recipes.py                         # all rows
+    python scripts/compare_recipes.py dense pruned_50 two_of_four
 
 A row is a recipe of `llmx.compress`. Each is trained for equal tokens, the dense model too, so that
 a smaller one is compared with what the larger would have become. Runs and stages are kept in
@@ -27,6 +27,11 @@ def train(steps: int, **config) -> tuple[str, dict]:
 
 def one_shot(**options) -> tuple:
     return (("prune", options),)
+
+
+def factored(method: str, share: float) -> tuple:
+    """The stage, with a share of the parameters of the products."""
+    return "low_rank", dict(method=method, share=share)
 
 
 def runs(steps: int) -> dict[str, tuple]:
@@ -56,6 +61,14 @@ def runs(steps: int) -> dict[str, tuple]:
         "magnitude_2_4": one_shot(method="magnitude", pattern="2:4"),
         "wanda_2_4": one_shot(method="wanda", pattern="2:4"),
         "sparse_gpt_2_4": one_shot(method="sparse_gpt", pattern="2:4"),
+        "plain_75": (factored("plain", 0.75),),
+        "scaled_75": (factored("scaled", 0.75),),
+        "whitened_75": (factored("whitened", 0.75),),
+        "plain_50": (factored("plain", 0.5),),
+        "scaled_50": (factored("scaled", 0.5),),
+        "whitened_50": (factored("whitened", 0.5),),
+        "plain_50_trained": (factored("plain", 0.5), train(steps)),
+        "whitened_50_trained": (factored("whitened", 0.5), train(steps)),
     }
 
 
@@ -82,8 +95,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(runs(1))}")
     parser.add_argument("--steps", type=int, default=150, help="of what trains")
+    parser.add_argument("--batches", type=int, default=16, help="of held-out text")
     parser.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
-    parser.add_argument("--folder", default="runs/compare_pruning", help="of the new runs")
+    parser.add_argument("--folder", default="runs/compare_recipes", help="of the new runs")
     parser.add_argument(
         "--speed", action="store_true", help="only how much faster the compressed runs generate"
     )
@@ -97,17 +111,20 @@ def main():
     if args.speed:
         return
     for name in args.names or known:
-        recipe = Recipe(stages=known[name], evaluation_batches=16)
+        recipe = Recipe(stages=known[name], evaluation_batches=args.batches)
         rows[name] = command.compress(args.workdir, recipe, os.path.join(args.folder, name))
     first = next(iter(rows.values()))[0]
     dense = rows["dense"][-1] if "dense" in rows else first
-    print("| run | held-out loss | to the run | to dense | not zero | FLOPs | tokens/s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| run | held-out loss | to the run | to dense | parameters | not zero | FLOPs | tokens/s |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, measured in {"as it was": [first], **rows}.items():
         last = measured[-1]
         changes = [f"{last.loss / other.loss - 1:+.2%}" for other in (first, dense)]
         print(
-            f"| {name} | {last.loss:.4f} | {changes[0]} | {changes[1]} | {last.nonzero:.0%} | "
+            f"| {name} | {last.loss:.4f} | {changes[0]} | {changes[1]} | "
+            f"{last.parameters / first.parameters:.0%} | {last.nonzero:.0%} | "
             f"{last.flops / first.flops:.0%} | {last.tokens_per_second:.0f} |"
         )
 
