@@ -272,7 +272,8 @@ def open_data(config: Config, log: Log):
 
     return data_lib.open_dataset(
         config.data, sequence_length=config.batch.sequence_length, seed=config.seed, log=log,
-        top_k=config.distillation.top_k)  # fmt: skip
+        top_k=config.distillation.top_k,
+    )  # fmt: skip
 
 
 def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib.Job, *tier):

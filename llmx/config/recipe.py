@@ -21,6 +21,7 @@ from llmx.data import pairs
 from llmx.model import distillation, losses, precision, quantization, quantized, training_loss
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
+from llmx.model.families import ModelConfig
 from llmx.model.training_loss import TrainingLoss
 from llmx.pipeline import staged
 from llmx.pipeline import stages as stages_lib
@@ -54,12 +55,7 @@ def make_recipe(
     Raises ValueError, naming the parameter, where the layout does not fit the model and mesh.
     """
     teacher = starting.teacher_of(config)
-    execution = make_execution(config, devices)
-    distilled = distillation.of(
-        config.distillation, layers=config.model.num_layers, teacher=teacher
-    )
-    turns = 1 if distilled and distilled.layers else execution.turns
-    execution = dataclasses.replace(execution, distilled=distilled, turns=turns)
+    execution = make_execution(config, devices, teacher=teacher)
     mesh = execution.place.mesh
     of_rounded, chunks = _gradient_maker(config, kind_of(mesh))
     make_gradient = lambda loss: quantized_weights.trained(of_rounded(loss.of_rounded), loss)  # noqa: E731
@@ -114,9 +110,10 @@ def _transforms(
 
 
 def make_execution(
-    config: config_lib.Config, devices: Sequence[jax.Device] | AbstractDevice | None = None
-) -> Execution:
-    """Where and how a run's model is computed."""
+    config: config_lib.Config, devices: Sequence[jax.Device] | AbstractDevice | None = None, *,
+    teacher: ModelConfig | None = None,
+) -> Execution:  # fmt: skip
+    """Where and how a run's model is computed, beside the model of a teacher."""
     mesh = _mesh(config, devices)
     kind = kind_of(mesh)
     if why_not := precision.refusal(config.precision, config.reduce_dtype, kind.platform):
@@ -129,17 +126,18 @@ def make_execution(
         packed=config.data.pack or config.data.format == pairs.FORMAT,
         loss_chunks=config.loss.chunks, kv_cache=config.sample.kv_cache,
         turns=turns_of(config, kind.device_kind),
+        distilled=distillation.of(
+            config.distillation, layers=config.model.num_layers, teacher=teacher
+        ),
     )  # fmt: skip
 
 
 def policy_of(config: config_lib.Config) -> precision.Policy:
     """In which dtype each number is kept, computed and summed, and what is rounded further."""
-    policy, inputs = (
-        precision.policy_of(config.precision, config.reduce_dtype), config.quantization.activations
-    )  # fmt: skip
     numbers = quantized.make(config.products)
-    if inputs:
+    if inputs := config.quantization.activations:
         numbers = quantized.of_inputs(averaged=inputs == quantization.AVERAGE)
+    policy = precision.policy_of(config.precision, config.reduce_dtype)
     return dataclasses.replace(policy, numbers=numbers)
 
 
@@ -171,6 +169,8 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
     """The groups of a resolved config; 0 = as many as take less time on this chip."""
     mesh, batch = config.mesh, config.batch
     chip = hardware.DEVICE_KINDS.get(device_kind, "")
+    if config.distillation.hidden_weight:  # outputs of layers are of all tokens
+        return 1
     if config.sharding.turns or mesh.tensor == 1 or chip not in MOST_TURNS:
         return config.sharding.turns or 1
     if config.model.num_experts or config.adapters.dropout:  # loads, noise: of all tokens
