@@ -62,10 +62,21 @@ def model_of(saved: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**_known(saved.get("model", {})))
 
 
+def section_of(meta: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A section of the config of the run that wrote a checkpoint's meta, a `kind`; what an older
+    version did not have is at its default."""
+    return kind(**known_fields(kind, meta.get("config", {}).get(name, {})))
+
+
+def known_fields(kind: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that JSON has, as arguments of it."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
+
+
 def _known(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a section `model` that this version has."""
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    values = {n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in known}
+    values = known_fields(ModelConfig, saved)
     # Of a version that had no such field, whose layers a token went through once.
     return ({"repeats": 1} if values else {}) | values
 

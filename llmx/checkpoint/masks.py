@@ -69,7 +69,7 @@ def require_same(config: Any, recipe: Recipe, saved: Document) -> None:
         return
     wanted = recipe.abstract.extra[masks.NAME]
     if held and not saved.fits(wanted, prefix=PLACE, order=recipe.order):
-        then = _section(saved)
+        then = identity.section_of(saved.meta, "pruning", PruningConfig)
         raise Mismatch(
             f"{workdir} was pruned with {_text(then)}, and the config gives {_text(now)}, whose "
             "masks and scores are of other weights: restore these values, or continue with its "
@@ -82,12 +82,6 @@ def require_same(config: Any, recipe: Recipe, saved: Document) -> None:
             f"config ends at step {times[-1]}: set pruning.begin_step and pruning.end_step to "
             "later steps"
         )
-
-
-def _section(saved: Document) -> PruningConfig:
-    section = saved.meta.get("config", {}).get("pruning", {})
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in section.items()}
-    return PruningConfig(**{n: v for n, v in values.items() if n in vars(PruningConfig())})
 
 
 def _text(section: PruningConfig) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
-from llmx.checkpoint import checkpointer, hf_reader, reshard, restore, streamed
+from llmx.checkpoint import checkpointer, hf_reader, identity, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
 from llmx.model import adapters, precision, quantization, quantized
@@ -27,19 +27,12 @@ FROZEN = "frozen"  # in checkpoints, the parameters that are not trained
 
 def adapters_of(meta: Mapping[str, Any]) -> AdaptersConfig:
     """Those of the run that wrote a checkpoint's meta; of older versions none."""
-    section = dict(meta.get("config", {}).get("adapters", {}))
-    return _section(AdaptersConfig, section)
+    return identity.section_of(meta, "adapters", AdaptersConfig)
 
 
 def quantization_of(meta: Mapping[str, Any]) -> QuantizationConfig:
     """That of the run that wrote a checkpoint's meta; of older versions none."""
-    return _section(QuantizationConfig, dict(meta.get("config", {}).get("quantization", {})))
-
-
-def _section(kind: type, section: Mapping[str, Any]) -> Any:
-    known = {field.name for field in dataclasses.fields(kind)}
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in section.items()}
-    return kind(**{name: value for name, value in values.items() if name in known})
+    return identity.section_of(meta, "quantization", QuantizationConfig)
 
 
 def restore_params(
