@@ -53,7 +53,7 @@ def test_the_tokens_of_a_round_that_has_begun_are_kept(tmp_path):
     _, found, _, _ = resumed(tmp_path, 2, **by_tokens)
     assert_same(found, state)
     _, found, _, said = resumed(tmp_path, 4, **by_tokens)
-    np.testing.assert_array_equal(found.sync.tokens, [200] * 4)
+    np.testing.assert_array_equal(found.sync.tokens, [100] * 4)  # 400 in all
     assert "converted to 4 replicas" in said
 
 
