@@ -11,6 +11,7 @@ Sources: mixed precision training (arXiv 1710.03740), bf16 (arXiv 1905.12322), b
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ class Policy:
         """Makes matrix products exact: by default GPUs and TPUs multiply fp32 in fewer bits."""
         exact = "highest" if self.compute == jnp.float32 else "default"
         return jax.default_matmul_precision(exact)
+
+    def frozen(self, axes: Sequence[str | None], other: jnp.dtype) -> jnp.dtype:
+        """The dtype of a parameter with these logical axes that nothing trains: that of products
+        and lookups, which read it; of norms and routers, which are read in fp32, `other`."""
+        return self.compute if "embed" in axes and "router" not in axes else other
 
 
 _FP32, _BF16, _FP16 = map(jnp.dtype, ("float32", "bfloat16", "float16"))

@@ -66,8 +66,7 @@ def make(model: families.ModelConfig, execution: Execution) -> Teacher:
     to = sharding.shardings(shapes, place.mesh, layout, rules=axes, table="parameters")
 
     def one(leaf, axes, to):
-        rounded = "embed" in axes and "router" not in axes
-        dtype = policy.compute if rounded else jnp.float32
+        dtype = policy.frozen(axes, jnp.float32)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=to)
 
     head = sharding.spec(

@@ -387,11 +387,7 @@ def make(
     if taught_by is not None:
         frozen, frozen_axes = taught_by.params, taught_by.axes
     elif adapters.rank or preferred is not None:
-        # Products and lookups read their weights in the compute dtype, norms and routers in fp32.
-        rounded = lambda axes: "embed" in axes and "router" not in axes  # noqa: E731
-        frozen = stored(
-            model_shapes, model_axes, lambda axes: policy.compute if rounded(axes) else policy.param
-        )
+        frozen = stored(model_shapes, model_axes, lambda axes: policy.frozen(axes, policy.param))
         frozen_axes = model_axes
     if adapters.rank:
         shapes, axes = adapters_lib.shapes_and_axes(adapters, shapes, axes)
