@@ -115,6 +115,8 @@ def of(
         of_layers = _gradients_of_layers(sizes)
         common["gradients"] = max(0.0, of_layers - common["saved weights"])
     common |= _gathered(sizes) | _rounded(sizes)
+    if not on_gpu:
+        common |= {"rounded embedding": _rounded_table(sizes, "embedding")}
     common |= {"slices of weights": _slices(sizes, program)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
@@ -127,6 +129,7 @@ def of(
             "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
         },
         BACKWARD: common | {
+            "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
             "a layer": max(_layer(one, program) for one in sizes.stacks),
             "a segment": _segment(sizes.stacks[-1]),
             "gradient of the head": _tied_head(sizes) if on_gpu else 0.0,
@@ -180,7 +183,7 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
         found["saved activations"] += (
             2 * model.num_layers * sizes.compute_bytes * more * model.width
         )
-        found["saved weights"] = _saved_weights(sizes)
+        found["saved weights"] = _saved_weights(sizes, program)
     return found
 
 
@@ -208,13 +211,16 @@ def _weights_of_layers(sizes: Sizes) -> float:
     return sum(sizes.param_bytes * sizes.local(leaf, "parameters") for leaf in of_layers)
 
 
-def _saved_weights(sizes: Sizes) -> float:
+def _saved_weights(sizes: Sizes, program: Program) -> float:
     """Of all layers: what their gathers read, or where nothing is gathered, what they are rounded
-    to; those that are neither are not copied."""
+    to, and on TPUs what is rounded; those that are neither are not copied."""
     if sizes.axes_of("embed", "parameters"):
         return _weights_of_layers(sizes)
-    rounded = sizes.compute_bytes if sizes.compute_bytes != sizes.param_bytes else 0
-    return rounded / sizes.param_bytes * _weights_of_layers(sizes)
+    if sizes.compute_bytes == sizes.param_bytes:
+        return 0.0
+    return (1.0 if program is TPU else sizes.compute_bytes / sizes.param_bytes) * (
+        _weights_of_layers(sizes)
+    )
 
 
 def _keeps_all(sizes: Sizes) -> bool:
@@ -322,6 +328,16 @@ def _rounded(sizes: Sizes) -> dict[str, float]:
         for leaf in leaves(sizes.run.model) if quantization.is_quantized(leaf.name)
     )  # fmt: skip
     return {"rounded weights": sizes.param_bytes * numbers}
+
+
+def _rounded_table(sizes: Sizes, name: str) -> float:
+    """With several microbatches XLA:TPU rounds a table that is whole on each device once, before
+    the loop over them; the loss counts the head itself."""
+    same = sizes.compute_bytes == sizes.param_bytes
+    if sizes.run.batch.accumulation == 1 or same or sizes.axes_of("embed", "parameters"):
+        return 0.0
+    tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name == name)
+    return sizes.compute_bytes * sum(sizes.whole(leaf) for leaf in tables)
 
 
 def _bodies(model: ModelConfig) -> int:

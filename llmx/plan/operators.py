@@ -21,7 +21,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from llmx.config import utilization
+from llmx.config import state_memory, utilization
 from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise
 from llmx.model.families import is_local
@@ -73,7 +73,12 @@ class Moved:
     saves: tuple[float, float]  # of what a layer saves
     slots: tuple[float, float]  # the same where layers are no loop, so that ticks share a body
     rounded: float  # bytes for each number that fp8 or int8 products round
-    launches: tuple[float, float]  # operators
+    # Operators: of a layer; of a product that rounds its factors, more; of a microbatch's loss, and
+    # of each chunk of it; of the update, for each parameter.
+    launches: tuple[float, float]
+    of_rounding: float
+    of_loss: tuple[float, float]
+    of_update: float
     logits: float  # bytes per logit and microbatch
     # Arrays of a device's share of the table of lookups, and of its head, in a microbatch: zeros,
     # rows added to them, in fp32; with a tied head its gradient added; chunks of a head that is not
@@ -94,20 +99,23 @@ class Moved:
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
     weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0, saves=(2.2, 0.2), slots=(2.2, 0.2),
-    rounded=20.0, launches=(25.0, 45.0), logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
+    rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5, of_loss=(30.0, 14.0), of_update=10.0,
+    logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
     update=6.5, sums=2.0, attention_backward=3.5,
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
     weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), slots=(2.0, 0.0),
-    rounded=10.0, launches=(0.0, 0.0), logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
+    rounded=10.0, launches=(0.0, 0.0), of_rounding=0.0, of_loss=(0.0, 0.0), of_update=0.0,
+    logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=3.0, attention_backward=2.5,
 )  # fmt: skip
 
 CPU = Moved(
     mlp=(2.0, 4.0), stream=(8.0, 8.0), heads=(4.0, 8.0), normed=(4.0, 6.0), ring=0.0,
     weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0, saves=(2.0, 1.0), slots=(2.0, 1.0),
-    rounded=20.0, launches=(30.0, 60.0), logits=12.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
+    rounded=20.0, launches=(30.0, 60.0), of_rounding=0.0, of_loss=(0.0, 8.0), of_update=1.0,
+    logits=12.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=2.0, attention_backward=2.5,
     blocks=True, copies=2.0, fresh=True,
 )  # fmt: skip
@@ -360,7 +368,8 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
         gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers
         yield "gradients", moved.gradients * gradients, 1.0
-    yield "rounding", moved.rounded * _rounded(device, index), 1.0
+    if numbers := _rounded(device, index):
+        yield "rounding", moved.rounded * numbers, moved.of_rounding * len(device.of_layer)
 
 
 def _rounded(device: _Device, index: int) -> float:
@@ -388,7 +397,9 @@ def _loss(device: _Device) -> Iterator[Operator]:
     shape = (rows / chunks, width, tokens)
     yield device.product("head", HEAD, LOSS, shape, dtype, each, "weight gradient")
     moved = device.moved.logits * tokens * rows
-    yield device.move("logits", LOSS, moved, part=HEAD, launches=8.0 * chunks)
+    of_microbatch, of_chunk = device.moved.of_loss
+    launches = of_microbatch + of_chunk * chunks
+    yield device.move("logits", LOSS, moved, part=HEAD, launches=launches)
     yield device.move("tables", LOSS, _of_tables(device, chunks), part=HEAD)
 
 
@@ -416,7 +427,8 @@ def _ends(device: _Device) -> Iterator[Operator]:
     yield device.move("norms of gradients", ENDS, norms)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
     num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
-    yield device.move("update", ENDS, num_bytes, part=UPDATE)
+    launches = moved.of_update * len(state_memory.leaves(sizes.run.model))
+    yield device.move("update", ENDS, num_bytes, part=UPDATE, launches=launches)
     yield from _of_cpus(device)
 
 

@@ -26,6 +26,7 @@ from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import Message
+from llmx.runtime import compiler_options, hardware
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Overlap:
     heads: float  # of Ulysses' exchanges
     rows: float  # of rows on their way to experts and back
     wide: float  # of gradients of layers in more bytes than the compute dtype's
+    scatters_stop: bool = False  # reduce-scatters stop the core
 
 
 # Of the programs in tests/golden/programs.jsonl (jax 0.10.2, libtpu 0.0.42.1).
@@ -82,6 +84,8 @@ CPU = Overlap(
     wide=1.0,
 )
 
+_ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
+
 # By platform.
 MOVED = {"tpu": operators.TPU, "gpu": operators.GPU, "cpu": operators.CPU}
 OVERLAPS = {"tpu": TPU, "gpu": GPU, "cpu": CPU}
@@ -113,9 +117,18 @@ class StepTime:
 EXPOSED, BUBBLE = "exposed", "bubble"
 
 
+def overlap_of(machine: Machine) -> Overlap:
+    """Of the programs for a machine. XLA:TPU has reduce-scatters run beside the core where
+    SparseCores take them, which `compiler_options` asks for."""
+    overlap, chip = OVERLAPS[machine.topology.platform], machine.topology.device_kind
+    options = compiler_options.OVERLAP.get(hardware.DEVICE_KINDS.get(chip, ""), {})
+    on_core = "xla_enable_async_all_reduce" in options and _ON_SPARSE_CORES not in options
+    return dataclasses.replace(overlap, scatters_stop=on_core)
+
+
 def of(run: Config, machine: Machine) -> StepTime:
     """Of a resolved run."""
-    counted, overlap = sizes.of(run), OVERLAPS[machine.topology.platform]
+    counted, overlap = sizes.of(run), overlap_of(machine)
     passes = traffic.passes_of(run)
     parts, listed = computed(counted, machine)
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
@@ -221,6 +234,8 @@ def share(one: Message, overlap: Overlap, turns: int) -> float:
 
     `turns`: groups of tokens, of `recipe.turns_of`.
     """
+    if overlap.scatters_stop and one.kind == "reduce-scatter":
+        return 1.0
     if one.purpose == "activations":
         return 1.0 if turns == 1 else 0.5 / turns
     if one.purpose in ("keys and values", "gradients of keys and values"):
@@ -275,7 +290,8 @@ class _Waits:
         if one.purpose == "weights":
             return run.sharding.gather == "layer"
         wide = self.counted.reduce_bytes > self.counted.compute_bytes and self.overlap.wide > 0
-        return one.purpose == "gradients" and one.kind != "all-reduce" and not wide
+        stops = self.overlap.scatters_stop and one.kind == "reduce-scatter"
+        return one.purpose == "gradients" and one.kind != "all-reduce" and not (wide or stops)
 
     def _edges(self, seconds: float) -> float:
         """What the first and the last layer of a pass wait for."""
