@@ -74,9 +74,13 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
 
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
-    """Bytes of the logits that are there while the layers are differentiated."""
-    arrays = GPU if on_gpu else TPU
-    if utilization.loss_chunks(run) > 1 or not arrays.keeps_logits:
+    """Bytes of the logits that are there while the layers are differentiated; of XLA:GPU's loop of
+    two turns that is written out, their gradients, which the head's is made of behind the layers."""
+    arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
+    if on_gpu and chunks == 2 and gathers_ahead(run):
+        compute = precision.policy_of(run.precision, run.reduce_dtype).compute
+        return compute.itemsize * _tokens(run) * _rows(run) * chunks
+    if chunks > 1 or not arrays.keeps_logits:
         return 0.0
     return FP32 * _tokens(run) * _rows(run)
 

@@ -396,8 +396,8 @@ def _updated(sizes: Sizes) -> float:
 
 
 def _whole_head(sizes: Sizes) -> float:
-    """A chunk's gradient, which is whole on each device where it cannot be scattered."""
-    if not traffic.sums_whole(sizes, sizes.size(sizes.axes_of("embed", "gradients"))):
+    """A chunk's gradient, which is whole on each device where that keeps no whole lanes of it."""
+    if not traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients"))):
         return 0.0
     return FP32 * sizes.whole(sizes.head) / utilization.loss_chunks(sizes.run)
 

@@ -40,6 +40,9 @@ from llmx.sharding import scatter
 
 PASSES = links.PASSES | {"all-to-all": 1.0}
 LANES = 128  # columns that XLA:TPU fills rows up to
+# Of a scatter that it makes in parts, by the number of devices: 251 lanes were scattered over 2,
+# 101 and not 149 over 4, 149 and not 197 over 8, and not 197 over 512.
+LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128}, 160
 IDS = FP32 = 4  # bytes of a token's id, of a number
 
 
@@ -201,8 +204,7 @@ def _joined(sizes: Sizes, found: list[Message], name: str) -> list[Message]:
 
 
 def _padded(sizes: Sizes, one: Message) -> Message:
-    """XLA:TPU sums all of the head's gradient on each device where a device's columns of it are not
-    whole lanes."""
+    """A sum of the head's gradient, of which XLA:TPU makes an all-reduce in some shapes."""
     scattered = one.purpose == "gradients" and one.kind == "reduce-scatter"
     if scattered and one.name == sizes.head.name and sums_whole(sizes, one.size):
         return dataclasses.replace(one, kind="all-reduce")
@@ -210,7 +212,30 @@ def _padded(sizes: Sizes, one: Message) -> Message:
 
 
 def sums_whole(sizes: Sizes, ways: int) -> bool:
+    """Whether XLA:TPU sums all of a chunk of the head's gradient on each of so many devices.
+
+    Where a device's columns are not whole lanes, rows are what it fills up to lanes, and it
+    scatters in parts of equal numbers of these: none is small enough where that number has too
+    large a prime factor.
+    """
+    if not cuts_lanes(sizes, ways):
+        return False
+    rows = sizes.whole(sizes.head) / sizes.run.model.width / utilization.loss_chunks(sizes.run)
+    return _largest_factor(math.ceil(rows / LANES)) > LANES_OF_A_PART.get(ways, MOST_LANES)
+
+
+def cuts_lanes(sizes: Sizes, ways: int) -> bool:
+    """Whether a device's columns of the width are not whole lanes."""
     return ways > 1 and sizes.run.model.width // ways % LANES > 0
+
+
+def _largest_factor(number: int) -> int:
+    """The largest prime factor; 1 of 1."""
+    found = 1
+    for factor in range(2, math.isqrt(number) + 1):
+        while number % factor == 0:
+            number, found = number // factor, factor
+    return max(found, number)
 
 
 def _exchanged(sizes: Sizes, one: Message) -> Iterator[Message]:
