@@ -90,6 +90,7 @@ class Moved:
     update: float  # of AdamW, arrays in fp32 of a device's share: `OF_ADAMW` are read and written
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
+    least: float = 0.0  # seconds that an operator takes at least, of which `start` knows nothing
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
     copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
     fresh: bool = False  # what a step holds is new memory
@@ -106,9 +107,10 @@ GPU = Moved(
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
     weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), slots=(2.0, 0.0),
-    rounded=10.0, launches=(0.0, 0.0), of_rounding=0.0, of_loss=(0.0, 0.0), of_update=0.0,
+    rounded=10.0, launches=(25.0, 50.0), of_rounding=2.0, of_loss=(30.0, 8.0), of_update=8.0,
     logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=3.0, attention_backward=2.5,
+    least=1.24e-6,  # XLA's cycles of the smallest operators, on v5e and v5p
 )  # fmt: skip
 
 CPU = Moved(
@@ -227,7 +229,8 @@ class _Device:
     def move(
         self, name: str, moment: str, num_bytes: float, *, part: str = MOVES, launches: float = 1.0
     ) -> Operator:
-        seconds = num_bytes / self.core.bandwidth + launches * self.core.calibration.start
+        start = self.core.calibration.start + self.moved.least
+        seconds = num_bytes / self.core.bandwidth + launches * start
         return Operator(name, part, moment, seconds, bytes=num_bytes)
 
 
