@@ -20,6 +20,7 @@ import itertools
 import math
 
 from llmx.config import loss_memory, stage_memory, state_memory, utilization
+from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
@@ -155,10 +156,14 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What layers save for the backward pass, of one microbatch, and copies of it."""
-    found, model = saved(sizes, program), sizes.run.model
+    found, run = saved(sizes, program), sizes.run
+    inputs = run.model.num_layers * _input_bytes(sizes)
     copies = program.head_copies * _queries(sizes)
-    if sizes.run.batch.accumulation > 1:
-        copies += program.kept_copies * model.num_layers * _input_bytes(sizes)
+    if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
+        # The loop is written out: the second microbatch begins before the first is done.
+        copies = max(copies, found["saved activations"] - inputs)
+    elif run.batch.accumulation > 1 and sizes.mesh["sequence"] == 1:
+        copies += program.kept_copies * inputs
     return found | {"copies of activations": copies}
 
 
