@@ -74,10 +74,12 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
 
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
-    """Bytes of the logits that are there while the layers are differentiated; of XLA:GPU's loop of
-    two turns that is written out, their gradients, which the head's is made of behind the layers."""
+    """Bytes of the logits that are there while the layers are differentiated; on GPUs of their
+    gradients, where XLA makes that of the head behind the layers: if it is scattered, and not in a
+    loop over chunks."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
-    if on_gpu and chunks == 2 and gathers_ahead(run):
+    split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
+    if on_gpu and split and (chunks == 1 or (chunks == 2 and gathers_ahead(run))):
         compute = precision.policy_of(run.precision, run.reduce_dtype).compute
         return compute.itemsize * _tokens(run) * _rows(run) * chunks
     if chunks > 1 or not arrays.keeps_logits:

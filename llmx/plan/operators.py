@@ -151,6 +151,7 @@ class _Device:
     sizes: Sizes
     core: Core
     moved: Moved
+    turns: int = 1  # groups of tokens that have operators of their own in a layer
 
     @functools.cached_property
     def again(self) -> dict[str, float]:
@@ -234,11 +235,11 @@ class _Device:
         return Operator(name, part, moment, seconds, bytes=num_bytes)
 
 
-def of(sizes: Sizes, core: Core, moved: Moved) -> list[Operator]:
-    """All operators of a resolved run's step on one device."""
+def of(sizes: Sizes, core: Core, moved: Moved, *, turns: int = 1) -> list[Operator]:
+    """All operators of a resolved run's step on one device. `turns`: of `recipe.turns_of`."""
     found = []
     for stack in sizes.stacks:
-        device = _Device(stack, core, moved)
+        device = _Device(stack, core, moved, turns)
         share = stack.run.model.num_layers / sizes.run.model.num_layers
         layer = (*_products(device), *_attention(device), *_moves(device))
         times = share * sizes.run.model.repeats
@@ -331,10 +332,11 @@ def _moves(device: _Device) -> Iterator[Operator]:
     """Elementwise operators of a layer, forward and backward, with what is run again."""
     for index, moment in enumerate((FORWARD, BACKWARD)):
         for name, num_bytes, launches in _moved(device, index):
-            yield device.move(name, moment, num_bytes, launches=launches)
+            yield device.move(name, moment, num_bytes, launches=launches * device.turns)
     share = _run_again(device)
     for name, num_bytes, launches in _moved(device, 0):
-        one = device.move(f"{name} again", BACKWARD, num_bytes, launches=launches)
+        starts = launches * device.turns
+        one = device.move(f"{name} again", BACKWARD, num_bytes, launches=starts)
         yield one._replace(count=share)
 
 

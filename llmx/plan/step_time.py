@@ -147,7 +147,9 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
 
     Seconds, of a step that waits for no message: a bound for `of`.
     """
-    listed = operators.of(counted, machine.core, MOVED[machine.topology.platform])
+    moved = MOVED[machine.topology.platform]
+    turns = recipe.turns_of(counted.run, machine.topology.device_kind)
+    listed = operators.of(counted, machine.core, moved, turns=turns)
     parts = _computed(counted, listed)
     if (idle := _idle(counted, listed, exchange.deferred_on(counted.run, machine.topology))) > 0:
         parts[BUBBLE] = idle
