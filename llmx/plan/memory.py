@@ -161,7 +161,7 @@ def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     copies = program.head_copies * _queries(sizes)
     if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
         # The loop is written out: the second microbatch begins before the first is done.
-        copies = max(copies, found["saved activations"] - inputs)
+        copies = found["saved activations"]
     elif run.batch.accumulation > 1 and sizes.mesh["sequence"] == 1:
         copies += program.kept_copies * inputs
     return found | {"copies of activations": copies}

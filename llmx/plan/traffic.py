@@ -345,6 +345,19 @@ def _layers_again(run: Config) -> int:
     return sum(end - first for first, end in segments if first < chunk)
 
 
+def _again_in_segments(run: Config, layers: int) -> list[int]:
+    """Whether each layer of a pass runs its attention once more with its segment: all do whose
+    results another layer of it takes."""
+    segments = remat_costs.segments(run.model, run.remat, utilization.chunks_of(run))
+    if remat.keeps_input(run.remat):
+        segments = [(0, layers)]
+    found = [0] * layers
+    for first, end in segments:
+        for layer in range(first, min(end - 1, layers)):
+            found[layer] = 1
+    return found
+
+
 def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator[Message]:
     chunks = utilization.loss_chunks(sizes.run)
     num_bytes = sizes.gathered_bytes(leaf) * sizes.whole(leaf) / chunks
@@ -471,8 +484,10 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     policies = remat_costs.policies(model, remat.inside(run.remat))[: passes.layers]
     of_head = sizes.compute_bytes * sizes.tokens * (model.head_dim + model.value_width) / 2
     keys = model.num_kv_heads / sizes.size(sizes.axes_of("kv_heads", "activations"))
-    for kind, policy in zip(model.layer_kinds, policies, strict=False):
+    again_in_segments = _again_in_segments(run, passes.layers)
+    for layer, (kind, policy) in enumerate(zip(model.layer_kinds, policies, strict=False)):
         recomputed = policy.saved is not None
+        of_segment = again_in_segments[layer]
         again = recomputed and remat.ATTENTION not in policy.saved
         window = model.window if is_local(kind) else 0
         steps = range(of.rings)  # without a window a device sees something of all others
@@ -481,7 +496,7 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
         sends, home = len(steps) - 1, steps[-1] > 0
         num_bytes = 2 * keys * of_head
         # A ring that is run again makes its first send once for both passes.
-        in_backward = sends * (1 + again) - (again and sends > 0) + home
+        in_backward = sends * (1 + again + of_segment) - (again and sends > 0) + home
         yield _message(
             sizes, "keys and values", "collective-permute", over, num_bytes,
             passes.forward * sends + passes.backward * in_backward,
@@ -493,7 +508,7 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
         # Queries and results; keys and values, repeated where they do not divide.
         heads = 2 * model.num_heads / sizes.mesh["tensor"]
         heads += 2 * keys * (of.ulysses // math.gcd(int(keys), of.ulysses))
-        count = passes.forward + passes.backward * (1 + recomputed)
+        count = passes.forward + passes.backward * (1 + recomputed + of_segment)
         yield Message("heads", "all-to-all", over, heads * of_head, count, of.ulysses)
 
 
