@@ -1,0 +1,430 @@
+"""Tables on a mesh: rows taken for a batch, combined, and updated where a batch has touched them.
+
+    tables = make(tables, features, config, mesh, axes=("data",))
+    state = tables.init(seed)
+    taken = tables.take(state, ids)                        # in a jitted step, as all that follows
+    def loss(rows, ...):
+        inputs = tables.combine(rows, taken.plan)          # {feature: [B, W]}
+        ...
+    state = tables.update(state, taken, jax.grad(loss)(taken.rows), rate=0.02)
+
+Rows are split over the mesh axes `axes` of the batch; along other axes they are whole. Each device
+asks for the different rows of its records. For tables of one width that is one all-to-all of ids
+and one of rows; gradients go back by one more. On one device nothing communicates.
+
+Letters: B records, L ids of a feature, K ids of a device, U = K places of different rows, W width,
+n devices along `axes`, C rows that a device asks of each other.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from llmx.tables import config as config_lib
+from llmx.tables import numbers, placement, requests, row_optimizers
+from llmx.tables.config import Feature, Table, TablesConfig
+from llmx.tables.placement import Group
+from llmx.tables.row_optimizers import RowOptimizer
+
+Ids = Mapping[str, Any]  # by feature, int32 [B, L]; -1 = none
+DECAYED = "decayed"  # of a row: the sum of log(1 - lr weight_decay) up to its last update
+
+
+class TablesState(NamedTuple):
+    """What tables are, by width: in checkpoints, split by devices."""
+
+    rows: dict[str, jax.Array]  # fp32 [n x slots, W]
+    slots: dict[str, dict[str, jax.Array]]  # of the optimizer, fp32 [n x slots, W or 1]
+    decay: jax.Array  # fp32 [], the sum of log(1 - lr weight_decay) of all steps
+
+
+class Plan(NamedTuple):
+    """Which rows a batch looks up: integers."""
+
+    rows_U: jax.Array  # int32 [n U]: the different rows that each device asks for
+    place_BK: jax.Array  # int32: where each id of a record is in the device's U
+    present_BK: jax.Array  # bool: there is such an id
+    rounds: jax.Array  # int32 [], exchanges that it takes
+
+
+class Taken(NamedTuple):
+    """Rows for a batch, by width."""
+
+    rows: dict[str, jax.Array]  # fp32 [n U, W]: what is differentiated
+    plan: dict[str, Plan]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tables:
+    """Sparse tables on a mesh, as functions of their state."""
+
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    config: TablesConfig
+    mesh: Mesh
+    axes: tuple[str, ...]  # that split rows and records; () = one device has all
+    groups: Mapping[str, Group]
+    optimizer: RowOptimizer
+
+    # ------------------------------------------------------------------------------------ state
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def split(self) -> PartitionSpec:
+        """Of rows, and of records."""
+        return PartitionSpec(self.axes if self.axes else None)
+
+    @functools.cached_property
+    def abstract(self) -> TablesState:
+        """Shapes with shardings of the state."""
+        by_row, whole = (NamedSharding(self.mesh, spec) for spec in (self.split, PartitionSpec()))
+
+        def array(group: Group, width: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((group.none, width), jnp.float32, sharding=by_row)
+
+        return TablesState(
+            {key: array(group, group.width) for key, group in self.groups.items()},
+            {
+                key: {name: array(group, group.width if each else 1)
+                      for name, each in self._slots.items()}
+                for key, group in self.groups.items()
+            },
+            jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+        )  # fmt: skip
+
+    @property
+    def _slots(self) -> dict[str, bool]:
+        """What is kept of a row, and whether of each of its numbers."""
+        return dict(self.optimizer.slots) | ({DECAYED: False} if self.config.weight_decay else {})
+
+    def init(self, seed: int) -> TablesState:
+        """New tables: a function of seed, table and id, however rows are split."""
+
+        def make() -> TablesState:
+            slots = {
+                key: {
+                    name: jnp.full(leaf.shape, self.optimizer.initial.get(name, 0.0), leaf.dtype)
+                    for name, leaf in of_group.items()
+                }
+                for key, of_group in self.abstract.slots.items()
+            }
+            rows = {key: self._new_rows(seed, group) for key, group in self.groups.items()}
+            return TablesState(rows, slots, jnp.zeros(()))
+
+        to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=to), out_shardings=to)()
+
+    def _new_rows(self, seed: int, group: Group) -> jax.Array:
+        """Those of all devices, [n slots, W]; 0 where a device has no row."""
+        by_device = []
+        for device in range(group.devices):
+            rows = jnp.zeros((group.slots, group.width), jnp.float32)
+            for part in group.parts:
+                if part.device not in (-1, device):
+                    continue
+                ids = jnp.arange(part.slots(group.devices), dtype=jnp.int32)
+                if part.device < 0:
+                    ids = ids * group.devices + (device - part.shift) % group.devices
+                columns = jnp.arange(*part.columns, dtype=jnp.int32)
+                new = part.table.bound * numbers.uniform(seed, part.number, ids, columns, xp=jnp)
+                new = jnp.where((ids < part.table.rows)[:, None], new, 0.0)
+                rows = jax.lax.dynamic_update_slice(rows, new, (part.base, 0))
+            by_device.append(rows)
+        return jnp.concatenate(by_device)
+
+    # ----------------------------------------------------------------------------------- lookups
+
+    def take(self, state: TablesState, ids: Ids) -> Taken:
+        """The rows that a batch looks up. Ids that a table does not have count as none
+        (`problems_of` names them). Communicates ids and rows over `axes`."""
+        rows, plans = {}, {}
+        for key, group in self.groups.items():
+            lookups = group.lookups(self.features)
+            each = [jnp.asarray(ids[feature.name], jnp.int32) for feature, _ in lookups]
+            numbered = functools.partial(self._numbered, group, lookups)
+            columns = sum(feature.length for feature, _ in lookups)
+            decayed = (state.slots[key][DECAYED],) if self.config.weight_decay else ()
+            one = PartitionSpec()
+            rows[key], plans[key] = self._region(
+                functools.partial(self._take, group, numbered, columns),
+                (self.split, self.split, one, self.split),
+                (self.split, Plan(self.split, self.split, self.split, one)),
+            )(state.rows[key], decayed, state.decay, tuple(each))
+        return Taken(rows, plans)
+
+    def _numbered(self, group: Group, lookups, *ids_BL: jax.Array):
+        """Numbers of rows, [B, K], of the ids of each lookup, and which there are."""
+        found, there = [], []
+        for (_, part), ids in zip(lookups, ids_BL, strict=True):
+            is_there = (ids >= 0) & (ids < part.table.rows)
+            if part.device < 0:
+                device, slot = (ids + part.shift) % group.devices, ids // group.devices
+            else:
+                device, slot = part.device, ids
+            number = device * group.slots + part.base + slot
+            found.append(jnp.where(is_there, number, group.none))
+            there.append(is_there)
+        return jnp.concatenate(found, axis=1), jnp.concatenate(there, axis=1)
+
+    def _capacity(self, group: Group, num_ids: int) -> int:
+        """C: a multiple of an equal share of a device's ids."""
+        share = self.config.capacity * num_ids / group.devices
+        return max(1, min(num_ids, group.slots, math.ceil(share)))
+
+    def _take(self, group: Group, numbered: Callable, columns: int, rows, decayed, decay, ids):
+        """`take` of one device."""
+        number_BK, present_BK = numbered(*ids)
+        capacity = self._capacity(group, number_BK.size)
+        asked = requests.distinct(
+            number_BK.reshape(-1), none=group.none, slots=group.slots, capacity=capacity,
+            axes=self.axes,
+        )  # fmt: skip
+        plan = Plan(asked.rows_U, asked.place_K.reshape(-1, columns), present_BK, asked.rounds)
+
+        def of_slots(slots):
+            """Rows of slots, 0 where there is none, as a decay that is to come leaves them."""
+            at = jnp.where(slots < 0, group.slots, slots)
+            found = rows.at[at].get(mode="fill", fill_value=0)
+            for passed in decayed:
+                last = passed.at[at].get(mode="fill", fill_value=0)
+                found = found * jnp.exp(decay - last)
+            return found
+
+        if not self.axes:
+            return of_slots(jnp.where(asked.rows_U < group.none, asked.rows_U, -1)), plan
+
+        def one_round(number, taken_UW):
+            bucket = requests.buckets(
+                asked, number, none=group.none, slots=group.slots, n=group.devices,
+                capacity=capacity,
+            )  # fmt: skip
+            wanted_nC = self._exchanged(bucket.slots_nC)
+            sent_nCW = self._exchanged(of_slots(wanted_nC.reshape(-1)).reshape(
+                group.devices, capacity, group.width
+            ))  # fmt: skip
+            own_UW = sent_nCW.reshape(-1, group.width).at[bucket.at_U].get(
+                mode="fill", fill_value=0
+            )  # fmt: skip
+            return taken_UW + own_UW
+
+        taken_UW = jnp.zeros((number_BK.size, group.width), rows.dtype)
+        return self._rounds(asked.rounds, one_round, taken_UW), plan
+
+    def _rounds(self, rounds: jax.Array, one_round: Callable, carry: Any) -> Any:
+        return jax.lax.fori_loop(0, rounds, one_round, carry)
+
+    def _exchanged(self, array: jax.Array) -> jax.Array:
+        """[n, ...]: part i goes to device i; of all devices the part for this one."""
+        return jax.lax.all_to_all(array, self.axes, 0, 0, tiled=True)
+
+    def _region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def combine(
+        self, rows: Mapping[str, jax.Array], plan: Mapping[str, Plan],
+        weights: Mapping[str, jax.Array] | None = None,
+    ) -> dict[str, jax.Array]:  # fmt: skip
+        """By feature, its rows combined to one, [B, W], or not, [B, L, W]; 0 where there is none.
+
+        weights: by feature fp32 [B, L]: rows are multiplied by them first; means are divided by
+        their sum. Differentiable in rows and weights. Nothing communicates.
+        """
+        weights = dict(weights or {})
+        found: dict[str, list[jax.Array]] = {feature.name: [] for feature in self.features}
+        for key, group in self.groups.items():
+            lookups = group.lookups(self.features)
+            names = [feature.name for feature, _ in lookups]
+            own = {name: weights[name] for name in dict.fromkeys(names) if name in weights}
+            combined = self._region(
+                functools.partial(self._combine, lookups), (self.split,) * 4, self.split
+            )(rows[key], plan[key].place_BK, plan[key].present_BK, own)
+            for name, array in zip(names, combined, strict=True):
+                found[name].append(array)
+        return {
+            name: parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+            for name, parts in found.items()
+        }
+
+    def _combine(self, lookups, rows_UW, place_BK, present_BK, weights) -> list[jax.Array]:
+        rows_BKW = rows_UW[place_BK]
+        found, first = [], 0
+        for feature, _ in lookups:
+            end = first + feature.length
+            of_feature, there = rows_BKW[:, first:end], present_BK[:, first:end, None]
+            first = end
+            scale = there.astype(rows_UW.dtype)
+            if feature.name in weights:
+                scale = scale * weights[feature.name][..., None]
+            if feature.combine == "max":
+                lowest = jnp.where(there, of_feature * scale, -jnp.inf).max(axis=1)
+                found.append(jnp.where(there.any(axis=1), lowest, 0.0))
+                continue
+            if feature.combine == "none":
+                found.append(of_feature * scale)
+                continue
+            total = (of_feature * scale).sum(axis=1)
+            if feature.combine == "mean":
+                count = scale.sum(axis=1)
+                total = total / jnp.where(count == 0, 1.0, count)
+            found.append(total)
+        return found
+
+    # ------------------------------------------------------------------------------------ updates
+
+    def update(
+        self, state: TablesState, taken: Taken, gradients: Mapping[str, jax.Array], *,
+        rate: jax.Array | float, accepted: jax.Array | bool = True,
+    ) -> TablesState:  # fmt: skip
+        """The state after an update of the rows that were taken; others stay, bit for bit.
+
+        gradients: by width, fp32 [n U, W], of what is the sum over all devices' records. rate: the
+        learning rate. Communicates gradients over `axes`.
+        """
+        rate, accepted = jnp.asarray(rate, jnp.float32), jnp.asarray(accepted)
+        decay = state.decay
+        if self.config.weight_decay:
+            decay = decay + jnp.where(accepted, jnp.log1p(-rate * self.config.weight_decay), 0.0)
+        rows, slots, one = {}, {}, PartitionSpec()
+        for key, group in self.groups.items():
+            plan = taken.plan[key]
+            rows[key], slots[key] = self._region(
+                functools.partial(self._update, group),
+                (self.split, self.split, self.split, self.split, one, one, one, one),
+                (self.split, self.split),
+            )(
+                state.rows[key], state.slots[key], plan.rows_U, gradients[key], plan.rounds, rate,
+                accepted, jnp.stack([state.decay, decay]),
+            )  # fmt: skip
+        return TablesState(rows, slots, decay)
+
+    def _update(
+        self, group: Group, rows, slots, rows_U, gradients_UW, rounds, rate, accepted, decay
+    ):
+        """`update` of one device."""
+        if not self.axes:
+            # The different rows ascend already, and none is there twice.
+            at_U = jnp.where(rows_U < group.none, rows_U, group.slots)
+            return self._applied(group, rows, slots, at_U, gradients_UW, rate, accepted, decay)
+        U = rows_U.shape[0]
+        asked = requests.Distinct(rows_U, rows_U, rounds)
+        capacity = self._capacity(group, U)
+
+        def one_round(number, state):
+            bucket = requests.buckets(
+                asked, number, none=group.none, slots=group.slots, n=group.devices,
+                capacity=capacity,
+            )  # fmt: skip
+            sent_nCW = gradients_UW.at[bucket.from_nC].get(mode="fill", fill_value=0)
+            # The slots travel beside the gradients, as they are in memory.
+            slots_nC1 = jax.lax.bitcast_convert_type(bucket.slots_nC, jnp.float32)[..., None]
+            both = self._exchanged(jnp.concatenate([sent_nCW, slots_nC1], axis=-1))
+            both = both.reshape(-1, group.width + 1)
+            own = jax.lax.bitcast_convert_type(both[:, -1], jnp.int32)
+            at_M, sums_MW = requests.summed(own, both[:, :-1], none=group.slots)
+            return self._applied(group, *state, at_M, sums_MW, rate, accepted, decay)
+
+        return self._rounds(rounds, one_round, (rows, slots))
+
+    def _applied(self, group: Group, rows, slots, at_M, gradients_MW, rate, accepted, decay):
+        """The state with these slots updated; `group.slots` and more stand for none."""
+        before, after = decay
+        old = rows.at[at_M].get(mode="fill", fill_value=0, indices_are_sorted=True)
+        kept = {
+            name: leaf.at[at_M].get(mode="fill", fill_value=0, indices_are_sorted=True)
+            for name, leaf in slots.items()
+        }
+        own = dict(kept)
+        if (passed := own.pop(DECAYED, None)) is not None:
+            old = old * jnp.exp(before - passed)
+        new, new_slots = self.optimizer.update(old, own, gradients_MW.astype(jnp.float32), rate)
+        if passed is not None:
+            new = new + old * jnp.expm1(after - before)
+            new_slots = new_slots | {DECAYED: jnp.broadcast_to(after, passed.shape)}
+        at_M = jnp.where(accepted, at_M, group.slots)  # else nothing is written
+        put = lambda whole, part: whole.at[at_M].set(  # noqa: E731
+            part, mode="drop", indices_are_sorted=True
+        )
+        return put(rows, new), {name: put(leaf, new_slots[name]) for name, leaf in slots.items()}
+
+    # ------------------------------------------------------------------------------ whole tables
+
+    def table(self, state: TablesState, name: str) -> np.ndarray:
+        """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests and
+        exports. All processes' devices must be addressable."""
+        columns = []
+        for key, group in self.groups.items():
+            whole = None
+            for part in group.parts_of(name):
+                if whole is None:
+                    whole = np.asarray(jax.device_get(state.rows[key]))
+                    if self.config.weight_decay:
+                        passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
+                        whole = whole * np.exp(float(state.decay) - passed)
+                ids = np.arange(part.table.rows)
+                if part.device < 0:
+                    at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
+                else:
+                    at = part.device * group.slots + ids
+                columns.append((part.columns, whole[at + part.base]))
+        columns.sort(key=lambda one: one[0])
+        return np.concatenate([array for _, array in columns], axis=1)
+
+    def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
+        """Ids on the host that a table does not have."""
+        by_name = {table.name: table for table in self.tables}
+        for feature in self.features:
+            array, rows = np.asarray(ids[feature.name]), by_name[feature.table].rows
+            bad = np.argwhere((array < -1) | (array >= rows))
+            if len(bad):
+                record, place = bad[0]
+                yield (
+                    f"table {feature.table!r}: id {array[record, place]} of feature "
+                    f"{feature.name!r} in record {first_record + record:,} is not below its "
+                    f"{rows:,} rows: hash ids, or make the table larger; -1 says that there is no "
+                    "id"
+                )
+
+
+def make(
+    tables: Sequence[Table], features: Sequence[Feature], config: TablesConfig, mesh: Mesh, *,
+    axes: Sequence[str] = ("data",),
+) -> Tables:  # fmt: skip
+    """Tables on a mesh. `axes`: mesh axes of the batch, that split records and rows.
+
+    Raises ValueError, all problems together.
+    """
+    wrong = list(config_lib.problems(tables, features))
+    if config.weight_decay and config.optimizer == "ftrl":
+        wrong.append("tables.weight_decay goes not with tables.optimizer='ftrl': use tables.l2")
+    if config.optimizer == "row_adagrad":
+        wrong += [
+            f"table {table.name!r}: split='columns' goes not with tables.optimizer='row_adagrad', "
+            "which has one number of a whole row: use 'adagrad', or split='rows'"
+            for table in tables
+            if table.split == "columns"
+        ]
+    if config.learning_rate * config.weight_decay >= 1:
+        wrong.append(
+            f"tables.learning_rate x tables.weight_decay = "
+            f"{config.learning_rate * config.weight_decay:g} must be less than 1"
+        )
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    groups = {str(group.width): group for group in placement.placed(tables, features, devices)}
+    return Tables(
+        tuple(tables), tuple(features), config, mesh, axes, groups, row_optimizers.make(config)
+    )
