@@ -27,15 +27,7 @@ def distinct(rows_K: jax.Array, *, none: int, slots: int, capacity: int, axes) -
     """Of the rows that the ids stand for. Communicates one number over `axes`, () = there is one
     device."""
     K = rows_K.shape[0]
-    ordered_K, from_K = jax.lax.sort(
-        (rows_K, jax.lax.iota(jnp.int32, K)), num_keys=1, is_stable=False
-    )
-    is_first_K = jnp.concatenate([jnp.ones(1, bool), ordered_K[1:] != ordered_K[:-1]])
-    rank_K = jnp.cumsum(is_first_K, dtype=jnp.int32) - 1
-    place_K = jnp.zeros(K, jnp.int32).at[from_K].set(rank_K, unique_indices=True)
-    rows_U = jnp.full(K, none, jnp.int32)
-    # Of equal ones any may write.
-    rows_U = rows_U.at[rank_K].set(ordered_K, indices_are_sorted=True)
+    rows_U, place_K = once(rows_K, none=none)
     if not axes:
         return Distinct(rows_U, place_K, jnp.ones((), jnp.int32))
 
@@ -87,15 +79,22 @@ def summed(slots_M: jax.Array, gradients_MW: jax.Array, *, none: int):
 
     slots_M: -1 = no slot.
     """
-    M = slots_M.shape[0]
     slots_M = jnp.where(slots_M < 0, none, slots_M)
-    ordered_M, from_M = jax.lax.sort(
-        (slots_M, jax.lax.iota(jnp.int32, M)), num_keys=1, is_stable=True
-    )
-    is_first_M = jnp.concatenate([jnp.ones(1, bool), ordered_M[1:] != ordered_M[:-1]])
-    rank_M = jnp.cumsum(is_first_M, dtype=jnp.int32) - 1
-    sums_MW = jax.ops.segment_sum(
-        gradients_MW[from_M], rank_M, num_segments=M, indices_are_sorted=True
-    )
-    distinct_M = jnp.full(M, none, jnp.int32).at[rank_M].set(ordered_M, indices_are_sorted=True)
+    distinct_M, place_M = once(slots_M, none=none)
+    sums_MW = jnp.zeros_like(gradients_MW).at[place_M].add(gradients_MW)
     return distinct_M, sums_MW
+
+
+def once(numbers_K: jax.Array, *, none: int) -> tuple[jax.Array, jax.Array]:
+    """Different numbers, ascending, `none` behind the last; and at which of them each is.
+
+    On CPUs it takes a tenth of the time to sort numbers alone and look each up than to sort them
+    with their places.
+    """
+    ordered_K = jnp.sort(numbers_K, stable=False)
+    is_first_K = jnp.concatenate([jnp.ones(1, bool), ordered_K[1:] != ordered_K[:-1]])
+    rank_K = jnp.cumsum(is_first_K, dtype=jnp.int32) - 1
+    distinct_K = jnp.full_like(numbers_K, none)
+    # Of equal ones any may write.
+    distinct_K = distinct_K.at[rank_K].set(ordered_K, indices_are_sorted=True)
+    return distinct_K, jnp.searchsorted(distinct_K, numbers_K).astype(jnp.int32)
