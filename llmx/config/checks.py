@@ -240,6 +240,8 @@ def _vocab_size(data: data_config.DataConfig) -> int:
     written = [name.removeprefix(prefix) for name in data.sources if name.startswith(prefix)]
     if data.train_tokenizer:
         return data.train_tokenizer
+    if data.format == data_config.RECORDS:
+        written = []  # shards of records have no tokenizer
     if data.sources[0].startswith(objects.PREFIX):
         return objects.tokenizer_of(data.sources[0]).vocab_size
     if data.tokenizer == "auto" and written:
