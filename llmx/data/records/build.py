@@ -102,9 +102,9 @@ def _of_law(folder: pathlib.Path, recipe: Recipe, done: list[dict]) -> Iterator[
 
 def _of_files(folder: pathlib.Path, recipe: Recipe, done: list[dict]) -> Iterator[dict]:
     number, waiting, skipped = len(done), [], 0
-    end = start = done[-1]["end"] if done else [0, 0, 0]
+    start = end = done[-1]["end"] if done else [0, 0, 0]
 
-    def closed() -> dict:
+    def closed(end: list[int]) -> dict:
         chunk = schema_lib.concatenated(waiting)
         return shards.write_shard(folder, number, recipe.schema, chunk, skipped=skipped, end=end)
 
@@ -112,10 +112,10 @@ def _of_files(folder: pathlib.Path, recipe: Recipe, done: list[dict]) -> Iterato
         waiting.append(chunk)
         skipped += left_out
         if sum(len(one.labels) for one in waiting) >= generated.SHARD_RECORDS:
-            yield closed()
+            yield closed(end)
             number, waiting, skipped = number + 1, [], 0
     if any(len(one.labels) for one in waiting):
-        yield closed()
+        yield closed(end)
 
 
 def _read(recipe: Recipe, start: list[int]) -> Iterator[tuple[Chunk, int, list[int]]]:
