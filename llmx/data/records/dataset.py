@@ -52,11 +52,6 @@ class RecordDataset:
         self._held_out, self._held_starts = np.cumsum([0, *held]), counts - held
         self.num_train_windows = int(self._train[-1])
         self.num_held_out_windows = int(self._held_out[-1])
-        if not self.num_train_windows and config.held_out < 1:
-            raise ValueError(
-                f"data.sources hold {counts.sum()} records, and data.held_out={config.held_out} "
-                "leaves none to train on: set data.held_out=0, or name more records"
-            )
         settings = {
             "records": [one.content for one in opened],
             "held_out": float(config.held_out), "shuffle": config.shuffle, "seed": seed,

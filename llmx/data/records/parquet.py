@@ -115,7 +115,8 @@ def _numbers(column: Any, name: str, place: str, first: int) -> np.ndarray:
             "data.records.features, or leave it out of data.records.dense"
         )
     values = column.cast(pyarrow.float64()).fill_null(0).to_numpy()
-    values = values.astype(np.float32)
+    with np.errstate(over="ignore"):  # is infinite then
+        values = values.astype(np.float32)
     if (wrong := ~np.isfinite(values)).any():
         at = int(np.argmax(wrong))
         raise ValueError(
@@ -180,7 +181,7 @@ def _flat_ids(
             f"from 0 to {feature.rows - 1}: raise data.records.rows={feature.rows}, or write it as "
             "text, which is hashed"
         )
-    return np.where(valid, values, NONE).astype(np.int32)
+    return np.where(valid, values.astype(np.int32), NONE)
 
 
 def _hashed(

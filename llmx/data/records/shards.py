@@ -129,10 +129,28 @@ def _is_entry(entry: Any) -> bool:
 def read_index(folder: pathlib.Path) -> tuple[Schema, list[dict[str, Any]]]:
     """The schema and the shards of a folder. Raises ValueError for a damaged or another index."""
     path, remedy = folder / INDEX, _remedy(folder)
+    index = _sealed(folder)
+    entries = index.get("shards")
+    if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
+        raise ValueError(f"{path}: shards is {json_files.shown(entries)}, no shards: {remedy}")
+    try:
+        return schema_lib.from_json(index.get("schema")), entries
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: {remedy}") from error
+
+
+def identity_of(folder: pathlib.Path) -> str:
+    """That of the recipe of a finished folder."""
+    return str(_sealed(folder).get("identity"))
+
+
+def _sealed(folder: pathlib.Path) -> dict:
+    """The content of the index, which is as it was written."""
+    path, remedy = folder / INDEX, _remedy(folder)
     if not path.exists():
         raise ValueError(
             f"{path} does not exist: the folder holds no finished record shards; write them with "
-            f"python -m llmx.data --format records --source ... --output {folder}"
+            f"python -m llmx.data.records --source ... --output {folder}"
         )
     index = json_files.read_object(path, remedy=remedy)
     if index.get("format") != FORMAT:
@@ -144,13 +162,7 @@ def read_index(folder: pathlib.Path) -> tuple[Schema, list[dict[str, Any]]]:
         )
     if index != token_shards.seal(index):
         raise ValueError(f"{path}: the index does not match its own checksum: {remedy}")
-    entries = index.get("shards")
-    if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
-        raise ValueError(f"{path}: shards is {json_files.shown(entries)}, no shards: {remedy}")
-    try:
-        return schema_lib.from_json(index.get("schema")), entries
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}: {remedy}") from error
+    return index
 
 
 def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> RecordShards:
