@@ -218,7 +218,9 @@ def _sections(config: Config) -> list[str]:
 
 def _data(config: Config) -> list[str]:
     """The data section; fills in the vocabulary from the tokenizer."""
-    if found := [*bounds.problems(config.data, "data."), *data_config.problems(config.data)]:
+    found = bounds.problems(config.data, "data.")
+    found += bounds.problems(config.data.records, "data.records.")
+    if found := [*found, *data_config.problems(config.data)]:
         return found
     try:
         num_tokens = _vocab_size(config.data)
