@@ -82,8 +82,10 @@ def trained(
     data: RecordDataset, params: Any, logits: Callable, *, batch_size: int, rate: float,
     model_rate: float,
 ) -> tuple[Any, float]:  # fmt: skip
-    """Parameters after one epoch, and the seconds of the middle step. `rate`: of Adagrad, of all but
-    the network, whose Adam has `model_rate`."""
+    """Parameters after one epoch, and the seconds of the middle step.
+
+    `rate` is Adagrad's, of all but the network, whose Adam has `model_rate`.
+    """
     optimizer = optax.multi_transform(
         {
             "rows": optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8),

@@ -7,6 +7,7 @@ Each shard also has, in the index, where reading went on behind it: an interrupt
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -39,7 +40,7 @@ class RecordShards:
     num_clicks: int
     content: str  # a hash of all records
 
-    @property
+    @functools.cached_property
     def bounds(self) -> np.ndarray:
         """Number of the first record of each shard, and of all of them."""
         return np.cumsum([0] + [len(records) for records in self.records])
@@ -51,10 +52,12 @@ class RecordShards:
     def take(self, numbers: np.ndarray) -> Chunk:
         """The records of these numbers, in this order."""
         packed = np.empty(len(numbers), self.schema.dtype)
-        shard_of = np.searchsorted(self.bounds, numbers, side="right") - 1
-        for shard in np.unique(shard_of).tolist():
-            at = np.flatnonzero(shard_of == shard)
-            packed[at] = self.records[shard][numbers[at] - self.bounds[shard]]
+        order = np.argsort(numbers)
+        ends = np.searchsorted(numbers[order], self.bounds)
+        for shard, records in enumerate(self.records):
+            at = order[ends[shard] : ends[shard + 1]]
+            if at.size:
+                packed[at] = records[numbers[at] - self.bounds[shard]]
         return self.schema.unpack(packed)
 
 
