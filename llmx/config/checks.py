@@ -218,7 +218,9 @@ def _sections(config: Config) -> list[str]:
 
 def _data(config: Config) -> list[str]:
     """The data section; fills in the vocabulary from the tokenizer."""
-    if found := [*bounds.problems(config.data, "data."), *data_config.problems(config.data)]:
+    found = bounds.problems(config.data, "data.")
+    found += bounds.problems(config.data.records, "data.records.")
+    if found := [*found, *data_config.problems(config.data)]:
         return found
     try:
         num_tokens = _vocab_size(config.data)
@@ -240,6 +242,8 @@ def _vocab_size(data: data_config.DataConfig) -> int:
     written = [name.removeprefix(prefix) for name in data.sources if name.startswith(prefix)]
     if data.train_tokenizer:
         return data.train_tokenizer
+    if data.format == data_config.RECORDS:
+        written = []  # shards of records have no tokenizer
     if data.sources[0].startswith(objects.PREFIX):
         return objects.tokenizer_of(data.sources[0]).vocab_size
     if data.tokenizer == "auto" and written:
