@@ -43,6 +43,7 @@ from llmx.step.optimizers import OptimizerConfig
 from llmx.step.transforms.loss_scale import LossScaleConfig
 from llmx.step.transforms.masks import PruningConfig
 from llmx.sync.config import SyncConfig
+from llmx.tables.config import TablesConfig
 
 
 @dataclasses.dataclass
@@ -123,6 +124,7 @@ class Config:
     experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
+    tables: TablesConfig = dataclasses.field(default_factory=TablesConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)

@@ -35,12 +35,15 @@ from llmx.model.attention.cache import CACHE, arrays_of, empty_slots, slot_axes,
 from llmx.model.attention.masks import Mask
 from llmx.model.decoder import INSIDE, Block, Decoder, Norm
 from llmx.model.execution import Execution
+from llmx.model.recommender import apply as clicks
 
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
     """The parameters' shapes and logical axes, as nested dicts; nothing is allocated."""
     if model.own:
         return own.abstract_parameters(model)
+    if model.recommender.name:
+        return clicks.abstract_parameters(model)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
     for stack, name in (("blocks", "layers"), ("first", "first")):
@@ -60,6 +63,8 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
     """
     if model.own:
         return own.init_parameters(model, seed)
+    if model.recommender.name:
+        return clicks.init_parameters(model, seed)
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
 
@@ -71,6 +76,11 @@ class Apply:
     """
 
     model: families.ModelConfig
+
+    @property
+    def batch_arrays(self) -> dict[str, tuple[int, str]]:
+        """What a batch has beside tokens, [B, T, n]: by name, n and the dtype."""
+        return {}
 
     def losses(
         self, params: dict, batch: dict, execution: Execution, grad_buffers: dict | None = None
@@ -441,8 +451,10 @@ class Apply:
         return tuple(sorted(set(self.model.layer_kinds)))
 
 
-def of(model: families.ModelConfig) -> "Apply | own.Apply":
-    """The functions of a model: of the decoder, or of one that a program gives."""
+def of(model: families.ModelConfig) -> "Apply | own.Apply | clicks.Apply":
+    """The functions of a model: of the decoder, of one that a program gives, or of clicks."""
+    if model.recommender.name:
+        return clicks.Apply(model)
     return own.Apply(model) if model.own else Apply(model)
 
 

@@ -38,6 +38,7 @@ from llmx.model.hidden_states import PROJECTION
 from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.model.quantization import QuantizationConfig
+from llmx.model.recommender import apply as clicks
 from llmx.sharding.mesh import within
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -88,6 +89,15 @@ class TrainingLoss:
         return dataclasses.replace(
             self, params=params, axes=axes, gradients=gradients, updates=updates,
             quantization=QuantizationConfig(),
+        )  # fmt: skip
+
+    def with_rows(self, rows: Mapping[str, Any]) -> "TrainingLoss":
+        """The same, of rows of tables too: by width, shapes with shardings, of a batch."""
+        to = {clicks.ROWS: jax.tree.map(lambda leaf: leaf.sharding, dict(rows))}
+        axes = {clicks.ROWS: {key: ("rows", None) for key in rows}}
+        return dataclasses.replace(
+            self, params=self.params | {clicks.ROWS: dict(rows)}, axes=self.axes | axes,
+            gradients=self.gradients | to, updates=self.updates | to,
         )  # fmt: skip
 
     def rounded(self, params: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
@@ -233,6 +243,8 @@ class TrainingLoss:
     def evaluated(self, params: Any, frozen: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
         """What `summed` takes, of what is trained, what is not, and the states of the transforms;
         outside of programs."""
+        if self.execution.tables is not None:
+            return self.joined(params, frozen) | {clicks.TABLES: extra[clicks.TABLES]}
         joined = self.rounded(self.joined(params, frozen), extra)
         return joined if self.preference is None else (joined, frozen)
 
@@ -345,6 +357,8 @@ class TrainingLoss:
     def abstract_batch(self, shape: Sequence[int]) -> Batch:
         """Shapes with shardings of a global batch [B, T]."""
         arrays = {name: (tuple(shape), dtype) for name, dtype in BATCH_DTYPES.items()}
+        for name, (size, dtype) in self.apply.batch_arrays.items():
+            arrays[name] = ((*shape, size), dtype)
         if (distilled := self.execution.distilled) is not None:
             arrays |= distilled.arrays(tuple(shape))
         return {

@@ -70,6 +70,7 @@ class Tables:
     config: TablesConfig
     mesh: Mesh
     axes: tuple[str, ...]  # that split rows and records; () = one device has all
+    all_axes: tuple[str, ...]  # with those of size 1
     groups: Mapping[str, Group]
     optimizer: RowOptimizer
 
@@ -107,22 +108,32 @@ class Tables:
         """What is kept of a row, and whether of each of its numbers."""
         return dict(self.optimizer.slots) | ({DECAYED: False} if self.config.weight_decay else {})
 
+    def abstract_rows(self, num_records: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes with shardings of the rows that so many records look up, by width."""
+        to, found = NamedSharding(self.mesh, self.split), {}
+        for key, group in self.groups.items():
+            columns = sum(feature.length for feature, _ in group.lookups(self.features))
+            shape = (num_records * columns, group.width)
+            found[key] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=to)
+        return found
+
     def init(self, seed: int) -> TablesState:
-        """New tables: a function of seed, table and id, however rows are split."""
-
-        def make() -> TablesState:
-            slots = {
-                key: {
-                    name: jnp.full(leaf.shape, self.optimizer.initial.get(name, 0.0), leaf.dtype)
-                    for name, leaf in of_group.items()
-                }
-                for key, of_group in self.abstract.slots.items()
-            }
-            rows = {key: self._new_rows(seed, group) for key, group in self.groups.items()}
-            return TablesState(rows, slots, jnp.zeros(()))
-
+        """`new`, each device's part made there."""
         to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        return jax.jit(jax.sharding.auto_axes(make, out_sharding=to), out_shardings=to)()
+        make = jax.sharding.auto_axes(lambda: self.new(seed), out_sharding=to)
+        return jax.jit(make, out_shardings=to)()
+
+    def new(self, seed: int) -> TablesState:
+        """New tables: a function of seed, table and id, however rows are split."""
+        slots = {
+            key: {
+                name: jnp.full(leaf.shape, self.optimizer.initial.get(name, 0.0), leaf.dtype)
+                for name, leaf in of_group.items()
+            }
+            for key, of_group in self.abstract.slots.items()
+        }
+        rows = {key: self._new_rows(seed, group) for key, group in self.groups.items()}
+        return TablesState(rows, slots, jnp.zeros(()))
 
     def _new_rows(self, seed: int, group: Group) -> jax.Array:
         """Those of all devices, [n slots, W]; 0 where a device has no row."""
@@ -363,23 +374,49 @@ class Tables:
     def table(self, state: TablesState, name: str) -> np.ndarray:
         """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests and
         exports. All processes' devices must be addressable."""
-        columns = []
+        rows = {}
         for key, group in self.groups.items():
-            whole = None
-            for part in group.parts_of(name):
-                if whole is None:
-                    whole = np.asarray(jax.device_get(state.rows[key]))
-                    if self.config.weight_decay:
-                        passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
-                        whole = whole * np.exp(float(state.decay) - passed)
-                ids = np.arange(part.table.rows)
-                if part.device < 0:
-                    at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
-                else:
-                    at = part.device * group.slots + ids
-                columns.append((part.columns, whole[at + part.base]))
-        columns.sort(key=lambda one: one[0])
-        return np.concatenate([array for _, array in columns], axis=1)
+            if group.parts_of(name):
+                rows[key] = np.asarray(jax.device_get(state.rows[key]))
+                if self.config.weight_decay:
+                    passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
+                    rows[key] = rows[key] * np.exp(float(state.decay) - passed)
+        return _whole(self.groups, rows, name)
+
+    def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
+        """A state that was saved on a mesh of other sizes, as it is on this one: arrays on the
+        host. Numbers stay what they are, bit for bit."""
+        devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
+        before = {
+            str(group.width): group
+            for group in placement.placed(self.tables, self.features, devices)
+        }
+
+        def moved(arrays: Mapping[str, np.ndarray], fill: float) -> dict[str, np.ndarray]:
+            arrays = {key: np.asarray(array) for key, array in arrays.items()}
+            found = {}
+            for key, group in self.groups.items():
+                each = [_whole(before, arrays, part.table.name) for part in group.parts]
+                width = min(group.width, each[0].shape[1])  # 1 where a row has one number
+                new = np.full((group.none, width), fill, np.float32)
+                for part, whole in zip(group.parts, each, strict=True):
+                    columns = slice(*part.columns) if width == group.width else slice(0, 1)
+                    new[_places(group, part)] = whole[:, columns]
+                found[key] = new
+            return found
+
+        slots = {
+            name: moved(
+                {key: of_group[name] for key, of_group in saved.slots.items()},
+                self.optimizer.initial.get(name, 0.0),
+            )
+            for name in self._slots
+        }
+        return TablesState(
+            moved(saved.rows, 0.0),
+            {key: {name: slots[name][key] for name in self._slots} for key in self.groups},
+            np.asarray(saved.decay),
+        )  # fmt: skip
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
         """Ids on the host that a table does not have."""
@@ -395,6 +432,31 @@ class Tables:
                     f"{rows:,} rows: hash ids, or make the table larger; -1 says that there is no "
                     "id"
                 )
+
+
+def _places(group: Group, part: placement.Part) -> np.ndarray:
+    """Where the rows of a part are in its group's array, by id."""
+    ids = np.arange(part.table.rows)
+    if part.device < 0:
+        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
+    else:
+        at = part.device * group.slots + ids
+    return at + part.base
+
+
+def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
+    row has one of."""
+    columns = [
+        (part.columns, arrays[key][_places(group, part)])
+        for key, group in groups.items()
+        for part in group.parts_of(name)
+    ]
+    columns.sort(key=lambda one: one[0])
+    width = columns[0][0][1] - columns[0][0][0]
+    if columns[0][1].shape[1] != width or len(columns) == 1:
+        return columns[0][1]
+    return np.concatenate([array for _, array in columns], axis=1)
 
 
 def make(
@@ -422,9 +484,17 @@ def make(
         )
     if wrong:
         raise ValueError("\n".join(wrong))
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    all_axes = tuple(axes)
+    axes = tuple(axis for axis in all_axes if mesh.shape[axis] > 1)
     devices = math.prod(mesh.shape[axis] for axis in axes)
     groups = {str(group.width): group for group in placement.placed(tables, features, devices)}
     return Tables(
-        tuple(tables), tuple(features), config, mesh, axes, groups, row_optimizers.make(config)
+        tuple(tables),
+        tuple(features),
+        config,
+        mesh,
+        axes,
+        all_axes,
+        groups,
+        row_optimizers.make(config),
     )
