@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
-from llmx.checkpoint import checkpointer, hf_reader, identity, reshard, restore, streamed
+from llmx.checkpoint import checkpointer, hf_reader, identity, relaid, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
 from llmx.model import adapters, precision, quantization, quantized
@@ -18,6 +18,7 @@ from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.families import ModelConfig
 from llmx.model.quantization import AVERAGE, QuantizationConfig
+from llmx.model.recommender import apply as clicks
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 from llmx.step.step import Recipe
@@ -110,8 +111,17 @@ def restore_evaluated(
     log: Callable[[str], None],
 ) -> Restored:  # fmt: skip
     """What `restore_params` returns of the parameters of a recipe's model, with the ranges that the
-    inputs of their products are rounded by, where the run has averaged these."""
+    inputs of their products are rounded by, where the run has averaged these, and with its tables,
+    where it has some."""
     restored = restore_params(workdir, recipe.loss.model_params, ema=ema, step=step, log=log)
+    if recipe.loss.execution.tables is not None:
+        state = recipe.abstract.extra[clicks.TABLES]
+        found = checkpointer.restore_saved(
+            workdir, lambda saved: relaid.as_saved(recipe, state, clicks.TABLES, saved),
+            prefix=relaid.path_of(clicks.TABLES), step=restored.step, log=log,
+        )  # fmt: skip
+        own = relaid.onto_devices(recipe, clicks.TABLES, found.state, found.meta, log)
+        return restored._replace(state=restored.state | {clicks.TABLES: own})
     extra = dict(recipe.loss.abstract_extra)
     if quantized.RANGES not in extra or recipe.loss.quantization.activations != AVERAGE:
         return restored

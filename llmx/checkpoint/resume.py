@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx.checkpoint import (
     checkpointer,
@@ -24,6 +23,7 @@ from llmx.checkpoint import (
     local_tier,
     masks,
     model_params,
+    relaid,
     teachers,
 )
 from llmx.checkpoint import reshard as stored_layers
@@ -213,7 +213,11 @@ def restore(
     for name in recipe.loss.transforms:
         if name not in state.extra and saved.holds(f"extra/{name}"):
             log(f"{name} of the checkpoint has another shape than this config gives it: begun anew")
-    state = state._replace(extra=_relaid(recipe, state.extra, saved, log))
+    state = state._replace(extra={
+        name: relaid.onto_devices(recipe, name, own, saved.meta, log)
+        if name in recipe.constraints else own
+        for name, own in dict(state.extra).items()
+    })  # fmt: skip
     state = _with_resumed_extra(recipe, state)
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
@@ -289,8 +293,10 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     if not saved.fits(wanted.in_flight, prefix="in_flight"):
         wanted = wanted._replace(in_flight=())
     wanted = wanted._replace(extra={
-        name: _as_saved(recipe, name, state, saved) for name, state in dict(wanted.extra).items()
-        if _fits(recipe, name, state, saved) or _is_relaid(recipe, name, saved)
+        name: relaid.as_saved(recipe, state, name, saved)
+        for name, state in dict(wanted.extra).items()
+        if saved.fits(state, prefix=relaid.path_of(name), order=recipe.order)
+        or relaid.is_there(recipe, name, saved)
     })  # fmt: skip
     if not saved.holds("sync"):
         return wanted._replace(sync=())
@@ -298,44 +304,6 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
         shapes = {name.removeprefix("sync/"): s for name, s in saved.shapes("sync").items()}
         wanted = wanted._replace(sync=reshard.as_saved(wanted.sync, shapes))
     return wanted
-
-
-def _fits(recipe: Recipe, name: str, state: Any, saved: Document) -> bool:
-    return saved.fits(state, prefix=f"extra/{name}", order=recipe.order)
-
-
-def _is_relaid(recipe: Recipe, name: str, saved: Document) -> bool:
-    """Whether the checkpoint has a constraint's state, whose shapes depend on the devices."""
-    constraint = recipe.constraints.get(name)
-    return constraint is not None and bool(constraint.relaid) and saved.holds(f"extra/{name}")
-
-
-def _as_saved(recipe: Recipe, name: str, state: Any, saved: Document) -> Any:
-    """Shapes of a state as the checkpoint has them, whole on all devices where they differ."""
-    if _fits(recipe, name, state, saved):
-        return state
-    shapes, whole = saved.shapes(f"extra/{name}"), NamedSharding(recipe.mesh, PartitionSpec())
-    paths = trees.named(state)
-    prefix = f"extra/{name}/"
-    as_saved = {
-        path: jax.ShapeDtypeStruct(shapes[prefix + path], leaf.dtype, sharding=whole)
-        for path, leaf in paths.items()
-    }
-    return jax.tree.unflatten(jax.tree.structure(state), [as_saved[path] for path in paths])
-
-
-def _relaid(recipe: Recipe, extra: Any, saved: Document, log: Log) -> dict[str, Any]:
-    """States of constraints that were saved on other devices, as they are on these."""
-    found, sizes = dict(extra), saved.meta.get("mesh", {})
-    for name in found.keys() & recipe.constraints.keys():
-        like = recipe.abstract.extra[name]
-        shapes = [jax.tree.map(lambda leaf: leaf.shape, each) for each in (found[name], like)]
-        if shapes[0] != shapes[1]:
-            on_host = recipe.constraints[name].relaid(jax.device_get(found[name]), sizes)
-            to = jax.tree.map(lambda leaf: leaf.sharding, like)
-            found[name] = jax.device_put(on_host, to)
-            log(f"{name}: rows were moved from {sizes} to these devices")
-    return found
 
 
 def _same_run(config: Any, saved: Document):

@@ -61,7 +61,7 @@ def tables_of(config: Config) -> list[Table]:
     """The tables of the data's features."""
     width = config.model.recommender.width
     return [
-        Table(name, rows, width, config.tables.split)
+        Table(name, rows, width, config.tables.split, config.tables.scale)
         for name, rows in records.schema_of(config.data).tables.items()
     ]
 

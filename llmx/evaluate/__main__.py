@@ -109,6 +109,8 @@ def _of_text(
         )  # fmt: skip
     if recipe.loss.preference is not None:
         return restored.step, result, _pairs_text(result)
+    if held_out.of_records(recipe):
+        return restored.step, result, _clicks_text(result)
     num_bytes = held_out.num_text_bytes(dataset, batch_size=rows, batches=result["batches"])
     nats = result["loss"] * result["num_tokens"]
     result["bits_per_byte"] = nats / math.log(2) / num_bytes if num_bytes else math.nan
@@ -127,6 +129,15 @@ def _pairs_text(result: dict[str, float]) -> str:
         f"held-out loss {result['loss']:.4f} per pair (the chosen text gained more in "
         f"{result['accuracy']:.1%}, margin {result['margin']:+.4f}) "
         f"{held_out.extent_text(result)}, {result['num_pairs']:,.0f} pairs"
+    )
+
+
+def _clicks_text(result: dict[str, float]) -> str:
+    return (
+        f"held-out loss {result['loss']:.4f} nats per record (AUC {result['auc']:.4f}, normalized "
+        f"entropy {result['normalized_entropy']:.4f}, predicted over actual clicks "
+        f"{result['calibration']:.3f}) {held_out.extent_text(result)}, "
+        f"{result['num_records']:,} records"
     )
 
 

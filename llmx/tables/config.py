@@ -46,6 +46,8 @@ class TablesConfig:
 
     split: str = choice("rows", SPLITS)  # of all tables: rows | columns | whole
     combine: str = choice("mean", ("sum", "mean", "max"))  # of features with several ids
+    # new rows are uniform in [-scale, scale]; 0 = 1 / sqrt(rows of the table)
+    scale: float = bounded(0.0, at_least=0)
     optimizer: str = choice("row_adagrad", OPTIMIZERS)  # of the rows that a step touches
     learning_rate: float = bounded(0.02, above=0)
     eps: float = bounded(1e-8, at_least=0)
