@@ -13,12 +13,11 @@ from llmx import sharding
 from llmx.checkpoint import checkpointer, hf_reader, identity, relaid, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
-from llmx.model import adapters, precision, quantization, quantized
+from llmx.model import adapters, looked_up, precision, quantization, quantized
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.families import ModelConfig
 from llmx.model.quantization import AVERAGE, QuantizationConfig
-from llmx.model.recommender import apply as clicks
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.sharding import trees
 from llmx.step.step import Recipe
@@ -115,13 +114,13 @@ def restore_evaluated(
     where it has some."""
     restored = restore_params(workdir, recipe.loss.model_params, ema=ema, step=step, log=log)
     if recipe.loss.execution.tables is not None:
-        state = recipe.abstract.extra[clicks.TABLES]
+        state = recipe.abstract.extra[looked_up.TABLES]
         found = checkpointer.restore_saved(
-            workdir, lambda saved: relaid.as_saved(recipe, state, clicks.TABLES, saved),
-            prefix=relaid.path_of(clicks.TABLES), step=restored.step, log=log,
+            workdir, lambda saved: relaid.as_saved(recipe, state, looked_up.TABLES, saved),
+            prefix=relaid.path_of(looked_up.TABLES), step=restored.step, log=log,
         )  # fmt: skip
-        own = relaid.onto_devices(recipe, clicks.TABLES, found.state, found.meta, log)
-        return restored._replace(state=restored.state | {clicks.TABLES: own})
+        own = relaid.onto_devices(recipe, looked_up.TABLES, found.state, found.meta, log)
+        return restored._replace(state=restored.state | {looked_up.TABLES: own})
     extra = dict(recipe.loss.abstract_extra)
     if quantized.RANGES not in extra or recipe.loss.quantization.activations != AVERAGE:
         return restored

@@ -73,9 +73,9 @@ def resolve(
     of_decoder = (
         adapter_checks, pruning_checks, quantization_checks, packed_checks, distillation_checks
     )  # fmt: skip
-    of_others = (own_checks, table_checks)
-    for checks in of_decoder if config.model.is_decoder else of_others:
+    for checks in of_decoder if config.model.is_decoder else (own_checks,):
         found += checks.problems(config)
+    found += table_checks.problems(config)
     found += preference_checks.problems(config)
     if found:
         raise ConfigError(found)

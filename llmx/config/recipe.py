@@ -147,10 +147,11 @@ def make_execution(
 
 def _tables(config: config_lib.Config, mesh: Mesh | AbstractMesh) -> tables_lib.Tables | None:
     """Where a batch looks rows up."""
-    if not config.model.recommender.name:
+    listed = table_checks.tables_of(config)
+    if not listed:
         return None
     return tables_lib.make(
-        table_checks.tables_of(config), table_checks.features_of(config), config.tables, mesh,
+        listed, table_checks.features_of(config), config.tables, mesh,
         axes=sharding.BATCH_AXES,
     )  # fmt: skip
 

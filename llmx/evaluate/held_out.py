@@ -51,7 +51,7 @@ def make_step(recipe: Recipe) -> Callable:
 
 def of_records(recipe: Recipe) -> bool:
     """Whether the model is one of clicks."""
-    return recipe.loss.execution.tables is not None
+    return bool(recipe.model.recommender.name)
 
 
 def losses(

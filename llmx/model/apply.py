@@ -24,6 +24,7 @@ from llmx.model import (
     embedding,
     families,
     layers,
+    looked_up,
     losses,
     own,
     remat,
@@ -36,6 +37,7 @@ from llmx.model.attention.masks import Mask
 from llmx.model.decoder import INSIDE, Block, Decoder, Norm
 from llmx.model.execution import Execution
 from llmx.model.recommender import apply as clicks
+from llmx.tables.tables import Tables
 
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
@@ -109,6 +111,8 @@ class Apply:
             params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
             noise_BT=rows.get("noise"),
         )  # fmt: skip
+        if execution.tables is not None:
+            x_BTD = self._with_ngrams(params, batch, x_BTD, execution)
         with_outputs = distillation.LAYERS in rows
         x_BTD, outputs = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
@@ -119,6 +123,22 @@ class Apply:
             settings = dict(place=execution.place, policy=execution.policy)
             found = *found, execution.distilled.hidden_losses(outputs, rows, params, **settings)
         return tuple(self.split_rows(found, execution, back=True))
+
+    def table_ids(self, tables: Tables, batch: dict) -> dict[str, Array]:
+        """What a batch looks up, int32 [B, T] by feature."""
+        del tables
+        orders, rows = self.model.ngram_tables, self.model.ngram_rows
+        return looked_up.ngrams(orders, rows, batch["tokens"], batch["positions"])
+
+    def _with_ngrams(self, params: dict, batch: dict, x_BTD: Array, execution: Execution) -> Array:
+        """Embedded tokens with the rows of the n-grams that end there added."""
+        tables = execution.tables
+        params, batch = looked_up.with_rows(params, batch, tables, self.table_ids(tables, batch))
+        embedded = tables.combine(params[looked_up.ROWS], looked_up.plan_of(batch, tables))
+        to = jax.typeof(x_BTD).sharding.spec
+        for rows_BTD in embedded.values():
+            x_BTD = x_BTD + jax.sharding.reshard(rows_BTD.astype(x_BTD.dtype), to)
+        return x_BTD
 
     def last_hidden(
         self, params: dict, batch: dict, execution: Execution, layers: tuple[int, ...] = ()

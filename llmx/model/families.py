@@ -39,6 +39,9 @@ class ModelConfig:
     recommender: RecommenderConfig = dataclasses.field(default_factory=RecommenderConfig)
     # V, real tokens; 0 = the tokenizer's
     vocab_size: int = bounded(0, at_least=0, at_most=MAX_SIZE, remedy="0 follows the tokenizer")
+    # sparse tables of the last 2, 3, ... tokens, (2, 3), whose rows are added to the embedding
+    ngram_tables: tuple[int, ...] = ()
+    ngram_rows: int = bounded(65536, at_least=1, at_most=MAX_SIZE)  # of each, to which they hash
     # V is padded to it, without probability
     vocab_multiple: int = bounded(128, at_least=1, at_most=MAX_SIZE)
     width: int = bounded(256, at_least=1, at_most=MAX_SIZE)  # D

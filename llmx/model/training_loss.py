@@ -24,6 +24,7 @@ from llmx.model import (
     dot,
     families,
     hidden_states,
+    looked_up,
     preference,
     quantization,
     quantized,
@@ -38,7 +39,6 @@ from llmx.model.hidden_states import PROJECTION
 from llmx.model.packed import PackedConfig
 from llmx.model.preference import PreferenceConfig
 from llmx.model.quantization import QuantizationConfig
-from llmx.model.recommender import apply as clicks
 from llmx.sharding.mesh import within
 
 TOKEN_AXES = ("batch", "sequence")  # logical axes of every array of a batch
@@ -93,10 +93,10 @@ class TrainingLoss:
 
     def with_rows(self, rows: Mapping[str, Any]) -> "TrainingLoss":
         """The same, of rows of tables too: by width, shapes with shardings, of a batch."""
-        to = {clicks.ROWS: jax.tree.map(lambda leaf: leaf.sharding, dict(rows))}
-        axes = {clicks.ROWS: {key: ("rows", None) for key in rows}}
+        to = {looked_up.ROWS: jax.tree.map(lambda leaf: leaf.sharding, dict(rows))}
+        axes = {looked_up.ROWS: {key: ("rows", None) for key in rows}}
         return dataclasses.replace(
-            self, params=self.params | {clicks.ROWS: dict(rows)}, axes=self.axes | axes,
+            self, params=self.params | {looked_up.ROWS: dict(rows)}, axes=self.axes | axes,
             gradients=self.gradients | to, updates=self.updates | to,
         )  # fmt: skip
 
@@ -244,7 +244,7 @@ class TrainingLoss:
         """What `summed` takes, of what is trained, what is not, and the states of the transforms;
         outside of programs."""
         if self.execution.tables is not None:
-            return self.joined(params, frozen) | {clicks.TABLES: extra[clicks.TABLES]}
+            return self.joined(params, frozen) | {looked_up.TABLES: extra[looked_up.TABLES]}
         joined = self.rounded(self.joined(params, frozen), extra)
         return joined if self.preference is None else (joined, frozen)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from llmx.contract import Gradient
-from llmx.model.recommender import apply as clicks
+from llmx.model import looked_up
 from llmx.model.training_loss import TrainingLoss
 from llmx.step.gradients import measured
 
@@ -28,15 +28,15 @@ def trained(
     gradient = make(loss.with_rows(tables.abstract_rows(batch_size)))
 
     def take(params, batch, in_flight, extra):
-        taken = tables.take(extra[clicks.TABLES], clicks.ids_of(tables, batch[clicks.IDS][:, 0]))
-        others = {name: state for name, state in extra.items() if name != clicks.TABLES}
-        batch = {name: array for name, array in batch.items() if name != clicks.IDS}
+        ids = loss.apply.table_ids(tables, batch)
+        taken = tables.take(extra[looked_up.TABLES], ids)
+        others = {name: state for name, state in extra.items() if name != looked_up.TABLES}
         found, in_flight = gradient.take(
-            params | {clicks.ROWS: taken.rows}, batch | clicks.with_plan(taken.plan), in_flight,
+            params | {looked_up.ROWS: taken.rows}, batch | looked_up.of_plan(taken.plan), in_flight,
             others,
         )  # fmt: skip
-        tree = {name: leaf for name, leaf in found.tree.items() if name != clicks.ROWS}
-        of_rows = found.tree[clicks.ROWS]
+        tree = {name: leaf for name, leaf in found.tree.items() if name != looked_up.ROWS}
+        of_rows = found.tree[looked_up.ROWS]
         found = measured(found._replace(tree=tree, rows=(taken, of_rows)))
         sums = [jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(of_rows)]
         finite = jnp.isfinite(jnp.stack(sums)).all()

@@ -1,8 +1,7 @@
 """A model of clicks as what a training loss takes of a model.
 
 A record is a row of one position, T = 1: its label is the target, its numbers are "dense" and its
-ids "ids". Rows of tables are looked up where a gradient is taken (`step.sparse_rows`), once for all
-microbatches, and are then among the parameters, under `ROWS`; in an evaluation here.
+ids "ids". Rows of tables are among the parameters (`model.looked_up`).
 
 Letters: B records, F numbers, I ids of all features side by side, W width of a row.
 """
@@ -15,16 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from llmx.model import looked_up
 from llmx.model.execution import Execution
 from llmx.model.families import ModelConfig
 from llmx.model.own import into_buffers
 from llmx.model.recommender import recommender
 from llmx.tables.tables import Plan, Tables
 
-ROWS = "rows"  # of a batch, among the parameters: by width, [n U, W]
-TABLES = "tables"  # the tables' state among the parameters of an evaluation, and in State.extra
 DENSE, IDS = "dense", "ids"  # of a batch
-PLACE, PRESENT = "place", "present"  # of a batch whose rows are looked up: of a plan, by width
 
 
 def _made(model: ModelConfig) -> recommender.Recommender:
@@ -44,15 +41,6 @@ def init_parameters(model: ModelConfig, seed: int) -> dict:
     return _made(model).init(jax.random.key(seed))
 
 
-def ids_of(tables: Tables, ids_BI: jax.Array) -> dict[str, jax.Array]:
-    """Ids by feature, [B, L], of all side by side, in the order of the features."""
-    found, first = {}, 0
-    for feature in tables.features:
-        found[feature.name] = ids_BI[:, first : first + feature.length]
-        first += feature.length
-    return found
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
     """A model of clicks as functions of its parameters."""
@@ -65,21 +53,26 @@ class Apply:
         config = self.model.recommender
         return {DENSE: (config.num_dense, "float32"), IDS: (config.num_ids, "int32")}
 
+    def table_ids(self, tables: Tables, batch: dict) -> dict[str, jax.Array]:
+        """What a batch looks up, int32 [B, L] by feature: ids lie in the order of the features."""
+        ids_BI, found, first = batch[IDS][:, 0], {}, 0
+        for feature in tables.features:
+            found[feature.name] = ids_BI[:, first : first + feature.length]
+            first += feature.length
+        return found
+
     def losses(
         self, params: dict, batch: dict, execution: Execution, buffers: dict | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """The nats of each label, and log Z of its odds, fp32 [B, 1].
 
-        params: with `ROWS`, or with `TABLES`, of which rows are looked up first.
+        params: with rows, or with tables, of which rows are looked up first.
         """
-        tables = execution.tables
-        if ROWS not in params:
-            taken = tables.take(params[TABLES], ids_of(tables, batch[IDS][:, 0]))
-            params = {name: leaf for name, leaf in params.items() if name != TABLES}
-            params = params | {ROWS: taken.rows}
-            batch = batch | with_plan(taken.plan)
-        arrays = {name: batch[name] for name in ("targets", DENSE)}
-        arrays |= {name: leaf for name, leaf in batch.items() if name.startswith((PLACE, PRESENT))}
+        if looked_up.TABLES in params:
+            ids = self.table_ids(execution.tables, batch)
+            params, batch = looked_up.with_rows(params, batch, execution.tables, ids)
+        kept = ("targets", DENSE, looked_up.PLACE, looked_up.PRESENT)
+        arrays = {name: leaf for name, leaf in batch.items() if name.startswith(kept)}
         function = functools.partial(self._losses, execution)
         if buffers is None:
             return function(params, arrays)
@@ -87,11 +80,9 @@ class Apply:
 
     def _losses(self, execution: Execution, params: dict, batch: dict):
         tables, compute = execution.tables, execution.policy.compute
-        plan = {
-            key: Plan(None, batch[PLACE + key], batch[PRESENT + key], None) for key in tables.groups
-        }
-        embedded = tables.combine(params[ROWS], plan)
-        dense = {name: leaf for name, leaf in params.items() if name != ROWS}
+        plan = looked_up.plan_of(batch, tables)
+        embedded = tables.combine(params[looked_up.ROWS], plan)
+        dense = {name: leaf for name, leaf in params.items() if name != looked_up.ROWS}
         there = self._present(tables, plan)
         to = execution.place.activation(("batch", "sequence"))
 
@@ -118,13 +109,6 @@ class Apply:
                     found[feature.name] = plan[key].present_BK[:, first:end]
                 first = end
         return found
-
-
-def with_plan(plan: Mapping[str, Plan]) -> dict[str, Any]:
-    """What a batch has of a plan: arrays whose first dimension is that of records."""
-    return {PLACE + key: one.place_BK for key, one in plan.items()} | {
-        PRESENT + key: one.present_BK for key, one in plan.items()
-    }
 
 
 def logits(nats_B: Any, log_z_B: Any, label_B: Any, xp: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from llmx.contract import Constraint, Gradients, State
-from llmx.model.recommender.apply import TABLES
+from llmx.model.looked_up import TABLES
 from llmx.tables.tables import Tables, TablesState
 
 
