@@ -34,6 +34,9 @@ from llmx.model.recommender.config import RecommenderConfig
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "dlrm.py"
 DLRM = RecommenderConfig(name="dlrm", width=16, bottom=(512, 256, 64, 16), top=(512, 256))
+# Of Adagrad's g / sqrt(sum of g^2 + eps). Gradients of a mean over a batch are small: of a row that
+# one record of 4096 names they are about 1e-5, and eps is what keeps such rows from jumping.
+EPS = 1e-8
 BUCKETS = 20  # of each number, for logistic regression
 MODELS = ("law", "logistic", "dense", "trainer")
 COLUMNS = ("auc", "log_loss", "normalized_entropy", "calibration", "calibration_error")
@@ -95,7 +98,7 @@ def trained(
     """
     optimizer = optax.multi_transform(
         {
-            "rows": optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8),
+            "rows": optax.adagrad(rate, initial_accumulator_value=0.0, eps=EPS),
             "model": optax.adam(model_rate),
         },
         {name: "model" if name == "model" else "rows" for name in params},
@@ -201,6 +204,8 @@ def of_trainer(args: argparse.Namespace, data: RecordDataset, source: str) -> di
         "optimizer.learning_rate": args.model_rate, "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0, "optimizer.b2": 0.999, "optimizer.clip_norm": 0.0,
         "optimizer.weight_decay": 0.0, "tables.optimizer": "adagrad",
+        # Where optax adds its eps, sums of squares begin with it.
+        "tables.initial_square": EPS, "tables.eps": 0.0,
         "tables.learning_rate": args.rate, "evaluation.every": 0, "evaluation.batches": 1,
         "checkpoint.every": steps, "metrics.log_every": 10,
     }  # fmt: skip
