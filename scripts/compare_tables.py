@@ -1,16 +1,20 @@
 """Compares models of clicks on generated records: how good their odds of the held-out ones are.
 
-    python scripts/compare_tables.py [--records 5000000] [--only logistic dense ...]
+    python scripts/compare_tables.py [--records 5000000] [--only logistic dense ...] [--devices 4]
 
 "law" is the best that there is: the odds by which the records were drawn. "logistic" is logistic
 regression over all ids, with the numbers in buckets. "dense" is DLRM on one device, written without
-llmx's tables and trainer: one array of all rows, of which a gradient is taken whole. All see each
-record once, in the same order. Rows are trained by Adagrad, the network by Adam.
+llmx's tables and trainer: one array of all rows, of which a gradient is taken whole. "trainer" is
+the same DLRM by llmx.train, on as many CPU devices as --devices says. All see each record once, in
+the same order. Rows are trained by Adagrad, the network by Adam.
 """
 
 import argparse
+import json
 import pathlib
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +32,13 @@ from llmx.evaluate import clicks
 from llmx.model.recommender import recommender
 from llmx.model.recommender.config import RecommenderConfig
 
+CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "dlrm.py"
 DLRM = RecommenderConfig(name="dlrm", width=16, bottom=(512, 256, 64, 16), top=(512, 256))
-ROW_SCALE = 0.1  # standard deviation of new rows
+# Of Adagrad's g / sqrt(sum of g^2 + eps). Gradients of a mean over a batch are small: of a row that
+# one record of 4096 names they are about 1e-5, and eps is what keeps such rows from jumping.
+EPS = 1e-8
 BUCKETS = 20  # of each number, for logistic regression
+MODELS = ("law", "logistic", "dense", "trainer")
 COLUMNS = ("auc", "log_loss", "normalized_entropy", "calibration", "calibration_error")
 
 
@@ -66,8 +74,10 @@ def dlrm(schema, seed: int) -> tuple[dict, Callable]:
     lengths = {feature.name: 0 for feature in schema.features}
     model = recommender.make(DLRM, num_dense=len(schema.dense), lengths=lengths)
     of_model, of_table = jax.random.split(jax.random.key(seed))
-    total = sum(feature.rows for feature in schema.features)
-    table = ROW_SCALE * jax.random.normal(of_table, (total, DLRM.width))
+    bounds = np.concatenate([
+        np.full((feature.rows, 1), feature.rows**-0.5, np.float32) for feature in schema.features
+    ])  # fmt: skip
+    table = bounds * jax.random.uniform(of_table, (len(bounds), DLRM.width), minval=-1)
     params = {"table": table, "model": model.init(of_model)}
 
     def logits(params, dense, ids):
@@ -88,7 +98,7 @@ def trained(
     """
     optimizer = optax.multi_transform(
         {
-            "rows": optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-8),
+            "rows": optax.adagrad(rate, initial_accumulator_value=0.0, eps=EPS),
             "model": optax.adam(model_rate),
         },
         {name: "model" if name == "model" else "rows" for name in params},
@@ -158,6 +168,8 @@ def compare(args: argparse.Namespace, data: RecordDataset, source: str) -> dict[
         begun = time.perf_counter()
         if name == "law":
             found[name] = of_law(data, source)
+        elif name == "trainer":
+            found[name] = of_trainer(args, data, source)
         else:
             found[name] = of_model(args, data, *makers[name]())
         found[name]["seconds"] = time.perf_counter() - begun
@@ -181,6 +193,37 @@ def of_model(
     return scored(data, odds, args.batch) | {"step": step}
 
 
+def of_trainer(args: argparse.Namespace, data: RecordDataset, source: str) -> dict[str, float]:
+    """The measures of llmx.train's run, by llmx.evaluate, and "step": seconds of one."""
+    steps = data.num_train_windows // args.batch
+    values = {
+        "data.sources": f"('{source}',)", "data.cache_dir": args.cache, "seed": args.seed,
+        "batch.size": args.batch, "steps": steps, "mesh.data": args.devices,
+        "launch.cpu_devices": args.devices, "model.recommender.width": DLRM.width,
+        "model.recommender.bottom": DLRM.bottom, "model.recommender.top": DLRM.top,
+        "optimizer.learning_rate": args.model_rate, "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0, "optimizer.b2": 0.999, "optimizer.clip_norm": 0.0,
+        "optimizer.weight_decay": 0.0, "tables.optimizer": "adagrad",
+        # Where optax adds its eps, sums of squares begin with it.
+        "tables.initial_square": EPS, "tables.eps": 0.0,
+        "tables.learning_rate": args.rate, "evaluation.every": 0, "evaluation.batches": 1,
+        "checkpoint.every": steps, "metrics.log_every": 10,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [f"--config.{key}={value}" for key, value in values.items()]
+        train = ["llmx.train", "--config", str(CONFIG), f"--config.workdir={folder}", *flags]
+        subprocess.run([sys.executable, "-m", *train], check=True, stdout=sys.stderr)
+        evaluate = ["llmx.evaluate", "--workdir", folder, "--batches", "0", "--json"]
+        said = subprocess.run(
+            [sys.executable, "-m", *evaluate], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    seconds = [one["step_seconds"] for one in records if "step_seconds" in one]
+    found = json.loads(said.splitlines()[-1])
+    return {"log_loss": found["loss"]} | found | {"step": float(np.median(seconds))}
+
+
 def line(name: str, measures: dict[str, float]) -> str:
     values = " | ".join(f"{measures[column]:.4f}" for column in COLUMNS)
     step = f"{1e3 * measures['step']:.0f}" if "step" in measures else ""
@@ -196,8 +239,8 @@ def main() -> int:
     parser.add_argument("--logistic-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=pathlib.Path, default=data_lib.DATA_CACHE)
-    parser.add_argument("--only", nargs="+", default=["law", "logistic", "dense"],
-                        choices=["law", "logistic", "dense"])  # fmt: skip
+    parser.add_argument("--devices", type=int, default=1, help="of the trainer")
+    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
     args = parser.parse_args()
     source = f"{generated.PREFIXES[0]}{args.records}"
     data = data_lib.open_dataset(
