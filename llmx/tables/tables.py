@@ -9,8 +9,8 @@
     state = tables.update(state, taken, jax.grad(loss)(taken.rows), rate=0.02)
 
 Rows are split over the mesh axes `axes` of the batch; along other axes they are whole. Each device
-asks for the different rows of its records. For tables of one width that is one all-to-all of ids
-and one of rows; gradients go back by one more. On one device nothing communicates.
+asks for the different rows of its records. That is one all-to-all of ids and one of rows, for all
+tables; gradients go back by one more. On one device nothing communicates.
 
 Letters: B records, L ids of a feature, K ids of a device, U = K places of different rows, W width,
 n devices along `axes`, C rows that a device asks of each other.
@@ -59,6 +59,7 @@ class Taken(NamedTuple):
 
     rows: dict[str, jax.Array]  # fp32 [n U, W]: what is differentiated
     plan: dict[str, Plan]
+    unknown: jax.Array  # int32 [n]: how many ids of each device's records tables do not have
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,86 +158,102 @@ class Tables:
 
     def take(self, state: TablesState, ids: Ids) -> Taken:
         """The rows that a batch looks up. Ids that a table does not have count as none
-        (`problems_of` names them). Communicates ids and rows over `axes`."""
-        rows, plans = {}, {}
-        for key, group in self.groups.items():
-            lookups = group.lookups(self.features)
-            each = [jnp.asarray(ids[feature.name], jnp.int32) for feature, _ in lookups]
-            numbered = functools.partial(self._numbered, group, lookups)
-            columns = sum(feature.length for feature, _ in lookups)
-            decayed = (state.slots[key][DECAYED],) if self.config.weight_decay else ()
-            one = PartitionSpec()
-            rows[key], plans[key] = self._region(
-                functools.partial(self._take, group, numbered, columns),
-                (self.split, self.split, one, self.split),
-                (self.split, Plan(self.split, self.split, self.split, one)),
-            )(state.rows[key], decayed, state.decay, tuple(each))
-        return Taken(rows, plans)
+        (`problems_of` names them). Communicates ids and rows over `axes`, of all tables at once."""
+        each = {f.name: jnp.asarray(ids[f.name], jnp.int32) for f in self.features}
+        passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
+        one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
+        plan = dict.fromkeys(self.groups, Plan(self.split, self.split, self.split, one))
+        found = self._region(
+            self._take, (self.split, self.split, one, self.split), (by_key, plan, self.split)
+        )(state.rows, passed, state.decay, each)
+        return Taken(*found)
 
-    def _numbered(self, group: Group, lookups, *ids_BL: jax.Array):
+    def _numbered(self, group: Group, ids: Mapping[str, jax.Array]):
         """Numbers of rows, [B, K], of the ids of each lookup, and which there are."""
         found, there = [], []
-        for (_, part), ids in zip(lookups, ids_BL, strict=True):
-            is_there = (ids >= 0) & (ids < part.table.rows)
+        for feature, part in group.lookups(self.features):
+            each = ids[feature.name]
+            is_there = (each >= 0) & (each < part.table.rows)
             if part.device < 0:
-                device, slot = (ids + part.shift) % group.devices, ids // group.devices
+                device, slot = (each + part.shift) % group.devices, each // group.devices
             else:
-                device, slot = part.device, ids
+                device, slot = part.device, each
             number = device * group.slots + part.base + slot
             found.append(jnp.where(is_there, number, group.none))
             there.append(is_there)
         return jnp.concatenate(found, axis=1), jnp.concatenate(there, axis=1)
 
-    def _capacity(self, group: Group, num_ids: int) -> int:
-        """C: a multiple of an equal share of a device's ids."""
-        share = self.config.capacity * num_ids / group.devices
-        return max(1, min(num_ids, group.slots, math.ceil(share)))
+    def _capacities(self, asked: requests.Asked) -> dict[str, int]:
+        """C, by width: a multiple of an equal share of a device's ids."""
+        found = {}
+        for key, group in self.groups.items():
+            num_ids = asked[key].shape[0]
+            share = math.ceil(self.config.capacity * num_ids / group.devices)
+            found[key] = max(1, min(num_ids, group.slots, share))
+        return found
 
-    def _take(self, group: Group, numbered: Callable, columns: int, rows, decayed, decay, ids):
+    def _take(self, rows, passed, decay, ids):
         """`take` of one device."""
-        number_BK, present_BK = numbered(*ids)
-        capacity = self._capacity(group, number_BK.size)
-        asked = requests.distinct(
-            number_BK.reshape(-1), none=group.none, slots=group.slots, capacity=capacity,
-            axes=self.axes,
-        )  # fmt: skip
-        plan = Plan(asked.rows_U, asked.place_K.reshape(-1, columns), present_BK, asked.rounds)
+        asked, place, there = {}, {}, {}
+        for key, group in self.groups.items():
+            number_BK, there[key] = self._numbered(group, ids)
+            asked[key], place_K = requests.once(number_BK.reshape(-1), none=group.none)
+            place[key] = place_K.reshape(number_BK.shape)
+        unknown = self._num_unknown(ids)
 
-        def of_slots(slots):
+        def of_slots(key, slots):
             """Rows of slots, 0 where there is none, as a decay that is to come leaves them."""
-            at = jnp.where(slots < 0, group.slots, slots)
-            found = rows.at[at].get(mode="fill", fill_value=0)
-            for passed in decayed:
-                last = passed.at[at].get(mode="fill", fill_value=0)
+            slots = jnp.where(slots < 0, self.groups[key].slots, slots)
+            found = rows[key].at[slots].get(mode="fill", fill_value=0)
+            if key in passed:
+                last = passed[key].at[slots].get(mode="fill", fill_value=0)
                 found = found * jnp.exp(decay - last)
             return found
 
         if not self.axes:
-            return of_slots(jnp.where(asked.rows_U < group.none, asked.rows_U, -1)), plan
+            rounds, taken = jnp.ones((), jnp.int32), {}
+            for key, group in self.groups.items():
+                taken[key] = of_slots(key, jnp.where(asked[key] < group.none, asked[key], -1))
+        else:
+            capacities = self._capacities(asked)
+            rounds = requests.num_rounds(self.groups, asked, capacities, self.axes)
+            taken = self._taken(of_slots, asked, capacities, rounds)
+        plans = {key: Plan(asked[key], place[key], there[key], rounds) for key in self.groups}
+        return taken, plans, unknown
 
-        def one_round(number, taken_UW):
-            bucket = requests.buckets(
-                asked, number, none=group.none, slots=group.slots, n=group.devices,
-                capacity=capacity,
-            )  # fmt: skip
-            wanted_nC = self._exchanged(bucket.slots_nC)
-            sent_nCW = self._exchanged(of_slots(wanted_nC.reshape(-1)).reshape(
-                group.devices, capacity, group.width
-            ))  # fmt: skip
-            own_UW = sent_nCW.reshape(-1, group.width).at[bucket.at_U].get(
-                mode="fill", fill_value=0
-            )  # fmt: skip
-            return taken_UW + own_UW
+    def _taken(self, of_slots, asked, capacities, rounds) -> dict[str, jax.Array]:
+        """The rows [U, W] that a device asks for, from the devices that have them."""
+        known = requests.fit(self.groups, asked, capacities)
 
-        taken_UW = jnp.zeros((number_BK.size, group.width), rows.dtype)
-        return self._rounds(asked.rounds, one_round, taken_UW), plan
+        def one_round(number, taken):
+            buckets = {
+                key: requests.bucket(group, asked[key], capacities[key], rounds, number)
+                for key, group in self.groups.items()
+            }
+            wanted = {key: bucket.slots_nC for key, bucket in buckets.items()}
+            wanted = requests.exchange(wanted, self.axes)
+            sent = {key: of_slots(key, slots_nC) for key, slots_nC in wanted.items()}
+            sent = requests.exchange(sent, self.axes)
+            new = {}
+            for key, group in self.groups.items():
+                sent_MW = sent[key].reshape(-1, group.width)
+                new[key] = sent_MW.at[buckets[key].at_U].get(mode="fill", fill_value=0)
+            return jax.tree.map(jnp.add, taken, new)
 
-    def _rounds(self, rounds: jax.Array, one_round: Callable, carry: Any) -> Any:
-        return jax.lax.fori_loop(0, rounds, one_round, carry)
+        zeros = {
+            key: jnp.zeros((asked[key].shape[0], group.width))
+            for key, group in self.groups.items()
+        }  # fmt: skip
+        return requests.each_round(1 if known else rounds, one_round, zeros)
 
-    def _exchanged(self, array: jax.Array) -> jax.Array:
-        """[n, ...]: part i goes to device i; of all devices the part for this one."""
-        return jax.lax.all_to_all(array, self.axes, 0, 0, tiled=True)
+    def _num_unknown(self, ids: Mapping[str, jax.Array]) -> jax.Array:
+        """How many ids of a device's records tables do not have, int32 [1]."""
+        rows = {table.name: table.rows for table in self.tables}
+        each = [
+            jnp.sum((ids[f.name] < -1) | (ids[f.name] >= rows[f.table]), dtype=jnp.int32)
+            for f in self.features
+        ]  # fmt: skip
+        return sum(each).reshape(1)
 
     def _region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(
@@ -301,52 +318,56 @@ class Tables:
         """The state after an update of the rows that were taken; others stay, bit for bit.
 
         gradients: by width, fp32 [n U, W], of what is the sum over all devices' records. rate: the
-        learning rate. Communicates gradients over `axes`.
+        learning rate. Communicates gradients over `axes`, of all tables at once.
         """
         rate, accepted = jnp.asarray(rate, jnp.float32), jnp.asarray(accepted)
         decay = state.decay
         if self.config.weight_decay:
             decay = decay + jnp.where(accepted, jnp.log1p(-rate * self.config.weight_decay), 0.0)
-        rows, slots, one = {}, {}, PartitionSpec()
-        for key, group in self.groups.items():
-            plan = taken.plan[key]
-            rows[key], slots[key] = self._region(
-                functools.partial(self._update, group),
-                (self.split, self.split, self.split, self.split, one, one, one, one),
-                (self.split, self.split),
-            )(
-                state.rows[key], state.slots[key], plan.rows_U, gradients[key], plan.rounds, rate,
-                accepted, jnp.stack([state.decay, decay]),
-            )  # fmt: skip
+        one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
+        asked = {key: plan.rows_U for key, plan in taken.plan.items()}
+        rounds = next(iter(taken.plan.values())).rounds
+        rows, slots = self._region(
+            self._update, (self.split,) * 4 + (one,) * 4, (by_key, self.split),
+        )(
+            state.rows, state.slots, asked, dict(gradients), rounds, rate, accepted,
+            jnp.stack([state.decay, decay]),
+        )  # fmt: skip
         return TablesState(rows, slots, decay)
 
-    def _update(
-        self, group: Group, rows, slots, rows_U, gradients_UW, rounds, rate, accepted, decay
-    ):
+    def _update(self, rows, slots, asked, gradients, rounds, rate, accepted, decay):
         """`update` of one device."""
         if not self.axes:
-            # The different rows ascend already, and none is there twice.
-            at_U = jnp.where(rows_U < group.none, rows_U, group.slots)
-            return self._applied(group, rows, slots, at_U, gradients_UW, rate, accepted, decay)
-        U = rows_U.shape[0]
-        asked = requests.Distinct(rows_U, rows_U, rounds)
-        capacity = self._capacity(group, U)
+            found = {}
+            for key, group in self.groups.items():
+                # The different rows ascend already, and none is there twice.
+                at_U = jnp.where(asked[key] < group.none, asked[key], group.slots)
+                found[key] = self._applied(
+                    group, rows[key], slots[key], at_U, gradients[key], rate, accepted, decay
+                )
+            return _unzipped(found)
+        capacities = self._capacities(asked)
+        known = requests.fit(self.groups, asked, capacities)
 
         def one_round(number, state):
-            bucket = requests.buckets(
-                asked, number, none=group.none, slots=group.slots, n=group.devices,
-                capacity=capacity,
-            )  # fmt: skip
-            sent_nCW = gradients_UW.at[bucket.from_nC].get(mode="fill", fill_value=0)
-            # The slots travel beside the gradients, as they are in memory.
-            slots_nC1 = jax.lax.bitcast_convert_type(bucket.slots_nC, jnp.float32)[..., None]
-            both = self._exchanged(jnp.concatenate([sent_nCW, slots_nC1], axis=-1))
-            both = both.reshape(-1, group.width + 1)
-            own = jax.lax.bitcast_convert_type(both[:, -1], jnp.int32)
-            at_M, sums_MW = requests.summed(own, both[:, :-1], none=group.slots)
-            return self._applied(group, *state, at_M, sums_MW, rate, accepted, decay)
+            sent = {}
+            for key, group in self.groups.items():
+                bucket = requests.bucket(group, asked[key], capacities[key], rounds, number)
+                sent_nCW = gradients[key].at[bucket.from_nC].get(mode="fill", fill_value=0)
+                # Slots travel beside the gradients, all as bits.
+                sent_nCW = jax.lax.bitcast_convert_type(sent_nCW, jnp.int32)
+                sent[key] = jnp.concatenate([sent_nCW, bucket.slots_nC[..., None]], axis=-1)
+            found = {}
+            for key, both in requests.exchange(sent, self.axes).items():
+                group, both_MW = self.groups[key], both.reshape(-1, both.shape[-1])
+                own_MW = jax.lax.bitcast_convert_type(both_MW[:, :-1], jnp.float32)
+                at_M, sums_MW = requests.summed(both_MW[:, -1], own_MW, none=group.slots)
+                found[key] = self._applied(
+                    group, state[0][key], state[1][key], at_M, sums_MW, rate, accepted, decay
+                )
+            return _unzipped(found)
 
-        return self._rounds(rounds, one_round, (rows, slots))
+        return requests.each_round(1 if known else rounds, one_round, (rows, slots))
 
     def _applied(self, group: Group, rows, slots, at_M, gradients_MW, rate, accepted, decay):
         """The state with these slots updated; `group.slots` and more stand for none."""
@@ -457,6 +478,13 @@ def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: 
     if columns[0][1].shape[1] != width or len(columns) == 1:
         return columns[0][1]
     return np.concatenate([array for _, array in columns], axis=1)
+
+
+def _unzipped(found: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Firsts and seconds."""
+    return {key: one for key, (one, _) in found.items()}, {
+        key: other for key, (_, other) in found.items()
+    }
 
 
 def make(
