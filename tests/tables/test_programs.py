@@ -77,7 +77,7 @@ def test_one_exchange_of_ids_and_one_of_rows_for_all_tables(platform):
     reduces = program.select(kind="all-reduce")
     assert program_lib.total_bytes(reduces) <= 64  # the number of rounds, and the loss
     # Of each row the id, its numbers, and their gradients with the slot; half the tables each.
-    capacity = TablesConfig().capacity * NUMBER // 2 * LENGTH * B / DEVICES
+    capacity = TablesConfig().capacity * (NUMBER // 2) * LENGTH * B / DEVICES
     of_width = [4 + 4 * width + 4 * (width + 1) for width in WIDTHS]
     sent = capacity * sum(of_width) * (DEVICES - 1) / DEVICES
     assert program_lib.wire_bytes(exchanges) == pytest.approx(sent, rel=0.01)
