@@ -1,6 +1,7 @@
 """The quickstart with a model of 10M parameters: minutes on a GPU, half an hour on two CPU cores.
 
     python -m llmx.train --config configs/quickstart_10m.py
+    python -m llmx.aot --config configs/quickstart_10m.py --topology v5e:1x1
 
 The same text and number of steps. docs/compression.md makes it smaller.
 """
