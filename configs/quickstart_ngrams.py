@@ -2,6 +2,7 @@
 
     python -m llmx.train --config configs/quickstart_ngrams.py
     python -m llmx.evaluate --workdir runs/quickstart_ngrams
+    python -m llmx.aot --config configs/quickstart_ngrams.py --topology v5e:1x1
 
 Two tables have 65,536 rows each, 20 times the parameters of the model; a step reads and updates the
 rows of its own tokens. docs/tables.md compares it with the quickstart.

@@ -128,12 +128,12 @@ def test_rows_name_each_module_once():
 @pytest.mark.parametrize(
     ("name", "source", "words"),
     [
-        ("llmx.model.dot", "from llmx.step import guard", "(row 1) imports llmx.step"),
-        ("llmx.sync.local", "import llmx.pipeline.ticks", "(row 2) imports llmx.pipeline.ticks"),
+        ("llmx.model.dot", "from llmx.step import guard", "(row 2) imports llmx.step"),
+        ("llmx.sync.local", "import llmx.pipeline.ticks", "(row 3) imports llmx.pipeline.ticks"),
         ("llmx.sharding.mesh", "def f():\n    from flax import nnx", "imports flax: only"),
         ("llmx.train", "import ml_collections", "imports ml_collections: only"),
         ("llmx.train", "import llmx.unknown", "has no row"),
-        ("llmx.aot.__main__", "from llmx.plan import draw", "(row 7) imports llmx.plan.draw"),
+        ("llmx.aot.__main__", "from llmx.plan import draw", "(row 8) imports llmx.plan.draw"),
     ],
 )
 def test_the_check_finds_what_it_is_for(name, source, words):
@@ -141,7 +141,7 @@ def test_the_check_finds_what_it_is_for(name, source, words):
     assert words in problem
 
 
-LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 22
+LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 23
 LONG_STORIES = {("llmx.train", "main")}  # one linear text
 
 

@@ -244,10 +244,24 @@ def save_run(config: Config):
 
 
 def load_run(workdir: str) -> Config:
-    """The resolved config of the run in `workdir`.
+    """The resolved config of the run in `workdir`, whose model is a decoder without sparse tables.
 
-    Raises ValueError where there is none, a damaged one, or one of a program's own model.
+    Raises ValueError where there is none, a damaged one, or one of another model.
     """
+    config = load_run_with_tables(workdir)
+    if config.model.recommender.name or config.model.ngram_tables:
+        has = f"model.ngram_tables={config.model.ngram_tables}"
+        if config.model.recommender.name:
+            has = f"model.recommender.name={config.model.recommender.name!r}"
+        raise ValueError(
+            f"{workdir} is a run with sparse tables ({has}), whose rows only training and the "
+            "held-out loss look up: python -m llmx.evaluate --workdir ... evaluates it"
+        )
+    return config
+
+
+def load_run_with_tables(workdir: str) -> Config:
+    """The same, of runs with sparse tables too."""
     remote.require_local("--workdir=", workdir, "copy the run to a local folder first")
     path = pathlib.Path(workdir) / "config.json"
     if not path.is_file():

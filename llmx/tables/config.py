@@ -49,11 +49,13 @@ class TablesConfig:
     # new rows are uniform in [-scale, scale]; 0 = 1 / sqrt(rows of the table)
     scale: float = bounded(0.0, at_least=0)
     optimizer: str = choice("row_adagrad", OPTIMIZERS)  # of the rows that a step touches
-    learning_rate: float = bounded(0.02, above=0)
-    eps: float = bounded(1e-8, at_least=0)
+    learning_rate: float = bounded(0.02, above=0)  # of rows, at the peak of the run's schedule
+    eps: float = bounded(1e-8, at_least=0)  # added to the root that gradients are divided by
     b1: float = bounded(0.9, at_least=0, below=1)  # adam: of the momentum
     b2: float = bounded(0.999, at_least=0, below=1)  # adam: of the second moment
-    initial_square: float = bounded(0.0, at_least=0)  # adagrad: what sums of squares begin with
+    # adagrad: what sums of squares begin with. From 0 the first update of a row that one record has
+    # named would be as long as any
+    initial_square: float = bounded(1e-8, at_least=0)
     l1: float = bounded(0.0, at_least=0)  # ftrl
     l2: float = bounded(0.0, at_least=0)  # ftrl
     # lr * weight_decay of a row is taken off in each step, also of rows that no step touches: when

@@ -138,7 +138,7 @@ def test_a_dlrm_equals_dense_tables_and_optax():
             eps=config.optimizer.eps, weight_decay=0.0,
         ),
     )  # fmt: skip
-    sums = jax.tree.map(jnp.zeros_like, dense)
+    sums = jax.tree.map(lambda w: jnp.full_like(w, config.tables.initial_square), dense)
     opt_state, losses = net.init(params[0]), []
 
     def loss_of(params, batch):
@@ -159,7 +159,7 @@ def test_a_dlrm_equals_dense_tables_and_optax():
         sums = jax.tree.map(lambda s, g: s + g**2, sums, of_rows)
         rate = 0.05 * recipe.schedule(number) / config.optimizer.learning_rate
         new = jax.tree.map(
-            lambda w, g, s, rate=rate: w - rate * jnp.where(s > 0, g / (jnp.sqrt(s) + EPS), 0),
+            lambda w, g, s, rate=rate: w - rate * g / (jnp.sqrt(s) + EPS),
             params[1], of_rows, sums,
         )  # fmt: skip
         params = optax.apply_updates(params[0], updates), new
@@ -214,6 +214,10 @@ def test_a_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
     wanted = tables_of(whole)
     result = [line for line in whole.history if line["kind"] == "eval"][-1]
     assert 0 <= result["auc"] <= 1 and result["calibration"] > 0
+
+    with pytest.raises(ValueError, match="a run with sparse tables"):
+        config_lib.load_run(whole.config.workdir)
+    assert config_lib.load_run_with_tables(whole.config.workdir).model.recommender.name == "dlrm"
 
     def stop(record):
         if record["kind"] == "train" and record["step"] == 3:

@@ -14,7 +14,7 @@ def _whole(default: int, low: int, high: int) -> Any:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class RecommenderConfig:
     """A model of clicks in the place of the decoder; widths are of the layers' outputs."""
 
@@ -32,12 +32,11 @@ class RecommenderConfig:
     attention: tuple[int, ...] = (80, 40)
     # of DIN: which feature is the candidate, of which feature of several ids: "history=item"
     histories: tuple[str, ...] = ()
-    # Filled in from the data: numbers of a record; its features, with the number of ids of those
-    # that are not combined, else 0; and ids of a record
-    num_dense: int = _whole(0, 0, 1 << 16)
-    features: tuple[str, ...] = ()
+    num_dense: int = _whole(0, 0, 1 << 16)  # filled in from the data: numbers of a record
+    features: tuple[str, ...] = ()  # filled in: names of a record's features
+    # filled in: of features that are not combined the number of their ids, 0 of others
     lengths: tuple[int, ...] = ()
-    num_ids: int = _whole(0, 0, 1 << 16)
+    num_ids: int = _whole(0, 0, 1 << 16)  # filled in: ids of a record
 
 
 def pairs(config: RecommenderConfig) -> dict[str, str]:
