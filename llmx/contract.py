@@ -62,6 +62,8 @@ class Gradients(NamedTuple):
     # clip it, in the loop that reads it; None = it is not clipped
     factors: jax.Array | None = None
     reported: PyTree = ()  # what else is reported of the batch, {"accuracy": fp32 []}
+    # of tables: what was looked up of them, and the gradients of these rows, by width
+    rows: tuple[PyTree, PyTree] | tuple = ()
 
 
 class Gradient(NamedTuple):
@@ -109,6 +111,10 @@ class Constraint(NamedTuple):
     programs: Mapping[str, Callable]
     due_after: Callable
     scalars: Callable  # its state -> {"sparsity": ...} for the report, fp32 []
+    reads: bool = False  # the gradient of a batch reads its state, beside those of the transforms
+    # Where its shapes depend on the devices: the state that was saved, arrays on the host, and the
+    # sizes of the mesh that it was saved on -> its state, on the host
+    relaid: Callable | None = None
 
 
 class Optimizer(NamedTuple):

@@ -338,7 +338,7 @@ class Loop:
         )  # fmt: skip
         self._data = self._open_data(start_step=first)
         reached = None
-        if (chip := hardware.this_chip()) and not config.model.own:
+        if (chip := hardware.this_chip()) and config.model.is_decoder:
             reached = utilization.of(config, chip, jax.device_count())
             launch.log(f"peak:  {reached.peak_text()}, for MFU and HFU")
         self.reporter = metrics.Reporter(

@@ -35,7 +35,7 @@ def held_out(name: str, args: argparse.Namespace) -> float:
     teacher = {"distillation.teacher": args.teacher}
     flags = [f"--config.{key}={value}" for key, value in (keys | teacher | RUNS[name]).items()]
     command = ["-m", "llmx.train", "--config", CONFIG, "--workdir", workdir]
-    subprocess.run([sys.executable, *command, *flags], check=True)
+    subprocess.run([sys.executable, *command, *flags, *args.extra], check=True)
     with open(os.path.join(workdir, "metrics.jsonl")) as file:
         records = [json.loads(line) for line in file]
     return [record for record in records if record["kind"] == "eval"][-1]["loss"]
@@ -48,7 +48,7 @@ def main():
     parser.add_argument("--folder", default="runs/compare_distillation", help="of the new runs")
     parser.add_argument("--steps", type=int, default=300, help="of each row (300)")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step (16)")
-    args = parser.parse_args()
+    args, args.extra = parser.parse_known_args()  # others are flags of llmx.train
     if wrong := sorted(set(args.names) - set(RUNS)):
         parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(RUNS)}")
     found = {name: held_out(name, args) for name in args.names or RUNS}

@@ -4,25 +4,21 @@
     python scripts/compare_quantization.py --workdir runs/quickstart
 
 Prints a Markdown table. Nothing is written: parameters are quantized in memory, and evaluated on
-the run's held-out text. --model 10m trains a model of 10M parameters first, in runs/ten_million.
+the run's held-out text. configs/quickstart_10m.py makes a run of a larger model.
 """
 
 import argparse
 import dataclasses
-import pathlib
-import runpy
 import sys
 
 import jax
 
-from llmx import library
 from llmx.compress import quantize, saved
 from llmx.compress.quantize_stage import Quantize
 from llmx.config import recipe as recipe_lib
 from llmx.evaluate import held_out
-from llmx.model import families, packed
+from llmx.model import packed
 
-ROOT = pathlib.Path(__file__).parent.parent
 PLAIN = dict(method="nearest")
 # Rows of the table: post-training quantization.
 POST_TRAINING = {
@@ -40,17 +36,6 @@ POST_TRAINING = {
     "int4, AWQ and GPTQ, group 128": Quantize("int4", 128, scaling="awq"),
     "int4, GPTQ, group 32": Quantize("int4", 32),
 }
-
-
-def ten_million(workdir: str) -> None:
-    """Trains the quickstart's text with a model of 10M parameters."""
-    run = runpy.run_path(str(ROOT / "configs" / "quickstart.py"))["get_config"]()
-    run.model = families.preset(
-        "llama3", width=384, num_layers=6, num_heads=6, num_kv_heads=2, head_dim=64, mlp_dim=1024,
-        max_positions=1024, vocab_multiple=8, tied_head=True,
-    )  # fmt: skip
-    run.optimizer.learning_rate, run.sample.prompt = 2e-3, ""
-    library.fit(run, workdir=workdir)
 
 
 def loss_of(run: saved.Opened, options: Quantize | None, dataset, batches: list, num: int):
@@ -81,14 +66,10 @@ def loss_of(run: saved.Opened, options: Quantize | None, dataset, batches: list,
 def main(argv: list[str] | None = None) -> int:
     command = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     command.add_argument("--workdir", default="runs/quickstart", help="a trained run")
-    command.add_argument("--model", choices=("", "10m"), default="", help="train this one first")
     command.add_argument("--batches", type=int, default=8, help="held-out batches; 0 = all")
     command.add_argument("--calibration", type=int, default=8, help="batches of training text")
     command.add_argument("--only", default="", help="rows whose name has this")
     args = command.parse_args(argv)
-    if args.model:
-        args.workdir = "runs/ten_million"
-        ten_million(args.workdir)
     run = saved.opened(args.workdir)
     dataset, batches = saved.dataset_of(run.config), saved.training_batches(run, args.calibration)
     whole, whole_bytes = loss_of(run, None, dataset, batches, args.batches)

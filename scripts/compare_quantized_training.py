@@ -56,7 +56,7 @@ def train(name: str, args: argparse.Namespace) -> pathlib.Path:
         "sample.prompt": "", **RUNS[name],
     }  # fmt: skip
     command = [
-        sys.executable, "-m", "llmx.train", "--config", str(ROOT / "configs/quickstart.py"),
+        sys.executable, "-m", "llmx.train", "--config", args.config,
         "--workdir", str(workdir), *(f"--config.{key}={value}" for key, value in keys.items()),
         *args.extra,
     ]  # fmt: skip
@@ -124,6 +124,7 @@ def main() -> None:
     command = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     command.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}")
     command.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
+    command.add_argument("--config", default="configs/quickstart.py", help="of the trained run")
     command.add_argument(
         "--folder", default="runs/compare_quantized_training", help="of the new runs"
     )

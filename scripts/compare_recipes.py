@@ -14,14 +14,18 @@ import os
 import pathlib
 import time
 
+import jax
+
+from llmx import config
 from llmx.compress import command, saved
 from llmx.compress.recipe import Recipe
-from llmx.model import sampling
+from llmx.model import apply, sampling
+from llmx.model.families import ModelConfig
 
 
-def train(steps: int, **config) -> tuple[str, dict]:
-    """A stage that trains; config: keys with "__" in the place of dots."""
-    keys = {key.replace("__", "."): value for key, value in config.items()}
+def train(steps: int, **options) -> tuple[str, dict]:
+    """A stage that trains; options: keys of the config with "__" in the place of dots."""
+    keys = {key.replace("__", "."): value for key, value in options.items()}
     return "train", dict(steps=steps, learning_rate=3e-3, warmup_steps=10, config=keys)
 
 
@@ -34,7 +38,20 @@ def factored(method: str, share: float) -> tuple:
     return "low_rank", dict(method=method, share=share)
 
 
-def runs(steps: int) -> dict[str, tuple]:
+def shrunk(model: ModelConfig, share: float) -> tuple:
+    """The stage that leaves a share of the layers' weights: about a quarter fewer layers, and a
+    narrower MLP."""
+    layers = model.num_layers - max(1, model.num_layers // 6)
+    shapes, _ = apply.abstract_parameters(model)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"])) / model.num_layers
+    column = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]["mlp"])) / (
+        model.num_layers * model.mlp_dim
+    )
+    columns = (share * weights * model.num_layers / layers - weights) / column + model.mlp_dim
+    return "shrink", dict(num_layers=layers, mlp_dim=int(columns) // 16 * 16)
+
+
+def runs(steps: int, model: ModelConfig) -> dict[str, tuple]:
     """By name: the stages. Without a stage that trains a row shows what the method alone does."""
 
     def pruned(method: str, until: float, **options) -> tuple:
@@ -54,7 +71,7 @@ def runs(steps: int) -> dict[str, tuple]:
         "pruned_80": pruned("magnitude", 0.5, sparsity=0.8),
         "two_of_four": pruned("n_m", 0.25),
         "movement_50": pruned("movement", 0.5),
-        "shrunk_30": (("shrink", dict(num_layers=3, mlp_dim=336)), train(steps)),
+        "shrunk_30": (shrunk(model, 0.7), train(steps)),
         "magnitude": one_shot(method="magnitude"),
         "wanda": one_shot(method="wanda"),
         "sparse_gpt": one_shot(method="sparse_gpt"),
@@ -93,7 +110,7 @@ def speed(folder: str, tokens: int = 200, times: int = 8) -> float:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(runs(1))}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of those in `runs`")
     parser.add_argument("--steps", type=int, default=150, help="of what trains")
     parser.add_argument("--batches", type=int, default=16, help="of held-out text")
     parser.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
@@ -102,7 +119,7 @@ def main():
         "--speed", action="store_true", help="only how much faster the compressed runs generate"
     )
     args = parser.parse_args()
-    known = runs(args.steps)
+    known = runs(args.steps, config.load_run(args.workdir).model)
     if wrong := sorted(set(args.names) - set(known)):
         parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(known)}")
     rows = {}

@@ -11,6 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "llmx"
 # Rooms and commands by row. Inside a room imports may go sideways, not in circles.
 ROWS = [
     {"sharding", "runtime", "data", "contract"},
+    {"tables"},
     {"model"},
     {"pipeline", "sync"},
     {"step"},
@@ -23,7 +24,7 @@ ROWS = [
     {"compress"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-COMMAND_ROW = 7  # of a room's __main__
+COMMAND_ROW = 8  # of a room's __main__
 
 # The only importers of packages that the rest of the project must not depend on.
 SOLE_IMPORTERS = {
@@ -127,12 +128,12 @@ def test_rows_name_each_module_once():
 @pytest.mark.parametrize(
     ("name", "source", "words"),
     [
-        ("llmx.model.dot", "from llmx.step import guard", "(row 1) imports llmx.step"),
-        ("llmx.sync.local", "import llmx.pipeline.ticks", "(row 2) imports llmx.pipeline.ticks"),
+        ("llmx.model.dot", "from llmx.step import guard", "(row 2) imports llmx.step"),
+        ("llmx.sync.local", "import llmx.pipeline.ticks", "(row 3) imports llmx.pipeline.ticks"),
         ("llmx.sharding.mesh", "def f():\n    from flax import nnx", "imports flax: only"),
         ("llmx.train", "import ml_collections", "imports ml_collections: only"),
         ("llmx.train", "import llmx.unknown", "has no row"),
-        ("llmx.aot.__main__", "from llmx.plan import draw", "(row 7) imports llmx.plan.draw"),
+        ("llmx.aot.__main__", "from llmx.plan import draw", "(row 8) imports llmx.plan.draw"),
     ],
 )
 def test_the_check_finds_what_it_is_for(name, source, words):
@@ -140,7 +141,7 @@ def test_the_check_finds_what_it_is_for(name, source, words):
     assert words in problem
 
 
-LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 22
+LONGEST_FUNCTION, LONGEST_FILE, MOST_ENTRIES = 60, 600, 23
 LONG_STORIES = {("llmx.train", "main")}  # one linear text
 
 

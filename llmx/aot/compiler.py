@@ -42,10 +42,11 @@ def resolve(
         )
     else:
         run.launch.platform = platform
-    if run.model.own:
+    if not run.model.is_decoder:
+        key = "model.own" if run.model.own else "model.recommender.name"
         problems.append(
-            f"model.own={run.model.own!r}: plans and reports count the decoder's parameters and "
-            "FLOPs; leave it out"
+            f"{key}={run.model.own or run.model.recommender.name!r}: plans and reports count the "
+            "decoder's parameters and FLOPs; leave it out"
         )
     problems += _across_slices(run, topology)
     problems += packed_checks.of_training(run)

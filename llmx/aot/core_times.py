@@ -64,7 +64,8 @@ _CLOCKS = {"TPU v4": 1.05e9, "TPU v5e": 1.5e9, "TPU v5p": 1.75e9}
 _INFERRED_CLOCKS = {"TPU v6e": 2.09e9, "TPU7x": 2.41e9}
 # Shares of the peak. Assumed, except that of cuDNN's attention: 600 of 989 TFLOP/s on an H100
 # (FlashAttention-3, arXiv 2407.08608, causal, 8k tokens, heads of 128). That of Triton's kernels is
-# assumed to be two thirds of it: llmx's own was not timed on a GPU.
+# assumed to be two thirds of it. Measured on an H200 (docs/performance.md), forward and backward:
+# cuDNN's 0.3 in rows of 2,048 tokens with heads of 64, and llmx's own three quarters of that.
 _TPU = {"products": 0.9, "memory": 0.8, "kernels": 0.5}
 _GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "triton": 0.4, "launch": 2e-6}
 

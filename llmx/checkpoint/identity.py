@@ -13,6 +13,7 @@ from typing import Any
 
 from llmx.model import families
 from llmx.model.families import ModelConfig
+from llmx.model.recommender.config import RecommenderConfig
 
 ABSENT = "(no such key)"
 
@@ -77,6 +78,9 @@ def known_fields(kind: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 def _known(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a section `model` that this version has."""
     values = known_fields(ModelConfig, saved)
+    if "recommender" in values:
+        known = known_fields(RecommenderConfig, values["recommender"])
+        values["recommender"] = RecommenderConfig(**known)
     # Of a version that had no such field, whose layers a token went through once.
     return ({"repeats": 1} if values else {}) | values
 

@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx import sharding
-from llmx.checkpoint import checkpointer, hf_reader, identity, reshard, restore, streamed
+from llmx.checkpoint import checkpointer, hf_reader, identity, relaid, reshard, restore, streamed
 from llmx.checkpoint.manifest import Document
 from llmx.checkpoint.restore import Restored
-from llmx.model import adapters, precision, quantization, quantized
+from llmx.model import adapters, looked_up, precision, quantization, quantized
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.execution import Execution
 from llmx.model.families import ModelConfig
@@ -110,8 +110,17 @@ def restore_evaluated(
     log: Callable[[str], None],
 ) -> Restored:  # fmt: skip
     """What `restore_params` returns of the parameters of a recipe's model, with the ranges that the
-    inputs of their products are rounded by, where the run has averaged these."""
+    inputs of their products are rounded by, where the run has averaged these, and with its tables,
+    where it has some."""
     restored = restore_params(workdir, recipe.loss.model_params, ema=ema, step=step, log=log)
+    if recipe.loss.execution.tables is not None:
+        state = recipe.abstract.extra[looked_up.TABLES]
+        found = checkpointer.restore_saved(
+            workdir, lambda saved: relaid.as_saved(recipe, state, looked_up.TABLES, saved),
+            prefix=relaid.path_of(looked_up.TABLES), step=restored.step, log=log,
+        )  # fmt: skip
+        own = relaid.onto_devices(recipe, looked_up.TABLES, found.state, found.meta, log)
+        return restored._replace(state=restored.state | {looked_up.TABLES: own})
     extra = dict(recipe.loss.abstract_extra)
     if quantized.RANGES not in extra or recipe.loss.quantization.activations != AVERAGE:
         return restored

@@ -23,6 +23,7 @@ from llmx.checkpoint import (
     local_tier,
     masks,
     model_params,
+    relaid,
     teachers,
 )
 from llmx.checkpoint import reshard as stored_layers
@@ -212,6 +213,11 @@ def restore(
     for name in recipe.loss.transforms:
         if name not in state.extra and saved.holds(f"extra/{name}"):
             log(f"{name} of the checkpoint has another shape than this config gives it: begun anew")
+    state = state._replace(extra={
+        name: relaid.onto_devices(recipe, name, own, saved.meta, log)
+        if name in recipe.constraints else own
+        for name, own in dict(state.extra).items()
+    })  # fmt: skip
     state = _with_resumed_extra(recipe, state)
     first = restored.step
     if not saved.fits(recipe.abstract.in_flight, prefix="in_flight"):
@@ -287,8 +293,10 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     if not saved.fits(wanted.in_flight, prefix="in_flight"):
         wanted = wanted._replace(in_flight=())
     wanted = wanted._replace(extra={
-        name: state for name, state in dict(wanted.extra).items()
-        if saved.fits(state, prefix=f"extra/{name}", order=recipe.order)
+        name: relaid.as_saved(recipe, state, name, saved)
+        for name, state in dict(wanted.extra).items()
+        if saved.fits(state, prefix=relaid.path_of(name), order=recipe.order)
+        or relaid.is_there(recipe, name, saved)
     })  # fmt: skip
     if not saved.holds("sync"):
         return wanted._replace(sync=())

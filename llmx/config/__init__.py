@@ -43,6 +43,7 @@ from llmx.step.optimizers import OptimizerConfig
 from llmx.step.transforms.loss_scale import LossScaleConfig
 from llmx.step.transforms.masks import PruningConfig
 from llmx.sync.config import SyncConfig
+from llmx.tables.config import TablesConfig
 
 
 @dataclasses.dataclass
@@ -123,6 +124,7 @@ class Config:
     experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
     quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
+    tables: TablesConfig = dataclasses.field(default_factory=TablesConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
@@ -242,10 +244,24 @@ def save_run(config: Config):
 
 
 def load_run(workdir: str) -> Config:
-    """The resolved config of the run in `workdir`.
+    """The resolved config of the run in `workdir`, whose model is a decoder without sparse tables.
 
-    Raises ValueError where there is none, a damaged one, or one of a program's own model.
+    Raises ValueError where there is none, a damaged one, or one of another model.
     """
+    config = load_run_with_tables(workdir)
+    if config.model.recommender.name or config.model.ngram_tables:
+        has = f"model.ngram_tables={config.model.ngram_tables}"
+        if config.model.recommender.name:
+            has = f"model.recommender.name={config.model.recommender.name!r}"
+        raise ValueError(
+            f"{workdir} is a run with sparse tables ({has}), whose rows only training and the "
+            "held-out loss look up: python -m llmx.evaluate --workdir ... evaluates it"
+        )
+    return config
+
+
+def load_run_with_tables(workdir: str) -> Config:
+    """The same, of runs with sparse tables too."""
     remote.require_local("--workdir=", workdir, "copy the run to a local folder first")
     path = pathlib.Path(workdir) / "config.json"
     if not path.is_file():

@@ -25,6 +25,7 @@ from llmx.config import (
     stage_memory,
     starting,
     state_memory,
+    table_checks,
     utilization,
     value_types,
 )  # fmt: skip
@@ -72,8 +73,9 @@ def resolve(
     of_decoder = (
         adapter_checks, pruning_checks, quantization_checks, packed_checks, distillation_checks
     )  # fmt: skip
-    for checks in (own_checks,) if config.model.own else of_decoder:
+    for checks in of_decoder if config.model.is_decoder else (own_checks,):
         found += checks.problems(config)
+    found += table_checks.problems(config)
     found += preference_checks.problems(config)
     if found:
         raise ConfigError(found)
@@ -92,7 +94,7 @@ def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
     run.sharding = sharding.ShardingConfig(layout="zero3", replicate_kv=replicate_kv)
     forget_training(run)
     sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    if not run.model.own and (found := [*_tensor(run, sizes), *_width(run, sizes)]):
+    if run.model.is_decoder and (found := [*_tensor(run, sizes), *_width(run, sizes)]):
         raise ConfigError(found)
     return run
 
@@ -105,7 +107,7 @@ def forget_training(run: Config) -> None:
     run.pipeline, run.offload = PipelineConfig(), remat.OffloadConfig()
     run.optimizer = optimizers.OptimizerConfig(ema_decay=run.optimizer.ema_decay)
     run.loss.of_tokens = losses.NATS
-    run.remat, run.memory_budget = "none" if run.model.own else "full", 0.0
+    run.remat, run.memory_budget = "full" if run.model.is_decoder else "none", 0.0
     run.adapters = AdaptersConfig()  # they are merged
     run.pruning = PruningConfig()  # what is pruned is zero
     # Weights are rounded where they are restored; what they are multiplied with, in each product.
@@ -207,7 +209,7 @@ def _sections(config: Config) -> list[str]:
     platform = config.launch.platform
     if known and (why_not := precision.refusal(config.precision, config.reduce_dtype, platform)):
         found.append(why_not)
-    if config.batch.sequence_length > config.model.max_positions and not config.model.own:
+    if config.batch.sequence_length > config.model.max_positions and config.model.is_decoder:
         found.append(
             f"batch.sequence_length={config.batch.sequence_length} is longer than "
             f"model.max_positions={config.model.max_positions}: use shorter sequences, or raise "
@@ -218,12 +220,16 @@ def _sections(config: Config) -> list[str]:
 
 def _data(config: Config) -> list[str]:
     """The data section; fills in the vocabulary from the tokenizer."""
-    if found := [*bounds.problems(config.data, "data."), *data_config.problems(config.data)]:
+    found = bounds.problems(config.data, "data.")
+    found += bounds.problems(config.data.records, "data.records.")
+    if found := [*found, *data_config.problems(config.data)]:
         return found
     try:
         num_tokens = _vocab_size(config.data)
     except ValueError as error:
         return [f"data: {error}"]
+    if config.data.format == data_config.RECORDS or config.model.recommender.name:
+        found += table_checks.filled_in(config)
     if not config.model.vocab_size:
         config.model.vocab_size = num_tokens
     elif 1 <= config.model.vocab_size < num_tokens:
@@ -240,6 +246,8 @@ def _vocab_size(data: data_config.DataConfig) -> int:
     written = [name.removeprefix(prefix) for name in data.sources if name.startswith(prefix)]
     if data.train_tokenizer:
         return data.train_tokenizer
+    if data.format == data_config.RECORDS:
+        written = []  # shards of records have no tokenizer
     if data.sources[0].startswith(objects.PREFIX):
         return objects.tokenizer_of(data.sources[0]).vocab_size
     if data.tokenizer == "auto" and written:
@@ -263,7 +271,7 @@ def _mesh(config: Config, num_devices: int | None) -> list[str]:
     if config.sharding.layout not in sharding.LAYOUTS:
         return []
     unknown = [axis for axis in config.mesh.across_slices if axis not in sizes]
-    of_decoder = () if config.model.own else (
+    of_decoder = () if not config.model.is_decoder else (
         *_tensor(config, sizes), *expert_checks.problems(config, sizes), *_context(config, sizes),
         *_products(config, sizes), *_offloaded_parameters(config, sizes["stage"]),
     )  # fmt: skip

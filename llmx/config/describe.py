@@ -107,9 +107,10 @@ def _key_of(config: Config, path: str) -> str:
 
 def model_text(config: Config, num_parameters: int) -> str:
     """What is trained, on a line."""
-    if config.model.own:
+    if not config.model.is_decoder:
         total = sum(leaf.size for leaf in apply.abstract_parameters(config.model)[0].values())
-        return f"{config.model.own}, {total:,} parameters; {precision_text(config)}"
+        name = config.model.own or config.model.recommender.name
+        return f"{name}, {total:,} parameters; {precision_text(config)}"
     return (
         f"{config.model.family}, {num_parameters:,} parameters, {config.model.num_layers} layers; "
         f"{precision_text(config)}, remat {config.remat}"

@@ -1,4 +1,5 @@
-"""What a model that a program gives as an object (`llmx.model.own`) cannot be combined with."""
+"""What a model in the place of the decoder cannot be combined with: one that a program gives as an
+object (`llmx.model.own`), or one of clicks."""
 
 from collections.abc import Iterator
 
@@ -36,20 +37,22 @@ DECODERS = {
 
 def problems(config: Config) -> Iterator[str]:
     """All problems, each with its remedy."""
-    name = config.model.own
-    if not name:
-        return
+    name, why_not = config.model.own, "model.own"
+    if config.model.recommender.name:
+        name, why_not = config.model.recommender.name, "model.recommender.name"
     for key, (wanted, why) in DECODERS.items():
         value = _value(config, key)
         if value != wanted and value is not None:
-            yield f"{key}={value!r} with model.own={name!r}: {why}; use {key}={wanted!r}"
+            yield f"{key}={value!r} with {why_not}={name!r}: {why}; use {key}={wanted!r}"
     if config.data.format == pairs.FORMAT:
-        yield f"data.format={pairs.FORMAT!r} with model.own={name!r}: use data.format='text'"
+        yield f"data.format={pairs.FORMAT!r} with {why_not}={name!r}: use data.format='text'"
     if config.optimizer.name == "muon":
         yield (
-            f"optimizer.name='muon' with model.own={name!r}: which dimensions a matrix contracts "
+            f"optimizer.name='muon' with {why_not}={name!r}: which dimensions a matrix contracts "
             "is known of the decoder only; use 'adamw', or pass an optimizer of your own"
         )
+    if config.model.recommender.name:
+        return
     if found := own.problems(name):
         yield from found
         return

@@ -14,7 +14,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from llmx import config as config_lib
 from llmx import sharding
 from llmx.checkpoint import identity
-from llmx.config import checks, preference_checks, stage_memory, starting, utilization
+from llmx.config import (
+    checks,
+    preference_checks,
+    stage_memory,
+    starting,
+    table_checks,
+    utilization,
+)
 from llmx.config.axes import layout_of
 from llmx.contract import Gradient, Transform
 from llmx.data import pairs
@@ -29,7 +36,7 @@ from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import compiler_options, divergence, hardware
 from llmx.sharding import trees
 from llmx.sharding.mesh import kind_of
-from llmx.step import gradients, guard, offload, optimizers, quantized_weights
+from llmx.step import gradients, guard, offload, optimizers, quantized_weights, sparse_rows
 from llmx.step.step import Recipe, holding, make_update
 from llmx.step.transforms import (
     average_ranges,
@@ -37,9 +44,11 @@ from llmx.step.transforms import (
     expert_loads,
     loss_scale,
     masks,
+    sparse_tables,
 )
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES, compressor_of
+from llmx.tables import tables as tables_lib
 
 
 def make_recipe(
@@ -58,7 +67,10 @@ def make_recipe(
     execution = make_execution(config, devices, teacher=teacher)
     mesh = execution.place.mesh
     of_rounded, chunks = _gradient_maker(config, kind_of(mesh))
-    make_gradient = lambda loss: quantized_weights.trained(of_rounded(loss.of_rounded), loss)  # noqa: E731
+    of_whole = lambda loss: quantized_weights.trained(of_rounded(loss.of_rounded), loss)  # noqa: E731
+    make_gradient = functools.partial(
+        sparse_rows.trained, of_whole, batch_size=config.batch.size
+    )  # fmt: skip
     order = IDENTITY if chunks is None else chunks.permutation
     loss = training_loss.make(
         config.model, execution, arrange=order.apply,
@@ -71,17 +83,18 @@ def make_recipe(
     )  # fmt: skip
     gradient = gradients.transformed(make_gradient(loss), loss.transforms)
     strategy = _make_strategy(config, loss, gradient, make_gradient)
+    schedule = optimizers.make_schedule(
+        config.optimizer, total_steps=config.steps, factors=divergence.boundaries(config.rollback)
+    )
     constraints = masks.constraints(
         config.pruning, loss, order, total_steps=config.steps, new_optimizer=strategy.init
+    ) | sparse_tables.constraints(
+        execution.tables, schedule, config.optimizer.learning_rate, config.seed
     )
     return Recipe(
         model=config.model, loss=loss, gradient=gradient,
         strategy=holding(strategy, constraints), constraints=constraints,
-        schedule=optimizers.make_schedule(
-            config.optimizer, total_steps=config.steps,
-            factors=divergence.boundaries(config.rollback),
-        ),
-        guard=config.guard, clip_norm=config.optimizer.clip_norm,
+        schedule=schedule, guard=config.guard, clip_norm=config.optimizer.clip_norm,
         ema_decay=config.optimizer.ema_decay,
         batch_shape=(config.batch.size, config.batch.sequence_length),
         accumulation=config.batch.accumulation,
@@ -125,10 +138,21 @@ def make_execution(
         # A row of pairs holds two texts.
         packed=config.data.pack or config.data.format == pairs.FORMAT,
         loss_chunks=config.loss.chunks, kv_cache=config.sample.kv_cache,
-        turns=turns_of(config, kind.device_kind),
+        tables=_tables(config, mesh), turns=turns_of(config, kind.device_kind),
         distilled=distillation.of(
             config.distillation, layers=config.model.num_layers, teacher=teacher
         ),
+    )  # fmt: skip
+
+
+def _tables(config: config_lib.Config, mesh: Mesh | AbstractMesh) -> tables_lib.Tables | None:
+    """Where a batch looks rows up."""
+    listed = table_checks.tables_of(config)
+    if not listed:
+        return None
+    return tables_lib.make(
+        listed, table_checks.features_of(config), config.tables, mesh,
+        axes=sharding.BATCH_AXES,
     )  # fmt: skip
 
 
@@ -237,7 +261,7 @@ def _make_strategy(
     wanted = config.offload.optimizer or config.offload.parameters
     wanted |= config.optimizer.moments == "int8"
     wanted |= kind_of(loss.mesh).platform == "cpu"
-    wanted &= not config.model.own  # whose layers are not stacked
+    wanted &= config.model.is_decoder  # whose layers are stacked
     if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 

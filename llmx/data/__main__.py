@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--train-tokenizer", type=int, default=0, metavar="N",
         help="train a byte-level BPE of N tokens on the sources and use it")
     add("--text-key", default="text", metavar="KEY", help="JSONL key, column or feature (text)")
-    add("--format", choices=config.FORMATS, default="text",
+    add("--format", choices=config.TEXT_FORMATS, default="text",
         help='"chat": JSONL of messages, of which the assistant\'s turns are learned; '
         '"preference": JSONL of pairs, a chosen and a rejected answer')
     add("--chat-template", default="", metavar="FILE",

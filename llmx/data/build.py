@@ -32,7 +32,7 @@ _BATCH_DOCUMENTS = 4096
 _REPORT_SECONDS = 10.0
 _POSITION = {field.name for field in dataclasses.fields(documents_lib.Position)}
 _OWN_FILES = re.compile(
-    r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents|weights)"
+    r"index\.json|progress\.json|tokenizer\.json|shard-\d+\.(tokens|documents|weights|records)"
     r"|\.(index|progress|tokenizer)\.json\.\d+"
 )
 _BESIDE = re.compile(
@@ -404,33 +404,53 @@ def _make_folder(folder: pathlib.Path) -> None:
 def cached_shards(
     recipe: Recipe, *, cache_dir: pathlib.Path, log: Callable[[str], None]
 ) -> pathlib.Path:
-    """The folder of the recipe's shards in the cache; the first call builds it.
+    """The folder of the recipe's shards in the cache; the first call builds it."""
+    final = cache_dir / cache_name(recipe.sources[0], recipe.identity())
 
-    Several processes may call this at once: one builds, the others wait. A killed build resumes.
-    """
-    slug = re.sub(r"[^A-Za-z0-9]+", "_", pathlib.PurePath(recipe.sources[0]).name)[-32:].strip("_")
-    final = cache_dir / f"{slug or 'data'}-{recipe.identity()[:24]}"
-    partial = cache_dir / f".{final.name}.partial"
-    waiting = f"data: {recipe.name}: waiting for another process that writes {final}"
-    while not (final / shards_lib.INDEX).is_file():
-        _make_folder(partial)
-        try:
-            with exclusive(partial, on_wait=functools.partial(log, waiting)) as held:
-                _build_once(recipe, final=final, partial=partial, held=held, log=log)
-        except FileNotFoundError:
-            if (final / shards_lib.INDEX).is_file():
-                break  # finished and moved into place by another process meanwhile
-            if partial.is_dir():
-                raise
+    def write(work: pathlib.Path) -> None:
+        files = f"{recipe.num_bytes:,} bytes in {len(recipe.files):,} files"
+        log(f"data: {recipe.name}: {files} to {final}")
+        write_shards(work, recipe, report=_log_report(recipe, log))
+
+    build_once(final, shards_lib.INDEX, write, name=recipe.name, log=log)
     return final
 
 
-def _build_once(
-    recipe: Recipe, *, final: pathlib.Path, partial: pathlib.Path, held: bool,
+def cache_name(source: str, identity: str) -> str:
+    """The folder of a source in the cache."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", pathlib.PurePath(source).name)[-32:].strip("_")
+    return f"{slug or 'data'}-{identity[:24]}"
+
+
+def build_once(
+    final: pathlib.Path, index: str, write: Callable[[pathlib.Path], None], *, name: str,
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
+    """Lets `write` fill a folder, then renames it to `final`, unless that holds the file `index`.
+
+    Several processes may call this at once: one builds, the others wait. A killed build goes on in
+    the folder that it left.
+    """
+    partial = final.with_name(f".{final.name}.partial")
+    waiting = f"data: {name}: waiting for another process that writes {final}"
+    while not (final / index).is_file():
+        _make_folder(partial)
+        try:
+            with exclusive(partial, on_wait=functools.partial(log, waiting)) as held:
+                _build_alone(final, index, write, partial=partial, held=held)
+        except FileNotFoundError:
+            if (final / index).is_file():
+                break  # finished and moved into place by another process meanwhile
+            if partial.is_dir():
+                raise
+
+
+def _build_alone(
+    final: pathlib.Path, index: str, write: Callable[[pathlib.Path], None], *,
+    partial: pathlib.Path, held: bool,
+) -> None:  # fmt: skip
     """Builds in `partial` and renames it to `final`, unless another process has meanwhile."""
-    if (final / shards_lib.INDEX).is_file():
+    if (final / index).is_file():
         with contextlib.suppress(OSError):
             partial.rmdir()  # made empty after the builder had moved its own away
         return
@@ -438,10 +458,8 @@ def _build_once(
     if not held:  # without locks, build in a folder of this process alone
         work = partial.with_name(f"{partial.name}-{os.uname().nodename}-{os.getpid()}")
         work.mkdir()
-    files = f"{recipe.num_bytes:,} bytes in {len(recipe.files):,} files"
-    log(f"data: {recipe.name}: {files} to {final}")
     try:
-        write_shards(work, recipe, report=_log_report(recipe, log))
+        write(work)
     except ValueError:
         clear(work)  # the same input fails the same way; nothing to continue
         work.rmdir()
@@ -452,9 +470,9 @@ def _build_once(
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         shutil.rmtree(work)
-        if not (final / shards_lib.INDEX).is_file():
+        if not (final / index).is_file():
             raise ValueError(
-                f"{final} exists but holds no {shards_lib.INDEX}: delete it and run again"
+                f"{final} exists but holds no {index}: delete it and run again"
             ) from error
 
 

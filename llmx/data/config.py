@@ -10,8 +10,13 @@ from typing import Any
 
 from llmx.data import objects, pairs, tokenizers
 from llmx.data import sources as sources_lib
+from llmx.data.records import config as record_config
+from llmx.data.records import sources as record_sources
+from llmx.data.records.config import RecordsConfig
 
-FORMATS = ("text", "chat", pairs.FORMAT)
+RECORDS = "records"
+TEXT_FORMATS = ("text", "chat", pairs.FORMAT)  # what becomes tokens
+FORMATS = (*TEXT_FORMATS, RECORDS)
 
 
 def _within(default: float, low: float, high: float, **rules: Any) -> Any:
@@ -37,9 +42,11 @@ class DataConfig:
     )  # fmt: skip
     text_key: str = "text"  # Key of a JSONL record, column of a table or feature with the text
     # "text", or "chat": JSONL of conversations, of which the assistant's turns are learned, or
-    # "preference": JSONL of pairs, of which one answer is to be preferred
+    # "preference": JSONL of pairs, of which one answer is to be preferred; or "records": a label,
+    # numbers and ids, for models of clicks
     format: str = dataclasses.field(default="text", metadata={"choices": FORMATS})
     chat_template: str = ""  # Jinja file that renders conversations; "" = the tokenizer's own
+    records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)
     bos: bool = True  # Begin documents with the start token, where the tokenizer adds one itself
     held_out: float = _within(0.05, 0, 0.5)  # Share of each source kept for evaluation; 0 = none
     shuffle: bool = True  # Visit the windows of every epoch in a new pseudo-random order
@@ -59,14 +66,48 @@ def problems(config: DataConfig) -> list[str]:
 
     Reads no data. Types and bounds of the values are checked with the rest of the config.
     """
+    found = list(_record_problems(config)) if config.format == RECORDS else _text_problems(config)
+    if os.path.isfile(os.path.expanduser(config.cache_dir)):
+        found.append(f"data.cache_dir={config.cache_dir!r} is a file: give a folder")
+    return found
+
+
+def _record_problems(config: DataConfig) -> Iterator[str]:
+    """Those of records. What is about tokens, such as `pack`, means nothing for them."""
+    if not config.sources:
+        yield 'data.sources is empty: name at least one, such as ("generated:100000",)'
+    yield from record_config.problems(config.records)
+    for source, count in collections.Counter(config.sources).items():
+        if count > 1:
+            yield f"data.sources names {source!r} {count} times: name it once"
+        yield from (f"data.sources: {text}" for text in _of_records(source, config))
+    if config.weights:
+        yield (
+            f"data.weights={config.weights} with data.format='records': an epoch visits each "
+            "record once; set data.weights=()"
+        )
+    if config.tokenizer != "auto" or config.train_tokenizer:
+        yield (
+            "data.tokenizer and data.train_tokenizer have no use with data.format='records': "
+            "leave them out"
+        )
+
+
+def _of_records(source: str, config: DataConfig) -> Iterator[str]:
+    """What is wrong with a source of records, without reading its content."""
+    if source.startswith(objects.PREFIX):
+        yield f"{source!r} is an object of a program, which gives rows of tokens: name records"
+    else:
+        yield from record_sources.problems(source, config.records)
+
+
+def _text_problems(config: DataConfig) -> list[str]:
     found = [*_source_problems(config), *_tokenizer_problems(config), *_chat_problems(config)]
     if not config.text_key:
         found.append(
             "data.text_key='' is not a field name: give the JSONL key or column that "
             'holds the text, such as "text"'
         )
-    if os.path.isfile(os.path.expanduser(config.cache_dir)):
-        found.append(f"data.cache_dir={config.cache_dir!r} is a file: give a folder")
     return found
 
 
@@ -130,7 +171,7 @@ def _chat_problems(config: DataConfig) -> Iterator[str]:
             "data.pack=True with data.format='preference': a row holds one pair; set "
             "data.pack=False"
         )
-    if config.format in FORMATS[1:] and config.train_tokenizer:
+    if config.format in TEXT_FORMATS[1:] and config.train_tokenizer:
         yield (
             f"data.train_tokenizer={config.train_tokenizer} cannot be trained on conversations: "
             "train it on text first (python -m llmx.data), and set data.tokenizer"

@@ -20,6 +20,7 @@ from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
 from llmx.data import split as split_lib
+from llmx.data.records import dataset as record_dataset
 from llmx.data.teacher_tokens import TeacherTokens
 
 DATA_CACHE = "~/.cache/llmx/data"  # of token shards made from text
@@ -156,7 +157,7 @@ class Dataset:
     def train_rows(self, step: int, rows: Sequence[int], batch_size: int) -> dict[str, np.ndarray]:
         """Rows `rows` of the global batch of `batch_size` at a step; arrays [len(rows), T], of a
         teacher [len(rows), T, ...]."""
-        _check_rows(step, rows, batch_size)
+        packing.check_rows(step, rows, batch_size)
         order, first = self._train_order, step * batch_size
         windows = np.array([order[first + int(row)] for row in rows], np.int64)
         return self._rows(self._train, self._train_bases, windows, top_k=self._top_k)
@@ -165,7 +166,7 @@ class Dataset:
         self, index: int, rows: Sequence[int], batch_size: int
     ) -> dict[str, np.ndarray]:
         """The same of held-out batch `index`, in one fixed order; rows past the end are padding."""
-        _check_rows(index, rows, batch_size)
+        packing.check_rows(index, rows, batch_size)
         if not self.num_held_out_windows:
             raise ValueError(
                 "data.held_out=0 keeps no held-out split: set it above 0, such as 0.05, to evaluate"
@@ -174,18 +175,6 @@ class Dataset:
         samples = [index * batch_size + int(row) for row in rows]
         windows = np.array([order[k] if k < count else -1 for k in samples], np.int64)
         return self._rows(self._held_out, self._held_out_bases, windows)
-
-
-def _check_rows(step: int, rows: Sequence[int], batch_size: int) -> None:
-    if step < 0:
-        raise ValueError(f"step={step} is negative: steps count from 0")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} is below 1: give the global number of rows")
-    if outside := [row for row in rows if not 0 <= row < batch_size]:
-        raise ValueError(
-            f"row {outside[0]} is outside the global batch of {batch_size}: give rows from 0 to "
-            f"{batch_size - 1}"
-        )
 
 
 def _choose_tokenizer(
@@ -221,7 +210,7 @@ def _with_template(
 def open_dataset(
     config: config_lib.DataConfig, *, sequence_length: int, seed: int, top_k: int = 0,
     cache_dir: str | pathlib.Path = DATA_CACHE, log: Callable[[str], None] = print,
-) -> Dataset | objects.ObjectDataset:  # fmt: skip
+) -> Dataset | objects.ObjectDataset | record_dataset.RecordDataset:  # fmt: skip
     """Opens the sources of a config; the first call tokenises text into shards in the cache.
 
     `config.cache_dir` goes before `cache_dir`. `top_k`: rows to train on have so many likeliest
@@ -229,6 +218,10 @@ def open_dataset(
     everything wrong with the sources, the tokenizer or the data; `llmx.config.checks` has checked
     types and bounds.
     """
+    if config.format == config_lib.RECORDS:
+        return record_dataset.open_records(
+            config, sequence_length=sequence_length, seed=seed, cache_dir=cache_dir, log=log
+        )
     found = config_lib.problems(config)
     if sequence_length < 1:
         found.append(f"sequence_length={sequence_length} is below 1: give the tokens of a row")

@@ -5,7 +5,7 @@ the next token, so every token that follows another in its document is predicted
 Unpacked, the same holds within each document. Letters: B rows, T tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,6 +35,19 @@ def empty_batch(
         "positions": np.zeros(shape, np.int32),
         "weights": np.zeros(shape, np.float32),
     }
+
+
+def check_rows(step: int, rows: Sequence[int], batch_size: int) -> None:
+    """Raises ValueError for a step, or rows of a global batch, that there are not."""
+    if step < 0:
+        raise ValueError(f"step={step} is negative: steps count from 0")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is below 1: give the global number of rows")
+    if outside := [row for row in rows if not 0 <= row < batch_size]:
+        raise ValueError(
+            f"row {outside[0]} is outside the global batch of {batch_size}: give rows from 0 to "
+            f"{batch_size - 1}"
+        )
 
 
 class Windows:

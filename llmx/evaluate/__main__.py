@@ -77,7 +77,8 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
     args.workdir = mirror.reading(args.workdir)
-    run = config.load_run(args.workdir)
+    load = config.load_run if args.choices else config.load_run_with_tables
+    run = load(args.workdir)
     tokenizers.require(args.workdir)
     launch.start(launch.elsewhere(run.launch))
     own_data = not (args.data or args.choices)
@@ -109,6 +110,8 @@ def _of_text(
         )  # fmt: skip
     if recipe.loss.preference is not None:
         return restored.step, result, _pairs_text(result)
+    if held_out.of_records(recipe):
+        return restored.step, result, _clicks_text(result)
     num_bytes = held_out.num_text_bytes(dataset, batch_size=rows, batches=result["batches"])
     nats = result["loss"] * result["num_tokens"]
     result["bits_per_byte"] = nats / math.log(2) / num_bytes if num_bytes else math.nan
@@ -127,6 +130,15 @@ def _pairs_text(result: dict[str, float]) -> str:
         f"held-out loss {result['loss']:.4f} per pair (the chosen text gained more in "
         f"{result['accuracy']:.1%}, margin {result['margin']:+.4f}) "
         f"{held_out.extent_text(result)}, {result['num_pairs']:,.0f} pairs"
+    )
+
+
+def _clicks_text(result: dict[str, float]) -> str:
+    return (
+        f"held-out loss {result['loss']:.4f} nats per record (AUC {result['auc']:.4f}, normalized "
+        f"entropy {result['normalized_entropy']:.4f}, predicted over actual clicks "
+        f"{result['calibration']:.3f}) {held_out.extent_text(result)}, "
+        f"{result['num_records']:,} records"
     )
 
 

@@ -76,6 +76,8 @@ class Evaluation:
             self._recipe, self._step, params, self._dataset,
             batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
         )  # fmt: skip
-        # The loss of pairs is not one of tokens.
+        # The loss of pairs is not one of tokens, nor is that of records.
         names = ("loss", *(loss.of_pairs or ("perplexity",)))
+        if held_out.of_records(self._recipe):
+            names = ("loss", *held_out.OF_CLICKS)
         return {name: result[name] for name in names}, held_out.extent_text(result)

@@ -5,12 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from llmx import config, sharding
 from llmx.data import dataset as data_lib
 from llmx.data import tokenizers
+from llmx.evaluate import clicks
+from llmx.model.recommender import apply as clicks_lib
 from llmx.step.step import Recipe
+
+OF_CLICKS = ("auc", "normalized_entropy", "calibration")  # what a run that trains reports
 
 
 def batch_size(run: config.Config) -> int:
@@ -31,7 +37,21 @@ def make_step(recipe: Recipe) -> Callable:
         nats, tokens = recipe.gradient.loss(params, batch)
         return {"loss": nats}, tokens
 
-    return jax.jit(of_tokens)
+    def of_clicks(params, batch):
+        loss = recipe.loss
+        with loss.execution.policy.products():
+            nats_B1, log_z_B1 = loss.apply.losses(params, batch, loss.execution)
+        odds_B1 = clicks_lib.logits(nats_B1, log_z_B1, batch["targets"], jnp)
+        scored = (odds_B1, batch["targets"], batch["weights"])
+        whole = jax.tree.map(lambda array: jax.sharding.reshard(array, PartitionSpec()), scored)
+        return {"loss": jnp.sum(nats_B1 * batch["weights"])}, jnp.sum(batch["weights"]), whole
+
+    return jax.jit(of_clicks if of_records(recipe) else of_tokens)
+
+
+def of_records(recipe: Recipe) -> bool:
+    """Whether the model is one of clicks."""
+    return bool(recipe.model.recommender.name)
 
 
 def losses(
@@ -45,11 +65,12 @@ def losses(
     Returns {"loss": nats per token, "perplexity", "num_tokens", "batches": evaluated,
     "split_batches": in the whole split}; of preferences {"loss": of a pair, "accuracy": the share
     of pairs whose chosen text gained more than the rejected one, "margin": its mean, "num_pairs",
-    ...}. The means are nan if the dataset holds nothing out.
+    ...}; of clicks {"loss": per record, "auc", ...}, see `clicks.measures`. The means are nan if
+    the dataset holds nothing out.
     """
     to = recipe.loss.batch_sharding
     rows = sharding.process_rows(to, (batch_size, dataset.sequence_length))
-    of_pairs = recipe.loss.preference is not None
+    of_pairs, scores = recipe.loss.preference is not None, clicks.Scores()
     totals = dict.fromkeys(("loss", *recipe.loss.of_pairs), 0.0)
     number = 0.0
     available = math.ceil(dataset.num_held_out_windows / batch_size)
@@ -57,12 +78,16 @@ def losses(
     for index in range(batches):
         local = dataset.held_out_rows(index, rows, batch_size)
         batch = {name: sharding.assemble(local[name], rows, to, batch_size) for name in local}
-        sums, count = jax.device_get(step(params, batch))
+        sums, count, *scored = jax.device_get(step(params, batch))
+        for odds, labels, weights in scored:
+            scores.add(odds, labels, weights)
         totals = {name: total + float(sums[name]) for name, total in totals.items()}
         number += float(count)
     means = {name: total / number if number else math.nan for name, total in totals.items()}
     if of_pairs:
         means["num_pairs"] = number
+    elif of_records(recipe):
+        means |= {name: value for name, value in scores.result().items() if name != "log_loss"}
     else:
         perplexity = math.exp(min(means["loss"], 700.0)) if number else math.nan
         means |= {"perplexity": perplexity, "num_tokens": number}

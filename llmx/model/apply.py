@@ -24,6 +24,7 @@ from llmx.model import (
     embedding,
     families,
     layers,
+    looked_up,
     losses,
     own,
     remat,
@@ -35,12 +36,16 @@ from llmx.model.attention.cache import CACHE, arrays_of, empty_slots, slot_axes,
 from llmx.model.attention.masks import Mask
 from llmx.model.decoder import INSIDE, Block, Decoder, Norm
 from llmx.model.execution import Execution
+from llmx.model.recommender import apply as clicks
+from llmx.tables.tables import Tables
 
 
 def abstract_parameters(model: families.ModelConfig) -> tuple[dict, dict]:
     """The parameters' shapes and logical axes, as nested dicts; nothing is allocated."""
     if model.own:
         return own.abstract_parameters(model)
+    if model.recommender.name:
+        return clicks.abstract_parameters(model)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0))))
     shapes, axes = nnx.to_pure_dict(state), nnx.to_pure_dict(sharding.logical_axes(state))
     for stack, name in (("blocks", "layers"), ("first", "first")):
@@ -60,6 +65,8 @@ def init_parameters(model: families.ModelConfig, seed: int) -> dict:
     """
     if model.own:
         return own.init_parameters(model, seed)
+    if model.recommender.name:
+        return clicks.init_parameters(model, seed)
     return nnx.to_pure_dict(nnx.state(Decoder(model, nnx.Rngs(seed))))
 
 
@@ -71,6 +78,11 @@ class Apply:
     """
 
     model: families.ModelConfig
+
+    @property
+    def batch_arrays(self) -> dict[str, tuple[int, str]]:
+        """What a batch has beside tokens, [B, T, n]: by name, n and the dtype."""
+        return {}
 
     def losses(
         self, params: dict, batch: dict, execution: Execution, grad_buffers: dict | None = None
@@ -99,6 +111,8 @@ class Apply:
             params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
             noise_BT=rows.get("noise"),
         )  # fmt: skip
+        if execution.tables is not None:
+            x_BTD = self._with_ngrams(params, batch, x_BTD, execution)
         with_outputs = distillation.LAYERS in rows
         x_BTD, outputs = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
@@ -109,6 +123,22 @@ class Apply:
             settings = dict(place=execution.place, policy=execution.policy)
             found = *found, execution.distilled.hidden_losses(outputs, rows, params, **settings)
         return tuple(self.split_rows(found, execution, back=True))
+
+    def table_ids(self, tables: Tables, batch: dict) -> dict[str, Array]:
+        """What a batch looks up, int32 [B, T] by feature."""
+        del tables
+        orders, rows = self.model.ngram_tables, self.model.ngram_rows
+        return looked_up.ngrams(orders, rows, batch["tokens"], batch["positions"])
+
+    def _with_ngrams(self, params: dict, batch: dict, x_BTD: Array, execution: Execution) -> Array:
+        """Embedded tokens with the rows of the n-grams that end there added."""
+        tables = execution.tables
+        params, batch = looked_up.with_rows(params, batch, tables, self.table_ids(tables, batch))
+        embedded = tables.combine(params[looked_up.ROWS], looked_up.plan_of(batch, tables))
+        to = jax.typeof(x_BTD).sharding.spec
+        for rows_BTD in embedded.values():
+            x_BTD = x_BTD + jax.sharding.reshard(rows_BTD.astype(x_BTD.dtype), to)
+        return x_BTD
 
     def last_hidden(
         self, params: dict, batch: dict, execution: Execution, layers: tuple[int, ...] = ()
@@ -441,8 +471,10 @@ class Apply:
         return tuple(sorted(set(self.model.layer_kinds)))
 
 
-def of(model: families.ModelConfig) -> "Apply | own.Apply":
-    """The functions of a model: of the decoder, or of one that a program gives."""
+def of(model: families.ModelConfig) -> "Apply | own.Apply | clicks.Apply":
+    """The functions of a model: of the decoder, of one that a program gives, or of clicks."""
+    if model.recommender.name:
+        return clicks.Apply(model)
     return own.Apply(model) if model.own else Apply(model)
 
 

@@ -8,6 +8,7 @@ from llmx.model.attention import attend, split
 from llmx.model.attention.attend import AttentionConfig
 from llmx.model.distillation import Distilled
 from llmx.model.experts.config import ExpertsConfig
+from llmx.tables.tables import Tables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class Execution:
     loss_chunks: int = 0  # chunks of the vocabulary in the loss; 0 = by their size
     kv_cache: str = ""  # how decoding keeps keys and values, one of `cache.FORMATS`
     distilled: Distilled | None = None  # what a teacher says adds to the losses of tokens
+    tables: Tables | None = None  # where a batch looks rows up
     turns: int = 1  # groups of a device's tokens that take turns in a layer: `turns.groups_of`
 
     @property

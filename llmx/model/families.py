@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from llmx.model import ranks, tensor_train
+from llmx.model.recommender.config import RecommenderConfig
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 
@@ -34,8 +35,13 @@ class ModelConfig:
     family: str = "llama3"  # where the values come from; the model itself never asks
     # "object:NAME": a program's own model in the place of the decoder (docs/library.md)
     own: str = ""
+    # a model of clicks in the place of the decoder (docs/tables.md)
+    recommender: RecommenderConfig = dataclasses.field(default_factory=RecommenderConfig)
     # V, real tokens; 0 = the tokenizer's
     vocab_size: int = bounded(0, at_least=0, at_most=MAX_SIZE, remedy="0 follows the tokenizer")
+    # sparse tables of the last 2, 3, ... tokens, (2, 3), whose rows are added to the embedding
+    ngram_tables: tuple[int, ...] = ()
+    ngram_rows: int = bounded(65536, at_least=1, at_most=MAX_SIZE)  # of each, to which they hash
     # V is padded to it, without probability
     vocab_multiple: int = bounded(128, at_least=1, at_most=MAX_SIZE)
     width: int = bounded(256, at_least=1, at_most=MAX_SIZE)  # D
@@ -137,6 +143,11 @@ class ModelConfig:
     def value_width(self) -> int:
         """Numbers of a head's value, and of its result."""
         return self.value_dim if self.kv_latent else self.head_dim
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether all that is said of layers, heads and tokens is said of it."""
+        return not (self.own or self.recommender.name)
 
     @property
     def rotated_dim(self) -> int:

@@ -22,7 +22,7 @@ Letters: B batch, T positions, V vocabulary.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,7 @@ class Apply:
     """An own model as functions of its parameters: what a training loss takes of one."""
 
     model: ModelConfig
+    batch_arrays: ClassVar[dict] = {}
 
     def losses(
         self, params: dict, batch: dict, execution: Execution, buffers: dict | None = None
@@ -184,7 +185,7 @@ class Apply:
         )
         if buffers is None:
             return function(params, rows)
-        return _into_buffers(function, params, rows, buffers)
+        return into_buffers(function, params, rows, buffers)
 
     def _losses(self, execution: Execution, params: dict, rows: tuple):
         tokens_BT, targets_BT, positions_BT, segments_BT = rows
@@ -201,7 +202,7 @@ class Apply:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _into_buffers(function: Callable, params: dict, rows: tuple, buffers: dict):
+def into_buffers(function: Callable, params: dict, rows: tuple, buffers: dict):
     """`function(params, rows)`, whose gradient by the parameters goes to `buffers`."""
     return function(params, rows)
 
@@ -225,4 +226,4 @@ def _placed(gradient: jax.Array, buffer: jax.Array) -> jax.Array:
     return jax.sharding.reshard(summed, sharding.unreduced(to, to.reduced))
 
 
-_into_buffers.defvjp(_forward, _backward)
+into_buffers.defvjp(_forward, _backward)

@@ -24,6 +24,7 @@ from llmx.model import (
     dot,
     families,
     hidden_states,
+    looked_up,
     preference,
     quantization,
     quantized,
@@ -88,6 +89,15 @@ class TrainingLoss:
         return dataclasses.replace(
             self, params=params, axes=axes, gradients=gradients, updates=updates,
             quantization=QuantizationConfig(),
+        )  # fmt: skip
+
+    def with_rows(self, rows: Mapping[str, Any]) -> "TrainingLoss":
+        """The same, of rows of tables too: by width, shapes with shardings, of a batch."""
+        to = {looked_up.ROWS: jax.tree.map(lambda leaf: leaf.sharding, dict(rows))}
+        axes = {looked_up.ROWS: {key: ("rows", None) for key in rows}}
+        return dataclasses.replace(
+            self, params=self.params | {looked_up.ROWS: dict(rows)}, axes=self.axes | axes,
+            gradients=self.gradients | to, updates=self.updates | to,
         )  # fmt: skip
 
     def rounded(self, params: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
@@ -233,6 +243,8 @@ class TrainingLoss:
     def evaluated(self, params: Any, frozen: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
         """What `summed` takes, of what is trained, what is not, and the states of the transforms;
         outside of programs."""
+        if self.execution.tables is not None:
+            return self.joined(params, frozen) | {looked_up.TABLES: extra[looked_up.TABLES]}
         joined = self.rounded(self.joined(params, frozen), extra)
         return joined if self.preference is None else (joined, frozen)
 
@@ -345,6 +357,8 @@ class TrainingLoss:
     def abstract_batch(self, shape: Sequence[int]) -> Batch:
         """Shapes with shardings of a global batch [B, T]."""
         arrays = {name: (tuple(shape), dtype) for name, dtype in BATCH_DTYPES.items()}
+        for name, (size, dtype) in self.apply.batch_arrays.items():
+            arrays[name] = ((*shape, size), dtype)
         if (distilled := self.execution.distilled) is not None:
             arrays |= distilled.arrays(tuple(shape))
         return {

@@ -42,7 +42,7 @@ def on_these_devices(config: Config, log: Callable[[str], None]) -> Config:
 def _saved(config: Config, num_devices: int) -> candidates.Candidate | None:
     """What the run in the workdir has, if it is for as many devices."""
     try:
-        run = config_lib.load_run(config.workdir)
+        run = config_lib.load_run_with_tables(config.workdir)
     except ValueError:  # there is none
         return None
     count = math.prod(vars(run.mesh)[axis] for axis in sharding.AXES)

@@ -31,7 +31,7 @@ _A100 = Calibration(products=0.87, memory=0.7, units=108, host=55e-6, network=0.
 #   stands for all that the table does not tell apart (logging, data, waiting for other GPUs).
 _H100 = Calibration(products=0.56, memory=0.7, units=132, attention=0.48)
 
-# By keys of `hardware.CHIPS`. H200 and B200: no step was measured; the H100's shares.
+# By keys of `hardware.CHIPS`. H200 and B200: not in its table; the H100's shares.
 CALIBRATIONS = {
     "a100_40gb": _A100, "a100_80gb": _A100,
     "a100_pcie_40gb": _A100, "a100_pcie_80gb": _A100,
@@ -88,4 +88,5 @@ def shares_of(chip: hardware.Chip, units: int = 1) -> Calibration:
     return Calibration(
         products=core.products, memory=core.memory, units=units, start=core.launch,
         attention=core.kernels if core.triton is None else core.triton,
+        cudnn=None if core.triton is None else core.kernels,
     )  # fmt: skip

@@ -83,6 +83,7 @@ class Calibration:
     # Streaming multiprocessors or matrix units: each computes a tile at a time. 0: no such tiles.
     units: int
     attention: float = 0.6  # share of the peak FLOP/s in fused attention, forward and backward
+    cudnn: float | None = None  # the same where cuDNN computes it; None: no other share
     start: float = 4e-6  # seconds of the device between two operators
     host: float = 0.0  # seconds that the host takes to launch an operator; 0: a compiled program
     links: float = 0.82  # share of the links' bandwidth that rings within a node reach
@@ -151,10 +152,13 @@ def memory_seconds(num_bytes: float, core: Core) -> float:
     return core.calibration.start + num_bytes / core.bandwidth
 
 
-def attention_seconds(flops: float, dtype: str, core: Core) -> float:
-    """The time of fused attention with so many FLOPs: those that the kernel really computes."""
-    peak = _peak(dtype, core)
-    return core.calibration.start + flops / (peak * core.calibration.attention)
+def attention_seconds(flops: float, dtype: str, core: Core, *, cudnn: bool = False) -> float:
+    """The time of fused attention, or other kernels, with so many FLOPs: those that the kernel
+    really computes. `cudnn`: it is cuDNN's."""
+    share = core.calibration.cudnn if cudnn else None
+    return core.calibration.start + flops / (
+        _peak(dtype, core) * (share or core.calibration.attention)
+    )
 
 
 def attended_seconds(

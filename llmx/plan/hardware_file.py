@@ -38,7 +38,7 @@ TOPOLOGIES = ("torus_2d", "torus_3d", "switch", "pair", SHARED)
 USABLE = 0.98  # of a device's memory without a base
 _OTHERS = ("name", "base", "usable_bytes", "calibration", "rates", "measured")
 _Values = typing.TypeVar("_Values")
-_SHARES = ("products", "memory", "attention", "links", "network", "share")
+_SHARES = ("products", "memory", "attention", "cudnn", "links", "network", "share")
 _FLOPS = sorted({name for chip in hardware.CHIPS.values() for name in chip.flops})
 # Per second, of any device: less is in another unit.
 _RATES, _LEAST_RATE = ("flops", "hbm_bandwidth", "link_bandwidth", "network_bandwidth"), 1e6

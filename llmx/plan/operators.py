@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmx.config import state_memory, utilization
+from llmx.data import pairs
 from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
-from llmx.model.attention import blockwise
+from llmx.model.attention import blockwise, cudnn
 from llmx.model.families import is_local
 from llmx.plan import experts, gemm, memory, traffic
 from llmx.plan.gemm import Core
@@ -303,17 +304,30 @@ def _attention(device: _Device) -> Iterator[Operator]:
     arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]
     arrays *= 2 * (model.num_heads + model.num_kv_heads)
     measured = _measured_attention(device, dtype) if device.core.calibration.attended else None
+    by_cudnn = _by_cudnn(device)
     for name, moment, times, count in (
         ("attention forward", FORWARD, 1.0, 1.0),
         ("attention forward", BACKWARD, 1.0, again),
         ("attention backward", BACKWARD, moved.attention_backward, 1.0),
     ):
-        time = gemm.attention_seconds(times * flops, dtype, device.core)
+        time = gemm.attention_seconds(times * flops, dtype, device.core, cudnn=by_cudnn)
         if measured is not None:
             time = measured[times > 1]
         yield Operator(
             name, ATTENTION, moment, time, count, times * flops, arrays * (times > 1) + arrays
         )
+
+
+def _by_cudnn(device: _Device) -> bool:
+    """Whether the kernel that a GPU chooses is cuDNN's."""
+    sizes, run = device.sizes, device.sizes.run
+    if run.attention.implementation not in ("auto", "cudnn"):
+        return False
+    return not cudnn.refusal(
+        sizes.policy.compute, run.model.head_dim, softcap=run.model.attention_softcap,
+        one_document=not (run.data.pack or run.data.format == pairs.FORMAT),
+        device_kind="NVIDIA",
+    )  # fmt: skip
 
 
 def _measured_attention(device: _Device, dtype: str) -> tuple[float, float]:

@@ -40,7 +40,10 @@ def assumptions(machine: Machine) -> list[str]:
     how = f"products at up to {reached.products:.0%} of the peak FLOP/s"
     if reached.table:
         how = f"products by a table of {len(reached.table)}"
-    how += f", attention at {reached.attention:.0%} of the peak FLOP/s, memory at "
+    how += f", attention at {reached.attention:.0%} of the peak FLOP/s"
+    if reached.cudnn:
+        how += f" (cuDNN's at {reached.cudnn:.0%})"
+    how += ", memory at "
     how += f"{reached.memory:.0%} of its bandwidth"
     rates = machine.rates
     link = f"{rates.link / 1e9:.4g} GB/s over a device's links"

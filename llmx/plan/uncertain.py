@@ -35,6 +35,8 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
             "memory with fp8 on GPUs: results of a layer's products, which are fp32 at first, are "
             "left out"
         )
+    if run.model.ngram_tables:
+        found.append("memory, traffic and time of the tables of n-grams: they are not counted")
     numbers = sum(leaf.numbers for leaf in state_memory.leaves(run.model))
     if numbers < SMALL and run.model.num_layers < FEW:
         found.append("memory of a model this small: a quarter more or less")

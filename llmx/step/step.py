@@ -271,13 +271,14 @@ def make_train_step(
     """
     params_of, gradient, reduce, update = recipe.strategy.phases[phase]
     transforms, constraints = recipe.loss.transforms, recipe.constraints
+    read = [name for name, each in constraints.items() if each.reads]
 
     def train_step(state: State, batch: Batch) -> tuple[State, Report]:
         params = recipe.loss.joined(params_of(state), state.frozen, training=True)
         batch = recipe.loss.prepared(
             batch, state.frozen, step=state.step, accumulation=recipe.accumulation
         )
-        of_batch = {name: state.extra[name] for name in transforms} or ()
+        of_batch = {name: state.extra[name] for name in (*transforms, *read)} or ()
         found, in_flight = gradient.take(params, batch, state.in_flight, of_batch)
         for name, each in constraints.items():
             found = each.gradients(found, state.extra[name])

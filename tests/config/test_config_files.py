@@ -22,6 +22,8 @@ topologies_of = runpy.run_path(str(ROOT / "scripts" / "compile_configs.py"))["to
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_docstring_names_a_machine_that_the_config_fills(path):
     named = topologies_of(path)
+    if not named and not runpy.run_path(str(path))["get_config"]().model.is_decoder:
+        return  # llmx.aot refuses it
     assert named, "say `python -m llmx.aot --config ... --topology ...` in the docstring"
     for name in named:
         run = runpy.run_path(str(path))["get_config"]()

@@ -14,23 +14,36 @@ from llmx.model.attention.kernel import of_one_width
 from llmx.model.attention.masks import Mask, Scores
 
 
+def refusal(
+    dtype: jnp.dtype, head_dim: int, *, softcap: float, one_document: bool, device_kind: str
+) -> str:
+    """Why the kernel does not take rows of tokens in order, by what is known before there are
+    arrays; "" = it does."""
+    if not device_kind.startswith("NVIDIA"):
+        return f"cuDNN runs on NVIDIA GPUs, not on {device_kind!r}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes bf16 and fp16, not {dtype}"
+    if softcap:
+        return "cuDNN has no soft cap of scores"
+    if not one_document:
+        return "cuDNN does not tell packed documents apart: set data.pack=False"
+    if head_dim % 8 or head_dim > 128:
+        return f"head_dim={head_dim} is not a multiple of 8 up to 128"
+    return ""
+
+
 def _choices(query_BTNH, key_BSKH, mask: Mask, scores: Scores, device_kind: str):
     """jax's module and the kernel's static arguments; NotImplementedError for other inputs."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
-    T, H = query_BTNH.shape[1], query_BTNH.shape[-1]
-    if not device_kind.startswith("NVIDIA"):
-        raise NotImplementedError(f"cuDNN runs on NVIDIA GPUs, not on {device_kind!r}")
-    if query_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"cuDNN takes bf16 and fp16, not {query_BTNH.dtype}")
-    if scores.softcap:
-        raise NotImplementedError("cuDNN has no soft cap of scores")
+    T = query_BTNH.shape[1]
+    if why_not := refusal(
+        query_BTNH.dtype, query_BTNH.shape[-1], softcap=scores.softcap,
+        one_document=mask.one_document, device_kind=device_kind,
+    ):  # fmt: skip
+        raise NotImplementedError(why_not)
     if mask.ahead is None:
         raise NotImplementedError("cuDNN takes rows of tokens in order only")
-    if not mask.one_document:
-        raise NotImplementedError("cuDNN does not tell packed documents apart: set data.pack=False")
-    if H % 8 or H > 128:
-        raise NotImplementedError(f"head_dim={H} is not a multiple of 8 up to 128")
     kind, window = fused.MaskType.CAUSAL, None
     if mask.sees_all(scores.window):
         kind = fused.MaskType.NO_MASK

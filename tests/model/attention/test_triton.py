@@ -289,8 +289,8 @@ def test_what_it_does_not_do_says_why():
         ("cudnn", [], "attention: cudnn"),
         (
             "triton", ["cudnn: head_dim=256"],
-            "attention: triton (estimated at twice cuDNN's time for one long document, less for "
-            "short ones; cudnn: head_dim=256)",
+            "attention: triton (1.3 times cuDNN's time for one document of 2,048 tokens on an "
+            "H200, less for short ones; cudnn: head_dim=256)",
         ),
         (
             "blockwise", ["cudnn: a", "triton: b"],
@@ -319,18 +319,27 @@ def test_tiles_of_devices():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_triton_on_a_gpu(name, dtype):
-    """JAX_PLATFORMS=cuda pytest -m gpu tests/model/attention/test_triton.py"""
+@pytest.mark.parametrize("kernel", ["triton", "cudnn", "blockwise"])
+def test_kernels_on_a_gpu(kernel, name, dtype):
+    """JAX_PLATFORMS=cuda,cpu pytest -n0 -m gpu tests/model/attention/test_triton.py"""
     device = jax.devices()[0]
     if device.platform != "gpu":
-        pytest.skip("no GPU: set JAX_PLATFORMS=cuda")
+        pytest.skip("no GPU: set JAX_PLATFORMS=cuda,cpu")
     case = CASES[name]
-    found = value_and_gradients("triton", case, dtype=dtype, device_kind=device.device_kind)
+    try:
+        found = value_and_gradients(kernel, case, dtype=dtype, device_kind=device.device_kind)
+    except NotImplementedError as refusal:
+        assert kernel != "triton"
+        pytest.skip(f"{kernel} is not for {refusal}")
     with jax.default_matmul_precision("highest"):
         wanted = value_and_gradients("reference", case)
+    # Gradients of queries and keys are sums of terms that cancel where one key is seen; what they
+    # are rounded by is that of the terms, which are as large as the gradient of values.
+    least = np.linalg.norm(wanted[-1])
     for array, to_be in zip(found, wanted, strict=True):
+        error = np.linalg.norm(array - to_be) / max(np.linalg.norm(to_be), least)
         # Inputs are rounded as well here.
-        assert np.linalg.norm(array - to_be) / np.linalg.norm(to_be) < 2 * SIXTEEN_BITS[dtype]
+        assert error < 2 * SIXTEEN_BITS[dtype]
 
 
 # ------------------------------------------------------------------------ compiled for real GPUs

@@ -1,0 +1,51 @@
+"""States of constraints whose shapes depend on the devices, of a checkpoint from others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llmx.checkpoint.manifest import Document
+from llmx.sharding import trees
+from llmx.step.step import Recipe
+
+
+def path_of(name: str) -> str:
+    """Where a checkpoint has a constraint's state."""
+    return f"extra/{name}"
+
+
+def is_there(recipe: Recipe, name: str, saved: Document) -> bool:
+    """Whether the checkpoint has the state of a constraint that can be moved to these devices."""
+    constraint = recipe.constraints.get(name)
+    return constraint is not None and bool(constraint.relaid) and saved.holds(path_of(name))
+
+
+def as_saved(recipe: Recipe, state: Any, name: str, saved: Document) -> Any:
+    """Shapes of a state as the checkpoint has them, whole on all devices where they differ."""
+    if saved.fits(state, prefix=path_of(name), order=recipe.order):
+        return state
+    shapes, whole = saved.shapes(path_of(name)), NamedSharding(recipe.mesh, PartitionSpec())
+    named = {
+        path: jax.ShapeDtypeStruct(
+            tuple(shapes[f"{path_of(name)}/{path}"]), leaf.dtype, sharding=whole
+        )
+        for path, leaf in trees.named(state).items()
+    }
+    return trees.unnamed(named, state)
+
+
+def onto_devices(
+    recipe: Recipe, name: str, state: Any, meta: dict, log: Callable[[str], None]
+) -> Any:
+    """The state `as_saved`, as it is on the devices of the recipe; `meta`: of the checkpoint."""
+    like = recipe.abstract.extra[name]
+    shapes = [jax.tree.map(lambda leaf: tuple(leaf.shape), each) for each in (state, like)]
+    if shapes[0] == shapes[1]:
+        return state
+    sizes = meta.get("mesh", {})
+    on_host = recipe.constraints[name].relaid(jax.device_get(state), sizes)
+    used = ", ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one device"
+    log(f"{name}: rows were moved from a mesh of {used} to these devices")
+    return jax.device_put(on_host, jax.tree.map(lambda leaf: leaf.sharding, like))

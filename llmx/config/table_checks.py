@@ -1,0 +1,147 @@
+"""What the sections `tables` and `model.recommender` say together with the data."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from llmx.config import Config, get_value, preference_checks
+from llmx.data import config as data_config
+from llmx.data.records import dataset as records
+from llmx.model import looked_up
+from llmx.model.recommender import config as recommender_config
+from llmx.runtime import bounds
+from llmx.step.transforms import masks
+from llmx.tables import config as tables_config
+from llmx.tables.config import Feature, Table, TablesConfig
+
+
+def filled_in(config: Config) -> list[str]:
+    """Problems of a model of clicks and its data; fills in the columns that the model takes."""
+    recommender = config.model.recommender
+    if not recommender.name:
+        return [
+            "data.format='records' has labels and ids, and the model is a decoder of text: set "
+            "model.recommender.name, such as 'dlrm'"
+        ]
+    if config.data.format != data_config.RECORDS:
+        return [
+            f"model.recommender.name={recommender.name!r} learns from records, and data.format="
+            f"{config.data.format!r}: set data.format='records'"
+        ]
+    if found := bounds.problems(recommender, "model.recommender."):
+        return found
+    try:
+        schema = records.schema_of(config.data)
+    except (ValueError, OSError) as error:
+        return [f"data: {error}"]
+    features = features_of(config)
+    lengths = [each.length if each.combine == "none" else 0 for each in features]
+    by_name = dict(zip((each.name for each in features), lengths, strict=True))
+    if found := list(
+        recommender_config.problems(recommender, num_dense=len(schema.dense), lengths=by_name)
+    ):
+        return found
+    config.model.recommender = dataclasses.replace(
+        recommender, num_dense=len(schema.dense), features=tuple(by_name),
+        lengths=tuple(lengths), num_ids=schema.num_ids,
+    )  # fmt: skip
+    return []
+
+
+def features_of(config: Config) -> list[Feature]:
+    """The features: of n-grams, one for each order; or of the data. A history is not combined where
+    the model weighs its rows."""
+    if not config.model.recommender.name:
+        length = config.batch.sequence_length
+        names = map(looked_up.ngram_name, config.model.ngram_tables)
+        return [Feature(name, name, length, "none") for name in names]
+    weighed = {text.partition("=")[0] for text in config.model.recommender.histories}
+    return [
+        Feature(
+            each.name, each.table_name, each.length,
+            "none" if each.name in weighed else config.tables.combine,
+        )
+        for each in records.schema_of(config.data).features
+    ]  # fmt: skip
+
+
+def tables_of(config: Config) -> list[Table]:
+    """The tables: of n-grams, or of the data's features; [] = there are none."""
+    if not config.model.recommender.name:
+        rows, width = config.model.ngram_rows, config.model.width
+        return [
+            Table(
+                looked_up.ngram_name(order), rows, width, config.tables.split, config.tables.scale
+            )
+            for order in config.model.ngram_tables
+        ]
+    width = config.model.recommender.width
+    return [
+        Table(name, rows, width, config.tables.split, config.tables.scale)
+        for name, rows in records.schema_of(config.data).tables.items()
+    ]
+
+
+# What tables do not go with, by key: the value that is needed, and why.
+ALONE = {
+    "mesh.stage": (1, "tables belong to the batch, which stages take in parts"),
+    "mesh.sequence": (1, "n-grams are of neighboring tokens"),
+    "sync.strategy": ("mean", "replicas by themselves would have rows of their own"),
+    "optimizer.ema_decay": (0.0, "rows have no average"),
+    "adapters.rank": (0, "only adapters would be trained"),
+    "distillation.teacher": ("", "it was not tried"),
+    "distillation.top_k": (0, "it was not tried"),
+    "pruning.method": (masks.NONE, "it was not tried"),
+    "quantization.bits": (0, "it was not tried"),
+    "packed.format": ("", "codes have no gradient"),
+    "start_from": ("", "it has parameters and no tables"),
+    "evaluation.choices": ((), "answers are scored without tables"),
+    "sample.prompt": ("", "generation does not look rows up"),
+}  # fmt: skip
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Problems of the tables; those of the sections have been found."""
+    orders, name = config.model.ngram_tables, config.model.recommender.name
+    if not orders and not name:
+        default = TablesConfig()
+        yield from (
+            f"tables.{key}={value!r} has no effect without tables: set model.ngram_tables or "
+            "model.recommender.name, or leave it out"
+            for key, value in vars(config.tables).items()
+            if value != vars(default)[key]
+        )
+        return
+    what = f"model.recommender.name={name!r}" if name else f"model.ngram_tables={orders}"
+    for key, (wanted, why) in ALONE.items():
+        if (value := get_value(config, key)) != wanted:
+            yield f"{key}={value!r} with {what}: {why}; use {key}={wanted!r}"
+    if preference_checks.is_on(config):
+        yield (
+            f"data.format={config.data.format!r} with {what}: the reference would have tables of "
+            "its own; use data.format='text'"
+        )
+    if found := bounds.problems(config.tables, "tables."):
+        yield from found
+        return
+    if name and (
+        config.data.format != data_config.RECORDS or not config.model.recommender.features
+    ):
+        return  # said already
+    if name and orders:
+        yield f"model.ngram_tables={orders} with {what}: n-grams are of tokens; leave them out"
+    if bad := [order for order in orders if not 1 < order <= 16]:
+        yield f"model.ngram_tables={orders}: {bad[0]} is no number of tokens: use 2 to 16"
+        return
+    if name and config.batch.sequence_length != 1:
+        yield (
+            f"batch.sequence_length={config.batch.sequence_length} with data.format='records': a "
+            "record is a row of one position, so set batch.sequence_length=1"
+        )
+    yield from tables_config.problems(tables_of(config), features_of(config))
+    if config.tables.weight_decay and config.tables.optimizer == "ftrl":
+        yield "tables.weight_decay with tables.optimizer='ftrl': use tables.l2"
+    if config.tables.split == "columns" and config.tables.optimizer == "row_adagrad":
+        yield (
+            "tables.split='columns' with tables.optimizer='row_adagrad', which has one number of a "
+            "whole row: use tables.optimizer='adagrad', or tables.split='rows'"
+        )

@@ -1,0 +1,209 @@
+"""Records in Parquet files: a column for the label, for each number and for each feature.
+
+The label is 0 or 1, or true or false. Whole numbers are counts, of which ln(1 + x) is taken as of
+the other format's; floats are taken as they are. A category is a whole number, which is the row
+itself, or a text, whose row is its hash; a feature of several ids is a list of these. Missing
+values, and empty texts, are 0, or no id.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from llmx.data import opening
+from llmx.data.records import hashing
+from llmx.data.records.schema import NONE, Chunk, Feature, Schema
+from llmx.data.records.tsv import of_counts
+
+BATCH_RECORDS = 1 << 16
+
+
+def read(path: str, schema: Schema, *, label: str, start: int = 0) -> Iterator[tuple[Chunk, int]]:
+    """The records of a file from record `start` on, and the number of the next, some at a time.
+
+    Raises ValueError, naming file, column and record, for what cannot be used.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    with opening.open_random(path) as file:
+        try:
+            opened = parquet.ParquetFile(file)
+            names = [label, *schema.dense, *(feature.name for feature in schema.features)]
+            _check_columns(path, opened.schema_arrow.names, names)
+            first = 0
+            for group in range(opened.num_row_groups):
+                after = first + opened.metadata.row_group(group).num_rows
+                if after > start:
+                    yield from _groups(opened, group, path, schema, label, first, start)
+                first = after
+        except pyarrow.ArrowException as error:
+            raise ValueError(
+                f"{path} cannot be read as Parquet ({error}): copy or write it again"
+            ) from error
+
+
+def _check_columns(path: str, there: list[str], names: list[str]) -> None:
+    if missing := [name for name in names if name not in there]:
+        raise ValueError(
+            f"{path} has no column {missing[0]!r}, but {', '.join(there[:50])}: set "
+            "data.records.label, data.records.dense and data.records.features to names of these"
+        )
+    if twice := [name for name in names if there.count(name) > 1]:
+        raise ValueError(f"{path} has the column {twice[0]!r} more than once: rename one")
+
+
+def _groups(
+    opened: Any, group: int, path: str, schema: Schema, label: str, first: int, start: int
+) -> Iterator[tuple[Chunk, int]]:
+    """The records of a row group from record `start` of the file on."""
+    names = [label, *schema.dense, *(feature.name for feature in schema.features)]
+    for batch in opened.iter_batches(BATCH_RECORDS, row_groups=[group], columns=names):
+        after = first + len(batch)
+        if after > start:
+            left = max(start - first, 0)
+            yield _chunk(batch.slice(left), path, schema, label, first + left), after
+        first = after
+
+
+def _chunk(batch: Any, path: str, schema: Schema, label: str, first: int) -> Chunk:
+    """`first`: the number of the batch's first record in the file."""
+    place = f"{path} record {{}} column {{!r}}"
+    labels = _labels(batch.column(label), label, place, first)
+    dense = np.zeros((len(batch), len(schema.dense)), np.float32)
+    for at, name in enumerate(schema.dense):
+        dense[:, at] = _numbers(batch.column(name), name, place, first)
+    ids = np.full((len(batch), schema.num_ids), NONE, np.int32)
+    for feature in schema.features:
+        ids[:, schema.slices[feature.name]] = _ids(
+            batch.column(feature.name), feature, place, first
+        )
+    return Chunk(labels, dense, ids)
+
+
+def _labels(column: Any, name: str, place: str, first: int) -> np.ndarray:
+    import pyarrow
+
+    kind = column.type
+    if pyarrow.types.is_boolean(kind):
+        column = column.cast(pyarrow.int8())
+    elif not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
+        raise ValueError(
+            f"{place.format(first, name)} is of type {kind}: a label is a number, 0 or 1"
+        )
+    values = column.cast(pyarrow.float64(), safe=False).fill_null(float("nan")).to_numpy()
+    if (wrong := ~np.isin(values, (0, 1))).any():
+        at = int(np.argmax(wrong))
+        shown = column[at].as_py()
+        raise ValueError(
+            f"{place.format(first + at, name)} is {shown!r}, not 0 or 1: leave such records out of "
+            "the file, or set data.records.label to another column"
+        )
+    return values.astype(np.uint8)
+
+
+def _numbers(column: Any, name: str, place: str, first: int) -> np.ndarray:
+    import pyarrow
+
+    kind = column.type
+    if pyarrow.types.is_integer(kind) or pyarrow.types.is_null(kind):
+        return of_counts(column.cast(pyarrow.float64(), safe=False).fill_null(0).to_numpy())
+    if not pyarrow.types.is_floating(kind):
+        raise ValueError(
+            f"{place.format(first, name)} is of type {kind}, no number: name it in "
+            "data.records.features, or leave it out of data.records.dense"
+        )
+    values = column.cast(pyarrow.float64()).fill_null(0).to_numpy()
+    with np.errstate(over="ignore"):  # is infinite then
+        values = values.astype(np.float32)
+    if (wrong := ~np.isfinite(values)).any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{place.format(first + at, name)} is {column[at].as_py()}, not a finite number of 32 "
+            "bits: write a blank (null) where there is none"
+        )
+    return values
+
+
+def _ids(column: Any, feature: Feature, place: str, first: int) -> np.ndarray:
+    """Ids [B, length] of a column of values or of lists of them."""
+    import pyarrow
+
+    kind = column.type
+    is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+    if not is_list:
+        found = np.full((len(column), feature.length), NONE, np.int32)
+        found[:, 0] = _flat_ids(column, feature, place, first, None)
+        return found
+    lengths = column.value_lengths().fill_null(0).to_numpy()
+    if len(lengths) and lengths.max() > feature.length:
+        at = int(np.argmax(lengths))
+        raise ValueError(
+            f"{place.format(first + at, feature.name)} has {lengths[at]:,} ids, more than the "
+            f"{feature.length} of the feature: write '{feature.name}:{lengths[at]}' in "
+            "data.records.features, or shorten the lists"
+        )
+    records = np.repeat(np.arange(len(column)), lengths)
+    ends = np.cumsum(lengths)
+    positions = np.arange(len(records)) - np.repeat(ends - lengths, lengths)
+    found = np.full((len(column), feature.length), NONE, np.int32)
+    found[records, positions] = _flat_ids(column.flatten(), feature, place, first, records)
+    return found
+
+
+def _flat_ids(
+    column: Any, feature: Feature, place: str, first: int, records: np.ndarray | None
+) -> np.ndarray:
+    """Ids of values; `records`: the record of each, by default its own."""
+    import pyarrow
+
+    kind = column.type
+    if pyarrow.types.is_dictionary(kind):
+        column = column.dictionary_decode()
+        kind = column.type
+    if pyarrow.types.is_null(kind):
+        return np.full(len(column), NONE, np.int32)
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        return _hashed(column, feature, place, first, records)
+    if not pyarrow.types.is_integer(kind):
+        raise ValueError(
+            f"{place.format(first, feature.name)} is of type {kind}, and ids are whole numbers or "
+            "texts: name it in data.records.dense, or write it as one of these"
+        )
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    values = column.fill_null(0).to_numpy()
+    if (wrong := valid & ((values < 0) | (values >= feature.rows))).any():
+        at = int(np.argmax(wrong))
+        record = first + (at if records is None else int(records[at]))
+        raise ValueError(
+            f"{place.format(record, feature.name)} is the id {values[at]}, and the feature has ids "
+            f"from 0 to {feature.rows - 1}: raise data.records.rows={feature.rows}, or write it as "
+            "text, which is hashed"
+        )
+    return np.where(valid, values.astype(np.int32), NONE)
+
+
+def _hashed(
+    column: Any, feature: Feature, place: str, first: int, records: np.ndarray | None
+) -> np.ndarray:
+    import pyarrow
+    from pyarrow import compute
+
+    encoded = column.dictionary_encode()
+    lengths = compute.binary_length(encoded.dictionary)
+    if len(lengths) and (longest := compute.max(lengths).as_py()) > hashing.MAX_BYTES:
+        code = lengths.index(longest).as_py()
+        at = encoded.indices.index(code).as_py()
+        record = first + (at if records is None else int(records[at]))
+        raise ValueError(
+            f"{place.format(record, feature.name)} is a text of {longest:,} bytes, and a category "
+            f"has at most {hashing.MAX_BYTES}: shorten it, or leave the column out of "
+            "data.records.features"
+        )
+    texts = encoded.dictionary.cast(pyarrow.binary()).to_pylist() or [b""]
+    texts = np.array(texts, dtype=bytes)
+    found = hashing.rows_of(texts, feature.table_name, feature.rows)
+    found[texts == b""] = NONE  # a blank
+    positions = encoded.indices.fill_null(0).to_numpy()
+    return np.where(column.is_valid().to_numpy(zero_copy_only=False), found[positions], NONE)

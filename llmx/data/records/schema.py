@@ -1,0 +1,171 @@
+"""What a record has: a label, numbers, and features of ids; and its form on disk and in a batch.
+
+Letters: B records, F numbers ("dense"), I ids of all features side by side.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmx.data import json_files
+
+NONE = -1  # in `ids`: no id
+MAX_ROWS = 2**31 - 1  # ids are int32
+MAX_LENGTH = 1 << 16
+MAX_COLUMNS = 1 << 16
+# Names of the columns of Criteo's display advertising challenge, in the order of its lines.
+CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
+CRITEO_FEATURES = tuple(f"C{number}" for number in range(1, 27))
+_FEATURE = re.compile(r"(?P<name>[^:@]+)(:(?P<length>[0-9]{1,6}))?(@(?P<table>[^:@]+))?")
+
+
+class Chunk(NamedTuple):
+    """Records as arrays."""
+
+    labels: np.ndarray  # uint8 [B], 1 = clicked
+    dense: np.ndarray  # fp32 [B, F]
+    ids: np.ndarray  # int32 [B, I], NONE where there is no id
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One feature: up to `length` ids, each below `rows`. Features of one `table` have the same
+    ids, as the item of a record and those of its history."""
+
+    name: str
+    rows: int
+    length: int = 1
+    table: str = ""  # "" = one by the feature's own name
+
+    @property
+    def table_name(self) -> str:
+        return self.table or self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The columns of a record."""
+
+    dense: tuple[str, ...]
+    features: tuple[Feature, ...]
+
+    @functools.cached_property
+    def slices(self) -> dict[str, slice]:
+        """Where the ids of each feature are in the I of `ids`."""
+        bounds = np.cumsum([0] + [feature.length for feature in self.features]).tolist()
+        starts = zip(self.features, bounds[:-1], bounds[1:], strict=True)
+        return {feature.name: slice(low, high) for feature, low, high in starts}
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """The rows of each table."""
+        return {feature.table_name: feature.rows for feature in self.features}
+
+    @property
+    def num_ids(self) -> int:
+        return sum(feature.length for feature in self.features)
+
+    @functools.cached_property
+    def _by_type(self) -> dict[str, np.ndarray]:
+        """The columns of `ids` by the smallest unsigned type that holds their ids plus 1."""
+        columns = collections.defaultdict(list)
+        for feature in self.features:
+            where = self.slices[feature.name]
+            columns[np.min_scalar_type(feature.rows).str] += range(where.start, where.stop)
+        return {kind: np.array(found) for kind, found in sorted(columns.items())}
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """A record on disk: ids are kept plus 1, so that 0 is none, by type."""
+        fields = [("label", "u1"), ("dense", "<f4", (len(self.dense),))]
+        fields += [(f"ids{kind}", kind, (len(at),)) for kind, at in self._by_type.items()]
+        return np.dtype(fields)
+
+    def pack(self, chunk: Chunk) -> np.ndarray:
+        """Records [B] of `dtype`."""
+        packed = np.empty(len(chunk.labels), self.dtype)
+        packed["label"], packed["dense"] = chunk.labels, chunk.dense
+        for kind, columns in self._by_type.items():
+            packed[f"ids{kind}"] = chunk.ids[:, columns] + 1
+        return packed
+
+    def unpack(self, packed: np.ndarray) -> Chunk:
+        """The reverse of `pack`."""
+        ids = np.empty((len(packed), self.num_ids), np.int32)
+        for kind, columns in self._by_type.items():
+            ids[:, columns] = packed[f"ids{kind}"].astype(np.int32) - 1
+        return Chunk(packed["label"].copy(), packed["dense"].copy(), ids)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "dense": list(self.dense),
+            "features": [[*dataclasses.astuple(one)] for one in self.features],
+        }
+
+
+def from_json(value: Any) -> Schema:
+    """The reverse of `as_json`. Raises ValueError for what is no schema."""
+    shown = json_files.shown(value)
+    if not isinstance(value, Mapping) or value.keys() != {"dense", "features"}:
+        raise ValueError(f"schema is {shown}, not an object with dense and features")
+    dense, features = value["dense"], value["features"]
+    if not isinstance(dense, list) or not all(isinstance(name, str) for name in dense):
+        raise ValueError(f"the schema's dense is {json_files.shown(dense)}, not a list of names")
+    right = isinstance(features, list) and all(
+        isinstance(one, list) and len(one) == 4 and isinstance(one[0], str)
+        and isinstance(one[3], str)
+        and json_files.is_whole(one[1], 1, MAX_ROWS)
+        and json_files.is_whole(one[2], 1, MAX_LENGTH)
+        for one in features
+    )  # fmt: skip
+    if not right:
+        raise ValueError(f"the schema's features are {json_files.shown(features)}, not features")
+    found = Schema(tuple(dense), tuple(Feature(*one) for one in features))
+    if wrong := list(problems(found)):
+        raise ValueError(wrong[0])
+    return found
+
+
+def parse_feature(text: str, rows: int) -> Feature:
+    """The feature of an entry of `data.records.features`."""
+    found = _FEATURE.fullmatch(text)
+    if not found or not 1 <= int(found["length"] or 1) <= MAX_LENGTH:
+        raise ValueError(
+            f"data.records.features: {text!r} is no feature: write the name of a column, "
+            f"'NAME:LENGTH' with a length from 1 to {MAX_LENGTH} for lists of ids, or 'NAME@TABLE' "
+            "for the ids of another feature's table"
+        )
+    return Feature(found["name"], rows, int(found["length"] or 1), found["table"] or "")
+
+
+def problems(schema: Schema) -> Iterator[str]:
+    """What is wrong with the columns of a schema together."""
+    names = [*schema.dense, *(feature.name for feature in schema.features)]
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            yield f"data.records: the column {name!r} is named {count} times: name it once"
+    if not schema.features:
+        yield "data.records.features: a record has no features: name at least one"
+    for feature in schema.features:
+        if schema.tables[feature.table_name] != feature.rows:
+            yield (
+                f"data.records.features: those of the table {feature.table_name!r} have different "
+                f"numbers of rows, {feature.rows} and {schema.tables[feature.table_name]}: give "
+                "them the same"
+            )
+    width = len(schema.dense) + schema.num_ids
+    if width > MAX_COLUMNS:
+        yield (
+            f"data.records: a record has {width:,} numbers and ids, above the {MAX_COLUMNS:,} "
+            "that are read: name fewer features, or shorter ones"
+        )
+
+
+def concatenated(chunks: Sequence[Chunk]) -> Chunk:
+    """The records of all chunks, in order."""
+    return Chunk(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))

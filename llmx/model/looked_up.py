@@ -1,0 +1,65 @@
+"""Rows of sparse tables in a model: among the parameters, and in a batch.
+
+Where a gradient is taken (`step.sparse_rows`), rows are looked up once for all microbatches, and
+are among the parameters under `ROWS`. In an evaluation the tables themselves are, under `TABLES`,
+and rows are looked up here. What says which record has which row is in the batch.
+
+Letters: B records, U different rows of a device, n devices, W width of a row.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llmx.tables import numbers
+from llmx.tables.tables import Ids, Plan, Tables
+
+ROWS = "rows"  # by width, [n U, W]
+TABLES = "tables"  # the tables' state; also in State.extra
+PLACE, PRESENT = "place", "present"  # of a plan, by width; a batch has them after a lookup
+
+
+def with_rows(params: dict, batch: dict, tables: Tables, ids: Ids) -> tuple[dict, dict]:
+    """Parameters and batch of an evaluation after the lookup; as they are, if that is done."""
+    if TABLES not in params:
+        return params, batch
+    taken = tables.take(params[TABLES], ids)
+    params = {name: leaf for name, leaf in params.items() if name != TABLES}
+    return params | {ROWS: taken.rows}, batch | of_plan(taken.plan)
+
+
+def of_plan(plan: Mapping[str, Plan]) -> dict[str, Any]:
+    """What a batch has of a plan: arrays whose first dimension is that of records."""
+    return {PLACE + key: one.place_BK for key, one in plan.items()} | {
+        PRESENT + key: one.present_BK for key, one in plan.items()
+    }
+
+
+def plan_of(batch: dict, tables: Tables) -> dict[str, Plan]:
+    """The plan of a batch, as far as rows are combined by it."""
+    return {
+        key: Plan(None, batch[PLACE + key], batch[PRESENT + key], None) for key in tables.groups
+    }
+
+
+def ngram_name(order: int) -> str:
+    """Of the table, and of its feature."""
+    return f"{order}-grams"
+
+
+def ngrams(
+    orders: tuple[int, ...], rows: int, tokens_BT: jax.Array, positions_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """By table, the id of the last tokens up to each position, int32 [B, T], hashed to so many
+    rows; -1 where a document has not as many tokens yet."""
+    found = {}
+    for order in orders:
+        bits = jnp.full_like(tokens_BT, order).astype(jnp.uint32)
+        for back in range(order):
+            before = jnp.pad(tokens_BT, ((0, 0), (back, 0)))[:, : tokens_BT.shape[1]]
+            bits = numbers.mixed(bits * jnp.uint32(0x01000193) ^ before.astype(jnp.uint32), jnp)
+        ids = (bits % jnp.uint32(rows)).astype(jnp.int32)
+        found[ngram_name(order)] = jnp.where(positions_BT >= order - 1, ids, -1)
+    return found

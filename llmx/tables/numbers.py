@@ -1,0 +1,38 @@
+"""Random numbers of a row that depend on its id alone: however tables are split, and whenever a row
+is first made, it has the same numbers.
+
+A counter-based hash of 32 bits (the finalizer of MurmurHash3, twice) of seed, table, id and column.
+With jax.numpy or numpy, bit for bit the same.
+"""
+
+from typing import Any
+
+import numpy as np
+
+_GOLDEN = 0x9E3779B9
+
+
+def mixed(x: Any, xp: Any) -> Any:
+    """A hash of uint32, each bit of which depends on all bits of `x`."""
+    for _ in range(2):
+        x = (x ^ (x >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
+        x = x ^ (x >> xp.uint32(16))
+    return x
+
+
+def uniform(seed: int, table: Any, ids_R: Any, columns_W: Any, xp: Any = np) -> Any:
+    """Numbers in [-1, 1), fp32 [R, W], of rows and columns of a table (its number)."""
+    start = mixed(xp.uint32(seed & 0xFFFFFFFF) + xp.asarray(table, xp.uint32), xp)
+    rows_R = mixed(xp.asarray(ids_R).astype(xp.uint32) * xp.uint32(_GOLDEN) + start, xp)
+    columns_W = xp.asarray(columns_W).astype(xp.uint32) + xp.uint32(1)
+    bits_RW = mixed(rows_R[:, None] ^ (columns_W * xp.uint32(_GOLDEN))[None, :], xp)
+    # 24 bits are what a number of fp32 holds.
+    return (bits_RW >> xp.uint32(8)).astype(xp.float32) * xp.float32(2.0**-23) - xp.float32(1.0)
+
+
+def hashed(ids: Any, buckets: int, *, salt: int = 0, xp: Any = np) -> Any:
+    """Ids of any size below 2^32, in buckets: int32; negative ones stay."""
+    ids = xp.asarray(ids)
+    bits = mixed(ids.astype(xp.uint32) + xp.uint32(salt * _GOLDEN & 0xFFFFFFFF), xp)
+    return xp.where(ids < 0, -1, (bits % xp.uint32(buckets)).astype(xp.int32))

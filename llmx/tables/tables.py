@@ -1,0 +1,528 @@
+"""Tables on a mesh: rows taken for a batch, combined, and updated where a batch has touched them.
+
+    tables = make(tables, features, config, mesh, axes=("data",))
+    state = tables.init(seed)
+    taken = tables.take(state, ids)                        # in a jitted step, as all that follows
+    def loss(rows, ...):
+        inputs = tables.combine(rows, taken.plan)          # {feature: [B, W]}
+        ...
+    state = tables.update(state, taken, jax.grad(loss)(taken.rows), rate=0.02)
+
+Rows are split over the mesh axes `axes` of the batch; along other axes they are whole. Each device
+asks for the different rows of its records. That is one all-to-all of ids and one of rows, for all
+tables; gradients go back by one more. On one device nothing communicates.
+
+Letters: B records, L ids of a feature, K ids of a device, U = K places of different rows, W width,
+n devices along `axes`, C rows that a device asks of each other.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from llmx.tables import config as config_lib
+from llmx.tables import numbers, placement, requests, row_optimizers
+from llmx.tables.config import Feature, Table, TablesConfig
+from llmx.tables.placement import Group
+from llmx.tables.row_optimizers import RowOptimizer
+
+Ids = Mapping[str, Any]  # by feature, int32 [B, L]; -1 = none
+DECAYED = "decayed"  # of a row: the sum of log(1 - lr weight_decay) up to its last update
+
+
+class TablesState(NamedTuple):
+    """What tables are, by width: in checkpoints, split by devices."""
+
+    rows: dict[str, jax.Array]  # fp32 [n x slots, W]
+    slots: dict[str, dict[str, jax.Array]]  # of the optimizer, fp32 [n x slots, W or 1]
+    decay: jax.Array  # fp32 [], the sum of log(1 - lr weight_decay) of all steps
+
+
+class Plan(NamedTuple):
+    """Which rows a batch looks up: integers."""
+
+    rows_U: jax.Array  # int32 [n U]: the different rows that each device asks for
+    place_BK: jax.Array  # int32: where each id of a record is in the device's U
+    present_BK: jax.Array  # bool: there is such an id
+    rounds: jax.Array  # int32 [], exchanges that it takes
+
+
+class Taken(NamedTuple):
+    """Rows for a batch, by width."""
+
+    rows: dict[str, jax.Array]  # fp32 [n U, W]: what is differentiated
+    plan: dict[str, Plan]
+    unknown: jax.Array  # int32 [n]: how many ids of each device's records tables do not have
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tables:
+    """Sparse tables on a mesh, as functions of their state."""
+
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    config: TablesConfig
+    mesh: Mesh
+    axes: tuple[str, ...]  # that split rows and records; () = one device has all
+    all_axes: tuple[str, ...]  # with those of size 1
+    groups: Mapping[str, Group]
+    optimizer: RowOptimizer
+
+    # ------------------------------------------------------------------------------------ state
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def split(self) -> PartitionSpec:
+        """Of rows, and of records."""
+        return PartitionSpec(self.axes if self.axes else None)
+
+    @functools.cached_property
+    def abstract(self) -> TablesState:
+        """Shapes with shardings of the state."""
+        by_row, whole = (NamedSharding(self.mesh, spec) for spec in (self.split, PartitionSpec()))
+
+        def array(group: Group, width: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((group.none, width), jnp.float32, sharding=by_row)
+
+        return TablesState(
+            {key: array(group, group.width) for key, group in self.groups.items()},
+            {
+                key: {name: array(group, group.width if each else 1)
+                      for name, each in self._slots.items()}
+                for key, group in self.groups.items()
+            },
+            jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+        )  # fmt: skip
+
+    @property
+    def _slots(self) -> dict[str, bool]:
+        """What is kept of a row, and whether of each of its numbers."""
+        return dict(self.optimizer.slots) | ({DECAYED: False} if self.config.weight_decay else {})
+
+    def abstract_rows(self, num_records: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes with shardings of the rows that so many records look up, by width."""
+        to, found = NamedSharding(self.mesh, self.split), {}
+        for key, group in self.groups.items():
+            columns = sum(feature.length for feature, _ in group.lookups(self.features))
+            shape = (num_records * columns, group.width)
+            found[key] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=to)
+        return found
+
+    def init(self, seed: int) -> TablesState:
+        """`new`, each device's part made there."""
+        to = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        make = jax.sharding.auto_axes(lambda: self.new(seed), out_sharding=to)
+        return jax.jit(make, out_shardings=to)()
+
+    def new(self, seed: int) -> TablesState:
+        """New tables: a function of seed, table and id, however rows are split."""
+        slots = {
+            key: {
+                name: jnp.full(leaf.shape, self.optimizer.initial.get(name, 0.0), leaf.dtype)
+                for name, leaf in of_group.items()
+            }
+            for key, of_group in self.abstract.slots.items()
+        }
+        rows = {key: self._new_rows(seed, group) for key, group in self.groups.items()}
+        return TablesState(rows, slots, jnp.zeros(()))
+
+    def _new_rows(self, seed: int, group: Group) -> jax.Array:
+        """Those of all devices, [n slots, W]; 0 where a device has no row."""
+        by_device = []
+        for device in range(group.devices):
+            rows = jnp.zeros((group.slots, group.width), jnp.float32)
+            for part in group.parts:
+                if part.device not in (-1, device):
+                    continue
+                ids = jnp.arange(part.slots(group.devices), dtype=jnp.int32)
+                if part.device < 0:
+                    ids = ids * group.devices + (device - part.shift) % group.devices
+                columns = jnp.arange(*part.columns, dtype=jnp.int32)
+                new = part.table.bound * numbers.uniform(seed, part.number, ids, columns, xp=jnp)
+                new = jnp.where((ids < part.table.rows)[:, None], new, 0.0)
+                rows = jax.lax.dynamic_update_slice(rows, new, (part.base, 0))
+            by_device.append(rows)
+        return jnp.concatenate(by_device)
+
+    # ----------------------------------------------------------------------------------- lookups
+
+    def take(self, state: TablesState, ids: Ids) -> Taken:
+        """The rows that a batch looks up. Ids that a table does not have count as none
+        (`problems_of` names them). Communicates ids and rows over `axes`, of all tables at once."""
+        each = {f.name: jnp.asarray(ids[f.name], jnp.int32) for f in self.features}
+        passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
+        one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
+        plan = dict.fromkeys(self.groups, Plan(self.split, self.split, self.split, one))
+        found = self._region(
+            self._take, (self.split, self.split, one, self.split), (by_key, plan, self.split)
+        )(state.rows, passed, state.decay, each)
+        return Taken(*found)
+
+    def _numbered(self, group: Group, ids: Mapping[str, jax.Array]):
+        """Numbers of rows, [B, K], of the ids of each lookup, and which there are."""
+        found, there = [], []
+        for feature, part in group.lookups(self.features):
+            each = ids[feature.name]
+            is_there = (each >= 0) & (each < part.table.rows)
+            if part.device < 0:
+                device, slot = (each + part.shift) % group.devices, each // group.devices
+            else:
+                device, slot = part.device, each
+            number = device * group.slots + part.base + slot
+            found.append(jnp.where(is_there, number, group.none))
+            there.append(is_there)
+        return jnp.concatenate(found, axis=1), jnp.concatenate(there, axis=1)
+
+    def _capacities(self, asked: requests.Asked) -> dict[str, int]:
+        """C, by width: a multiple of an equal share of a device's ids."""
+        found = {}
+        for key, group in self.groups.items():
+            num_ids = asked[key].shape[0]
+            share = math.ceil(self.config.capacity * num_ids / group.devices)
+            found[key] = max(1, min(num_ids, group.slots, share))
+        return found
+
+    def _take(self, rows, passed, decay, ids):
+        """`take` of one device."""
+        asked, place, there = {}, {}, {}
+        for key, group in self.groups.items():
+            number_BK, there[key] = self._numbered(group, ids)
+            asked[key], place_K = requests.once(number_BK.reshape(-1), none=group.none)
+            place[key] = place_K.reshape(number_BK.shape)
+        unknown = self._num_unknown(ids)
+
+        def of_slots(key, slots):
+            """Rows of slots, 0 where there is none, as a decay that is to come leaves them."""
+            slots = jnp.where(slots < 0, self.groups[key].slots, slots)
+            found = rows[key].at[slots].get(mode="fill", fill_value=0)
+            if key in passed:
+                last = passed[key].at[slots].get(mode="fill", fill_value=0)
+                found = found * jnp.exp(decay - last)
+            return found
+
+        if not self.axes:
+            rounds, taken = jnp.ones((), jnp.int32), {}
+            for key, group in self.groups.items():
+                taken[key] = of_slots(key, jnp.where(asked[key] < group.none, asked[key], -1))
+        else:
+            capacities = self._capacities(asked)
+            rounds = requests.num_rounds(self.groups, asked, capacities, self.axes)
+            taken = self._taken(of_slots, asked, capacities, rounds)
+        plans = {key: Plan(asked[key], place[key], there[key], rounds) for key in self.groups}
+        return taken, plans, unknown
+
+    def _taken(self, of_slots, asked, capacities, rounds) -> dict[str, jax.Array]:
+        """The rows [U, W] that a device asks for, from the devices that have them."""
+        known = requests.fit(self.groups, asked, capacities)
+
+        def one_round(number, taken):
+            buckets = {
+                key: requests.bucket(group, asked[key], capacities[key], rounds, number)
+                for key, group in self.groups.items()
+            }
+            wanted = {key: bucket.slots_nC for key, bucket in buckets.items()}
+            wanted = requests.exchange(wanted, self.axes)
+            sent = {key: of_slots(key, slots_nC) for key, slots_nC in wanted.items()}
+            sent = requests.exchange(sent, self.axes)
+            new = {}
+            for key, group in self.groups.items():
+                sent_MW = sent[key].reshape(-1, group.width)
+                new[key] = sent_MW.at[buckets[key].at_U].get(mode="fill", fill_value=0)
+            return jax.tree.map(jnp.add, taken, new)
+
+        zeros = {
+            key: jnp.zeros((asked[key].shape[0], group.width))
+            for key, group in self.groups.items()
+        }  # fmt: skip
+        return requests.each_round(1 if known else rounds, one_round, zeros)
+
+    def _num_unknown(self, ids: Mapping[str, jax.Array]) -> jax.Array:
+        """How many ids of a device's records tables do not have, int32 [1]."""
+        rows = {table.name: table.rows for table in self.tables}
+        each = [
+            jnp.sum((ids[f.name] < -1) | (ids[f.name] >= rows[f.table]), dtype=jnp.int32)
+            for f in self.features
+        ]  # fmt: skip
+        return sum(each).reshape(1)
+
+    def _region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def combine(
+        self, rows: Mapping[str, jax.Array], plan: Mapping[str, Plan],
+        weights: Mapping[str, jax.Array] | None = None,
+    ) -> dict[str, jax.Array]:  # fmt: skip
+        """By feature, its rows combined to one, [B, W], or not, [B, L, W]; 0 where there is none.
+
+        weights: by feature fp32 [B, L]: rows are multiplied by them first; means are divided by
+        their sum. Differentiable in rows and weights. Nothing communicates.
+        """
+        weights = dict(weights or {})
+        found: dict[str, list[jax.Array]] = {feature.name: [] for feature in self.features}
+        for key, group in self.groups.items():
+            lookups = group.lookups(self.features)
+            names = [feature.name for feature, _ in lookups]
+            own = {name: weights[name] for name in dict.fromkeys(names) if name in weights}
+            combined = self._region(
+                functools.partial(self._combine, lookups), (self.split,) * 4, self.split
+            )(rows[key], plan[key].place_BK, plan[key].present_BK, own)
+            for name, array in zip(names, combined, strict=True):
+                found[name].append(array)
+        return {
+            name: parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+            for name, parts in found.items()
+        }
+
+    def _combine(self, lookups, rows_UW, place_BK, present_BK, weights) -> list[jax.Array]:
+        rows_BKW = rows_UW[place_BK]
+        found, first = [], 0
+        for feature, _ in lookups:
+            end = first + feature.length
+            of_feature, there = rows_BKW[:, first:end], present_BK[:, first:end, None]
+            first = end
+            scale = there.astype(rows_UW.dtype)
+            if feature.name in weights:
+                scale = scale * weights[feature.name][..., None]
+            if feature.combine == "max":
+                lowest = jnp.where(there, of_feature * scale, -jnp.inf).max(axis=1)
+                found.append(jnp.where(there.any(axis=1), lowest, 0.0))
+                continue
+            if feature.combine == "none":
+                found.append(of_feature * scale)
+                continue
+            total = (of_feature * scale).sum(axis=1)
+            if feature.combine == "mean":
+                count = scale.sum(axis=1)
+                total = total / jnp.where(count == 0, 1.0, count)
+            found.append(total)
+        return found
+
+    # ------------------------------------------------------------------------------------ updates
+
+    def update(
+        self, state: TablesState, taken: Taken, gradients: Mapping[str, jax.Array], *,
+        rate: jax.Array | float, accepted: jax.Array | bool = True,
+    ) -> TablesState:  # fmt: skip
+        """The state after an update of the rows that were taken; others stay, bit for bit.
+
+        gradients: by width, fp32 [n U, W], of what is the sum over all devices' records. rate: the
+        learning rate. Communicates gradients over `axes`, of all tables at once.
+        """
+        rate, accepted = jnp.asarray(rate, jnp.float32), jnp.asarray(accepted)
+        decay = state.decay
+        if self.config.weight_decay:
+            decay = decay + jnp.where(accepted, jnp.log1p(-rate * self.config.weight_decay), 0.0)
+        one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
+        asked = {key: plan.rows_U for key, plan in taken.plan.items()}
+        rounds = next(iter(taken.plan.values())).rounds
+        rows, slots = self._region(
+            self._update, (self.split,) * 4 + (one,) * 4, (by_key, self.split),
+        )(
+            state.rows, state.slots, asked, dict(gradients), rounds, rate, accepted,
+            jnp.stack([state.decay, decay]),
+        )  # fmt: skip
+        return TablesState(rows, slots, decay)
+
+    def _update(self, rows, slots, asked, gradients, rounds, rate, accepted, decay):
+        """`update` of one device."""
+        if not self.axes:
+            found = {}
+            for key, group in self.groups.items():
+                # The different rows ascend already, and none is there twice.
+                at_U = jnp.where(asked[key] < group.none, asked[key], group.slots)
+                found[key] = self._applied(
+                    group, rows[key], slots[key], at_U, gradients[key], rate, accepted, decay
+                )
+            return _unzipped(found)
+        capacities = self._capacities(asked)
+        known = requests.fit(self.groups, asked, capacities)
+
+        def one_round(number, state):
+            sent = {}
+            for key, group in self.groups.items():
+                bucket = requests.bucket(group, asked[key], capacities[key], rounds, number)
+                sent_nCW = gradients[key].at[bucket.from_nC].get(mode="fill", fill_value=0)
+                # Slots travel beside the gradients, all as bits.
+                sent_nCW = jax.lax.bitcast_convert_type(sent_nCW, jnp.int32)
+                sent[key] = jnp.concatenate([sent_nCW, bucket.slots_nC[..., None]], axis=-1)
+            found = {}
+            for key, both in requests.exchange(sent, self.axes).items():
+                group, both_MW = self.groups[key], both.reshape(-1, both.shape[-1])
+                own_MW = jax.lax.bitcast_convert_type(both_MW[:, :-1], jnp.float32)
+                at_M, sums_MW = requests.summed(both_MW[:, -1], own_MW, none=group.slots)
+                found[key] = self._applied(
+                    group, state[0][key], state[1][key], at_M, sums_MW, rate, accepted, decay
+                )
+            return _unzipped(found)
+
+        return requests.each_round(1 if known else rounds, one_round, (rows, slots))
+
+    def _applied(self, group: Group, rows, slots, at_M, gradients_MW, rate, accepted, decay):
+        """The state with these slots updated; `group.slots` and more stand for none."""
+        before, after = decay
+        old = rows.at[at_M].get(mode="fill", fill_value=0, indices_are_sorted=True)
+        kept = {
+            name: leaf.at[at_M].get(mode="fill", fill_value=0, indices_are_sorted=True)
+            for name, leaf in slots.items()
+        }
+        own = dict(kept)
+        if (passed := own.pop(DECAYED, None)) is not None:
+            old = old * jnp.exp(before - passed)
+        new, new_slots = self.optimizer.update(old, own, gradients_MW.astype(jnp.float32), rate)
+        if passed is not None:
+            new = new + old * jnp.expm1(after - before)
+            new_slots = new_slots | {DECAYED: jnp.broadcast_to(after, passed.shape)}
+        at_M = jnp.where(accepted, at_M, group.slots)  # else nothing is written
+        put = lambda whole, part: whole.at[at_M].set(  # noqa: E731
+            part, mode="drop", indices_are_sorted=True
+        )
+        return put(rows, new), {name: put(leaf, new_slots[name]) for name, leaf in slots.items()}
+
+    # ------------------------------------------------------------------------------ whole tables
+
+    def table(self, state: TablesState, name: str) -> np.ndarray:
+        """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests and
+        exports. All processes' devices must be addressable."""
+        rows = {}
+        for key, group in self.groups.items():
+            if group.parts_of(name):
+                rows[key] = np.asarray(jax.device_get(state.rows[key]))
+                if self.config.weight_decay:
+                    passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
+                    rows[key] = rows[key] * np.exp(float(state.decay) - passed)
+        return _whole(self.groups, rows, name)
+
+    def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
+        """A state that was saved on a mesh of other sizes, as it is on this one: arrays on the
+        host. Numbers stay what they are, bit for bit."""
+        devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
+        before = {
+            str(group.width): group
+            for group in placement.placed(self.tables, self.features, devices)
+        }
+
+        def moved(arrays: Mapping[str, np.ndarray], fill: float) -> dict[str, np.ndarray]:
+            arrays = {key: np.asarray(array) for key, array in arrays.items()}
+            found = {}
+            for key, group in self.groups.items():
+                each = [_whole(before, arrays, part.table.name) for part in group.parts]
+                width = min(group.width, each[0].shape[1])  # 1 where a row has one number
+                new = np.full((group.none, width), fill, np.float32)
+                for part, whole in zip(group.parts, each, strict=True):
+                    columns = slice(*part.columns) if width == group.width else slice(0, 1)
+                    new[_places(group, part)] = whole[:, columns]
+                found[key] = new
+            return found
+
+        slots = {
+            name: moved(
+                {key: of_group[name] for key, of_group in saved.slots.items()},
+                self.optimizer.initial.get(name, 0.0),
+            )
+            for name in self._slots
+        }
+        return TablesState(
+            moved(saved.rows, 0.0),
+            {key: {name: slots[name][key] for name in self._slots} for key in self.groups},
+            np.asarray(saved.decay),
+        )  # fmt: skip
+
+    def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
+        """Ids on the host that a table does not have."""
+        by_name = {table.name: table for table in self.tables}
+        for feature in self.features:
+            array, rows = np.asarray(ids[feature.name]), by_name[feature.table].rows
+            bad = np.argwhere((array < -1) | (array >= rows))
+            if len(bad):
+                record, place = bad[0]
+                yield (
+                    f"table {feature.table!r}: id {array[record, place]} of feature "
+                    f"{feature.name!r} in record {first_record + record:,} is not below its "
+                    f"{rows:,} rows: hash ids, or make the table larger; -1 says that there is no "
+                    "id"
+                )
+
+
+def _places(group: Group, part: placement.Part) -> np.ndarray:
+    """Where the rows of a part are in its group's array, by id."""
+    ids = np.arange(part.table.rows)
+    if part.device < 0:
+        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
+    else:
+        at = part.device * group.slots + ids
+    return at + part.base
+
+
+def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
+    row has one of."""
+    columns = [
+        (part.columns, arrays[key][_places(group, part)])
+        for key, group in groups.items()
+        for part in group.parts_of(name)
+    ]
+    columns.sort(key=lambda one: one[0])
+    width = columns[0][0][1] - columns[0][0][0]
+    if columns[0][1].shape[1] != width or len(columns) == 1:
+        return columns[0][1]
+    return np.concatenate([array for _, array in columns], axis=1)
+
+
+def _unzipped(found: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Firsts and seconds."""
+    return {key: one for key, (one, _) in found.items()}, {
+        key: other for key, (_, other) in found.items()
+    }
+
+
+def make(
+    tables: Sequence[Table], features: Sequence[Feature], config: TablesConfig, mesh: Mesh, *,
+    axes: Sequence[str] = ("data",),
+) -> Tables:  # fmt: skip
+    """Tables on a mesh. `axes`: mesh axes of the batch, that split records and rows.
+
+    Raises ValueError, all problems together.
+    """
+    wrong = list(config_lib.problems(tables, features))
+    if config.weight_decay and config.optimizer == "ftrl":
+        wrong.append("tables.weight_decay goes not with tables.optimizer='ftrl': use tables.l2")
+    if config.optimizer == "row_adagrad":
+        wrong += [
+            f"table {table.name!r}: split='columns' goes not with tables.optimizer='row_adagrad', "
+            "which has one number of a whole row: use 'adagrad', or split='rows'"
+            for table in tables
+            if table.split == "columns"
+        ]
+    if config.learning_rate * config.weight_decay >= 1:
+        wrong.append(
+            f"tables.learning_rate x tables.weight_decay = "
+            f"{config.learning_rate * config.weight_decay:g} must be less than 1"
+        )
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    all_axes = tuple(axes)
+    axes = tuple(axis for axis in all_axes if mesh.shape[axis] > 1)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    groups = {str(group.width): group for group in placement.placed(tables, features, devices)}
+    return Tables(
+        tuple(tables),
+        tuple(features),
+        config,
+        mesh,
+        axes,
+        all_axes,
+        groups,
+        row_optimizers.make(config),
+    )

@@ -1,0 +1,193 @@
+"""Measures a step of a sparse table: lookup, gradient and update, beside dense tables and torch's.
+
+    python scripts/bench_tables.py [--records 512 --ids 8] [--optimizer row_adagrad adagrad adam]
+    python scripts/bench_tables.py --devices 4      # the same on so many devices of a CPU
+
+For each number of rows, milliseconds of a step, the least and the median of all; steps of all
+cases take turns, so that other work on the machine meets all of them. Then the same step with
+`optax.adagrad` on a dense table, and with torch's `EmbeddingBag(sparse=True)` and its sparse
+optimizers. Ids of a batch are all different: every case touches as many rows.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+RATE = 0.02
+
+
+def batches_of(rows: int, records: int, ids: int, number: int) -> list[np.ndarray]:
+    """Of different ids each, [records, ids]."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(number):
+        # About half more than it takes, without repetitions, in any order.
+        drawn = np.unique(rng.integers(0, rows, 2 * records * ids))
+        found.append(rng.permutation(drawn)[: records * ids].reshape(records, ids))
+    assert all(one.size == records * ids for one in found), "too few rows for so many ids"
+    return found
+
+
+def sparse(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[], None]:
+    """A step of llmx.tables."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+
+    from llmx.tables import tables as tables_lib
+    from llmx.tables.config import Feature, Table, TablesConfig
+
+    mesh = jax.make_mesh(
+        (args.devices,), ("data",), axis_types=(AxisType.Explicit,),
+        devices=jax.devices()[: args.devices],
+    )  # fmt: skip
+    table, feature = Table("table", rows, args.width), Feature("ids", "table", args.ids, "sum")
+    tables = tables_lib.make([table], [feature], TablesConfig(optimizer=optimizer), mesh)
+
+    def step(state, ids):
+        taken = tables.take(state, {"ids": ids})
+
+        def loss(rows):
+            return jnp.sum(jnp.square(tables.combine(rows, taken.plan)["ids"]))
+
+        return tables.update(state, taken, jax.grad(loss)(taken.rows), rate=RATE)
+
+    to = NamedSharding(mesh, tables.split)
+    batches = batches_of(rows, args.records, args.ids, args.batches)
+    batches = [jax.device_put(batch.astype(np.int32), to) for batch in batches]
+    with jax.set_mesh(mesh):
+        state = tables.init(0)
+        compiled = jax.jit(step, donate_argnums=0).lower(state, batches[0]).compile()
+        held = [state]
+
+    def run(number: int) -> None:
+        held[0] = jax.block_until_ready(compiled(held[0], batches[number % len(batches)]))
+
+    memory = compiled.memory_analysis()
+    run.memory = memory.temp_size_in_bytes
+    return run
+
+
+def dense(rows: int, args: argparse.Namespace) -> Callable[[], None]:
+    """The same step with optax.adagrad on a dense table, on one device."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    optimizer = optax.adagrad(RATE, initial_accumulator_value=0.0)
+
+    def step(table, state, ids):
+        gradient = jax.grad(lambda table: jnp.sum(jnp.square(table[ids].sum(axis=1))))(table)
+        update, state = optimizer.update(gradient, state, table)
+        return optax.apply_updates(table, update), state
+
+    batches = [
+        jax.device_put(batch.astype(np.int32))
+        for batch in batches_of(rows, args.records, args.ids, args.batches)
+    ]
+    table = jax.random.uniform(jax.random.key(0), (rows, args.width), minval=-0.1, maxval=0.1)
+    held = [(table, optimizer.init(table))]
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held[0], batches[0]).compile()
+
+    def run(number: int) -> None:
+        held[0] = jax.block_until_ready(compiled(*held[0], batches[number % len(batches)]))
+
+    run.memory = compiled.memory_analysis().temp_size_in_bytes
+    return run
+
+
+def of_torch(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[], None]:
+    """The same step of torch, on all of its threads."""
+    import torch
+
+    bag = torch.nn.EmbeddingBag(rows, args.width, mode="sum", sparse=True)
+    makers = {
+        "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam,
+    }  # fmt: skip
+    updated = makers[optimizer](bag.parameters(), lr=RATE)
+    batches = [
+        torch.from_numpy(batch) for batch in batches_of(rows, args.records, args.ids, args.batches)
+    ]
+
+    def run(number: int) -> None:
+        updated.zero_grad(set_to_none=True)
+        bag(batches[number % len(batches)]).square().sum().backward()
+        updated.step()
+
+    return run
+
+
+def measured(cases: dict[str, Callable], steps: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step of each: the least, and the median."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(-3, steps):  # three to begin with
+        for name, run in cases.items():
+            begun = time.perf_counter()
+            run(number)
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - begun)
+    return {
+        name: (1e3 * min(each), 1e3 * statistics.median(each)) for name, each in seconds.items()
+    }
+
+
+def main() -> None:
+    """Measures and prints all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[10**5, 10**6, 10**7])
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--records", type=int, default=512)
+    parser.add_argument("--ids", type=int, default=8, help="of a record, whose rows are added up")
+    parser.add_argument("--optimizer", nargs="+", default=["row_adagrad", "adagrad", "adam"])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--compare-rows", type=int, default=10**6, help="of dense and torch's")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--json", help="a file for the figures")
+    args = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    if args.devices > 1:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    print(f"{args.records} x {args.ids} ids of width {args.width}, {jax.devices()[0].device_kind}")
+    cases: dict[str, Callable] = {
+        f"llmx {args.optimizer[0]} {rows:,} rows": sparse(rows, args, args.optimizer[0])
+        for rows in args.rows
+    }
+    by_rows = list(cases)
+    rows = args.compare_rows
+    for optimizer in args.optimizer:
+        cases.setdefault(f"llmx {optimizer} {rows:,} rows", sparse(rows, args, optimizer))
+    pairs = []
+    if args.devices == 1:
+        cases[name := f"optax.adagrad, dense, {rows:,} rows"] = dense(rows, args)
+        pairs.append((name, f"llmx {args.optimizer[0]} {rows:,} rows"))
+        for optimizer in args.optimizer if not args.no_torch else ():
+            if optimizer == "row_adagrad":  # torch has none
+                continue
+            cases[name := f"torch {optimizer} {rows:,} rows"] = of_torch(rows, args, optimizer)
+            pairs.append((name, f"llmx {optimizer} {rows:,} rows"))
+    found = measured(cases, args.steps)
+    for name, (least, median) in found.items():
+        beside = getattr(cases[name], "memory", None)
+        memory = "" if beside is None else f"   {beside / 2**20:8.1f} MiB beside its arguments"
+        print(f"{name:40s} {least:8.2f} ms  median {median:8.2f}{memory}")
+    times = [found[name][0] for name in by_rows]
+    print(f"most to least of {len(times)} numbers of rows: {max(times) / min(times):.2f}")
+    for slow, fast in pairs:
+        ratios = [found[slow][at] / found[fast][at] for at in range(2)]
+        print(f"{slow}: {ratios[0]:.1f}x the time of {fast} (medians {ratios[1]:.1f}x)")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Tables on any mesh equal dense ones on one device: values, gradients and updates."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from llmx.tables import tables as tables_lib
+from llmx.tables.config import Feature, Table, TablesConfig
+
+# fp32: sums over records of other devices in another order.
+EXACT = dict(rtol=1e-6, atol=1e-6)
+
+TABLES = (
+    Table("a", 50, 8), Table("b", 7, 8, split="whole"), Table("c", 1, 8),
+    Table("d", 33, 8, split="columns"), Table("e", 20, 4, split="whole", scale=0.5),
+)  # fmt: skip
+FEATURES = (
+    Feature("a1", "a"), Feature("a2", "a", 3, "mean"), Feature("b1", "b", 4, "max"),
+    Feature("c1", "c", 2), Feature("d1", "d", 2, "none"), Feature("e1", "e", 5, "sum"),
+)  # fmt: skip
+B = 24
+
+
+def mesh_of(devices: int, axes=("data",)):
+    shape = (devices,) if len(axes) == 1 else (devices // 2, 2)
+    return jax.make_mesh(
+        shape, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=jax.devices()[:devices]
+    )
+
+
+def ids_of(seed: int, kind: str = "random") -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    rows = {table.name: table.rows for table in TABLES}
+    found = {}
+    for feature in FEATURES:
+        shape, limit = (B, feature.length), rows[feature.table]
+        ids = rng.integers(-1, limit, shape)
+        if kind == "hot":
+            ids = np.full(shape, limit - 1)
+        elif kind == "one_device":  # of eight: each round has room for a share only
+            ids = rng.integers(0, max(1, limit // 8), shape) * 8 % limit
+        elif kind == "empty":
+            ids = np.full(shape, -1)
+        elif kind == "distinct":
+            ids = (np.arange(B * feature.length) % limit).reshape(shape)
+        found[feature.name] = ids.astype(np.int32)
+    return found
+
+
+def dense(params: dict, ids: dict) -> dict:
+    """The same lookups of whole tables."""
+    found = {}
+    for feature in FEATURES:
+        at = jnp.asarray(ids[feature.name])
+        there = (at >= 0)[..., None]
+        rows = params[feature.table][jnp.maximum(at, 0)]
+        if feature.combine == "max":
+            most = jnp.where(there, rows, -jnp.inf).max(axis=1)
+            found[feature.name] = jnp.where(there.any(axis=1), most, 0.0)
+            continue
+        rows = rows * there
+        if feature.combine == "none":
+            found[feature.name] = rows
+            continue
+        found[feature.name] = rows.sum(axis=1)
+        if feature.combine == "mean":
+            found[feature.name] /= jnp.maximum(there.sum(axis=1), 1)
+    return found
+
+
+def loss_of(embedded: dict) -> jax.Array:
+    """Weighs all numbers differently."""
+    total = 0.0
+    for number, name in enumerate(sorted(embedded)):
+        array = embedded[name]
+        weights = jnp.cos(jnp.arange(array.size, dtype=jnp.float32) + number).reshape(array.shape)
+        total = total + jnp.sum(jnp.sin(3 * array) * weights)
+    return total
+
+
+MESHES = {
+    "1": (1, ("data",)), "2": (2, ("data",)), "3": (3, ("data",)), "4": (4, ("data", "fsdp")),
+    "8": (8, ("data",)),
+}  # fmt: skip
+
+
+@functools.cache
+def made(name: str, **options) -> tables_lib.Tables:
+    """On a mesh; tables that cannot be split by columns are by rows."""
+    devices, axes = MESHES[name]
+    by_row = options.get("optimizer", "row_adagrad") == "row_adagrad"
+    listed = [
+        table if table.split != "columns" or (table.width % devices == 0 and not by_row)
+        else Table(table.name, table.rows, table.width)
+        for table in TABLES
+    ]  # fmt: skip
+    return tables_lib.make(
+        listed, FEATURES, TablesConfig(**options), mesh_of(devices, axes), axes=axes
+    )
+
+
+def placed(tables: tables_lib.Tables, ids: dict) -> dict:
+    to = NamedSharding(tables.mesh, tables.split)
+    return {name: jax.device_put(array, to) for name, array in ids.items()}
+
+
+RATE = 0.1
+
+
+@functools.cache
+def step_of(tables: tables_lib.Tables):
+    """One step: what is looked up, the loss, and the new state."""
+
+    def step(state, ids, accepted):
+        taken = tables.take(state, ids)
+
+        def loss(rows):
+            embedded = tables.combine(rows, taken.plan)
+            whole = {
+                name: jax.sharding.reshard(array, PartitionSpec())
+                for name, array in embedded.items()
+            }
+            return loss_of(whole), whole
+
+        (value, embedded), gradients = jax.value_and_grad(loss, has_aux=True)(taken.rows)
+        state = tables.update(state, taken, gradients, rate=RATE, accepted=accepted)
+        rounds = jnp.stack([plan.rounds for plan in taken.plan.values()])
+        return state, value, embedded, rounds, taken.unknown
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def run(tables, state, ids, *, accepted=True):
+    with jax.set_mesh(tables.mesh):
+        return jax.block_until_ready(step_of(tables)(state, placed(tables, ids), accepted))
+
+
+@functools.cache
+def new_state(tables: tables_lib.Tables, seed: int):
+    """On the host: a step is given its own copy."""
+    with jax.set_mesh(tables.mesh):
+        return jax.tree.map(np.array, tables.init(seed))
+
+
+def state_of(tables: tables_lib.Tables, seed: int):
+    to = jax.tree.map(lambda leaf: leaf.sharding, tables.abstract)
+    return jax.tree.map(jax.device_put, new_state(tables, seed), to)
+
+
+@jax.jit
+def wanted_of(params: dict, ids: dict):
+    """By dense tables: the loss, what is looked up, and gradients."""
+
+    def loss(params):
+        embedded = dense(params, ids)
+        return loss_of(embedded), embedded
+
+    (value, embedded), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return value, embedded, gradients
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", ["random", "hot", "one_device", "empty", "distinct"])
+def test_any_split_equals_dense_tables(mesh, kind):
+    tables, ids = made(mesh, optimizer="sgd"), ids_of(0, kind)
+    state = state_of(tables, 7)
+    params = {table.name: tables.table(state, table.name) for table in TABLES}
+    state, value, embedded, rounds, unknown = run(tables, state, ids)
+    wanted_value, wanted, gradients = wanted_of(params, ids)
+    for name in wanted:
+        np.testing.assert_allclose(embedded[name], wanted[name], **EXACT)
+    np.testing.assert_allclose(value, wanted_value, **EXACT)
+    for name in params:
+        np.testing.assert_allclose(
+            tables.table(state, name), params[name] - RATE * gradients[name], **EXACT
+        )
+    assert not unknown.any()
+    if mesh == "8" and kind == "one_device":
+        assert rounds.max() > 1  # what did not fit went in further rounds
+    if kind == "hot":
+        assert rounds.max() == 1
+
+
+def test_new_rows_do_not_depend_on_the_split():
+    found = []
+    for mesh in MESHES:
+        tables = made(mesh, optimizer="sgd")
+        state = new_state(tables, 7)
+        found.append({table.name: tables.table(state, table.name) for table in TABLES})
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, found[0])
+    assert abs(found[0]["a"].mean()) < 0.02 and found[0]["a"].std() > 0.05
+
+
+def reference(optimizer: str, rows, slots, g, rate, config):
+    """One row's update in NumPy, from the papers' formulas."""
+    if optimizer == "sgd":
+        return rows - rate * g, slots
+    if optimizer in ("adagrad", "row_adagrad"):
+        square = g**2 if optimizer == "adagrad" else np.full_like(g, (g**2).mean())
+        s = slots.get("s", np.full_like(g, config.initial_square)) + square
+        return rows - rate * g / (np.sqrt(s) + config.eps), {"s": s}
+    if optimizer == "adam":
+        t = slots.get("t", 0) + 1
+        m = config.b1 * slots.get("m", 0 * g) + (1 - config.b1) * g
+        v = config.b2 * slots.get("v", 0 * g) + (1 - config.b2) * g**2
+        hat = (m / (1 - config.b1**t)) / (np.sqrt(v / (1 - config.b2**t)) + config.eps)
+        return rows - rate * hat, {"m": m, "v": v, "t": t}
+    n = slots.get("n", 0 * g)
+    z = slots.get("z", -rows * (config.eps / rate + config.l2))
+    new_n = n + g**2
+    z = z + g - (np.sqrt(new_n) - np.sqrt(n)) / rate * rows
+    new = np.where(
+        np.abs(z) <= config.l1, 0,
+        -(z - np.sign(z) * config.l1) / ((config.eps + np.sqrt(new_n)) / rate + config.l2),
+    )  # fmt: skip
+    return new, {"z": z, "n": new_n}
+
+
+@pytest.mark.parametrize(
+    "optimizer, weight_decay, mesh",
+    [
+        ("sgd", 0.5, "1"), ("adagrad", 0.0, "1"), ("row_adagrad", 0.5, "4"), ("adam", 0.0, "4"),
+        ("adam", 0.5, "4"), ("ftrl", 0.0, "4"),
+    ],
+)  # fmt: skip
+def test_optimizers_equal_the_formulas(optimizer, weight_decay, mesh):
+    """Of touched rows; others keep their bits, and a decay that is to come is in what is read."""
+    options = dict(l1=0.01, l2=0.1, eps=1e-3) if optimizer == "ftrl" else dict(eps=1e-6)
+    tables = made(mesh, optimizer=optimizer, weight_decay=weight_decay, **options)
+    state = state_of(tables, 1)
+    wanted = {t.name: tables.table(state, t.name).astype(np.float64) for t in TABLES}
+    slots: dict = {}
+    for number in range(3):
+        ids = ids_of(number)
+        if number == 1:
+            ids = {name: np.minimum(array, 3) for name, array in ids.items()}
+        as_fp32 = {name: array.astype(np.float32) for name, array in wanted.items()}
+        _, _, gradients = jax.device_get(wanted_of(as_fp32, ids))
+        before = {key: np.array(array) for key, array in state.rows.items()}
+        state, *_ = run(tables, state, ids)
+        untouched = 0
+        for table in TABLES:
+            used = {
+                int(one) for f in FEATURES if f.table == table.name for one in ids[f.name].flat
+            } - {-1}
+            for row in range(table.rows):
+                old = wanted[table.name][row]
+                if row in used:
+                    own = slots.setdefault((table.name, row), {})
+                    g = np.asarray(gradients[table.name][row], np.float64)
+                    new, own = reference(optimizer, old, own, g, RATE, tables.config)
+                    slots[table.name, row] = own
+                else:
+                    new, untouched = old, untouched + 1
+                wanted[table.name][row] = new - RATE * weight_decay * old
+            found = tables.table(state, table.name)
+            np.testing.assert_allclose(found, wanted[table.name], rtol=2e-4, atol=2e-5)
+        same = sum((np.array(state.rows[key]) == before[key]).all(axis=1).sum() for key in before)
+        assert same >= untouched > 0
+
+
+def test_a_step_that_is_not_accepted_changes_nothing():
+    tables = made("4", optimizer="adam", weight_decay=0.5, eps=1e-6)
+    state = state_of(tables, 1)
+    before = jax.tree.map(np.array, state)
+    state, *_ = run(tables, state, ids_of(0), accepted=False)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), before)
+
+
+def test_ids_that_a_table_does_not_have_are_counted_and_looked_up_as_none():
+    tables, ids = made("4", optimizer="adam", weight_decay=0.5, eps=1e-6), ids_of(0)
+    none, wrong = ({name: array.copy() for name, array in ids.items()} for _ in range(2))
+    none["a2"][5, 1], none["b1"][20, 0] = -1, -1
+    wrong["a2"][5, 1], wrong["b1"][20, 0] = 50, -2
+    *_, expected, _, nothing = run(tables, state_of(tables, 1), none)
+    *_, found, _, unknown = run(tables, state_of(tables, 1), wrong)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert nothing.tolist() == [0, 0, 0, 0] and unknown.tolist() == [1, 0, 0, 1]
+
+
+def test_ids_that_a_table_does_not_have_are_named():
+    tables, ids = made("1", optimizer="sgd"), ids_of(0)
+    assert not list(tables.problems_of(ids))
+    ids["a2"][5, 1] = 50
+    [text] = tables.problems_of(ids, first_record=100)
+    assert "table 'a'" in text and "id 50" in text and "record 105" in text and "50 rows" in text
+
+
+def test_weights_multiply_rows():
+    tables, ids = made("2", optimizer="sgd"), ids_of(2)
+    rng = np.random.default_rng(0)
+    weights = {"a2": rng.uniform(size=(B, 3)).astype(np.float32)}
+    state = state_of(tables, 7)
+    with jax.set_mesh(tables.mesh):
+        taken = jax.jit(tables.take)(state, placed(tables, ids))
+        found = jax.jit(tables.combine)(taken.rows, taken.plan, placed(tables, weights))
+    table = tables.table(state, "a")
+    there = (ids["a2"] >= 0) * weights["a2"]
+    total = (table[np.maximum(ids["a2"], 0)] * there[..., None]).sum(axis=1)
+    np.testing.assert_allclose(found["a2"], total / there.sum(axis=1, keepdims=True), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "tables, features, part",
+    [
+        ((Table("a", 5, 4), Table("a", 5, 4)), (), "twice"),
+        ((Table("a", 0, 4),), (), "0 rows"),
+        ((Table("a", 5, 4, split="diagonal"),), (), "diagonal"),
+        ((Table("a", 5, 4),), (Feature("x", "b"),), "looks up table 'b'"),
+        ((Table("a", 5, 4),), (Feature("x", "a", combine="min"),), "min"),
+        ((Table("a", 2**31, 4),), (Feature("x", "a"),), "another width"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(tables, features, part):
+    with pytest.raises(ValueError, match=part):
+        tables_lib.make(tables, features, TablesConfig(), mesh_of(2))
+
+
+def test_columns_that_do_not_divide_are_an_error():
+    table, config = Table("a", 5, 3, split="columns"), TablesConfig(optimizer="adagrad")
+    with pytest.raises(ValueError, match="width 3 does not divide over 2 devices"):
+        tables_lib.make((table,), (Feature("x", "a"),), config, mesh_of(2))
+    with pytest.raises(ValueError, match=r"goes not with .*row_adagrad"):
+        tables_lib.make((table,), (Feature("x", "a"),), TablesConfig(), mesh_of(2))
