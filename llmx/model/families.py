@@ -421,6 +421,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     depends = {
         "family": None,
         "vocab_multiple": None,  # padding has no probability
+        "ngram_rows": model.ngram_rows if model.ngram_tables else None,
         "max_positions": model.max_positions if model.positions == "learned" else None,
         "rope_theta": model.rope_theta if shared else None,
         "rope_theta_local": local if rope and LOCAL in kinds else None,

@@ -80,7 +80,24 @@ WITHOUT_EFFECT = {"family", "vocab_multiple", "embedding_cores"}  # the last one
 
 def test_every_field_is_changed():
     fields = {field.name for field in dataclasses.fields(families.ModelConfig)}
-    assert set(CHANGES) == fields - {"own"}  # which is a program's
+    # Of a program, and of sparse tables.
+    others = {"own", "recommender", "ngram_tables", "ngram_rows"}
+    assert set(CHANGES) == fields - others
+
+
+def test_models_with_other_tables_are_refused():
+    model = dataclasses.replace(MODELS["plain"], ngram_tables=(2,), ngram_rows=10)
+    saved = {"model": identity.as_json(model)}
+    assert not identity.refusal_of_model(saved, model)
+    for changes in (dict(ngram_tables=(2, 3)), dict(ngram_rows=11)):
+        refused = identity.refusal_of_model(saved, dataclasses.replace(model, **changes))
+        assert all(f"model.{name}" in refused for name in changes)
+    of_clicks = dataclasses.replace(
+        MODELS["plain"], recommender=dataclasses.replace(model.recommender, name="dlrm")
+    )
+    assert "model.recommender" in identity.refusal_of_model(saved, of_clicks)
+    without = dataclasses.replace(MODELS["plain"], ngram_rows=11)
+    assert not identity.refusal_of_model({"model": identity.as_json(MODELS["plain"])}, without)
 
 
 def test_another_model_of_a_program_is_refused():

@@ -222,7 +222,7 @@ def test_a_model_of_other_layers_is_refused(teacher, tmp_path):
     """The model that is given must be that of the chosen layers."""
     folder, model, _ = teacher
     run, recipe = run_of(
-        tmp_path, model=dict(dataclasses.asdict(model), num_layers=3), start_from=str(folder),
+        tmp_path, model=dict(vars(model), num_layers=3), start_from=str(folder),
         start_from_layers=(0, 2),
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"model.num_layers: saved 2, given 3"):
