@@ -21,9 +21,10 @@ def mixed(x: Any, xp: Any) -> Any:
     return x
 
 
-def uniform(seed: int, table: Any, ids_R: Any, columns_W: Any, xp: Any = np) -> Any:
-    """Numbers in [-1, 1), fp32 [R, W], of rows and columns of a table (its number)."""
-    start = mixed(xp.uint32(seed & 0xFFFFFFFF) + xp.asarray(table, xp.uint32), xp)
+def uniform(seed: Any, table: Any, ids_R: Any, columns_W: Any, xp: Any = np) -> Any:
+    """Numbers in [-1, 1), fp32 [R, W], of rows and columns of a table (its number). `seed`: of 32
+    bits."""
+    start = mixed(xp.asarray(seed, xp.uint32) + xp.asarray(table, xp.uint32), xp)
     rows_R = mixed(xp.asarray(ids_R).astype(xp.uint32) * xp.uint32(_GOLDEN) + start, xp)
     columns_W = xp.asarray(columns_W).astype(xp.uint32) + xp.uint32(1)
     bits_RW = mixed(rows_R[:, None] ^ (columns_W * xp.uint32(_GOLDEN))[None, :], xp)

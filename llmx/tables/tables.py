@@ -137,22 +137,35 @@ class Tables:
         return TablesState(rows, slots, jnp.zeros(()))
 
     def _new_rows(self, seed: int, group: Group) -> jax.Array:
-        """Those of all devices, [n slots, W]; 0 where a device has no row."""
-        by_device = []
-        for device in range(group.devices):
-            rows = jnp.zeros((group.slots, group.width), jnp.float32)
-            for part in group.parts:
-                if part.device not in (-1, device):
-                    continue
-                ids = jnp.arange(part.slots(group.devices), dtype=jnp.int32)
-                if part.device < 0:
-                    ids = ids * group.devices + (device - part.shift) % group.devices
-                columns = jnp.arange(*part.columns, dtype=jnp.int32)
-                new = part.table.bound * numbers.uniform(seed, part.number, ids, columns, xp=jnp)
-                new = jnp.where((ids < part.table.rows)[:, None], new, 0.0)
-                rows = jax.lax.dynamic_update_slice(rows, new, (part.base, 0))
-            by_device.append(rows)
-        return jnp.concatenate(by_device)
+        """Those of all devices, [n slots, W], each device's made there; 0 where it has no row."""
+        # Behind a barrier: the compiler would compute rows of constants itself, for minutes.
+        seed = jax.lax.optimization_barrier(jnp.uint32(seed & 0xFFFFFFFF))
+        if not self.axes:
+            return self._rows_of_device(group, seed, jnp.zeros((), jnp.int32))
+        of_device = lambda seed: self._rows_of_device(group, seed, self._device())  # noqa: E731
+        # The mesh is that of the context, whose axes are automatic here.
+        return jax.shard_map(
+            of_device, in_specs=PartitionSpec(), out_specs=self.split, check_vma=False
+        )(seed)
+
+    def _device(self) -> jax.Array:
+        """The number of this device along `axes`."""
+        return jax.lax.axis_index(self.axes)
+
+    def _rows_of_device(self, group: Group, seed: jax.Array, device: jax.Array) -> jax.Array:
+        rows = jnp.zeros((group.slots, group.width), jnp.float32)
+        for part in group.parts:
+            ids = jnp.arange(part.slots(group.devices), dtype=jnp.int32)
+            if part.device < 0:
+                ids = ids * group.devices + (device - part.shift) % group.devices
+            columns = jnp.arange(*part.columns, dtype=jnp.int32)
+            new = part.table.bound * numbers.uniform(seed, part.number, ids, columns, xp=jnp)
+            new = jnp.where((ids < part.table.rows)[:, None], new, 0.0)
+            if part.device >= 0:  # there others may have other parts at these slots
+                old = rows[part.base : part.base + part.table.rows]
+                new = jnp.where(device == part.device, new, old)
+            rows = jax.lax.dynamic_update_slice(rows, new, (part.base, 0))
+        return rows
 
     # ----------------------------------------------------------------------------------- lookups
 

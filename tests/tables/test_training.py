@@ -207,6 +207,7 @@ def tables_of(found) -> dict[str, np.ndarray]:
     return {table.name: tables.table(state, table.name) for table in tables.tables[:6]}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
     mesh = dict(mesh__data=2, mesh__fsdp=4)
     whole = library.fit(dlrm_run(tmp_path / "a", **mesh))
