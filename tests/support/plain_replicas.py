@@ -16,6 +16,7 @@ from llmx import sharding
 from llmx.model import apply, families
 from llmx.sharding import trees
 from llmx.step import optimizers
+from llmx.sync import reshard
 from llmx.sync.replicas import VARIANCE
 
 BATCH, LENGTH, STEPS, WARMUP = 16, 16, 6, 2
@@ -181,6 +182,15 @@ def chosen(fragments, num: int, new, old):
     return jax.tree_util.tree_map_with_path(one, new, old)
 
 
+def seen_by(state) -> tuple[dict, dict] | None:
+    """What exchanges of signs have left in a run: of replicas [n, ...], and of their servers."""
+    kept = jax.device_get(getattr(state.sync, "residuals", None))
+    if kept is None:
+        return None
+    shapes = {name: leaf.shape[1:] for name, leaf in kept.errors.items()}
+    return kept.errors, {n: reshard.whole(a, shapes[n]) for n, a in kept.server.items()}
+
+
 class PlainSigns:
     """Exchanges of trees in signs, with the errors of four replicas and their servers."""
 
@@ -189,13 +199,15 @@ class PlainSigns:
         self.errors = {name: np.zeros((4, *leaf.shape), "f4") for name, leaf in like.items()}
         self.server = {name: np.zeros(leaf.shape, "f4") for name, leaf in like.items()}
 
-    def __call__(self, terms: list[dict], live: dict) -> dict:
+    def __call__(self, terms: list[dict], live: dict, seen=None) -> dict:
+        """`seen`: errors and servers' errors by name, of the run (`plain_signs.exchanged`)."""
         sums = {}
         for name, axes in NAMES.items():
             stacked = np.stack([np.asarray(trees.named(term)[name], "f4") for term in terms])
             sums[name], self.errors[name], self.server[name] = plain_signs.exchanged(
-                stacked, self.errors[name], self.server[name], trees.named(live)[name], axes
-            )
+                stacked, self.errors[name], self.server[name], trees.named(live)[name], axes,
+                seen=seen and tuple(each[name] for each in seen),
+            )  # fmt: skip
         return trees.unnamed(sums, live)
 
 
@@ -227,10 +239,11 @@ def decayed(update, params, config: optimizers.OptimizerConfig = OPTIMIZER):
     return jax.tree.map(decay, update, params, optimizers.decay_mask(AXES))
 
 
-def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[float]):
+def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[float], seen):
     """1-bit Adam or LAMB: (losses, parameters, momentum, the exchange).
 
-    `norms`: of the compressed steps, by which they clip: estimates of the mean's.
+    Of the compressed steps, `norms` by which they clip, estimates of the mean's; and `seen`, what
+    the run's exchanges left (`seen_by`).
     """
     b1, b2 = np.float32(config.b1), np.float32(config.beta2)
     losses, params, state = plain_mean(plain, WARMUP, config.name)
@@ -251,7 +264,7 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[
             g = times(share, CLIP / max(norm, CLIP))
             m = jax.tree.map(lambda g, m: b1 * m / 4 + (1 - b1) * g, g, mu)
             terms.append(jax.tree.map(np.divide, m, size))
-        sums, lives = signs(terms, live), trees.named(live)
+        sums, lives = signs(terms, live, seen[number - WARMUP]), trees.named(live)
         direction = jax.tree.map(lambda u, on: np.where(on, u, 0), sums, live)
         # Others live from their first gradient on.
         first = lambda u, on, v, least: np.where(~on & (u > 0), bias * least**2, v)  # noqa: E731
@@ -278,8 +291,8 @@ def plain_one_bit(plain: Plain, config: optimizers.OptimizerConfig, norms: list[
     return losses, params, mu, signs
 
 
-def plain_zero_one(plain: Plain, recipe):
-    """0/1 Adam: (losses, parameters, each replica's momentum)."""
+def plain_zero_one(plain: Plain, recipe, seen):
+    """0/1 Adam: (losses, parameters, each replica's momentum). `seen`: as of `seen_by`, by step."""
     b1, b2 = np.float32(OPTIMIZER.b1), np.float32(OPTIMIZER.beta2)
     zeros = times(plain.params, 0)
     anchor, own, mus, nu = plain.params, [plain.params] * 4, [zeros] * 4, zeros
@@ -302,7 +315,7 @@ def plain_zero_one(plain: Plain, recipe):
         sums += rate, rate / corrected
         if runs.outer_after(recipe, number):
             bare = minus(anchor, decayed(zeros, anchor, ZERO_ONE), sums[0])
-            exchanged = signs([times(minus(bare, each), 1 / 4) for each in own], live)
+            exchanged = signs([times(minus(bare, each), 1 / 4) for each in own], live, seen[number])
             moved = jax.tree.map(lambda u, on: np.where(on, u, 0), exchanged, live)
             where = lambda on, new, old: jax.tree.map(np.where, on, new, old)  # noqa: E731
             anchor = minus(bare, moved)
