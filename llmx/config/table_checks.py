@@ -85,7 +85,7 @@ def tables_of(config: Config) -> list[Table]:
 ALONE = {
     "mesh.stage": (1, "tables belong to the batch, which stages take in parts"),
     "mesh.sequence": (1, "n-grams are of neighboring tokens"),
-    "sync.strategy": ("mean", "replicas by themselves would have rows of their own"),
+    "sync.groups": (1, "each group would have rows of its own"),
     "optimizer.ema_decay": (0.0, "rows have no average"),
     "adapters.rank": (0, "only adapters would be trained"),
     "distillation.teacher": ("", "it was not tried"),

@@ -64,6 +64,9 @@ class TablesConfig:
     # Rows that a device asks each other for in one exchange, as a multiple of an equal share of its
     # ids; what is more goes in further exchanges
     capacity: float = bounded(1.5, above=0)
+    # Gradients of rows reach the tables so many steps late, and rows of a batch are looked up a
+    # step ahead, so that neither exchange waits for the network; 0 = in the same step
+    staleness: int = bounded(0, at_least=0, at_most=64)
 
 
 def problems(tables: Sequence[Table], features: Sequence[Feature]) -> Iterator[str]:

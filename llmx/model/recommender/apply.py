@@ -9,7 +9,7 @@ Letters: B records, F numbers, I ids of all features side by side, W width of a 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ class Apply:
     """A model of clicks as functions of its parameters."""
 
     model: ModelConfig
+    id_arrays: ClassVar[tuple[str, ...]] = (IDS,)  # what `table_ids` reads of a batch
 
     @property
     def batch_arrays(self) -> dict[str, tuple[int, str]]:
