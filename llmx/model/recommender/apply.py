@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from llmx.model import looked_up
 from llmx.model.execution import Execution
@@ -96,8 +97,18 @@ class Apply:
             nats_B, log_z_B = recommender.losses(logit_B, label_B)
             return nats_B[:, None], log_z_B[:, None]
 
-        placed = jax.sharding.auto_axes(of_records, out_sharding=(to, to))
-        return placed(dense, embedded, there, batch[DENSE], batch["targets"])
+        arrays = (embedded, there, batch[DENSE], batch["targets"])
+        if not execution.place.local_axes:
+            return jax.sharding.auto_axes(of_records, out_sharding=(to, to))(dense, *arrays)
+        # The compiler knows of no local views, and must not place what is in one.
+        whole, spec_of = PartitionSpec(), lambda array: jax.typeof(array).sharding.spec
+        dense = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, whole), dense)
+        specs = jax.tree.map(spec_of, arrays)
+        placed = execution.place.manual(
+            of_records, in_specs=(jax.tree.map(lambda _: whole, dense), *specs),
+            out_specs=(to, to),
+        )  # fmt: skip
+        return placed(dense, *arrays)
 
     def _present(self, tables: Tables, plan: Mapping[str, Plan]) -> dict[str, jax.Array]:
         """Which ids there are, bool [B, L], of features that are not combined."""
