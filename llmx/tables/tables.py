@@ -430,7 +430,7 @@ class Tables:
                 if self.config.weight_decay:
                     passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
                     rows[key] = rows[key] * np.exp(float(state.decay) - passed)
-        return _whole(self.groups, rows, name)
+        return whole_table(self.groups, rows, name)
 
     def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
         """A state that was saved on a mesh of other sizes, as it is on this one: arrays on the
@@ -441,7 +441,7 @@ class Tables:
             arrays = {key: np.asarray(array) for key, array in arrays.items()}
             found = {}
             for key, group in self.groups.items():
-                each = [_whole(before, arrays, part.table.name) for part in group.parts]
+                each = [whole_table(before, arrays, part.table.name) for part in group.parts]
                 width = min(group.width, each[0].shape[1])  # 1 where a row has one number
                 new = np.full((group.none, width), fill, np.float32)
                 for part, whole in zip(group.parts, each, strict=True):
@@ -462,6 +462,10 @@ class Tables:
             {key: {name: slots[name][key] for name in self._slots} for key in self.groups},
             np.asarray(saved.decay),
         )  # fmt: skip
+
+    def is_moved(self, sizes: Mapping[str, int]) -> bool:
+        """Whether rows are elsewhere on a mesh of these sizes."""
+        return self.groups_on(sizes) != dict(self.groups)
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
         """Ids on the host that a table does not have."""
@@ -496,7 +500,7 @@ def places(group: Group, part: placement.Part) -> np.ndarray:
     return at + part.base
 
 
-def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def whole_table(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
     row has one of."""
     columns = [

@@ -48,7 +48,8 @@ def constraints(
     own = {
         TABLES: Constraint(
             abstract=tables.abstract, init=lambda params: tables.new(seed),
-            after=came if loss.read_ahead else at_once, relaid=tables.relaid, **_PASSIVE,
+            after=came if loss.read_ahead else at_once, relaid=tables.relaid,
+            is_moved=tables.is_moved, **_PASSIVE,
         )
     }  # fmt: skip
     if not loss.read_ahead:
@@ -66,7 +67,8 @@ def constraints(
         LATE: Constraint(
             abstract=late.abstract(tables, batch_size),
             init=lambda params: late.new(tables, batch_size), after=sent, begin=begin,
-            relaid=lambda saved, sizes: late.relaid(tables, saved, sizes), **of_late,
+            relaid=lambda saved, sizes: late.relaid(tables, saved, sizes),
+            is_moved=tables.is_moved, **of_late,
         )
     }  # fmt: skip
 
