@@ -7,7 +7,8 @@
 regression over all ids, with the numbers in buckets. "dense" is DLRM on one device, written without
 llmx's tables and trainer: one array of all rows, of which a gradient is taken whole. "trainer" is
 the same DLRM by llmx.train, on as many CPU devices as --devices says, whose rows' updates come
---staleness steps late. All see each record once, in the same order. Rows are trained by Adagrad, the network by Adam.
+--staleness steps late. All see each record once, in the same order. Rows are trained by Adagrad,
+the network by Adam.
 """
 
 import argparse

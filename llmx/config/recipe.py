@@ -87,7 +87,11 @@ def make_recipe(
     constraints = masks.constraints(
         config.pruning, loss, order, total_steps=config.steps, new_optimizer=strategy.init
     ) | sparse_tables.constraints(
-        loss, schedule, config.optimizer.learning_rate, config.seed, total_steps=config.steps,
+        loss,
+        schedule,
+        config.optimizer.learning_rate,
+        config.seed,
+        total_steps=config.steps,
         batch_size=config.batch.size,
     )
     return Recipe(

@@ -23,7 +23,6 @@ update is late by exactly s steps, the same in any run.
 Letters: s steps, n devices, U places of different rows of a device, W width, R rows.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -59,8 +58,9 @@ def abstract(tables: Tables, num_records: int) -> Late:
     steps, by_row = tables.config.staleness, tables.split
     device = by_row.partitions
 
-    def array(shape, dtype=jnp.int32, spec=PartitionSpec()):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(tables.mesh, spec))
+    def array(shape, dtype=jnp.int32, spec=None):
+        to = NamedSharding(tables.mesh, PartitionSpec() if spec is None else spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=to)
 
     rows = tables.abstract_rows(num_records)
     plan, each_step = {}, PartitionSpec(None, *device)
@@ -229,8 +229,8 @@ def _num_rounds(tables: Tables, asked: Mapping[str, np.ndarray]) -> int:
 
     def too_many(key: str) -> bool:
         group = groups[key]
-        for rows in each[key]:
-            rows = rows[rows < group.none]
+        for rows_U in each[key]:
+            rows = rows_U[rows_U < group.none]
             bins = rows // group.slots * rounds + rows % group.slots % rounds
             if len(bins) and np.bincount(bins).max() > capacities[key]:
                 return True

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx.tables import config as config_lib
 from llmx.sharding import local_view
+from llmx.tables import config as config_lib
 from llmx.tables import numbers, placement, requests, row_optimizers
 from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.placement import Group
@@ -483,9 +483,7 @@ class Tables:
                 )
 
 
-def _groups(
-    tables: Sequence[Table], features: Sequence[Feature], devices: int
-) -> dict[str, Group]:
+def _groups(tables: Sequence[Table], features: Sequence[Feature], devices: int) -> dict[str, Group]:
     """The groups by width."""
     return {str(group.width): group for group in placement.placed(tables, features, devices)}
 
@@ -500,7 +498,9 @@ def places(group: Group, part: placement.Part) -> np.ndarray:
     return at + part.base
 
 
-def whole_table(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def whole_table(
+    groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str
+) -> np.ndarray:
     """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
     row has one of."""
     columns = [

@@ -3,19 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
-from support import runs
-from tables import test_tables, test_training
-from tables.test_tables import B, FEATURES, TABLES
+from tables import test_tables
+from tables.test_tables import FEATURES, TABLES, B
 
-from llmx.checkpoint import relaid
-from llmx.model import looked_up
-from llmx.model.recommender import apply as clicks
-from llmx.model.recommender import recommender
 from llmx.tables import late as late_lib
 from llmx.tables import tables as tables_lib
 
@@ -115,9 +108,7 @@ class Plain:
                 if row in used:
                     own = self.slots.setdefault((table.name, row), {})
                     g = np.asarray(gradients[table.name][row], np.float64)
-                    new, own = test_tables.reference(
-                        self.optimizer, old, own, g, rate, self.config
-                    )
+                    new, own = test_tables.reference(self.optimizer, old, own, g, rate, self.config)
                     self.slots[table.name, row] = own
                 self.rows[table.name][row] = new - rate * self.config.weight_decay * old
 
@@ -125,14 +116,17 @@ class Plain:
 @pytest.mark.parametrize(
     "optimizer, weight_decay, mesh, steps",
     [
-        ("sgd", 0.5, "1", 1), ("row_adagrad", 0.5, "2", 1), ("adagrad", 0.0, "4", 2),
-        ("adam", 0.5, "4", 4), ("ftrl", 0.0, "2", 2),
+        ("row_adagrad", 0.5, "2", 1), ("adam", 0.5, "4", 4),
+        pytest.param("sgd", 0.5, "1", 1, marks=pytest.mark.slow),
+        pytest.param("adagrad", 0.0, "4", 2, marks=pytest.mark.slow),
+        pytest.param("ftrl", 0.0, "2", 2, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_late_updates_equal_a_plain_loop(optimizer, weight_decay, mesh, steps):
     """Losses, rows and what optimizers keep: of any split, with a refused update, rates that
     change and ids that steps share."""
-    options = dict(l1=0.01, l2=0.1) if optimizer == "ftrl" else {}
+    # Adam: with 1 - b2 = 0.001 in fp32 its first steps would have a rounding error of 1e-4.
+    options = {"ftrl": dict(l1=0.01, l2=0.1), "adam": dict(b2=0.9)}.get(optimizer, {})
     tables = test_tables.made(
         mesh, optimizer=optimizer, weight_decay=weight_decay, eps=1e-2, staleness=steps, **options
     )
@@ -143,7 +137,7 @@ def test_late_updates_equal_a_plain_loop(optimizer, weight_decay, mesh, steps):
     np.testing.assert_allclose(losses, wanted, **EXACT)
     for name, rows in rows_of(tables, state).items():
         np.testing.assert_allclose(rows, plain.rows[name], **EXACT)
-    state, late = settled(tables, state, late)
+    state, late = jax.device_get(settled(tables, state, late))
     for _ in range(steps):
         plain.arrive()
         plain.waiting.append(None)
@@ -153,13 +147,13 @@ def test_late_updates_equal_a_plain_loop(optimizer, weight_decay, mesh, steps):
         for slot, number in own.items():
             of_group = {key: leaves[NAMES.get(slot, slot)] for key, leaves in state.slots.items()}
             found = tables_lib.whole_table(tables.groups, of_group, name)[row]
-            np.testing.assert_allclose(found, number if found.size > 1 else np.mean(number), **EXACT)
-    # Nothing waits any more: once more changes no bit.
-    before = jax.tree.map(np.array, state)
-    again, _ = settled(tables, state, late)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, again), before)
+            np.testing.assert_allclose(
+                found, number if found.size > 1 else np.mean(number), **EXACT
+            )
+    assert not late.waiting.accepted.any()
 
 
+@pytest.mark.slow
 def test_a_list_of_updates_in_a_loop_gives_the_same_bits():
     """Of the same programs of tables: what waits is kept as it is."""
     tables, listed = test_tables.made("4", optimizer="adam", eps=1e-2, staleness=2), batches()
@@ -197,7 +191,9 @@ def test_a_list_of_updates_in_a_loop_gives_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.array, state))
 
 
-@pytest.mark.parametrize("before, after", [("2", "4"), ("4", "1"), ("1", "8")])
+@pytest.mark.parametrize(
+    "before, after", [("2", "1"), pytest.param("8", "2", marks=pytest.mark.slow)]
+)
 def test_what_is_under_way_goes_on_on_other_devices(before, after):
     """As if it had never moved; rows of all splits."""
     options = dict(optimizer="adagrad", eps=1e-2, staleness=3)
