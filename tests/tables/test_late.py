@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.tiers import full_grid
 from tables import test_tables
 from tables.test_tables import FEATURES, TABLES, B
 
@@ -117,9 +118,8 @@ class Plain:
     "optimizer, weight_decay, mesh, steps",
     [
         ("row_adagrad", 0.5, "2", 1), ("adam", 0.5, "4", 4),
-        pytest.param("sgd", 0.5, "1", 1, marks=pytest.mark.slow),
-        pytest.param("adagrad", 0.0, "4", 2, marks=pytest.mark.slow),
-        pytest.param("ftrl", 0.0, "2", 2, marks=pytest.mark.slow),
+        full_grid("sgd", 0.5, "1", 1), full_grid("adagrad", 0.0, "4", 2),
+        full_grid("ftrl", 0.0, "2", 2),
     ],
 )  # fmt: skip
 def test_late_updates_equal_a_plain_loop(optimizer, weight_decay, mesh, steps):
@@ -191,9 +191,7 @@ def test_a_list_of_updates_in_a_loop_gives_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.array, state))
 
 
-@pytest.mark.parametrize(
-    "before, after", [("2", "1"), pytest.param("8", "2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("before, after", [("2", "1"), full_grid("8", "2")])
 def test_what_is_under_way_goes_on_on_other_devices(before, after):
     """As if it had never moved; rows of all splits."""
     options = dict(optimizer="adagrad", eps=1e-2, staleness=3)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support import runs
+from support.tiers import by_tier
 from tables import test_training
 from tables.test_training import EPS, PARITY, STEPS, batches, made
 
@@ -126,7 +127,7 @@ LATE = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("one", "columns"))) for n in LATE]
+    "name", by_tier(LATE, slow=("data2_accumulation2",), full=("columns", "data2_fsdp2"))
 )
 def test_late_rows_equal_a_plain_loop(name):
     """On any mesh, with microbatches, a refused update and rates that change; at the end of the
@@ -173,8 +174,12 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "local_sgd")) for n in STRATEGIES]
-)
+    "name",
+    by_tier(
+        STRATEGIES, slow=("local_sgd",),
+        full=STRATEGIES.keys() - {"int8", "local_sgd"},
+    ),
+)  # fmt: skip
 def test_rows_beside_replicas_equal_a_plain_loop(name):
     """Whatever replicas do with the network, a row's gradient is that of the global batch: the
     shares of the replicas, each at the parameters that it sees. One has fewer records."""
@@ -218,9 +223,7 @@ NOTHING_LEFT_OUT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "top_k")) for n in NOTHING_LEFT_OUT]
-)
+@pytest.mark.parametrize("name", by_tier(NOTHING_LEFT_OUT, slow=("top_k",), full=("int8", "stale")))
 def test_compression_that_leaves_nothing_out_is_the_mean(name):
     listed, mesh = batches("dlrm"), dict(mesh={"data": 2, "fsdp": 2}, steps=STEPS)
     listed[1]["weights"][2:9] = 0
@@ -253,8 +256,8 @@ def test_tables_move_to_other_devices_where_shapes_are_the_same():
 @pytest.mark.slow
 def test_a_late_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
     """What waits is in checkpoints. Other devices look the same rows up."""
-    mesh = dict(mesh__data=2, tables__staleness=2)
-    made_run = functools.partial(test_training.dlrm_run, data__records__rows=64)
+    mesh = dict(mesh__data=2, mesh__fsdp=4, tables__staleness=2)
+    made_run = test_training.dlrm_run
     whole = library.fit(made_run(tmp_path / "a", **mesh))
     assert whole.done
     wanted = test_training.tables_of(whole)
@@ -263,7 +266,7 @@ def test_a_late_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
         if record["kind"] == "train" and record["step"] == 3:
             raise KeyboardInterrupt
 
-    for folder, sizes in ("b", mesh), ("c", mesh | dict(mesh__data=4)):
+    for folder, sizes in ("b", mesh), ("c", mesh | dict(mesh__fsdp=2, mesh__tensor=2)):
         stopped = library.fit(made_run(tmp_path / folder, **mesh), callbacks=[stop])
         assert not stopped.done and stopped.step < 6
         again = library.fit(made_run(tmp_path / folder, **sizes))
