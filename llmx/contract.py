@@ -113,7 +113,7 @@ class Constraint(NamedTuple):
     scalars: Callable  # its state -> {"sparsity": ...} for the report, fp32 []
     reads: bool = False  # the gradient of a batch reads its state, beside those of the transforms
     # Where its shapes depend on the devices: the state that was saved, arrays on the host, and the
-    # sizes of the mesh that it was saved on -> its state, on the host
+    # sizes of the mesh that it was saved on -> its state
     relaid: Callable | None = None
 
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from llmx.tables.config import Feature, Table
 
 LARGEST = 2**31 - 2  # a row of a group is an int32 number, and one more says that there is none
+# The slots of a device are a multiple, if there are more: so that a checkpoint's files can have
+# them in equal parts.
+MULTIPLE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,8 @@ def _group(
         ends[device] += table.rows
         loads[device] += weight((number, table, columns))
     slots = max(ends)
+    if slots > MULTIPLE:
+        slots = -(-slots // MULTIPLE) * MULTIPLE
     if devices * slots > LARGEST:
         raise ValueError(
             f"tables of width {width} have {devices * slots:,} rows with those that fill up the "

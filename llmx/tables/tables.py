@@ -27,14 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from llmx.tables import by_id, numbers, placement, requests, row_optimizers
 from llmx.tables import config as config_lib
-from llmx.tables import numbers, placement, requests, row_optimizers
+from llmx.tables.by_id import DECAYED, ROWS, Source
 from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.placement import Group
 from llmx.tables.row_optimizers import RowOptimizer
 
 Ids = Mapping[str, Any]  # by feature, int32 [B, L]; -1 = none
-DECAYED = "decayed"  # of a row: the sum of log(1 - lr weight_decay) up to its last update
 
 
 class TablesState(NamedTuple):
@@ -406,50 +406,46 @@ class Tables:
     # ------------------------------------------------------------------------------ whole tables
 
     def table(self, state: TablesState, name: str) -> np.ndarray:
-        """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests and
-        exports. All processes' devices must be addressable."""
-        rows = {}
-        for key, group in self.groups.items():
-            if group.parts_of(name):
-                rows[key] = np.asarray(jax.device_get(state.rows[key]))
-                if self.config.weight_decay:
-                    passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
-                    rows[key] = rows[key] * np.exp(float(state.decay) - passed)
-        return _whole(self.groups, rows, name)
+        """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests. All
+        processes' devices must be addressable."""
+        [table] = [table for table in self.tables if table.name == name]
+        held = by_id.of_state(
+            jax.device_get(state), self.tables, self.features, self.devices, due=True
+        )
+        return held.read(name, ROWS, slice(0, table.rows))
 
     def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
-        """A state that was saved on a mesh of other sizes, as it is on this one: arrays on the
-        host. Numbers stay what they are, bit for bit."""
+        """A state that was saved on a mesh of other sizes, of arrays on the host, as it is on this
+        one. Numbers stay what they are, bit for bit."""
         devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
-        before = {
-            str(group.width): group
-            for group in placement.placed(self.tables, self.features, devices)
-        }
+        held = by_id.of_state(saved, self.tables, self.features, devices)
+        return self.filled(held, tuple(self._slots), saved.decay)
 
-        def moved(arrays: Mapping[str, np.ndarray], fill: float) -> dict[str, np.ndarray]:
-            arrays = {key: np.asarray(array) for key, array in arrays.items()}
-            found = {}
-            for key, group in self.groups.items():
-                each = [_whole(before, arrays, part.table.name) for part in group.parts]
-                width = min(group.width, each[0].shape[1])  # 1 where a row has one number
-                new = np.full((group.none, width), fill, np.float32)
-                for part, whole in zip(group.parts, each, strict=True):
-                    columns = slice(*part.columns) if width == group.width else slice(0, 1)
-                    new[_places(group, part)] = whole[:, columns]
-                found[key] = new
-            return found
+    def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
+        """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each
+        process reads the rows of its own devices."""
+        abstract = self.abstract
 
-        slots = {
-            name: moved(
-                {key: of_group[name] for key, of_group in saved.slots.items()},
-                self.optimizer.initial.get(name, 0.0),
-            )
-            for name in self._slots
-        }
+        def array(key: str, slot: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+            group = self.groups[key]
+            fill = self.optimizer.initial.get(slot, 0.0)
+
+            def of_device(index: tuple[slice, ...]) -> np.ndarray:
+                device = (index[0].start or 0) // group.slots
+                width = like.shape[1]
+                if slot != ROWS and slot not in slots:
+                    return np.full((group.slots, width), fill, np.float32)
+                return by_id.of_device(group, device, source, slot, width=width, fill=fill)
+
+            return jax.make_array_from_callback(like.shape, like.sharding, of_device)
+
         return TablesState(
-            moved(saved.rows, 0.0),
-            {key: {name: slots[name][key] for name in self._slots} for key in self.groups},
-            np.asarray(saved.decay),
+            {key: array(key, ROWS, like) for key, like in abstract.rows.items()},
+            {
+                key: {name: array(key, name, like) for name, like in of_group.items()}
+                for key, of_group in abstract.slots.items()
+            },
+            jax.device_put(np.float32(decay), abstract.decay.sharding),
         )  # fmt: skip
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
@@ -466,31 +462,6 @@ class Tables:
                     f"{rows:,} rows: hash ids, or make the table larger; -1 says that there is no "
                     "id"
                 )
-
-
-def _places(group: Group, part: placement.Part) -> np.ndarray:
-    """Where the rows of a part are in its group's array, by id."""
-    ids = np.arange(part.table.rows)
-    if part.device < 0:
-        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
-    else:
-        at = part.device * group.slots + ids
-    return at + part.base
-
-
-def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
-    row has one of."""
-    columns = [
-        (part.columns, arrays[key][_places(group, part)])
-        for key, group in groups.items()
-        for part in group.parts_of(name)
-    ]
-    columns.sort(key=lambda one: one[0])
-    width = columns[0][0][1] - columns[0][0][0]
-    if columns[0][1].shape[1] != width or len(columns) == 1:
-        return columns[0][1]
-    return np.concatenate([array for _, array in columns], axis=1)
 
 
 def _unzipped(found: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
