@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from llmx.checkpoint.manifest import Mismatch
 from llmx.contract import State
 from llmx.model.looked_up import TABLES
 from llmx.sharding import trees
@@ -24,7 +25,10 @@ def parameters(
     require_same: raises where a config, as JSON, is of another model. Raises ValueError.
     """
     opened = exports.open_export(place)
-    require_same({"model": opened.manifest["model"]})
+    try:
+        require_same({"model": opened.manifest["model"]})
+    except Mismatch as error:
+        raise ValueError(str(error)) from error
     saved, wanted = opened.dense, trees.named(like)
     shapes = [{name: tuple(leaf.shape) for name, leaf in each.items()} for each in (saved, wanted)]
     if shapes[0] != shapes[1]:
@@ -43,8 +47,8 @@ def parameters(
 
 
 def with_tables(recipe: Recipe, state: State, place: str, log: Callable[[str], None]) -> State:
-    """The new state with the rows of an export, bit for bit, and with what the same optimizer has kept
-    of them, if the export has it.
+    """The new state with the rows of an export, bit for bit, and with what the same optimizer has
+    kept of them, if the export has it.
 
     Raises ValueError where the export has other tables.
     """

@@ -43,10 +43,10 @@ class SavedTables(NamedTuple):
 
 def open_saved(
     workdir: str, tables: Sequence[Table], features: Sequence[Feature], *,
-    step: int | None = None, log: Callable[[str], None],
+    slots: Mapping[str, bool], step: int | None = None, log: Callable[[str], None],
 ) -> SavedTables:  # fmt: skip
     """Opens the newest good checkpoint, or that of a step; reads its network, and the tables once,
-    for their checksums.
+    for their checksums. `slots`: of the optimizer, and whether each number of a row has one.
 
     Raises ValueError if there is none, or one without these tables.
     """
@@ -61,11 +61,11 @@ def open_saved(
             f"{sorted(found.state['rows'])}, and the config gives {sorted(widths)}: bring back the "
             "run's config.json"
         )
-    slots = found.state.get("slots", {})  # an optimizer may keep nothing
+    kept = found.state.get("slots", {})  # an optimizer may keep nothing
     state = TablesState(
-        found.state["rows"], {key: slots.get(key, {}) for key in widths}, found.state["decay"]
+        found.state["rows"], {key: kept.get(key, {}) for key in widths}, found.state["decay"]
     )
-    source = by_id.of_state(state, tables, features, devices, due=True)
+    source = by_id.of_state(state, tables, features, devices, slots=slots, due=True)
     params = _restored(workdir, "params", found.step, log).state
     dense = {name: _in_numpy(leaf[...]) for name, leaf in trees.named(params).items()}
     return SavedTables(found.step, found.meta, source, devices, dense)

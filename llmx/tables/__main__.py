@@ -61,8 +61,11 @@ def export(args: argparse.Namespace) -> str:
     tables, features = table_checks.tables_of(run), table_checks.features_of(run)
     if not tables:
         raise ValueError(f"{args.workdir} is a run without sparse tables: it has nothing to export")
-    saved = saved_tables.open_saved(workdir, tables, features, step=args.step, log=launch.log)
-    kept = dict(row_optimizers.make(run.tables).slots) if args.optimizer_state else {}
+    slots = dict(row_optimizers.make(run.tables).slots)
+    saved = saved_tables.open_saved(
+        workdir, tables, features, slots=slots, step=args.step, log=launch.log
+    )
+    kept = slots if args.optimizer_state else {}
     content = exporting.Content(
         saved.step, tables, features, kept, run.tables.optimizer, saved.dense,
         identity.as_json(run.model),

@@ -34,6 +34,7 @@ class ByDevice:
     groups: Mapping[str, Group]
     rows: Mapping[str, Any]  # [n slots, W]
     slots: Mapping[str, Mapping[str, Any]]
+    of_row: frozenset[str]  # slots of which a row has one number
     decay: float | None = None  # that of the state: rows are read with what is due taken off
 
     def read(self, table: str, slot: str, ids: slice) -> np.ndarray:
@@ -49,24 +50,28 @@ class ByDevice:
                     found = found * np.exp(self.decay - passed)
                 columns.append((part.columns, found))
         columns.sort(key=lambda one: one[0])
-        (first, end), found = columns[0]
-        if len(columns) == 1 or found.shape[1] != end - first:  # a row has one number
-            return found
+        if len(columns) == 1 or slot in self.of_row:  # which all columns have
+            return columns[0][1]
         return np.concatenate([array for _, array in columns], axis=1)
 
 
 def of_state(
     state: Any, tables: Sequence[Table], features: Sequence[Feature], devices: int, *,
-    due: bool = False,
+    slots: Mapping[str, bool], due: bool = False,
 ) -> ByDevice:  # fmt: skip
-    """The arrays of a state of so many devices. `due`: whether to take off what is due."""
+    """The arrays of a state of so many devices.
+
+    slots: of the optimizer, and whether each number of a row has one. due: whether to take off what
+    is due.
+    """
     groups = {}
     for group in placement.placed(tables, features, devices):
         key = str(group.width)
         # As it was saved: an older version had less room behind the last row.
         groups[key] = dataclasses.replace(group, slots=state.rows[key].shape[0] // devices)
     decay = float(np.asarray(state.decay[...])) if due else None
-    return ByDevice(groups, state.rows, state.slots, decay)
+    of_row = {DECAYED, *(name for name, each in slots.items() if not each)}
+    return ByDevice(groups, state.rows, state.slots, frozenset(of_row), decay)
 
 
 def _of_devices(group: Group, part: Part, array: Any, ids: slice) -> np.ndarray:

@@ -253,7 +253,8 @@ class ArrayFile:
         np.lib.format.write_array_header_1_0(self._file, text)
 
     def append(self, array: np.ndarray) -> None:
-        content = memoryview(np.ascontiguousarray(array, self._dtype)).cast("B")
+        flat = np.ascontiguousarray(array, self._dtype).reshape(-1)
+        content = memoryview(flat.view(np.uint8))
         self._hash.update(content)
         while content:  # a file takes at most 2 GiB at once
             content = content[self._file.write(content[:_READ]) :]

@@ -39,7 +39,7 @@ class Online:
             )
         found_RW = self.export.take(table, np.maximum(flat_R, 0))
         found_RW[flat_R < 0] = 0
-        return found_RW.reshape(*ids.shape, -1)
+        return found_RW.reshape(*ids.shape, found_RW.shape[1])
 
     def bags(
         self, feature: str, ids_BL: np.ndarray, weights_BL: np.ndarray | None = None

@@ -409,17 +409,21 @@ class Tables:
         """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests. All
         processes' devices must be addressable."""
         [table] = [table for table in self.tables if table.name == name]
-        held = by_id.of_state(
-            jax.device_get(state), self.tables, self.features, self.devices, due=True
-        )
+        held = self._held(jax.device_get(state), self.devices, due=True)
         return held.read(name, ROWS, slice(0, table.rows))
 
     def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
         """A state that was saved on a mesh of other sizes, of arrays on the host, as it is on this
         one. Numbers stay what they are, bit for bit."""
         devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
-        held = by_id.of_state(saved, self.tables, self.features, devices)
+        held = self._held(saved, devices)
         return self.filled(held, tuple(self._slots), saved.decay)
+
+    def _held(self, state: TablesState, devices: int, *, due: bool = False) -> by_id.ByDevice:
+        """By id, arrays on the host of so many devices."""
+        return by_id.of_state(
+            state, self.tables, self.features, devices, slots=self.optimizer.slots, due=due
+        )
 
     def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
         """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each
