@@ -112,8 +112,8 @@ class Constraint(NamedTuple):
     due_after: Callable
     scalars: Callable  # its state -> {"sparsity": ...} for the report, fp32 []
     reads: bool = False  # the gradient of a batch reads its state, beside those of the transforms
-    # Where its shapes depend on the devices: the state that was saved, arrays on the host, and the
-    # sizes of the mesh that it was saved on -> its state
+    # Where it depends on the devices: the state that was saved, or its arrays by path, and the meta
+    # of the checkpoint -> its state, the same object where nothing has to change
     relaid: Callable | None = None
 
 

@@ -23,29 +23,28 @@ def is_there(recipe: Recipe, name: str, saved: Document) -> bool:
 
 
 def as_saved(recipe: Recipe, state: Any, name: str, saved: Document) -> Any:
-    """Shapes of a state as the checkpoint has them, whole on all devices where they differ."""
+    """Shapes of a state; where the checkpoint has others, those by path, whole on all devices."""
     if saved.fits(state, prefix=path_of(name), order=recipe.order):
         return state
-    shapes, whole = saved.shapes(path_of(name)), NamedSharding(recipe.mesh, PartitionSpec())
-    named = {
-        path: jax.ShapeDtypeStruct(
-            tuple(shapes[f"{path_of(name)}/{path}"]), leaf.dtype, sharding=whole
+    whole = NamedSharding(recipe.mesh, PartitionSpec())
+    place = f"{path_of(name)}/"
+    return trees.nest({
+        path.removeprefix(place): jax.ShapeDtypeStruct(
+            tuple(shape), saved.leaves[path]["dtype"], sharding=whole
         )
-        for path, leaf in trees.named(state).items()
-    }
-    return trees.unnamed(named, state)
+        for path, shape in saved.shapes(path_of(name)).items()
+    })  # fmt: skip
 
 
 def onto_devices(
     recipe: Recipe, name: str, state: Any, meta: dict, log: Callable[[str], None]
 ) -> Any:
     """The state `as_saved`, as it is on the devices of the recipe; `meta`: of the checkpoint."""
-    like = recipe.abstract.extra[name]
-    shapes = [jax.tree.map(lambda leaf: tuple(leaf.shape), each) for each in (state, like)]
-    if shapes[0] == shapes[1]:
+    function = recipe.constraints[name].relaid
+    moved = function(state, meta) if function else state
+    if moved is state:
         return state
     sizes = meta.get("mesh", {})
-    moved = recipe.constraints[name].relaid(jax.device_get(state), sizes)
     used = ", ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one device"
     log(f"{name}: rows were moved from a mesh of {used} to these devices")
     return moved

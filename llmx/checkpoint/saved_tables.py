@@ -1,6 +1,7 @@
 """Tables and network of a checkpoint in its files, as exports read them: part by part, whatever
 devices wrote it."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from llmx.checkpoint.manifest import Document
 from llmx.model.looked_up import TABLES
 from llmx.sharding import trees
 from llmx.tables import by_id, placement
+from llmx.tables import tables as tables_lib
 from llmx.tables.by_id import ByDevice
 from llmx.tables.config import Feature, Table
-from llmx.tables.tables import TablesState
 
 
 class SavedTables(NamedTuple):
@@ -52,7 +53,10 @@ def open_saved(
     """
     place = relaid.path_of(TABLES)
     found = _restored(workdir, place, step, log)
-    sizes = found.meta.get("mesh", {})
+    section, sizes = found.meta.get("config", {}).get("tables", {}), found.meta.get("mesh", {})
+    tables = [
+        dataclasses.replace(table, split=section.get("split", table.split)) for table in tables
+    ]
     devices = math.prod(sizes.get(axis, 1) for axis in sharding.BATCH_AXES)
     widths = {str(group.width) for group in placement.placed(tables, features, devices)}
     if widths != found.state["rows"].keys():
@@ -61,10 +65,14 @@ def open_saved(
             f"{sorted(found.state['rows'])}, and the config gives {sorted(widths)}: bring back the "
             "run's config.json"
         )
-    kept = found.state.get("slots", {})  # an optimizer may keep nothing
-    state = TablesState(
-        found.state["rows"], {key: kept.get(key, {}) for key in widths}, found.state["decay"]
-    )
+    state = tables_lib.by_path(found.state)
+    kept = {name for of_group in state.slots.values() for name in of_group}
+    if not slots.keys() <= kept:
+        raise ValueError(
+            f"checkpoint {found.step} of {workdir} has {', '.join(sorted(kept)) or 'nothing'} of "
+            f"its optimizer, and the config's keeps {', '.join(slots)}: bring back the run's "
+            "config.json"
+        )
     source = by_id.of_state(state, tables, features, devices, slots=slots, due=True)
     params = _restored(workdir, "params", found.step, log).state
     dense = {name: _in_numpy(leaf[...]) for name, leaf in trees.named(params).items()}

@@ -45,6 +45,15 @@ class TablesState(NamedTuple):
     decay: jax.Array  # fp32 [], the sum of log(1 - lr weight_decay) of all steps
 
 
+def by_path(saved: Any) -> TablesState:
+    """The state of arrays in nested dicts, in which an optimizer may keep nothing."""
+    if isinstance(saved, TablesState):
+        return saved
+    kept = saved.get("slots", {})
+    slots = {key: kept.get(key, {}) for key in saved["rows"]}
+    return TablesState(saved["rows"], slots, saved["decay"])
+
+
 class Plan(NamedTuple):
     """Which rows a batch looks up: integers."""
 
@@ -409,21 +418,38 @@ class Tables:
         """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests. All
         processes' devices must be addressable."""
         [table] = [table for table in self.tables if table.name == name]
-        held = self._held(jax.device_get(state), self.devices, due=True)
+        held = by_id.of_state(
+            jax.device_get(state), self.tables, self.features, self.devices,
+            slots=self.optimizer.slots, due=True,
+        )  # fmt: skip
         return held.read(name, ROWS, slice(0, table.rows))
 
-    def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
-        """A state that was saved on a mesh of other sizes, of arrays on the host, as it is on this
-        one. Numbers stay what they are, bit for bit."""
-        devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
-        held = self._held(saved, devices)
-        return self.filled(held, tuple(self._slots), saved.decay)
+    def relaid(self, saved: Any, sizes: Mapping[str, int], *, split: str = "") -> TablesState:
+        """A state that was saved on a mesh of other sizes, or with another `split` of all tables,
+        as it is here; itself, if that is the same. Numbers stay what they are, bit for bit.
 
-    def _held(self, state: TablesState, devices: int, *, due: bool = False) -> by_id.ByDevice:
-        """By id, arrays on the host of so many devices."""
-        return by_id.of_state(
-            state, self.tables, self.features, devices, slots=self.optimizer.slots, due=due
-        )
+        saved: a state, or its arrays by path where its shapes are others. Raises ValueError where
+        it is another optimizer's.
+        """
+        devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
+        were = self.tables
+        if split:
+            were = tuple(dataclasses.replace(table, split=split) for table in were)
+        if isinstance(saved, TablesState) and (devices, were) == (self.devices, self.tables):
+            return saved
+        state = jax.device_get(by_path(saved))
+        kept = {name for of_group in state.slots.values() for name in of_group}
+        if missing := self.optimizer.slots.keys() - kept:
+            raise ValueError(
+                f"tables.optimizer={self.config.optimizer!r} keeps {', '.join(sorted(missing))} of "
+                f"rows, and the checkpoint has {', '.join(sorted(kept)) or 'nothing'}: restore "
+                "tables.optimizer, or begin another run with an export (start_from)"
+            )
+        # Without a weight decay to come, what is due is taken off now.
+        due = DECAYED in kept and not self.config.weight_decay
+        slots = self.optimizer.slots
+        held = by_id.of_state(state, were, self.features, devices, slots=slots, due=due)
+        return self.filled(held, tuple(kept & self._slots.keys()), 0.0 if due else state.decay)
 
     def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
         """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each

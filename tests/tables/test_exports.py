@@ -1,6 +1,7 @@
 """Tables by id, whatever devices have them: exports whole and in increments, lookups of them
 without jax, and runs that begin with them."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -42,11 +43,15 @@ FEATURES = (
 B = 6
 
 
-def made(devices: int, listed=TABLES, **options) -> tables_lib.Tables:
-    mesh = jax.make_mesh(
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(
         (devices,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,),
         devices=jax.devices()[:devices],
     )  # fmt: skip
+
+
+def made(devices: int, listed=TABLES, **options) -> tables_lib.Tables:
+    mesh = mesh_of(devices)
     return tables_lib.make(
         listed, FEATURES, TablesConfig(**{"optimizer": "adam"} | options), mesh, axes=("data",)
     )
@@ -143,6 +148,36 @@ def test_arrays_of_devices_of_rows_by_id(devices):
     for (name, slot), wanted in source.arrays.items():
         np.testing.assert_array_equal(held.read(name, slot, slice(0, len(wanted))), wanted)
     assert not np.any(jax.device_get(state.slots["8"]["v"]))  # is new
+
+
+def test_a_state_is_moved_to_another_split_and_as_many_devices():
+    """Shapes may be the same, and rows are elsewhere; what is due is taken off where no more is to
+    come; another optimizer's state is refused."""
+    split = [Table(table.name, table.rows, table.width, "rows") for table in TABLES[:4]]
+    columns = [Table(table.name, table.rows, table.width, "columns") for table in TABLES[:4]]
+    features = FEATURES[:5]
+    meshes = [mesh_of(2), mesh_of(4)]
+    config = TablesConfig(optimizer="adam", weight_decay=0.1)
+    source = ById(split)
+    make = functools.partial(tables_lib.make, split, features, axes=("data",))
+    before = tables_lib.make(columns, features, config, meshes[1], axes=("data",))
+    with jax.set_mesh(meshes[1]):
+        state = before.filled(source, ("m", "count"), -0.5)
+        assert before.relaid(state, {"data": 4}, split="columns") is state
+    by_paths = {"rows": state.rows, "slots": state.slots, "decay": state.decay}
+    for mesh, decay in ((meshes[1], 0.1), (meshes[0], 0.1), (meshes[0], 0.0)):
+        after = make(dataclasses.replace(config, weight_decay=decay), mesh)
+        with jax.set_mesh(mesh):
+            moved = jax.device_get(after.relaid(by_paths, {"data": 4}, split="columns"))
+        assert moved.decay == np.float32(-0.5 if decay else 0)
+        slots, factor = after.optimizer.slots, 1 if decay else np.exp(np.float32(-0.5))
+        held = by_id.of_state(moved, split, features, after.devices, slots=slots)
+        for (name, slot), wanted in source.arrays.items():
+            found = held.read(name, slot, slice(0, len(wanted)))
+            np.testing.assert_array_equal(found, wanted if slot else wanted * factor)
+    other = make(TablesConfig(optimizer="adagrad"), meshes[0])
+    with pytest.raises(ValueError, match=r"keeps squares of rows, and .* has count, decayed, m, v"):
+        other.relaid(by_paths, {"data": 4}, split="columns")
 
 
 def test_slots_are_in_equal_parts_and_older_states_are_read():

@@ -26,8 +26,10 @@ def constraints(
         taken, gradients = found.rows
         return tables.update(state, taken, gradients, rate=rate, accepted=accepted)
 
-    def relaid(saved: Any, sizes: Mapping[str, int]) -> TablesState:
-        return tables.relaid(saved, sizes)
+    def relaid(saved: Any, meta: Mapping[str, Any]) -> TablesState:
+        section = meta.get("config", {}).get("tables", {})
+        split = section.get("split", tables.config.split)
+        return tables.relaid(saved, meta.get("mesh", {}), split=split)
 
     return {
         TABLES: Constraint(
