@@ -41,9 +41,11 @@ def filled_in(config: Config) -> list[str]:
         recommender_config.problems(recommender, num_dense=len(schema.dense), lengths=by_name)
     ):
         return found
+    weights = tuple(each.length if each.weights else 0 for each in schema.features)
     config.model.recommender = dataclasses.replace(
         recommender, num_dense=len(schema.dense), features=tuple(by_name),
         lengths=tuple(lengths), num_ids=schema.num_ids,
+        weights=weights if any(weights) else (),
     )  # fmt: skip
     return []
 

@@ -404,8 +404,10 @@ def test_wrong_lookups_are_errors(tmp_path):
         online_models.open_model(tmp_path / "a")
 
 
+WEIGHED = dict(features=("item", "user", "history"), weights=(0, 0, 4))
 MODELS = {
     "dlrm": dict(name="dlrm", bottom=(12, 8), top=(16, 8)),
+    "dlrm with weights": dict(name="dlrm", bottom=(12, 8), top=(16, 8), **WEIGHED),
     "dlrm without numbers": dict(name="dlrm", bottom=(), top=(16,), num_dense=0),
     "dcn": dict(name="dcn", bottom=(), top=(16,), cross_layers=2),
     "dcn of low rank": dict(name="dcn", bottom=(6,), cross_rank=3, structure="parallel"),
@@ -440,13 +442,19 @@ def test_predictions_equal_those_of_training(tmp_path, name):
     ids = np.concatenate([rng.integers(0, 30, (B, 2)), rng.integers(-1, 40, (B, 4))], axis=1)
     dense = rng.standard_normal((B, config.num_dense)).astype(np.float32)
     rows, there = source.arrays["items", ROWS], ids[:, 2:] >= 0
+    weights = rng.uniform(size=(B, 4)).astype(np.float32) if config.weights else None
     history = rows[np.maximum(ids[:, 2:], 0)] * there[..., None]
+    history = history if weights is None else history * weights[..., None]
     embedded = {"item": rows[ids[:, 0]], "user": source.arrays["users", ROWS][ids[:, 1]],
                 "history": history if name == "din" else history.sum(axis=1)}  # fmt: skip
     wanted = jax.jit(model.logits)(params, dense, embedded, {"history": there})
     opened = online_models.open_model(tmp_path / "a")
-    np.testing.assert_allclose(opened.logits(dense, ids), wanted, **PREDICTIONS)
-    np.testing.assert_allclose(opened.click(dense, ids), jax.nn.sigmoid(wanted), **PREDICTIONS)
+    np.testing.assert_allclose(opened.logits(dense, ids, weights), wanted, **PREDICTIONS)
+    np.testing.assert_allclose(
+        opened.click(dense, ids, weights), jax.nn.sigmoid(wanted), **PREDICTIONS
+    )
+    with pytest.raises(ValueError, match="have weights"):
+        opened.click(dense, ids, None if config.weights else np.ones((B, 4)))
 
 
 def test_predictions_need_no_jax(tmp_path):

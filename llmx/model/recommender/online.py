@@ -29,20 +29,34 @@ class Model:
     params: Arrays
     tables: Online
 
-    def logits(self, dense_BF: np.ndarray, ids_BI: np.ndarray) -> np.ndarray:
-        """The log odds of a click, fp32 [B]; -1 in ids stands for none."""
-        embedded, present, first = {}, {}, 0
+    def logits(
+        self, dense_BF: np.ndarray, ids_BI: np.ndarray, weights_BJ: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The log odds of a click, fp32 [B]; -1 in ids stands for none.
+
+        weights_BJ: of the ids of the features that have some, side by side.
+        """
+        embedded, present, first, first_weight = {}, {}, 0, 0
+        numbers = dict(zip(self.config.features, self.config.weights, strict=False))
+        if any(numbers.values()) != (weights_BJ is not None):
+            having = [name for name, number in numbers.items() if number]
+            raise ValueError(f"ids of {', '.join(having) or 'no feature'} have weights")
         for name, feature in self.tables.export.features.items():
-            own_BL = np.asarray(ids_BI)[:, first : first + feature.length]
+            own_BL, weights_BL = np.asarray(ids_BI)[:, first : first + feature.length], None
             first += feature.length
-            embedded[name], present[name] = self.tables.bags(name, own_BL), own_BL >= 0
+            if number := numbers.get(name, 0):
+                weights_BL = weights_BJ[:, first_weight : first_weight + number]
+                first_weight += number
+            embedded[name] = self.tables.bags(name, own_BL, weights_BL)
+            present[name] = own_BL >= 0
         dense_BF = np.asarray(dense_BF, np.float32)
         return _LOGITS[self.config.name](self.config, self.params, dense_BF, embedded, present)
 
-    def click(self, dense_BF: np.ndarray, ids_BI: np.ndarray) -> np.ndarray:
-        """The probability of a click, fp32 [B]."""
-        logit_B = self.logits(dense_BF, ids_BI)
-        return _sigmoid(logit_B)
+    def click(
+        self, dense_BF: np.ndarray, ids_BI: np.ndarray, weights_BJ: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The probability of a click, fp32 [B]; see `logits`."""
+        return _sigmoid(self.logits(dense_BF, ids_BI, weights_BJ))
 
 
 def open_model(folder: str | os.PathLike, *, verify: bool = False) -> Model:
