@@ -15,6 +15,7 @@ import pathlib
 import sys
 from collections.abc import Mapping
 
+from llmx.data import remote
 from llmx.runtime import exits
 
 if __name__ == "__main__":
@@ -111,6 +112,7 @@ _FILES = {"files": "npy", "parquet": "parquet"}
 
 def _new(output: str) -> pathlib.Path:
     """The folder to write. Raises ValueError where something is there."""
+    remote.require_local("--output=", output, "write a local folder, and copy that")
     folder = pathlib.Path(os.path.expanduser(output))
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty: export into a new directory")
