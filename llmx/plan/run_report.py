@@ -29,6 +29,7 @@ from llmx.plan import (
     search_report,
     sizes,
     step_time,
+    table_report,
     time_report,
     traffic,
     uncertain,
@@ -57,6 +58,8 @@ def show(
     machine = machines.parse(args.machine, args.hardware)
     topology = machine.topology
     given, config, problems = flags.parse(command, argv, auto_mesh=True)
+    if config.model.recommender.name:
+        return table_report.show(given, config, problems, topology)
     problems = [*problems, *output_paths.file_problems("--html", args.html or "")]
     problems += _of_verify(args, searched := args.search or given.auto_mesh, topology)
     duration.check(**_of_duration(args, *options.OF_DURATION, "step_seconds"))

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from llmx.tables import by_id, numbers, placement, requests, row_optimizers
+from llmx.tables import by_id, costs, numbers, placement, requests, row_optimizers
 from llmx.tables import config as config_lib
 from llmx.tables.by_id import DECAYED, ROWS, Source
 from llmx.tables.config import Feature, Table, TablesConfig
@@ -206,13 +206,11 @@ class Tables:
         return jnp.concatenate(found, axis=1), jnp.concatenate(there, axis=1)
 
     def _capacities(self, asked: requests.Asked) -> dict[str, int]:
-        """C, by width: a multiple of an equal share of a device's ids."""
-        found = {}
-        for key, group in self.groups.items():
-            num_ids = asked[key].shape[0]
-            share = math.ceil(self.config.capacity * num_ids / group.devices)
-            found[key] = max(1, min(num_ids, group.slots, share))
-        return found
+        """C, by width."""
+        return {
+            key: costs.capacity(group, asked[key].shape[0], self.config.capacity)
+            for key, group in self.groups.items()
+        }
 
     def _take(self, rows, passed, decay, ids):
         """`take` of one device."""
