@@ -23,6 +23,7 @@ COMMANDS = {
     "report": ("llmx.report", "compare runs on one HTML page"),
     "metrics": ("llmx.metrics", "draw the loss of a run"),
     "checkpoint": ("llmx.checkpoint", "list, verify, compare, export and remove checkpoints"),
+    "tables": ("llmx.tables", "export sparse tables, whole or what has changed"),
     "history": ("llmx.config.history", "starts of a run, changes of its config, rollbacks"),
     "plan": ("llmx.plan", "memory, bytes sent and time of a step, before anything runs"),
     "aot": ("llmx.aot", "compile for accelerators that are not here"),

@@ -121,10 +121,10 @@ class Constraint(NamedTuple):
     due_after: Callable
     scalars: Callable  # its state -> {"sparsity": ...} for the report, fp32 []
     reads: bool = False  # the gradient of a batch reads its state, beside those of the transforms
-    # Where it depends on the devices: the state that was saved, arrays on the host, and the sizes
-    # of the mesh that it was saved on -> its state, on the host
+    # Where it depends on the devices: the state that was saved, or its arrays by path, and the meta
+    # of the checkpoint -> its state, the same object where nothing has to change
     relaid: Callable | None = None
-    is_moved: Callable = lambda sizes: False  # sizes of that mesh -> whether it must be `relaid`
+    is_moved: Callable = lambda meta: False  # that meta -> whether numbers are elsewhere here
     # (State, batch) -> its state, before the first batch that a run takes; None = as it is. Where
     # it has something of the batch, as rows that a step before would have looked up
     begin: Callable | None = None

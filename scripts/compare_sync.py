@@ -40,6 +40,9 @@ RUNS: dict[str, dict[str, object]] = {
     "diloco, int4 beside the next step": {
         **OUTER, **LOCAL, "sync.outer_format": "int4", "sync.overlap": True
     },
+    "diloco, averaged moments": {
+        **OUTER, **LOCAL, "sync.average_moments": True, "sync.outer_learning_rate": 0.9
+    },
     "local_sgd": {"sync.strategy": "local_sgd", **LOCAL},
     "stale": {
         "sync.strategy": "stale", "sync.staleness": 2, "sync.warmup_steps": 0, "optimizer.b1": 0.5
@@ -51,7 +54,8 @@ AGAINST = {"one_bit_lamb": "lamb"}  # what a run is compared with; "mean" where 
 COLORS = {
     "mean": "black", "one_bit": "#4477aa", "zero_one, local steps": "#009988",
     "power_sgd": "#aa3377", "int8": "#ee6677", "top_k": "#997700", "diloco": "#228833",
-    "diloco, int4 beside the next step": "#228833", "local_sgd": "#ccbb44", "stale": "#999999",
+    "diloco, int4 beside the next step": "#228833", "diloco, averaged moments": "#117733",
+    "local_sgd": "#ccbb44", "stale": "#999999",
     "lamb": "black", "one_bit_lamb": "#66ccee",
 }  # fmt: skip
 DASHED = ("lamb", "diloco, int4 beside the next step")

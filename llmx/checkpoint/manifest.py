@@ -21,6 +21,9 @@ from llmx.sharding import trees
 # 2: the layers are permuted. Other checkpoints are written as 1, which older programs read too.
 FORMAT = 2
 NUMBERS = (bool, int, float)  # leaves that are written into the document
+# Leaves that are read in parts where they are too large for one machine: in files, their chunks
+# have at most so many bytes.
+IN_PARTS, PART_BYTES = ("extra/tables/",), 1 << 20
 
 # State leaves that were renamed: (regular expression on a saved leaf name, its replacement), oldest
 # first. Append only: a document states how many rows existed when it was written, and only later

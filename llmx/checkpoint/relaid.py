@@ -23,32 +23,37 @@ def is_there(recipe: Recipe, name: str, saved: Document) -> bool:
 
 
 def _is_moved(recipe: Recipe, name: str, meta: dict) -> bool:
-    # Shapes do not tell: rows that divide have the same on two devices as on four.
-    return recipe.constraints[name].is_moved(meta.get("mesh", {}))
+    # Shapes do not tell: rows that divide have the same on two devices as on four. A transform's
+    # state is whole on all.
+    constraint = recipe.constraints.get(name)
+    return constraint is not None and constraint.is_moved(meta)
 
 
 def as_saved(recipe: Recipe, state: Any, name: str, saved: Document) -> Any:
-    """Shapes of a state as the checkpoint has them, whole on all devices where it is of others."""
-    if not _is_moved(recipe, name, saved.meta):
+    """Shapes of a state; where it is moved, those of the checkpoint by path, whole on all
+    devices."""
+    fits = saved.fits(state, prefix=path_of(name), order=recipe.order)
+    if fits and not _is_moved(recipe, name, saved.meta):
         return state
-    shapes, whole = saved.shapes(path_of(name)), NamedSharding(recipe.mesh, PartitionSpec())
-    named = {
-        path: jax.ShapeDtypeStruct(
-            tuple(shapes[f"{path_of(name)}/{path}"]), leaf.dtype, sharding=whole
+    whole = NamedSharding(recipe.mesh, PartitionSpec())
+    place = f"{path_of(name)}/"
+    return trees.nest({
+        path.removeprefix(place): jax.ShapeDtypeStruct(
+            tuple(shape), saved.leaves[path]["dtype"], sharding=whole
         )
-        for path, leaf in trees.named(state).items()
-    }
-    return trees.unnamed(named, state)
+        for path, shape in saved.shapes(path_of(name)).items()
+    })  # fmt: skip
 
 
 def onto_devices(
     recipe: Recipe, name: str, state: Any, meta: dict, log: Callable[[str], None]
 ) -> Any:
     """The state `as_saved`, as it is on the devices of the recipe; `meta`: of the checkpoint."""
-    if not _is_moved(recipe, name, meta):
+    function = recipe.constraints[name].relaid
+    moved = function(state, meta) if function else state
+    if moved is state:
         return state
-    like, sizes = recipe.abstract.extra[name], meta.get("mesh", {})
-    on_host = recipe.constraints[name].relaid(jax.device_get(state), sizes)
+    sizes = meta.get("mesh", {})
     used = ", ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one device"
     log(f"{name}: rows were moved from a mesh of {used} to these devices")
-    return jax.device_put(on_host, jax.tree.map(lambda leaf: leaf.sharding, like))
+    return moved

@@ -18,6 +18,7 @@ from llmx.checkpoint import (
     checkpointer,
     chosen_layers,
     copies,
+    from_export,
     hf_reader,
     identity,
     local_tier,
@@ -46,6 +47,7 @@ from llmx.sync import reshard
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import MEAN
 from llmx.sync.strategy import STRATEGIES
+from llmx.tables import exports
 
 Log = Callable[[str], None]
 
@@ -75,6 +77,8 @@ def restore_or_init(
             reader = checkpoints.reader if imported else None
             state = start_with(config, recipe, state, start_from, log, reader=reader)
         state = masks.begun(config, recipe, state, log)
+        if exports.is_export(start_from):
+            state = from_export.with_tables(recipe, state, start_from, log)
         _forget_after(back_to, checkpoints, tier)
         return beside(Restored(state, {}, 0))
     if (saved := restored.meta["fingerprint"]) != dataset.fingerprint:
@@ -425,8 +429,8 @@ def _resharded(recipe: Recipe, saved: Any, order: LayerPermutation) -> Any:
 def start_with(
     config: Any, recipe: Recipe, state: State, start_from: str, log: Log, *, reader: Any = None
 ) -> State:
-    """A new state with the parameters of another run, of an import, or of a Hugging Face
-    checkpoint, which are read straight to their shards.
+    """A new state with the parameters of another run, of an import, of a Hugging Face checkpoint,
+    or of exported tables, which are read straight to their shards.
 
     Raises ValueError where they are of a model of another function.
     """
@@ -485,6 +489,8 @@ def _parameters(
         require_same({"model": identity.as_json(saved)})
         return dataclasses.replace(saved, vocab_multiple=recipe.model.vocab_multiple)
 
+    if exports.is_export(place):
+        return from_export.parameters(place, like, require_same)
     if hf_reader.is_checkpoint(place):
         try:
             if not layers:

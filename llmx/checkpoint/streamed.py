@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from llmx.checkpoint import checksums, directory, quiet, restore, writer
-from llmx.checkpoint.manifest import Corrupt, Document
+from llmx.checkpoint.manifest import IN_PARTS, PART_BYTES, Corrupt, Document
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.sharding import trees
 
@@ -55,7 +55,10 @@ def save(folder: str, step: int, arrays: Mapping[str, Streamed], meta: Mapping[s
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_registry())
     tree = trees.nest(arrays)
     in_chunks = {
-        name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) * array.by_rows)
+        name: ocp.SaveArgs(
+            chunk_byte_size=PART_BYTES if name.startswith(IN_PARTS) else CHUNK_BYTES,
+            shard_axes=(0,) * array.by_rows,
+        )
         for name, array in arrays.items()
     }
     try:
@@ -118,8 +121,9 @@ def _registry() -> Any:
     )
 
 
-def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...]):
-    """The slices of an array by a grid of chunks."""
+def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...] | None):
+    """The slices of an array by a grid of chunks; a number is one, of which None is said."""
+    chunk = chunk or ()
     starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
     for first in itertools.product(*starts):
         yield tuple(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from llmx.checkpoint import checksums, directory, quiet
-from llmx.checkpoint.manifest import Document
+from llmx.checkpoint.manifest import IN_PARTS, PART_BYTES, Document
 from llmx.runtime import host_memory, launch
 from llmx.runtime.agreement import Store
 from llmx.sharding import trees
@@ -203,8 +203,15 @@ class Save:
         quiet.silence_orbax()
         self._sums = checksums.start_device_sums(arrays)
         self._handler = ocp.PyTreeCheckpointHandler()
+        in_chunks = {
+            name: ocp.SaveArgs(
+                chunk_byte_size=PART_BYTES if name.startswith(IN_PARTS) and array.ndim else None
+            )
+            for name, array in arrays.items()
+        }
         saving = self._handler.async_save(
-            self._path / directory.STATE, args=ocp.args.PyTreeSave(trees.nest(arrays))
+            self._path / directory.STATE,
+            args=ocp.args.PyTreeSave(trees.nest(arrays), save_args=trees.nest(in_chunks)),
         )
         loop = asyncio.new_event_loop()
         try:

@@ -93,7 +93,7 @@ class Config:
 
     workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
     # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face
-    # directory, each local or a URL
+    # directory, each local or a URL; with sparse tables a local folder of llmx.tables export
     start_from: str = ""
     # of start_from's layers, those that the model begins with, in this order: (0, 2, 5); () = all
     start_from_layers: tuple[int, ...] = ()

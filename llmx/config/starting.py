@@ -12,12 +12,15 @@ from llmx.config import Config
 from llmx.data import remote, sources, tokenizers
 from llmx.model import chosen_layers
 from llmx.model.families import ModelConfig
+from llmx.tables import exports
 
 
 def problem(config: Config) -> str:
     """Why a run cannot start from there; "" = it can, as far as the names of files tell, or it has
     begun already and needs nothing from there."""
-    found = place_problem("start_from", config.start_from) if config.start_from else ""
+    if not config.start_from or exports.is_export(config.start_from):
+        return ""
+    found = place_problem("start_from", config.start_from)
     return "" if found and _begun(config) else found
 
 
@@ -79,7 +82,9 @@ def adopted(config: Config) -> Config:
 
     Raises ValueError where the files there cannot be read, or the tokenizer is missing.
     """
-    is_gone = bool(config.start_from and place_problem("start_from", config.start_from))
+    is_gone = not exports.is_export(config.start_from) and bool(
+        config.start_from and place_problem("start_from", config.start_from)
+    )
     if not config.start_from or (is_gone and not _begun(config)):
         return config
     of_shards = any(name.startswith(sources.SHARDS_PREFIX) for name in config.data.sources)
@@ -126,6 +131,8 @@ def _model_of(place: str, is_hugging_face: bool) -> ModelConfig:
     """The model of a work directory, or of a Hugging Face checkpoint. Raises ValueError."""
     from llmx.checkpoint import hf_reader
 
+    if exports.is_export(place):
+        return identity.model_of(exports.read_manifest(pathlib.Path(place)))
     return hf_reader.read_model(place) if is_hugging_face else config_lib.load_run(place).model
 
 

@@ -11,6 +11,7 @@ from llmx.model.recommender import config as recommender_config
 from llmx.runtime import bounds
 from llmx.step.transforms import masks
 from llmx.tables import config as tables_config
+from llmx.tables import exports
 from llmx.tables.config import Feature, Table, TablesConfig
 
 
@@ -40,9 +41,11 @@ def filled_in(config: Config) -> list[str]:
         recommender_config.problems(recommender, num_dense=len(schema.dense), lengths=by_name)
     ):
         return found
+    weights = tuple(each.length if each.weights else 0 for each in schema.features)
     config.model.recommender = dataclasses.replace(
         recommender, num_dense=len(schema.dense), features=tuple(by_name),
         lengths=tuple(lengths), num_ids=schema.num_ids,
+        weights=weights if any(weights) else (),
     )  # fmt: skip
     return []
 
@@ -93,7 +96,6 @@ ALONE = {
     "pruning.method": (masks.NONE, "it was not tried"),
     "quantization.bits": (0, "it was not tried"),
     "packed.format": ("", "codes have no gradient"),
-    "start_from": ("", "it has parameters and no tables"),
     "evaluation.choices": ((), "answers are scored without tables"),
     "sample.prompt": ("", "generation does not look rows up"),
 }  # fmt: skip
@@ -110,11 +112,21 @@ def problems(config: Config) -> Iterator[str]:
             for key, value in vars(config.tables).items()
             if value != vars(default)[key]
         )
+        if exports.is_export(config.start_from):
+            yield (
+                f"start_from={config.start_from!r} is an export of sparse tables, and the model "
+                "has none: set model.recommender.name or model.ngram_tables as its run had them"
+            )
         return
     what = f"model.recommender.name={name!r}" if name else f"model.ngram_tables={orders}"
     for key, (wanted, why) in ALONE.items():
         if (value := get_value(config, key)) != wanted:
             yield f"{key}={value!r} with {what}: {why}; use {key}={wanted!r}"
+    if config.start_from and not exports.is_export(config.start_from):
+        yield (
+            f"start_from={config.start_from!r} with {what}: rows are taken of an export: name a "
+            "folder that python -m llmx.tables export has written"
+        )
     if preference_checks.is_on(config):
         yield (
             f"data.format={config.data.format!r} with {what}: the reference would have tables of "

@@ -29,6 +29,7 @@ from llmx.plan import (
     search_report,
     sizes,
     step_time,
+    table_report,
     time_report,
     traffic,
     uncertain,
@@ -57,14 +58,14 @@ def show(
     machine = machines.parse(args.machine, args.hardware)
     topology = machine.topology
     given, config, problems = flags.parse(command, argv, auto_mesh=True)
+    if config.model.recommender.name:
+        return table_report.show(given, config, problems, topology)
     problems = [*problems, *output_paths.file_problems("--html", args.html or "")]
     problems += _of_verify(args, searched := args.search or given.auto_mesh, topology)
     duration.check(**_of_duration(args, *options.OF_DURATION, "step_seconds"))
     search, search_lines, run = {}, [], None
-    if searched and problems:
-        raise ConfigError(problems)
     if searched:
-        _check_searched(args, config, topology, auto_mesh=given.auto_mesh)
+        _check_searched(args, config, topology, problems, auto_mesh=given.auto_mesh)
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
     if run is None or (not given.auto_mesh and _is_counted(config, topology)):
         run = compiler.resolve(config, topology, problems=problems)
@@ -165,9 +166,12 @@ def _of_verify(args: argparse.Namespace, searched: bool, topology: Topology) -> 
 
 
 def _check_searched(
-    args: argparse.Namespace, config: Config, topology: Topology, *, auto_mesh: bool
-) -> None:
-    """Raises ValueError, before a search, for what would be refused behind it."""
+    args: argparse.Namespace, config: Config, topology: Topology, problems: list[str], *,
+    auto_mesh: bool,
+) -> None:  # fmt: skip
+    """Raises ValueError, before a search, for problems, and for what would be refused behind it."""
+    if problems:
+        raise ConfigError(problems)
     alone = candidates.neutral(config, topology.platform)
     why_not = "" if auto_mesh else candidates.refusal(config)
     if why_not := why_not or _too_short(args, alone, topology, ("mfu",)):

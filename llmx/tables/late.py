@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmx.tables import placement, requests
-from llmx.tables.tables import Plan, Tables, TablesState, Taken, places
+from llmx.tables.tables import Plan, Tables, TablesState, Taken
 
 
 class Waiting(NamedTuple):
@@ -147,15 +147,22 @@ def settled(tables: Tables, state: TablesState, late: Late) -> tuple[TablesState
 # ------------------------------------------------------------------------------- on other devices
 
 
-def relaid(tables: Tables, saved: Late, sizes: Mapping[str, int]) -> Late:
-    """What was under way on a mesh of other sizes, as it is on this one: arrays on the host.
+def relaid(tables: Tables, saved: Any, sizes: Mapping[str, int], split: str = "") -> Late:
+    """What was under way on a mesh of other sizes, or with another `split` of all tables, as it is
+    on this one; itself, if that is the same.
 
-    What is said of a row is added up. What is `ready` is not moved: it is the caller's to look up
-    again.
+    saved: it, or its arrays by path. What is said of a row is added up. What is `ready` is not
+    moved: it is the caller's to look up again.
     """
+    if isinstance(saved, Late) and not tables.is_moved(sizes, split):
+        return saved
+    if not isinstance(saved, Late):
+        ready = Taken(saved["ready"]["rows"], _plans(saved["ready"]["plan"]), None)
+        saved = Late(Waiting(**saved["waiting"]), saved["oldest"], ready)
+    saved = jax.device_get(saved)
     num_records = next(iter(saved.ready.plan.values())).place_BK.shape[0]
     like = abstract(tables, num_records)
-    before = tables.groups_on(sizes)
+    before = tables.groups_on(sizes, split)
     moved = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
     waiting = moved.waiting
     waiting.rate[:], waiting.accepted[:] = saved.waiting.rate, saved.waiting.accepted
@@ -168,7 +175,12 @@ def relaid(tables: Tables, saved: Late, sizes: Mapping[str, int]) -> Late:
             )
         asked = {key: rows[step] for key, rows in waiting.rows_U.items()}
         waiting.rounds[step] = _num_rounds(tables, asked)
-    return moved._replace(oldest=np.asarray(saved.oldest))
+    moved = moved._replace(oldest=np.asarray(saved.oldest))
+    return jax.device_put(moved, jax.tree.map(lambda leaf: leaf.sharding, like))
+
+
+def _plans(by_path: Mapping[str, Any]) -> dict[str, Plan]:
+    return {key: Plan(**each) for key, each in by_path.items()}
 
 
 def _by_table(groups, tables: Tables, waiting: Waiting, step: int) -> dict:
@@ -181,7 +193,7 @@ def _by_table(groups, tables: Tables, waiting: Waiting, step: int) -> dict:
             gradients_UW = np.asarray(waiting.gradients[key][step])
             for part in group.parts_of(table.name):
                 id_of = np.full(group.none + 1, -1, np.int64)
-                id_of[places(group, part)] = np.arange(table.rows)
+                id_of[placement.places(group, part)] = np.arange(table.rows)
                 there = id_of[rows_U] >= 0
                 ids.append(id_of[rows_U][there])
                 whole = np.zeros((len(ids[-1]), table.width), np.float32)
@@ -199,7 +211,7 @@ def _in_group(group: placement.Group, of_tables: Mapping) -> tuple[np.ndarray, n
     rows, gradients = [], []
     for part in group.parts:
         ids, sums = of_tables[part.table.name]
-        rows.append(places(group, part)[ids])
+        rows.append(placement.places(group, part)[ids])
         gradients.append(sums[:, slice(*part.columns)])
     rows_R, gradients_RW = np.concatenate(rows), np.concatenate(gradients)
     order = np.argsort(rows_R)

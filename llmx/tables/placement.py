@@ -9,9 +9,14 @@ that is split by columns is as many whole ones, of some columns each.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from llmx.tables.config import Feature, Table
 
 LARGEST = 2**31 - 2  # a row of a group is an int32 number, and one more says that there is none
+# The slots of a device are a multiple, if there are more: so that a checkpoint's files can have
+# them in equal parts.
+MULTIPLE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +103,20 @@ def _group(
         ends[device] += table.rows
         loads[device] += weight((number, table, columns))
     slots = max(ends)
+    if slots > MULTIPLE:
+        slots = -(-slots // MULTIPLE) * MULTIPLE
     if devices * slots > LARGEST:
         raise ValueError(
             f"tables of width {width} have {devices * slots:,} rows with those that fill up the "
             f"devices: at most {LARGEST:,} rows can be numbered: give some of them another width"
         )
     return Group(width, tuple(parts), slots, devices)
+
+
+def places(group: Group, part: Part, ids: np.ndarray | None = None) -> np.ndarray:
+    """Where rows of a part are in its group's array, by id; None = all of them."""
+    ids = np.arange(part.table.rows) if ids is None else ids
+    if part.device >= 0:
+        return part.device * group.slots + part.base + ids
+    device = (ids + part.shift) % group.devices
+    return device * group.slots + part.base + ids // group.devices

@@ -28,14 +28,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx.sharding import local_view
+from llmx.tables import by_id, costs, numbers, placement, requests, row_optimizers
 from llmx.tables import config as config_lib
-from llmx.tables import numbers, placement, requests, row_optimizers
+from llmx.tables.by_id import DECAYED, ROWS, Source
 from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.placement import Group
 from llmx.tables.row_optimizers import RowOptimizer
 
 Ids = Mapping[str, Any]  # by feature, int32 [B, L]; -1 = none
-DECAYED = "decayed"  # of a row: the sum of log(1 - lr weight_decay) up to its last update
 
 
 class TablesState(NamedTuple):
@@ -44,6 +44,15 @@ class TablesState(NamedTuple):
     rows: dict[str, jax.Array]  # fp32 [n x slots, W]
     slots: dict[str, dict[str, jax.Array]]  # of the optimizer, fp32 [n x slots, W or 1]
     decay: jax.Array  # fp32 [], the sum of log(1 - lr weight_decay) of all steps
+
+
+def by_path(saved: Any) -> TablesState:
+    """The state of arrays in nested dicts, in which an optimizer may keep nothing."""
+    if isinstance(saved, TablesState):
+        return saved
+    kept = saved.get("slots", {})
+    slots = {key: kept.get(key, {}) for key in saved["rows"]}
+    return TablesState(saved["rows"], slots, saved["decay"])
 
 
 class Plan(NamedTuple):
@@ -88,10 +97,17 @@ class Tables:
         """Of rows, and of records."""
         return PartitionSpec(self.axes if self.axes else None)
 
-    def groups_on(self, sizes: Mapping[str, int]) -> dict[str, Group]:
-        """Where rows are on a mesh of these sizes."""
+    def groups_on(self, sizes: Mapping[str, int], split: str = "") -> dict[str, Group]:
+        """Where rows are on a mesh of these sizes, with this `split` of all tables; "" = as they
+        are here."""
+        devices, tables = self._on(sizes, split)
+        return _groups(tables, self.features, devices)
+
+    def _on(self, sizes: Mapping[str, int], split: str) -> tuple[int, tuple[Table, ...]]:
         devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
-        return _groups(self.tables, self.features, devices)
+        if not split:
+            return devices, self.tables
+        return devices, tuple(dataclasses.replace(table, split=split) for table in self.tables)
 
     @functools.cached_property
     def abstract(self) -> TablesState:
@@ -212,13 +228,11 @@ class Tables:
         return jnp.concatenate(found, axis=1), jnp.concatenate(there, axis=1)
 
     def capacities(self, asked: requests.Asked) -> dict[str, int]:
-        """C, by width: a multiple of an equal share of a device's ids."""
-        found = {}
-        for key, group in self.groups.items():
-            num_ids = asked[key].shape[0]
-            share = math.ceil(self.config.capacity * num_ids / group.devices)
-            found[key] = max(1, min(num_ids, group.slots, share))
-        return found
+        """C, by width."""
+        return {
+            key: costs.capacity(group, asked[key].shape[0], self.config.capacity)
+            for key, group in self.groups.items()
+        }
 
     def _take(self, rows, passed, decay, ids):
         """`take` of one device."""
@@ -421,51 +435,69 @@ class Tables:
     # ------------------------------------------------------------------------------ whole tables
 
     def table(self, state: TablesState, name: str) -> np.ndarray:
-        """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests and
-        exports. All processes' devices must be addressable."""
-        rows = {}
-        for key, group in self.groups.items():
-            if group.parts_of(name):
-                rows[key] = np.asarray(jax.device_get(state.rows[key]))
-                if self.config.weight_decay:
-                    passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
-                    rows[key] = rows[key] * np.exp(float(state.decay) - passed)
-        return whole_table(self.groups, rows, name)
+        """All rows of a table, fp32 [rows, width], on the host: of small ones, for tests. All
+        processes' devices must be addressable."""
+        [table] = [table for table in self.tables if table.name == name]
+        held = by_id.of_state(
+            jax.device_get(state), self.tables, self.features, self.devices,
+            slots=self.optimizer.slots, due=True,
+        )  # fmt: skip
+        return held.read(name, ROWS, slice(0, table.rows))
 
-    def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
-        """A state that was saved on a mesh of other sizes, as it is on this one: arrays on the
-        host. Numbers stay what they are, bit for bit."""
-        before = self.groups_on(sizes)
+    def relaid(self, saved: Any, sizes: Mapping[str, int], split: str = "") -> TablesState:
+        """A state that was saved on a mesh of other sizes, or with another `split` of all tables,
+        as it is here; itself, if that is the same. Numbers stay what they are, bit for bit.
 
-        def moved(arrays: Mapping[str, np.ndarray], fill: float) -> dict[str, np.ndarray]:
-            arrays = {key: np.asarray(array) for key, array in arrays.items()}
-            found = {}
-            for key, group in self.groups.items():
-                each = [whole_table(before, arrays, part.table.name) for part in group.parts]
-                width = min(group.width, each[0].shape[1])  # 1 where a row has one number
-                new = np.full((group.none, width), fill, np.float32)
-                for part, whole in zip(group.parts, each, strict=True):
-                    columns = slice(*part.columns) if width == group.width else slice(0, 1)
-                    new[places(group, part)] = whole[:, columns]
-                found[key] = new
-            return found
-
-        slots = {
-            name: moved(
-                {key: of_group[name] for key, of_group in saved.slots.items()},
-                self.optimizer.initial.get(name, 0.0),
+        saved: a state, or its arrays by path where its shapes are others. Raises ValueError where
+        it is another optimizer's.
+        """
+        if isinstance(saved, TablesState) and not self.is_moved(sizes, split):
+            return saved
+        devices, were = self._on(sizes, split)
+        state = jax.device_get(by_path(saved))
+        kept = {name for of_group in state.slots.values() for name in of_group}
+        if missing := self.optimizer.slots.keys() - kept:
+            raise ValueError(
+                f"tables.optimizer={self.config.optimizer!r} keeps {', '.join(sorted(missing))} of "
+                f"rows, and the checkpoint has {', '.join(sorted(kept)) or 'nothing'}: restore "
+                "tables.optimizer, or begin another run with an export (start_from)"
             )
-            for name in self._slots
-        }
+        # Without a weight decay to come, what is due is taken off now.
+        due = DECAYED in kept and not self.config.weight_decay
+        slots = self.optimizer.slots
+        held = by_id.of_state(state, were, self.features, devices, slots=slots, due=due)
+        return self.filled(held, tuple(kept & self._slots.keys()), 0.0 if due else state.decay)
+
+    def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
+        """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each
+        process reads the rows of its own devices."""
+        abstract = self.abstract
+
+        def array(key: str, slot: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+            group = self.groups[key]
+            fill = self.optimizer.initial.get(slot, 0.0)
+
+            def of_device(index: tuple[slice, ...]) -> np.ndarray:
+                device = (index[0].start or 0) // group.slots
+                width = like.shape[1]
+                if slot != ROWS and slot not in slots:
+                    return np.full((group.slots, width), fill, np.float32)
+                return by_id.of_device(group, device, source, slot, width=width, fill=fill)
+
+            return jax.make_array_from_callback(like.shape, like.sharding, of_device)
+
         return TablesState(
-            moved(saved.rows, 0.0),
-            {key: {name: slots[name][key] for name in self._slots} for key in self.groups},
-            np.asarray(saved.decay),
+            {key: array(key, ROWS, like) for key, like in abstract.rows.items()},
+            {
+                key: {name: array(key, name, like) for name, like in of_group.items()}
+                for key, of_group in abstract.slots.items()
+            },
+            jax.device_put(np.float32(decay), abstract.decay.sharding),
         )  # fmt: skip
 
-    def is_moved(self, sizes: Mapping[str, int]) -> bool:
-        """Whether rows are elsewhere on a mesh of these sizes."""
-        return self.groups_on(sizes) != dict(self.groups)
+    def is_moved(self, sizes: Mapping[str, int], split: str = "") -> bool:
+        """Whether rows are elsewhere on a mesh of these sizes, or with this `split`."""
+        return self._on(sizes, split) != (self.devices, self.tables)
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
         """Ids on the host that a table does not have."""
@@ -486,33 +518,6 @@ class Tables:
 def _groups(tables: Sequence[Table], features: Sequence[Feature], devices: int) -> dict[str, Group]:
     """The groups by width."""
     return {str(group.width): group for group in placement.placed(tables, features, devices)}
-
-
-def places(group: Group, part: placement.Part) -> np.ndarray:
-    """Where the rows of a part are in its group's array, by id."""
-    ids = np.arange(part.table.rows)
-    if part.device < 0:
-        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
-    else:
-        at = part.device * group.slots + ids
-    return at + part.base
-
-
-def whole_table(
-    groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str
-) -> np.ndarray:
-    """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
-    row has one of."""
-    columns = [
-        (part.columns, arrays[key][places(group, part)])
-        for key, group in groups.items()
-        for part in group.parts_of(name)
-    ]
-    columns.sort(key=lambda one: one[0])
-    width = columns[0][0][1] - columns[0][0][0]
-    if columns[0][1].shape[1] != width or len(columns) == 1:
-        return columns[0][1]
-    return np.concatenate([array for _, array in columns], axis=1)
 
 
 def _unzipped(found: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from llmx.aot import program as program_lib
 from llmx.aot import topologies
+from llmx.tables import costs
 from llmx.tables import tables as tables_lib
 from llmx.tables.config import Feature, Table, TablesConfig
 
@@ -81,6 +82,23 @@ def test_one_exchange_of_ids_and_one_of_rows_for_all_tables(platform):
     of_width = [4 + 4 * width + 4 * (width + 1) for width in WIDTHS]
     sent = capacity * sum(of_width) * (DEVICES - 1) / DEVICES
     assert program_lib.wire_bytes(exchanges) == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("platform", TOPOLOGIES)
+def test_what_is_counted_is_what_is_compiled(platform):
+    """`tables.costs`: the bytes of the state, and of what a device sends."""
+    found, [tables] = compiled(platform)
+    counted = costs.of(
+        tuple(tables.groups.values()), tables.features, tables.optimizer.slots,
+        records=B // DEVICES, multiple=tables.config.capacity,
+    )  # fmt: skip
+    memory = found.memory_analysis()
+    ids = 4 * LENGTH * B * NUMBER / DEVICES
+    state = memory.argument_size_in_bytes - ids
+    assert counted.rows + counted.optimizer == pytest.approx(state, rel=0.02)
+    program = program_lib.read(found.as_text(), (("data", DEVICES),))
+    sent = program_lib.wire_bytes(program.select(kind="all-to-all"))
+    assert sum(counted.sent.values()) == pytest.approx(sent, rel=0.02)
 
 
 def test_tables_of_their_own_have_exchanges_of_their_own():

@@ -305,6 +305,38 @@ def test_weights_multiply_rows():
     np.testing.assert_allclose(found["a2"], total / there.sum(axis=1, keepdims=True), **EXACT)
 
 
+def test_gradients_of_rows_with_weights():
+    """Of a sum and a mean, of rows that records share: added up in plain NumPy."""
+    tables, ids = made("2", optimizer="sgd"), ids_of(2)
+    rng = np.random.default_rng(0)
+    weights = {f.name: rng.uniform(size=(B, f.length)).astype(np.float32) for f in FEATURES[1:2]}
+    weights |= {"e1": rng.uniform(size=(B, 5)).astype(np.float32)}
+    factor = {"a2": rng.standard_normal((B, 8)), "e1": rng.standard_normal((B, 4))}
+
+    def gradient(state, ids, weights):
+        taken = tables.take(state, ids)
+
+        def loss(rows):
+            combined = tables.combine(rows, taken.plan, weights)
+            return sum((combined[name] * jnp.float32(each)).sum() for name, each in factor.items())
+
+        return tables.update(state, taken, jax.grad(loss)(taken.rows), rate=1.0)
+
+    state = state_of(tables, 7)
+    before = {name: tables.table(state, name) for name in "ae"}
+    with jax.set_mesh(tables.mesh):
+        state = jax.jit(gradient)(state, placed(tables, ids), placed(tables, weights))
+    for feature in (FEATURES[1], FEATURES[5]):
+        wanted = before[feature.table].astype(np.float64)
+        for own, weight, each in zip(
+            ids[feature.name], weights[feature.name], factor[feature.name], strict=True
+        ):
+            total = weight[own >= 0].sum() if feature.combine == "mean" else 1
+            for row, one in zip(own[own >= 0], weight[own >= 0], strict=True):
+                wanted[row] -= one / total * each
+        np.testing.assert_allclose(tables.table(state, feature.table), wanted, rtol=2e-6, atol=4e-6)
+
+
 @pytest.mark.parametrize(
     "tables, features, part",
     [

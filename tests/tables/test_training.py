@@ -62,7 +62,7 @@ def made(name: str, *, mesh=None, **keys):
     return runs.make_config(model(name), mesh=mesh, **own | keys)
 
 
-def batches(name: str, number: int = STEPS) -> list[dict]:
+def batches(name: str, number: int = STEPS, *, weighed: bool = False) -> list[dict]:
     rng = np.random.default_rng(0)
     shape = (B, 1 if name == "dlrm" else 16)
     found = []
@@ -76,6 +76,8 @@ def batches(name: str, number: int = STEPS) -> list[dict]:
         if name == "dlrm":
             batch["dense"] = rng.standard_normal((B, 1, 2)).astype(np.float32)
             batch["ids"] = rng.integers(-1, 40, (B, 1, 5)).astype(np.int32)
+            if weighed:
+                batch["id_weights"] = rng.uniform(size=(B, 1, 3)).astype(np.float32)
         found.append(batch)
     return found
 
@@ -119,9 +121,16 @@ def test_any_mesh_equals_one_device(name, mesh, alone):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **PARITY), rows, wanted[2])
 
 
-def test_a_dlrm_equals_dense_tables_and_optax():
-    """Written without llmx's tables and step: whole tables, of which a gradient is taken."""
-    config, listed = made("dlrm", optimizer__weight_decay=0.0), batches("dlrm")
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_dlrm_equals_dense_tables_and_optax(weighed):
+    """Written without llmx's tables and step: whole tables, of which a gradient is taken. Also on
+    two devices, where ids have weights."""
+    features = ("C1", "C2:3*seconds", "C3") if weighed else FEATURES
+    config = made(
+        "dlrm", optimizer__weight_decay=0.0, data__records__features=features,
+        mesh={"data": 2} if weighed else None,
+    )  # fmt: skip
+    listed = batches("dlrm", weighed=weighed)
     recipe = runs.make_recipe(config)
     with jax.set_mesh(recipe.mesh):
         state = recipe.init(0)
@@ -147,8 +156,12 @@ def test_a_dlrm_equals_dense_tables_and_optax():
         for name, length in (("C1", 1), ("C2", 3), ("C3", 1)):
             own = ids[:, first : first + length]
             first += length
-            rows = dense[name][jnp.maximum(own, 0)] * (own >= 0)[..., None]
-            embedded[name] = rows.sum(axis=1) / jnp.maximum((own >= 0).sum(axis=1), 1)[:, None]
+            weights = (own >= 0).astype(jnp.float32)
+            if weighed and length == 3:
+                weights = weights * batch["id_weights"][:, 0]
+            rows = dense[name][jnp.maximum(own, 0)] * weights[..., None]
+            total = weights.sum(axis=1)
+            embedded[name] = rows.sum(axis=1) / jnp.where(total, total, 1)[:, None]
         logit = network.logits(net_params, batch["dense"][:, 0], embedded, {})
         return recommender.losses(logit, batch["targets"][:, 0].astype(jnp.float32))[0].mean()
 

@@ -32,8 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dense", nargs="*", default=list(schema.CRITEO_DENSE), metavar="NAME",
         help="columns of numbers (I1 ... I13)")
     add("--features", nargs="+", default=list(schema.CRITEO_FEATURES), metavar="NAME[:LENGTH]",
-        help="columns of ids, or of lists of up to LENGTH ids (C1 ... C26); NAME@TABLE has the ids "
-        "of TABLE")
+        help="columns of ids, or of lists of up to LENGTH ids (C1 ... C26); NAME*COLUMN has the "
+        "weights of its ids in COLUMN; NAME@TABLE has the ids of TABLE")
     add("--rows", type=int, default=1_000_000, metavar="N",
         help="ids are below N; texts are hashed to as many (1000000)")
     add("--skip-bad", action="store_true", help="leave malformed lines out, counted")

@@ -15,7 +15,8 @@ class RecordsConfig:
     # Columns of numbers: of lines, those behind the label. By default Criteo's I1 ... I13
     dense: tuple[str, ...] = schema_lib.CRITEO_DENSE
     # Columns of ids, behind the numbers in lines; by default Criteo's C1 ... C26. "NAME:LENGTH" has
-    # lists of up to LENGTH ids; "NAME@TABLE" has the ids of TABLE: "history:50@item"
+    # lists of up to LENGTH ids; "NAME@TABLE" has the ids of TABLE: "history:50@item"; "NAME*COLUMN"
+    # has the weights of its ids in COLUMN: "history:50*seconds@item"
     features: tuple[str, ...] = schema_lib.CRITEO_FEATURES
     # Ids of a feature are below this; texts are hashed to as many.
     rows: int = dataclasses.field(

@@ -5,7 +5,7 @@ is its label, and "dense" and "ids" are beside the arrays that rows of tokens ha
 sources are one list, visited once an epoch; the end of each source is held out, as the last day of
 a log is.
 
-Letters: B records, F numbers, I ids of all features side by side.
+Letters: B records, F numbers, I ids of all features side by side, J weights of ids.
 """
 
 import os
@@ -22,15 +22,19 @@ from llmx.data.records import build, order, shards
 from llmx.data.records import sources as record_sources
 from llmx.data.records.schema import NONE, Schema
 
-DENSE, IDS = "dense", "ids"  # names in a batch
+DENSE, IDS, ID_WEIGHTS = "dense", "ids", "id_weights"  # names in a batch
 
 
 def empty_batch(num_rows: int, schema: Schema) -> dict[str, np.ndarray]:
-    """A batch of padding: [B, 1], "dense" [B, 1, F] and "ids" [B, 1, I]; weights are 0."""
-    return packing.empty_batch(num_rows, 1, 0) | {
+    """A batch of padding: [B, 1], "dense" [B, 1, F], "ids" [B, 1, I], and where ids have weights
+    "id_weights" [B, 1, J]; weights are 0."""
+    arrays = {
         DENSE: np.zeros((num_rows, 1, len(schema.dense)), np.float32),
         IDS: np.full((num_rows, 1, schema.num_ids), NONE, np.int32),
     }
+    if schema.num_weights:
+        arrays[ID_WEIGHTS] = np.zeros((num_rows, 1, schema.num_weights), np.float32)
+    return packing.empty_batch(num_rows, 1, 0) | arrays
 
 
 class RecordDataset:
@@ -98,6 +102,8 @@ class RecordDataset:
             chunk = opened.take(numbers[at] - bounds[source] + starts[source])
             batch["tokens"][at], batch["targets"][at, 0] = 0, chunk.labels
             batch[DENSE][at, 0], batch[IDS][at, 0] = chunk.dense, chunk.ids
+            if self.schema.num_weights:
+                batch[ID_WEIGHTS][at, 0] = chunk.weights
             batch["segment_ids"][at], batch["weights"][at] = 1, 1
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from llmx.data.records import schema as schema_lib
-from llmx.data.records.schema import NONE, Chunk, Feature, Schema
+from llmx.data.records.schema import NONE, Chunk, Feature, Schema, no_weights
 
 PREFIXES = ("generated:", "generated-history:")
 SHARD_RECORDS = 1 << 18
@@ -80,7 +80,7 @@ def shard(law: Law, number: int) -> tuple[Chunk, np.ndarray]:
     dense, ids, odds = make(law.seed, rng, size)
     odds = odds + np.float32(bias)
     labels = rng.random(size, np.float32) < _sigmoid(odds)
-    return Chunk(labels.astype(np.uint8), dense, ids), odds
+    return Chunk(labels.astype(np.uint8), dense, ids, no_weights(len(ids))), odds
 
 
 @functools.lru_cache(8)

@@ -30,7 +30,7 @@ def read(path: str, schema: Schema, *, label: str, start: int = 0) -> Iterator[t
     with opening.open_random(path) as file:
         try:
             opened = parquet.ParquetFile(file)
-            names = [label, *schema.dense, *(feature.name for feature in schema.features)]
+            names = _columns(schema, label)
             _check_columns(path, opened.schema_arrow.names, names)
             first = 0
             for group in range(opened.num_row_groups):
@@ -42,6 +42,11 @@ def read(path: str, schema: Schema, *, label: str, start: int = 0) -> Iterator[t
             raise ValueError(
                 f"{path} cannot be read as Parquet ({error}): copy or write it again"
             ) from error
+
+
+def _columns(schema: Schema, label: str) -> list[str]:
+    weights = (feature.weights for feature in schema.features if feature.weights)
+    return [label, *schema.dense, *(feature.name for feature in schema.features), *weights]
 
 
 def _check_columns(path: str, there: list[str], names: list[str]) -> None:
@@ -58,7 +63,7 @@ def _groups(
     opened: Any, group: int, path: str, schema: Schema, label: str, first: int, start: int
 ) -> Iterator[tuple[Chunk, int]]:
     """The records of a row group from record `start` of the file on."""
-    names = [label, *schema.dense, *(feature.name for feature in schema.features)]
+    names = _columns(schema, label)
     for batch in opened.iter_batches(BATCH_RECORDS, row_groups=[group], columns=names):
         after = first + len(batch)
         if after > start:
@@ -79,7 +84,13 @@ def _chunk(batch: Any, path: str, schema: Schema, label: str, first: int) -> Chu
         ids[:, schema.slices[feature.name]] = _ids(
             batch.column(feature.name), feature, place, first
         )
-    return Chunk(labels, dense, ids)
+    weights = np.zeros((len(batch), schema.num_weights), np.float32)
+    for feature in schema.features:
+        if feature.weights:
+            weights[:, schema.weight_slices[feature.name]] = _weights(
+                batch.column(feature.weights), batch.column(feature.name), feature, place, first
+            )
+    return Chunk(labels, dense, ids, weights)
 
 
 def _labels(column: Any, name: str, place: str, first: int) -> np.ndarray:
@@ -149,6 +160,45 @@ def _ids(column: Any, feature: Feature, place: str, first: int) -> np.ndarray:
     positions = np.arange(len(records)) - np.repeat(ends - lengths, lengths)
     found = np.full((len(column), feature.length), NONE, np.int32)
     found[records, positions] = _flat_ids(column.flatten(), feature, place, first, records)
+    return found
+
+
+def _weights(column: Any, ids: Any, feature: Feature, place: str, first: int) -> np.ndarray:
+    """Weights [B, length] of the ids that a column has, 0 where there is none."""
+    import pyarrow
+
+    is_list = lambda one: hasattr(one, "value_lengths")  # noqa: E731
+    found = np.zeros((len(column), feature.length), np.float32)
+    if is_list(ids) != is_list(column):
+        raise ValueError(
+            f"{place.format(first, feature.weights)} is of type {column.type}, and its ids "
+            f"{feature.name!r} of {ids.type}: write a weight for each id, in lists where ids are"
+        )
+    records, positions, of_ids = np.arange(len(column)), 0, ids
+    if is_list(column):
+        lengths, wanted = (one.value_lengths().fill_null(0).to_numpy() for one in (column, ids))
+        if (wrong := lengths != wanted).any():
+            at = int(np.argmax(wrong))
+            raise ValueError(
+                f"{place.format(first + at, feature.weights)} has {lengths[at]} weights, and "
+                f"{feature.name!r} {wanted[at]} ids: write a weight for each id"
+            )
+        records = np.repeat(records, lengths)
+        positions = np.arange(len(records)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        column, of_ids = column.flatten(), ids.flatten()
+    kind = column.type
+    if not (pyarrow.types.is_floating(kind) or pyarrow.types.is_integer(kind)):
+        raise ValueError(f"{place.format(first, feature.weights)} is of type {kind}, no number")
+    there = of_ids.is_valid().to_numpy(zero_copy_only=False)
+    values = column.cast(pyarrow.float64(), safe=False).fill_null(-1).to_numpy()
+    fits = (values >= 0) & (values <= np.finfo(np.float32).max)  # neither is nan
+    if (wrong := there & ~fits).any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{place.format(first + int(records[at]), feature.weights)} is {column[at].as_py()}, "
+            "and the weight of an id is a finite number, 0 or more: write 1 where there is none"
+        )
+    found[records, positions] = np.where(there, values, 0)
     return found
 
 

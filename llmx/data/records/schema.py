@@ -1,6 +1,7 @@
 """What a record has: a label, numbers, and features of ids; and its form on disk and in a batch.
 
-Letters: B records, F numbers ("dense"), I ids of all features side by side.
+Letters: B records, F numbers ("dense"), I ids of all features side by side, J weights of ids of
+the features that have some.
 """
 
 import collections
@@ -21,7 +22,9 @@ MAX_COLUMNS = 1 << 16
 # Names of the columns of Criteo's display advertising challenge, in the order of its lines.
 CRITEO_DENSE = tuple(f"I{number}" for number in range(1, 14))
 CRITEO_FEATURES = tuple(f"C{number}" for number in range(1, 27))
-_FEATURE = re.compile(r"(?P<name>[^:@]+)(:(?P<length>[0-9]{1,6}))?(@(?P<table>[^:@]+))?")
+_FEATURE = re.compile(
+    r"(?P<name>[^:@*]+)(:(?P<length>[0-9]{1,6}))?(\*(?P<weights>[^:@*]+))?(@(?P<table>[^:@*]+))?"
+)
 
 
 class Chunk(NamedTuple):
@@ -30,6 +33,7 @@ class Chunk(NamedTuple):
     labels: np.ndarray  # uint8 [B], 1 = clicked
     dense: np.ndarray  # fp32 [B, F]
     ids: np.ndarray  # int32 [B, I], NONE where there is no id
+    weights: np.ndarray  # fp32 [B, J], 0 where there is no id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Feature:
     rows: int
     length: int = 1
     table: str = ""  # "" = one by the feature's own name
+    weights: str = ""  # the column of its ids' weights; "" = they have none
 
     @property
     def table_name(self) -> str:
@@ -57,9 +62,12 @@ class Schema:
     @functools.cached_property
     def slices(self) -> dict[str, slice]:
         """Where the ids of each feature are in the I of `ids`."""
-        bounds = np.cumsum([0] + [feature.length for feature in self.features]).tolist()
-        starts = zip(self.features, bounds[:-1], bounds[1:], strict=True)
-        return {feature.name: slice(low, high) for feature, low, high in starts}
+        return _slices(self.features)
+
+    @functools.cached_property
+    def weight_slices(self) -> dict[str, slice]:
+        """The same of the J of `weights`, of the features that have some."""
+        return _slices([feature for feature in self.features if feature.weights])
 
     @property
     def tables(self) -> dict[str, int]:
@@ -69,6 +77,10 @@ class Schema:
     @property
     def num_ids(self) -> int:
         return sum(feature.length for feature in self.features)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(feature.length for feature in self.features if feature.weights)
 
     @functools.cached_property
     def _by_type(self) -> dict[str, np.ndarray]:
@@ -84,6 +96,7 @@ class Schema:
         """A record on disk: ids are kept plus 1, so that 0 is none, by type."""
         fields = [("label", "u1"), ("dense", "<f4", (len(self.dense),))]
         fields += [(f"ids{kind}", kind, (len(at),)) for kind, at in self._by_type.items()]
+        fields += [("weights", "<f4", (self.num_weights,))] if self.num_weights else []
         return np.dtype(fields)
 
     def pack(self, chunk: Chunk) -> np.ndarray:
@@ -92,6 +105,8 @@ class Schema:
         packed["label"], packed["dense"] = chunk.labels, chunk.dense
         for kind, columns in self._by_type.items():
             packed[f"ids{kind}"] = chunk.ids[:, columns] + 1
+        if self.num_weights:
+            packed["weights"] = chunk.weights
         return packed
 
     def unpack(self, packed: np.ndarray) -> Chunk:
@@ -99,12 +114,17 @@ class Schema:
         ids = np.empty((len(packed), self.num_ids), np.int32)
         for kind, columns in self._by_type.items():
             ids[:, columns] = packed[f"ids{kind}"].astype(np.int32) - 1
-        return Chunk(packed["label"].copy(), packed["dense"].copy(), ids)
+        weights = packed["weights"].copy() if self.num_weights else no_weights(len(packed))
+        return Chunk(packed["label"].copy(), packed["dense"].copy(), ids, weights)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "dense": list(self.dense),
-            "features": [[*dataclasses.astuple(one)] for one in self.features],
+            # As before there were weights, where there are none.
+            "features": [
+                [one.name, one.rows, one.length, one.table, *([one.weights] if one.weights else [])]
+                for one in self.features
+            ],
         }
 
 
@@ -117,8 +137,8 @@ def from_json(value: Any) -> Schema:
     if not isinstance(dense, list) or not all(isinstance(name, str) for name in dense):
         raise ValueError(f"the schema's dense is {json_files.shown(dense)}, not a list of names")
     right = isinstance(features, list) and all(
-        isinstance(one, list) and len(one) == 4 and isinstance(one[0], str)
-        and isinstance(one[3], str)
+        isinstance(one, list) and len(one) in (4, 5)
+        and all(isinstance(name, str) for name in (one[0], *one[3:]))
         and json_files.is_whole(one[1], 1, MAX_ROWS)
         and json_files.is_whole(one[2], 1, MAX_LENGTH)
         for one in features
@@ -137,15 +157,19 @@ def parse_feature(text: str, rows: int) -> Feature:
     if not found or not 1 <= int(found["length"] or 1) <= MAX_LENGTH:
         raise ValueError(
             f"data.records.features: {text!r} is no feature: write the name of a column, "
-            f"'NAME:LENGTH' with a length from 1 to {MAX_LENGTH} for lists of ids, or 'NAME@TABLE' "
-            "for the ids of another feature's table"
+            f"'NAME:LENGTH' with a length from 1 to {MAX_LENGTH} for lists of ids, 'NAME*WEIGHTS' "
+            "with the column of their weights, or 'NAME@TABLE' for the ids of another feature's "
+            "table"
         )
-    return Feature(found["name"], rows, int(found["length"] or 1), found["table"] or "")
+    return Feature(
+        found["name"], rows, int(found["length"] or 1), found["table"] or "", found["weights"] or ""
+    )
 
 
 def problems(schema: Schema) -> Iterator[str]:
     """What is wrong with the columns of a schema together."""
     names = [*schema.dense, *(feature.name for feature in schema.features)]
+    names += [feature.weights for feature in schema.features if feature.weights]
     for name, count in collections.Counter(names).items():
         if count > 1:
             yield f"data.records: the column {name!r} is named {count} times: name it once"
@@ -158,12 +182,24 @@ def problems(schema: Schema) -> Iterator[str]:
                 f"numbers of rows, {feature.rows} and {schema.tables[feature.table_name]}: give "
                 "them the same"
             )
-    width = len(schema.dense) + schema.num_ids
+    width = len(schema.dense) + schema.num_ids + schema.num_weights
     if width > MAX_COLUMNS:
         yield (
             f"data.records: a record has {width:,} numbers and ids, above the {MAX_COLUMNS:,} "
             "that are read: name fewer features, or shorter ones"
         )
+
+
+def _slices(features: Sequence[Feature]) -> dict[str, slice]:
+    """Where each feature is, side by side."""
+    bounds = np.cumsum([0] + [feature.length for feature in features]).tolist()
+    starts = zip(features, bounds[:-1], bounds[1:], strict=True)
+    return {feature.name: slice(low, high) for feature, low, high in starts}
+
+
+def no_weights(num_records: int) -> np.ndarray:
+    """Those of records whose ids have none."""
+    return np.zeros((num_records, 0), np.float32)
 
 
 def concatenated(chunks: Sequence[Chunk]) -> Chunk:

@@ -58,12 +58,12 @@ def problems(source: str, config: RecordsConfig) -> Iterator[str]:
             f"'shards:DIR', or a file, folder or glob of {', '.join((*LINES, PARQUET))}"
         )
         return
-    lists = [one for one in config.features if ":" in one]
+    lists = [one for one in config.features if ":" in one or "*" in one]
     lines = [path for path in paths if not is_parquet(path)]
     if lists and lines:
         yield (
-            f"data.records.features has {lists[0]!r}, and {lines[0]} is of lines, which have one "
-            "id of each feature: write Parquet"
+            f"data.records.features has {lists[0]!r}, and {lines[0]} is of lines, which have no "
+            "weights and one id of each feature: write Parquet"
         )
 
 

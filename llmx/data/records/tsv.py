@@ -17,7 +17,7 @@ import numpy as np
 
 from llmx.data import opening
 from llmx.data.records import hashing
-from llmx.data.records.schema import NONE, Chunk, Schema
+from llmx.data.records.schema import NONE, Chunk, Schema, no_weights
 
 BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 1 << 20
@@ -132,7 +132,7 @@ def _parse(schema: Schema, block: bytes) -> Chunk:
     for at, column in enumerate(rest[len(schema.dense) :]):
         feature = schema.features[at]
         ids[:, at] = of_categories(column, feature.table_name, feature.rows)
-    return Chunk(labels.to_numpy().astype(np.uint8), dense, ids)
+    return Chunk(labels.to_numpy().astype(np.uint8), dense, ids, no_weights(len(ids)))
 
 
 def of_counts(numbers: np.ndarray) -> np.ndarray:
@@ -206,4 +206,5 @@ def _empty(schema: Schema) -> Chunk:
         np.zeros(0, np.uint8),
         np.zeros((0, len(schema.dense)), np.float32),
         np.zeros((0, schema.num_ids), np.int32),
+        no_weights(0),
     )

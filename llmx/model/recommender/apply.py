@@ -3,7 +3,8 @@
 A record is a row of one position, T = 1: its label is the target, its numbers are "dense" and its
 ids "ids". Rows of tables are among the parameters (`model.looked_up`).
 
-Letters: B records, F numbers, I ids of all features side by side, W width of a row.
+Letters: B records, F numbers, I ids of all features side by side, L ids of a feature, W width of a
+row.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from llmx.model.own import into_buffers
 from llmx.model.recommender import recommender
 from llmx.tables.tables import Plan, Tables
 
-DENSE, IDS = "dense", "ids"  # of a batch
+DENSE, IDS, ID_WEIGHTS = "dense", "ids", "id_weights"  # of a batch
 
 
 def _made(model: ModelConfig) -> recommender.Recommender:
@@ -53,7 +54,8 @@ class Apply:
     def batch_arrays(self) -> dict[str, tuple[int, str]]:
         """What a batch has beside tokens, [B, 1, n]: by name, n and the dtype."""
         config = self.model.recommender
-        return {DENSE: (config.num_dense, "float32"), IDS: (config.num_ids, "int32")}
+        arrays = {DENSE: (config.num_dense, "float32"), IDS: (config.num_ids, "int32")}
+        return arrays | ({ID_WEIGHTS: (num, "float32")} if (num := sum(config.weights)) else {})
 
     def table_ids(self, tables: Tables, batch: dict) -> dict[str, jax.Array]:
         """What a batch looks up, int32 [B, L] by feature: ids lie in the order of the features."""
@@ -73,7 +75,7 @@ class Apply:
         if looked_up.TABLES in params:
             ids = self.table_ids(execution.tables, batch)
             params, batch = looked_up.with_rows(params, batch, execution.tables, ids)
-        kept = ("targets", DENSE, looked_up.PLACE, looked_up.PRESENT)
+        kept = ("targets", DENSE, ID_WEIGHTS, looked_up.PLACE, looked_up.PRESENT)
         arrays = {name: leaf for name, leaf in batch.items() if name.startswith(kept)}
         function = functools.partial(self._losses, execution)
         if buffers is None:
@@ -83,7 +85,7 @@ class Apply:
     def _losses(self, execution: Execution, params: dict, batch: dict):
         tables, compute = execution.tables, execution.policy.compute
         plan = looked_up.plan_of(batch, tables)
-        embedded = tables.combine(params[looked_up.ROWS], plan)
+        embedded = tables.combine(params[looked_up.ROWS], plan, self._weights(batch))
         dense = {name: leaf for name, leaf in params.items() if name != looked_up.ROWS}
         there = self._present(tables, plan)
         to = execution.place.activation(("batch", "sequence"))
@@ -109,6 +111,15 @@ class Apply:
             out_specs=(to, to),
         )  # fmt: skip
         return placed(dense, *arrays)
+
+    def _weights(self, batch: dict) -> dict[str, jax.Array]:
+        """Weights of ids, fp32 [B, L], of the features that have some."""
+        found, first, config = {}, 0, self.model.recommender
+        for name, number in zip(config.features, config.weights, strict=False):
+            if number:
+                found[name] = batch[ID_WEIGHTS][:, 0, first : first + number]
+                first += number
+        return found
 
     def _present(self, tables: Tables, plan: Mapping[str, Plan]) -> dict[str, jax.Array]:
         """Which ids there are, bool [B, L], of features that are not combined."""

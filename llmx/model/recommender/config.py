@@ -37,6 +37,8 @@ class RecommenderConfig:
     # filled in: of features that are not combined the number of their ids, 0 of others
     lengths: tuple[int, ...] = ()
     num_ids: int = _whole(0, 0, 1 << 16)  # filled in: ids of a record
+    # filled in: of each feature how many weights its ids have; () = none has any
+    weights: tuple[int, ...] = ()
 
 
 def pairs(config: RecommenderConfig) -> dict[str, str]:

@@ -45,11 +45,17 @@ def constraints(
         rows = found.rows
         return late.sent(state, rows.ready, rows.tree, rate=rate_of(before), accepted=accepted)
 
+    def were(meta: Mapping[str, Any]) -> tuple[Mapping[str, int], str]:
+        """Sizes of the mesh that rows were saved on, and how they were split."""
+        section = meta.get("config", {}).get("tables", {})
+        return meta.get("mesh", {}), section.get("split", tables.config.split)
+
+    moving = dict(is_moved=lambda meta: tables.is_moved(*were(meta)))
     own = {
         TABLES: Constraint(
             abstract=tables.abstract, init=lambda params: tables.new(seed),
-            after=came if loss.read_ahead else at_once, relaid=tables.relaid,
-            is_moved=tables.is_moved, **_PASSIVE,
+            after=came if loss.read_ahead else at_once,
+            relaid=lambda saved, meta: tables.relaid(saved, *were(meta)), **moving, **_PASSIVE,
         )
     }  # fmt: skip
     if not loss.read_ahead:
@@ -67,8 +73,7 @@ def constraints(
         LATE: Constraint(
             abstract=late.abstract(tables, batch_size),
             init=lambda params: late.new(tables, batch_size), after=sent, begin=begin,
-            relaid=lambda saved, sizes: late.relaid(tables, saved, sizes),
-            is_moved=tables.is_moved, **of_late,
+            relaid=lambda saved, meta: late.relaid(tables, saved, *were(meta)), **moving, **of_late,
         )
     }  # fmt: skip
 

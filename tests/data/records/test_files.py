@@ -235,6 +235,48 @@ def test_a_value_that_cannot_be_used_is_an_error_with_its_place(tmp_path, change
     assert str(error.value).startswith(f"{tmp_path}/x.parquet") and words in str(error.value)
 
 
+WEIGHED = Schema(("age",), (
+    Feature("user", 100, weights="trust"), Feature("word", 40),
+    Feature("seen", 100, 3, "user", "seconds"),
+))  # fmt: skip
+WEIGHTS = dict(
+    trust=pa.array([1, None, 0, 2], pa.int8()),
+    seconds=pa.array([[0.5, 2], None, [], [1.0, None, 0.25]], pa.list_(pa.float32())),
+)
+
+
+def test_ids_have_weights_of_their_own_column(tmp_path):
+    """A weight beside an id that is missing may be missing; on disk they are beside the ids."""
+    chunk, _ = read_table(tmp_path, table(**WEIGHTS), WEIGHED)
+    wanted = [[1, 0.5, 2, 0], [0, 0, 0, 0], [0, 0, 0, 0], [2, 1, 0, 0.25]]
+    assert chunk.weights.tolist() == wanted and chunk.weights.dtype == np.float32
+    np.testing.assert_array_equal(chunk.ids, read_table(tmp_path, table())[0].ids)
+    for one, other in zip(chunk, WEIGHED.unpack(WEIGHED.pack(chunk)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert schema_lib.from_json(WEIGHED.as_json()) == WEIGHED
+    assert all(len(one) == 4 for one in COLUMNS.as_json()["features"])  # as before
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(trust=[1, 1, 1, -0.5]), "column 'trust' is -0.5, and the weight of an id is a"),
+        (dict(trust=[None, 1, 1, 1]), "record 0 column 'trust' is None"),
+        (dict(trust=["a"] * 4), "column 'trust' is of type string, no number"),
+        (dict(trust=[[1.0]] * 4), "column 'trust' is of type list<"),
+        (dict(seconds=[1.0] * 4), "'seconds' is of type double, and its ids 'seen' of"),
+        (dict(seconds=[[1.0, 2.0], None, [], [1.0]]), "record 3 column 'seconds' has 1 weights, and"
+                                                      " 'seen' 3 ids"),
+        (dict(seconds=[[1.0, float("inf")], None, [], [1.0] * 3]), "record 0 column"),
+        (dict(seconds=[[1.0, 2.0], None, [], [1.0, 1.0, float("nan")]]), "record 3"),
+    ],
+)  # fmt: skip
+def test_a_weight_that_cannot_be_used_is_an_error_with_its_place(tmp_path, changes, words):
+    with pytest.raises(ValueError) as error:
+        read_table(tmp_path, table(**WEIGHTS | changes), WEIGHED)
+    assert str(error.value).startswith(f"{tmp_path}/x.parquet") and words in str(error.value)
+
+
 def test_missing_columns_and_damaged_files_are_errors(tmp_path):
     with pytest.raises(ValueError, match="has no column 'user', but label, age"):
         read_table(tmp_path, table().drop_columns("user"))
@@ -267,13 +309,17 @@ def test_rows_of_texts_are_spread_evenly_and_apart_by_table():
         ("seen:50", Feature("seen", 9, 50)),
         ("seen:50@item", Feature("seen", 9, 50, "item")),
         ("other@item", Feature("other", 9, 1, "item")),
+        ("seen*seconds", Feature("seen", 9, 1, "", "seconds")),
+        ("seen:50*seconds@item", Feature("seen", 9, 50, "item", "seconds")),
     ],
 )
 def test_features_are_written_as_text(text, expected):
     assert schema_lib.parse_feature(text, 9) == expected
 
 
-@pytest.mark.parametrize("text", ["", ":3", "a:", "a:0", "a:x", "a:99999999", "a@", "a:2:3"])
+@pytest.mark.parametrize(
+    "text", ["", ":3", "a:", "a:0", "a:x", "a:99999999", "a@", "a:2:3", "a*", "a@b*c"]
+)
 def test_what_is_no_feature_is_an_error(text):
     with pytest.raises(ValueError, match="is no feature: write the name of a column"):
         schema_lib.parse_feature(text, 9)
@@ -284,7 +330,8 @@ def test_records_are_packed_and_unpacked_whatever_their_ids():
     schema = Schema(("x",), tuple(Feature(name, size, 2) for name, size in sizes.items()))
     ids = np.repeat([[size - 1 for size in sizes.values()], [0] * 5, [NONE] * 5], 2, axis=1)
     dense = np.array([[0.1], [-3e38], [0]], np.float32)
-    chunk = schema_lib.Chunk(np.array([1, 0, 1], np.uint8), dense, ids.astype(np.int32))
+    chunk = schema_lib.Chunk(np.array([1, 0, 1], np.uint8), dense, ids.astype(np.int32),
+                             schema_lib.no_weights(3))  # fmt: skip
     packed = schema.pack(chunk)
     assert packed.dtype.itemsize == 1 + 4 + 2 * (1 + 2 + 2 + 4 + 4)
     for one, other in zip(chunk, schema.unpack(packed), strict=True):
