@@ -49,8 +49,9 @@ def onto_devices(
     recipe: Recipe, name: str, state: Any, meta: dict, log: Callable[[str], None]
 ) -> Any:
     """The state `as_saved`, as it is on the devices of the recipe; `meta`: of the checkpoint."""
-    function = recipe.constraints[name].relaid
-    moved = function(state, meta) if function else state
+    constraint = recipe.constraints.get(name)  # None of a transform
+    relaid = constraint.relaid if constraint is not None else None
+    moved = relaid(state, meta) if relaid is not None else state
     if moved is state:
         return state
     sizes = meta.get("mesh", {})

@@ -10,6 +10,7 @@ from support.tiers import full_grid
 from tables import test_tables
 from tables.test_tables import FEATURES, TABLES, B
 
+from llmx.tables import by_id
 from llmx.tables import late as late_lib
 from llmx.tables import tables as tables_lib
 
@@ -143,10 +144,12 @@ def test_late_updates_equal_a_plain_loop(optimizer, weight_decay, mesh, steps):
         plain.waiting.append(None)
     for name, rows in rows_of(tables, state).items():
         np.testing.assert_allclose(rows, plain.rows[name], **EXACT)
+    held = by_id.of_state(
+        state, tables.tables, tables.features, tables.devices, slots=tables.optimizer.slots
+    )
     for (name, row), own in plain.slots.items():
         for slot, number in own.items():
-            of_group = {key: leaves[NAMES.get(slot, slot)] for key, leaves in state.slots.items()}
-            found = tables_lib.whole_table(tables.groups, of_group, name)[row]
+            found = held.read(name, NAMES.get(slot, slot), slice(row, row + 1))[0]
             np.testing.assert_allclose(
                 found, number if found.size > 1 else np.mean(number), **EXACT
             )
