@@ -9,6 +9,8 @@ that is split by columns is as many whole ones, of some columns each.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from llmx.tables.config import Feature, Table
 
 LARGEST = 2**31 - 2  # a row of a group is an int32 number, and one more says that there is none
@@ -57,7 +59,7 @@ def placed(tables: Sequence[Table], features: Sequence[Feature], devices: int) -
     """The groups. Raises ValueError for widths that do not divide, and for too many rows."""
     looked_up = {table.name: 0 for table in tables}
     for feature in features:
-        looked_up[feature.table] += feature.length
+        looked_up[feature.table] += feature.columns
     by_width: dict[int, list[tuple[int, Table, tuple[int, int]]]] = {}
     for number, table in enumerate(tables):
         ways = devices if table.split == "columns" else 1
@@ -104,3 +106,13 @@ def _group(
             f"devices: at most {LARGEST:,} rows can be numbered: give some of them another width"
         )
     return Group(width, tuple(parts), slots, devices)
+
+
+def places(group: Group, part: Part) -> np.ndarray:
+    """Where the rows of a part are in its group's array, by id."""
+    ids = np.arange(part.table.rows)
+    if part.device < 0:
+        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
+    else:
+        at = part.device * group.slots + ids
+    return at + part.base

@@ -33,8 +33,16 @@ from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.placement import Group
 from llmx.tables.row_optimizers import RowOptimizer
 
-Ids = Mapping[str, Any]  # by feature, int32 [B, L]; -1 = none
+Ids = Mapping[str, Any]  # by feature, int32 [B, L x hashes]; -1 = none
 DECAYED = "decayed"  # of a row: the sum of log(1 - lr weight_decay) up to its last update
+
+
+class Virtual(NamedTuple):
+    """Tables of which the host has the rows: `tables.cached`."""
+
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    seed: int
 
 
 class TablesState(NamedTuple):
@@ -74,6 +82,7 @@ class Tables:
     all_axes: tuple[str, ...]  # with those of size 1
     groups: Mapping[str, Group]
     optimizer: RowOptimizer
+    virtual: Virtual | None = None  # what they are a cache of; ids are slots of it then
 
     # ------------------------------------------------------------------------------------ state
 
@@ -113,7 +122,7 @@ class Tables:
         """Shapes with shardings of the rows that so many records look up, by width."""
         to, found = NamedSharding(self.mesh, self.split), {}
         for key, group in self.groups.items():
-            columns = sum(feature.length for feature, _ in group.lookups(self.features))
+            columns = sum(feature.columns for feature, _ in group.lookups(self.features))
             shape = (num_records * columns, group.width)
             found[key] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=to)
         return found
@@ -302,9 +311,14 @@ class Tables:
         rows_BKW = rows_UW[place_BK]
         found, first = [], 0
         for feature, _ in lookups:
-            end = first + feature.length
+            end = first + feature.columns
             of_feature, there = rows_BKW[:, first:end], present_BK[:, first:end, None]
             first = end
+            if feature.hashes > 1:
+                # An id has all of its rows, or none.
+                shape = (len(of_feature), feature.length, feature.hashes, -1)
+                of_feature = of_feature.reshape(shape) * there.reshape(shape)
+                of_feature, there = of_feature.sum(axis=2), there.reshape(shape)[:, :, 0]
             scale = there.astype(rows_UW.dtype)
             if feature.name in weights:
                 scale = scale * weights[feature.name][..., None]
@@ -435,7 +449,7 @@ class Tables:
                 new = np.full((group.none, width), fill, np.float32)
                 for part, whole in zip(group.parts, each, strict=True):
                     columns = slice(*part.columns) if width == group.width else slice(0, 1)
-                    new[_places(group, part)] = whole[:, columns]
+                    new[placement.places(group, part)] = whole[:, columns]
                 found[key] = new
             return found
 
@@ -468,21 +482,11 @@ class Tables:
                 )
 
 
-def _places(group: Group, part: placement.Part) -> np.ndarray:
-    """Where the rows of a part are in its group's array, by id."""
-    ids = np.arange(part.table.rows)
-    if part.device < 0:
-        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
-    else:
-        at = part.device * group.slots + ids
-    return at + part.base
-
-
 def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
     row has one of."""
     columns = [
-        (part.columns, arrays[key][_places(group, part)])
+        (part.columns, arrays[key][placement.places(group, part)])
         for key, group in groups.items()
         for part in group.parts_of(name)
     ]
