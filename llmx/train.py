@@ -27,7 +27,7 @@ from llmx import config as config_lib
 from llmx.checkpoint import checkpointer, mirror
 from llmx.config import Config, checks, describe, flags, history, packed_checks, value_types
 from llmx.contract import Batch
-from llmx.model import remat
+from llmx.model import looked_up, remat
 from llmx.runtime import (
     agreement,
     auxiliary,
@@ -41,6 +41,7 @@ from llmx.runtime import (
 )
 from llmx.runtime import job as job_lib
 from llmx.runtime.caller import Caller
+from llmx.tables import cached, host_files
 
 # What a mistake in the config does not need is imported where it is used.
 if typing.TYPE_CHECKING:
@@ -128,7 +129,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(recipe.mesh))
         resources.callback(lambda: loop.close())  # noqa: PLW0108 (of the loop at the end)
-        evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter)
+        evaluation = during_training.Evaluation(
+            config, recipe, asked, loop.reporter, rows=loop.rows
+        )
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
         resources.push(job.tell_crash)  # before anything above waits for other processes
@@ -169,6 +172,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             except divergence.Diverged as diverged:
                 changed, reason = roll_back(config, diverged, checkpoints, job)
                 back_to = changed.rollback.at[-1] if changed else None
+            except cached.CacheTooSmall as error:
+                return job.refuse(error)
             except checkpointer.Halt as halt:
                 if not halt.restore:
                     return job.refuse(halt, halt.code)
@@ -194,7 +199,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             loop = Loop(config, recipe, dataset, restored, job)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
-            evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter)
+            evaluation = during_training.Evaluation(
+                config, recipe, asked, loop.reporter, rows=loop.rows
+            )
             if stop.asked_anywhere():
                 break
         with progress("save"):
@@ -286,6 +293,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
             state = recipe.strategy.begin(restored.state, job.peers)
         if recipe.strategy.waits:  # others may be ahead
             restored = restored._replace(state=state, step=int(jax.device_get(state.step)))
+        restored = resume.with_host_rows(recipe, restored, config.workdir)
         job.peers.agree("restored state", {"steps taken": restored.step})
     job.progress.begin_at(restored.step)
     if jax.process_index() == 0:
@@ -313,6 +321,7 @@ class Loop:
         from llmx.step import programs
 
         self.config, self.recipe, self.first = config, recipe, (first := restored.step)
+        self.rows = restored.rows  # of tables, on the host
         self.dataset, progress = dataset, job.progress
         with progress("compile"):
             self.programs = programs.compile_all(recipe, restored.state, first, launch.log)
@@ -389,10 +398,25 @@ class Loop:
 
     def _next_batch(self) -> Batch:
         _, local = next(self._data)
+        if self.rows is not None:
+            local = self._with_slots(local)
         return {
             name: self._assemble(array, self._rows, self._to, self.config.batch.size)
             for name, array in local.items()
         }
+
+    def _with_slots(self, local: dict) -> dict:
+        """The batch with the slots of its rows, which the devices have from now on."""
+        model, extra = self.recipe.model, dict(self.state.extra)
+        ids = looked_up.raw_ids(model.ngram_tables, model.ngram_rows, local)
+        extra[looked_up.TABLES], slots = self.rows.prepare(extra[looked_up.TABLES], ids)
+        self.state = self.state._replace(extra=extra)
+        return looked_up.with_slots(local, slots)
+
+    def write_rows(self, folder: Any):
+        """What a checkpoint has of the host's rows, into its folder."""
+        self.rows.write_back(self.state.extra[looked_up.TABLES])
+        self.rows.save(folder / host_files.FOLDER)
 
     def settle(self):
         """Waits for the step under way and shows its report.
@@ -406,6 +430,7 @@ class Loop:
         self._notice(report.scalars)
         seconds, data_seconds = self.timer.lap()
         scalars, by_layer = report.numbers(z_loss=self.config.loss.z_loss > 0)
+        scalars |= self.rows.scalars() if self.rows is not None else {}
         self.reporter.train(
             self.step, scalars, step_seconds=seconds, data_seconds=data_seconds, by_layer=by_layer
         )
@@ -443,7 +468,7 @@ class Loop:
         self.goodput.close(self.step)
         self._data.close()
         self.reporter.close()
-        self.state = None  # its memory is needed if the run goes back
+        self.state = self.rows = None  # their memory is needed if the run goes back
 
     def _notice(self, scalars: dict[str, Any]):
         freeze_step = int(scalars.get("freeze_step", -1))
@@ -522,7 +547,11 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "loss_watch": loop.watch.numbers(),
         "teacher": loop.teacher,
     }
-    checkpoints.save(loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait)
+    # Rows of the host go into checkpoints of the work directory only.
+    beside = {"beside": loop.write_rows} if loop.rows is not None else {}
+    checkpoints.save(
+        loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait, **beside
+    )
 
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):

@@ -46,6 +46,9 @@ def onto_devices(
         return state
     sizes = meta.get("mesh", {})
     on_host = recipe.constraints[name].relaid(jax.device_get(state), sizes)
+    to = jax.tree.map(lambda leaf: leaf.sharding, like)
+    if recipe.constraints[name].saved:
+        return jax.device_put(on_host, to)
     used = ", ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one device"
     log(f"{name}: rows were moved from a mesh of {used} to these devices")
-    return jax.device_put(on_host, jax.tree.map(lambda leaf: leaf.sharding, like))
+    return jax.device_put(on_host, to)

@@ -16,6 +16,7 @@ class Restored(NamedTuple):
     state: Any
     meta: dict
     step: int
+    rows: Any = None  # `tables.cached.Cached`, where the host has rows
 
 
 class OutOfMemory(Exception):

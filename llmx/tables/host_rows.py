@@ -217,4 +217,3 @@ def widths_of(slots: Mapping[str, bool], config: TablesConfig, width: int) -> di
     """Numbers of each state of a row. `slots`: whether each number of a row has one."""
     own = dict(slots) | ({DECAYED: False} if config.weight_decay else {})
     return {name: width if each else 1 for name, each in own.items()}
-

@@ -21,7 +21,7 @@ from llmx.model.own import into_buffers
 from llmx.model.recommender import recommender
 from llmx.tables.tables import Plan, Tables
 
-DENSE, IDS = "dense", "ids"  # of a batch
+DENSE, IDS = "dense", looked_up.IDS  # of a batch
 
 
 def _made(model: ModelConfig) -> recommender.Recommender:
@@ -57,8 +57,8 @@ class Apply:
         """What a batch looks up, int32 [B, L] by feature: ids lie in the order of the features."""
         ids_BI, found, first = batch[IDS][:, 0], {}, 0
         for feature in tables.features:
-            found[feature.name] = ids_BI[:, first : first + feature.length]
-            first += feature.length
+            found[feature.name] = ids_BI[:, first : first + feature.columns]
+            first += feature.columns
         return found
 
     def losses(
@@ -104,9 +104,9 @@ class Apply:
         for key, group in tables.groups.items():
             first = 0
             for feature, _ in group.lookups(tables.features):
-                end = first + feature.length
+                end = first + feature.columns
                 if feature.combine == "none":
-                    found[feature.name] = plan[key].present_BK[:, first:end]
+                    found[feature.name] = plan[key].present_BK[:, first : end : feature.hashes]
                 first = end
         return found
 

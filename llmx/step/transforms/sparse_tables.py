@@ -29,11 +29,18 @@ def constraints(
     def relaid(saved: Any, sizes: Mapping[str, int]) -> TablesState:
         return tables.relaid(saved, sizes)
 
+    def decay_only(state: TablesState) -> TablesState:
+        """The rows of a cache are those of the host, which has files of its own."""
+        return state._replace(rows={}, slots={})
+
+    saved = decay_only if tables.virtual else None
+
     return {
         TABLES: Constraint(
             abstract=tables.abstract, init=lambda params: tables.new(seed),
             gradients=lambda found, state: found, after=after, hold=lambda state: state,
             refreshed=lambda state: state, programs={}, due_after=lambda step: (),
             scalars=lambda state: {}, reads=True, relaid=relaid,
+            saved=saved,
         )
     }  # fmt: skip
