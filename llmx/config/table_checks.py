@@ -60,7 +60,7 @@ def features_of(config: Config) -> list[Feature]:
     return [
         Feature(
             each.name, each.table_name, each.length,
-            "none" if each.name in weighed else config.tables.combine,
+            "none" if each.name in weighed else config.tables.combine, each.hashes,
         )
         for each in records.schema_of(config.data).features
     ]  # fmt: skip

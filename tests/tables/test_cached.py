@@ -2,7 +2,6 @@
 admits, saves and loads."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from llmx.tables import cached as cached_lib
-from llmx.tables import host_files, host_rows, numbers
 from llmx.tables import tables as tables_lib
-from llmx.tables.cached import Cached, CacheTooSmall
+from llmx.tables.cached import Cached
 from llmx.tables.config import Feature, Table, TablesConfig
-from llmx.tables.dictionary import NONE, Dictionary
+from llmx.tables.dictionary import NONE
 from llmx.tables.host_rows import Keys
 
 W, B = 4, 8

@@ -29,7 +29,7 @@ def empty_batch(num_rows: int, schema: Schema) -> dict[str, np.ndarray]:
     """A batch of padding: [B, 1], "dense" [B, 1, F] and "ids" [B, 1, I]; weights are 0."""
     return packing.empty_batch(num_rows, 1, 0) | {
         DENSE: np.zeros((num_rows, 1, len(schema.dense)), np.float32),
-        IDS: np.full((num_rows, 1, schema.num_ids), NONE, np.int32),
+        IDS: np.full((num_rows, 1, schema.num_ids), NONE, schema.ids_dtype),
     }
 
 

@@ -15,7 +15,9 @@ import numpy as np
 from llmx.data import json_files
 
 NONE = -1  # in `ids`: no id
-MAX_ROWS = 2**31 - 1  # ids are int32
+MAX_ROWS = 2**31 - 1  # ids are int32, but for those of 64 bits
+# What an id is: a row below `rows`; two such rows, by two hashes; or 64 bits as they are
+KINDS = ("rows", "double", "exact")
 MAX_LENGTH = 1 << 16
 MAX_COLUMNS = 1 << 16
 # Names of the columns of Criteo's display advertising challenge, in the order of its lines.
@@ -29,18 +31,27 @@ class Chunk(NamedTuple):
 
     labels: np.ndarray  # uint8 [B], 1 = clicked
     dense: np.ndarray  # fp32 [B, F]
-    ids: np.ndarray  # int32 [B, I], NONE where there is no id
+    ids: np.ndarray  # int32 [B, I], or int64 (`Schema.ids_dtype`); NONE where there is no id
 
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
     """One feature: up to `length` ids, each below `rows`. Features of one `table` have the same
-    ids, as the item of a record and those of its history."""
+    ids, as the item of a record and those of its history.
+
+    rows: 0 = ids have 64 bits. hashes: 2 = each id is two rows, side by side.
+    """
 
     name: str
     rows: int
     length: int = 1
     table: str = ""  # "" = one by the feature's own name
+    hashes: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Of `ids`."""
+        return self.length * self.hashes
 
     @property
     def table_name(self) -> str:
@@ -57,7 +68,7 @@ class Schema:
     @functools.cached_property
     def slices(self) -> dict[str, slice]:
         """Where the ids of each feature are in the I of `ids`."""
-        bounds = np.cumsum([0] + [feature.length for feature in self.features]).tolist()
+        bounds = np.cumsum([0] + [feature.columns for feature in self.features]).tolist()
         starts = zip(self.features, bounds[:-1], bounds[1:], strict=True)
         return {feature.name: slice(low, high) for feature, low, high in starts}
 
@@ -68,7 +79,12 @@ class Schema:
 
     @property
     def num_ids(self) -> int:
-        return sum(feature.length for feature in self.features)
+        return sum(feature.columns for feature in self.features)
+
+    @property
+    def ids_dtype(self) -> np.dtype:
+        """Of ids in memory."""
+        return np.dtype(np.int32 if all(one.rows for one in self.features) else np.int64)
 
     @functools.cached_property
     def _by_type(self) -> dict[str, np.ndarray]:
@@ -76,7 +92,8 @@ class Schema:
         columns = collections.defaultdict(list)
         for feature in self.features:
             where = self.slices[feature.name]
-            columns[np.min_scalar_type(feature.rows).str] += range(where.start, where.stop)
+            kind = np.min_scalar_type(feature.rows) if feature.rows else np.dtype("<u8")
+            columns[kind.str] += range(where.start, where.stop)
         return {kind: np.array(found) for kind, found in sorted(columns.items())}
 
     @functools.cached_property
@@ -96,15 +113,18 @@ class Schema:
 
     def unpack(self, packed: np.ndarray) -> Chunk:
         """The reverse of `pack`."""
-        ids = np.empty((len(packed), self.num_ids), np.int32)
+        ids = np.empty((len(packed), self.num_ids), self.ids_dtype)
         for kind, columns in self._by_type.items():
-            ids[:, columns] = packed[f"ids{kind}"].astype(np.int32) - 1
+            ids[:, columns] = packed[f"ids{kind}"].astype(self.ids_dtype) - 1
         return Chunk(packed["label"].copy(), packed["dense"].copy(), ids)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "dense": list(self.dense),
-            "features": [[*dataclasses.astuple(one)] for one in self.features],
+            # Without the last where each id is one row, as before there were two.
+            "features": [
+                [*dataclasses.astuple(one)][: 5 if one.hashes > 1 else 4] for one in self.features
+            ],
         }
 
 
@@ -117,9 +137,10 @@ def from_json(value: Any) -> Schema:
     if not isinstance(dense, list) or not all(isinstance(name, str) for name in dense):
         raise ValueError(f"the schema's dense is {json_files.shown(dense)}, not a list of names")
     right = isinstance(features, list) and all(
-        isinstance(one, list) and len(one) == 4 and isinstance(one[0], str)
+        isinstance(one, list) and len(one) in (4, 5) and isinstance(one[0], str)
         and isinstance(one[3], str)
-        and json_files.is_whole(one[1], 1, MAX_ROWS)
+        and json_files.is_whole(one[1], 0, MAX_ROWS)
+        and json_files.is_whole([*one, 1][4], 1, 2)
         and json_files.is_whole(one[2], 1, MAX_LENGTH)
         for one in features
     )  # fmt: skip
@@ -131,8 +152,8 @@ def from_json(value: Any) -> Schema:
     return found
 
 
-def parse_feature(text: str, rows: int) -> Feature:
-    """The feature of an entry of `data.records.features`."""
+def parse_feature(text: str, rows: int, kind: str = "rows") -> Feature:
+    """The feature of an entry of `data.records.features`; `kind`: of its ids, one of KINDS."""
     found = _FEATURE.fullmatch(text)
     if not found or not 1 <= int(found["length"] or 1) <= MAX_LENGTH:
         raise ValueError(
@@ -140,7 +161,10 @@ def parse_feature(text: str, rows: int) -> Feature:
             f"'NAME:LENGTH' with a length from 1 to {MAX_LENGTH} for lists of ids, or 'NAME@TABLE' "
             "for the ids of another feature's table"
         )
-    return Feature(found["name"], rows, int(found["length"] or 1), found["table"] or "")
+    return Feature(
+        found["name"], 0 if kind == "exact" else rows, int(found["length"] or 1),
+        found["table"] or "", 2 if kind == "double" else 1,
+    )  # fmt: skip
 
 
 def problems(schema: Schema) -> Iterator[str]:
@@ -152,6 +176,11 @@ def problems(schema: Schema) -> Iterator[str]:
     if not schema.features:
         yield "data.records.features: a record has no features: name at least one"
     for feature in schema.features:
+        if feature.hashes > 1 and not feature.rows:
+            yield (
+                f"data.records: the feature {feature.name!r} has two hashes of ids of 64 bits: give "
+                "it rows, or one"
+            )
         if schema.tables[feature.table_name] != feature.rows:
             yield (
                 f"data.records.features: those of the table {feature.table_name!r} have different "
