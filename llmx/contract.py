@@ -115,8 +115,8 @@ class Constraint(NamedTuple):
     # Where its shapes depend on the devices: the state that was saved, arrays on the host, and the
     # sizes of the mesh that it was saved on -> its state, on the host
     relaid: Callable | None = None
-    # Its state -> what a checkpoint holds of it, where the rest is kept elsewhere; `relaid` makes it
-    # whole again
+    # Its state -> what a checkpoint holds of it, where the rest is kept elsewhere; `relaid` makes
+    # it whole again
     saved: Callable | None = None
 
 

@@ -113,8 +113,8 @@ class Recipe:
         )  # fmt: skip
 
     def saved(self, state: State) -> State:
-        """What a checkpoint holds of a state: all but a teacher, which is read where it is, and what
-        constraints keep elsewhere."""
+        """What a checkpoint holds of a state: all but a teacher, which is read where it is, and
+        what constraints keep elsewhere."""
         state = self._without_teacher(state)
         own = {
             name: each.saved(state.extra[name])

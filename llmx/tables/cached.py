@@ -327,11 +327,9 @@ class _Layout:
         self.per_number = dict(device.optimizer.slots)
         self.to = NamedSharding(device.mesh, device.split)
         split = device.split
-        region = lambda function, ins, outs: device._region(function, ins, outs)  # noqa: E731
-        self.swap = jax.jit(
-            region(_swapped, (split,) * 5, (split,) * 4), donate_argnums=(0, 1)
-        )  # fmt: skip
-        self.read = jax.jit(region(_read, (split,) * 3, (split,) * 2))
+        swap = device.region(_swapped, (split,) * 5, (split,) * 4)
+        self.swap = jax.jit(swap, donate_argnums=(0, 1))
+        self.read = jax.jit(device.region(_read, (split,) * 3, (split,) * 2))
 
     @functools.cached_property
     def places(self) -> list[np.ndarray]:

@@ -24,7 +24,8 @@ def mixed(x: Any, xp: Any) -> Any:
 def uniform(seed: Any, table: Any, ids_R: Any, columns_W: Any, xp: Any = np) -> Any:
     """Numbers in [-1, 1), fp32 [R, W], of rows and columns of a table (its number, or one of each
     row). `seed`: of 32 bits. Ids of 64 bits need NumPy; two of them may have the same numbers."""
-    start = mixed(xp.asarray(seed, xp.uint32) + xp.asarray(table, xp.uint32), xp)
+    start = xp.asarray(seed, xp.uint32) + xp.asarray(table, xp.uint32)
+    start = mixed(xp.atleast_1d(start), xp)
     ids_R = xp.asarray(ids_R)
     rows_R = mixed(ids_R.astype(xp.uint32) * xp.uint32(_GOLDEN) + start, xp)
     if ids_R.dtype.itemsize > 4:

@@ -185,7 +185,7 @@ class Tables:
         passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
         one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
         plan = dict.fromkeys(self.groups, Plan(self.split, self.split, self.split, one))
-        found = self._region(
+        found = self.region(
             self._take, (self.split, self.split, one, self.split), (by_key, plan, self.split)
         )(state.rows, passed, state.decay, each)
         return Taken(*found)
@@ -277,7 +277,8 @@ class Tables:
         ]  # fmt: skip
         return sum(each).reshape(1)
 
-    def _region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function`, which is the text of one device."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -297,7 +298,7 @@ class Tables:
             lookups = group.lookups(self.features)
             names = [feature.name for feature, _ in lookups]
             own = {name: weights[name] for name in dict.fromkeys(names) if name in weights}
-            combined = self._region(
+            combined = self.region(
                 functools.partial(self._combine, lookups), (self.split,) * 4, self.split
             )(rows[key], plan[key].place_BK, plan[key].present_BK, own)
             for name, array in zip(names, combined, strict=True):
@@ -354,7 +355,7 @@ class Tables:
         one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
         asked = {key: plan.rows_U for key, plan in taken.plan.items()}
         rounds = next(iter(taken.plan.values())).rounds
-        rows, slots = self._region(
+        rows, slots = self.region(
             self._update, (self.split,) * 4 + (one,) * 4, (by_key, self.split),
         )(
             state.rows, state.slots, asked, dict(gradients), rounds, rate, accepted,

@@ -17,9 +17,9 @@ class RecordsConfig:
     # Columns of ids, behind the numbers in lines; by default Criteo's C1 ... C26. "NAME:LENGTH" has
     # lists of up to LENGTH ids; "NAME@TABLE" has the ids of TABLE: "history:50@item"
     features: tuple[str, ...] = schema_lib.CRITEO_FEATURES
-    # "rows": an id is a row of its table, below data.records.rows; a text is hashed to one. "double":
-    # any whole number or text is two such rows, by two hashes, which are added up. "exact": 64 bits,
-    # as they are or the hash of a text, which needs tables.cache_rows
+    # "rows": an id is a row of its table, below data.records.rows; a text is hashed to one.
+    # "double": any whole number or text is two such rows, by two hashes, which are added up.
+    # "exact": 64 bits, as they are or the hash of a text, which needs tables.cache_rows
     ids: str = dataclasses.field(default="rows", metadata={"choices": schema_lib.KINDS})
     # Ids of a feature are below this; texts are hashed to as many.
     rows: int = dataclasses.field(

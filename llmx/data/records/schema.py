@@ -178,8 +178,8 @@ def problems(schema: Schema) -> Iterator[str]:
     for feature in schema.features:
         if feature.hashes > 1 and not feature.rows:
             yield (
-                f"data.records: the feature {feature.name!r} has two hashes of ids of 64 bits: give "
-                "it rows, or one"
+                f"data.records: the feature {feature.name!r} has two hashes of ids of 64 bits: "
+                "give it rows, or one hash"
             )
         if schema.tables[feature.table_name] != feature.rows:
             yield (
