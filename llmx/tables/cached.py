@@ -40,6 +40,7 @@ from llmx.tables.tables import Tables, TablesState, Virtual
 CACHE = "cache"  # the table of the devices
 _LEAST = 64  # slots of an exchange: a power of two from here on, so that few programs are compiled
 _MOST_READ = 1 << 16
+_ORDERED = dict(indices_are_sorted=True, unique_indices=True)  # of an exchange's places
 
 
 class CacheTooSmall(ValueError):
@@ -234,7 +235,8 @@ class _Cache:
         hit_N = slots_N >= 0
         self.hit_rate = float(hit_N.mean()) if len(hit_N) else 1.0
         self._used_at[slots_N[hit_N]] = self._now
-        missing = np.unique(numbers_N[is_row_N & ~hit_N])
+        missing = np.sort(numbers_N[is_row_N & ~hit_N])
+        missing = missing[np.diff(missing, prepend=-1) > 0]
         chosen = self._oldest(len(missing) + len(found.others.ids))
         taken, self._passing = chosen[: len(missing)], chosen[len(missing) :]
         state = self._exchanged(state, chosen, missing, found.others)
@@ -349,7 +351,7 @@ class _Exchange:
         found = []
         for places in layout.places:
             device, local = np.divmod(places[chosen], group.slots)
-            order = np.argsort(device, kind="stable")
+            order = np.lexsort((local, device))
             counts = np.bincount(device, minlength=n)
             rank = np.empty(len(chosen), np.int64)
             rank[order] = np.arange(len(chosen)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -357,7 +359,8 @@ class _Exchange:
         most = max(each[3] for each in found)
         size = max(_LEAST, 1 << (most - 1).bit_length())
         self._shape = n * size
-        places_X = np.full(self._shape, group.slots, np.int32)  # group.slots: none
+        # Ascending and different ones of each device; from group.slots on: none.
+        places_X = np.tile(np.arange(group.slots, group.slots + size, dtype=np.int32), n)
         for device, local, rank, _ in found:
             self._at.append(device * size + rank)
             places_X[self._at[-1]] = local
@@ -413,10 +416,16 @@ class _Exchange:
 def _swapped(rows, slots, places_X, new, of_new):
     """Of one device: rows and state with new ones at places, and those that were there."""
     old, of_old = _read(rows, slots, places_X)
-    put = lambda whole, part: whole.at[places_X].set(part, mode="drop")  # noqa: E731
-    return put(rows, new), jax.tree.map(put, slots, of_new), old, of_old
+
+    def put(whole, old, new):
+        # Places are not negative. What is written depends on what was read: else the compiler would
+        # copy the whole array first, so that reads may follow.
+        part = jax.numpy.where((places_X < 0)[:, None], old, new)
+        return whole.at[places_X].set(part, mode="drop", **_ORDERED)
+
+    return put(rows, old, new), jax.tree.map(put, slots, of_old, of_new), old, of_old
 
 
 def _read(rows, slots, places_X):
-    take = lambda whole: whole.at[places_X].get(mode="fill", fill_value=0)  # noqa: E731
+    take = lambda whole: whole.at[places_X].get(mode="fill", fill_value=0, **_ORDERED)  # noqa: E731
     return take(rows), jax.tree.map(take, slots)
