@@ -1,4 +1,4 @@
-"""Trains a table that is larger than memory: virtual rows, of which the host keeps those it has met.
+"""Trains a table that is larger than memory: of virtual rows the host keeps those it has met.
 
     python scripts/bench_host_tables.py                     # 40 GB of rows, in less than 4 GB
     python scripts/bench_host_tables.py --steps 200 --admit-after 2
@@ -6,8 +6,8 @@
 A record has 8 ids, half of them by Zipf's law and half uniform over all rows, and a label that the
 first id decides; rows learn it (logistic regression over sums of rows, Adagrad). Prints every so
 often the mean log loss since, the share of ids whose rows were on the device, rows in host memory,
-admitted and forgotten, milliseconds of a step and what of it the host takes, and the resident memory
-of the process. At the end the peak, which must be below `--limit-gb`, else it ends with 1.
+admitted and forgotten, milliseconds of a step and what of it the host takes, and the resident
+memory of the process. At the end the peak, which must be below `--limit-gb`, else it ends with 1.
 """
 
 import argparse
