@@ -243,7 +243,8 @@ def _products_by_block(model: ModelConfig) -> Sequence[tuple[float, float]]:
     """Forward FLOPs per token of the projections of attention, and of the MLP, of each layer."""
     times = 2.0 * model.repeats
     each = lambda stack: tuple(times * of for of in weights_of_block(stack, active=True))  # noqa: E731
-    return [each(stack) for stack in stacks(model) for _ in range(stack.num_layers)]
+    of_stacks = [(stack.num_layers, each(stack)) for stack in stacks(model)]
+    return [products for num, products in of_stacks for _ in range(num)]
 
 
 def forward_flops_per_token(

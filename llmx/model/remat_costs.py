@@ -145,11 +145,12 @@ def recomputed_flops_by_layer(
     chosen = policies(model, text, chunks)
     scores = costs.scores_by_block(model, sequence_length, causal)
     forward = costs.forward_flops_by_layer(model, sequence_length=sequence_length, causal=causal)
-    times = model.repeats
-    blocks = [
-        times * recomputed_flops(model, policy, of_scores / times, offloaded)
-        for policy, of_scores in zip(chosen, scores, strict=True)
-    ]
+    times, pairs = model.repeats, list(zip(chosen, scores, strict=True))
+    of_block = {  # a deep model has few different layers
+        pair: times * recomputed_flops(model, pair[0], pair[1] / times, offloaded)
+        for pair in set(pairs)
+    }
+    blocks = [of_block[pair] for pair in pairs]
     again = segments(model, text, chunks)
     again += [(0, model.num_layers)] * remat.keeps_input(text)
     for first, end in again:
