@@ -87,8 +87,8 @@ class Cached:
 
     def __init__(self, device: Tables):
         self.tables, self.rows = device, HostRows(device)
-        self._columns = _Columns(device.virtual)
-        self._cache = _Cache(device, self.rows)
+        self._columns, self._layout = _Columns(device.virtual), _Layout(device)
+        self._cache = _Cache(self._layout, self.rows)
 
     def prepare(self, state: TablesState, ids_BK: np.ndarray) -> tuple[TablesState, np.ndarray]:
         """The state with the rows of a batch that is trained on next, and their slots.
@@ -139,7 +139,7 @@ class View:
     def __init__(self, cached: Cached, state: TablesState):
         """state: of which only the decay is read."""
         self._rows, self._columns = cached.rows, cached._columns
-        self._cache = _Cache(cached.tables, cached.rows)
+        self._cache = _Cache(cached._layout, cached.rows)
         self.state = emptied(cached.tables, state.decay)
 
     def prepare(self, ids_BK: np.ndarray) -> tuple[TablesState, np.ndarray]:
@@ -192,9 +192,9 @@ class _Pending(NamedTuple):
 class _Cache:
     """Which row each slot has."""
 
-    def __init__(self, device: Tables, rows: HostRows):
-        self._device, self._rows = device, rows
-        self._size = size = device.tables[0].rows
+    def __init__(self, layout: "_Layout", rows: HostRows):
+        self._layout, self._rows = layout, rows
+        self._size = size = layout.device.tables[0].rows
         self._row_of = np.full(size, -1, np.int32)
         self._used_at = np.full(size, -1, np.int32)  # in which call; -1: it has no row
         self._is_dirty = np.zeros(size, bool)
@@ -205,7 +205,6 @@ class _Cache:
         self._queue = (np.zeros(0, np.int64), np.zeros(0, np.int32))
         self._pending: _Pending | None = None
         self.hit_rate = 0.0
-        self._layout = _Layout(device)
 
     def require_room(self, keys: Keys) -> None:
         """Raises CacheTooSmall."""

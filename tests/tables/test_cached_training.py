@@ -18,7 +18,6 @@ from llmx.model import looked_up
 from llmx.tables.cached import Cached
 
 
-
 def trained_with_a_cache(name, listed, **keys):
     """(losses, parameters) of steps whose batches get their slots as `llmx.train` gives them."""
     config = whole_tables.made(name, **keys)
