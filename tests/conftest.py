@@ -26,9 +26,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full-grid",
         action="store_true",
-        help="also run cases that are left out, as others cover them: parity of every mesh x "
-        "layout x family x schedule, instead of a cover of all pairs; other tests with every "
-        "strategy, format and machine, and those of tests/slow_cases.txt",
+        help="also run cases that are left out, as others cover them: the last rows of parity's "
+        "cover of pairs; other tests with every strategy, format and machine, and those of "
+        "tests/slow_cases.txt",
+    )
+    parser.addoption(
+        "--every-mesh",
+        action="store_true",
+        help="parity of every mesh x layout x family x schedule, instead of a cover of all pairs",
     )
     parser.addoption("--measure", metavar="FILE", help="append the CPU seconds of each test")
 
