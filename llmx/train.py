@@ -115,14 +115,14 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
                 config.checkpoint, config.workdir, job.peers, log=log, named=store.named
             )
             resources.enter_context(tier)
-            restored = restore(config, recipe, checkpoints, dataset, job, tier)
+            restored, rows = restore(config, recipe, checkpoints, dataset, job, tier)
         except ValueError as error:
             return job.refuse(error)
         except OSError as error:
             return job.refuse(describe.failure_text(config, error))
 
         # 5. Compile the step, explicitly: a program for each phase that is still to come.
-        loop = Loop(config, recipe, dataset, restored, job)
+        loop = Loop(config, recipe, dataset, restored, job, rows)
 
         # 6. The loop.
         code = exits.DONE
@@ -186,17 +186,18 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             # Again from before the loss rose, without the batches that were taken since; or from
             # before replicas differed.
             loop.close()
+            rows = evaluation = None  # their memory is needed too
             tier.forget(after=back_to)
             config, recipe = changed, recipe_lib.make_recipe(changed)
             try:
-                restored = restore(config, recipe, checkpoints, dataset, job)
+                restored, rows = restore(config, recipe, checkpoints, dataset, job)
             except checkpointer.Halt as halt:
                 return job.refuse(halt, halt.code)
             except ValueError as error:
                 return job.refuse(error)
             except OSError as error:
                 return job.refuse(describe.failure_text(config, error))
-            loop = Loop(config, recipe, dataset, restored, job)
+            loop = Loop(config, recipe, dataset, restored, job, rows)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
             evaluation = during_training.Evaluation(
@@ -284,7 +285,8 @@ def open_data(config: Config, log: Log):
 
 
 def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib.Job, *tier):
-    """Where the run begins (`resume.restore_or_init`), in all processes alike, and on record."""
+    """Where the run begins (`resume.restore_or_init`), in all processes alike, and on record; and
+    the rows of tables that the host has."""
     from llmx.checkpoint import resume
 
     with job.progress("restore"):
@@ -293,7 +295,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
             state = recipe.strategy.begin(restored.state, job.peers)
         if recipe.strategy.waits:  # others may be ahead
             restored = restored._replace(state=state, step=int(jax.device_get(state.step)))
-        restored = resume.with_host_rows(recipe, restored, config.workdir)
+        rows = resume.host_rows(recipe, restored, config.workdir)
         job.peers.agree("restored state", {"steps taken": restored.step})
     job.progress.begin_at(restored.step)
     if jax.process_index() == 0:
@@ -304,7 +306,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
         history.append(config.workdir, history.WENT_BACK, {"text": text}, log=launch.log)
         resume.end_going_back(config)
     history.record_start(config, resumed_from=restored.step, log=launch.log)
-    return restored
+    return restored, rows
 
 
 # ------------------------------------------------------------------------------------ in the loop
@@ -313,7 +315,10 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(self, config: Config, recipe, dataset, restored, job: job_lib.Job):
+    def __init__(
+        self, config: Config, recipe, dataset, restored, job: job_lib.Job,
+        rows: cached.Cached | None,
+    ):  # fmt: skip
         from llmx import sharding
         from llmx.config import utilization
         from llmx.data import loader
@@ -321,7 +326,7 @@ class Loop:
         from llmx.step import programs
 
         self.config, self.recipe, self.first = config, recipe, (first := restored.step)
-        self.rows = restored.rows  # of tables, on the host
+        self.rows = rows  # of tables, on the host
         self.dataset, progress = dataset, job.progress
         with progress("compile"):
             self.programs = programs.compile_all(recipe, restored.state, first, launch.log)

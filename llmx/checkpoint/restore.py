@@ -16,7 +16,6 @@ class Restored(NamedTuple):
     state: Any
     meta: dict
     step: int
-    rows: Any = None  # `tables.cached.Cached`, where the host has rows
 
 
 class OutOfMemory(Exception):

@@ -231,18 +231,19 @@ def restore(
     return restored._replace(state=state, step=first)
 
 
-def with_host_rows(recipe: Recipe, restored: Restored, workdir: str) -> Restored:
-    """With the rows that the host has beside the state: those of the checkpoint, or new.
+def host_rows(recipe: Recipe, restored: Restored, workdir: str) -> cached.Cached | None:
+    """The rows that the host has beside a state: those of its checkpoint, or new; None: it has
+    none.
 
     Raises ValueError where they are of other tables, or do not fit.
     """
     tables = recipe.loss.execution.tables
     if tables is None or not tables.virtual:
-        return restored
+        return None
     rows = cached.Cached(tables)
     if restored.meta:
         rows.load(_host_rows_of(workdir, restored.step))
-    return restored._replace(rows=rows)
+    return rows
 
 
 def _host_rows_of(workdir: str, step: int) -> pathlib.Path:

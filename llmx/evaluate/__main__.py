@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import jax
 
 from llmx import config
-from llmx.checkpoint import mirror
+from llmx.checkpoint import mirror, resume
 from llmx.config import recipe as recipe_lib
 from llmx.data import dataset as data_lib
 from llmx.data import tokenizers
@@ -104,8 +104,8 @@ def _of_text(
         )
     restored = saved_run.evaluated(run, recipe, args.workdir, step=args.step)
     rows, view = held_out.batch_size(run), None
-    if restored.rows is not None:
-        view = restored.rows.view(restored.state[looked_up.TABLES])
+    if (of_host := resume.host_rows(recipe, restored, args.workdir)) is not None:
+        view = of_host.view(restored.state[looked_up.TABLES])
     with jax.set_mesh(recipe.mesh):
         result = held_out.losses(
             recipe, held_out.make_step(recipe), restored.state, dataset, batch_size=rows,

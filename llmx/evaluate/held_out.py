@@ -63,7 +63,7 @@ def losses(
     """Means over the first `batches` batches of the held-out split; 0 = all of it.
 
     Every process must call it; all get the same numbers. Communicates over all mesh axes. `view`:
-    of the rows that the host has, `Restored.rows`.
+    of the rows that the host has.
 
     Returns {"loss": nats per token, "perplexity", "num_tokens", "batches": evaluated,
     "split_batches": in the whole split}; of preferences {"loss": of a pair, "accuracy": the share

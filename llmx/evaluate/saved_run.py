@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from llmx import config, sharding
-from llmx.checkpoint import model_params, resume
+from llmx.checkpoint import model_params
 from llmx.checkpoint.restore import Restored
 from llmx.config import checks, preference_checks
 from llmx.data import tokenizers
@@ -67,11 +67,10 @@ def params_of(
 def evaluated(
     run: config.Config, recipe: Recipe, workdir: str, *, step: int | None = None
 ) -> Restored:  # fmt: skip
-    """What `TrainingLoss.evaluated` returns, of a checkpoint: of preferences with the reference;
-    and beside it the rows of the host."""
+    """What `TrainingLoss.evaluated` returns, of a checkpoint: of preferences with the reference."""
     found = params_of(run, recipe, workdir, step=step)
     if recipe.loss.preference is None:
-        return resume.with_host_rows(recipe, found, workdir)
+        return found
     reference = model_params.restore_reference(
         workdir, recipe.loss.frozen, step=found.step, log=launch.note
     )
