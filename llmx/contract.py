@@ -62,8 +62,17 @@ class Gradients(NamedTuple):
     # clip it, in the loop that reads it; None = it is not clipped
     factors: jax.Array | None = None
     reported: PyTree = ()  # what else is reported of the batch, {"accuracy": fp32 []}
-    # of tables: what was looked up of them, and the gradients of these rows, by width
-    rows: tuple[PyTree, PyTree] | tuple = ()
+    rows: "RowGradients | tuple" = ()  # () = there are no tables
+
+
+class RowGradients(NamedTuple):
+    """Gradients of the rows of sparse tables that a batch has looked up."""
+
+    taken: PyTree  # `tables.tables.Taken`
+    tree: PyTree  # by width, fp32, as `taken.rows`
+    # Where updates come late: the tables with one that came in this step
+    tables: PyTree = ()
+    ready: PyTree = ()  # and the rows of the next batch in them, as `taken`
 
 
 class Gradient(NamedTuple):
@@ -112,9 +121,13 @@ class Constraint(NamedTuple):
     due_after: Callable
     scalars: Callable  # its state -> {"sparsity": ...} for the report, fp32 []
     reads: bool = False  # the gradient of a batch reads its state, beside those of the transforms
-    # Where its shapes depend on the devices: the state that was saved, arrays on the host, and the
-    # sizes of the mesh that it was saved on -> its state, on the host
+    # Where it depends on the devices: the state that was saved, arrays on the host, and the sizes
+    # of the mesh that it was saved on -> its state, on the host
     relaid: Callable | None = None
+    is_moved: Callable = lambda sizes: False  # sizes of that mesh -> whether it must be `relaid`
+    # (State, batch) -> its state, before the first batch that a run takes; None = as it is. Where
+    # it has something of the batch, as rows that a step before would have looked up
+    begin: Callable | None = None
     # Its state -> what a checkpoint holds of it, where the rest is kept elsewhere; `relaid` makes
     # it whole again
     saved: Callable | None = None

@@ -349,8 +349,12 @@ class Loop:
             loader.Loader, dataset, batch_size=groups * config.batch.size,
             rows=[before + row for row in self._rows],
             batch_of=functools.partial(divergence.batch_of, config.rollback),
+            ahead=recipe.loss.read_ahead,
         )  # fmt: skip
         self._data = self._open_data(start_step=first)
+        if recipe.loss.read_ahead:
+            self._ahead = self._next_batch()
+            self.state = recipe.begun(self.state, self._ahead)
         reached = None
         if (chip := hardware.this_chip()) and config.model.is_decoder:
             reached = utilization.of(config, chip, jax.device_count())
@@ -369,7 +373,7 @@ class Loop:
         from llmx.checkpoint import checksums
         from llmx.step import determinism
 
-        begun, self._ahead = time.perf_counter(), self._next_batch()
+        begun, self._ahead = time.perf_counter(), self._ahead or self._next_batch()
         self.state, count = determinism.check(
             lambda state, batch: self.programs(self.step, state, batch), self.state, self._ahead,
             fingerprints=checksums.fingerprints,

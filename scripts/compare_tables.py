@@ -1,12 +1,14 @@
 """Compares models of clicks on generated records: how good their odds of the held-out ones are.
 
     python scripts/compare_tables.py [--records 5000000] [--only logistic dense ...] [--devices 4]
+        [--staleness 4]
 
 "law" is the best that there is: the odds by which the records were drawn. "logistic" is logistic
 regression over all ids, with the numbers in buckets. "dense" is DLRM on one device, written without
 llmx's tables and trainer: one array of all rows, of which a gradient is taken whole. "trainer" is
-the same DLRM by llmx.train, on as many CPU devices as --devices says. All see each record once, in
-the same order. Rows are trained by Adagrad, the network by Adam.
+the same DLRM by llmx.train, on as many CPU devices as --devices says, whose rows' updates come
+--staleness steps late. All see each record once, in the same order. Rows are trained by Adagrad,
+the network by Adam.
 """
 
 import argparse
@@ -206,7 +208,8 @@ def of_trainer(args: argparse.Namespace, data: RecordDataset, source: str) -> di
         "optimizer.weight_decay": 0.0, "tables.optimizer": "adagrad",
         # Where optax adds its eps, sums of squares begin with it.
         "tables.initial_square": EPS, "tables.eps": 0.0,
-        "tables.learning_rate": args.rate, "evaluation.every": 0, "evaluation.batches": 1,
+        "tables.learning_rate": args.rate, "tables.staleness": args.staleness,
+        "evaluation.every": 0, "evaluation.batches": 1,
         "checkpoint.every": steps, "metrics.log_every": 10,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -240,6 +243,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=pathlib.Path, default=data_lib.DATA_CACHE)
     parser.add_argument("--devices", type=int, default=1, help="of the trainer")
+    parser.add_argument("--staleness", type=int, default=0, help="of the trainer: steps")
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
     args = parser.parse_args()
     source = f"{generated.PREFIXES[0]}{args.records}"

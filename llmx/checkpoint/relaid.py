@@ -1,4 +1,4 @@
-"""States of constraints whose shapes depend on the devices, of a checkpoint from others."""
+"""States of constraints that depend on the devices, of a checkpoint from others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +22,14 @@ def is_there(recipe: Recipe, name: str, saved: Document) -> bool:
     return constraint is not None and bool(constraint.relaid) and saved.holds(path_of(name))
 
 
+def _is_moved(recipe: Recipe, name: str, meta: dict) -> bool:
+    # Shapes do not tell: rows that divide have the same on two devices as on four.
+    return recipe.constraints[name].is_moved(meta.get("mesh", {}))
+
+
 def as_saved(recipe: Recipe, state: Any, name: str, saved: Document) -> Any:
-    """Shapes of a state as the checkpoint has them, whole on all devices where they differ."""
-    if saved.fits(state, prefix=path_of(name), order=recipe.order):
+    """Shapes of a state as the checkpoint has them, whole on all devices where it is of others."""
+    if not _is_moved(recipe, name, saved.meta):
         return state
     shapes, whole = saved.shapes(path_of(name)), NamedSharding(recipe.mesh, PartitionSpec())
     named = {
@@ -40,11 +45,9 @@ def onto_devices(
     recipe: Recipe, name: str, state: Any, meta: dict, log: Callable[[str], None]
 ) -> Any:
     """The state `as_saved`, as it is on the devices of the recipe; `meta`: of the checkpoint."""
-    like = recipe.abstract.extra[name]
-    shapes = [jax.tree.map(lambda leaf: tuple(leaf.shape), each) for each in (state, like)]
-    if shapes[0] == shapes[1]:
+    if not _is_moved(recipe, name, meta):
         return state
-    sizes = meta.get("mesh", {})
+    like, sizes = recipe.abstract.extra[name], meta.get("mesh", {})
     on_host = recipe.constraints[name].relaid(jax.device_get(state), sizes)
     to = jax.tree.map(lambda leaf: leaf.sharding, like)
     if recipe.constraints[name].saved:

@@ -384,6 +384,13 @@ def _same_run(config: Any, saved: Document):
             "(data.format, preference.loss): restore these values, or continue with its model in "
             f"another workdir, --config.start_from={config.workdir}"
         )
+    late = saved.meta.get("config", {}).get("tables", {}).get("staleness", 0)
+    if late not in (0, config.tables.staleness):
+        raise Mismatch(
+            f"{config.workdir} was trained with tables.staleness={late} and the config gives "
+            f"{config.tables.staleness}: updates of {late} steps wait for their tables and would "
+            "come at other steps; restore it, or use another workdir"
+        )
     if saved.step > config.steps:
         raise Mismatch(
             f"{config.workdir} is at step {saved.step}, which is after the last, "

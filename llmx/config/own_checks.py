@@ -41,6 +41,8 @@ def problems(config: Config) -> Iterator[str]:
     if config.model.recommender.name:
         name, why_not = config.model.recommender.name, "model.recommender.name"
     for key, (wanted, why) in DECODERS.items():
+        if key == "sync.strategy" and config.model.recommender.name:
+            continue  # whose program is written for replicas too
         value = _value(config, key)
         if value != wanted and value is not None:
             yield f"{key}={value!r} with {why_not}={name!r}: {why}; use {key}={wanted!r}"

@@ -69,9 +69,6 @@ def make_recipe(
     mesh = execution.place.mesh
     of_rounded, chunks = _gradient_maker(config, kind_of(mesh))
     of_whole = lambda loss: quantized_weights.trained(of_rounded(loss.of_rounded), loss)  # noqa: E731
-    make_gradient = functools.partial(
-        sparse_rows.trained, of_whole, batch_size=config.batch.size
-    )  # fmt: skip
     order = IDENTITY if chunks is None else chunks.permutation
     loss = training_loss.make(
         config.model, execution, arrange=order.apply,
@@ -82,15 +79,21 @@ def make_recipe(
         quantized_as=config.quantization, packed=config.packed, teacher=teacher, seed=config.seed,
         transforms=_transforms(config, execution.policy, order),
     )  # fmt: skip
-    gradient = gradients.transformed(make_gradient(loss), loss.transforms)
-    strategy = _make_strategy(config, loss, gradient, make_gradient)
+    gradient = sparse_rows.trained(of_whole, loss, config.batch.size)
+    gradient = gradients.transformed(gradient, loss.transforms)
+    strategy = _make_strategy(config, loss, gradient, of_whole)
     schedule = optimizers.make_schedule(
         config.optimizer, total_steps=config.steps, factors=divergence.boundaries(config.rollback)
     )
     constraints = masks.constraints(
         config.pruning, loss, order, total_steps=config.steps, new_optimizer=strategy.init
     ) | sparse_tables.constraints(
-        execution.tables, schedule, config.optimizer.learning_rate, config.seed
+        loss,
+        schedule,
+        config.optimizer.learning_rate,
+        config.seed,
+        total_steps=config.steps,
+        batch_size=config.batch.size,
     )
     return Recipe(
         model=config.model, loss=loss, gradient=gradient,
@@ -251,7 +254,8 @@ def _make_strategy(
             axes=loss.axes, updates=loss.updates,
         )  # fmt: skip
         replica_gradient = gradients.transformed(
-            gradients.per_replica(make_gradient, loss, replicas_lib.AXES), loss.transforms
+            sparse_rows.of_replicas(make_gradient, loss, config.batch.size, replicas_lib.AXES),
+            loss.transforms,
         )
 
     placed_state = in_parts = lambda whole: whole

@@ -87,7 +87,7 @@ def tables_of(config: Config) -> list[Table]:
 ALONE = {
     "mesh.stage": (1, "tables belong to the batch, which stages take in parts"),
     "mesh.sequence": (1, "n-grams are of neighboring tokens"),
-    "sync.strategy": ("mean", "replicas by themselves would have rows of their own"),
+    "sync.groups": (1, "each group would have rows of its own"),
     "optimizer.ema_decay": (0.0, "rows have no average"),
     "adapters.rank": (0, "only adapters would be trained"),
     "distillation.teacher": ("", "it was not tried"),
@@ -115,6 +115,13 @@ def _cache_problems(config: Config) -> Iterator[str]:
             f"launch.num_processes={number} with {key}: rows are in the memory of one host; use "
             "one process, or tables.cache_rows=0"
         )
+    if tables.staleness:
+        yield (
+            f"tables.staleness={tables.staleness} with {key}: an update that waits could come to "
+            "a slot that has another row by then; use tables.staleness=0"
+        )
+    if (strategy := config.sync.strategy) != "mean":
+        yield f"sync.strategy={strategy!r} with {key}: it was not tried; use sync.strategy='mean'"
     if folder := config.checkpoint.local_directory:
         yield (
             f"checkpoint.local_directory={folder!r} with {key}: rows of the host are in "

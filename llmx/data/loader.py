@@ -19,8 +19,10 @@ class Loader:
     def __init__(
         self, dataset: dataset_lib.Dataset, *, batch_size: int, rows: Sequence[int],
         start_step: int = 0, batch_of: Callable[[int], int] = lambda step: step,
+        ahead: Mapping[str, str] | None = None,
     ):  # fmt: skip
-        """batch_of: of a step, the number of the batch that it takes."""
+        """batch_of: of a step, the number of the batch that it takes. ahead: arrays that a batch
+        has of the next one too, by the name that they have there their name here."""
         import grain
 
         rows = tuple(int(row) for row in rows)
@@ -35,21 +37,24 @@ class Loader:
         self._fingerprint = dataset.fingerprint
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=dataset.prefetch)
         batches = grain.MapDataset.range(_MAX_STEPS).map(produce).to_iter_dataset(options)
-        self._iterator = iter(batches)
+        self._iterator, self._ahead = iter(batches), dict(ahead or {})
         self._seek(start_step)
 
     def _seek(self, step: int) -> None:
         if step < 0:
             raise ValueError(f"step={step} is negative: steps count from 0")
         self._iterator.set_state({"next_index": step})
-        self._step = step
+        self._step, self._next = step, None
         self._iterator.start_prefetch()
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> tuple[int, dict[str, np.ndarray]]:
-        batch = next(self._iterator)
+        batch = next(self._iterator) if self._next is None else self._next
+        if self._ahead:
+            self._next = next(self._iterator)
+            batch = batch | {own: self._next[name] for name, own in self._ahead.items()}
         self._step += 1
         return self._step - 1, batch
 

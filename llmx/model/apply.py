@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,8 @@ class Apply:
     """
 
     model: families.ModelConfig
+    # what `table_ids` reads of a batch
+    id_arrays: ClassVar[tuple[str, ...]] = ("tokens", "positions")
 
     @property
     def batch_arrays(self) -> dict[str, tuple[int, str]]:

@@ -20,6 +20,8 @@ from llmx.tables.tables import Ids, Plan, Tables
 ROWS = "rows"  # by width, [n U, W]
 TABLES = "tables"  # the tables' state; also in State.extra
 IDS = "ids"  # of a batch: of records, and what the host has said to the devices
+LATE = "late_rows"  # in State.extra: updates and rows that are under way, `llmx.tables.late`
+NEXT = "next_"  # before the name of an array that a batch has of the one after it
 PLACE, PRESENT = "place", "present"  # of a plan, by width; a batch has them after a lookup
 
 
@@ -30,6 +32,23 @@ def with_rows(params: dict, batch: dict, tables: Tables, ids: Ids) -> tuple[dict
     taken = tables.take(params[TABLES], ids)
     params = {name: leaf for name, leaf in params.items() if name != TABLES}
     return params | {ROWS: taken.rows}, batch | of_plan(taken.plan)
+
+
+def read_ahead(tables: Tables, id_arrays: tuple[str, ...]) -> dict[str, str]:
+    """Names of arrays of the next batch, by the name that they have there, with which a batch says
+    what is to be looked up for that one. {} where rows are looked up in the step that takes them.
+
+    id_arrays: what the ids of a batch are made of.
+    """
+    if not tables.config.staleness:
+        return {}
+    return {name: NEXT + name for name in id_arrays}
+
+
+def without_next(batch: dict) -> tuple[dict, dict]:
+    """A batch, and what it says of the next one, by the names of that."""
+    own = {name: leaf for name, leaf in batch.items() if not name.startswith(NEXT)}
+    return own, {name.removeprefix(NEXT): batch[name] for name in batch.keys() - own.keys()}
 
 
 def of_plan(plan: Mapping[str, Plan]) -> dict[str, Any]:

@@ -273,8 +273,11 @@ class TrainingLoss:
 
     def per_replica(self, axes: tuple[str, ...]) -> "TrainingLoss":
         """The same of one of the replicas along `axes`: nothing communicates over these."""
-        place = self.execution.place.per_replica(axes)
-        return dataclasses.replace(self, execution=dataclasses.replace(self.execution, place=place))
+        place, tables = self.execution.place.per_replica(axes), self.execution.tables
+        execution = dataclasses.replace(
+            self.execution, place=place, tables=tables and tables.per_replica(axes)
+        )
+        return dataclasses.replace(self, execution=execution)
 
     def buffers(self, accumulation: int) -> Any:
         """The type of each parameter's gradient buffer, for `accumulation` microbatches.
@@ -354,6 +357,12 @@ class TrainingLoss:
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, self.execution.place.activation(TOKEN_AXES))
 
+    @property
+    def read_ahead(self) -> dict[str, str]:
+        """See `looked_up.read_ahead`."""
+        tables = self.execution.tables
+        return looked_up.read_ahead(tables, self.apply.id_arrays) if tables else {}
+
     def abstract_batch(self, shape: Sequence[int]) -> Batch:
         """Shapes with shardings of a global batch [B, T]."""
         arrays = {name: (tuple(shape), dtype) for name, dtype in BATCH_DTYPES.items()}
@@ -364,6 +373,7 @@ class TrainingLoss:
             arrays[looked_up.IDS] = ((*shape, columns // shape[1]), "int32")
         if (distilled := self.execution.distilled) is not None:
             arrays |= distilled.arrays(tuple(shape))
+        arrays |= {own: arrays[name] for name, own in self.read_ahead.items()}
         return {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
             for name, (shape, dtype) in arrays.items()

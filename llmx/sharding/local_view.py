@@ -7,6 +7,8 @@ stage's predicate, and only manual regions communicate between stages. So it is 
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -46,6 +48,30 @@ def local_part(mesh: Mesh, axes: tuple[str, ...], array: jax.Array) -> jax.Array
     """Each device's part of an array that `axes` split, in any dimensions; not differentiable."""
     to = jax.typeof(array).sharding.spec
     return _relabel(mesh, array, to, specs.without(to, axes))
+
+
+def manual(
+    mesh: Mesh, axes: tuple[str, ...], function: Callable, *, in_specs: Any, out_specs: Any
+) -> Callable:
+    """`jax.shard_map` of `function`, whose arrays are local views along `axes`, if there are any.
+
+    Differentiable: the gradient of an input is a sum over the axes along which it is whole, local
+    ones apart.
+    """
+    region = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    if not axes:
+        return region(function, in_specs=in_specs, out_specs=out_specs)
+    split = functools.partial(jax.tree.map, functools.partial(leading, axes))
+    whole = lambda array: from_local(mesh, axes, array[None])  # noqa: E731
+
+    def local(*arrays):
+        out = function(*jax.tree.map(lambda array: array[0], arrays))
+        return jax.tree.map(lambda array: array[None], out)
+
+    inner = region(local, in_specs=split(in_specs), out_specs=split(out_specs))
+    return lambda *arrays: jax.tree.map(
+        lambda array: to_local(mesh, axes, array)[0], inner(*jax.tree.map(whole, arrays))
+    )
 
 
 to_local.defvjp(

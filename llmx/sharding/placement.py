@@ -65,19 +65,9 @@ class Placement:
 
         The gradient of an input is a sum over the axes along which it is whole, local ones apart.
         """
-        region = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        if not (axes := self.local_axes):
-            return region(function, in_specs=in_specs, out_specs=out_specs)
-        split = functools.partial(jax.tree.map, functools.partial(local_view.leading, axes))
-        to_local = lambda array: local_view.to_local(self.mesh, axes, array)[0]  # noqa: E731
-        from_local = lambda array: local_view.from_local(self.mesh, axes, array[None])  # noqa: E731
-
-        def local(*arrays):
-            out = function(*jax.tree.map(lambda array: array[0], arrays))
-            return jax.tree.map(lambda array: array[None], out)
-
-        inner = region(local, in_specs=split(in_specs), out_specs=split(out_specs))
-        return lambda *arrays: jax.tree.map(to_local, inner(*jax.tree.map(from_local, arrays)))
+        return local_view.manual(
+            self.mesh, self.local_axes, function, in_specs=in_specs, out_specs=out_specs
+        )
 
     @property
     def token_axes(self) -> tuple[str, ...]:

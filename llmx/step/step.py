@@ -192,6 +192,19 @@ class Recipe:
             state = state._replace(extra=dict(state.extra) | own)
             return jax.jit(self.held, donate_argnums=0)(state)
 
+    def begun(self, state: State, batch: Batch) -> State:
+        """The state with which a run, new or resumed, takes this batch first; donates it."""
+        begin = {name: each.begin for name, each in self.constraints.items() if each.begin}
+        if not begin:
+            return state
+
+        def of_batch(state: State, batch: Batch) -> State:
+            own = {name: each(state, batch) for name, each in begin.items()}
+            return state._replace(extra=dict(state.extra) | own)
+
+        with jax.set_mesh(self.mesh):
+            return jax.jit(of_batch, donate_argnums=0)(state, batch)
+
     def refreshed(self, state: State) -> State:
         """The state, whose constraints were changed from outside; they hold of it."""
         own = {name: each.refreshed(state.extra[name]) for name, each in self.constraints.items()}

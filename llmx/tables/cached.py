@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from llmx.tables import config as config_lib
-from llmx.tables import host_files, host_rows, placement
+from llmx.tables import host_files, host_rows
 from llmx.tables import tables as tables_lib
 from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.host_rows import HostRows, Keys, Resolved
@@ -335,7 +335,7 @@ class _Layout:
     @functools.cached_property
     def places(self) -> list[np.ndarray]:
         """Of each part, the place of each slot."""
-        return [placement.places(self.group, part) for part in self.parts]
+        return [tables_lib.places(self.group, part) for part in self.parts]
 
     def exchange(self, chosen: np.ndarray) -> "_Exchange":
         return _Exchange(self, chosen)

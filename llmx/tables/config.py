@@ -84,6 +84,9 @@ class TablesConfig:
     # With a cache: an id gets a row that is trained when it was seen so often; before, it has the
     # numbers that its row begins with
     admit_after: int = bounded(1, at_least=1)
+    # Gradients of rows reach the tables so many steps late, and rows of a batch are looked up a
+    # step ahead, so that neither exchange waits for the network; 0 = in the same step
+    staleness: int = bounded(0, at_least=0, at_most=64)
 
 
 def problems(tables: Sequence[Table], features: Sequence[Feature]) -> Iterator[str]:

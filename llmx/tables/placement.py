@@ -9,8 +9,6 @@ that is split by columns is as many whole ones, of some columns each.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from llmx.tables.config import Feature, Table
 
 LARGEST = 2**31 - 2  # a row of a group is an int32 number, and one more says that there is none
@@ -106,13 +104,3 @@ def _group(
             f"devices: at most {LARGEST:,} rows can be numbered: give some of them another width"
         )
     return Group(width, tuple(parts), slots, devices)
-
-
-def places(group: Group, part: Part) -> np.ndarray:
-    """Where the rows of a part are in its group's array, by id."""
-    ids = np.arange(part.table.rows)
-    if part.device < 0:
-        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
-    else:
-        at = part.device * group.slots + ids
-    return at + part.base

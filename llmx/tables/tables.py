@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from llmx.sharding import local_view
 from llmx.tables import config as config_lib
 from llmx.tables import numbers, placement, requests, row_optimizers
 from llmx.tables.config import Feature, Table, TablesConfig
@@ -83,6 +84,7 @@ class Tables:
     groups: Mapping[str, Group]
     optimizer: RowOptimizer
     virtual: Virtual | None = None  # what they are a cache of; ids are slots of it then
+    local_axes: tuple[str, ...] = ()  # along which rows are local views, see `per_replica`
 
     # ------------------------------------------------------------------------------------ state
 
@@ -94,6 +96,11 @@ class Tables:
     def split(self) -> PartitionSpec:
         """Of rows, and of records."""
         return PartitionSpec(self.axes if self.axes else None)
+
+    def groups_on(self, sizes: Mapping[str, int]) -> dict[str, Group]:
+        """Where rows are on a mesh of these sizes."""
+        devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
+        return _groups(self.tables, self.features, devices)
 
     @functools.cached_property
     def abstract(self) -> TablesState:
@@ -117,6 +124,14 @@ class Tables:
     def _slots(self) -> dict[str, bool]:
         """What is kept of a row, and whether of each of its numbers."""
         return dict(self.optimizer.slots) | ({DECAYED: False} if self.config.weight_decay else {})
+
+    def per_replica(self, axes: Sequence[str]) -> "Tables":
+        """The same for what a replica along `axes` does with rows that were taken: they are local
+        views. Only to `combine`, and for `abstract_rows` of its records."""
+        return dataclasses.replace(
+            self, axes=tuple(axis for axis in self.axes if axis not in axes),
+            local_axes=tuple(axis for axis in self.axes if axis in axes),
+        )  # fmt: skip
 
     def abstract_rows(self, num_records: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes with shardings of the rows that so many records look up, by width."""
@@ -205,7 +220,7 @@ class Tables:
             there.append(is_there)
         return jnp.concatenate(found, axis=1), jnp.concatenate(there, axis=1)
 
-    def _capacities(self, asked: requests.Asked) -> dict[str, int]:
+    def capacities(self, asked: requests.Asked) -> dict[str, int]:
         """C, by width: a multiple of an equal share of a device's ids."""
         found = {}
         for key, group in self.groups.items():
@@ -237,7 +252,7 @@ class Tables:
             for key, group in self.groups.items():
                 taken[key] = of_slots(key, jnp.where(asked[key] < group.none, asked[key], -1))
         else:
-            capacities = self._capacities(asked)
+            capacities = self.capacities(asked)
             rounds = requests.num_rounds(self.groups, asked, capacities, self.axes)
             taken = self._taken(of_slots, asked, capacities, rounds)
         plans = {key: Plan(asked[key], place[key], there[key], rounds) for key in self.groups}
@@ -279,8 +294,8 @@ class Tables:
 
     def region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`function`, which is the text of one device."""
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        return local_view.manual(
+            self.mesh, self.local_axes, function, in_specs=in_specs, out_specs=out_specs
         )
 
     def combine(
@@ -374,7 +389,7 @@ class Tables:
                     group, rows[key], slots[key], at_U, gradients[key], rate, accepted, decay
                 )
             return _unzipped(found)
-        capacities = self._capacities(asked)
+        capacities = self.capacities(asked)
         known = requests.fit(self.groups, asked, capacities)
 
         def one_round(number, state):
@@ -430,7 +445,7 @@ class Tables:
                 if self.config.weight_decay:
                     passed = np.asarray(jax.device_get(state.slots[key][DECAYED]))
                     rows[key] = rows[key] * np.exp(float(state.decay) - passed)
-        return _whole(self.groups, rows, name)
+        return whole_table(self.groups, rows, name)
 
     def relaid(self, saved: TablesState, sizes: Mapping[str, int]) -> TablesState:
         """A state that was saved on a mesh of other sizes, as it is on this one: arrays on the
@@ -439,22 +454,18 @@ class Tables:
             zeros = lambda leaf: np.zeros(leaf.shape, leaf.dtype)  # noqa: E731
             rows, slots = jax.tree.map(zeros, (self.abstract.rows, self.abstract.slots))
             return TablesState(rows, slots, np.asarray(saved.decay))
-        devices = math.prod(sizes.get(axis, 1) for axis in self.all_axes)
-        before = {
-            str(group.width): group
-            for group in placement.placed(self.tables, self.features, devices)
-        }
+        before = self.groups_on(sizes)
 
         def moved(arrays: Mapping[str, np.ndarray], fill: float) -> dict[str, np.ndarray]:
             arrays = {key: np.asarray(array) for key, array in arrays.items()}
             found = {}
             for key, group in self.groups.items():
-                each = [_whole(before, arrays, part.table.name) for part in group.parts]
+                each = [whole_table(before, arrays, part.table.name) for part in group.parts]
                 width = min(group.width, each[0].shape[1])  # 1 where a row has one number
                 new = np.full((group.none, width), fill, np.float32)
                 for part, whole in zip(group.parts, each, strict=True):
                     columns = slice(*part.columns) if width == group.width else slice(0, 1)
-                    new[placement.places(group, part)] = whole[:, columns]
+                    new[places(group, part)] = whole[:, columns]
                 found[key] = new
             return found
 
@@ -470,6 +481,10 @@ class Tables:
             {key: {name: slots[name][key] for name in self._slots} for key in self.groups},
             np.asarray(saved.decay),
         )  # fmt: skip
+
+    def is_moved(self, sizes: Mapping[str, int]) -> bool:
+        """Whether rows are elsewhere on a mesh of these sizes; a checkpoint has none of a cache."""
+        return bool(self.virtual) or self.groups_on(sizes) != dict(self.groups)
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
         """Ids on the host that a table does not have."""
@@ -487,11 +502,28 @@ class Tables:
                 )
 
 
-def _whole(groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def _groups(tables: Sequence[Table], features: Sequence[Feature], devices: int) -> dict[str, Group]:
+    """The groups by width."""
+    return {str(group.width): group for group in placement.placed(tables, features, devices)}
+
+
+def places(group: Group, part: placement.Part) -> np.ndarray:
+    """Where the rows of a part are in its group's array, by id."""
+    ids = np.arange(part.table.rows)
+    if part.device < 0:
+        at = (ids + part.shift) % group.devices * group.slots + ids // group.devices
+    else:
+        at = part.device * group.slots + ids
+    return at + part.base
+
+
+def whole_table(
+    groups: Mapping[str, Group], arrays: Mapping[str, np.ndarray], name: str
+) -> np.ndarray:
     """What arrays [n slots, W] of the groups hold of a table, [rows, width]; [rows, 1] of what a
     row has one of."""
     columns = [
-        (part.columns, arrays[key][placement.places(group, part)])
+        (part.columns, arrays[key][places(group, part)])
         for key, group in groups.items()
         for part in group.parts_of(name)
     ]
@@ -537,7 +569,7 @@ def make(
     all_axes = tuple(axes)
     axes = tuple(axis for axis in all_axes if mesh.shape[axis] > 1)
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    groups = {str(group.width): group for group in placement.placed(tables, features, devices)}
+    groups = _groups(tables, features, devices)
     return Tables(
         tuple(tables),
         tuple(features),

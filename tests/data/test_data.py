@@ -204,6 +204,23 @@ def test_global_batch_does_not_depend_on_the_number_of_processes(tmp_path):
             one.close()
 
 
+def test_a_batch_has_arrays_of_the_next_one(tmp_path):
+    """From any step, and of the batch that the next step takes."""
+    opened = open_texts(tmp_path, random_texts(30), num_threads=0)
+    keys = dict(
+        batch_size=4, rows=(2, 0), ahead={"tokens": "next_tokens"}, batch_of=lambda s: 2 * s
+    )
+    for start in (0, 3):
+        one = loader.Loader(opened, start_step=start, **keys)
+        one.set_state(one.state())
+        for step in range(start, start + 3):
+            found, batch = next(one)
+            assert found == step and one.state()["step"] == step + 1
+            after = opened.train_rows(2 * step + 2, (2, 0), 4)["tokens"]
+            np.testing.assert_array_equal(batch.pop("next_tokens"), after)
+            assert_equal(batch, opened.train_rows(2 * step, (2, 0), 4))
+
+
 @pytest.mark.parametrize(("threads", "prefetch"), [(0, 0), (0, 4), (1, 4), (3, 5), (2, 0)])
 def test_loader_order_does_not_depend_on_threads_and_resumes_at_any_step(
     tmp_path, threads, prefetch

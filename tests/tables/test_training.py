@@ -244,7 +244,12 @@ def test_a_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
         ("dlrm", dict(batch__sequence_length=2), "set batch.sequence_length=1"),
         ("dlrm", dict(optimizer__ema_decay=0.9), "rows have no average"),
         ("ngrams", dict(mesh={"stage": 2}, batch__accumulation=2), "mesh.stage=2"),
-        ("ngrams", dict(mesh={"data": 2}, sync__strategy="one_bit"), "sync.strategy='one_bit'"),
+        (
+            "ngrams",
+            dict(mesh={"data": 2}, sync__strategy="diloco", sync__groups=2, sync__exchange="there"),
+            "sync.groups=2 with",
+        ),
+        ("dlrm", dict(tables__staleness=65), "tables.staleness=65"),
         ("ngrams", dict(sample__prompt="a"), "generation does not look rows up"),
         ("ngrams", dict(tables__optimizer="adagrad2"), "adagrad2"),
         ("dlrm", dict(tables__optimizer="row_adagrad", tables__split="columns"), "row_adagrad"),

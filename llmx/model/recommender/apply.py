@@ -9,10 +9,11 @@ Letters: B records, F numbers, I ids of all features side by side, W width of a 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from llmx.model import looked_up
 from llmx.model.execution import Execution
@@ -46,6 +47,7 @@ class Apply:
     """A model of clicks as functions of its parameters."""
 
     model: ModelConfig
+    id_arrays: ClassVar[tuple[str, ...]] = (IDS,)  # what `table_ids` reads of a batch
 
     @property
     def batch_arrays(self) -> dict[str, tuple[int, str]]:
@@ -95,8 +97,18 @@ class Apply:
             nats_B, log_z_B = recommender.losses(logit_B, label_B)
             return nats_B[:, None], log_z_B[:, None]
 
-        placed = jax.sharding.auto_axes(of_records, out_sharding=(to, to))
-        return placed(dense, embedded, there, batch[DENSE], batch["targets"])
+        arrays = (embedded, there, batch[DENSE], batch["targets"])
+        if not execution.place.local_axes:
+            return jax.sharding.auto_axes(of_records, out_sharding=(to, to))(dense, *arrays)
+        # The compiler knows of no local views, and must not place what is in one.
+        whole, spec_of = PartitionSpec(), lambda array: jax.typeof(array).sharding.spec
+        dense = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, whole), dense)
+        specs = jax.tree.map(spec_of, arrays)
+        placed = execution.place.manual(
+            of_records, in_specs=(jax.tree.map(lambda _: whole, dense), *specs),
+            out_specs=(to, to),
+        )  # fmt: skip
+        return placed(dense, *arrays)
 
     def _present(self, tables: Tables, plan: Mapping[str, Plan]) -> dict[str, jax.Array]:
         """Which ids there are, bool [B, L], of features that are not combined."""

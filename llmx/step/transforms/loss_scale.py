@@ -85,6 +85,9 @@ def make(config: LossScaleConfig) -> Transform:
         return found._replace(
             tree=scaled(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), found.tree), inverse),
             squares=found.squares * jnp.square(inverse), norms=found.norms * inverse,
+            rows=found.rows and found.rows._replace(
+                tree=jax.tree.map(lambda leaf: leaf * inverse, found.rows.tree)
+            ),
             dropped=_overflowed(found) & (state.scale > config.minimum),
         )  # fmt: skip
 
